@@ -1,0 +1,46 @@
+"""Fine-tune pretrained models that are too big for the device, with the Trainer script you already have.
+
+Change two imports, pass ``--patrickstar``::
+
+    from hf_patrickstar import PatrickStarTrainer as Trainer
+    from hf_patrickstar import PatrickStarTrainingArguments as TrainingArguments
+"""
+
+from typing import Any
+
+from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.engine import PatrickStarEngine, initialize_engine
+from hf_patrickstar.errors import BudgetError, ConfigError, EngineError, PatrickStarError, StateError
+from hf_patrickstar.version import __version__
+
+_INTEGRATIONS = {
+    "PatrickStarAccelerator": "hf_patrickstar.integrations.accelerator",
+    "PatrickStarTrainer": "hf_patrickstar.integrations.trainer",
+    "PatrickStarTrainerMixin": "hf_patrickstar.integrations.trainer",
+    "PatrickStarTrainingArguments": "hf_patrickstar.integrations.training_args",
+}
+
+__all__ = [
+    "BudgetError",
+    "ConfigError",
+    "EngineError",
+    "PatrickStarAccelerator",
+    "PatrickStarConfig",
+    "PatrickStarEngine",
+    "PatrickStarError",
+    "PatrickStarTrainer",
+    "PatrickStarTrainerMixin",
+    "PatrickStarTrainingArguments",
+    "StateError",
+    "__version__",
+    "initialize_engine",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports transformers and accelerate only when one of their integrations is asked for."""
+    if name in _INTEGRATIONS:
+        import importlib
+
+        return getattr(importlib.import_module(_INTEGRATIONS[name]), name)
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

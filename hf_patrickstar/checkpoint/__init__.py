@@ -1,0 +1,1 @@
+"""Between the model's weights as everybody knows them and chunks."""

@@ -1,0 +1,144 @@
+"""``PatrickStarConfig``: every knob, its default, its unit and what it trades."""
+
+import dataclasses
+import difflib
+import json
+import os
+from typing import Any, Literal
+
+from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.units import parse_nbytes
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "eviction": ("lru", "list_order"),
+    "dtype": ("auto", "fp32", "bf16", "fp16"),
+}
+_TILE_QUANTUM = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PatrickStarConfig:
+    """Settings of the engine. Each default is right for most people; none has to be set.
+
+    Attributes:
+        device_budget: Bytes on the compute tier: a number, text such as ``"8GiB"``, or ``"auto"``. On an accelerator
+            it covers model and non-model data, and ``"auto"`` is what the device has free less a reserve of 5 %. On a
+            machine without one it covers the chunks of the compute tier (model data), and ``"auto"`` is what the
+            machine has available. Smaller saves memory and moves more bytes.
+        host_budget: Bytes on the host tier for model data: a number, text, or ``"auto"``: 90 % of the memory that is
+            available to this process (cgroup limits respected). Too small raises ``BudgetError`` before training.
+        chunk_numel: Elements per chunk, or ``"auto"``: the size, within the budget, that wastes least. Larger chunks
+            use the bus better; smaller chunks need a smaller budget.
+        eviction: Which chunk leaves a full device: ``"lru"`` (the one unused longest) or ``"list_order"`` (the first
+            of the chunk list, as in the warm-up of PatrickStar section 8.1; moves more).
+        cpu_embedding: Whether input embeddings are looked up on the CPU, so that only activations cross the bus
+            (PatrickStar section 8.2): ``True``, ``False``, or ``"auto"``: untied embeddings with more rows than a
+            micro-batch is likely to have tokens. Tied embeddings are computed on the device.
+        dtype: Type of parameters and gradients on the compute device: ``"fp32"``, ``"bf16"``, ``"fp16"``, or
+            ``"auto"``: what ``--bf16`` or ``--fp16`` says, else the type that the model was loaded in. The optimizer
+            always works on fp32 masters.
+        pin_memory: Whether host chunks that move are page-locked: ``True``, ``False``, or ``"auto"``: yes with a CUDA
+            device. Pinned memory copies faster and asynchronously; torch rounds each pinned allocation up to a power
+            of two, which is booked against ``host_budget``.
+        warmup_fraction: Part of ``device_budget`` that may be used on an accelerator, between 0 and 1. The rest is
+            the reserve for activations that grow between two chunk accesses (PatrickStar section 8.1).
+        tile_numel: Elements that the optimizer works on at a time, a multiple of 64. 512 Ki elements keep a tile's
+            gradient, parameter and states in the cache of common CPUs.
+        debug_evict_all: Evict every chunk that is not in use at every access, and fill what it leaves with NaN. Very
+            slow; it turns a use of released memory into NaN instead of luck.
+    """
+
+    device_budget: int | str = "auto"
+    host_budget: int | str = "auto"
+    chunk_numel: int | str = "auto"
+    eviction: Literal["lru", "list_order"] = "lru"
+    cpu_embedding: bool | Literal["auto"] = "auto"
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    pin_memory: bool | Literal["auto"] = "auto"
+    warmup_fraction: float = 0.8
+    tile_numel: int = 512 * 1024
+    debug_evict_all: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("device_budget", "host_budget"):
+            value = getattr(self, name)
+            if value != "auto":
+                object.__setattr__(self, name, parse_nbytes(value, name))
+        if self.chunk_numel != "auto":
+            chunk_numel = self.chunk_numel
+            if isinstance(chunk_numel, str) and chunk_numel.strip().isdigit():
+                chunk_numel = int(chunk_numel)
+            if isinstance(chunk_numel, bool) or not isinstance(chunk_numel, int) or chunk_numel < 1:
+                raise ConfigError(
+                    f"chunk_numel: expected 'auto' or a positive number of elements, got {self.chunk_numel!r}"
+                )
+            object.__setattr__(self, "chunk_numel", chunk_numel)
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name}: expected one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        for name in ("cpu_embedding", "pin_memory"):
+            if not isinstance(getattr(self, name), bool) and getattr(self, name) != "auto":
+                raise ConfigError(f"{name}: expected true, false or 'auto', got {getattr(self, name)!r}")
+        fraction = self.warmup_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
+            raise ConfigError(f"warmup_fraction: expected a number above 0 and at most 1, got {fraction!r}")
+        tile_numel = self.tile_numel
+        if isinstance(tile_numel, bool) or not isinstance(tile_numel, int) or tile_numel < _TILE_QUANTUM:
+            raise ConfigError(f"tile_numel: expected at least {_TILE_QUANTUM} elements, got {tile_numel!r}")
+        if tile_numel % _TILE_QUANTUM:
+            raise ConfigError(f"tile_numel: expected a multiple of {_TILE_QUANTUM}, got {tile_numel!r}")
+        if not isinstance(self.debug_evict_all, bool):
+            raise ConfigError(f"debug_evict_all: expected true or false, got {self.debug_evict_all!r}")
+
+    @classmethod
+    def from_any(cls, source: "PatrickStarConfig | dict[str, Any] | str | os.PathLike[str] | None") -> "PatrickStarConfig":
+        """Makes a configuration from whatever a user has.
+
+        Args:
+            source: ``None`` (all defaults), a configuration, a dictionary, JSON text, or the path of a JSON file.
+
+        Raises:
+            ConfigError: If the file is missing, the text is no JSON object, a key is unknown (the nearest known one
+                is named), or a value is not allowed.
+        """
+        if source is None:
+            return cls()
+        if isinstance(source, cls):
+            return source
+        if isinstance(source, dict):
+            return cls._from_dict(source)
+        if not isinstance(source, (str, os.PathLike)):
+            raise ConfigError(f"patrickstar_config: expected a dict, JSON text or the path of a file, got {source!r}")
+        text, origin = os.fspath(source), "the text given"
+        if not text.lstrip().startswith("{"):
+            origin = f"file '{text}'"
+            try:
+                with open(text, encoding="utf-8") as file:
+                    text = file.read()
+            except OSError as error:
+                raise ConfigError(
+                    f"patrickstar_config: cannot read {origin}: {error.strerror}; "
+                    "give JSON text or the path of a JSON file"
+                ) from error
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"patrickstar_config: {origin} is not JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"patrickstar_config: {origin} holds {type(values).__name__}, expected a JSON object")
+        return cls._from_dict(values)
+
+    @classmethod
+    def _from_dict(cls, values: dict[str, Any]) -> "PatrickStarConfig":
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
+                raise ConfigError(
+                    f"patrickstar_config: unknown key '{key}'; did you mean '{near}'? Known: {', '.join(known)}"
+                )
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as a dictionary that ``from_any`` takes back."""
+        return dataclasses.asdict(self)

@@ -1,0 +1,409 @@
+"""The engine: prepare, forward, backward and step of one model, on one page.
+
+Numbers first: specs -> budgets -> layout -> homes. Only when every decision has been made and every byte has been
+found are payloads filled and hooks attached, so a construction that fails leaves the model as it was.
+"""
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from hf_patrickstar.checkpoint.weights import ChunkWeights
+from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.errors import ConfigError, EngineError, PatrickStarError
+from hf_patrickstar.layout.embedding import EmbeddingChoice, choose_embeddings
+from hf_patrickstar.layout.packing import align
+from hf_patrickstar.layout.search import ChunkSizeChoice, fixed_layout, search_layout
+from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec, collect_specs
+from hf_patrickstar.memory.ledger import Ledger
+from hf_patrickstar.memory.pool import PayloadPool, pinned_nbytes
+from hf_patrickstar.memory.tiers import Tier, non_model_meter, resolve_budgets
+from hf_patrickstar.memory.transfers import Transfers
+from hf_patrickstar.optim.kernels import make_kernel
+from hf_patrickstar.optim.optimizer import ChunkedOptimizer
+from hf_patrickstar.report.statistics import Statistics
+from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
+from hf_patrickstar.runtime.hooks import ModelHooks
+from hf_patrickstar.runtime.manager import GRADIENT, MASTER, ChunkManager
+from hf_patrickstar.schedule.eviction import make_policy
+from hf_patrickstar.schedule.placement import ChunkBytes, HomePlan, plan_homes
+from hf_patrickstar.states import TensorState
+from hf_patrickstar.units import format_nbytes
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_UNMEASURED_SHARE = 0.5
+"""Part of an accelerator's budget that model data may fill while non-model data has not been measured."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Decisions:
+    """All that was decided before anything was allocated."""
+
+    tensors: list[TensorSpec]
+    modules: list[ModuleSpec]
+    parameters: list[torch.nn.Parameter]
+    dtype: torch.dtype
+    choice: ChunkSizeChoice
+    embeddings: EmbeddingChoice
+    homes: HomePlan
+    pinned: bool
+
+
+class PatrickStarEngine:
+    """Trains a model whose model data lives in chunks (PatrickStar sections 5 and 6).
+
+    The model is changed in place and stays the user's model: same class, same modules, same ``Parameter`` objects.
+    While the engine is attached a parameter has its shape and type but no storage, except while it is computed with.
+
+    Args:
+        model: The model, on the host or on the compute device.
+        config: Settings; a ``PatrickStarConfig``, dictionary, JSON text or path.
+        optimizer: A torch optimizer over the model's parameters, not used before. ``None`` makes an engine for
+            evaluation: parameters only, no masters unless they are needed to restore the model.
+        device: The compute device; by default the current CUDA device if there is one, else the CPU tier.
+        gradient_accumulation_steps: Micro-batches per step. More than one gives gradients a list of their own from
+            the start (+4 bytes per parameter). It is a hint: any pattern of calls is computed right.
+        precision: ``"no"``, ``"bf16"`` or ``"fp16"``: what ``dtype="auto"`` follows.
+
+    Raises:
+        ConfigError: If a setting cannot work for this model.
+        BudgetError: If a budget is too small; the message says for what, and by how much.
+        EngineError: If the model cannot be managed (no trainable parameter, meta parameters, an engine attached).
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: Any = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        device: torch.device | str | None = None,
+        gradient_accumulation_steps: int = 1,
+        precision: str = "no",
+    ) -> None:
+        self.model = model
+        self.config = PatrickStarConfig.from_any(config)
+        self.device = _resolve_device(device)
+        self._training = optimizer is not None
+        self._accumulate = gradient_accumulation_steps > 1
+        self._statistics = Statistics()
+        budgets = resolve_budgets(self.device, self.config.device_budget, self.config.host_budget)
+        fraction = 1.0 if self.device.type == "cpu" else self.config.warmup_fraction
+        self.ledger = Ledger(budgets, non_model_meter(self.device), fraction)
+        pin = self.device.type == "cuda" if self.config.pin_memory == "auto" else self.config.pin_memory
+        self._pool = PayloadPool(self.ledger, self.device, bool(pin) and torch.cuda.is_available())
+        self._kernel = None
+        if optimizer is not None:
+            prefer_fused = self.device.type != "cpu"
+            self._kernel = make_kernel(optimizer, self._pool, self.config.tile_numel, prefer_fused)
+        self._decisions = self._decide(precision, bool(pin) and torch.cuda.is_available())
+        chunks = self._allocate()
+        self._fill(chunks)
+        self.manager = ChunkManager(
+            chunks,
+            self._pool,
+            Transfers(self.device),
+            make_policy(self.config.eviction),
+            self._statistics.record,
+            self._accumulate,
+            self.config.debug_evict_all,
+        )
+        self.weights = ChunkWeights(self.manager)
+        self.optimizer: ChunkedOptimizer | None = None
+        try:
+            if optimizer is not None and self._kernel is not None:
+                self.optimizer = ChunkedOptimizer(optimizer, self._kernel, self.manager, self._statistics.record)
+            self._hooks = ModelHooks(
+                model, self.manager, self.weights, self._zero_grad, self.device, training=self._training
+            )
+            self._hooks.attach()
+        except BaseException:
+            self.detach()
+            raise
+        model.__dict__["patrickstar_engine"] = self
+        self._explain()
+
+    # One page of use
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Runs backward. ``loss.backward()`` does the same.
+
+        Args:
+            loss: A scalar tensor.
+            **kwargs: Passed to ``torch.Tensor.backward``.
+        """
+        loss.backward(**kwargs)
+
+    def full_parameters(
+        self, parameters: Iterable[torch.nn.Parameter] | None = None, writeback: bool = True, with_grads: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        """Gives parameters their full value, as ordinary tensors on the host, inside a ``with`` block.
+
+        Args:
+            parameters: Which; all by default. Opening a few at a time keeps memory low.
+            writeback: Take over what the block changed in place or through ``.data``.
+            with_grads: Also give them ``.grad``: this step's gradient so far, before unscaling and clipping.
+
+        Returns:
+            A context manager. Do not run the model inside it.
+
+        Raises:
+            EngineError: If one of the parameters is not managed.
+        """
+        tensors = self.manager.tensors
+        if parameters is not None:
+            by_parameter = {id(tensor.parameter): tensor for tensor in tensors}
+            tensors = []
+            for parameter in parameters:
+                if id(parameter) not in by_parameter:
+                    raise EngineError(f"a parameter of shape {tuple(parameter.shape)} is not managed by this engine")
+                tensors.append(by_parameter[id(parameter)])
+        return self.weights.opened(tensors, writeback, with_grads)
+
+    def stats(self) -> dict[str, Any]:
+        """Bytes and events so far.
+
+        Returns:
+            ``device_peak_nbytes``, ``host_peak_nbytes``: most bytes booked at once on each tier.
+            ``device_budget_nbytes``, ``host_budget_nbytes``: the budgets.
+            ``model_data_nbytes``: bytes of all chunk lists, padding left out.
+            ``host_to_device_nbytes``, ``device_to_host_nbytes``: bytes moved.
+            ``chunk_loads``, ``chunk_evictions``, ``chunk_invalidations``: how often a chunk came to the device, left
+            it for want of room, or was dropped because the optimizer had changed its home.
+            ``steps``, ``skipped_steps``: optimizer steps.
+            ``num_chunks``, ``chunk_numel``, ``chunk_utilisation``: the layout.
+        """
+        layout = self._decisions.choice.layout
+        return {
+            "device_peak_nbytes": self.ledger.peak(Tier.DEVICE),
+            "host_peak_nbytes": self.ledger.peak(Tier.HOST),
+            "device_budget_nbytes": self.ledger.budget(Tier.DEVICE),
+            "host_budget_nbytes": self.ledger.budget(Tier.HOST),
+            "model_data_nbytes": self.model_data_nbytes(),
+            **self._statistics.summary(),
+            "num_chunks": len(layout.chunks),
+            "chunk_numel": layout.chunk_numel,
+            "chunk_utilisation": layout.utilisation,
+        }
+
+    def model_data_nbytes(self) -> int:
+        """Bytes of model data over both tiers, padding left out: 14 per trainable parameter in 16-bit, 16 in fp32,
+        2 or 4 per frozen one; with an accumulation list 4 more per trainable parameter."""
+        total = 0
+        for chunk in self.manager.chunks:
+            per_element = chunk.param.dtype.itemsize + sum(item.dtype.itemsize for item in chunk.lists.values())
+            total += chunk.spec.used_numel * per_element
+        return total + self.ledger.owners(Tier.DEVICE).get("optimizer_state", 0) + self.ledger.owners(Tier.HOST).get(
+            "optimizer_state", 0
+        )
+
+    @torch.no_grad()
+    def detach(self) -> None:
+        """Gives the model back: every hook removed, every parameter with its value, original type and own storage."""
+        if hasattr(self, "_hooks"):
+            self._hooks.detach()
+        for tensor in self.manager.tensors:
+            tensor.parameter.data = self.weights.read(tensor).to(tensor.device)
+        self.manager.close()
+        self.model.__dict__.pop("patrickstar_engine", None)
+
+    def _zero_grad(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+
+    # Decisions
+
+    def _decide(self, precision: str, pinned: bool) -> _Decisions:
+        tensors, modules, parameters = collect_specs(self.model)
+        self._check_model(tensors, parameters)
+        dtype = self._resolve_dtype(precision, parameters)
+        limit = self.ledger.limit(Tier.DEVICE)
+        state_itemsize = self._state_itemsize(dtype)
+        total = sum(align(spec.numel) * (dtype.itemsize + spec.trainable * state_itemsize) for spec in tensors)
+        share = limit if self.device.type == "cpu" else int(limit * _UNMEASURED_SHARE)
+        embeddings = choose_embeddings(
+            tensors, self._embedding_owners(), self.config.cpu_embedding, everything_fits=total <= share
+        )
+        on_host = embeddings.tensor_indices
+        if self.config.chunk_numel == "auto":
+            chunk_limit = None if total <= share else limit
+            choice = search_layout(tensors, modules, dtype.itemsize, chunk_limit, on_host)
+        else:
+            numel = int(self.config.chunk_numel)
+            choice = fixed_layout(tensors, modules, numel, dtype.itemsize, limit, on_host)
+        homes = self._plan_homes(choice, dtype, share, pinned)
+        return _Decisions(tensors, modules, parameters, dtype, choice, embeddings, homes, pinned)
+
+    def _plan_homes(self, choice: ChunkSizeChoice, dtype: torch.dtype, share: int, pinned: bool) -> HomePlan:
+        state_itemsize = self._state_itemsize(dtype)
+        chunks = []
+        for spec in choice.layout.chunks:
+            nbytes = spec.capacity_numel * dtype.itemsize
+            host = pinned_nbytes(nbytes) if pinned and not spec.on_host else nbytes
+            state = spec.capacity_numel * state_itemsize * spec.trainable
+            chunks.append(ChunkBytes(spec.index, nbytes, host, state, spec.on_host))
+        workspace = 0
+        if self._kernel is not None and choice.layout.chunks:
+            largest = max(spec.capacity_numel for spec in choice.layout.chunks)
+            workspace = self._kernel.workspace_nbytes(largest, dtype)
+        host_nbytes = self.ledger.limit(Tier.HOST)
+        return plan_homes(chunks, share, host_nbytes, choice.working_set_nbytes, workspace)
+
+    def _state_itemsize(self, dtype: torch.dtype) -> int:
+        """Bytes per trainable parameter beside the ``param`` list."""
+        if self._kernel is None:
+            return torch.float32.itemsize if dtype is not torch.float32 else 0
+        return torch.float32.itemsize * (len(self._kernel.list_names) + self._accumulate)
+
+    def _check_model(self, tensors: list[TensorSpec], parameters: list[torch.nn.Parameter]) -> None:
+        if "patrickstar_engine" in self.model.__dict__:
+            raise EngineError("an engine is attached to this model already; call its detach() first")
+        if self._training and not any(spec.trainable for spec in tensors):
+            raise EngineError(
+                "the model has no trainable parameter: every requires_grad is False; unfreeze what should be trained"
+            )
+        for spec, parameter in zip(tensors, parameters, strict=True):
+            if parameter.device.type == "meta":
+                raise EngineError(f"parameter '{spec.name}' is on the meta device and has no value; load weights first")
+            if type(parameter).__name__ in ("Params4bit", "Int8Params"):
+                raise ConfigError(
+                    f"parameter '{spec.name}' is quantized by bitsandbytes ({type(parameter).__name__}), which the "
+                    "engine does not manage; load the model without quantization"
+                )
+            if not parameter.dtype.is_floating_point:
+                raise ConfigError(f"parameter '{spec.name}' has type {parameter.dtype}; only floating types are managed")
+            if type(parameter.data).__name__ == "DTensor":
+                raise ConfigError(f"parameter '{spec.name}' is a DTensor; load the model without tensor parallelism")
+
+    def _resolve_dtype(self, precision: str, parameters: list[torch.nn.Parameter]) -> torch.dtype:
+        if self.config.dtype != "auto":
+            return _DTYPES[self.config.dtype]
+        if precision in _DTYPES:
+            return _DTYPES[precision]
+        if precision != "no":
+            raise ConfigError(f"precision '{precision}' is not supported; use bf16, fp16 or no")
+        kinds = {parameter.dtype for parameter in parameters}
+        return kinds.pop() if len(kinds) == 1 and kinds <= set(_DTYPES.values()) else torch.float32
+
+    def _embedding_owners(self) -> frozenset[int]:
+        return frozenset(
+            index for index, module in enumerate(self.model.modules()) if isinstance(module, torch.nn.Embedding)
+        )
+
+    def _explain(self) -> None:
+        """One line per decision that ``auto`` made."""
+        decisions = self._decisions
+        logger.info("patrickstar: dtype=%s; %s", str(decisions.dtype).removeprefix("torch."), decisions.choice.describe())
+        logger.info("patrickstar: %s", decisions.homes.reason)
+        logger.info("patrickstar: %s", decisions.embeddings.reason)
+        budget = {tier.value: format_nbytes(self.ledger.budget(tier)) for tier in Tier}
+        logger.info("patrickstar: budgets: device %s, host %s", budget["device"], budget["host"])
+
+    # Payloads
+
+    def _allocate(self) -> list[Chunk]:
+        """Allocates every payload at home; if one does not fit, all are given back."""
+        decisions = self._decisions
+        chunks = []
+        try:
+            for spec in decisions.choice.layout.chunks:
+                home = Tier.DEVICE if spec.index in decisions.homes.device_homed else Tier.HOST
+                chunk = Chunk(spec, home)
+                numel = spec.capacity_numel
+                moves = home is Tier.HOST and not spec.on_host
+                chunk.param = self._pool.allocate(home, numel, decisions.dtype, "param", pinned=moves, zero=True)
+                for name in self._list_names(spec.trainable):
+                    chunk.lists[name] = self._pool.allocate(home, numel, torch.float32, name, zero=True)
+                chunks.append(chunk)
+        except PatrickStarError:
+            chunks.clear()
+            raise
+        return chunks
+
+    def _list_names(self, trainable: bool) -> tuple[str, ...]:
+        if not trainable:
+            return ()
+        if self._kernel is None:
+            loaded = {parameter.dtype for parameter in self._decisions.parameters}
+            return () if loaded == {self._decisions.dtype} else (MASTER,)
+        return (*self._kernel.list_names, GRADIENT) if self._accumulate else self._kernel.list_names
+
+    @torch.no_grad()
+    def _fill(self, chunks: list[Chunk]) -> None:
+        """Moves the parameters' values into their chunks, one at a time, freeing each as it goes."""
+        decisions = self._decisions
+        placements = decisions.choice.layout.placements
+        nan = torch.full((), float("nan"), dtype=decisions.dtype, device=self.device)
+        nan_on_host = nan.to("cpu")
+        for chunk in chunks:
+            for index in chunk.spec.tensor_indices:
+                spec, parameter = decisions.tensors[index], decisions.parameters[index]
+                placeholder = (nan_on_host if chunk.spec.on_host else nan).expand(spec.shape)
+                tensor = ManagedTensor(spec, parameter, placements[index].offset_numel, placeholder)
+                chunk.add(tensor)
+                tensor.view(chunk.param).copy_(parameter.data)
+                if MASTER in chunk.lists:
+                    tensor.view(chunk.lists[MASTER]).copy_(parameter.data)
+                parameter.data = placeholder
+                parameter.grad = None
+                tensor.go(TensorState.HOLD)
+        for buffer in self.model.buffers():
+            buffer.data = buffer.data.to(self.device)
+
+
+def _resolve_device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device '{device}': the compute device must be a CUDA device or the CPU")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def initialize_engine(
+    model_func: Callable[[], torch.nn.Module],
+    config: Any = None,
+    optimizer_func: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
+    *,
+    device: torch.device | str | None = None,
+    gradient_accumulation_steps: int = 1,
+) -> tuple[torch.nn.Module, ChunkedOptimizer]:
+    """Makes a model and its optimizer for a bare PyTorch loop (PatrickStar section 8.5).
+
+    Args:
+        model_func: Makes the model.
+        config: Settings; see ``PatrickStarConfig.from_any``.
+        optimizer_func: Makes a torch optimizer from the list of trainable parameters; by default
+            ``torch.optim.AdamW(parameters, fused=True)``.
+        device: The compute device; by default the current CUDA device if there is one, else the CPU tier.
+        gradient_accumulation_steps: Micro-batches per step.
+
+    Returns:
+        The model and the optimizer. ``model.patrickstar_engine`` is the engine; ``model.backward(loss)`` and
+        ``loss.backward()`` do the same.
+
+    Raises:
+        ConfigError: If a setting cannot work for this model.
+        BudgetError: If a budget is too small.
+        EngineError: If the model cannot be managed.
+    """
+    model = model_func()
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise EngineError("the model has no trainable parameter: every requires_grad is False")
+    make = optimizer_func or (lambda parameters: torch.optim.AdamW(parameters, fused=True))
+    engine = PatrickStarEngine(
+        model, config, make(trainable), device=device, gradient_accumulation_steps=gradient_accumulation_steps
+    )
+    assert engine.optimizer is not None
+    if not hasattr(model, "backward"):
+        model.__dict__["backward"] = engine.backward
+    return model, engine.optimizer

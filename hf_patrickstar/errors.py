@@ -1,0 +1,25 @@
+"""The exceptions that the package raises on purpose.
+
+Every message says what failed, which parameter, chunk, module or file it concerns, how much was needed against how
+much there is, and what to change.
+"""
+
+
+class PatrickStarError(Exception):
+    """Base class of every error that this package raises on purpose."""
+
+
+class ConfigError(PatrickStarError, ValueError):
+    """A configuration value, or a combination of values, that cannot work."""
+
+
+class BudgetError(PatrickStarError, MemoryError):
+    """A tier would have gone over its byte budget. Nothing was allocated beyond it."""
+
+
+class StateError(PatrickStarError, RuntimeError):
+    """A tensor or chunk was asked for a state transition that is not legal (PatrickStar section 6.2)."""
+
+
+class EngineError(PatrickStarError, RuntimeError):
+    """The engine was used in a way, or at a moment, in which it cannot give a right answer."""

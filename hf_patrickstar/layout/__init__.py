@@ -1,0 +1,1 @@
+"""WHERE each element lives: specs, packing into chunks, chunk-size search, embeddings. Allocates nothing."""

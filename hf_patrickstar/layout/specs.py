@@ -1,0 +1,98 @@
+"""What there is to place: one ``TensorSpec`` per parameter, in model order, tied weights once."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+
+class ParameterLike(Protocol):
+    """The part of ``torch.nn.Parameter`` that a layout needs; meta tensors have it too."""
+
+    shape: Any
+    dtype: Any
+    requires_grad: bool
+
+
+class ModuleLike(Protocol):
+    """The part of ``torch.nn.Module`` that a layout needs."""
+
+    def named_modules(self) -> Iterable[tuple[str, Any]]: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One parameter, as numbers.
+
+    Attributes:
+        index: Its place in model order, from 0.
+        name: Its first qualified name.
+        aliases: Every other qualified name of the same parameter (tied weights).
+        shape: Its shape.
+        trainable: Whether it receives gradients and optimizer states.
+        owners: Indices, in ``model.named_modules()`` order, of the modules that own it directly.
+    """
+
+    index: int
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool
+    aliases: tuple[str, ...] = ()
+    owners: tuple[int, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModuleSpec:
+    """A module that owns parameters directly: together they are the least that must be on the device at once."""
+
+    name: str
+    class_name: str
+    tensor_indices: tuple[int, ...]
+
+
+def collect_specs(model: ModuleLike) -> tuple[list[TensorSpec], list[ModuleSpec], list[Any]]:
+    """Lists a model's parameters in model order, each once, and the modules that own them.
+
+    Args:
+        model: A ``torch.nn.Module``; its parameters may be on the meta device.
+
+    Returns:
+        The tensor specs, the module specs, and the parameters in the order of the tensor specs.
+    """
+    order: dict[int, int] = {}
+    parameters: list[Any] = []
+    names: list[list[str]] = []
+    owners: list[list[int]] = []
+    modules: list[ModuleSpec] = []
+    for module_index, (module_name, module) in enumerate(model.named_modules()):
+        own: list[int] = []
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            index = order.setdefault(id(parameter), len(parameters))
+            if index == len(parameters):
+                parameters.append(parameter)
+                names.append([])
+                owners.append([])
+            names[index].append(f"{module_name}.{name}" if module_name else name)
+            owners[index].append(module_index)
+            own.append(index)
+        if own:
+            modules.append(ModuleSpec(module_name, type(module).__name__, tuple(own)))
+    specs = [
+        TensorSpec(
+            index=index,
+            name=names[index][0],
+            aliases=tuple(names[index][1:]),
+            shape=tuple(parameter.shape),
+            trainable=bool(parameter.requires_grad),
+            owners=tuple(owners[index]),
+        )
+        for index, parameter in enumerate(parameters)
+    ]
+    return specs, modules, parameters

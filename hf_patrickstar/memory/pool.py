@@ -1,0 +1,139 @@
+"""The payload pool: allocates and reuses the buffers that chunks live in, and books every one in the ledger."""
+
+import logging
+
+import torch
+
+from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.memory.ledger import Ledger
+from hf_patrickstar.memory.tiers import Tier
+
+logger = logging.getLogger(__name__)
+
+CACHE_OWNER = "pool"
+"""Ledger owner of buffers that are kept for reuse."""
+
+
+def pinned_nbytes(nbytes: int) -> int:
+    """Bytes that torch really takes for a pinned allocation: the next power of two."""
+    return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0
+
+
+class PayloadPool:
+    """Hands out one-dimensional buffers on either tier.
+
+    A buffer that comes back on the device is kept for the next chunk of the same size: allocating and touching fresh
+    pages costs more than the copy into them. Kept buffers count against the budget and go first when it is tight.
+
+    Args:
+        ledger: Where every buffer is booked.
+        device: The compute device.
+        pin_memory: Whether buffers asked for as ``pinned`` are page-locked.
+    """
+
+    def __init__(self, ledger: Ledger, device: torch.device, pin_memory: bool) -> None:
+        self.ledger = ledger
+        self._device = device
+        self._pin_memory = pin_memory
+        self._cache: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
+        self._cached_nbytes = 0
+
+    def allocate(
+        self, tier: Tier, numel: int, dtype: torch.dtype, owner: str, *, pinned: bool = False, zero: bool = False
+    ) -> torch.Tensor:
+        """Allocates a buffer.
+
+        Args:
+            tier: Where it lives.
+            numel: Number of elements.
+            dtype: Type of the elements.
+            owner: Whose bytes they are in the ledger.
+            pinned: Ask for page-locked memory (host tier only).
+            zero: Fill with zeros.
+
+        Returns:
+            A one-dimensional tensor of ``numel`` elements, not initialised unless ``zero``.
+
+        Raises:
+            BudgetError: If the tier has no room left, kept buffers given up.
+        """
+        nbytes = numel * dtype.itemsize
+        if tier is Tier.DEVICE:
+            return self._allocate_device(numel, dtype, owner, zero)
+        if pinned and self._pin_memory:
+            buffer = self._allocate_pinned(numel, dtype, owner)
+            if buffer is not None:
+                return buffer.zero_() if zero else buffer
+        self.ledger.book(tier, owner, nbytes)
+        return self._new(torch.device("cpu"), numel, dtype, zero)
+
+    def release(self, tier: Tier, buffer: torch.Tensor, owner: str, *, keep: bool = True) -> None:
+        """Takes a buffer back.
+
+        Args:
+            tier: Where it lives.
+            buffer: What ``allocate`` returned.
+            owner: Whose bytes they were.
+            keep: On the device, keep it for reuse.
+        """
+        nbytes = self._booked_nbytes(buffer)
+        self.ledger.unbook(tier, owner, nbytes)
+        if tier is Tier.DEVICE and keep and self.ledger.available(tier) >= nbytes:
+            self.ledger.book(tier, CACHE_OWNER, nbytes)
+            self._cache.setdefault((buffer.dtype, buffer.numel()), []).append(buffer)
+            self._cached_nbytes += nbytes
+
+    def room(self, tier: Tier) -> int:
+        """Bytes that ``allocate`` could still get on a tier, buffers kept for reuse counted in."""
+        return self.ledger.available(tier) + (self._cached_nbytes if tier is Tier.DEVICE else 0)
+
+    def trim(self) -> None:
+        """Gives up all buffers that are kept for reuse."""
+        if self._cached_nbytes:
+            self.ledger.unbook(Tier.DEVICE, CACHE_OWNER, self._cached_nbytes)
+            self._cached_nbytes = 0
+        self._cache.clear()
+
+    def _allocate_device(self, numel: int, dtype: torch.dtype, owner: str, zero: bool) -> torch.Tensor:
+        nbytes = numel * dtype.itemsize
+        kept = self._cache.get((dtype, numel))
+        if kept:
+            buffer = kept.pop()
+            self._cached_nbytes -= nbytes
+            self.ledger.unbook(Tier.DEVICE, CACHE_OWNER, nbytes)
+            self.ledger.book(Tier.DEVICE, owner, nbytes)
+            return buffer.zero_() if zero else buffer
+        if self.ledger.available(Tier.DEVICE) < nbytes:
+            self.trim()
+        self.ledger.book(Tier.DEVICE, owner, nbytes)
+        return self._new(self._device, numel, dtype, zero)
+
+    def _allocate_pinned(self, numel: int, dtype: torch.dtype, owner: str) -> torch.Tensor | None:
+        """A page-locked buffer, or ``None``, with one warning, where pinning fails (limits, virtual machines)."""
+        nbytes = pinned_nbytes(numel * dtype.itemsize)
+        self.ledger.book(Tier.HOST, owner, nbytes)
+        try:
+            return torch.empty(numel, dtype=dtype, pin_memory=True)
+        except RuntimeError as error:
+            self.ledger.unbook(Tier.HOST, owner, nbytes)
+            self._pin_memory = False
+            logger.warning("cannot pin host memory (%s); copies will be slower and synchronous", error)
+            return None
+
+    def _booked_nbytes(self, buffer: torch.Tensor) -> int:
+        nbytes = buffer.numel() * buffer.dtype.itemsize
+        is_pinned = self._pin_memory and buffer.device.type == "cpu" and buffer.is_pinned()
+        return pinned_nbytes(nbytes) if is_pinned else nbytes
+
+    @staticmethod
+    def _new(device: torch.device, numel: int, dtype: torch.dtype, zero: bool) -> torch.Tensor:
+        try:
+            make = torch.zeros if zero else torch.empty
+            return make(numel, dtype=dtype, device=device)
+        except RuntimeError as error:
+            if "memory" not in str(error).lower():
+                raise
+            raise BudgetError(
+                f"the system refused {numel * dtype.itemsize} bytes on {device} although the budget allows it; "
+                f"lower the budget: {error}"
+            ) from error

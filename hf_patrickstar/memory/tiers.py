@@ -1,0 +1,89 @@
+"""The memory spaces, and how large they are on this machine."""
+
+import enum
+import pathlib
+
+import psutil
+import torch
+
+from hf_patrickstar.errors import ConfigError
+
+_DEVICE_SHARE = 0.95
+_HOST_SHARE = 0.90
+_CGROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+class Tier(enum.Enum):
+    """A memory space with a byte budget.
+
+    ``DEVICE`` is the compute tier: an accelerator's memory, or, on a machine without one, a budgeted part of CPU
+    memory that chunks are really copied into and out of.
+    """
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+def available_host_nbytes() -> int:
+    """Bytes of host memory that this process can still take, cgroup limits respected."""
+    available = psutil.virtual_memory().available
+    for limit_file, usage_file in _CGROUP_FILES:
+        try:
+            limit = pathlib.Path(limit_file).read_text().strip()
+            usage = int(pathlib.Path(usage_file).read_text())
+        except (OSError, ValueError):
+            continue
+        if limit.isdigit():
+            available = min(available, max(int(limit) - usage, 0))
+    return int(available)
+
+
+def resolve_budgets(device: torch.device, device_budget: int | str, host_budget: int | str) -> dict[Tier, int]:
+    """Turns ``"auto"`` into bytes.
+
+    Args:
+        device: The compute device.
+        device_budget: Bytes or ``"auto"``.
+        host_budget: Bytes or ``"auto"``.
+
+    Returns:
+        The budget of each tier, in bytes.
+
+    Raises:
+        ConfigError: If the device budget is larger than the device.
+    """
+    host = int(available_host_nbytes() * _HOST_SHARE) if host_budget == "auto" else int(host_budget)
+    if device.type == "cpu":
+        compute = int(available_host_nbytes() * _HOST_SHARE) if device_budget == "auto" else int(device_budget)
+        return {Tier.DEVICE: compute, Tier.HOST: host}
+    free, total = torch.cuda.mem_get_info(device)
+    if device_budget == "auto":
+        reusable = torch.cuda.memory_reserved(device)
+        return {Tier.DEVICE: int((free + reusable) * _DEVICE_SHARE), Tier.HOST: host}
+    if int(device_budget) > total:
+        raise ConfigError(f"device_budget: {device_budget} bytes asked for, {device} has {total} bytes")
+    return {Tier.DEVICE: int(device_budget), Tier.HOST: host}
+
+
+def non_model_meter(device: torch.device):
+    """A function that tells how many bytes live on the device beyond what the ledger booked there.
+
+    Args:
+        device: The compute device.
+
+    Returns:
+        A function from the ledger's bytes on the device to non-model bytes. On the budgeted CPU tier it is always 0:
+        there, the budget covers chunks alone.
+    """
+    if device.type == "cpu":
+        return lambda booked: 0
+
+    def measure(booked: int) -> int:
+        stats = torch.cuda.memory_stats_as_nested_dict(device)
+        allocated = stats["allocated_bytes"]["all"]["current"] if stats else 0
+        return max(int(allocated) - booked, 0)
+
+    return measure

@@ -1,0 +1,74 @@
+"""Copies between the tiers: a side stream and events on CUDA, plain copies on the budgeted CPU tier."""
+
+import torch
+
+
+class Ticket:
+    """A copy to the host that may still be under way.
+
+    Args:
+        event: The CUDA event that follows the copy, or ``None`` if it is already complete.
+        source: The tensor that is being read; it is kept alive until the copy is complete.
+    """
+
+    __slots__ = ("_event", "_source")
+
+    def __init__(self, event: "torch.cuda.Event | None" = None, source: torch.Tensor | None = None) -> None:
+        self._event = event
+        self._source = source
+
+    def wait(self) -> None:
+        """Blocks until the host may read what was copied."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        self._source = None
+
+
+class Transfers:
+    """Moves bytes between host and device.
+
+    On CUDA all copies run in order on one side stream, which first waits for the compute stream: a buffer is never
+    overwritten while an earlier kernel reads it, and a gradient is never copied before it is written.
+
+    Args:
+        device: The compute device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._device = device
+
+    def to_device(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copies host -> device; kernels that are launched afterwards see the result."""
+        if self._stream is None:
+            target.copy_(source)
+            return
+        compute = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(compute)
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=source.is_pinned())
+        target.record_stream(self._stream)
+        compute.wait_stream(self._stream)
+
+    def to_host(self, source: torch.Tensor, target: torch.Tensor) -> Ticket | None:
+        """Copies device -> host.
+
+        Args:
+            source: What to copy; any device, any shape.
+            target: A host tensor of the same shape.
+
+        Returns:
+            A ticket to wait for before the host reads ``target``, or ``None`` if the copy is complete.
+        """
+        if self._stream is None or source.device.type == "cpu" or not target.is_pinned():
+            target.copy_(source)
+            return None
+        compute = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(compute)
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        source.record_stream(self._stream)
+        return Ticket(event, source)

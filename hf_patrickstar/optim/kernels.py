@@ -1,0 +1,343 @@
+"""How one chunk is updated: Adam in tiles over the chunk lists, or any torch optimizer on the chunk's masters.
+
+[Note: same bits as torch]
+An element-wise kernel treats the last few elements of a tensor, those that do not fill a vector register, by other
+instructions than the rest, and may round them differently. So tensors may be joined, and cut, only where a multiple
+of ``ALIGNMENT_NUMEL`` elements meets the boundary: then every element is computed by the same instructions as in an
+optimizer that sees the parameters one by one, and results are the same bit for bit.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch.optim.adam import adam
+
+from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.layout.packing import ALIGNMENT_NUMEL
+from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.runtime.chunk import Chunk, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.manager import GRADIENT, MASTER
+
+EXP_AVG = "exp_avg"
+EXP_AVG_SQ = "exp_avg_sq"
+WORKSPACE = "workspace"
+
+
+class Kernel(Protocol):
+    """Updates chunks. ``list_names`` are the fp32 lists that it needs beside ``param``."""
+
+    list_names: tuple[str, ...]
+
+    def workspace_nbytes(self, capacity_numel: int, param_dtype: torch.dtype) -> int:
+        """Bytes of scratch space for the largest chunk."""
+        ...
+
+    def begin_step(self) -> None:
+        """Called once before the chunks of a step."""
+        ...
+
+    def update(self, chunk: Chunk, groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
+        """Updates one chunk from its gradients, at its home.
+
+        Args:
+            chunk: The chunk.
+            groups: Param group of each tensor index; tensors that are not in it are left alone.
+            coefficient: What gradients are multiplied with (clipping, unscaling), or ``None``.
+        """
+        ...
+
+    def tensor_state(self, tensor: ManagedTensor) -> dict[str, Any]:
+        """The optimizer state of one parameter as torch would name it; copies on the host."""
+        ...
+
+    def load_tensor_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
+        """Takes over a state as ``tensor_state`` or a torch optimizer gives it."""
+        ...
+
+
+@dataclasses.dataclass(slots=True)
+class _Segment:
+    """A range of a chunk whose elements are updated alike."""
+
+    start: int
+    stop: int
+    group: int
+    step: int
+    place: GradientPlace
+
+
+def is_plain_adam(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is torch's Adam or AdamW with options that the chunk lists can hold."""
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not any(
+        group.get("amsgrad") or group.get("capturable") or group.get("differentiable")
+        for group in optimizer.param_groups
+    )
+
+
+class AdamKernel:
+    """Adam and AdamW over the lists ``master``, ``exp_avg`` and ``exp_avg_sq``, tile by tile.
+
+    A tile's gradient is widened to fp32 in scratch space, multiplied with the coefficient, used by torch's own Adam,
+    and the new master is rounded into ``param``, all while the tile is in the cache.
+
+    Args:
+        optimizer: The optimizer that says what to do; its ``param_groups`` are read at every step.
+        pool: Where scratch space comes from.
+        tile_numel: Elements per tile, a multiple of the alignment.
+        prefer_fused: Use torch's fused kernel where the optimizer leaves the choice open.
+    """
+
+    list_names = (MASTER, EXP_AVG, EXP_AVG_SQ)
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, pool: PayloadPool, tile_numel: int, prefer_fused: bool
+    ) -> None:
+        self._optimizer = optimizer
+        self._pool = pool
+        self._tile_numel = tile_numel
+        self._prefer_fused = prefer_fused
+        self._steps: dict[int, int] = {}
+        self._scratch: dict[Tier, torch.Tensor] = {}
+
+    def workspace_nbytes(self, capacity_numel: int, param_dtype: torch.dtype) -> int:
+        """Bytes of one fp32 tile; none if gradients are fp32 already."""
+        if param_dtype is torch.float32:
+            return 0
+        return min(self._tile_numel, capacity_numel) * torch.float32.itemsize
+
+    def begin_step(self) -> None:
+        """Nothing to do: every update reads the param groups."""
+
+    def update(self, chunk: Chunk, groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
+        """Updates one chunk; see ``Kernel.update``."""
+        param, master = chunk.param, chunk.lists[MASTER]
+        for segment in self._tiles(chunk, groups):
+            part = slice(segment.start, segment.stop)
+            gradient = self._gradient(chunk, segment)
+            if coefficient is not None:
+                gradient.mul_(coefficient)
+            self._adam(
+                master[part], gradient, chunk.lists[EXP_AVG][part], chunk.lists[EXP_AVG_SQ][part], segment
+            )
+            param[part].copy_(master[part])
+        for tensor in chunk.tensors:
+            if tensor.gradient is not GradientPlace.NONE and tensor.spec.index in groups:
+                self._steps[tensor.spec.index] = self._steps.get(tensor.spec.index, 0) + 1
+
+    def tensor_state(self, tensor: ManagedTensor) -> dict[str, Any]:
+        """``step``, ``exp_avg`` and ``exp_avg_sq`` of one parameter; empty before its first step."""
+        step = self._steps.get(tensor.spec.index)
+        if step is None:
+            return {}
+        lists = tensor.chunk.lists
+        return {
+            "step": torch.tensor(float(step)),
+            "exp_avg": tensor.view(lists[EXP_AVG]).to("cpu", copy=True),
+            "exp_avg_sq": tensor.view(lists[EXP_AVG_SQ]).to("cpu", copy=True),
+        }
+
+    def load_tensor_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
+        """Takes over the state of one parameter; an empty state resets it."""
+        lists = tensor.chunk.lists
+        if not state:
+            self._steps.pop(tensor.spec.index, None)
+            tensor.view(lists[EXP_AVG]).zero_()
+            tensor.view(lists[EXP_AVG_SQ]).zero_()
+            return
+        self._steps[tensor.spec.index] = int(state["step"])
+        tensor.view(lists[EXP_AVG]).copy_(state["exp_avg"])
+        tensor.view(lists[EXP_AVG_SQ]).copy_(state["exp_avg_sq"])
+
+    def _tiles(self, chunk: Chunk, groups: Mapping[int, int]) -> Iterator[_Segment]:
+        """Ranges to update, joined and cut as [Note: same bits as torch] allows."""
+        joined: list[_Segment] = []
+        for tensor in chunk.tensors:
+            group = groups.get(tensor.spec.index)
+            if group is None or tensor.gradient is GradientPlace.NONE or not tensor.spec.numel:
+                continue
+            step = self._steps.get(tensor.spec.index, 0)
+            start = tensor.offset_numel
+            last = joined[-1] if joined else None
+            if (
+                last is not None
+                and last.stop == start
+                and last.stop % ALIGNMENT_NUMEL == 0
+                and (last.group, last.step, last.place) == (group, step, tensor.gradient)
+            ):
+                last.stop = start + tensor.spec.numel
+            else:
+                joined.append(_Segment(start, start + tensor.spec.numel, group, step, tensor.gradient))
+        for segment in joined:
+            for start in range(segment.start, segment.stop, self._tile_numel):
+                yield dataclasses.replace(segment, start=start, stop=min(start + self._tile_numel, segment.stop))
+
+    def _gradient(self, chunk: Chunk, segment: _Segment) -> torch.Tensor:
+        part = slice(segment.start, segment.stop)
+        if segment.place is GradientPlace.LIST:
+            return chunk.lists[GRADIENT][part]
+        if chunk.param.dtype is torch.float32:
+            return chunk.param[part]
+        if chunk.home not in self._scratch:
+            self._scratch[chunk.home] = self._pool.allocate(chunk.home, self._tile_numel, torch.float32, WORKSPACE)
+        return self._scratch[chunk.home][: segment.stop - segment.start].copy_(chunk.param[part])
+
+    def _adam(
+        self,
+        master: torch.Tensor,
+        gradient: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        segment: _Segment,
+    ) -> None:
+        group = self._optimizer.param_groups[segment.group]
+        foreach, fused = group.get("foreach"), group.get("fused")
+        if fused is None and foreach is None and self._prefer_fused:
+            fused = True
+        beta1, beta2 = group["betas"]
+        step = torch.tensor(float(segment.step), device=master.device if fused else None)
+        adam(
+            [master],
+            [gradient],
+            [exp_avg],
+            [exp_avg_sq],
+            [],
+            [step],
+            foreach=foreach,
+            fused=fused,
+            decoupled_weight_decay=isinstance(self._optimizer, torch.optim.AdamW),
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )
+
+
+class PerChunkKernel:
+    """Any ``torch.optim.Optimizer``: its own ``step`` runs once per chunk, on the chunk's fp32 masters.
+
+    For the length of the step its param groups hold the masters of one chunk. Values that it keeps in a group (a
+    counter, say) are seen by every chunk as they were before the step, so that they advance once per step.
+
+    Args:
+        optimizer: The user's optimizer.
+        pool: Where scratch space comes from, and where the optimizer's own state is booked.
+
+    Raises:
+        ConfigError: If the optimizer needs all parameters at once.
+    """
+
+    list_names = (MASTER,)
+
+    def __init__(self, optimizer: torch.optim.Optimizer, pool: PayloadPool) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError("LBFGS evaluates all parameters at once and cannot run per chunk; use another optimizer")
+        self._optimizer = optimizer
+        self._pool = pool
+        self._masters: dict[int, torch.nn.Parameter] = {}
+        self._before: list[dict[str, Any]] = []
+        self._booked: dict[int, int] = {}
+
+    def workspace_nbytes(self, capacity_numel: int, param_dtype: torch.dtype) -> int:
+        """Bytes of the largest chunk in fp32; none if gradients are fp32 already."""
+        return 0 if param_dtype is torch.float32 else capacity_numel * torch.float32.itemsize
+
+    def begin_step(self) -> None:
+        """Remembers what the groups hold before the step."""
+        self._before = [_without_params(group) for group in self._optimizer.param_groups]
+
+    def update(self, chunk: Chunk, groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
+        """Updates one chunk; see ``Kernel.update``."""
+        work = [t for t in chunk.tensors if t.spec.index in groups and t.gradient is not GradientPlace.NONE]
+        if not work:
+            return
+        param_groups = self._optimizer.param_groups
+        own_params = [group["params"] for group in param_groups]
+        masters: list[list[torch.nn.Parameter]] = [[] for _ in param_groups]
+        scratch = None
+        if chunk.param.dtype is not torch.float32 and any(t.gradient is GradientPlace.PARAM for t in work):
+            scratch = self._pool.allocate(chunk.home, chunk.param.numel(), torch.float32, WORKSPACE)
+        try:
+            for tensor in work:
+                master = self._master(tensor)
+                gradient = self._gradient(tensor, scratch)
+                master.grad = gradient if coefficient is None else gradient.mul_(coefficient)
+                masters[groups[tensor.spec.index]].append(master)
+            for group, params, before in zip(param_groups, masters, self._before, strict=True):
+                group.update(before)
+                group["params"] = params
+            self._optimizer.step()
+        finally:
+            for group, params in zip(param_groups, own_params, strict=True):
+                group["params"] = params
+            for tensor in work:
+                self._master(tensor).grad = None
+            if scratch is not None:
+                self._pool.release(chunk.home, scratch, WORKSPACE)
+        for tensor in work:
+            tensor.view(chunk.param).copy_(tensor.view(chunk.lists[MASTER]))
+            self._book_state(tensor)
+
+    def tensor_state(self, tensor: ManagedTensor) -> dict[str, Any]:
+        """The optimizer's own state of one parameter, tensors copied to the host."""
+        state = self._optimizer.state.get(self._master(tensor), {})
+        return {
+            key: value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+            for key, value in state.items()
+        }
+
+    def load_tensor_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
+        """Takes over the state of one parameter; an empty state resets it."""
+        master = self._master(tensor)
+        if state:
+            self._optimizer.state[master] = {
+                key: value.to(master.device, copy=True) if isinstance(value, torch.Tensor) and value.dim() else value
+                for key, value in state.items()
+            }
+        else:
+            self._optimizer.state.pop(master, None)
+        self._book_state(tensor)
+
+    def _master(self, tensor: ManagedTensor) -> torch.nn.Parameter:
+        index = tensor.spec.index
+        if index not in self._masters:
+            self._masters[index] = torch.nn.Parameter(tensor.view(tensor.chunk.lists[MASTER]))
+        return self._masters[index]
+
+    @staticmethod
+    def _gradient(tensor: ManagedTensor, scratch: torch.Tensor | None) -> torch.Tensor:
+        chunk = tensor.chunk
+        if tensor.gradient is GradientPlace.LIST:
+            return tensor.view(chunk.lists[GRADIENT])
+        if scratch is None:
+            return tensor.view(chunk.param)
+        return tensor.view(scratch).copy_(tensor.view(chunk.param))
+
+    def _book_state(self, tensor: ManagedTensor) -> None:
+        """Books what the optimizer allocated for a parameter; its size is known only afterwards."""
+        state = self._optimizer.state.get(self._master(tensor), {})
+        nbytes = sum(v.numel() * v.dtype.itemsize for v in state.values() if isinstance(v, torch.Tensor))
+        difference = nbytes - self._booked.get(tensor.spec.index, 0)
+        self._booked[tensor.spec.index] = nbytes
+        if difference > 0:
+            self._pool.ledger.book(tensor.chunk.home, "optimizer_state", difference)
+        elif difference < 0:
+            self._pool.ledger.unbook(tensor.chunk.home, "optimizer_state", -difference)
+
+
+def _without_params(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def make_kernel(
+    optimizer: torch.optim.Optimizer, pool: PayloadPool, tile_numel: int, prefer_fused: bool
+) -> "AdamKernel | PerChunkKernel":
+    """The kernel for a user's optimizer."""
+    if is_plain_adam(optimizer):
+        return AdamKernel(optimizer, pool, tile_numel, prefer_fused)
+    return PerChunkKernel(optimizer, pool)

@@ -1,0 +1,275 @@
+"""The optimizer that users, schedulers and Accelerate see: torch's interface over chunks."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from hf_patrickstar.errors import EngineError
+from hf_patrickstar.events import Listener, StepFinished
+from hf_patrickstar.optim.kernels import Kernel
+from hf_patrickstar.runtime.chunk import GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.manager import MASTER, ChunkManager
+
+
+class ChunkedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose parameters, gradients and states live in chunks.
+
+    ``param_groups`` is the very list of the optimizer that it was made from, so schedulers made on either one work.
+
+    Args:
+        optimizer: The user's optimizer; its class and groups say what a step does.
+        kernel: How a chunk is updated.
+        manager: The manager of the chunks.
+        emit: Told of every step.
+
+    Raises:
+        EngineError: If a parameter of the optimizer is not one of the model's.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, kernel: Kernel, manager: ChunkManager, emit: Listener
+    ) -> None:
+        self.inner = optimizer
+        self._kernel = kernel
+        self._manager = manager
+        self._emit = emit
+        self._by_parameter = {id(tensor.parameter): tensor for tensor in manager.tensors}
+        self._coefficient: torch.Tensor | None = None
+        self._inverse_scale: torch.Tensor | None = None
+        self._num_steps = 0
+        super().__init__(optimizer.param_groups, dict(optimizer.defaults))
+        self.param_groups = optimizer.param_groups
+        self._groups = self._index_groups()
+
+    def _index_groups(self) -> dict[int, int]:
+        groups = {}
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                tensor = self._by_parameter.get(id(parameter))
+                if tensor is None:
+                    raise EngineError(
+                        f"the optimizer's param group {number} holds a parameter of shape {tuple(parameter.shape)} "
+                        "that is not one of the model's; make the optimizer from model.parameters()"
+                    )
+                if tensor.spec.trainable:
+                    groups[tensor.spec.index] = number
+        return groups
+
+    # A step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Updates every parameter that has a gradient, and consumes the gradients.
+
+        Args:
+            closure: Evaluates the model again and returns the loss; called first, with gradients enabled.
+
+        Returns:
+            What ``closure`` returned, or ``None``.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        coefficient = self._take_coefficient()
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made on the inner one asks for it
+        self._kernel.begin_step()
+        for chunk in self._manager.chunks:
+            if not chunk.spec.trainable:
+                continue
+            for tensor in chunk.tensors:
+                self._manager.gradient(tensor)
+            local = None if coefficient is None else coefficient.to(chunk.param.device)
+            self._kernel.update(chunk, self._groups, local)
+            self._restore_left_alone(chunk.tensors)
+            self._manager.finish_update(chunk)
+        self._manager.finish_step()
+        self._num_steps += 1
+        self._emit(StepFinished(self._num_steps, skipped=False))
+        return loss
+
+    def _restore_left_alone(self, tensors: Iterable[ManagedTensor]) -> None:
+        """Parameters with a gradient that no group holds keep their value."""
+        for tensor in tensors:
+            if tensor.gradient is GradientPlace.PARAM and tensor.spec.index not in self._groups:
+                self._manager.restore_value(tensor)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops all gradients; a parameter whose place held one has its value again."""
+        self._coefficient = self._inverse_scale = None
+        self._manager.discard_gradients()
+
+    def skip_step(self) -> None:
+        """Drops a step: gradients that overflowed are discarded, parameters keep their values."""
+        self.zero_grad()
+        self._emit(StepFinished(self._num_steps, skipped=True))
+
+    # Norm, clipping and unscaling
+
+    @torch.no_grad()
+    def grad_norm(self, parameters: Iterable[torch.Tensor] | None = None, norm_type: float = 2.0) -> torch.Tensor:
+        """The norm of all gradients together, computed as ``torch.nn.utils.get_total_norm`` does.
+
+        Args:
+            parameters: Parameters to look at; all by default. Those without a gradient are passed over.
+            norm_type: Order of the norm.
+
+        Returns:
+            A scalar fp32 tensor; unscaled if the gradients were scaled and ``unscale`` was called.
+        """
+        tensors = self._manager.tensors if parameters is None else self._find(parameters)
+        if norm_type == 2.0:
+            self._manager.records_norms = True
+        norms = []
+        for tensor in tensors:
+            gradient = self._manager.gradient(tensor)
+            if gradient is None:
+                continue
+            norm = tensor.gradient_norm
+            if norm is None or norm_type != 2.0:
+                norm = torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float32)
+                if norm_type == 2.0:
+                    tensor.gradient_norm = norm
+            norms.append(norm)
+        if not norms:
+            return torch.tensor(0.0)
+        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+        return total if self._inverse_scale is None else total * self._inverse_scale.to(total.device)
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor] | None, max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Clips by global norm, without a pass over the gradients: the next step multiplies them as it reads them.
+
+        The coefficient applies to all gradients.
+
+        Args:
+            parameters: Parameters whose norm counts; all by default.
+            max_norm: The largest norm that is left alone.
+            norm_type: Order of the norm.
+
+        Returns:
+            The norm before clipping, a scalar fp32 tensor.
+        """
+        total = self.grad_norm(parameters, norm_type)
+        if float(max_norm) != float("inf"):
+            coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+            self._coefficient = coefficient if self._coefficient is None else self._coefficient * coefficient
+        return total
+
+    @torch.no_grad()
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clips every element of every gradient to ``[-clip_value, clip_value]``."""
+        limit = float(clip_value)
+        if self._inverse_scale is not None:
+            limit /= float(self._inverse_scale)
+        for tensor in self._manager.tensors:
+            gradient = self._manager.gradient(tensor)
+            if gradient is not None:
+                gradient.clamp_(-limit, limit)
+                tensor.gradient_norm = None
+
+    def unscale(self, inverse_scale: torch.Tensor) -> torch.Tensor:
+        """Tells that gradients carry a loss scale; the next step removes it as it reads them.
+
+        Args:
+            inverse_scale: One over the scale, a scalar tensor.
+
+        Returns:
+            The norm of the unscaled gradients; not finite if one of them overflowed.
+        """
+        self._inverse_scale = inverse_scale
+        return self.grad_norm()
+
+    def _take_coefficient(self) -> torch.Tensor | None:
+        coefficient, scale = self._coefficient, self._inverse_scale
+        self._coefficient = self._inverse_scale = None
+        if coefficient is None or scale is None:
+            return scale if coefficient is None else coefficient
+        return coefficient * scale.to(coefficient.device)
+
+    def _find(self, parameters: Iterable[torch.Tensor]) -> list[ManagedTensor]:
+        found = (self._by_parameter.get(id(parameter)) for parameter in parameters)
+        return [tensor for tensor in found if tensor is not None]
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """The state in torch's own format, with tensors in the parameters' shapes: ``optimizer.pt`` as always.
+
+        Where the model is saved in less than fp32, every state also has ``master``, so that a resumed run has every
+        bit. Tensors are copies on the host.
+        """
+        numbers: dict[int, int] = {}
+        state: dict[int, dict[str, Any]] = {}
+        groups = []
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                numbers.setdefault(id(parameter), len(numbers))
+            packed = {key: value for key, value in group.items() if key != "params"}
+            packed["params"] = [numbers[id(parameter)] for parameter in group["params"]]
+            groups.append(packed)
+        for key, number in numbers.items():
+            tensor = self._by_parameter[key]
+            tensor_state = self._kernel.tensor_state(tensor) if tensor.spec.trainable else {}
+            if tensor_state:
+                if tensor.original_dtype is not torch.float32:
+                    tensor_state[MASTER] = tensor.view(tensor.chunk.lists[MASTER]).to("cpu", copy=True)
+                state[number] = tensor_state
+        return {"state": state, "param_groups": groups}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Takes over a state in torch's format, from this class or from a stock optimizer of the same kind.
+
+        Args:
+            state_dict: What ``state_dict`` returned.
+
+        Raises:
+            ValueError: If groups or shapes do not match; nothing has changed then.
+        """
+        saved = state_dict["param_groups"]
+        ours = [len(group["params"]) for group in self.param_groups]
+        theirs = [len(group["params"]) for group in saved]
+        if ours != theirs:
+            raise ValueError(
+                f"optimizer state has param groups of {theirs} parameters, this optimizer of {ours}; "
+                "it was saved for another model or other groups"
+            )
+        numbers = [number for group in saved for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        pairs = []
+        for number, parameter in zip(numbers, parameters, strict=True):
+            tensor = self._by_parameter[id(parameter)]
+            tensor_state = dict(state_dict["state"].get(number, {}))
+            for key, value in tensor_state.items():
+                shaped = isinstance(value, torch.Tensor) and key in (MASTER, "exp_avg", "exp_avg_sq")
+                if shaped and tuple(value.shape) != tensor.spec.shape:
+                    raise ValueError(
+                        f"optimizer state '{key}' of parameter '{tensor.spec.name}' has shape {tuple(value.shape)}, "
+                        f"the parameter has {tensor.spec.shape}"
+                    )
+            pairs.append((tensor, tensor_state))
+        for group, saved_group in zip(self.param_groups, saved, strict=True):
+            group.update({key: value for key, value in saved_group.items() if key != "params"})
+        for tensor, tensor_state in pairs:
+            if not tensor.spec.trainable:
+                continue
+            master = tensor_state.pop(MASTER, None)
+            if master is not None:
+                tensor.view(tensor.chunk.lists[MASTER]).copy_(master)
+                if tensor.gradient is not GradientPlace.PARAM:
+                    self._manager.restore_value(tensor)
+            self._kernel.load_tensor_state(tensor, tensor_state)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters that the model already has.
+
+        Raises:
+            EngineError: If a parameter is not one of the model's.
+        """
+        super().add_param_group(param_group)
+        if hasattr(self, "_groups"):
+            self._groups = self._index_groups()

@@ -1,0 +1,37 @@
+"""Dynamic loss scaling for fp16: torch's own ``GradScaler``, told of overflows by the gradient norm."""
+
+from typing import Any
+
+import torch
+
+from hf_patrickstar.optim.optimizer import ChunkedOptimizer
+
+
+class ChunkedGradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` for a ``ChunkedOptimizer``.
+
+    Scale, growth, backoff, ``update`` and ``state_dict`` are torch's. Gradients are in chunks, so ``unscale_`` looks
+    at their fp32 norm, which shows infinities and NaN too and is needed for clipping anyway, and the scale is removed
+    as the optimizer reads them. A step that overflowed is dropped and the parameters keep their values.
+    """
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        assert isinstance(optimizer, ChunkedOptimizer)
+        norm = optimizer.unscale(inv_scale.float())
+        overflow = (~torch.isfinite(norm)).to(device=found_inf.device, dtype=found_inf.dtype).reshape(found_inf.shape)
+        return {found_inf.device: overflow}
+
+    def _maybe_opt_step(
+        self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        assert isinstance(optimizer, ChunkedOptimizer)
+        if sum(found.item() for found in optimizer_state["found_inf_per_device"].values()):
+            optimizer.skip_step()
+            return None
+        return optimizer.step(*args, **kwargs)

@@ -1,0 +1,1 @@
+"""Acts: chunks, the manager that moves them, and the hooks that tie it to a model."""

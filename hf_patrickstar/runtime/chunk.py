@@ -1,0 +1,182 @@
+"""A managed parameter and the chunk that it lives in: storage and bookkeeping, no decisions."""
+
+import bisect
+import enum
+import itertools
+
+import torch
+
+from hf_patrickstar.layout.packing import ChunkSpec
+from hf_patrickstar.layout.specs import TensorSpec
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.memory.transfers import Ticket
+from hf_patrickstar.states import TensorState, check_transition
+
+
+class GradientPlace(enum.Enum):
+    """Where the gradient of a parameter is.
+
+    ``PARAM``: over the parameter's own place in the ``param`` list (gradient reuse, PatrickStar section 6.2).
+    ``LIST``: in the accumulation list. ``ASIDE``: still in autograd's own tensor, because a use of the value is
+    outstanding in the graph; it is settled when backward ends.
+    """
+
+    NONE = "none"
+    PARAM = "param"
+    LIST = "list"
+    ASIDE = "aside"
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides, in elements, of a contiguous tensor."""
+    products = itertools.accumulate(reversed(shape[1:]), lambda left, right: left * max(right, 1), initial=1)
+    return tuple(reversed(list(products))) if shape else ()
+
+
+class ManagedTensor:
+    """One parameter under management.
+
+    Args:
+        spec: The parameter as numbers.
+        parameter: The model's own parameter.
+        offset_numel: Its offset in its chunk, the same in every list.
+        placeholder: What ``parameter.data`` is when the parameter is not being computed with: NaN in its shape.
+    """
+
+    __slots__ = (
+        "aside",
+        "chunk",
+        "device",
+        "gradient",
+        "gradient_norm",
+        "num_saved",
+        "offset_numel",
+        "original_dtype",
+        "parameter",
+        "placeholder",
+        "spec",
+        "state",
+        "strides",
+        "users",
+    )
+
+    def __init__(
+        self, spec: TensorSpec, parameter: torch.nn.Parameter, offset_numel: int, placeholder: torch.Tensor
+    ) -> None:
+        self.spec = spec
+        self.parameter = parameter
+        self.offset_numel = offset_numel
+        self.placeholder = placeholder
+        self.strides = contiguous_strides(spec.shape)
+        self.original_dtype = parameter.dtype
+        self.device = parameter.device
+        self.chunk: Chunk
+        self.state = TensorState.FREE
+        self.users = 0
+        self.num_saved = 0
+        self.gradient = GradientPlace.NONE
+        self.gradient_norm: torch.Tensor | None = None
+        self.aside: torch.Tensor | None = None
+
+    def view(self, payload: torch.Tensor) -> torch.Tensor:
+        """This tensor's place in a payload of any list, in the parameter's shape."""
+        return payload.as_strided(self.spec.shape, self.strides, self.offset_numel)
+
+    def go(self, state: TensorState) -> None:
+        """Takes a state.
+
+        Raises:
+            StateError: If the transition is illegal.
+        """
+        self.state = check_transition(self.spec.name, self.state, state)
+
+
+class Chunk:
+    """One chunk over all lists.
+
+    ``param`` is the payload at home. ``compute`` is the payload on the compute tier, or ``None``: for a chunk that
+    is at home where it is computed with, it is ``param`` itself.
+
+    Args:
+        spec: The chunk as numbers.
+        home: The tier where its lists live.
+    """
+
+    __slots__ = (
+        "_offsets",
+        "base_use_count",
+        "compute",
+        "home",
+        "last_access",
+        "lists",
+        "num_computing",
+        "param",
+        "spec",
+        "storage",
+        "tensors",
+        "tickets",
+    )
+
+    def __init__(self, spec: ChunkSpec, home: Tier) -> None:
+        self.spec = spec
+        self.home = home
+        self.tensors: list[ManagedTensor] = []
+        self.lists: dict[str, torch.Tensor] = {}
+        self.param: torch.Tensor
+        self.compute: torch.Tensor | None = None
+        self.storage: torch.UntypedStorage | None = None
+        self.base_use_count = 0
+        self.last_access = 0
+        self.num_computing = 0
+        self.tickets: list[Ticket] = []
+        self._offsets: list[int] = []
+
+    def add(self, tensor: ManagedTensor) -> None:
+        """Adds a tensor; tensors come in offset order."""
+        tensor.chunk = self
+        self.tensors.append(tensor)
+        self._offsets.append(tensor.offset_numel)
+
+    def tensor_at(self, offset_numel: int) -> ManagedTensor:
+        """The tensor that holds the element at an offset."""
+        return self.tensors[max(bisect.bisect_right(self._offsets, offset_numel) - 1, 0)]
+
+    @property
+    def is_static(self) -> bool:
+        """Whether it is computed with where it is at home, and so never moves."""
+        return self.home is Tier.DEVICE or self.spec.on_host
+
+    def set_compute(self, payload: torch.Tensor) -> int:
+        """Gives it a payload to compute with.
+
+        Returns:
+            The key by which a tensor that aliases the payload can be recognised: the address of its storage object,
+            which, unlike a data pointer, fake tensors have too.
+        """
+        self.compute = payload
+        self.storage = payload.untyped_storage()
+        self.base_use_count = torch._C._storage_Use_Count(self.storage._cdata)
+        return self.storage._cdata
+
+    def clear_compute(self) -> tuple[torch.Tensor, int]:
+        """Takes the payload away; returns it and its key."""
+        assert self.compute is not None and self.storage is not None
+        payload, key = self.compute, self.storage._cdata
+        self.compute, self.storage = None, None
+        return payload, key
+
+    @property
+    def is_aliased(self) -> bool:
+        """Whether any tensor beyond those known still looks into the compute payload.
+
+        Autograd hands operands to operators, and recomputed segments keep theirs, without a moment at which they
+        say that they are done; the storage's reference count is the truth.
+        """
+        assert self.storage is not None
+        return torch._C._storage_Use_Count(self.storage._cdata) > self.base_use_count
+
+    def wait(self) -> None:
+        """Waits until every gradient that is on its way home has arrived."""
+        for ticket in self.tickets:
+            ticket.wait()
+        self.tickets.clear()

@@ -1,0 +1,95 @@
+"""Where each chunk is at home, decided from byte counts alone (PatrickStar section 8.2)."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.units import format_nbytes, format_need
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChunkBytes:
+    """The bytes of one chunk over all its lists.
+
+    Attributes:
+        chunk_index: Its place in the chunk list.
+        param_nbytes: Bytes of its ``param`` payload.
+        host_param_nbytes: Bytes that this payload takes on the host, where pinning rounds up.
+        state_nbytes: Bytes of masters, optimizer states and accumulated gradients.
+        on_host: Whether it is computed with on the host.
+    """
+
+    chunk_index: int
+    param_nbytes: int
+    host_param_nbytes: int
+    state_nbytes: int
+    on_host: bool = False
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes on the device if it is at home there."""
+        return self.param_nbytes + self.state_nbytes
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes on the host if it is at home there."""
+        return self.host_param_nbytes + self.state_nbytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HomePlan:
+    """Which chunks are at home on the device, and why."""
+
+    device_homed: frozenset[int]
+    reason: str
+
+
+def plan_homes(
+    chunks: Sequence[ChunkBytes], device_nbytes: int, host_nbytes: int, working_set_nbytes: int, workspace_nbytes: int
+) -> HomePlan:
+    """Decides the home of every chunk.
+
+    If all model data fits on the device, all of it lives there and nothing ever moves. Otherwise chunks are at home
+    on the host, where the optimizer updates them; if the host is too small, as many as needed move their home to the
+    device, last chunks first, as far as the largest working set leaves room.
+
+    Args:
+        chunks: The bytes of every chunk.
+        device_nbytes: Bytes for chunks on the device.
+        host_nbytes: Bytes for chunks on the host.
+        working_set_nbytes: Bytes that the most demanding module needs on the device at once.
+        workspace_nbytes: Bytes of scratch space that the optimizer needs beside the chunks it updates.
+
+    Raises:
+        BudgetError: If both tiers together cannot hold the model data.
+    """
+    movable = [chunk for chunk in chunks if not chunk.on_host]
+    total = sum(chunk.device_nbytes for chunk in movable)
+    fixed = sum(chunk.host_nbytes for chunk in chunks if chunk.on_host)
+    if total + workspace_nbytes <= device_nbytes and fixed <= host_nbytes:
+        return HomePlan(
+            frozenset(chunk.chunk_index for chunk in movable),
+            f"all model data ({format_nbytes(total)}) is at home on the device: it fits the device budget",
+        )
+    need = fixed + sum(chunk.host_nbytes for chunk in movable) + workspace_nbytes
+    room = device_nbytes - working_set_nbytes
+    homed: list[int] = []
+    for chunk in reversed(movable):
+        if need <= host_nbytes:
+            break
+        if chunk.device_nbytes <= room:
+            room -= chunk.device_nbytes
+            need -= chunk.host_nbytes
+            homed.append(chunk.chunk_index)
+    if need > host_nbytes:
+        raise BudgetError(
+            f"host_budget is too small for the model data: {format_need(need)} needed on the host, "
+            f"{format_need(host_nbytes)} available, after {len(homed)} of {len(movable)} chunks were given a home on "
+            f"the device ({format_need(device_nbytes)}, of which {format_need(working_set_nbytes)} is the largest "
+            f"working set). Raise host_budget by at least {need - host_nbytes} bytes, or device_budget."
+        )
+    if homed:
+        return HomePlan(
+            frozenset(homed), f"{len(homed)} of {len(movable)} chunks are at home on the device: the host is full"
+        )
+    return HomePlan(frozenset(), f"model data ({format_nbytes(need)}) is at home on the host, chunks move to the device")

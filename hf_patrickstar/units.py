@@ -1,0 +1,66 @@
+"""Bytes for people: parsing and printing of sizes. The only module that knows how many bytes a KiB has."""
+
+import re
+
+from hf_patrickstar.errors import ConfigError
+
+_BINARY = {"KIB": 1, "MIB": 2, "GIB": 3, "TIB": 4}
+_DECIMAL = {"KB": 1, "MB": 2, "GB": 3, "TB": 4}
+_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+KIB = 1024
+MIB = 1024**2
+GIB = 1024**3
+
+
+def parse_nbytes(value: int | str, name: str = "size") -> int:
+    """Turns a size into a number of bytes.
+
+    Args:
+        value: A number of bytes, or text such as ``"8GiB"`` (binary units: KiB, MiB, GiB, TiB), ``"8GB"`` (decimal
+            units: powers of 1000) or ``"4096"`` (bytes).
+        name: What the size is for; it appears in the error message.
+
+    Returns:
+        The size in bytes, at least 1.
+
+    Raises:
+        ConfigError: If the text is not a size, or the size is not positive.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ConfigError(f"{name}: expected a number of bytes or text such as '8GiB', got {value!r}")
+    if isinstance(value, int):
+        nbytes = value
+    else:
+        match = _PATTERN.fullmatch(value)
+        if match is None:
+            raise ConfigError(f"{name}: {value!r} is not a size; write a number of bytes, or for example '8GiB'")
+        number, unit = float(match.group(1)), match.group(2).upper()
+        if unit in ("", "B"):
+            factor = 1
+        elif unit in _BINARY:
+            factor = 1024 ** _BINARY[unit]
+        elif unit in _DECIMAL:
+            factor = 1000 ** _DECIMAL[unit]
+        else:
+            units = ", ".join(["B", "KiB", "MiB", "GiB", "TiB", "KB", "MB", "GB", "TB"])
+            raise ConfigError(f"{name}: unknown unit in {value!r}; the units are {units}")
+        nbytes = int(number * factor)
+    if nbytes <= 0:
+        raise ConfigError(f"{name}: must be positive, got {value!r}")
+    return nbytes
+
+
+def format_nbytes(nbytes: int) -> str:
+    """Prints a number of bytes with a binary unit, for example ``1.50 GiB``."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            return f"{int(size)} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")
+
+
+def format_need(nbytes: int) -> str:
+    """Prints a number of bytes both ways, for error messages: ``1.50 GiB (1610612736 bytes)``."""
+    return f"{format_nbytes(nbytes)} ({nbytes} bytes)"

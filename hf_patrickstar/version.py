@@ -1,0 +1,3 @@
+"""The version, where the build can read it without importing torch."""
+
+__version__ = "0.1.0"
