@@ -91,7 +91,9 @@ class PatrickStarConfig:
             raise ConfigError(f"debug_evict_all: expected true or false, got {self.debug_evict_all!r}")
 
     @classmethod
-    def from_any(cls, source: "PatrickStarConfig | dict[str, Any] | str | os.PathLike[str] | None") -> "PatrickStarConfig":
+    def from_any(
+        cls, source: "PatrickStarConfig | dict[str, Any] | str | os.PathLike[str] | None"
+    ) -> "PatrickStarConfig":
         """Makes a configuration from whatever a user has.
 
         Args:

@@ -129,6 +129,11 @@ class PatrickStarEngine:
         model.__dict__["patrickstar_engine"] = self
         self._explain()
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of parameters and gradients on the compute device."""
+        return self._decisions.dtype
+
     # One page of use
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
@@ -193,14 +198,19 @@ class PatrickStarEngine:
         }
 
     def model_data_nbytes(self) -> int:
-        """Bytes of model data over both tiers, padding left out: 14 per trainable parameter in 16-bit, 16 in fp32,
-        2 or 4 per frozen one; with an accumulation list 4 more per trainable parameter."""
+        """Bytes of model data over both tiers, padding left out.
+
+        14 per trainable parameter in 16-bit, 16 in fp32,
+        2 or 4 per frozen one; with an accumulation list 4 more per trainable parameter.
+        """
         total = 0
         for chunk in self.manager.chunks:
             per_element = chunk.param.dtype.itemsize + sum(item.dtype.itemsize for item in chunk.lists.values())
             total += chunk.spec.used_numel * per_element
-        return total + self.ledger.owners(Tier.DEVICE).get("optimizer_state", 0) + self.ledger.owners(Tier.HOST).get(
-            "optimizer_state", 0
+        return (
+            total
+            + self.ledger.owners(Tier.DEVICE).get("optimizer_state", 0)
+            + self.ledger.owners(Tier.HOST).get("optimizer_state", 0)
         )
 
     @torch.no_grad()
@@ -220,7 +230,7 @@ class PatrickStarEngine:
     # Decisions
 
     def _decide(self, precision: str, pinned: bool) -> _Decisions:
-        tensors, modules, parameters = collect_specs(self.model)
+        tensors, modules, parameters = collect_specs(self.model, _is_recomputed)
         self._check_model(tensors, parameters)
         dtype = self._resolve_dtype(precision, parameters)
         limit = self.ledger.limit(Tier.DEVICE)
@@ -264,6 +274,17 @@ class PatrickStarEngine:
     def _check_model(self, tensors: list[TensorSpec], parameters: list[torch.nn.Parameter]) -> None:
         if "patrickstar_engine" in self.model.__dict__:
             raise EngineError("an engine is attached to this model already; call its detach() first")
+        if isinstance(self.model, torch.nn.DataParallel):
+            raise ConfigError("the model is wrapped in nn.DataParallel; pass the model itself (model.module)")
+        if hasattr(self.model, "_orig_mod"):
+            raise ConfigError("the model is compiled, which traces the engine's hooks away; pass the model itself")
+        for name, module in self.model.named_modules():
+            checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+            if getattr(checkpoint, "keywords", {}).get("use_reentrant"):
+                raise ConfigError(
+                    f"module '{name}' uses reentrant checkpointing, which hides the backward of parameters; call "
+                    "model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
+                )
         if self._training and not any(spec.trainable for spec in tensors):
             raise EngineError(
                 "the model has no trainable parameter: every requires_grad is False; unfreeze what should be trained"
@@ -277,7 +298,9 @@ class PatrickStarEngine:
                     "engine does not manage; load the model without quantization"
                 )
             if not parameter.dtype.is_floating_point:
-                raise ConfigError(f"parameter '{spec.name}' has type {parameter.dtype}; only floating types are managed")
+                raise ConfigError(
+                    f"parameter '{spec.name}' has type {parameter.dtype}; only floating types are managed"
+                )
             if type(parameter.data).__name__ == "DTensor":
                 raise ConfigError(f"parameter '{spec.name}' is a DTensor; load the model without tensor parallelism")
 
@@ -299,7 +322,9 @@ class PatrickStarEngine:
     def _explain(self) -> None:
         """One line per decision that ``auto`` made."""
         decisions = self._decisions
-        logger.info("patrickstar: dtype=%s; %s", str(decisions.dtype).removeprefix("torch."), decisions.choice.describe())
+        logger.info(
+            "patrickstar: dtype=%s; %s", str(decisions.dtype).removeprefix("torch."), decisions.choice.describe()
+        )
         logger.info("patrickstar: %s", decisions.homes.reason)
         logger.info("patrickstar: %s", decisions.embeddings.reason)
         budget = {tier.value: format_nbytes(self.ledger.budget(tier)) for tier in Tier}
@@ -355,6 +380,12 @@ class PatrickStarEngine:
                 tensor.go(TensorState.HOLD)
         for buffer in self.model.buffers():
             buffer.data = buffer.data.to(self.device)
+
+
+def _is_recomputed(module: torch.nn.Module) -> bool:
+    """Whether transformers recomputes this layer in backward; known by name, since only integrations import it."""
+    kinds = {kind.__name__ for kind in type(module).__mro__}
+    return "GradientCheckpointingLayer" in kinds and bool(getattr(module, "gradient_checkpointing", False))
 
 
 def _resolve_device(device: torch.device | str | None) -> torch.device:

@@ -31,9 +31,7 @@ class ChunkSizeChoice:
         )
 
 
-def check_fits(
-    layout: Layout, modules: Sequence[ModuleSpec], itemsize: int, device_nbytes: int | None
-) -> int:
+def check_fits(layout: Layout, modules: Sequence[ModuleSpec], itemsize: int, device_nbytes: int | None) -> int:
     """Checks that the device can hold the largest working set of a layout.
 
     Args:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 
@@ -17,7 +17,9 @@ class ParameterLike(Protocol):
 class ModuleLike(Protocol):
     """The part of ``torch.nn.Module`` that a layout needs."""
 
-    def named_modules(self) -> Iterable[tuple[str, Any]]: ...
+    def named_modules(self) -> Iterable[tuple[str, Any]]:
+        """Qualified names and modules, each module once."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,18 +50,25 @@ class TensorSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModuleSpec:
-    """A module that owns parameters directly: together they are the least that must be on the device at once."""
+    """Parameters that must be on the device at once: those that a module owns directly.
+
+    For a module that is recomputed in backward, those of all modules inside it: the recomputed operands of the whole
+    segment stay alive until its backward has used them.
+    """
 
     name: str
     class_name: str
     tensor_indices: tuple[int, ...]
 
 
-def collect_specs(model: ModuleLike) -> tuple[list[TensorSpec], list[ModuleSpec], list[Any]]:
+def collect_specs(
+    model: ModuleLike, is_recomputed: Callable[[Any], bool] = lambda module: False
+) -> tuple[list[TensorSpec], list[ModuleSpec], list[Any]]:
     """Lists a model's parameters in model order, each once, and the modules that own them.
 
     Args:
         model: A ``torch.nn.Module``; its parameters may be on the meta device.
+        is_recomputed: Tells whether a module is recomputed as one segment in backward.
 
     Returns:
         The tensor specs, the module specs, and the parameters in the order of the tensor specs.
@@ -84,6 +93,10 @@ def collect_specs(model: ModuleLike) -> tuple[list[TensorSpec], list[ModuleSpec]
             own.append(index)
         if own:
             modules.append(ModuleSpec(module_name, type(module).__name__, tuple(own)))
+    for module_name, module in model.named_modules():
+        if is_recomputed(module):
+            inside = sorted({order[id(parameter)] for parameter in module.parameters()})
+            modules.append(ModuleSpec(module_name, type(module).__name__, tuple(inside)))
     specs = [
         TensorSpec(
             index=index,

@@ -2,6 +2,7 @@
 
 import enum
 import pathlib
+from collections.abc import Callable
 
 import psutil
 import torch
@@ -68,7 +69,7 @@ def resolve_budgets(device: torch.device, device_budget: int | str, host_budget:
     return {Tier.DEVICE: int(device_budget), Tier.HOST: host}
 
 
-def non_model_meter(device: torch.device):
+def non_model_meter(device: torch.device) -> Callable[[int], int]:
     """A function that tells how many bytes live on the device beyond what the ledger booked there.
 
     Args:

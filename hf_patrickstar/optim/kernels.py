@@ -27,9 +27,12 @@ WORKSPACE = "workspace"
 
 
 class Kernel(Protocol):
-    """Updates chunks. ``list_names`` are the fp32 lists that it needs beside ``param``."""
+    """Updates chunks."""
 
-    list_names: tuple[str, ...]
+    @property
+    def list_names(self) -> tuple[str, ...]:
+        """The fp32 lists that it needs beside ``param``."""
+        ...
 
     def workspace_nbytes(self, capacity_numel: int, param_dtype: torch.dtype) -> int:
         """Bytes of scratch space for the largest chunk."""
@@ -119,9 +122,7 @@ class AdamKernel:
             gradient = self._gradient(chunk, segment)
             if coefficient is not None:
                 gradient.mul_(coefficient)
-            self._adam(
-                master[part], gradient, chunk.lists[EXP_AVG][part], chunk.lists[EXP_AVG_SQ][part], segment
-            )
+            self._adam(master[part], gradient, chunk.lists[EXP_AVG][part], chunk.lists[EXP_AVG_SQ][part], segment)
             param[part].copy_(master[part])
         for tensor in chunk.tensors:
             if tensor.gradient is not GradientPlace.NONE and tensor.spec.index in groups:

@@ -27,9 +27,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         EngineError: If a parameter of the optimizer is not one of the model's.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, kernel: Kernel, manager: ChunkManager, emit: Listener
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, kernel: Kernel, manager: ChunkManager, emit: Listener) -> None:
         self.inner = optimizer
         self._kernel = kernel
         self._manager = manager

@@ -160,7 +160,8 @@ class Chunk:
 
     def clear_compute(self) -> tuple[torch.Tensor, int]:
         """Takes the payload away; returns it and its key."""
-        assert self.compute is not None and self.storage is not None
+        assert self.compute is not None
+        assert self.storage is not None
         payload, key = self.compute, self.storage._cdata
         self.compute, self.storage = None, None
         return payload, key

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hf_patrickstar.errors import EngineError
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.states import Stage
@@ -42,15 +43,13 @@ class _Frame:
 class _WatchedParameters(dict):  # type: ignore[type-arg]
     """A module's ``_parameters`` that reports attribute access: a parameter may be read outside its own module."""
 
-    def __init__(self, parameters: dict[str, Any], on_access: Callable[[torch.nn.Parameter], None]) -> None:
+    def __init__(self, parameters: dict[str, Any], on_access: Callable[[torch.nn.Parameter], torch.Tensor]) -> None:
         super().__init__(parameters)
         self._on_access = on_access
 
     def __getitem__(self, name: str) -> Any:
         parameter = super().__getitem__(name)
-        if parameter is not None:
-            self._on_access(parameter)
-        return parameter
+        return None if parameter is None else self._on_access(parameter)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
@@ -132,6 +131,8 @@ class ModelHooks:
         def before(_module: torch.nn.Module, args: Any) -> Any:
             stack = stack_of()
             frame = _Frame(_module, _current_stage())
+            if not stack and frame.stage is Stage.BACKWARD:
+                _refuse_reentrant(name)
             stack.append(frame)
             if len(stack) == 1 and frame.stage is not Stage.BACKWARD:
                 # A recomputation must not enter them: checkpointing counts on its own hooks being innermost.
@@ -174,16 +175,23 @@ class ModelHooks:
             stack = self._local.stack = []
         return stack
 
-    def _on_attribute(self, parameter: torch.nn.Parameter) -> None:
-        """A parameter was read as an attribute: inside a forward it gets its value until that forward ends."""
+    def _on_attribute(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """A parameter was read as an attribute: inside a forward it gets its value until that forward ends.
+
+        Checkpointing keeps a frozen operand of a recomputation as the very object that it was given, which would be
+        a placeholder again when backward comes to use it. So there it is given an alias of the chunk instead.
+        """
         stack = self._stack()
-        if not stack:
-            return
-        tensor = self._managed.get(id(parameter))
-        if tensor is not None and tensor.users == 0:
-            frame = stack[-1]
+        tensor = self._managed.get(id(parameter)) if stack else None
+        if tensor is None:
+            return parameter
+        frame = stack[-1]
+        if tensor.users == 0:
             self._manager.acquire(tensor, self._names[frame.module])
             frame.acquired.append(tensor)
+        if frame.stage is Stage.BACKWARD and not parameter.requires_grad:
+            return parameter.detach()
+        return parameter
 
     # Backward
 
@@ -247,6 +255,15 @@ def _current_stage() -> Stage:
     if torch._C._current_graph_task_id() != -1:
         return Stage.BACKWARD
     return Stage.FORWARD if torch.is_grad_enabled() else Stage.EVALUATION
+
+
+def _refuse_reentrant(name: str) -> None:
+    """A forward inside the backward of torch's reentrant checkpointing would hide parameters from the outer one."""
+    if type(torch._C._current_autograd_node()).__name__ == "CheckpointFunctionBackward":
+        raise EngineError(
+            f"module '{name}' is recomputed by reentrant checkpointing, which hides the backward of parameters; pass "
+            "use_reentrant=False to torch.utils.checkpoint.checkpoint"
+        )
 
 
 def _to(value: Any, device: torch.device) -> Any:

@@ -125,7 +125,7 @@ class ChunkManager:
         chunk = self._by_storage.get(view.untyped_storage()._cdata)
         if chunk is None or view.dtype is not chunk.param.dtype:
             return view
-        return SavedView(chunk.tensor_at(view.storage_offset()), view, self._generation)
+        return SavedView(chunk.tensor_at(int(view.storage_offset())), view, self._generation)
 
     def unpack(self, saved: "torch.Tensor | SavedView") -> torch.Tensor:
         """Brings back an operand of backward.

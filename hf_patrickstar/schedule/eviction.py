@@ -44,4 +44,5 @@ class LRUPolicy:
 
 def make_policy(name: str) -> EvictionPolicy:
     """The policy of a configuration's ``eviction``: ``"lru"`` or ``"list_order"``."""
-    return {"lru": LRUPolicy, "list_order": ListOrderPolicy}[name]()
+    policies: dict[str, EvictionPolicy] = {"lru": LRUPolicy(), "list_order": ListOrderPolicy()}
+    return policies[name]

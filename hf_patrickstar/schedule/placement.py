@@ -92,4 +92,6 @@ def plan_homes(
         return HomePlan(
             frozenset(homed), f"{len(homed)} of {len(movable)} chunks are at home on the device: the host is full"
         )
-    return HomePlan(frozenset(), f"model data ({format_nbytes(need)}) is at home on the host, chunks move to the device")
+    return HomePlan(
+        frozenset(), f"model data ({format_nbytes(need)}) is at home on the host, chunks move to the device"
+    )

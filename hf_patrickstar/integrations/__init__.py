@@ -1,0 +1,1 @@
+"""Accelerate and transformers. The only place that imports them."""

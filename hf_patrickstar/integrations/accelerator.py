@@ -1,0 +1,232 @@
+"""``PatrickStarAccelerator``: Accelerate's interface over the engine."""
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
+
+from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.engine import PatrickStarEngine
+from hf_patrickstar.errors import ConfigError, EngineError
+from hf_patrickstar.optim.optimizer import ChunkedOptimizer
+from hf_patrickstar.optim.scaler import ChunkedGradScaler
+
+
+class PatrickStarAccelerator(Accelerator):
+    """An ``accelerate.Accelerator`` whose prepared model and optimizer live in chunks.
+
+    ``prepare(model, optimizer, ...)`` attaches an engine to the model, which stays the same object, and returns an
+    optimizer over chunks. ``backward``, ``clip_grad_norm_``, ``accumulate``, ``save_state`` and ``load_state`` are
+    used as always. ``mixed_precision`` chooses 16-bit parameters with fp32 masters in place of autocast.
+
+    Args:
+        *args: As for ``Accelerator``.
+        patrickstar_config: Settings; a ``PatrickStarConfig``, dictionary, JSON text or path.
+        mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``; by default what ``accelerate launch`` was told.
+        **kwargs: As for ``Accelerator``.
+
+    Raises:
+        ConfigError: If a setting cannot work, or several processes were started.
+    """
+
+    def __init__(
+        self, *args: Any, patrickstar_config: Any = None, mixed_precision: str | None = None, **kwargs: Any
+    ) -> None:
+        precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        super().__init__(*args, mixed_precision="no", **kwargs)
+        steps = self.gradient_state.num_steps
+        self._set_up_patrickstar(PatrickStarConfig.from_any(patrickstar_config), str(precision), steps)
+
+    @classmethod
+    def adopt(
+        cls, accelerator: Accelerator, config: PatrickStarConfig, precision: str, gradient_accumulation_steps: int
+    ) -> "PatrickStarAccelerator":
+        """Turns an accelerator that somebody else made, without mixed precision, into one of this class.
+
+        The Trainer makes its own accelerator and hands out bound methods of it, so the object must stay the same.
+
+        Args:
+            accelerator: What to turn; changed in place.
+            config: Settings.
+            precision: ``"no"``, ``"bf16"`` or ``"fp16"``.
+            gradient_accumulation_steps: Micro-batches per step.
+
+        Raises:
+            ConfigError: If a setting cannot work, or several processes were started.
+        """
+        accelerator.__class__ = cls
+        assert isinstance(accelerator, PatrickStarAccelerator)
+        accelerator._set_up_patrickstar(config, precision, gradient_accumulation_steps)
+        return accelerator
+
+    def _set_up_patrickstar(self, config: PatrickStarConfig, precision: str, accumulation_steps: int) -> None:
+        if precision not in ("no", "bf16", "fp16"):
+            raise ConfigError(f"mixed_precision='{precision}' is not supported; use bf16, fp16 or no")
+        if self.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM):
+            raise ConfigError(
+                f"Accelerate was configured for {self.distributed_type.value}, which manages parameters itself; remove "
+                "it from the accelerate config or from the arguments"
+            )
+        if self.num_processes > 1:
+            raise ConfigError(
+                f"{self.num_processes} processes were started; this version trains in one. Use --num_processes 1"
+            )
+        self.patrickstar_config = config
+        self._patrickstar_precision = precision
+        self._patrickstar_accumulation_steps = accumulation_steps
+        effective = precision if config.dtype == "auto" else config.dtype
+        self.scaler = ChunkedGradScaler(self.device.type) if effective == "fp16" else None
+
+    # Preparing
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepares objects as ``Accelerator.prepare`` does; a model and its optimizer get an engine.
+
+        Args:
+            *args: Models, optimizers, data loaders, schedulers.
+            device_placement: As for ``Accelerator.prepare``; not used for what is in chunks.
+
+        Raises:
+            EngineError: If several models or optimizers are given, or the optimizer is not the model's.
+            ConfigError: If a setting cannot work for this model.
+            BudgetError: If a budget is too small.
+        """
+        models = [item for item in args if isinstance(item, torch.nn.Module)]
+        optimizers = [item for item in args if isinstance(item, torch.optim.Optimizer)]
+        if len(models) > 1 and optimizers:
+            raise EngineError(f"prepare one model with its optimizer at a time, got {len(models)} models")
+        if len(optimizers) > 1:
+            raise EngineError(f"one optimizer with several param groups is supported, got {len(optimizers)} optimizers")
+        if optimizers and not _is_chunked(optimizers[0]):
+            self._engage(models[0] if models else self._model_of(optimizers[0]), optimizers[0])
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(
+        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
+        """Prepares a model: unchanged if it has an engine; for evaluation it gets one without an optimizer.
+
+        A model that is prepared for training without its optimizer gets its engine when the optimizer is prepared.
+
+        Args:
+            model: The model.
+            device_placement: Not used; chunks decide.
+            evaluation_mode: Whether it will not be trained.
+
+        Returns:
+            The same model.
+        """
+        if model not in self._models:
+            self._models.append(model)
+        if evaluation_mode and get_engine(model) is None:
+            self._engage(model, None)
+        return model
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Wraps the chunked form of an optimizer as Accelerate does.
+
+        Args:
+            optimizer: A torch optimizer, or one that was prepared before.
+            device_placement: Not used; states live where their chunks are.
+
+        Returns:
+            An ``AcceleratedOptimizer`` over a ``ChunkedOptimizer``.
+        """
+        if isinstance(optimizer, AcceleratedOptimizer):
+            if optimizer not in self._optimizers:
+                self._optimizers.append(optimizer)
+            return optimizer
+        if not isinstance(optimizer, ChunkedOptimizer):
+            model = self._model_of(optimizer)
+            engine = get_engine(model)
+            if engine is None or engine.optimizer is None or engine.optimizer.inner is not optimizer:
+                engine = self._engage(model, optimizer)
+            assert engine.optimizer is not None
+            optimizer = engine.optimizer
+        prepared = AcceleratedOptimizer(optimizer, device_placement=False, scaler=self.scaler)
+        self._optimizers.append(prepared)
+        return prepared
+
+    def _engage(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> PatrickStarEngine:
+        """Attaches an engine; one that is attached for another optimizer, or for evaluation, gives way."""
+        present = get_engine(model)
+        if present is not None:
+            present.detach()
+        return PatrickStarEngine(
+            model,
+            self.patrickstar_config,
+            optimizer,
+            device=self.device,
+            gradient_accumulation_steps=self._patrickstar_accumulation_steps,
+            precision=self._patrickstar_precision,
+        )
+
+    def _model_of(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
+        wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for model in self._models:
+            if wanted & {id(parameter) for parameter in model.parameters()}:
+                return model
+        raise EngineError("the optimizer's parameters belong to no prepared model; prepare the model with it")
+
+    # Gradients
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Tells optimizers, all by default, that gradients carry the loss scale; they remove it as they read them."""
+        if self.scaler is None:
+            return
+        optimizers = self._optimizers if optimizer is None else optimizer
+        for item in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+            while isinstance(item, AcceleratedOptimizer):
+                item = item.optimizer
+            self.scaler.unscale_(item)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor | None:
+        """Clips gradients by global norm.
+
+        Args:
+            parameters: Parameters whose norm counts.
+            max_norm: The largest norm that is left alone.
+            norm_type: Order of the norm.
+
+        Returns:
+            The norm before clipping, a scalar tensor.
+        """
+        self.unscale_gradients()
+        return self._chunked_optimizer().clip_grad_norm_(list(parameters), float(max_norm), float(norm_type))
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clips every element of every gradient to ``[-clip_value, clip_value]``.
+
+        Args:
+            parameters: Not looked at: all gradients are clipped.
+            clip_value: The bound.
+        """
+        self.unscale_gradients()
+        self._chunked_optimizer().clip_grad_value_(clip_value)
+
+    def _chunked_optimizer(self) -> ChunkedOptimizer:
+        for item in self._optimizers:
+            while isinstance(item, AcceleratedOptimizer):
+                item = item.optimizer
+            if isinstance(item, ChunkedOptimizer):
+                return item
+        raise EngineError("no optimizer was prepared")
+
+
+def get_engine(model: torch.nn.Module) -> PatrickStarEngine | None:
+    """The engine that is attached to a model, or ``None``."""
+    return model.__dict__.get("patrickstar_engine")
+
+
+def _is_chunked(optimizer: torch.optim.Optimizer) -> bool:
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return isinstance(optimizer, ChunkedOptimizer)

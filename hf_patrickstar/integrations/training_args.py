@@ -1,0 +1,119 @@
+"""``PatrickStarTrainingArguments``: transformers' arguments and two more."""
+
+import dataclasses
+import os
+from typing import Any
+
+from transformers import TrainingArguments
+
+from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.errors import ConfigError
+
+_NOT_PER_CHUNK = ("lomo", "adalomo")
+
+
+class PatrickStarArgumentsMixin:
+    """What ``--patrickstar`` changes in training arguments; for subclasses of ``TrainingArguments``.
+
+    Use it before the class in the bases, and declare the fields ``patrickstar`` and ``patrickstar_config`` as
+    ``PatrickStarTrainingArguments`` does.
+    """
+
+    def __post_init__(self) -> None:
+        """Validates the combination of arguments.
+
+        Raises:
+            ConfigError: If something that cannot work together was asked for; the message says what to do.
+        """
+        if self.patrickstar:
+            self._refuse_other_engines()
+        super().__post_init__()  # type: ignore[misc]
+        if not self.patrickstar:
+            if self.patrickstar_config is not None:
+                raise ConfigError("patrickstar_config is given but patrickstar is not; add --patrickstar")
+            return
+        self._refuse_unsupported()
+        config = PatrickStarConfig.from_any(self.patrickstar_config)
+        if self.patrickstar_config is not None:
+            self.patrickstar_config = config.to_dict()
+        # The engine trains 16-bit parameters with fp32 masters, so Accelerate must not autocast on top.
+        self.patrickstar_precision = self.mixed_precision
+        self.mixed_precision = "no"
+
+    patrickstar: bool
+    patrickstar_config: Any
+    mixed_precision: str
+    optim: Any
+
+    def _refuse_other_engines(self) -> None:
+        for name, flag in (("fsdp", "ACCELERATE_USE_FSDP"), ("deepspeed", "ACCELERATE_USE_DEEPSPEED")):
+            if getattr(self, name, None) or os.environ.get(flag, "").lower() in ("true", "1"):
+                raise ConfigError(
+                    f"--patrickstar and {name} both manage parameters; drop --{name} (and {name} in the accelerate "
+                    "config), or drop --patrickstar"
+                )
+        compile_names = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
+        if any(getattr(self, name, None) for name in compile_names):
+            raise ConfigError(
+                "--patrickstar moves parameters between operators, which torch_compile traces away; "
+                "drop --torch_compile"
+            )
+
+    def _refuse_unsupported(self) -> None:
+        name = "activation_checkpointing" if hasattr(self, "activation_checkpointing") else "gradient_checkpointing"
+        if getattr(self, name):
+            kwargs = dict(getattr(self, f"{name}_kwargs", None) or {})
+            if kwargs.setdefault("use_reentrant", False):
+                raise ConfigError(
+                    "reentrant checkpointing hides the backward of parameters; pass "
+                    f"--{name}_kwargs '{{\"use_reentrant\": false}}'"
+                )
+            setattr(self, f"{name}_kwargs", kwargs)
+        optim = str(getattr(self.optim, "value", self.optim))
+        if optim in _NOT_PER_CHUNK or optim.endswith("_layerwise"):
+            raise ConfigError(
+                f"--optim {optim} updates parameters inside backward, the engine after it; "
+                "use --optim adamw_torch_fused"
+            )
+        for full_eval, flag in (("fp16_full_eval", "fp16"), ("bf16_full_eval", "bf16")):
+            if getattr(self, full_eval) and not getattr(self, flag):
+                raise ConfigError(f"--{full_eval} would change the type of parameters in chunks; use --{flag} instead")
+
+    @property
+    def place_model_on_device(self) -> bool | None:
+        """With ``patrickstar``, the engine places parameters."""
+        return False if self.patrickstar else super().place_model_on_device  # type: ignore[misc]
+
+    @property
+    def n_gpu(self) -> int:
+        """With ``patrickstar``, at most one: ``nn.DataParallel`` is never chosen for the user."""
+        count = super().n_gpu  # type: ignore[misc]
+        return min(count, 1) if self.patrickstar else count
+
+
+@dataclasses.dataclass
+class PatrickStarTrainingArguments(PatrickStarArgumentsMixin, TrainingArguments):
+    """``transformers.TrainingArguments`` with ``patrickstar`` and ``patrickstar_config``.
+
+    Without ``patrickstar`` everything is as in transformers.
+
+    Args:
+        patrickstar: Train with model data in chunks.
+        patrickstar_config: Settings of the engine: a dictionary, JSON text, or the path of a JSON file; see
+            ``PatrickStarConfig`` for the keys.
+
+    Raises:
+        ConfigError: If arguments cannot work together.
+    """
+
+    patrickstar: bool = dataclasses.field(
+        default=False,
+        metadata={"help": "Train with model data in chunks that move between device and host (PatrickStar)."},
+    )
+    patrickstar_config: dict[str, Any] | str | None = dataclasses.field(
+        default=None,
+        metadata={
+            "help": "Settings of PatrickStar: JSON text or the path of a JSON file, for example "
+            '\'{"device_budget": "8GiB"}\'. See PatrickStarConfig.'
+        },
+    )

@@ -1,0 +1,92 @@
+"""Runs the stock Trainer and ours on the same data, and compares every loss and every weight."""
+
+import torch
+from models import make_model, make_rows
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments, engine
+from hf_patrickstar.layout.search import search_layout
+from hf_patrickstar.layout.specs import collect_specs
+
+
+class LossRecorder(TrainerCallback):
+    def __init__(self):
+        self.losses, self.norms = [], []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs:
+            self.losses.append(logs["loss"])
+            self.norms.append(float(logs["grad_norm"]))
+
+
+def smallest_budget(model, itemsize=4, checkpointing=False):
+    """Bytes of the largest working set of a layout with chunks as small as its tensors allow."""
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    tensors, modules, _ = collect_specs(model, engine._is_recomputed)
+    low, high = 1, sum(t.numel for t in tensors) * itemsize * 2
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            search_layout(tensors, modules, itemsize, middle)
+            high = middle
+        except MemoryError:
+            low = middle + 1
+    return low
+
+
+def arguments(cls, tmp_path, **kwargs):
+    defaults = {
+        "output_dir": str(tmp_path),
+        "per_device_train_batch_size": 4,
+        "max_steps": 4,
+        "learning_rate": 5e-3,
+        "weight_decay": 0.1,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 1,
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 7,
+    }
+    defaults.update(kwargs)
+    return cls(**defaults)
+
+
+def train(name, tmp_path, patrickstar_config=None, change=None, train_kwargs=None, rows=64, **kwargs):
+    """Trains a tiny model; ``patrickstar_config`` of ``None`` means the stock Trainer."""
+    model = make_model(name)
+    if change is not None:
+        change(model)
+    recorder = LossRecorder()
+    if patrickstar_config is None:
+        cls, args = Trainer, arguments(TrainingArguments, tmp_path, **kwargs)
+    else:
+        cls = PatrickStarTrainer
+        args = arguments(
+            PatrickStarTrainingArguments, tmp_path, patrickstar=True, patrickstar_config=patrickstar_config, **kwargs
+        )
+    data = make_rows(name, rows)
+    trainer = cls(model=model, args=args, train_dataset=data, eval_dataset=data[:8], callbacks=[recorder])
+    trainer.train(**(train_kwargs or {}))
+    return trainer, recorder
+
+
+def assert_same_weights(expected, actual):
+    left, right = expected.state_dict(), actual.state_dict()
+    assert left.keys() == right.keys()
+    for key, value in left.items():
+        assert value.dtype == right[key].dtype, key
+        assert torch.equal(value, right[key]), f"{key}: {(value - right[key]).abs().max()}"
+
+
+def assert_same_run(expected, actual):
+    """Losses, gradient norms and final weights, bit for bit."""
+    (trainer, recorder), (ours, our_recorder) = expected, actual
+    assert recorder.losses, "the run logged no loss"
+    assert our_recorder.losses == recorder.losses
+    assert our_recorder.norms == recorder.norms
+    assert_same_weights(trainer.model, ours.model)
