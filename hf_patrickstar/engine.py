@@ -259,11 +259,15 @@ class PatrickStarEngine:
             state = spec.capacity_numel * state_itemsize * spec.trainable
             chunks.append(ChunkBytes(spec.index, nbytes, host, state, spec.on_host))
         workspace = 0
-        if self._kernel is not None and choice.layout.chunks:
-            largest = max(spec.capacity_numel for spec in choice.layout.chunks)
-            workspace = self._kernel.workspace_nbytes(largest, dtype)
+        if self._kernel is not None and self._widens_gradients(dtype):
+            largest = max(spec.capacity_numel for spec in choice.layout.chunks if spec.trainable)
+            workspace = self._kernel.workspace_numel(largest) * torch.float32.itemsize
         host_nbytes = self.ledger.limit(Tier.HOST)
         return plan_homes(chunks, share, host_nbytes, choice.working_set_nbytes, workspace)
+
+    def _widens_gradients(self, dtype: torch.dtype) -> bool:
+        """Whether the optimizer finds 16-bit gradients; an accumulation list is fp32 already."""
+        return dtype is not torch.float32 and not self._accumulate
 
     def _state_itemsize(self, dtype: torch.dtype) -> int:
         """Bytes per trainable parameter beside the ``param`` list."""
@@ -346,6 +350,8 @@ class PatrickStarEngine:
                 for name in self._list_names(spec.trainable):
                     chunk.lists[name] = self._pool.allocate(home, numel, torch.float32, name, zero=True)
                 chunks.append(chunk)
+            if self._kernel is not None and self._widens_gradients(decisions.dtype):
+                self._kernel.reserve(chunks)
         except PatrickStarError:
             chunks.clear()
             raise

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
 
@@ -40,10 +40,11 @@ class PatrickStarArgumentsMixin:
         self.patrickstar_precision = self.mixed_precision
         self.mixed_precision = "no"
 
-    patrickstar: bool
-    patrickstar_config: Any
-    mixed_precision: str
-    optim: Any
+    if TYPE_CHECKING:  # annotations of the real class: the dataclass reads those, the parser too
+        patrickstar: bool
+        patrickstar_config: Any
+        mixed_precision: str
+        optim: Any
 
     def _refuse_other_engines(self) -> None:
         for name, flag in (("fsdp", "ACCELERATE_USE_FSDP"), ("deepspeed", "ACCELERATE_USE_DEEPSPEED")):

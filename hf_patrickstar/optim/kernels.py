@@ -8,7 +8,7 @@ optimizer that sees the parameters one by one, and results are the same bit for 
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -34,8 +34,12 @@ class Kernel(Protocol):
         """The fp32 lists that it needs beside ``param``."""
         ...
 
-    def workspace_nbytes(self, capacity_numel: int, param_dtype: torch.dtype) -> int:
-        """Bytes of scratch space for the largest chunk."""
+    def workspace_numel(self, capacity_numel: int) -> int:
+        """Elements of fp32 scratch space that a chunk needs to widen its 16-bit gradients."""
+        ...
+
+    def reserve(self, chunks: Sequence[Chunk]) -> None:
+        """Allocates the scratch space for chunks with 16-bit gradients, on every tier where one is at home."""
         ...
 
     def begin_step(self) -> None:
@@ -105,11 +109,13 @@ class AdamKernel:
         self._steps: dict[int, int] = {}
         self._scratch: dict[Tier, torch.Tensor] = {}
 
-    def workspace_nbytes(self, capacity_numel: int, param_dtype: torch.dtype) -> int:
-        """Bytes of one fp32 tile; none if gradients are fp32 already."""
-        if param_dtype is torch.float32:
-            return 0
-        return min(self._tile_numel, capacity_numel) * torch.float32.itemsize
+    def workspace_numel(self, capacity_numel: int) -> int:
+        """One tile."""
+        return min(self._tile_numel, capacity_numel)
+
+    def reserve(self, chunks: Sequence[Chunk]) -> None:
+        """Allocates one tile per tier; see ``Kernel.reserve``."""
+        self._scratch = _reserve(self, chunks, self._pool)
 
     def begin_step(self) -> None:
         """Nothing to do: every update reads the param groups."""
@@ -181,8 +187,6 @@ class AdamKernel:
             return chunk.lists[GRADIENT][part]
         if chunk.param.dtype is torch.float32:
             return chunk.param[part]
-        if chunk.home not in self._scratch:
-            self._scratch[chunk.home] = self._pool.allocate(chunk.home, self._tile_numel, torch.float32, WORKSPACE)
         return self._scratch[chunk.home][: segment.stop - segment.start].copy_(chunk.param[part])
 
     def _adam(
@@ -241,12 +245,17 @@ class PerChunkKernel:
         self._optimizer = optimizer
         self._pool = pool
         self._masters: dict[int, torch.nn.Parameter] = {}
+        self._scratch: dict[Tier, torch.Tensor] = {}
         self._before: list[dict[str, Any]] = []
         self._booked: dict[int, int] = {}
 
-    def workspace_nbytes(self, capacity_numel: int, param_dtype: torch.dtype) -> int:
-        """Bytes of the largest chunk in fp32; none if gradients are fp32 already."""
-        return 0 if param_dtype is torch.float32 else capacity_numel * torch.float32.itemsize
+    def workspace_numel(self, capacity_numel: int) -> int:
+        """A whole chunk."""
+        return capacity_numel
+
+    def reserve(self, chunks: Sequence[Chunk]) -> None:
+        """Allocates space for the largest chunk of each tier; see ``Kernel.reserve``."""
+        self._scratch = _reserve(self, chunks, self._pool)
 
     def begin_step(self) -> None:
         """Remembers what the groups hold before the step."""
@@ -260,13 +269,10 @@ class PerChunkKernel:
         param_groups = self._optimizer.param_groups
         own_params = [group["params"] for group in param_groups]
         masters: list[list[torch.nn.Parameter]] = [[] for _ in param_groups]
-        scratch = None
-        if chunk.param.dtype is not torch.float32 and any(t.gradient is GradientPlace.PARAM for t in work):
-            scratch = self._pool.allocate(chunk.home, chunk.param.numel(), torch.float32, WORKSPACE)
         try:
             for tensor in work:
                 master = self._master(tensor)
-                gradient = self._gradient(tensor, scratch)
+                gradient = self._gradient(tensor)
                 master.grad = gradient if coefficient is None else gradient.mul_(coefficient)
                 masters[groups[tensor.spec.index]].append(master)
             for group, params, before in zip(param_groups, masters, self._before, strict=True):
@@ -278,8 +284,6 @@ class PerChunkKernel:
                 group["params"] = params
             for tensor in work:
                 self._master(tensor).grad = None
-            if scratch is not None:
-                self._pool.release(chunk.home, scratch, WORKSPACE)
         for tensor in work:
             tensor.view(chunk.param).copy_(tensor.view(chunk.lists[MASTER]))
             self._book_state(tensor)
@@ -310,14 +314,13 @@ class PerChunkKernel:
             self._masters[index] = torch.nn.Parameter(tensor.view(tensor.chunk.lists[MASTER]))
         return self._masters[index]
 
-    @staticmethod
-    def _gradient(tensor: ManagedTensor, scratch: torch.Tensor | None) -> torch.Tensor:
+    def _gradient(self, tensor: ManagedTensor) -> torch.Tensor:
         chunk = tensor.chunk
         if tensor.gradient is GradientPlace.LIST:
             return tensor.view(chunk.lists[GRADIENT])
-        if scratch is None:
+        if chunk.param.dtype is torch.float32:
             return tensor.view(chunk.param)
-        return tensor.view(scratch).copy_(tensor.view(chunk.param))
+        return tensor.view(self._scratch[chunk.home]).copy_(tensor.view(chunk.param))
 
     def _book_state(self, tensor: ManagedTensor) -> None:
         """Books what the optimizer allocated for a parameter; its size is known only afterwards."""
@@ -329,6 +332,15 @@ class PerChunkKernel:
             self._pool.ledger.book(tensor.chunk.home, "optimizer_state", difference)
         elif difference < 0:
             self._pool.ledger.unbook(tensor.chunk.home, "optimizer_state", -difference)
+
+
+def _reserve(kernel: Kernel, chunks: Sequence[Chunk], pool: PayloadPool) -> dict[Tier, torch.Tensor]:
+    """Scratch space on every tier where a trainable chunk is at home."""
+    numel: dict[Tier, int] = {}
+    for chunk in chunks:
+        if chunk.spec.trainable:
+            numel[chunk.home] = max(numel.get(chunk.home, 0), kernel.workspace_numel(chunk.spec.capacity_numel))
+    return {tier: pool.allocate(tier, count, torch.float32, WORKSPACE) for tier, count in numel.items()}
 
 
 def _without_params(group: dict[str, Any]) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def plan_homes(
         device_nbytes: Bytes for chunks on the device.
         host_nbytes: Bytes for chunks on the host.
         working_set_nbytes: Bytes that the most demanding module needs on the device at once.
-        workspace_nbytes: Bytes of scratch space that the optimizer needs beside the chunks it updates.
+        workspace_nbytes: Bytes of scratch space that the optimizer needs on each tier where it updates chunks.
 
     Raises:
         BudgetError: If both tiers together cannot hold the model data.
@@ -72,7 +72,7 @@ def plan_homes(
             f"all model data ({format_nbytes(total)}) is at home on the device: it fits the device budget",
         )
     need = fixed + sum(chunk.host_nbytes for chunk in movable) + workspace_nbytes
-    room = device_nbytes - working_set_nbytes
+    room = device_nbytes - working_set_nbytes - workspace_nbytes
     homed: list[int] = []
     for chunk in reversed(movable):
         if need <= host_nbytes:

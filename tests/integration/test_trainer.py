@@ -1,0 +1,370 @@
+"""What people do with a Trainer besides training: evaluate, predict, generate, save, resume, choose the best."""
+
+import json
+import os
+
+import pytest
+import torch
+from models import make_batch, make_model, make_rows
+from trainers import arguments, assert_same_run, assert_same_weights, smallest_budget, train
+from transformers import (
+    AutoModelForCausalLM,
+    HfArgumentParser,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+)
+
+from hf_patrickstar import (
+    BudgetError,
+    ConfigError,
+    EngineError,
+    PatrickStarAccelerator,
+    PatrickStarTrainer,
+    PatrickStarTrainerMixin,
+    PatrickStarTrainingArguments,
+)
+from hf_patrickstar.integrations.training_args import PatrickStarArgumentsMixin
+
+
+def tight(name="gpt2", factor=1.0):
+    return {"device_budget": int(smallest_budget(make_model(name)) * factor)}
+
+
+def make_trainer(cls, args_cls, tmp_path, model=None, name="gpt2", **kwargs):
+    model = model or make_model(name)
+    if args_cls is not TrainingArguments:
+        kwargs = {"patrickstar": True, "patrickstar_config": tight(name), **kwargs}
+    data = make_rows(name, 64)
+    args = arguments(args_cls, tmp_path, **kwargs)
+    return cls(model=model, args=args, train_dataset=data, eval_dataset=data[:8])
+
+
+def pair(tmp_path, **kwargs):
+    stock = make_trainer(Trainer, TrainingArguments, tmp_path / "stock", **kwargs)
+    ours = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path / "ours", **kwargs)
+    return stock, ours
+
+
+def run(trainer, **kwargs):
+    """Trains from the same random state, whatever ran before."""
+    torch.manual_seed(11)
+    return trainer.train(**kwargs)
+
+
+def logged(trainer, key):
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def test_without_the_flag_it_is_the_stock_trainer(tmp_path):
+    trainer = make_trainer(
+        PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, patrickstar=False, patrickstar_config=None
+    )
+    run(trainer)
+    assert not isinstance(trainer.accelerator, PatrickStarAccelerator)
+    assert trainer.patrickstar_engine is None
+    assert all(not parameter.isnan().any() for parameter in trainer.model.parameters())
+    with pytest.raises(EngineError, match="--patrickstar"):
+        trainer.patrickstar_stats()
+
+
+def test_evaluation_between_steps(tmp_path):
+    kwargs = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
+    stock, ours = pair(tmp_path, **kwargs)
+    run(stock)
+    run(ours)
+    assert logged(stock, "eval_loss") == logged(ours, "eval_loss")
+    assert len(logged(ours, "eval_loss")) == 5
+    assert_same_weights(stock.model, ours.model)
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+def test_evaluate_and_predict_before_training_change_nothing(precision, tmp_path):
+    before = make_model("gpt2").state_dict()
+    _, first = pair(tmp_path, **precision)
+    metrics = first.evaluate()
+    prediction = first.predict(make_rows("gpt2", 4))
+    assert prediction.predictions.shape[0] == 4
+    for key, value in first.model.state_dict().items():
+        assert torch.equal(value, before[key]), key
+    run(first)
+    _, second = pair(tmp_path, **precision)
+    run(second)
+    assert logged(first, "loss") == logged(second, "loss")
+    assert_same_weights(second.model, first.model)
+    if not precision:
+        stock, _ = pair(tmp_path)
+        assert stock.evaluate()["eval_loss"] == metrics["eval_loss"]
+
+
+def test_predict_and_generate_after_training(tmp_path):
+    stock, ours = pair(tmp_path)
+    run(stock)
+    run(ours)
+    rows = make_rows("gpt2", 8, seed=5)
+    assert (stock.predict(rows).predictions == ours.predict(rows).predictions).all()
+    prompt = make_batch("gpt2", 2, seed=9, length=5)
+    del prompt["labels"]
+    generated = [t.model.eval().generate(**prompt, max_new_tokens=8, do_sample=False) for t in (stock, ours)]
+    assert torch.equal(*generated)
+    run(ours)
+    run(stock)
+    assert_same_weights(stock.model, ours.model)
+
+
+def test_generate_of_an_encoder_decoder(tmp_path):
+    stock, ours = pair(tmp_path, name="t5")
+    run(stock)
+    run(ours)
+    prompt = make_batch("t5", 2, seed=9)
+    del prompt["labels"]
+    generated = [t.model.eval().generate(**prompt, max_new_tokens=6, num_beams=2) for t in (stock, ours)]
+    assert torch.equal(*generated)
+
+
+def test_seq2seq_trainer_with_the_mixin(tmp_path):
+    import dataclasses
+
+    class OurTrainer(PatrickStarTrainerMixin, Seq2SeqTrainer):
+        pass
+
+    @dataclasses.dataclass
+    class OurArguments(PatrickStarArgumentsMixin, Seq2SeqTrainingArguments):
+        patrickstar: bool = False
+        patrickstar_config: dict | str | None = None
+
+    kwargs = {"predict_with_generate": True, "generation_max_length": 8, "max_steps": 2}
+    ours = make_trainer(OurTrainer, OurArguments, tmp_path / "ours", name="t5", **kwargs)
+    data = make_rows("t5", 64)
+    args = arguments(Seq2SeqTrainingArguments, tmp_path / "stock", **kwargs)
+    stock = Seq2SeqTrainer(model=make_model("t5"), args=args, train_dataset=data, eval_dataset=data[:8])
+    run(stock)
+    run(ours)
+    assert_same_weights(stock.model, ours.model)
+    assert (stock.predict(data[:4]).predictions == ours.predict(data[:4]).predictions).all()
+
+
+def test_saved_model_loads_anywhere(tmp_path):
+    stock, ours = pair(tmp_path)
+    for trainer, folder in ((stock, "a"), (ours, "b")):
+        run(trainer)
+        trainer.save_model(str(tmp_path / folder))
+    files = {folder: sorted(os.listdir(tmp_path / folder)) for folder in "ab"}
+    assert files["a"] == files["b"]
+    assert (tmp_path / "a/config.json").read_text() == (tmp_path / "b/config.json").read_text()
+    loaded = [AutoModelForCausalLM.from_pretrained(tmp_path / folder) for folder in "ab"]
+    assert_same_weights(*loaded)
+    assert_same_weights(loaded[1], ours.model)
+    batch = make_batch("gpt2")
+    with torch.no_grad():
+        assert torch.equal(loaded[1].eval()(**batch).logits, ours.model.eval()(**batch).logits)
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_resume_is_the_uninterrupted_run(accumulation, precision, tmp_path):
+    kwargs = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": accumulation, **precision}
+    whole = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, **kwargs)
+    run(whole)
+    losses = logged(whole, "loss")
+    resumed = make_trainer(
+        PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, model=make_model("gpt2", seed=3), **kwargs
+    )
+    run(resumed, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert logged(resumed, "loss") == losses
+    assert_same_weights(whole.model, resumed.model)
+    # Resuming in a trainer that has trained already, with other budgets.
+    resumed.accelerator.patrickstar_config = type(resumed.accelerator.patrickstar_config)()
+    run(resumed, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_same_weights(whole.model, resumed.model)
+
+
+def test_checkpoints_are_interchangeable_with_the_stock_trainer(tmp_path):
+    kwargs = {"save_strategy": "steps", "save_steps": 2}
+    stock, ours = pair(tmp_path, **kwargs)
+    run(stock)
+    run(ours)
+    ours_files, stock_files = (sorted(os.listdir(tmp_path / kind / "checkpoint-2")) for kind in ("ours", "stock"))
+    assert ours_files == stock_files
+    other_stock, other_ours = pair(tmp_path, model=None, **kwargs)
+    run(other_stock, resume_from_checkpoint=str(tmp_path / "ours/checkpoint-2"))
+    run(other_ours, resume_from_checkpoint=str(tmp_path / "stock/checkpoint-2"))
+    assert_same_weights(stock.model, other_stock.model)
+    assert_same_weights(stock.model, other_ours.model)
+
+
+def test_load_best_model_at_end(tmp_path):
+    kwargs = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,  # the worst: so that something has to be loaded
+        "max_steps": 6,
+    }
+    stock, ours = pair(tmp_path, **kwargs)
+    run(stock)
+    run(ours)
+    assert os.path.basename(ours.state.best_model_checkpoint) == os.path.basename(stock.state.best_model_checkpoint)
+    assert not ours.state.best_model_checkpoint.endswith("checkpoint-6")
+    assert_same_weights(stock.model, ours.model)
+
+
+def test_second_training_and_a_second_trainer_on_the_same_model(tmp_path):
+    stock, ours = pair(tmp_path)
+    for trainer in (stock, ours):
+        run(trainer)
+        run(trainer)
+    assert_same_weights(stock.model, ours.model)
+    stock2 = make_trainer(Trainer, TrainingArguments, tmp_path, model=stock.model)
+    ours2 = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, model=ours.model)
+    run(stock2)
+    run(ours2)
+    assert_same_weights(stock2.model, ours2.model)
+
+
+def test_stats(tmp_path):
+    trainer, _ = train("gpt2", tmp_path, tight())
+    stats = trainer.patrickstar_stats()
+    numel = sum(parameter.numel() for parameter in trainer.model.parameters())
+    assert stats["model_data_nbytes"] == 16 * numel
+    assert stats["steps"] == 4
+    assert stats["device_to_host_nbytes"] == 4 * 4 * numel, "exactly the gradients cross, once per step"
+    assert stats["device_peak_nbytes"] <= stats["device_budget_nbytes"] == tight()["device_budget"]
+    assert stats["host_peak_nbytes"] >= stats["model_data_nbytes"]
+    assert min(stats[key] for key in ("host_to_device_nbytes", "chunk_loads", "chunk_evictions")) > 0
+
+
+def test_lora(tmp_path):
+    peft = pytest.importorskip("peft")
+
+    def model():
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", init_lora_weights=False)
+        return peft.get_peft_model(make_model("gpt2"), config)
+
+    stock = make_trainer(Trainer, TrainingArguments, tmp_path / "stock", model=model())
+    ours = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path / "ours", model=model())
+    for trainer, folder in ((stock, "a"), (ours, "b")):
+        run(trainer)
+        trainer.save_model(str(tmp_path / folder))
+    assert_same_weights(stock.model, ours.model)
+    assert sorted(os.listdir(tmp_path / "a")) == sorted(os.listdir(tmp_path / "b"))
+    frozen = sum(p.numel() for p in ours.model.parameters() if not p.requires_grad)
+    trained = sum(p.numel() for p in ours.model.parameters() if p.requires_grad)
+    assert ours.patrickstar_stats()["model_data_nbytes"] == 4 * frozen + 16 * trained
+
+
+def test_command_line(tmp_path):
+    parser = HfArgumentParser(PatrickStarTrainingArguments)
+    line = ["--output_dir", str(tmp_path), "--use_cpu"]
+    (args,) = parser.parse_args_into_dataclasses(
+        [*line, "--patrickstar", "--patrickstar_config", '{"chunk_numel": 64}']
+    )
+    assert args.patrickstar
+    assert args.patrickstar_config["chunk_numel"] == 64
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"device_budget": "1GiB"}))
+    (args,) = parser.parse_args_into_dataclasses([*line, "--patrickstar", "--patrickstar_config", str(file)])
+    assert args.patrickstar_config["device_budget"] == 2**30
+    json.loads(args.to_json_string())
+    (args,) = parser.parse_args_into_dataclasses(line)
+    assert not args.patrickstar
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"torch_compile": True}, "torch_compile"),
+        ({"fsdp": "full_shard"}, "fsdp"),
+        ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "deepspeed"),
+        (
+            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+            "use_reentrant",
+        ),
+        ({"optim": "lomo"}, "lomo"),
+        ({"bf16_full_eval": True}, "--bf16 instead"),
+        ({"patrickstar_config": {"device_buget": 1}}, "did you mean 'device_budget'"),
+        ({"patrickstar_config": "/nowhere/config.json"}, "cannot read file '/nowhere/config.json'"),
+        ({"patrickstar": False, "patrickstar_config": {}}, "add --patrickstar"),
+    ],
+)
+def test_refused_arguments(kwargs, match, tmp_path):
+    with pytest.raises(ConfigError, match=match):
+        arguments(PatrickStarTrainingArguments, tmp_path, **{"patrickstar": True, **kwargs})
+
+
+def test_reentrant_checkpointing_of_the_model_is_refused(tmp_path):
+    model = make_model("gpt2")
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    trainer = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, model=model)
+    with pytest.raises(ConfigError, match="'use_reentrant': False"):
+        run(trainer)
+
+
+def test_a_failed_construction_leaves_the_model_alone(tmp_path):
+    before = make_model("gpt2").state_dict()
+    config = {"device_budget": 100}
+    trainer = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, patrickstar_config=config)
+    with pytest.raises(BudgetError, match=r"module 'transformer.h.0.mlp.c_fc' \(Conv1D\).*Raise device_budget"):
+        run(trainer)
+    config = {"device_budget": 2**15, "host_budget": 2**15}
+    trainer2 = make_trainer(
+        PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, model=trainer.model, patrickstar_config=config
+    )
+    with pytest.raises(BudgetError, match="host_budget"):
+        run(trainer2)
+    for key, value in trainer.model.state_dict().items():
+        assert torch.equal(value, before[key]), key
+    stock = make_trainer(Trainer, TrainingArguments, tmp_path, model=trainer.model)
+    run(stock)
+    expected = make_trainer(Trainer, TrainingArguments, tmp_path)
+    run(expected)
+    assert_same_weights(expected.model, stock.model)
+
+
+def test_no_trainable_parameter(tmp_path):
+    model = make_model("gpt2").requires_grad_(False)
+    trainer = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, model=model)
+    with pytest.raises((EngineError, ValueError), match=r"no trainable parameter|empty parameter list"):
+        run(trainer)
+
+
+def test_nan_loss_is_the_trainers_own_business(tmp_path):
+    def poison(model):
+        with torch.no_grad():
+            model.transformer.ln_f.bias[0] = float("nan")
+
+    expected, actual = (train("gpt2", tmp_path, config, change=poison) for config in (None, tight()))
+    assert actual[1].losses == expected[1].losses == [0.0] * 4
+    assert [str(norm) for norm in actual[1].norms] == [str(norm) for norm in expected[1].norms]
+
+
+def test_auto_find_batch_size_starts_over(tmp_path):
+    def failing(base, attempts):
+        class Failing(base):
+            def training_step(self, *args, **kwargs):
+                attempts.append(self._train_batch_size)
+                if self._train_batch_size > 2:
+                    raise RuntimeError("CUDA out of memory. (a pretended one)")
+                return super().training_step(*args, **kwargs)
+
+        return Failing
+
+    attempts = []
+    ours = make_trainer(
+        failing(PatrickStarTrainer, attempts), PatrickStarTrainingArguments, tmp_path, auto_find_batch_size=True
+    )
+    stock = make_trainer(failing(Trainer, []), TrainingArguments, tmp_path, auto_find_batch_size=True)
+    run(ours)
+    run(stock)
+    assert len(set(attempts)) > 1
+    assert_same_weights(stock.model, ours.model)
+
+
+def test_same_run_in_parity_with_label_smoothing_and_neftune(tmp_path):
+    kwargs = {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0}
+    assert_same_run(train("llama", tmp_path, **kwargs), train("llama", tmp_path, tight("llama"), **kwargs))

@@ -1,0 +1,159 @@
+"""bf16 and fp16: bit for bit the independent reference, on the budgeted CPU tier."""
+
+import pytest
+import torch
+from models import MODELS, make_batch, make_model
+from reference import Reference
+from trainers import smallest_budget
+
+from hf_patrickstar import PatrickStarAccelerator
+
+LR = 3e-3
+
+
+def groups(named):
+    """Two param groups, as the Trainer makes them, with different betas."""
+    decay = [p for name, p in named if p.dim() > 1]
+    rest = [p for name, p in named if p.dim() <= 1]
+    return [
+        {"params": decay, "weight_decay": 0.1, "lr": LR},
+        {"params": rest, "weight_decay": 0.0, "lr": LR / 2, "betas": (0.8, 0.95)},
+    ]
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(groups(parameters.items()), fused=True)
+
+
+def sgd_groups_only(named):
+    return [{key: value for key, value in group.items() if key != "betas"} for group in groups(named)]
+
+
+def run_ours(name, precision, steps, accumulation, config, make_optimizer, max_norm, checkpointing=False, scale=None):
+    model = make_model(name)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    optimizer = make_optimizer(dict(model.named_parameters()))
+    accelerator = PatrickStarAccelerator(
+        cpu=True,
+        patrickstar_config=config,
+        mixed_precision=precision,
+        gradient_accumulation_steps=accumulation,
+    )
+    if scale is not None:
+        accelerator.scaler._init_scale = scale["init_scale"]
+        accelerator.scaler.set_growth_interval(scale["growth_interval"])
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    assert prepared is model
+    losses, norms, done = [], [], []
+    model.train()
+    for step in range(steps):
+        for micro in range(accumulation):
+            with accelerator.accumulate(model):
+                torch.manual_seed(step * 10 + micro)
+                loss = model(**make_batch(name, seed=step * 10 + micro)).loss
+                losses.append(loss.item())
+                accelerator.backward(loss)
+                if accelerator.sync_gradients and max_norm is not None:
+                    norms.append(accelerator.clip_grad_norm_(model.parameters(), max_norm).item())
+                optimizer.step()
+                if accelerator.sync_gradients:
+                    done.append(not accelerator.optimizer_step_was_skipped)
+                optimizer.zero_grad()
+    return model, losses, norms, done
+
+
+def run_reference(name, precision, steps, accumulation, make_optimizer, max_norm, checkpointing=False, scale=None):
+    model = make_model(name)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    scaler = torch.amp.GradScaler("cpu", **scale) if scale else None
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    reference = Reference(model, dtype, make_optimizer, max_norm, scaler)
+    losses, done = [], []
+    model.train()
+    for step in range(steps):
+
+        def batches(step=step):
+            for micro in range(accumulation):
+                torch.manual_seed(step * 10 + micro)
+                yield make_batch(name, seed=step * 10 + micro)
+
+        class Lazy:
+            def __len__(self):
+                return accumulation
+
+            def __iter__(self):
+                return batches()
+
+        step_losses, finished = reference.step(Lazy())
+        losses += step_losses
+        done.append(finished)
+    return reference, losses, done
+
+
+def compare(name, precision, config=None, steps=3, accumulation=1, make_optimizer=adamw, max_norm=0.3, **kwargs):
+    reference, losses, done = run_reference(name, precision, steps, accumulation, make_optimizer, max_norm, **kwargs)
+    if config is None:
+        checkpointing = kwargs.get("checkpointing", False)
+        config = {"device_budget": smallest_budget(make_model(name), 2, checkpointing)}
+    model, our_losses, norms, our_done = run_ours(
+        name, precision, steps, accumulation, config, make_optimizer, max_norm, **kwargs
+    )
+    assert our_losses == losses
+    assert [str(norm) for norm in norms] == [str(norm) for norm in reference.norms]  # so that NaN equals NaN
+    assert our_done == done
+    state_dict = model.state_dict()
+    for key, master in reference.masters.items():
+        assert state_dict[key].dtype == torch.float32
+        assert torch.equal(state_dict[key], master.data), key
+    return model.patrickstar_engine, done
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_bf16(name, accumulation, checkpointing):
+    engine, _ = compare(name, "bf16", accumulation=accumulation, checkpointing=checkpointing)
+    assert engine.stats()["chunk_evictions"] > 0
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
+def test_bf16_evicting_everything_at_every_access(name):
+    compare(name, "bf16", {"device_budget": 30000, "debug_evict_all": True})
+
+
+def test_bf16_resident():
+    engine, _ = compare("gpt2", "bf16", {})
+    assert engine.stats()["host_to_device_nbytes"] == 0
+
+
+def test_bf16_without_clipping():
+    compare("gpt2", "bf16", max_norm=None)
+
+
+def sgd_two_groups(parameters):
+    return torch.optim.SGD(sgd_groups_only(parameters.items()), momentum=0.9, nesterov=True)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_bf16_sgd(accumulation):
+    compare("gpt2", "bf16", make_optimizer=sgd_two_groups, accumulation=accumulation)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_fp16_with_overflows(name, accumulation):
+    scale = {"init_scale": 2.0**24, "growth_interval": 2}
+    _, done = compare(name, "fp16", steps=14, accumulation=accumulation, scale=scale)
+    assert False in done, "no step overflowed"
+    assert True in done, "no step was done"
+
+
+def test_fp16_overflow_without_clipping_restores_parameters():
+    scale = {"init_scale": 2.0**24, "growth_interval": 1000}
+    engine, done = compare("gpt2", "fp16", steps=12, scale=scale, max_norm=None)
+    assert done.count(False) == engine.stats()["skipped_steps"] > 0
+    for tensor in engine.manager.tensors:
+        value = tensor.view(tensor.chunk.param)
+        assert torch.equal(value, tensor.view(tensor.chunk.lists["master"]).to(torch.float16))

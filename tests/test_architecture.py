@@ -1,0 +1,560 @@
+"""The laws that keep the parts of the package apart, checked over the parsed source of every module."""
+
+import ast
+import dataclasses
+import pathlib
+import re
+
+import pytest
+
+import hf_patrickstar
+
+PACKAGE = "hf_patrickstar"
+ROOT = pathlib.Path(hf_patrickstar.__file__).parent
+
+_BASE = ("errors", "units", "states", "events", "config", "version")
+LEVELS = dict.fromkeys(_BASE, 0) | {
+    "layout": 1,
+    "memory": 1,
+    "schedule": 2,
+    "runtime": 3,
+    "optim": 4,
+    "checkpoint": 4,
+    "engine": 5,
+    "report": 5,
+    "integrations": 6,
+    "cli": 7,
+}
+SIDEWAYS = {("engine", "report")}
+"""Imports between two parts of one level that the law allows."""
+
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 60
+MAX_CONSTRUCTOR_PARAMETERS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """One module: its dotted name and what it says."""
+
+    name: str
+    text: str
+    is_package: bool = False
+
+    @property
+    def tree(self):
+        return ast.parse(self.text)
+
+    @property
+    def part(self):
+        """The top-level folder or module that it belongs to; empty for the package's own ``__init__``."""
+        return part_of(self.name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Import:
+    target: str
+    line: int
+    in_function: bool
+
+
+def part_of(name):
+    return name.split(".")[1] if "." in name else ""
+
+
+def read_package():
+    sources = []
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = [PACKAGE, *path.relative_to(ROOT).with_suffix("").parts]
+        is_package = parts[-1] == "__init__"
+        sources.append(Source(".".join(parts[:-1] if is_package else parts), path.read_text(), is_package))
+    return sources
+
+
+SOURCES = read_package()
+
+
+# Reading trees
+
+
+def imports_of(source):
+    """Every import, wherever it stands, as absolute dotted targets; ``from a import b`` has the target ``a.b``."""
+    found = []
+
+    def walk(node, in_function):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                found.extend(Import(alias.name, child.lineno, in_function) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                base = _absolute(source, child)
+                found.extend(Import(f"{base}.{alias.name}", child.lineno, in_function) for alias in child.names)
+            inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            walk(child, in_function or inside)
+
+    walk(source.tree, False)
+    return found
+
+
+def _absolute(source, node):
+    if not node.level:
+        return node.module
+    anchor = source.name.split(".")
+    drop = node.level - source.is_package
+    anchor = anchor[: len(anchor) - drop]
+    return ".".join([*anchor, node.module] if node.module else anchor)
+
+
+def dotted(node):
+    """``a.b.c`` of an attribute chain, or an empty string if it does not start at a name."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
+def names_used(source):
+    """Dotted names and bare attributes, with their lines: ``torch.empty``, ``.register_hook``, imported names."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute):
+            yield dotted(node) or f"?.{node.attr}", node.lineno
+        elif isinstance(node, ast.Name):
+            yield node.id, node.lineno
+    for item in imports_of(source):
+        yield item.target, item.line
+
+
+def is_inside(target, module):
+    return target == module or target.startswith(module + ".")
+
+
+def report(source, line, what):
+    return f"{source.name}:{line}: {what}"
+
+
+# Rules over one module
+
+
+def imports_only_lower_parts(source):
+    """A module imports its own folder, lower levels, and what ``SIDEWAYS`` allows."""
+    bad = []
+    if source.name == PACKAGE:
+        return bad
+    if source.part not in LEVELS:
+        return [report(source, 1, f"'{source.part}' has no place in the import law")]
+    for item in imports_of(source):
+        if not is_inside(item.target, PACKAGE):
+            continue
+        part = part_of(item.target)
+        if part not in LEVELS:
+            bad.append(report(source, item.line, f"imports {item.target}: name the module that owns it"))
+        elif part != source.part and (source.part, part) not in SIDEWAYS:
+            is_base = LEVELS[source.part] == LEVELS[part] == 0
+            if LEVELS[part] >= LEVELS[source.part] and not is_base:
+                bad.append(report(source, item.line, f"'{source.part}' must not import '{part}'"))
+    return bad
+
+
+def imports_statically(source):
+    """No import hides in a string, except the lazy public names of the package."""
+    if source.name == PACKAGE:
+        return []
+    hidden = {"importlib.import_module", "import_module", "__import__"}
+    return [report(source, line, f"uses {name}") for name, line in names_used(source) if name in hidden]
+
+
+def decides_without_torch(source):
+    """Layout and schedule are pure: they never import torch."""
+    if source.part not in ("layout", "schedule"):
+        return []
+    return [
+        report(source, item.line, f"imports {item.target}")
+        for item in imports_of(source)
+        if is_inside(item.target, "torch")
+    ]
+
+
+def leaves_hugging_face_to_integrations(source):
+    """Only integrations import transformers or accelerate; checkpoint may, inside functions."""
+    if source.part == "integrations":
+        return []
+    return [
+        report(source, item.line, f"imports {item.target}")
+        for item in imports_of(source)
+        if any(is_inside(item.target, name) for name in ("transformers", "accelerate"))
+        and not (source.part == "checkpoint" and item.in_function)
+    ]
+
+
+_ALLOCATION = re.compile(
+    r"torch\.(empty|zeros|ones)(_like|_strided|_permuted)?|torch\.cuda\.(Stream|ExternalStream|stream)"
+)
+
+
+def leaves_payloads_and_streams_to_memory(source):
+    """Only memory allocates payloads, pins them, or names streams."""
+    if source.part == "memory":
+        return []
+    bad = [report(source, line, f"uses {name}") for name, line in names_used(source) if _ALLOCATION.fullmatch(name)]
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call):
+            if any(keyword.arg == "pin_memory" for keyword in node.keywords):
+                bad.append(report(source, node.lineno, "passes pin_memory="))
+            if isinstance(node.func, ast.Attribute) and node.func.attr == "pin_memory":
+                bad.append(report(source, node.lineno, "calls pin_memory()"))
+    return bad
+
+
+def leaves_collectives_to_one_module(source):
+    """Only ``runtime/collectives.py`` knows ``torch.distributed``."""
+    if source.name == f"{PACKAGE}.runtime.collectives":
+        return []
+    return [
+        report(source, line, f"uses {name}")
+        for name, line in names_used(source)
+        if is_inside(name, "torch.distributed") or name.startswith("dist.")
+    ]
+
+
+_HOOK = re.compile(r"register_(\w+_)?hook|saved_tensors_hooks")
+
+
+def leaves_hooks_to_one_module(source):
+    """Only ``runtime/hooks.py`` registers hooks."""
+    if source.name == f"{PACKAGE}.runtime.hooks":
+        return []
+    return [
+        report(source, line, f"uses {name}")
+        for name, line in names_used(source)
+        if _HOOK.fullmatch(name.rpartition(".")[2])
+    ]
+
+
+_BYTE_FACTORS = {1024**power for power in range(1, 5)}
+
+
+def leaves_byte_factors_to_units(source):
+    """Only ``units.py`` knows 1024, however it is written."""
+    if source.name == f"{PACKAGE}.units":
+        return []
+    return [
+        report(source, node.lineno, f"writes {ast.unparse(node)}")
+        for node in ast.walk(source.tree)
+        if isinstance(node, (ast.Constant, ast.BinOp)) and _constant(node) in _BYTE_FACTORS
+    ]
+
+
+def _constant(node):
+    """The value of a number, or of ``a ** b`` and ``a << b`` of numbers."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, (int, float)) else None
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Pow, ast.LShift)):
+        left, right = _constant(node.left), _constant(node.right)
+        if isinstance(left, int) and isinstance(right, int) and 0 <= right < 64:
+            return left**right if isinstance(node.op, ast.Pow) else left << right
+    return None
+
+
+_CONSTANT_NAME = re.compile(r"_?[A-Z][A-Z0-9_]*|__\w+__|_S")
+_MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "OrderedDict", "Counter"}
+_MUTATORS = {
+    *("append", "extend", "insert", "remove", "pop", "popitem", "clear", "update", "setdefault", "add", "discard"),
+    *("sort", "reverse", "appendleft", "popleft"),
+}
+
+
+def has_no_state_at_module_level(source):
+    """No mutable module-level value but constants, no constant that is changed, and no ``global``."""
+    bad, mutable = [], set()
+    for node in source.tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or not _is_mutable(node.value):
+            continue
+        for target in targets:
+            name = ast.unparse(target)
+            mutable.add(name)
+            if not _CONSTANT_NAME.fullmatch(name):
+                bad.append(report(source, node.lineno, f"'{name}' is mutable at module level"))
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Global):
+            bad.append(report(source, node.lineno, "global statement"))
+        changed = _changed_name(node)
+        if changed in mutable:
+            bad.append(report(source, node.lineno, f"changes '{changed}'"))
+    return bad
+
+
+def _is_mutable(value):
+    literals = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+    if isinstance(value, ast.Call):
+        return (dotted(value.func) or "").rpartition(".")[2] in _MUTABLE_CALLS
+    return isinstance(value, literals)
+
+
+def _changed_name(node):
+    """The name whose value a node changes in place, if it is plain to see."""
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)):
+        return dotted(node.value)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _MUTATORS:
+        return dotted(node.func.value)
+    return None
+
+
+def runtime_does_not_know_report(source):
+    """The runtime emits events and never imports what sums them up."""
+    if source.part != "runtime":
+        return []
+    return [
+        report(source, item.line, f"imports {item.target}")
+        for item in imports_of(source)
+        if is_inside(item.target, f"{PACKAGE}.report")
+    ]
+
+
+def documents_what_is_public(source):
+    """Every module, and every public class, function and method, has a docstring."""
+    bad = [] if ast.get_docstring(source.tree) else [report(source, 1, "the module has no docstring")]
+
+    def visit(body, prefix):
+        for node in body:
+            if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) or node.name.startswith("_"):
+                continue
+            if not ast.get_docstring(node):
+                bad.append(report(source, node.lineno, f"'{prefix}{node.name}' has no docstring"))
+            if isinstance(node, ast.ClassDef):
+                visit(node.body, f"{prefix}{node.name}.")
+
+    visit(source.tree.body, "")
+    return bad
+
+
+def stays_readable(source):
+    """Files, functions and constructors of a size that a reader can hold."""
+    bad = []
+    num_lines = len(source.text.splitlines())
+    if num_lines > MAX_FILE_LINES:
+        bad.append(report(source, num_lines, f"{num_lines} lines, at most {MAX_FILE_LINES}"))
+    for node in ast.walk(source.tree):
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        length = node.end_lineno - node.lineno + 1
+        if length > MAX_FUNCTION_LINES:
+            bad.append(report(source, node.lineno, f"'{node.name}' has {length} lines, at most {MAX_FUNCTION_LINES}"))
+        arguments = node.args
+        count = len(arguments.posonlyargs + arguments.args + arguments.kwonlyargs) - 1
+        count += (arguments.vararg is not None) + (arguments.kwarg is not None)
+        if node.name == "__init__" and count > MAX_CONSTRUCTOR_PARAMETERS:
+            bad.append(report(source, node.lineno, f"constructor with {count} parameters"))
+    return bad
+
+
+RULES = (
+    imports_only_lower_parts,
+    imports_statically,
+    decides_without_torch,
+    leaves_hugging_face_to_integrations,
+    leaves_payloads_and_streams_to_memory,
+    leaves_collectives_to_one_module,
+    leaves_hooks_to_one_module,
+    leaves_byte_factors_to_units,
+    has_no_state_at_module_level,
+    runtime_does_not_know_report,
+    documents_what_is_public,
+    stays_readable,
+)
+
+
+# A rule over all modules
+
+
+def find_cycle(sources):
+    """A cycle of imports at module level, as a list of names that ends where it starts, or an empty list."""
+    known = {source.name for source in sources}
+    graph = {source.name: set() for source in sources}
+    for source in sources:
+        for item in imports_of(source):
+            if not item.in_function:
+                graph[source.name] |= {item.target, item.target.rpartition(".")[0]} & known - {source.name, PACKAGE}
+    done, path = set(), []
+
+    def visit(name):
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in done:
+            return []
+        path.append(name)
+        for target in sorted(graph[name]):
+            cycle = visit(target)
+            if cycle:
+                return cycle
+        path.pop()
+        done.add(name)
+        return []
+
+    for name in sorted(graph):
+        cycle = visit(name)
+        if cycle:
+            return cycle
+    return []
+
+
+# The package obeys
+
+
+def test_the_whole_package_is_read():
+    names = {source.name for source in SOURCES}
+    assert {PACKAGE, f"{PACKAGE}.units", f"{PACKAGE}.runtime.hooks", f"{PACKAGE}.memory.pool"} <= names
+    assert len(names) == len(list(ROOT.rglob("*.py")))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_package_obeys(rule):
+    bad = [line for source in SOURCES for line in rule(source)]
+    assert not bad, f"{rule.__doc__}\n" + "\n".join(bad)
+
+
+def test_no_import_cycles():
+    assert find_cycle(SOURCES) == []
+
+
+def test_public_names_resolve_and_are_documented():
+    assert sorted(hf_patrickstar.__all__) == list(hf_patrickstar.__all__)
+    for name in hf_patrickstar.__all__:
+        value = getattr(hf_patrickstar, name)
+        if name == "__version__":
+            assert re.match(r"\d+\.\d+", value)
+            continue
+        doc = value.__dict__.get("__doc__") if isinstance(value, type) else value.__doc__
+        assert doc, f"{name} has no docstring"
+        assert not doc.startswith(f"{name}("), f"{name} has only the docstring that dataclasses make"
+
+
+def test_public_names_are_no_surprise():
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = hf_patrickstar.no_such_name
+
+
+# Every rule fires on what it forbids, and only on that
+
+_DOC = '"""Doc."""\n'
+_LONG_FUNCTION = _DOC + "def f():\n" + _DOC.replace('"""Doc', '    """Doc') + "    x = 1\n" * 59
+_NINE = ", ".join(f"a{number}" for number in range(9))
+
+BAD = [
+    (imports_only_lower_parts, "layout.packing", "from hf_patrickstar.memory.tiers import Tier"),
+    (imports_only_lower_parts, "memory.pool", "import hf_patrickstar.layout.specs"),
+    (imports_only_lower_parts, "schedule.plan", "def f():\n    from hf_patrickstar.runtime import chunk"),
+    (imports_only_lower_parts, "runtime.chunk", "from hf_patrickstar.optim.kernels import AdamKernel"),
+    (imports_only_lower_parts, "runtime.chunk", "from ..optim import kernels"),
+    (imports_only_lower_parts, "runtime.chunk", "from hf_patrickstar import PatrickStarEngine"),
+    (imports_only_lower_parts, "runtime.chunk", "import hf_patrickstar"),
+    (imports_only_lower_parts, "optim.kernels", "from hf_patrickstar.checkpoint.weights import ChunkWeights"),
+    (imports_only_lower_parts, "checkpoint.weights", "from hf_patrickstar import optim"),
+    (imports_only_lower_parts, "report.plots", "from hf_patrickstar.engine import PatrickStarEngine"),
+    (imports_only_lower_parts, "engine", "from hf_patrickstar.integrations.trainer import PatrickStarTrainer"),
+    (imports_only_lower_parts, "integrations.trainer", "from hf_patrickstar.cli import main"),
+    (imports_only_lower_parts, "units", "from hf_patrickstar.layout.packing import align"),
+    (imports_only_lower_parts, "stray", "x = 1"),
+    (imports_statically, "layout.specs", "import importlib\nm = importlib.import_module('torch')"),
+    (imports_statically, "layout.specs", "from importlib import import_module"),
+    (imports_statically, "layout.specs", "m = __import__('torch')"),
+    (decides_without_torch, "layout.specs", "import torch"),
+    (decides_without_torch, "schedule.plan", "def f():\n    from torch.nn import Module"),
+    (leaves_hugging_face_to_integrations, "engine", "def f():\n    import transformers"),
+    (leaves_hugging_face_to_integrations, "checkpoint.weights", "from transformers.utils import logging"),
+    (leaves_hugging_face_to_integrations, "runtime.hooks", "from accelerate import Accelerator"),
+    (leaves_payloads_and_streams_to_memory, "runtime.chunk", "import torch\nx = torch.empty(3)"),
+    (leaves_payloads_and_streams_to_memory, "optim.kernels", "from torch import zeros"),
+    (leaves_payloads_and_streams_to_memory, "engine", "import torch\nx = torch.empty_like(y)"),
+    (leaves_payloads_and_streams_to_memory, "engine", "import torch\ns = torch.cuda.Stream()"),
+    (leaves_payloads_and_streams_to_memory, "engine", "x = make(3, pin_memory=True)"),
+    (leaves_payloads_and_streams_to_memory, "engine", "x = y.pin_memory()"),
+    (leaves_collectives_to_one_module, "runtime.manager", "import torch.distributed as dist"),
+    (leaves_collectives_to_one_module, "optim.optimizer", "from torch.distributed import all_reduce"),
+    (leaves_collectives_to_one_module, "engine", "import torch\ntorch.distributed.barrier()"),
+    (leaves_collectives_to_one_module, "engine", "dist.all_reduce(x)"),
+    (leaves_hooks_to_one_module, "engine", "m.register_forward_hook(f)"),
+    (leaves_hooks_to_one_module, "engine", "get().register_forward_pre_hook(f)"),
+    (leaves_hooks_to_one_module, "engine", "p.register_post_accumulate_grad_hook(f)"),
+    (leaves_hooks_to_one_module, "checkpoint.weights", "m._register_x, m.register_state_dict_post_hook(f)"),
+    (leaves_hooks_to_one_module, "checkpoint.weights", "m.register_load_state_dict_pre_hook(f)"),
+    (leaves_hooks_to_one_module, "runtime.manager", "from torch.autograd.graph import saved_tensors_hooks"),
+    (leaves_hooks_to_one_module, "runtime.manager", "t.register_hook(f)"),
+    (leaves_byte_factors_to_units, "engine", "x = 64 * 1024"),
+    (leaves_byte_factors_to_units, "engine", "x = y / 2**30"),
+    (leaves_byte_factors_to_units, "engine", "x = 1 << 20"),
+    (leaves_byte_factors_to_units, "engine", "x = 1073741824"),
+    (leaves_byte_factors_to_units, "engine", "x = 1024.0"),
+    (has_no_state_at_module_level, "engine", "cache = {}"),
+    (has_no_state_at_module_level, "engine", "_seen: set[int] = set()"),
+    (has_no_state_at_module_level, "engine", "import collections\ncounts = collections.defaultdict(int)"),
+    (has_no_state_at_module_level, "engine", "_CACHE = {}\ndef f(key):\n    _CACHE[key] = 1"),
+    (has_no_state_at_module_level, "engine", "NAMES = []\ndef f(name):\n    NAMES.append(name)"),
+    (has_no_state_at_module_level, "engine", "COUNT = 0\ndef f():\n    global COUNT\n    COUNT += 1"),
+    (runtime_does_not_know_report, "runtime.manager", "from hf_patrickstar.report.statistics import Statistics"),
+    (runtime_does_not_know_report, "runtime.manager", "def f():\n    from ..report import statistics"),
+    (documents_what_is_public, "engine", "x = 1"),
+    (documents_what_is_public, "engine", _DOC + "def f():\n    pass"),
+    (documents_what_is_public, "engine", _DOC + "class A:\n    pass"),
+    (documents_what_is_public, "engine", _DOC + 'class A:\n    """Doc."""\n    def f(self):\n        pass'),
+    (stays_readable, "engine", "x = 1\n" * (MAX_FILE_LINES + 1)),
+    (stays_readable, "engine", _LONG_FUNCTION),
+    (stays_readable, "engine", f"class A:\n    def __init__(self, {_NINE}):\n        pass"),
+    (stays_readable, "engine", "class A:\n    def __init__(self, a, b, c, d, *, e, f, g, h, **k):\n        pass"),
+]
+
+GOOD = [
+    (imports_only_lower_parts, "layout.packing", "from hf_patrickstar.layout.specs import TensorSpec"),
+    (imports_only_lower_parts, "layout.packing", "from .specs import TensorSpec"),
+    (imports_only_lower_parts, "layout.packing", "from hf_patrickstar import units\nimport os, torch_like"),
+    (imports_only_lower_parts, "engine", "from hf_patrickstar.report.statistics import Statistics"),
+    (imports_only_lower_parts, "config", "from hf_patrickstar.errors import ConfigError"),
+    (imports_only_lower_parts, "cli.main", "from hf_patrickstar.integrations import trainer"),
+    (imports_statically, "cli.env", "import importlib.metadata\nv = importlib.metadata.version('torch')"),
+    (decides_without_torch, "memory.pool", "import torch"),
+    (decides_without_torch, "layout.specs", "import torchlike"),
+    (leaves_hugging_face_to_integrations, "integrations.trainer", "from transformers import Trainer"),
+    (leaves_hugging_face_to_integrations, "checkpoint.weights", "def f():\n    import transformers"),
+    (leaves_payloads_and_streams_to_memory, "memory.pool", "import torch\nx = torch.empty(3, pin_memory=True)"),
+    (leaves_payloads_and_streams_to_memory, "engine", "import torch\nx = torch.full((), 1.0), config.pin_memory"),
+    (leaves_collectives_to_one_module, "runtime.collectives", "import torch.distributed as dist"),
+    (leaves_collectives_to_one_module, "engine", "from accelerate.utils import DistributedType"),
+    (leaves_hooks_to_one_module, "runtime.hooks", "m.register_forward_hook(f)"),
+    (leaves_byte_factors_to_units, "units", "KIB = 1024"),
+    (leaves_byte_factors_to_units, "engine", "x = 1 << y.bit_length(), 512, 2**8, '1024'"),
+    (has_no_state_at_module_level, "engine", "_NAMES = {'a': 1}\n__all__ = ['f']\ndef f():\n    return _NAMES['a']"),
+    (has_no_state_at_module_level, "engine", "def f():\n    cache = {}\n    cache['a'] = 1"),
+    (runtime_does_not_know_report, "engine", "from hf_patrickstar.report.statistics import Statistics"),
+    (documents_what_is_public, "engine", _DOC + "def _f():\n    pass\nclass _A:\n    def f(self):\n        pass"),
+    (documents_what_is_public, "engine", _DOC + 'class A:\n    """Doc."""\n    def __init__(self):\n        pass'),
+    (stays_readable, "engine", "class A:\n    def __init__(self, a, b, c, d, *, e, f, g, h):\n        pass"),
+    (stays_readable, "engine", _LONG_FUNCTION.removesuffix("    x = 1\n")),
+]
+
+
+def _source(name, text):
+    return Source(f"{PACKAGE}.{name}", text)
+
+
+@pytest.mark.parametrize(("rule", "name", "text"), BAD)
+def test_rule_fires(rule, name, text):
+    assert rule(_source(name, text))
+
+
+@pytest.mark.parametrize(("rule", "name", "text"), GOOD)
+def test_rule_stays_quiet(rule, name, text):
+    assert rule(_source(name, text)) == []
+
+
+def test_every_rule_is_shown_to_fire():
+    assert {case[0] for case in BAD} == set(RULES)
+
+
+def test_cycles_are_found():
+    first = _source("layout.a", "from hf_patrickstar.layout.b import x")
+    second = _source("layout.b", "import hf_patrickstar.layout.c")
+    third = _source("layout.c", "from . import a")
+    late = _source("layout.c", "def f():\n    from . import a")
+    names = [f"{PACKAGE}.layout.{letter}" for letter in "abca"]
+    assert find_cycle([first, second, third]) == names
+    assert find_cycle([first, second, late]) == []
