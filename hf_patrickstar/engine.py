@@ -221,6 +221,8 @@ class PatrickStarEngine:
         for tensor in self.manager.tensors:
             tensor.parameter.data = self.weights.read(tensor).to(tensor.device)
         self.manager.close()
+        if self._kernel is not None:
+            self._kernel.release()
         self.model.__dict__.pop("patrickstar_engine", None)
 
     def _zero_grad(self) -> None:

@@ -42,6 +42,10 @@ class Kernel(Protocol):
         """Allocates the scratch space for chunks with 16-bit gradients, on every tier where one is at home."""
         ...
 
+    def release(self) -> None:
+        """Gives the scratch space back."""
+        ...
+
     def begin_step(self) -> None:
         """Called once before the chunks of a step."""
         ...
@@ -116,6 +120,10 @@ class AdamKernel:
     def reserve(self, chunks: Sequence[Chunk]) -> None:
         """Allocates one tile per tier; see ``Kernel.reserve``."""
         self._scratch = _reserve(self, chunks, self._pool)
+
+    def release(self) -> None:
+        """Gives the tiles back."""
+        _release(self._scratch, self._pool)
 
     def begin_step(self) -> None:
         """Nothing to do: every update reads the param groups."""
@@ -257,6 +265,10 @@ class PerChunkKernel:
         """Allocates space for the largest chunk of each tier; see ``Kernel.reserve``."""
         self._scratch = _reserve(self, chunks, self._pool)
 
+    def release(self) -> None:
+        """Gives the scratch space back."""
+        _release(self._scratch, self._pool)
+
     def begin_step(self) -> None:
         """Remembers what the groups hold before the step."""
         self._before = [_without_params(group) for group in self._optimizer.param_groups]
@@ -276,8 +288,8 @@ class PerChunkKernel:
                 master.grad = gradient if coefficient is None else gradient.mul_(coefficient)
                 masters[groups[tensor.spec.index]].append(master)
             for group, params, before in zip(param_groups, masters, self._before, strict=True):
-                group.update(before)
-                group["params"] = params
+                group.clear()
+                group.update(before, params=params)
             self._optimizer.step()
         finally:
             for group, params in zip(param_groups, own_params, strict=True):
@@ -341,6 +353,12 @@ def _reserve(kernel: Kernel, chunks: Sequence[Chunk], pool: PayloadPool) -> dict
         if chunk.spec.trainable:
             numel[chunk.home] = max(numel.get(chunk.home, 0), kernel.workspace_numel(chunk.spec.capacity_numel))
     return {tier: pool.allocate(tier, count, torch.float32, WORKSPACE) for tier, count in numel.items()}
+
+
+def _release(scratch: dict[Tier, torch.Tensor], pool: PayloadPool) -> None:
+    for tier, buffer in scratch.items():
+        pool.release(tier, buffer, WORKSPACE, keep=False)
+    scratch.clear()
 
 
 def _without_params(group: dict[str, Any]) -> dict[str, Any]:

@@ -102,10 +102,17 @@ class ModelHooks:
             if own or any(True for _ in module.parameters()):
                 self._attach_module(module, own)
         if self._training:
+            # The garbage collector cannot see through a parameter's hooks: a strong reference would be a leak.
+            this = weakref.ref(self)
+
+            def store(parameter: torch.Tensor) -> None:
+                hooks = this()
+                if hooks is not None:
+                    hooks._store_gradient(parameter)
+
             for tensor in self._manager.tensors:
                 if tensor.spec.trainable:
-                    hook = self._make_gradient_hook(tensor)
-                    self._handles.append(tensor.parameter.register_post_accumulate_grad_hook(hook))
+                    self._handles.append(tensor.parameter.register_post_accumulate_grad_hook(store))
         original = self._model.zero_grad
 
         def zero_grad(set_to_none: bool = True) -> None:
@@ -199,14 +206,11 @@ class ModelHooks:
         self._notice_backward()
         return self._manager.unpack(saved)
 
-    def _make_gradient_hook(self, tensor: ManagedTensor) -> Callable[[torch.Tensor], None]:
-        def store(parameter: torch.Tensor) -> None:
-            self._notice_backward()
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is not None:
-                self._manager.store_gradient(tensor, gradient)
-
-        return store
+    def _store_gradient(self, parameter: torch.Tensor) -> None:
+        self._notice_backward()
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:
+            self._manager.store_gradient(self._managed[id(parameter)], gradient)
 
     def _notice_backward(self) -> None:
         """Asks autograd, once per backward, to be told of its end."""
