@@ -1,0 +1,183 @@
+"""The main job, end to end, with nothing downloaded: see README.md. Run by scripts/quickstart.sh.
+
+Builds a corpus from the standard library's own sources, trains a tokenizer, makes a small "pretrained" GPT-2
+checkpoint, fine-tunes it with recipes/finetune_clm.py twice, plain and with --patrickstar, and compares. Everything
+runs on the CPU, where both runs can be compared bit for bit; the compute tier is a budgeted part of its memory.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+
+from rich.console import Console
+from rich.table import Table
+
+from hf_patrickstar.units import format_nbytes
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+VOCAB_SIZE = 4096
+BLOCK_SIZE = 128
+CORPUS_NBYTES = 1_500_000
+BUDGET_SHARE = 0.5
+FP16_NBYTES, FP32_NBYTES = 2, 4
+
+
+def build_corpus(folder: pathlib.Path) -> pathlib.Path:
+    """Concatenates modules of the standard library, in order of their names, into one text file."""
+    target = folder / "corpus.txt"
+    sources = sorted(pathlib.Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    size = 0
+    with target.open("w", encoding="utf-8") as file:
+        for source in sources:
+            text = source.read_text(encoding="utf-8", errors="ignore")
+            file.write(text + "\n")
+            size += len(text)
+            if size > CORPUS_NBYTES:
+                break
+    return target
+
+
+def build_checkpoint(folder: pathlib.Path, corpus: pathlib.Path) -> tuple[pathlib.Path, int]:
+    """Trains a byte-level BPE tokenizer and saves it with a small GPT-2; returns the directory and its parameters."""
+    import torch
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    bpe = ByteLevelBPETokenizer()
+    bpe.train([str(corpus)], vocab_size=VOCAB_SIZE, special_tokens=["<|endoftext|>"], show_progress=False)
+    special = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, model_max_length=BLOCK_SIZE, **special)
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_positions=BLOCK_SIZE,
+        n_embd=256,
+        n_layer=8,
+        n_head=4,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model = GPT2LMHeadModel(config)
+    target = folder / "pretrained"
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    return target, model.num_parameters()
+
+
+def fine_tune(name: str, folder: pathlib.Path, checkpoint: pathlib.Path, corpus: pathlib.Path, *options: str) -> dict:
+    """Runs the recipe in a process of its own; returns what it measured."""
+    output = folder / name
+    command = [
+        sys.executable,
+        str(ROOT / "recipes" / "finetune_clm.py"),
+        *("--model_name_or_path", str(checkpoint), "--train_file", str(corpus), "--output_dir", str(output)),
+        *("--do_train", "--block_size", str(BLOCK_SIZE), "--per_device_train_batch_size", "8", "--max_steps", "30"),
+        *("--learning_rate", "5e-4", "--lr_scheduler_type", "cosine", "--warmup_steps", "5", "--logging_steps", "1"),
+        *("--save_strategy", "no", "--report_to", "none", "--seed", "42", "--use_cpu"),
+        *options,
+    ]
+    log = folder / f"{name}.log"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache")}
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != 0:
+        sys.stderr.write(log.read_text())
+        raise SystemExit(f"quickstart: the run '{name}' failed; its output is above and in {log}")
+    state = json.loads((output / "trainer_state.json").read_text())
+    stats_file = output / "patrickstar_stats.json"
+    return {
+        "losses": [entry["loss"] for entry in state["log_history"] if "loss" in entry],
+        "seconds": 1 / json.loads((output / "train_results.json").read_text())["train_steps_per_second"],
+        "rss": usage.ru_maxrss * 1024 if sys.platform != "darwin" else usage.ru_maxrss,
+        "stats": json.loads(stats_file.read_text()) if stats_file.exists() else None,
+        "output": output,
+    }
+
+
+def same_weights(left: pathlib.Path, right: pathlib.Path) -> bool:
+    """Loads both results with plain ``from_pretrained`` and compares every weight, bit for bit."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    models = [AutoModelForCausalLM.from_pretrained(path) for path in (left, right)]
+    first, second = (model.state_dict() for model in models)
+    return first.keys() == second.keys() and all(torch.equal(value, second[key]) for key, value in first.items())
+
+
+def make_table(plain: dict, ours: dict, numel: int, budget: int) -> Table:
+    """The comparison that README shows."""
+    stats = ours["stats"]
+    model_data = 4 * FP32_NBYTES * numel
+    table = Table(title=f"GPT-2, {numel / 1e6:.1f} M parameters, fp32, {len(plain['losses'])} steps")
+    table.add_column("")
+    table.add_column("plain Trainer", justify="right")
+    table.add_column("--patrickstar", justify="right")
+    rows = [
+        ("model data", format_nbytes(model_data), format_nbytes(stats["model_data_nbytes"])),
+        ("16-bit parameters alone", format_nbytes(FP16_NBYTES * numel), format_nbytes(FP16_NBYTES * numel)),
+        ("model data on the compute tier: budget", "none", format_nbytes(budget)),
+        ("model data on the compute tier: peak", format_nbytes(model_data), format_nbytes(stats["device_peak_nbytes"])),
+        ("model data on the host tier: peak", "0 B", format_nbytes(stats["host_peak_nbytes"])),
+        ("moved host -> device per step", "0 B", format_nbytes(stats["host_to_device_nbytes"] // stats["steps"])),
+        ("moved device -> host per step", "0 B", format_nbytes(stats["device_to_host_nbytes"] // stats["steps"])),
+        ("process peak (RSS)", format_nbytes(plain["rss"]), format_nbytes(ours["rss"])),
+        ("seconds per step", f"{plain['seconds']:.3f}", f"{ours['seconds']:.3f}"),
+        ("first loss", f"{plain['losses'][0]:.6f}", f"{ours['losses'][0]:.6f}"),
+        ("last loss", f"{plain['losses'][-1]:.6f}", f"{ours['losses'][-1]:.6f}"),
+    ]
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def main() -> None:
+    """Runs everything and says ``quickstart: ok`` only if every promise held."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output_dir", default=str(ROOT / "quickstart_output"), help="where everything is written")
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    begin = time.time()
+    console = Console()
+    folder = pathlib.Path(arguments.output_dir)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+    console.print("1. Building a corpus from the standard library's sources, a tokenizer and a checkpoint ...")
+    corpus = build_corpus(folder)
+    checkpoint, numel = build_checkpoint(folder, corpus)
+    budget = int(BUDGET_SHARE * FP16_NBYTES * numel)
+    console.print("2. Fine-tuning it with the plain Trainer ...")
+    plain = fine_tune("plain", folder, checkpoint, corpus)
+    console.print(f"3. Fine-tuning it with --patrickstar in a budget of {format_nbytes(budget)} ...")
+    config = json.dumps({"device_budget": budget})
+    ours = fine_tune("patrickstar", folder, checkpoint, corpus, "--patrickstar", "--patrickstar_config", config)
+    console.print("4. Loading both results with plain from_pretrained ...")
+    peak = ours["stats"]["device_peak_nbytes"]
+    promises = {
+        "the losses of both runs are the same, bit for bit": plain["losses"] == ours["losses"],
+        "the loss went down": plain["losses"][-1] < plain["losses"][0],
+        "the saved weights are the same, bit for bit": same_weights(plain["output"], ours["output"]),
+        "the budget is smaller than the 16-bit parameters": budget < FP16_NBYTES * numel,
+        "the compute tier stayed within its budget": 0 < peak <= budget,
+    }
+    console.print(make_table(plain, ours, numel, budget))
+    broken = [promise for promise, held in promises.items() if not held]
+    for promise, held in promises.items():
+        console.print(f"  [{'green' if held else 'red'}]{'yes' if held else 'NO '}[/] {promise}")
+    console.print(f"The fine-tuned checkpoint is in {ours['output']} ({time.time() - begin:.0f} s).")
+    if broken:
+        raise SystemExit("quickstart: failed: " + "; ".join(broken))
+    print("quickstart: ok")
+
+
+if __name__ == "__main__":
+    main()
