@@ -220,6 +220,8 @@ class PatrickStarEngine:
             self._hooks.detach()
         for tensor in self.manager.tensors:
             tensor.parameter.data = self.weights.read(tensor).to(tensor.device)
+        for buffer, device in self._buffer_devices:
+            buffer.data = buffer.data.to(device)
         self.manager.close()
         if self._kernel is not None:
             self._kernel.release()
@@ -386,7 +388,8 @@ class PatrickStarEngine:
                 parameter.data = placeholder
                 parameter.grad = None
                 tensor.go(TensorState.HOLD)
-        for buffer in self.model.buffers():
+        self._buffer_devices = [(buffer, buffer.device) for buffer in self.model.buffers()]
+        for buffer, _ in self._buffer_devices:
             buffer.data = buffer.data.to(self.device)
 
 

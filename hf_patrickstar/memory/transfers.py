@@ -6,23 +6,21 @@ import torch
 class Ticket:
     """A copy to the host that may still be under way.
 
+    It does not keep the source alive: gradients must be free to go as soon as the copy is done, and the caching
+    allocator, told of the stream, will not hand their memory out before.
+
     Args:
-        event: The CUDA event that follows the copy, or ``None`` if it is already complete.
-        source: The tensor that is being read; it is kept alive until the copy is complete.
+        event: The CUDA event that follows the copy.
     """
 
-    __slots__ = ("_event", "_source")
+    __slots__ = ("_event",)
 
-    def __init__(self, event: "torch.cuda.Event | None" = None, source: torch.Tensor | None = None) -> None:
+    def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
-        self._source = source
 
     def wait(self) -> None:
         """Blocks until the host may read what was copied."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._event = None
-        self._source = None
+        self._event.synchronize()
 
 
 class Transfers:
@@ -71,4 +69,4 @@ class Transfers:
             event = torch.cuda.Event()
             event.record(self._stream)
         source.record_stream(self._stream)
-        return Ticket(event, source)
+        return Ticket(event)

@@ -71,6 +71,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         coefficient = self._take_coefficient()
+        on_device: dict[torch.device, torch.Tensor] = {}  # one copy per tier, not one per chunk
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made on the inner one asks for it
         self._kernel.begin_step()
         for chunk in self._manager.chunks:
@@ -78,8 +79,10 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 continue
             for tensor in chunk.tensors:
                 self._manager.gradient(tensor)
-            local = None if coefficient is None else coefficient.to(chunk.param.device)
-            self._kernel.update(chunk, self._groups, local)
+            place = chunk.param.device
+            if coefficient is not None and place not in on_device:
+                on_device[place] = coefficient.to(place)
+            self._kernel.update(chunk, self._groups, on_device.get(place))
             self._restore_left_alone(chunk.tensors)
             self._manager.finish_update(chunk)
         self._manager.finish_step()

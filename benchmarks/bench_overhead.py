@@ -1,0 +1,138 @@
+"""What the engine costs when nothing has to move: step time against plain torch, everything resident.
+
+A plain model with torch's fused AdamW and the same model under the engine train on the same batches, interleaved, in
+the same type. In fp32 the losses must be equal bit for bit; in 16-bit the plain model has no fp32 masters (it does
+less), so its losses are shown and not compared.
+"""
+
+import copy
+import statistics
+import time
+
+import common
+import torch
+
+from hf_patrickstar import PatrickStarEngine
+
+MAX_NORM = 1.0
+
+
+def make_plain_step(model, optimizer):
+    """Forward, backward, clipping and update as everybody writes them."""
+
+    def step(batch):
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def make_our_step(model, engine):
+    """The same under the engine."""
+
+    def step(batch):
+        loss = model(**batch).loss
+        loss.backward()
+        engine.optimizer.clip_grad_norm_(model.parameters(), MAX_NORM)
+        engine.optimizer.step()
+        model.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def measure(steps, device, options):
+    """Runs both steps on the same batches, in alternating order.
+
+    Returns:
+        Seconds per step and losses of each, first steps left out of the seconds.
+    """
+    seconds = {name: [] for name in steps}
+    losses = {name: [] for name in steps}
+    for number in range(options.warmup + options.steps):
+        batch = common.make_batch(number, options.batch_size, options.length, 256, device)
+        for name in sorted(steps, reverse=bool(number % 2)):
+            common.synchronize(device)
+            begin = time.perf_counter()
+            loss = steps[name](batch)
+            common.synchronize(device)
+            if number >= options.warmup:
+                seconds[name].append(time.perf_counter() - begin)
+            losses[name].append(loss.item())
+    return seconds, losses
+
+
+def main():
+    """Prints the ratio of step times and fails if losses differ."""
+    parser = common.parser(__doc__)
+    parser.add_argument("--dtype", choices=list(common.DTYPES), default="fp32")
+    parser.add_argument("--batch_size", type=int, default=4)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=8, help="steps per repeat")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--limit", type=float, default=1.05, help="fail if the median ratio is above this")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    ratios, plain_seconds, our_seconds, numel = [], [], [], 0
+    for repeat in range(options.repeats):
+        plain = common.make_gpt2(options.layers, options.hidden, positions=options.length)
+        numel = plain.num_parameters()
+        ours = copy.deepcopy(plain)
+        plain.to(device=device, dtype=common.DTYPES[options.dtype])
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
+        engine = PatrickStarEngine(
+            ours,
+            {"dtype": options.dtype, "cpu_embedding": False},
+            torch.optim.AdamW(ours.parameters(), lr=1e-3, fused=True),
+            device=device,
+        )
+        steps = {"plain": make_plain_step(plain, optimizer), "patrickstar": make_our_step(ours, engine)}
+        seconds, losses = measure(steps, device, options)
+        stats = engine.stats()
+        if stats["chunk_loads"]:
+            raise SystemExit(f"not everything was resident: {stats['chunk_loads']} chunk loads")
+        if options.dtype == "fp32" and losses["plain"] != losses["patrickstar"]:
+            raise SystemExit(f"losses differ: {losses}")
+        ratios += [ours / plain for ours, plain in zip(seconds["patrickstar"], seconds["plain"], strict=True)]
+        plain_seconds += seconds["plain"]
+        our_seconds += seconds["patrickstar"]
+        print(
+            f"repeat {repeat + 1}: plain {statistics.median(seconds['plain']):.4f} s, "
+            f"patrickstar {statistics.median(seconds['patrickstar']):.4f} s, "
+            f"last loss {losses['plain'][-1]:.6f} / {losses['patrickstar'][-1]:.6f}"
+        )
+        engine.detach()
+    ratio = statistics.median(ratios)
+    quartiles = statistics.quantiles(ratios, n=4)
+    print(
+        f"{numel / 1e6:.1f} M parameters, {options.dtype}, batch {options.batch_size} x {options.length}: "
+        f"step time ratio {ratio:.3f} (quartiles {quartiles[0]:.3f} to {quartiles[2]:.3f}, limit {options.limit})"
+    )
+    if options.dtype == "fp32":
+        print("losses: equal, bit for bit")
+    common.finish(
+        f"bench_overhead_{options.dtype}",
+        options,
+        {
+            "parameters": numel,
+            "ratio": ratio,
+            "ratio_quartiles": quartiles,
+            "plain_seconds": statistics.median(plain_seconds),
+            "patrickstar_seconds": statistics.median(our_seconds),
+            "losses_equal": options.dtype == "fp32",
+            "limit": options.limit,
+        },
+    )
+    if ratio > options.limit:
+        raise SystemExit(f"bench_overhead: {ratio:.3f} is above the limit of {options.limit}")
+
+
+if __name__ == "__main__":
+    main()

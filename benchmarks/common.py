@@ -1,0 +1,99 @@
+"""What the benchmarks share: the model, the batches, the machine's description and where results go."""
+
+import argparse
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: the cores of a laptop or CI machine are shared
+
+import torch
+import transformers
+from transformers import GPT2Config, GPT2LMHeadModel
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def make_gpt2(num_layers: int = 8, hidden: int = 512, vocabulary: int = 256, positions: int = 256) -> GPT2LMHeadModel:
+    """A GPT-2 without dropout; the defaults make 25.5 M parameters. The same weights at every call."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=vocabulary,
+        n_positions=positions,
+        n_embd=hidden,
+        n_layer=num_layers,
+        n_head=max(hidden // 64, 1),
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+        loss_type="ForCausalLM",
+    )
+    return GPT2LMHeadModel(config).train()
+
+
+def make_batch(seed: int, batch_size: int, length: int, vocabulary: int, device: torch.device) -> dict:
+    """Random tokens that are their own labels; the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, vocabulary, (batch_size, length), generator=generator).to(device)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for the device, so that a clock read afterwards means something."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """A parser with the options that every benchmark has."""
+    options = argparse.ArgumentParser(description=description)
+    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options.add_argument("--output", help="write the result to this JSON file; '-' writes it to standard output only")
+    return options
+
+
+def finish(name: str, options: argparse.Namespace, result: dict) -> None:
+    """Writes a result with everything that is needed to read and repeat it."""
+    record = {"benchmark": name, "command": " ".join(sys.argv), **machine(options.device), **result}
+    text = json.dumps(record, indent=2)
+    if options.output == "-":
+        print(text)
+        return
+    target = pathlib.Path(options.output) if options.output else RESULTS / f"{name}_{options.device}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text + "\n")
+    print(f"written to {os.path.relpath(target)}")
+
+
+def machine(device: str) -> dict:
+    """Hardware, versions and commit."""
+    revision = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    hardware = torch.cuda.get_device_name(device) if device.startswith("cuda") else _processor()
+    return {
+        "hardware": f"{hardware}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "commit": revision.stdout.strip() or "unknown",
+    }
+
+
+def _processor() -> str:
+    try:
+        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

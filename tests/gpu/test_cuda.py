@@ -1,0 +1,177 @@
+"""The parity tests on CUDA, with the device budget capped. Run by ``pytest -m gpu`` and scripts/gpu_check.sh.
+
+Bit for bit where both sides run the same kernels: everything resident against plain torch on the device; masters on
+the host against a reference whose masters are on the host. Clipping there sums norms on the device in our run and on
+the host in the reference, so with clipping the comparison is to 1e-3 of the update.
+"""
+
+import gc
+
+import pytest
+import torch
+from models import make_batch, make_model, make_rows
+from trainers import LossRecorder, arguments
+
+from hf_patrickstar import PatrickStarEngine, PatrickStarTrainer, PatrickStarTrainingArguments
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
+STEPS = 3
+MIB = 2**20
+
+
+def batch_of(name, seed):
+    return {key: value.to(DEVICE) for key, value in make_batch(name, seed=seed).items()}
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=3e-3, fused=True)
+
+
+def free():
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def run_engine(name, config, max_norm=None, checkpointing=False):
+    model = make_model(name).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    engine = PatrickStarEngine(model, config, adamw(model.parameters()), device=DEVICE)
+    losses = []
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        loss = model(**batch_of(name, step)).loss
+        losses.append(loss.item())
+        loss.backward()
+        if max_norm is not None:
+            engine.optimizer.clip_grad_norm_(model.parameters(), max_norm)
+        engine.optimizer.step()
+        model.zero_grad()
+    state_dict, stats = model.state_dict(), engine.stats()
+    engine.detach()
+    free()
+    return losses, state_dict, stats
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5", "mixtral"])
+def test_resident_fp32_is_plain_torch(name):
+    model = make_model(name).train().to(DEVICE)
+    optimizer = adamw(model.parameters())
+    losses = []
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        loss = model(**batch_of(name, step)).loss
+        losses.append(loss.item())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = {key: value.cpu() for key, value in model.state_dict().items()}
+    del model, optimizer
+    free()
+    ours, state_dict, stats = run_engine(name, {}, max_norm=0.3)
+    assert stats["chunk_loads"] == 0
+    assert ours == losses
+    for key, value in expected.items():
+        assert torch.equal(state_dict[key], value), key
+
+
+def run_reference(name, dtype, checkpointing=False, max_norm=None):
+    """16-bit weights on the device, fp32 masters and AdamW on the host."""
+    model = make_model(name).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    masters = {key: p.detach().clone().requires_grad_() for key, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DEVICE, dtype)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(DEVICE)
+    optimizer = adamw(masters.values())
+    losses = []
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        loss = model(**batch_of(name, step)).loss
+        losses.append(loss.item())
+        loss.backward()
+        for key, parameter in model.named_parameters():
+            masters[key].grad = None if parameter.grad is None else parameter.grad.cpu().float()
+            parameter.grad = None
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(list(masters.values()), max_norm)
+        optimizer.step()
+        for key, parameter in model.named_parameters():
+            parameter.data.copy_(masters[key].data)
+    del model
+    free()
+    return losses, masters
+
+
+def capped(name, itemsize):
+    """A budget over what is allocated now: chunks of half of the parameters, and room for activations."""
+    numel = sum(p.numel() for p in make_model(name).parameters())
+    return {
+        "device_budget": int(torch.cuda.memory_allocated() + MIB + numel * itemsize * 0.5),
+        "warmup_fraction": 1.0,
+        "chunk_numel": 2048,
+        "cpu_embedding": False,
+    }
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5"])
+def test_capped_budget_is_the_reference(name, dtype, checkpointing):
+    kinds = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    losses, masters = run_reference(name, kinds[dtype], checkpointing)
+    config = {**capped(name, kinds[dtype].itemsize), "dtype": dtype, "debug_evict_all": True}
+    ours, state_dict, stats = run_engine(name, config, checkpointing=checkpointing)
+    assert stats["chunk_evictions"] > 0
+    assert ours == losses
+    for key, master in masters.items():
+        assert torch.equal(state_dict[key], master.data), key
+
+
+def test_clipping_with_masters_on_the_host():
+    losses, masters = run_reference("gpt2", torch.bfloat16, max_norm=0.3)
+    config = {**capped("gpt2", 2), "dtype": "bf16"}
+    ours, state_dict, _ = run_engine("gpt2", config, max_norm=0.3)
+    torch.testing.assert_close(ours, losses, rtol=1e-3, atol=1e-3)
+    for key, master in masters.items():
+        torch.testing.assert_close(state_dict[key], master.data, rtol=1e-3, atol=1e-5)
+
+
+def test_cpu_embedding_on_the_device():
+    config = {**capped("llama", 4), "dtype": "fp32"}
+    expected, state_dict, _ = run_engine("llama", config)
+    ours, other, stats = run_engine("llama", {**config, "cpu_embedding": True})
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    for key, value in state_dict.items():
+        torch.testing.assert_close(other[key], value, rtol=1e-3, atol=1e-4)
+    assert stats["chunk_loads"] > 0
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", None])
+def test_trainer(precision, tmp_path):
+    recorder = LossRecorder()
+    config = {key: value for key, value in capped("gpt2", 2 if precision else 4).items() if key != "dtype"}
+    args = arguments(
+        PatrickStarTrainingArguments,
+        tmp_path,
+        patrickstar=True,
+        patrickstar_config=config,
+        use_cpu=False,
+        max_steps=8,
+        **({precision: True} if precision else {}),
+    )
+    data = make_rows("gpt2", 32)
+    trainer = PatrickStarTrainer(
+        model=make_model("gpt2"), args=args, train_dataset=data, eval_dataset=data, callbacks=[recorder]
+    )
+    trainer.train()
+    assert recorder.losses[-1] < recorder.losses[0]
+    assert trainer.patrickstar_stats()["chunk_evictions"] > 0
+    assert trainer.evaluate()["eval_loss"] < recorder.losses[0]
+    assert trainer.model.device.type == "cuda"
+    generated = trainer.model.eval().generate(torch.ones(1, 4, dtype=torch.long, device=DEVICE), max_new_tokens=4)
+    assert generated.shape[0] == 1
