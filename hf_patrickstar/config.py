@@ -23,8 +23,8 @@ class PatrickStarConfig:
     Attributes:
         device_budget: Bytes on the compute tier: a number, text such as ``"8GiB"``, or ``"auto"``. On an accelerator
             it covers model and non-model data, and ``"auto"`` is what the device has free less a reserve of 5 %. On a
-            machine without one it covers the chunks of the compute tier (model data), and ``"auto"`` is what the
-            machine has available. Smaller saves memory and moves more bytes.
+            machine without one it covers the chunks of the compute tier (model data), and ``"auto"`` is 90 % of what
+            the machine has available, less what the host tier takes of it. Smaller saves memory and moves more bytes.
         host_budget: Bytes on the host tier for model data: a number, text, or ``"auto"``: 90 % of the memory that is
             available to this process (cgroup limits respected). Too small raises ``BudgetError`` before training.
         chunk_numel: Elements per chunk, or ``"auto"``: the size, within the budget, that wastes least. Larger chunks
@@ -42,7 +42,7 @@ class PatrickStarConfig:
             of two, which is booked against ``host_budget``.
         warmup_fraction: Part of ``device_budget`` that may be used on an accelerator, between 0 and 1. The rest is
             the reserve for activations that grow between two chunk accesses (PatrickStar section 8.1).
-        tile_numel: Elements that the optimizer works on at a time, a multiple of 64. 512 Ki elements keep a tile's
+        tile_numel: Elements that the optimizer works on at a time, a multiple of 64. 2**19 elements keep a tile's
             gradient, parameter and states in the cache of common CPUs.
         debug_evict_all: Evict every chunk that is not in use at every access, and fill what it leaves with NaN. Very
             slow; it turns a use of released memory into NaN instead of luck.
@@ -56,7 +56,7 @@ class PatrickStarConfig:
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     pin_memory: bool | Literal["auto"] = "auto"
     warmup_fraction: float = 0.8
-    tile_numel: int = 512 * 1024
+    tile_numel: int = 2**19
     debug_evict_all: bool = False
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class PatrickStarConfig:
                 object.__setattr__(self, name, parse_nbytes(value, name))
         if self.chunk_numel != "auto":
             chunk_numel = self.chunk_numel
-            if isinstance(chunk_numel, str) and chunk_numel.strip().isdigit():
+            if isinstance(chunk_numel, str) and chunk_numel.strip().isascii() and chunk_numel.strip().isdigit():
                 chunk_numel = int(chunk_numel)
             if isinstance(chunk_numel, bool) or not isinstance(chunk_numel, int) or chunk_numel < 1:
                 raise ConfigError(
@@ -117,10 +117,10 @@ class PatrickStarConfig:
             try:
                 with open(text, encoding="utf-8") as file:
                     text = file.read()
-            except OSError as error:
+            except (OSError, UnicodeDecodeError) as error:
+                reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
                 raise ConfigError(
-                    f"patrickstar_config: cannot read {origin}: {error.strerror}; "
-                    "give JSON text or the path of a JSON file"
+                    f"patrickstar_config: cannot read {origin}: {reason}; give JSON text or the path of a JSON file"
                 ) from error
         try:
             values = json.loads(text)

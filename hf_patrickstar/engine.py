@@ -244,14 +244,18 @@ class PatrickStarEngine:
         embeddings = choose_embeddings(
             tensors, self._embedding_owners(), self.config.cpu_embedding, everything_fits=total <= share
         )
-        on_host = embeddings.tensor_indices
+        on_host, usable = embeddings.tensor_indices, self.ledger.usable(Tier.DEVICE)
         if self.config.chunk_numel == "auto":
             chunk_limit = None if total <= share else limit
-            choice = search_layout(tensors, modules, dtype.itemsize, chunk_limit, on_host)
+            choice = search_layout(tensors, modules, dtype.itemsize, chunk_limit, on_host, usable)
         else:
             numel = int(self.config.chunk_numel)
-            choice = fixed_layout(tensors, modules, numel, dtype.itemsize, limit, on_host)
+            choice = fixed_layout(tensors, modules, numel, dtype.itemsize, limit, on_host, usable)
         homes = self._plan_homes(choice, dtype, share, pinned)
+        if self.device.type == "cpu" and self.config.device_budget == "auto" and not homes.device_homed:
+            # Both tiers are the same memory: what the home takes is not there for the compute tier.
+            left = limit - total
+            self.ledger.lower_limit(Tier.DEVICE, max(left, choice.working_set_nbytes))
         return _Decisions(tensors, modules, parameters, dtype, choice, embeddings, homes, pinned)
 
     def _plan_homes(self, choice: ChunkSizeChoice, dtype: torch.dtype, share: int, pinned: bool) -> HomePlan:

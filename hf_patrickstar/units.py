@@ -1,5 +1,6 @@
 """Bytes for people: parsing and printing of sizes. The only module that knows how many bytes a KiB has."""
 
+import decimal
 import re
 
 from hf_patrickstar.errors import ConfigError
@@ -35,7 +36,7 @@ def parse_nbytes(value: int | str, name: str = "size") -> int:
         match = _PATTERN.fullmatch(value)
         if match is None:
             raise ConfigError(f"{name}: {value!r} is not a size; write a number of bytes, or for example '8GiB'")
-        number, unit = float(match.group(1)), match.group(2).upper()
+        number, unit = decimal.Decimal(match.group(1)), match.group(2).upper()
         if unit in ("", "B"):
             factor = 1
         elif unit in _BINARY:
@@ -45,7 +46,9 @@ def parse_nbytes(value: int | str, name: str = "size") -> int:
         else:
             units = ", ".join(["B", "KiB", "MiB", "GiB", "TiB", "KB", "MB", "GB", "TB"])
             raise ConfigError(f"{name}: unknown unit in {value!r}; the units are {units}")
-        nbytes = int(number * factor)
+        with decimal.localcontext() as context:
+            context.prec = len(match.group(1)) + 16
+            nbytes = int(number * factor)
     if nbytes <= 0:
         raise ConfigError(f"{name}: must be positive, got {value!r}")
     return nbytes

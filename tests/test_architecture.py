@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import pathlib
 import re
 
@@ -41,7 +42,7 @@ class Source:
     text: str
     is_package: bool = False
 
-    @property
+    @functools.cached_property
     def tree(self):
         return ast.parse(self.text)
 
@@ -255,7 +256,7 @@ def _constant(node):
     return None
 
 
-_CONSTANT_NAME = re.compile(r"_?[A-Z][A-Z0-9_]*|__\w+__|_S")
+_CONSTANT_NAME = re.compile(r"_?[A-Z][A-Z0-9_]*|__\w+__")
 _MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "OrderedDict", "Counter"}
 _MUTATORS = {
     *("append", "extend", "insert", "remove", "pop", "popitem", "clear", "update", "setdefault", "add", "discard"),

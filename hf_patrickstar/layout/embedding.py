@@ -29,23 +29,26 @@ def choose_embeddings(
 
     Args:
         tensors: The specs in model order.
-        embedding_owners: Indices, in ``named_modules()`` order, of the embedding modules.
+        embedding_owners: Indices, in ``modules()`` order, of the embedding modules.
         setting: ``cpu_embedding`` of the configuration.
         everything_fits: Whether all model data fits on the device: then nothing has to move.
 
     Raises:
         ConfigError: If the setting is true and an embedding is tied to another module.
     """
-    weights = [spec for spec in tensors if spec.owners and spec.owners[0] in embedding_owners and len(spec.shape) == 2]
+    weights = [spec for spec in tensors if embedding_owners & set(spec.owners) and len(spec.shape) == 2]
     tied = [spec for spec in weights if not set(spec.owners) <= embedding_owners]
     untied = [spec for spec in weights if set(spec.owners) <= embedding_owners]
     if setting is False:
         return EmbeddingChoice(frozenset(), "cpu_embedding=false: embeddings move in chunks")
     if setting is True:
         if tied:
+            names = list(zip((tied[0].name, *tied[0].aliases), tied[0].owners, strict=True))
+            lookup = next(name for name, owner in names if owner in embedding_owners)
+            other = next(name for name, owner in names if owner not in embedding_owners)
             raise ConfigError(
-                f"cpu_embedding=true: '{tied[0].name}' is tied to '{tied[0].aliases[0]}', which is computed on the "
-                "device; use cpu_embedding='auto' or false, or untie the weights"
+                f"cpu_embedding=true: '{lookup}' is tied to '{other}', which is computed on the device; use "
+                "cpu_embedding='auto' or false, or untie the weights"
             )
         return EmbeddingChoice(frozenset(spec.index for spec in untied), "cpu_embedding=true: lookups on the CPU")
     if everything_fits:
@@ -55,8 +58,8 @@ def choose_embeddings(
         return EmbeddingChoice(
             frozenset(), f"cpu_embedding=auto: off, no untied embedding has more than {ASSUMED_TOKENS} rows"
         )
-    names = ", ".join(spec.name for spec in large)
+    listing = ", ".join(spec.name for spec in large)
     return EmbeddingChoice(
         frozenset(spec.index for spec in large),
-        f"cpu_embedding=auto: on for {names}, more rows than the {ASSUMED_TOKENS} tokens assumed per micro-batch",
+        f"cpu_embedding=auto: on for {listing}, more rows than the {ASSUMED_TOKENS} tokens assumed per micro-batch",
     )

@@ -127,8 +127,6 @@ def pack(tensors: Sequence[TensorSpec], chunk_numel: int, on_host: frozenset[int
         chunk.add(spec)
     for chunk in current.values():
         chunk.capacity_numel = max(chunk.end_numel, ALIGNMENT_NUMEL)
-    closed = [chunk for chunk in closed if chunk.tensors]
-    closed.sort(key=lambda chunk: chunk.tensors[0][0])
     placements: list[Placement | None] = [None] * len(tensors)
     chunks = []
     for index, chunk in enumerate(closed):

@@ -1,6 +1,7 @@
 """Chunk-size search: the size that wastes least, within what the device can hold (PatrickStar section 6.1)."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from hf_patrickstar.errors import BudgetError, ConfigError
@@ -9,7 +10,8 @@ from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec
 from hf_patrickstar.units import format_need
 
 _MAX_CANDIDATES = 512
-_MAX_CHUNK_NUMEL = 64 * 1024 * 1024
+_MAX_CHUNK_NUMEL = 2**26
+_MAX_PLACED_TENSORS = 300_000
 _BUDGET_SHARE = 8
 _TOLERANCE = 0.005
 
@@ -31,7 +33,9 @@ class ChunkSizeChoice:
         )
 
 
-def check_fits(layout: Layout, modules: Sequence[ModuleSpec], itemsize: int, device_nbytes: int | None) -> int:
+def check_fits(
+    layout: Layout, modules: Sequence[ModuleSpec], itemsize: int, device_nbytes: int | None, usable: float = 1.0
+) -> int:
     """Checks that the device can hold the largest working set of a layout.
 
     Args:
@@ -39,6 +43,7 @@ def check_fits(layout: Layout, modules: Sequence[ModuleSpec], itemsize: int, dev
         modules: The modules that own parameters.
         itemsize: Bytes per element of the ``param`` list.
         device_nbytes: Bytes that chunks may take on the device, or ``None`` if there is no limit.
+        usable: Part of the device's budget that these bytes are; what the error advises is the whole budget.
 
     Returns:
         The bytes of the largest working set.
@@ -53,7 +58,8 @@ def check_fits(layout: Layout, modules: Sequence[ModuleSpec], itemsize: int, dev
         raise BudgetError(
             f"device_budget is too small for module '{module.name}' ({module.class_name}): its chunks need "
             f"{format_need(need)} on the compute device at once, {format_need(device_nbytes)} are available for "
-            f"chunks. Its parameters alone are {format_need(own)}. Raise device_budget to at least {need} bytes, or "
+            f"chunks. Its parameters alone are {format_need(own)}. Raise device_budget to at least "
+            f"{math.ceil(need / usable)} bytes, or "
             f"lower chunk_numel (now {layout.chunk_numel}; 'auto' searches for one that fits)."
         )
     return need
@@ -66,6 +72,7 @@ def fixed_layout(
     itemsize: int,
     device_nbytes: int | None,
     on_host: frozenset[int] = frozenset(),
+    usable: float = 1.0,
 ) -> ChunkSizeChoice:
     """The layout for a chunk size that the user chose.
 
@@ -79,7 +86,7 @@ def fixed_layout(
             "use 'auto' or a larger number"
         )
     layout = pack(tensors, chunk_numel, on_host)
-    return ChunkSizeChoice(layout, 1, check_fits(layout, modules, itemsize, device_nbytes))
+    return ChunkSizeChoice(layout, 1, check_fits(layout, modules, itemsize, device_nbytes, usable))
 
 
 def search_layout(
@@ -88,6 +95,7 @@ def search_layout(
     itemsize: int,
     device_nbytes: int | None,
     on_host: frozenset[int] = frozenset(),
+    usable: float = 1.0,
 ) -> ChunkSizeChoice:
     """Finds a chunk size.
 
@@ -102,13 +110,16 @@ def search_layout(
         itemsize: Bytes per element of the ``param`` list.
         device_nbytes: Bytes that chunks may take on the device, or ``None`` if there is no limit.
         on_host: Indices of tensors that are computed on the host.
+        usable: Part of the device's budget that ``device_nbytes`` is, for the error.
 
     Raises:
         BudgetError: If no size fits the device.
     """
     total = sum(align(spec.numel) for spec in tensors if spec.index not in on_host)
-    sizes = {align(max(1, -(-total // parts))) for parts in range(1, _MAX_CANDIDATES + 1)}
-    sizes |= {align(spec.numel) for spec in tensors}
+    # Packing costs time in proportion to tensors x candidates: fewer candidates for models of very many tensors.
+    num_candidates = min(_MAX_CANDIDATES, max(32, _MAX_PLACED_TENSORS // max(len(tensors), 1)))
+    sizes = {align(max(1, -(-total // parts))) for parts in range(1, num_candidates + 1)}
+    sizes |= {align(spec.numel) for spec in tensors if spec.numel}
     layouts = []
     for size in sorted(size for size in sizes if size <= max(_MAX_CHUNK_NUMEL, min(sizes))):
         layout = pack(tensors, size, on_host)
@@ -117,7 +128,7 @@ def search_layout(
     fitting = [item for item in layouts if device_nbytes is None or item[1] <= device_nbytes]
     if not fitting:
         smallest = min(layouts, key=lambda item: item[1])[0]
-        check_fits(smallest, modules, itemsize, device_nbytes)
+        check_fits(smallest, modules, itemsize, device_nbytes, usable)
     if device_nbytes is not None:
         share = device_nbytes // _BUDGET_SHARE
         several = [item for item in fitting if item[0].chunk_numel * itemsize <= share]

@@ -17,8 +17,8 @@ class ParameterLike(Protocol):
 class ModuleLike(Protocol):
     """The part of ``torch.nn.Module`` that a layout needs."""
 
-    def named_modules(self) -> Iterable[tuple[str, Any]]:
-        """Qualified names and modules, each module once."""
+    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterable[Any]:
+        """Qualified names and modules, each module once unless ``remove_duplicate`` is false."""
         ...
 
 
@@ -29,10 +29,10 @@ class TensorSpec:
     Attributes:
         index: Its place in model order, from 0.
         name: Its first qualified name.
-        aliases: Every other qualified name of the same parameter (tied weights).
+        aliases: Every other qualified name of the same parameter (tied weights, shared modules).
         shape: Its shape.
         trainable: Whether it receives gradients and optimizer states.
-        owners: Indices, in ``model.named_modules()`` order, of the modules that own it directly.
+        owners: For ``name`` and each alias, the index in ``model.modules()`` order of the module that owns it there.
     """
 
     index: int
@@ -78,7 +78,10 @@ def collect_specs(
     names: list[list[str]] = []
     owners: list[list[int]] = []
     modules: list[ModuleSpec] = []
-    for module_index, (module_name, module) in enumerate(model.named_modules()):
+    module_indices: dict[int, int] = {}
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        is_new = id(module) not in module_indices
+        module_index = module_indices.setdefault(id(module), len(module_indices))
         own: list[int] = []
         for name, parameter in module._parameters.items():
             if parameter is None:
@@ -90,8 +93,9 @@ def collect_specs(
                 owners.append([])
             names[index].append(f"{module_name}.{name}" if module_name else name)
             owners[index].append(module_index)
-            own.append(index)
-        if own:
+            if index not in own:
+                own.append(index)
+        if own and is_new:
             modules.append(ModuleSpec(module_name, type(module).__name__, tuple(own)))
     for module_name, module in model.named_modules():
         if is_recomputed(module):

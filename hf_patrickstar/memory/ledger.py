@@ -1,5 +1,6 @@
 """The book of bytes: every payload, per tier and owner. Going over a budget raises before anything is allocated."""
 
+import math
 from collections.abc import Callable, Mapping
 
 from hf_patrickstar.errors import BudgetError
@@ -23,8 +24,8 @@ class Ledger:
         device_fraction: float = 1.0,
     ) -> None:
         self._budgets = dict(budgets)
-        self._limits = dict(budgets)
-        self._limits[Tier.DEVICE] = int(budgets[Tier.DEVICE] * device_fraction)
+        self._fraction = {tier: device_fraction if tier is Tier.DEVICE else 1.0 for tier in Tier}
+        self._limits = {tier: int(budgets[tier] * self._fraction[tier]) for tier in Tier}
         self._non_model_nbytes = non_model_nbytes
         self._owners: dict[Tier, dict[str, int]] = {tier: {} for tier in Tier}
         self._used = dict.fromkeys(Tier, 0)
@@ -38,6 +39,14 @@ class Ledger:
     def limit(self, tier: Tier) -> int:
         """Bytes that may be used of the budget."""
         return self._limits[tier]
+
+    def usable(self, tier: Tier) -> float:
+        """Part of a tier's budget that may be used, between 0 and 1."""
+        return self._fraction[tier]
+
+    def lower_limit(self, tier: Tier, nbytes: int) -> None:
+        """Allows a tier fewer bytes from now on; never more."""
+        self._limits[tier] = min(self._limits[tier], nbytes)
 
     def used(self, tier: Tier) -> int:
         """Bytes booked on a tier now."""
@@ -72,13 +81,17 @@ class Ledger:
 
         Raises:
             BudgetError: If the tier would go over its budget; nothing is booked then.
+            ValueError: If the number is negative.
         """
+        if nbytes < 0:
+            raise ValueError(f"cannot book {nbytes} bytes for '{owner}'")
         available = self.available(tier)
-        if nbytes > available:
+        if nbytes > max(available, 0):
             raise BudgetError(
                 f"{tier.value}_budget exceeded: {format_need(nbytes)} more needed for '{owner}', "
                 f"{format_need(max(available, 0))} left of {format_need(self._limits[tier])}. Raise "
-                f"{tier.value}_budget by at least {nbytes - available} bytes.\n{self.table()}"
+                f"{tier.value}_budget by at least {math.ceil((nbytes - available) / self._fraction[tier])} bytes.\n"
+                f"{self.table()}"
             )
         self._owners[tier][owner] = self._owners[tier].get(owner, 0) + nbytes
         self._used[tier] += nbytes
@@ -93,7 +106,7 @@ class Ledger:
             ValueError: If the owner has fewer booked: the book would be wrong.
         """
         booked = self._owners[tier].get(owner, 0)
-        if nbytes > booked:
+        if not 0 <= nbytes <= booked:
             raise ValueError(f"cannot unbook {nbytes} bytes of '{owner}' on {tier.value}: {booked} are booked")
         self._owners[tier][owner] = booked - nbytes
         self._used[tier] -= nbytes
@@ -114,5 +127,10 @@ class Ledger:
                 rows.append(f"{tier.value:8}{owner:24}{format_nbytes(now):>14}{format_nbytes(peak):>14}")
             total, peak = self._used[tier], self._peak[tier]
             rows.append(f"{tier.value:8}{'total':24}{format_nbytes(total):>14}{format_nbytes(peak):>14}")
+            if tier is Tier.DEVICE:
+                others = self._non_model_nbytes(total)
+                rows.append(f"{tier.value:8}{'non-model data':24}{format_nbytes(others):>14}")
             rows.append(f"{tier.value:8}{'budget':24}{format_nbytes(self._budgets[tier]):>14}")
+            if self._limits[tier] != self._budgets[tier]:
+                rows.append(f"{tier.value:8}{'usable now':24}{format_nbytes(self._limits[tier]):>14}")
         return "\n".join(rows)

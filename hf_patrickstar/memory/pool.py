@@ -65,7 +65,7 @@ class PayloadPool:
             if buffer is not None:
                 return buffer.zero_() if zero else buffer
         self.ledger.book(tier, owner, nbytes)
-        return self._new(torch.device("cpu"), numel, dtype, zero)
+        return self._new(tier, numel, dtype, owner, zero)
 
     def release(self, tier: Tier, buffer: torch.Tensor, owner: str, *, keep: bool = True) -> None:
         """Takes a buffer back.
@@ -101,12 +101,14 @@ class PayloadPool:
             buffer = kept.pop()
             self._cached_nbytes -= nbytes
             self.ledger.unbook(Tier.DEVICE, CACHE_OWNER, nbytes)
+            if self.ledger.available(Tier.DEVICE) < nbytes:
+                self.trim()
             self.ledger.book(Tier.DEVICE, owner, nbytes)
             return buffer.zero_() if zero else buffer
         if self.ledger.available(Tier.DEVICE) < nbytes:
             self.trim()
         self.ledger.book(Tier.DEVICE, owner, nbytes)
-        return self._new(self._device, numel, dtype, zero)
+        return self._new(tier=Tier.DEVICE, numel=numel, dtype=dtype, owner=owner, zero=zero)
 
     def _allocate_pinned(self, numel: int, dtype: torch.dtype, owner: str) -> torch.Tensor | None:
         """A page-locked buffer, or ``None``, with one warning, where pinning fails (limits, virtual machines)."""
@@ -120,17 +122,19 @@ class PayloadPool:
             logger.warning("cannot pin host memory (%s); copies will be slower and synchronous", error)
             return None
 
-    def _booked_nbytes(self, buffer: torch.Tensor) -> int:
-        nbytes = buffer.numel() * buffer.dtype.itemsize
-        is_pinned = self._pin_memory and buffer.device.type == "cpu" and buffer.is_pinned()
-        return pinned_nbytes(nbytes) if is_pinned else nbytes
-
     @staticmethod
-    def _new(device: torch.device, numel: int, dtype: torch.dtype, zero: bool) -> torch.Tensor:
+    def _booked_nbytes(buffer: torch.Tensor) -> int:
+        nbytes = buffer.numel() * buffer.dtype.itemsize
+        return pinned_nbytes(nbytes) if buffer.device.type == "cpu" and buffer.is_pinned() else nbytes
+
+    def _new(self, tier: Tier, numel: int, dtype: torch.dtype, owner: str, zero: bool) -> torch.Tensor:
+        """A new buffer for bytes that are booked; if the system has none, they are taken out of the book again."""
+        device = self._device if tier is Tier.DEVICE else torch.device("cpu")
         try:
             make = torch.zeros if zero else torch.empty
             return make(numel, dtype=dtype, device=device)
         except RuntimeError as error:
+            self.ledger.unbook(tier, owner, numel * dtype.itemsize)
             if "memory" not in str(error).lower():
                 raise
             raise BudgetError(

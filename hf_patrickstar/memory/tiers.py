@@ -38,8 +38,21 @@ def available_host_nbytes() -> int:
         except (OSError, ValueError):
             continue
         if limit.isdigit():
-            available = min(available, max(int(limit) - usage, 0))
+            reclaimable = _inactive_file_nbytes(pathlib.Path(limit_file).with_name("memory.stat"))
+            available = min(available, max(int(limit) - usage + reclaimable, 0))
     return int(available)
+
+
+def _inactive_file_nbytes(stat_file: pathlib.Path) -> int:
+    """Bytes of page cache in a cgroup that the kernel gives up before it refuses memory (a checkpoint read, say)."""
+    try:
+        for line in stat_file.read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name in ("inactive_file", "total_inactive_file"):
+                return int(value)
+    except (OSError, ValueError):
+        pass
+    return 0
 
 
 def resolve_budgets(device: torch.device, device_budget: int | str, host_budget: int | str) -> dict[Tier, int]:

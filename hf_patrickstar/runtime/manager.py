@@ -13,6 +13,7 @@ gradient is there (a second forward before the optimizer's step, say) the gradie
 the value is written again. So no way of calling forward and backward can lose a gradient or compute with one.
 """
 
+import math
 import threading
 from collections.abc import Iterable
 
@@ -307,6 +308,7 @@ class ChunkManager:
             if nbytes == 0:
                 return
             ledger = self._pool.ledger
+            missing = nbytes - self._pool.room(Tier.DEVICE)
             pinned = [other.spec.index for other in self.chunks if other.compute is not None and not other.is_static]
             names = ", ".join(
                 sorted({tensor.spec.name for other in self.chunks for tensor in other.tensors if tensor.users})
@@ -316,7 +318,8 @@ class ChunkManager:
                 f"{format_need(max(self._pool.room(Tier.DEVICE), 0))} are free, and none of the chunks there "
                 f"({pinned}) can leave, because they are in use (computing with: {names or 'none'}; a recomputed "
                 "segment keeps all of its parameters). Raise device_budget to at least "
-                f"{ledger.used(Tier.DEVICE) + nbytes} bytes, or lower chunk_numel.\n{ledger.table()}"
+                f"{ledger.budget(Tier.DEVICE) + math.ceil(missing / ledger.usable(Tier.DEVICE))} bytes, or lower "
+                f"chunk_numel.\n{ledger.table()}"
             )
 
     def _evictable(self, exclude: Chunk) -> Iterable[Chunk]:

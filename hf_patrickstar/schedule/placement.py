@@ -66,7 +66,8 @@ def plan_homes(
     movable = [chunk for chunk in chunks if not chunk.on_host]
     total = sum(chunk.device_nbytes for chunk in movable)
     fixed = sum(chunk.host_nbytes for chunk in chunks if chunk.on_host)
-    if total + workspace_nbytes <= device_nbytes and fixed <= host_nbytes:
+    fixed_workspace = workspace_nbytes if fixed else 0
+    if total + workspace_nbytes <= device_nbytes and fixed + fixed_workspace <= host_nbytes:
         return HomePlan(
             frozenset(chunk.chunk_index for chunk in movable),
             f"all model data ({format_nbytes(total)}) is at home on the device: it fits the device budget",

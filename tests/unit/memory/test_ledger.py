@@ -1,0 +1,164 @@
+import re
+
+import pytest
+
+from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.memory.ledger import Ledger
+from hf_patrickstar.memory.tiers import Tier
+
+DEVICE, HOST = Tier.DEVICE, Tier.HOST
+
+
+@pytest.fixture
+def ledger():
+    return Ledger({DEVICE: 1000, HOST: 5000})
+
+
+def snapshot(ledger):
+    return [(ledger.used(tier), ledger.peak(tier), ledger.owners(tier), ledger.available(tier)) for tier in Tier] + [
+        ledger.table()
+    ]
+
+
+def test_starts_empty(ledger):
+    assert [ledger.budget(tier) for tier in Tier] == [1000, 5000]
+    assert [ledger.limit(tier) for tier in Tier] == [1000, 5000]
+    assert [ledger.used(tier) for tier in Tier] == [0, 0]
+    assert [ledger.available(tier) for tier in Tier] == [1000, 5000]
+
+
+def test_books_per_tier_and_owner(ledger):
+    ledger.book(DEVICE, "param", 300)
+    ledger.book(DEVICE, "param", 200)
+    ledger.book(DEVICE, "pool", 100)
+    ledger.book(HOST, "param", 4000)
+    assert ledger.owners(DEVICE) == {"param": 500, "pool": 100}
+    assert ledger.owners(HOST) == {"param": 4000}
+    assert (ledger.used(DEVICE), ledger.available(DEVICE)) == (600, 400)
+    assert (ledger.used(HOST), ledger.available(HOST)) == (4000, 1000)
+
+
+def test_unbook(ledger):
+    ledger.book(DEVICE, "param", 300)
+    ledger.unbook(DEVICE, "param", 100)
+    assert (ledger.used(DEVICE), ledger.owners(DEVICE)) == (200, {"param": 200})
+    ledger.unbook(DEVICE, "param", 200)
+    assert (ledger.used(DEVICE), ledger.owners(DEVICE)) == (0, {})
+
+
+def test_the_last_byte_can_be_booked(ledger):
+    ledger.book(DEVICE, "param", 1000)
+    assert ledger.available(DEVICE) == 0
+    with pytest.raises(BudgetError):
+        ledger.book(DEVICE, "param", 1)
+
+
+@pytest.mark.parametrize(("owner", "nbytes", "booked"), [("param", 301, 300), ("pool", 1, 0)])
+def test_unbooking_more_than_is_booked(ledger, owner, nbytes, booked):
+    ledger.book(DEVICE, "param", 300)
+    before = snapshot(ledger)
+    with pytest.raises(ValueError, match=f"cannot unbook {nbytes} bytes of '{owner}' on device: {booked} are booked"):
+        ledger.unbook(DEVICE, owner, nbytes)
+    assert snapshot(ledger) == before
+
+
+def test_peaks_are_the_most_at_once(ledger):
+    ledger.book(DEVICE, "param", 300)
+    ledger.book(DEVICE, "pool", 400)
+    ledger.unbook(DEVICE, "param", 300)
+    ledger.book(DEVICE, "pool", 200)
+    assert ledger.peak(DEVICE) == 700
+    assert ledger.owner_peak(DEVICE, "param") == 300
+    assert ledger.owner_peak(DEVICE, "pool") == 600
+    assert ledger.owner_peak(HOST, "param") == ledger.owner_peak(DEVICE, "stranger") == 0
+    assert ledger.peak(HOST) == 0
+
+
+def test_reset_peaks_starts_from_now(ledger):
+    ledger.book(DEVICE, "param", 300)
+    ledger.book(DEVICE, "pool", 400)
+    ledger.unbook(DEVICE, "pool", 400)
+    ledger.reset_peaks()
+    assert ledger.peak(DEVICE) == 300
+    assert (ledger.owner_peak(DEVICE, "param"), ledger.owner_peak(DEVICE, "pool")) == (300, 0)
+    ledger.book(DEVICE, "param", 50)
+    assert (ledger.peak(DEVICE), ledger.owner_peak(DEVICE, "param")) == (350, 350)
+
+
+def test_going_over_changes_nothing_and_carries_the_table(ledger):
+    ledger.book(HOST, "exp_avg", 4000)
+    before = snapshot(ledger)
+    with pytest.raises(BudgetError, match="host_budget exceeded") as caught:
+        ledger.book(HOST, "exp_avg_sq", 1500)
+    assert snapshot(ledger) == before
+    message = str(caught.value)
+    assert "1.46 KiB (1500 bytes) more needed for 'exp_avg_sq'" in message
+    assert "1000 B (1000 bytes) left of 4.88 KiB (5000 bytes)" in message
+    assert "Raise host_budget by at least 500 bytes" in message
+    assert message.endswith(ledger.table())
+
+
+def test_a_budget_error_is_a_memory_error(ledger):
+    with pytest.raises(MemoryError):
+        ledger.book(DEVICE, "param", 1001)
+
+
+def test_table(ledger):
+    ledger.book(DEVICE, "param", 600)
+    ledger.unbook(DEVICE, "param", 100)
+    ledger.book(HOST, "master", 2048)
+    rows = [tuple(re.split(r"\s{2,}", row.strip())) for row in ledger.table().splitlines()]
+    assert rows == [
+        ("tier", "owner", "now", "peak"),
+        ("device", "param", "500 B", "600 B"),
+        ("device", "total", "500 B", "600 B"),
+        ("device", "non-model data", "0 B"),
+        ("device", "budget", "1000 B"),
+        ("host", "master", "2.00 KiB", "2.00 KiB"),
+        ("host", "total", "2.00 KiB", "2.00 KiB"),
+        ("host", "budget", "4.88 KiB"),
+    ]
+
+
+def test_only_a_fraction_of_the_device_may_be_used():
+    ledger = Ledger({DEVICE: 1000, HOST: 1000}, device_fraction=0.8)
+    assert (ledger.budget(DEVICE), ledger.limit(DEVICE), ledger.available(DEVICE)) == (1000, 800, 800)
+    assert (ledger.budget(HOST), ledger.limit(HOST)) == (1000, 1000)
+    ledger.book(HOST, "param", 1000)
+    with pytest.raises(BudgetError, match="device_budget exceeded"):
+        ledger.book(DEVICE, "param", 801)
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.8])
+def test_the_advice_of_the_error_is_enough(fraction):
+    with pytest.raises(BudgetError) as caught:
+        Ledger({DEVICE: 1000, HOST: 0}, device_fraction=fraction).book(DEVICE, "param", 1500)
+    advised = int(re.search(r"Raise device_budget by at least (\d+) bytes", str(caught.value)).group(1))
+    Ledger({DEVICE: 1000 + advised, HOST: 0}, device_fraction=fraction).book(DEVICE, "param", 1500)
+
+
+def test_bytes_of_others_count_on_the_device_only():
+    others = {"nbytes": 300, "asked": []}
+
+    def measure(booked):
+        others["asked"].append(booked)
+        return others["nbytes"]
+
+    ledger = Ledger({DEVICE: 1000, HOST: 1000}, measure)
+    ledger.book(DEVICE, "param", 500)
+    assert (ledger.available(DEVICE), ledger.used(DEVICE)) == (200, 500)
+    assert others["asked"][-1] == 500
+    assert ledger.available(HOST) == 1000
+    with pytest.raises(BudgetError, match="201 B"):
+        ledger.book(DEVICE, "param", 201)
+    others["nbytes"] = 700
+    assert ledger.available(DEVICE) == -200
+    with pytest.raises(BudgetError, match=r"0 B \(0 bytes\) left.*by at least 201 bytes"):
+        ledger.book(DEVICE, "param", 1)
+
+
+def test_the_caller_keeps_its_own_budgets():
+    budgets = {DEVICE: 1000, HOST: 1000}
+    ledger = Ledger(budgets, device_fraction=0.5)
+    budgets[DEVICE] = 0
+    assert (ledger.budget(DEVICE), ledger.limit(DEVICE)) == (1000, 500)

@@ -1,0 +1,270 @@
+import logging
+
+import pytest
+import torch
+
+from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.memory import pool as pool_module
+from hf_patrickstar.memory.ledger import Ledger
+from hf_patrickstar.memory.pool import CACHE_OWNER, PayloadPool, pinned_nbytes
+from hf_patrickstar.memory.tiers import Tier
+
+DEVICE, HOST = Tier.DEVICE, Tier.HOST
+CPU = torch.device("cpu")
+FP32 = torch.float32
+
+
+def make_pool(device=1000, host=1000, pin_memory=False, non_model=lambda booked: 0):
+    return PayloadPool(Ledger({DEVICE: device, HOST: host}, non_model), CPU, pin_memory)
+
+
+class PinnedTensor(torch.Tensor):
+    """What a machine with a CUDA device would give: a tensor that says it is page-locked."""
+
+    def is_pinned(self):
+        return True
+
+
+@pytest.fixture
+def pinning(monkeypatch):
+    """Makes ``pin_memory=True`` work without a CUDA device, as often as ``pinning["left"]`` says."""
+    state, empty = {"left": 10**6}, torch.empty
+
+    def make(*args, pin_memory=False, **kwargs):
+        if not pin_memory:
+            return empty(*args, **kwargs)
+        if not state["left"]:
+            raise RuntimeError("cannot pin: locked memory limit")
+        state["left"] -= 1
+        return empty(*args, **kwargs).as_subclass(PinnedTensor)
+
+    monkeypatch.setattr(pool_module.torch, "empty", make)
+    return state
+
+
+@pytest.mark.parametrize("tier", Tier)
+@pytest.mark.parametrize("dtype", [FP32, torch.bfloat16])
+def test_a_buffer_is_what_was_asked_for_and_booked(tier, dtype):
+    pool = make_pool()
+    buffer = pool.allocate(tier, 50, dtype, "param", zero=True)
+    assert (buffer.shape, buffer.dtype, buffer.device) == ((50,), dtype, CPU)
+    assert torch.equal(buffer, torch.zeros(50, dtype=dtype))
+    assert pool.ledger.owners(tier) == {"param": 50 * dtype.itemsize}
+    pool.release(tier, buffer, "param", keep=False)
+    assert pool.ledger.owners(tier) == {}
+
+
+def test_a_device_buffer_is_reused():
+    pool = make_pool()
+    buffer = pool.allocate(DEVICE, 50, FP32, "param")
+    address = buffer.data_ptr()
+    pool.release(DEVICE, buffer.fill_(7), "param")
+    assert pool.ledger.owners(DEVICE) == {CACHE_OWNER: 200}
+    again = pool.allocate(DEVICE, 50, FP32, "master")
+    assert again.data_ptr() == address
+    assert pool.ledger.owners(DEVICE) == {"master": 200}
+    assert pool.room(DEVICE) == 800
+    pool.trim()
+    assert pool.ledger.owners(DEVICE) == {"master": 200}
+
+
+def test_a_reused_buffer_can_be_zeroed():
+    pool = make_pool()
+    pool.release(DEVICE, pool.allocate(DEVICE, 50, FP32, "param").fill_(7), "param")
+    assert not pool.allocate(DEVICE, 50, FP32, "param", zero=True).any()
+
+
+@pytest.mark.parametrize(("numel", "dtype"), [(25, FP32), (100, torch.bfloat16)])
+def test_only_a_buffer_of_the_same_kind_is_reused(numel, dtype):
+    pool = make_pool()
+    pool.release(DEVICE, pool.allocate(DEVICE, 50, FP32, "param"), "param")
+    pool.allocate(DEVICE, numel, dtype, "param")
+    assert pool.ledger.owners(DEVICE) == {CACHE_OWNER: 200, "param": numel * dtype.itemsize}
+
+
+def test_a_buffer_that_is_still_looked_into_is_not_kept():
+    pool = make_pool()
+    pool.release(DEVICE, pool.allocate(DEVICE, 50, FP32, "param"), "param", keep=False)
+    assert pool.ledger.used(DEVICE) == 0
+
+
+def test_host_buffers_are_not_kept():
+    pool = make_pool()
+    pool.release(HOST, pool.allocate(HOST, 50, FP32, "param"), "param")
+    assert pool.ledger.used(HOST) == 0
+
+
+def test_room_counts_what_is_kept():
+    pool = make_pool()
+    first = pool.allocate(DEVICE, 50, FP32, "param")
+    pool.allocate(DEVICE, 100, FP32, "param")
+    assert pool.room(DEVICE) == 400
+    pool.release(DEVICE, first, "param")
+    assert pool.room(DEVICE) == 600
+    assert pool.ledger.available(DEVICE) == 400
+    assert pool.room(HOST) == 1000
+
+
+def test_kept_buffers_go_when_room_is_tight():
+    pool = make_pool()
+    for numel in (50, 60):
+        pool.release(DEVICE, pool.allocate(DEVICE, numel, FP32, "param"), "param")
+    assert pool.ledger.owners(DEVICE) == {CACHE_OWNER: 440}
+    assert pool.allocate(DEVICE, 250, FP32, "param").numel() == 250
+    assert pool.ledger.owners(DEVICE) == {"param": 1000}
+
+
+def test_kept_buffers_stay_when_there_is_room():
+    pool = make_pool()
+    pool.release(DEVICE, pool.allocate(DEVICE, 50, FP32, "param"), "param")
+    pool.allocate(DEVICE, 200, FP32, "param")
+    assert pool.ledger.owners(DEVICE) == {CACHE_OWNER: 200, "param": 800}
+
+
+def test_two_buffers_of_one_size_are_both_kept():
+    pool = make_pool()
+    buffers = [pool.allocate(DEVICE, 50, FP32, "param") for _ in range(2)]
+    addresses = {buffer.data_ptr() for buffer in buffers}
+    for buffer in buffers:
+        pool.release(DEVICE, buffer, "param")
+    again = [pool.allocate(DEVICE, 50, FP32, "param") for _ in range(2)]
+    assert {buffer.data_ptr() for buffer in again} == addresses
+    assert pool.ledger.owners(DEVICE) == {"param": 400}
+
+
+def test_trim():
+    pool = make_pool()
+    pool.release(DEVICE, pool.allocate(DEVICE, 50, FP32, "param"), "param")
+    pool.trim()
+    assert (pool.ledger.used(DEVICE), pool.room(DEVICE)) == (0, 1000)
+    pool.trim()
+    assert pool.ledger.used(DEVICE) == 0
+    assert pool.allocate(DEVICE, 250, FP32, "param").numel() == 250
+
+
+def test_a_buffer_is_not_kept_where_others_need_the_room():
+    others = {"nbytes": 0}
+    pool = make_pool(non_model=lambda booked: others["nbytes"])
+    buffer = pool.allocate(DEVICE, 200, FP32, "param")
+    others["nbytes"] = 900
+    pool.release(DEVICE, buffer, "param")
+    assert pool.ledger.used(DEVICE) == 0
+
+
+def test_room_can_really_be_had_when_others_grew():
+    """100 bytes are over the limit, 200 + 400 are kept: giving up the larger buffer leaves room for the smaller."""
+    others = {"nbytes": 0}
+    pool = make_pool(non_model=lambda booked: others["nbytes"])
+    for numel in (50, 100):
+        pool.release(DEVICE, pool.allocate(DEVICE, numel, FP32, "param"), "param")
+    others["nbytes"] = 500
+    assert pool.ledger.available(DEVICE) == -100
+    assert pool.room(DEVICE) == 500
+    assert pool.allocate(DEVICE, 50, FP32, "param").numel() == 50
+
+
+@pytest.mark.parametrize("tier", Tier)
+def test_over_budget_nothing_is_allocated(tier, monkeypatch):
+    pool = make_pool()
+    pool.allocate(tier, 200, FP32, "param")
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("allocated")
+
+    monkeypatch.setattr(pool, "_new", refuse)
+    with pytest.raises(BudgetError, match=f"{tier.value}_budget exceeded: .* for 'master'"):
+        pool.allocate(tier, 51, FP32, "master")
+    assert pool.ledger.owners(tier) == {"param": 800}
+
+
+def test_a_refusal_of_the_system_is_a_budget_error(monkeypatch):
+    def out_of_memory(*args, **kwargs):
+        raise RuntimeError("can't allocate memory: you tried to allocate 200 bytes")
+
+    monkeypatch.setattr(pool_module.torch, "empty", out_of_memory)
+    with pytest.raises(BudgetError, match="the system refused 200 bytes on cpu although the budget allows it; lower"):
+        make_pool().allocate(HOST, 50, FP32, "param")
+
+
+def test_a_refusal_of_the_system_leaves_the_book_as_it_was(monkeypatch):
+    def out_of_memory(*args, **kwargs):
+        raise RuntimeError("can't allocate memory: you tried to allocate 200 bytes")
+
+    pool = make_pool()
+    monkeypatch.setattr(pool_module.torch, "empty", out_of_memory)
+    for tier in Tier:
+        with pytest.raises(BudgetError):
+            pool.allocate(tier, 50, FP32, "param")
+        assert pool.ledger.used(tier) == 0
+
+
+def test_other_errors_are_not_hidden(monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("illegal instruction")
+
+    monkeypatch.setattr(pool_module.torch, "empty", broken)
+    with pytest.raises(RuntimeError, match="illegal instruction") as caught:
+        make_pool().allocate(HOST, 50, FP32, "param")
+    assert not isinstance(caught.value, BudgetError)
+
+
+# Pinned memory
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "taken"), [(0, 0), (1, 1), (2, 2), (3, 4), (1000, 1024), (1024, 1024), (1025, 2048)]
+)
+def test_pinned_allocations_are_rounded_up_to_a_power_of_two(nbytes, taken):
+    assert pinned_nbytes(nbytes) == taken
+
+
+def test_pinned_buffers_are_booked_as_what_is_really_taken(pinning):
+    pool = make_pool(host=2000, pin_memory=True)
+    buffer = pool.allocate(HOST, 150, FP32, "param", pinned=True, zero=True)
+    assert buffer.is_pinned()
+    assert not buffer.any()
+    assert pool.ledger.owners(HOST) == {"param": 1024}
+    pool.release(HOST, buffer, "param")
+    assert pool.ledger.used(HOST) == 0
+
+
+def test_only_what_asks_for_it_is_pinned(pinning):
+    pool = make_pool(pin_memory=True)
+    assert not pool.allocate(HOST, 50, FP32, "master").is_pinned()
+    assert not pool.allocate(DEVICE, 50, FP32, "param", pinned=True).is_pinned()
+    assert not make_pool(pin_memory=False).allocate(HOST, 50, FP32, "param", pinned=True).is_pinned()
+    assert pinning["left"] == 10**6
+    assert pool.ledger.owners(HOST) == {"master": 200}
+
+
+def test_pinned_bytes_over_the_budget(pinning):
+    pool = make_pool(pin_memory=True)
+    with pytest.raises(BudgetError, match=r"1.00 KiB \(1024 bytes\) more needed for 'param'"):
+        pool.allocate(HOST, 150, FP32, "param", pinned=True)
+    assert pool.ledger.used(HOST) == 0
+
+
+def test_where_pinning_fails_it_warns_once_and_goes_on(pinning, caplog):
+    pinning["left"] = 0
+    pool = make_pool(pin_memory=True)
+    with caplog.at_level(logging.WARNING):
+        buffers = [pool.allocate(HOST, 25, FP32, "param", pinned=True) for _ in range(3)]
+    assert [record.getMessage() for record in caplog.records] == [
+        "cannot pin host memory (cannot pin: locked memory limit); copies will be slower and synchronous"
+    ]
+    assert pool.ledger.owners(HOST) == {"param": 300}
+    for buffer in buffers:
+        pool.release(HOST, buffer, "param")
+    assert pool.ledger.used(HOST) == 0
+
+
+def test_buffers_pinned_before_pinning_failed_are_given_back_whole(pinning):
+    pinning["left"] = 1
+    pool = make_pool(pin_memory=True)
+    first = pool.allocate(HOST, 25, FP32, "param", pinned=True)
+    second = pool.allocate(HOST, 25, FP32, "param", pinned=True)
+    assert (first.is_pinned(), second.is_pinned()) == (True, False)
+    assert pool.ledger.used(HOST) == 128 + 100
+    pool.release(HOST, first, "param")
+    pool.release(HOST, second, "param")
+    assert pool.ledger.used(HOST) == 0

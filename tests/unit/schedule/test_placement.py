@@ -1,0 +1,95 @@
+import pytest
+
+from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.schedule.placement import ChunkBytes, plan_homes
+
+
+def make_chunks(count, param=100, host_param=128, state=600, on_host=()):
+    return [ChunkBytes(index, param, host_param, state, index in on_host) for index in range(count)]
+
+
+def test_bytes_on_either_tier():
+    chunk = ChunkBytes(0, 100, 128, 600)
+    assert (chunk.device_nbytes, chunk.host_nbytes) == (700, 728)
+
+
+def test_all_at_home_on_the_device_if_it_fits():
+    plan = plan_homes(make_chunks(3), device_nbytes=2150, host_nbytes=0, working_set_nbytes=200, workspace_nbytes=50)
+    assert plan.device_homed == {0, 1, 2}
+    assert plan.reason == "all model data (2.05 KiB) is at home on the device: it fits the device budget"
+
+
+def test_the_workspace_must_fit_too():
+    plan = plan_homes(make_chunks(3), device_nbytes=2149, host_nbytes=9999, working_set_nbytes=200, workspace_nbytes=50)
+    assert plan.device_homed == frozenset()
+
+
+def test_at_home_on_the_host_otherwise():
+    plan = plan_homes(make_chunks(3), device_nbytes=1000, host_nbytes=2234, working_set_nbytes=200, workspace_nbytes=50)
+    assert plan.device_homed == frozenset()
+    assert plan.reason == "model data (2.18 KiB) is at home on the host, chunks move to the device"
+
+
+def test_the_last_chunks_move_home_when_the_host_is_full():
+    plan = plan_homes(make_chunks(4), device_nbytes=1000, host_nbytes=2300, working_set_nbytes=200, workspace_nbytes=0)
+    assert plan.device_homed == {3}
+    assert plan.reason == "1 of 4 chunks are at home on the device: the host is full"
+
+
+def test_as_many_as_needed_move_and_no_more():
+    chunks = make_chunks(5)
+    homed = [len(plan_homes(chunks, 3000, 728 * num_on_host, 200, 0).device_homed) for num_on_host in (5, 4, 3, 2)]
+    assert homed == [0, 1, 2, 3]
+
+
+def test_a_chunk_that_does_not_fit_beside_the_working_set_is_passed_over():
+    chunks = [ChunkBytes(0, 100, 100, 200), ChunkBytes(1, 100, 100, 900)]
+    plan = plan_homes(chunks, device_nbytes=600, host_nbytes=1000, working_set_nbytes=200, workspace_nbytes=0)
+    assert plan.device_homed == {0}
+
+
+def test_too_small_together():
+    with pytest.raises(BudgetError) as caught:
+        plan_homes(make_chunks(4), device_nbytes=1000, host_nbytes=2000, working_set_nbytes=200, workspace_nbytes=0)
+    message = str(caught.value)
+    assert message.startswith("host_budget is too small for the model data: 2.13 KiB (2184 bytes) needed on the host")
+    assert "1.95 KiB (2000 bytes) available, after 1 of 4 chunks were given a home on the device" in message
+    assert "200 B (200 bytes) is the largest working set" in message
+    assert message.endswith("Raise host_budget by at least 184 bytes, or device_budget.")
+
+
+def test_the_advice_of_the_error_is_enough():
+    plan = plan_homes(make_chunks(4), device_nbytes=1000, host_nbytes=2184, working_set_nbytes=200, workspace_nbytes=0)
+    assert plan.device_homed == {3}
+
+
+def test_chunks_of_the_host_never_move_home():
+    chunks = make_chunks(3, on_host={1})
+    assert plan_homes(chunks, 9999, 9999, 200, 0).device_homed == {0, 2}
+    assert plan_homes(chunks, 1400, 728, 0, 0).device_homed == {0, 2}
+
+
+def test_chunks_of_the_host_need_the_host_even_if_the_rest_fits_the_device():
+    with pytest.raises(BudgetError, match=r"728 B \(728 bytes\) needed on the host"):
+        plan_homes(make_chunks(3, on_host={1}), 9999, 727, 200, 0)
+
+
+def test_the_workspace_of_host_chunks_is_kept_free_on_the_host():
+    """The others are at home on the device, but the optimizer updates this one on the host."""
+    chunks = make_chunks(2, on_host={0})
+    with pytest.raises(BudgetError):
+        plan_homes(chunks, device_nbytes=800, host_nbytes=777, working_set_nbytes=100, workspace_nbytes=50)
+    plan = plan_homes(chunks, device_nbytes=800, host_nbytes=778, working_set_nbytes=100, workspace_nbytes=50)
+    assert plan.device_homed == {1}
+
+
+def test_the_workspace_of_device_homed_chunks_is_kept_free_on_the_device():
+    """The optimizer works where a chunk is at home, so one that moves home takes scratch space with it."""
+    with pytest.raises(BudgetError):
+        plan_homes(make_chunks(2), device_nbytes=900, host_nbytes=800, working_set_nbytes=200, workspace_nbytes=50)
+    plan = plan_homes(make_chunks(2), device_nbytes=950, host_nbytes=800, working_set_nbytes=200, workspace_nbytes=50)
+    assert plan.device_homed == {1}
+
+
+def test_nothing_to_place():
+    assert plan_homes([], 0, 0, 0, 0).device_homed == frozenset()

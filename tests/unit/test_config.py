@@ -1,0 +1,208 @@
+import dataclasses
+import json
+
+import pytest
+
+from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.errors import ConfigError, PatrickStarError
+
+
+def test_defaults():
+    assert PatrickStarConfig().to_dict() == {
+        "device_budget": "auto",
+        "host_budget": "auto",
+        "chunk_numel": "auto",
+        "eviction": "lru",
+        "cpu_embedding": "auto",
+        "dtype": "auto",
+        "pin_memory": "auto",
+        "warmup_fraction": 0.8,
+        "tile_numel": 2**19,
+        "debug_evict_all": False,
+    }
+
+
+def test_every_field_is_documented():
+    for field in dataclasses.fields(PatrickStarConfig):
+        assert f"    {field.name}:" in PatrickStarConfig.__doc__, field.name
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "kept"),
+    [
+        ("device_budget", "1GiB", 2**30),
+        ("device_budget", 4096, 4096),
+        ("device_budget", "auto", "auto"),
+        ("host_budget", "2GB", 2 * 10**9),
+        ("chunk_numel", 64, 64),
+        ("chunk_numel", " 4096 ", 4096),
+        ("eviction", "list_order", "list_order"),
+        ("cpu_embedding", False, False),
+        ("dtype", "bf16", "bf16"),
+        ("pin_memory", True, True),
+        ("warmup_fraction", 1, 1),
+        ("tile_numel", 64, 64),
+        ("debug_evict_all", True, True),
+    ],
+)
+def test_values_that_are_taken(name, given, kept):
+    assert getattr(PatrickStarConfig(**{name: given}), name) == kept
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("device_budget", "lots", "device_budget: 'lots' is not a size"),
+        ("device_budget", 0, "device_budget: must be positive"),
+        ("device_budget", None, "device_budget: expected a number of bytes"),
+        ("device_budget", "8 GiBs", "device_budget: unknown unit"),
+        ("host_budget", -1, "host_budget: must be positive, got -1"),
+        ("host_budget", True, "host_budget: expected a number of bytes"),
+        ("chunk_numel", 0, "chunk_numel: expected 'auto' or a positive number of elements, got 0"),
+        ("chunk_numel", -64, "chunk_numel: expected 'auto' or a positive number"),
+        ("chunk_numel", "big", "chunk_numel: expected 'auto' or a positive number of elements, got 'big'"),
+        ("chunk_numel", "²", "chunk_numel: expected 'auto' or a positive number"),
+        ("chunk_numel", True, "chunk_numel: expected 'auto' or a positive number"),
+        ("chunk_numel", 1.5, "chunk_numel: expected 'auto' or a positive number"),
+        ("eviction", "fifo", "eviction: expected one of lru, list_order, got 'fifo'"),
+        ("eviction", ["lru"], "eviction: expected one of"),
+        ("dtype", "int8", "dtype: expected one of auto, fp32, bf16, fp16, got 'int8'"),
+        ("cpu_embedding", "yes", "cpu_embedding: expected true, false or 'auto', got 'yes'"),
+        ("cpu_embedding", 1, "cpu_embedding: expected true, false or 'auto', got 1"),
+        ("pin_memory", "no", "pin_memory: expected true, false or 'auto', got 'no'"),
+        ("pin_memory", None, "pin_memory: expected true, false or 'auto', got None"),
+        ("warmup_fraction", 0, "warmup_fraction: expected a number above 0 and at most 1, got 0"),
+        ("warmup_fraction", 1.01, "warmup_fraction: expected a number above 0 and at most 1"),
+        ("warmup_fraction", float("nan"), "warmup_fraction: expected a number above 0"),
+        ("warmup_fraction", "half", "warmup_fraction: expected a number above 0"),
+        ("warmup_fraction", True, "warmup_fraction: expected a number above 0"),
+        ("tile_numel", 0, "tile_numel: expected at least 64 elements, got 0"),
+        ("tile_numel", "512", "tile_numel: expected at least 64 elements, got '512'"),
+        ("tile_numel", True, "tile_numel: expected at least 64 elements"),
+        ("tile_numel", 100, "tile_numel: expected a multiple of 64, got 100"),
+        ("debug_evict_all", 1, "debug_evict_all: expected true or false, got 1"),
+        ("debug_evict_all", "auto", "debug_evict_all: expected true or false"),
+    ],
+)
+def test_values_that_are_refused(name, value, message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        PatrickStarConfig(**{name: value})
+
+
+def test_a_config_error_is_a_value_error():
+    assert issubclass(ConfigError, (PatrickStarError, ValueError))
+
+
+def test_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PatrickStarConfig().dtype = "bf16"
+
+
+def test_from_nothing():
+    assert PatrickStarConfig.from_any(None) == PatrickStarConfig()
+
+
+def test_from_a_config_is_the_same_object():
+    config = PatrickStarConfig(dtype="bf16")
+    assert PatrickStarConfig.from_any(config) is config
+
+
+@pytest.mark.parametrize("form", ["dict", "text", "padded text", "path", "path text"])
+def test_from_every_form(form, tmp_path):
+    values = {"device_budget": "1GiB", "eviction": "list_order", "cpu_embedding": False}
+    path = tmp_path / "patrickstar.json"
+    path.write_text(json.dumps(values))
+    source = {
+        "dict": values,
+        "text": json.dumps(values),
+        "padded text": "\n  " + json.dumps(values, indent=2),
+        "path": path,
+        "path text": str(path),
+    }[form]
+    expected = PatrickStarConfig(device_budget=2**30, eviction="list_order", cpu_embedding=False)
+    assert PatrickStarConfig.from_any(source) == expected
+
+
+def test_round_trip():
+    config = PatrickStarConfig(
+        device_budget="1.5GiB",
+        host_budget=10**9,
+        chunk_numel="4096",
+        eviction="list_order",
+        cpu_embedding=True,
+        dtype="fp16",
+        pin_memory=False,
+        warmup_fraction=0.5,
+        tile_numel=640,
+        debug_evict_all=True,
+    )
+    assert PatrickStarConfig.from_any(config.to_dict()) == config
+    assert PatrickStarConfig.from_any(json.dumps(config.to_dict())) == config
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("device_buget", "device_budget"),
+        ("hostbudget", "host_budget"),
+        ("chunk_size", "chunk_numel"),
+        ("evict", "eviction"),
+        ("warmup", "warmup_fraction"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(key, near):
+    with pytest.raises(ConfigError, match=f"unknown key '{key}'; did you mean '{near}'.* Known: device_budget, "):
+        PatrickStarConfig.from_any({key: 1})
+
+
+def test_an_unknown_key_that_is_no_text():
+    with pytest.raises(ConfigError, match="unknown key '7'"):
+        PatrickStarConfig.from_any({7: 1})
+
+
+def test_a_missing_file(tmp_path):
+    path = tmp_path / "none.json"
+    with pytest.raises(ConfigError, match=r"cannot read file '.*none.json': No such file.*give JSON text or the path"):
+        PatrickStarConfig.from_any(path)
+
+
+def test_a_folder_in_place_of_a_file(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read file"):
+        PatrickStarConfig.from_any(tmp_path)
+
+
+def test_malformed_text():
+    with pytest.raises(ConfigError, match=r"the text given is not JSON: .*line 1 column"):
+        PatrickStarConfig.from_any('{"device_budget": }')
+
+
+def test_a_malformed_file(tmp_path):
+    path = tmp_path / "bad.json"
+    path.write_text("device_budget: 1GiB")
+    with pytest.raises(ConfigError, match=r"file '.*bad.json' is not JSON"):
+        PatrickStarConfig.from_any(path)
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    path = tmp_path / "weights.json"
+    path.write_bytes(b"\xff\xfe\x00\x80")
+    with pytest.raises(ConfigError, match=r"weights.json"):
+        PatrickStarConfig.from_any(path)
+
+
+def test_a_file_that_holds_no_object(tmp_path):
+    path = tmp_path / "list.json"
+    path.write_text("[1, 2]")
+    with pytest.raises(ConfigError, match=r"list.json' holds list, expected a JSON object"):
+        PatrickStarConfig.from_any(path)
+
+
+@pytest.mark.parametrize("source", [7, ["lru"], 1.5, object])
+def test_other_types(source):
+    with pytest.raises(ConfigError, match="expected a dict, JSON text or the path of a file"):
+        PatrickStarConfig.from_any(source)
+
+
+def test_an_error_inside_a_file_names_the_setting():
+    with pytest.raises(ConfigError, match="tile_numel: expected a multiple of 64"):
+        PatrickStarConfig.from_any('{"tile_numel": 65}')
