@@ -15,6 +15,7 @@ import torch
 from hf_patrickstar.checkpoint.weights import ChunkWeights
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError, EngineError, PatrickStarError
+from hf_patrickstar.events import Event, Listener
 from hf_patrickstar.layout.embedding import EmbeddingChoice, choose_embeddings
 from hf_patrickstar.layout.packing import align
 from hf_patrickstar.layout.search import ChunkSizeChoice, fixed_layout, search_layout
@@ -64,12 +65,13 @@ class PatrickStarEngine:
     Args:
         model: The model, on the host or on the compute device.
         config: Settings; a ``PatrickStarConfig``, dictionary, JSON text or path.
-        optimizer: A torch optimizer over the model's parameters, not used before. ``None`` makes an engine for
-            evaluation: parameters only, no masters unless they are needed to restore the model.
+        optimizer: A torch optimizer over the model's parameters; state that it has is taken over. ``None`` makes an
+            engine for evaluation: parameters only, no masters unless they are needed to restore the model.
         device: The compute device; by default the current CUDA device if there is one, else the CPU tier.
         gradient_accumulation_steps: Micro-batches per step. More than one gives gradients a list of their own from
             the start (+4 bytes per parameter). It is a hint: any pattern of calls is computed right.
         precision: ``"no"``, ``"bf16"`` or ``"fp16"``: what ``dtype="auto"`` follows.
+        listener: Told of every event (``hf_patrickstar.events``), beside the engine's own statistics.
 
     Raises:
         ConfigError: If a setting cannot work for this model.
@@ -86,6 +88,7 @@ class PatrickStarEngine:
         device: torch.device | str | None = None,
         gradient_accumulation_steps: int = 1,
         precision: str = "no",
+        listener: Listener | None = None,
     ) -> None:
         self.model = model
         self.config = PatrickStarConfig.from_any(config)
@@ -93,6 +96,7 @@ class PatrickStarEngine:
         self._training = optimizer is not None
         self._accumulate = gradient_accumulation_steps > 1
         self._statistics = Statistics()
+        self._listener = listener
         budgets = resolve_budgets(self.device, self.config.device_budget, self.config.host_budget)
         fraction = 1.0 if self.device.type == "cpu" else self.config.warmup_fraction
         self.ledger = Ledger(budgets, non_model_meter(self.device), fraction)
@@ -110,15 +114,17 @@ class PatrickStarEngine:
             self._pool,
             Transfers(self.device),
             make_policy(self.config.eviction),
-            self._statistics.record,
+            self._emit,
             self._accumulate,
             self.config.debug_evict_all,
         )
         self.weights = ChunkWeights(self.manager)
+        self._attached = True
         self.optimizer: ChunkedOptimizer | None = None
         try:
             if optimizer is not None and self._kernel is not None:
-                self.optimizer = ChunkedOptimizer(optimizer, self._kernel, self.manager, self._statistics.record)
+                self.optimizer = ChunkedOptimizer(optimizer, self._kernel, self.manager, self._emit)
+                self.optimizer.take_inner_state()
             self._hooks = ModelHooks(
                 model, self.manager, self.weights, self._zero_grad, self.device, training=self._training
             )
@@ -133,6 +139,11 @@ class PatrickStarEngine:
     def dtype(self) -> torch.dtype:
         """Type of parameters and gradients on the compute device."""
         return self._decisions.dtype
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the model is under management; false after ``detach``."""
+        return self._attached
 
     # One page of use
 
@@ -215,9 +226,19 @@ class PatrickStarEngine:
 
     @torch.no_grad()
     def detach(self) -> None:
-        """Gives the model back: every hook removed, every parameter with its value, original type and own storage."""
+        """Gives the model and its optimizer back.
+
+        Every hook is removed, every parameter has its value, its original type and storage of its own, and the
+        optimizer that the engine was made with has its state. Gradients are dropped.
+        """
+        if not self._attached:
+            return
+        self._attached = False
         if hasattr(self, "_hooks"):
             self._hooks.detach()
+        self.manager.discard_gradients()
+        if self.optimizer is not None:
+            self.optimizer.give_back_state()
         for tensor in self.manager.tensors:
             tensor.parameter.data = self.weights.read(tensor).to(tensor.device)
         for buffer, device in self._buffer_devices:
@@ -226,6 +247,11 @@ class PatrickStarEngine:
         if self._kernel is not None:
             self._kernel.release()
         self.model.__dict__.pop("patrickstar_engine", None)
+
+    def _emit(self, event: Event) -> None:
+        self._statistics.record(event)
+        if self._listener is not None:
+            self._listener(event)
 
     def _zero_grad(self) -> None:
         if self.optimizer is not None:

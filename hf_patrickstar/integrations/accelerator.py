@@ -101,8 +101,14 @@ class PatrickStarAccelerator(Accelerator):
             raise EngineError(f"prepare one model with its optimizer at a time, got {len(models)} models")
         if len(optimizers) > 1:
             raise EngineError(f"one optimizer with several param groups is supported, got {len(optimizers)} optimizers")
-        if optimizers and not _is_chunked(optimizers[0]):
-            self._engage(models[0] if models else self._model_of(optimizers[0]), optimizers[0])
+        if optimizers:
+            optimizer = _innermost(optimizers[0])
+            model = models[0] if models else self._model_of(optimizer)
+            engine = get_engine(model)
+            if engine is None or engine.optimizer is None or engine.optimizer.inner is not optimizer:
+                # Also an optimizer of ours whose engine had to give way to another one meanwhile.
+                self._engage(model, optimizer)
+                args = tuple(optimizer if item is optimizers[0] else item for item in args)
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
@@ -226,7 +232,8 @@ def get_engine(model: torch.nn.Module) -> PatrickStarEngine | None:
     return model.__dict__.get("patrickstar_engine")
 
 
-def _is_chunked(optimizer: torch.optim.Optimizer) -> bool:
+def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The torch optimizer that the user made."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
-    return isinstance(optimizer, ChunkedOptimizer)
+    return optimizer.inner if isinstance(optimizer, ChunkedOptimizer) else optimizer

@@ -265,6 +265,29 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                     self._manager.restore_value(tensor)
             self._kernel.load_tensor_state(tensor, tensor_state)
 
+    @torch.no_grad()
+    def take_inner_state(self) -> None:
+        """Moves the state that the user's optimizer has, if it was used before, into chunks."""
+        for parameter in [parameter for group in self.param_groups for parameter in group["params"]]:
+            tensor = self._by_parameter[id(parameter)]
+            if parameter in self.inner.state and tensor.spec.trainable:
+                self._kernel.load_tensor_state(tensor, self.inner.state.pop(parameter))
+
+    @torch.no_grad()
+    def give_back_state(self) -> None:
+        """Gives the user's optimizer its state, as ordinary tensors beside the parameters, to go on without us."""
+        for parameter in [parameter for group in self.param_groups for parameter in group["params"]]:
+            tensor = self._by_parameter[id(parameter)]
+            if not tensor.spec.trainable:
+                continue
+            state = self._kernel.tensor_state(tensor)
+            self._kernel.load_tensor_state(tensor, {})
+            if state:
+                self.inner.state[parameter] = {
+                    key: value.to(tensor.device) if isinstance(value, torch.Tensor) and value.dim() else value
+                    for key, value in state.items()
+                }
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters that the model already has.
 

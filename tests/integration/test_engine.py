@@ -320,6 +320,27 @@ def test_detach_gives_the_model_back(dtype):
     assert all(engine.ledger.used(tier) == 0 for tier in Tier)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_the_optimizer_goes_on_without_the_engine_and_with_another(kind):
+    kwargs = {"lr": 1e-2, **({"fused": True} if kind is torch.optim.AdamW else {"momentum": 0.9})}
+    plain = Borrower()
+    managed = copy.deepcopy(plain)
+    optimizer, inner = kind(plain.parameters(), **kwargs), kind(managed.parameters(), **kwargs)
+    for phase in range(4):
+        engine = PatrickStarEngine(managed, HARSH, inner) if phase % 2 == 0 else None
+        for _ in range(2):
+            batch = ids()
+            for model, step in ((plain, optimizer), (managed, engine.optimizer if engine else inner)):
+                model(batch).backward()
+                step.step()
+                model.zero_grad()
+        if engine:
+            engine.detach()
+            engine.detach()
+        assert_equal(plain, managed)
+    assert len(inner.state) == len(optimizer.state)
+
+
 def test_a_failing_forward_releases_everything():
     plain, optimizer, managed, engine = twins(Borrower())
     with pytest.raises(IndexError):

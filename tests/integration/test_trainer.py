@@ -224,6 +224,10 @@ def test_second_training_and_a_second_trainer_on_the_same_model(tmp_path):
     run(stock2)
     run(ours2)
     assert_same_weights(stock2.model, ours2.model)
+    # The first trainer's optimizer still has its own state.
+    for trainer in (stock, ours):
+        run(trainer)
+    assert_same_weights(stock.model, ours.model)
 
 
 def test_stats(tmp_path):

@@ -1,0 +1,159 @@
+"""What moves, and when: literal event lists, and bytes against formulas with named terms."""
+
+import pytest
+import torch
+from models import make_batch, make_model
+from torch import nn
+
+from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar.events import ChunkEvicted, ChunkInvalidated, ChunkLoaded, GradientStored, StepFinished
+from hf_patrickstar.memory.tiers import Tier
+
+WIDTH = 8
+WORDS = {
+    ChunkLoaded: "load",
+    ChunkEvicted: "evict",
+    ChunkInvalidated: "drop",
+    GradientStored: "gradient",
+    StepFinished: "step",
+}
+
+
+def make_layers():
+    """Three layers, each filling one chunk of 64 elements."""
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+
+
+def record(eviction, num_chunks, **kwargs):
+    events = []
+    model = make_layers()
+    config = {"chunk_numel": 64, "device_budget": num_chunks * 64 * 4, "eviction": eviction}
+    engine = PatrickStarEngine(
+        model, config, torch.optim.AdamW(model.parameters(), fused=True), listener=events.append, **kwargs
+    )
+    return model, engine, events
+
+
+def words(events):
+    listed = []
+    for event in events:
+        chunk = "" if isinstance(event, StepFinished) else f" {event.chunk_index}"
+        listed.append(WORDS[type(event)] + chunk)
+    return listed
+
+
+def train_step(model, engine):
+    model(torch.randn(2, WIDTH)).square().mean().backward()
+    engine.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("eviction", "num_chunks", "expected"),
+    [
+        # Room for one chunk: every visit is a load, both ways; layer 0 needs no weight in backward.
+        (
+            "lru",
+            1,
+            ["load 0", "evict 0", "load 1", "evict 1", "load 2"]
+            + ["gradient 2", "evict 2", "load 1", "gradient 1", "gradient 0", "drop 1", "step"],
+        ),
+        (
+            "lru",
+            2,
+            ["load 0", "load 1", "evict 0", "load 2", "gradient 2", "gradient 1", "gradient 0"]
+            + ["drop 1", "drop 2", "step"],
+        ),
+        # List order throws out chunk 1 no sooner than chunk 0, here like LRU in forward.
+        (
+            "list_order",
+            2,
+            ["load 0", "load 1", "evict 0", "load 2", "gradient 2", "gradient 1", "gradient 0"]
+            + ["drop 1", "drop 2", "step"],
+        ),
+        (
+            "lru",
+            3,
+            ["load 0", "load 1", "load 2", "gradient 2", "gradient 1", "gradient 0"]
+            + ["drop 0", "drop 1", "drop 2", "step"],
+        ),
+    ],
+)
+def test_events_of_a_step(eviction, num_chunks, expected):
+    model, engine, events = record(eviction, num_chunks)
+    train_step(model, engine)
+    assert words(events) == expected
+    events.clear()
+    train_step(model, engine)
+    assert words(events) == expected, "every step is the same"
+
+
+def test_policies_differ_where_they_should():
+    """After a forward and an evaluation in between, the least recent chunk is not the first of the list."""
+    model, _, events = record("list_order", 2)
+    with torch.no_grad():
+        model[1](torch.randn(1, WIDTH))
+        model[0](torch.randn(1, WIDTH))
+        model[2](torch.randn(1, WIDTH))
+    assert words(events) == ["load 1", "load 0", "evict 0", "load 2"]
+    model, _, events = record("lru", 2)
+    with torch.no_grad():
+        model[1](torch.randn(1, WIDTH))
+        model[0](torch.randn(1, WIDTH))
+        model[2](torch.randn(1, WIDTH))
+    assert words(events) == ["load 1", "load 0", "evict 1", "load 2"]
+
+
+def test_resident_model_moves_nothing():
+    model, engine, events = record("lru", 100)
+    for _ in range(2):
+        train_step(model, engine)
+        with torch.no_grad():
+            model(torch.randn(2, WIDTH))
+    assert {type(event) for event in events} == {GradientStored, StepFinished}
+    assert all(event.nbytes == 0 for event in events if isinstance(event, GradientStored))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_peaks_are_the_formula(dtype, accumulation):
+    """host = param + master + exp_avg + exp_avg_sq [+ grad] + padding + workspace; device <= budget."""
+    model = make_model("gpt2")
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    itemsize = {"fp32": 4, "bf16": 2}[dtype]
+    config = {"dtype": dtype, "device_budget": numel * itemsize // 2}
+    engine = PatrickStarEngine(
+        model, config, torch.optim.AdamW(model.parameters(), fused=True), gradient_accumulation_steps=accumulation
+    )
+    for step in range(3):
+        for micro in range(accumulation):
+            model(**make_batch("gpt2", seed=10 * step + micro)).loss.backward()
+        engine.optimizer.clip_grad_norm_(None, 1.0)
+        engine.optimizer.step()
+        with torch.no_grad():
+            model(**make_batch("gpt2"))
+    stats = engine.stats()
+    capacity = sum(chunk.spec.capacity_numel for chunk in engine.manager.chunks)
+    largest = max(chunk.spec.capacity_numel for chunk in engine.manager.chunks)
+    param, states = itemsize * capacity, 3 * 4 * capacity
+    grad = 4 * capacity if accumulation > 1 else 0
+    workspace = 4 * largest if dtype == "bf16" and accumulation == 1 else 0
+    assert stats["host_peak_nbytes"] == param + states + grad + workspace
+    assert stats["device_peak_nbytes"] <= config["device_budget"]
+    assert stats["model_data_nbytes"] == numel * (itemsize + 12 + (4 if accumulation > 1 else 0))
+    assert stats["device_to_host_nbytes"] == 3 * accumulation * numel * itemsize
+    owners = engine.ledger.owners(Tier.HOST)
+    assert owners["param"] == param
+    assert owners["master"] == owners["exp_avg"] == owners["exp_avg_sq"] == 4 * capacity
+
+
+def test_nothing_leaks_over_many_steps():
+    model = make_model("gpt2")
+    engine = PatrickStarEngine(model, {"device_budget": 40000}, torch.optim.AdamW(model.parameters(), fused=True))
+    seen = set()
+    for step in range(12):
+        model(**make_batch("gpt2", seed=step)).loss.backward()
+        engine.optimizer.step()
+        if step > 2:
+            seen.add((engine.ledger.used(Tier.HOST), engine.ledger.used(Tier.DEVICE)))
+        assert all(tensor.num_saved == 0 and tensor.users == 0 for tensor in engine.manager.tensors)
+    assert len(seen) == 1
