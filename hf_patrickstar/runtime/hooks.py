@@ -119,7 +119,7 @@ class ModelHooks:
             original(set_to_none=set_to_none)
             self._on_zero_grad()
 
-        self._model.__dict__["zero_grad"] = zero_grad
+        self._model.__dict__.update(zero_grad=zero_grad, _apply=self._apply, __reduce_ex__=_refuse_copy)
 
     def detach(self) -> None:
         """Removes every hook; the model's attributes are as they were before ``attach``."""
@@ -129,7 +129,8 @@ class ModelHooks:
         for module in self._watched:
             module._parameters = dict(module._parameters)
         self._watched.clear()
-        self._model.__dict__.pop("zero_grad", None)
+        for name in ("zero_grad", "_apply", "__reduce_ex__"):
+            self._model.__dict__.pop(name, None)
 
     def _attach_module(self, module: torch.nn.Module, own: tuple[ManagedTensor, ...]) -> None:
         on_host = bool(own) and all(tensor.chunk.spec.on_host for tensor in own) and self._device.type != "cpu"
@@ -173,6 +174,22 @@ class ModelHooks:
         self._handles.append(module.register_state_dict_post_hook(lambda *args: self._fill_state_dict(*args)))
         self._handles.append(module.register_load_state_dict_pre_hook(self._open_for_loading))
         self._handles.append(module.register_load_state_dict_post_hook(self._close_after_loading))
+
+    def _apply(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
+        """``model.to(...)`` and its kin: buffers follow; what would move or change parameters is refused."""
+        for tensor in self._manager.tensors:
+            placeholder = tensor.placeholder.reshape(-1)[:1]
+            changed = function(placeholder)
+            if (changed.dtype, changed.device) != (placeholder.dtype, placeholder.device):
+                raise EngineError(
+                    f"the model cannot be moved to {changed.device} as {changed.dtype} while its parameters are in "
+                    "chunks; call model.patrickstar_engine.detach() first"
+                )
+        for module in self._model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = function(buffer)
+        return self._model
 
     # Forward
 
@@ -259,6 +276,13 @@ def _current_stage() -> Stage:
     if torch._C._current_graph_task_id() != -1:
         return Stage.BACKWARD
     return Stage.FORWARD if torch.is_grad_enabled() else Stage.EVALUATION
+
+
+def _refuse_copy(protocol: int) -> Any:
+    raise EngineError(
+        "a model with an engine attached cannot be copied or pickled, since its values are in chunks: copy "
+        "model.state_dict() or use save_pretrained(), or call model.patrickstar_engine.detach() first"
+    )
 
 
 def _refuse_reentrant(name: str) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 
 import pytest
 import torch
@@ -318,6 +319,22 @@ def test_detach_gives_the_model_back(dtype):
     loss.backward()
     assert all(p.grad is not None for n, p in model.named_parameters() if "never" not in n)
     assert all(engine.ledger.used(tier) == 0 for tier in Tier)
+
+
+def test_what_an_attached_model_refuses():
+    model = Borrower()
+    PatrickStarEngine(model, HARSH, adamw(model))
+    before = model.state_dict()
+    for copying in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(EngineError, match=r"state_dict\(\)"):
+            copying(model)
+    with pytest.raises(EngineError, match="detach"):
+        model.half()
+    with pytest.raises(EngineError, match="detach"):
+        model.to("meta")
+    assert model.to("cpu") is model
+    assert model.float().to(torch.float32) is model
+    assert_equal_dict(model.state_dict(), before)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
