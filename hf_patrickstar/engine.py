@@ -172,6 +172,7 @@ class PatrickStarEngine:
         Raises:
             EngineError: If one of the parameters is not managed.
         """
+        self.manager.release_borrowed()
         tensors = self.manager.tensors
         if parameters is not None:
             by_parameter = {id(tensor.parameter): tensor for tensor in tensors}
@@ -233,6 +234,9 @@ class PatrickStarEngine:
         """
         if not self._attached:
             return
+        opened = [tensor.spec.name for tensor in self.manager.tensors if tensor.is_open]
+        if opened:
+            raise EngineError(f"parameter '{opened[0]}' is open in full_parameters(); detach after the block has ended")
         self._attached = False
         if hasattr(self, "_hooks"):
             self._hooks.detach()
@@ -263,6 +267,7 @@ class PatrickStarEngine:
         tensors, modules, parameters = collect_specs(self.model, _is_recomputed)
         self._check_model(tensors, parameters)
         dtype = self._resolve_dtype(precision, parameters)
+        self._check_dtype(dtype)
         limit = self.ledger.limit(Tier.DEVICE)
         state_itemsize = self._state_itemsize(dtype)
         total = sum(align(spec.numel) * (dtype.itemsize + spec.trainable * state_itemsize) for spec in tensors)
@@ -327,7 +332,16 @@ class PatrickStarEngine:
             raise EngineError(
                 "the model has no trainable parameter: every requires_grad is False; unfreeze what should be trained"
             )
+        storages: dict[tuple[int, int], str] = {}
         for spec, parameter in zip(tensors, parameters, strict=True):
+            if parameter.device.type != "meta" and spec.numel:
+                place = (parameter.untyped_storage()._cdata, int(parameter.storage_offset()))
+                other = storages.setdefault(place, spec.name)
+                if other != spec.name:
+                    raise ConfigError(
+                        f"parameters '{other}' and '{spec.name}' are two parameters over the same memory; tie them by "
+                        "assigning one parameter to both modules (model.tie_weights() does)"
+                    )
             if parameter.device.type == "meta":
                 raise EngineError(f"parameter '{spec.name}' is on the meta device and has no value; load weights first")
             if type(parameter).__name__ in ("Params4bit", "Int8Params"):
@@ -342,6 +356,14 @@ class PatrickStarEngine:
             if type(parameter.data).__name__ == "DTensor":
                 raise ConfigError(f"parameter '{spec.name}' is a DTensor; load the model without tensor parallelism")
 
+    def _check_dtype(self, dtype: torch.dtype) -> None:
+        for name, module in self.model.named_modules():
+            if dtype is not torch.float32 and isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+                raise ConfigError(
+                    f"module '{name}' ({type(module).__name__}) keeps running statistics in fp32 and cannot compute "
+                    "with 16-bit parameters; train in fp32 (dtype='fp32', without --bf16 and --fp16)"
+                )
+
     def _resolve_dtype(self, precision: str, parameters: list[torch.nn.Parameter]) -> torch.dtype:
         if self.config.dtype != "auto":
             return _DTYPES[self.config.dtype]
@@ -349,8 +371,11 @@ class PatrickStarEngine:
             return _DTYPES[precision]
         if precision != "no":
             raise ConfigError(f"precision '{precision}' is not supported; use bf16, fp16 or no")
-        kinds = {parameter.dtype for parameter in parameters}
-        return kinds.pop() if len(kinds) == 1 and kinds <= set(_DTYPES.values()) else torch.float32
+        numel: dict[torch.dtype, int] = {}
+        for parameter in parameters:
+            numel[parameter.dtype] = numel.get(parameter.dtype, 0) + parameter.numel()
+        largest = max(numel, key=lambda kind: numel[kind], default=torch.float32)
+        return largest if largest in _DTYPES.values() else torch.float32
 
     def _embedding_owners(self) -> frozenset[int]:
         return frozenset(
@@ -449,6 +474,9 @@ def initialize_engine(
     gradient_accumulation_steps: int = 1,
 ) -> tuple[torch.nn.Module, ChunkedOptimizer]:
     """Makes a model and its optimizer for a bare PyTorch loop (PatrickStar section 8.5).
+
+    Gradients are in chunks, so clip with ``optimizer.clip_grad_norm_(parameters, max_norm)``;
+    ``torch.nn.utils.clip_grad_norm_`` finds none.
 
     Args:
         model_func: Makes the model.

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from hf_patrickstar.runtime.chunk import GradientPlace, ManagedTensor
+from hf_patrickstar.errors import EngineError
+from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.manager import MASTER, ChunkManager
 
 
@@ -29,10 +30,13 @@ class ChunkWeights:
             A copy on the host, in the parameter's shape and original type: the fp32 master if there is one, so that
             nothing is lost that training in 16-bit keeps.
         """
-        chunk = tensor.chunk
-        chunk.wait()
-        source = chunk.lists.get(MASTER, chunk.param)
-        return tensor.view(source).to(device="cpu", dtype=tensor.original_dtype, copy=True)
+        self._manager.take_over(tensor)
+        if tensor.is_open:
+            source = tensor.parameter.data
+        else:
+            tensor.chunk.wait()
+            source = tensor.view(tensor.chunk.lists.get(MASTER, tensor.chunk.param))
+        return source.to(device="cpu", dtype=tensor.original_dtype, copy=True)
 
     def write(self, tensor: ManagedTensor, value: torch.Tensor) -> None:
         """Changes the value of a parameter. A gradient that it holds is kept.
@@ -41,42 +45,66 @@ class ChunkWeights:
             tensor: The parameter.
             value: The new value, in the parameter's shape; any floating type, any device.
         """
-        chunk = tensor.chunk
-        chunk.wait()
-        if MASTER in chunk.lists:
-            tensor.view(chunk.lists[MASTER]).copy_(value)
-        if tensor.gradient is GradientPlace.PARAM:
-            self._manager.move_gradients_to_list()
-        tensor.view(chunk.param).copy_(value)
-        self._manager.refresh_copy(tensor)
-        self._manager.finish_step()
+        self._manager.write_value(tensor, value)
+        if tensor.is_open and tensor.parameter.data is not value:
+            tensor.parameter.data.copy_(value)
 
     @contextlib.contextmanager
     def opened(self, tensors: Iterable[ManagedTensor], writeback: bool, with_grads: bool) -> Iterator[None]:
         """Gives parameters their full value, as ordinary tensors on the host, for the length of a block.
 
         Args:
-            tensors: The parameters to open.
+            tensors: The parameters to open; those that are open already stay as they are.
             writeback: Take over what the block changed.
-            with_grads: Also give them ``.grad``: the gradient of this step so far, or ``None``. fp32, not unscaled
-                and not clipped. Changed gradients are written back too.
+            with_grads: Also give them ``.grad``: the gradient of this step so far, or ``None``; in the parameter's
+                original type, not unscaled and not clipped. Gradients that the block changed, set or removed are taken
+                over too.
+
+        Raises:
+            EngineError: At the end, if the block gave a parameter another shape; everything else is written.
         """
-        opened = list(tensors)
+        opened = [tensor for tensor in tensors if not tensor.is_open]
+        gradients: dict[int, tuple[torch.Tensor, int]] = {}
         for tensor in opened:
             tensor.parameter.data = self.read(tensor)
+            tensor.is_open = True
             gradient = self._manager.gradient(tensor) if with_grads else None
             if gradient is not None:
-                tensor.parameter.grad = gradient.to(device="cpu", dtype=tensor.original_dtype, copy=True)
+                handed = gradient.to(device="cpu", dtype=tensor.original_dtype, copy=True)
+                tensor.parameter.grad = handed
+                gradients[tensor.spec.index] = (handed, handed._version)
         try:
             yield
         finally:
+            reshaped = [tensor.spec.name for tensor in opened if tensor.parameter.shape != tensor.spec.shape]
             for tensor in opened:
-                value, gradient = tensor.parameter.data, tensor.parameter.grad
-                tensor.parameter.grad = None
-                tensor.parameter.data = tensor.placeholder
-                if writeback and not torch.equal(value, self.read(tensor)):
-                    self.write(tensor, value)
-                home = self._manager.gradient(tensor) if with_grads else None
-                if writeback and home is not None and gradient is not None:
-                    home.copy_(gradient)
-                    tensor.gradient_norm = None
+                self._close(tensor, writeback, with_grads, gradients.get(tensor.spec.index))
+            if reshaped and writeback:
+                raise EngineError(
+                    f"parameter '{reshaped[0]}' was given another shape inside full_parameters(), which chunks cannot "
+                    "follow; call detach() before changing the model"
+                )
+
+    @torch.no_grad()
+    def _close(
+        self, tensor: ManagedTensor, writeback: bool, with_grads: bool, handed: tuple[torch.Tensor, int] | None
+    ) -> None:
+        value, gradient = tensor.parameter.data, tensor.parameter.grad
+        tensor.is_open = False
+        tensor.parameter.grad = None
+        tensor.parameter.data = tensor.placeholder
+        if not writeback or tuple(value.shape) != tensor.spec.shape:
+            return
+        before = self.read(tensor)
+        if value.dtype != before.dtype or not torch.equal(value.cpu(), before):
+            self.write(tensor, value)
+        if not with_grads or (handed is not None and gradient is handed[0] and gradient._version == handed[1]):
+            return
+        home = self._manager.gradient(tensor)
+        if gradient is None:
+            self._manager.forget_gradient(tensor)
+        elif home is None:
+            self._manager.store_gradient(tensor, gradient.to(tensor.chunk.param))
+        else:
+            home.copy_(gradient)
+            tensor.gradient_norm = None

@@ -91,19 +91,17 @@ class PatrickStarAccelerator(Accelerator):
             device_placement: As for ``Accelerator.prepare``; not used for what is in chunks.
 
         Raises:
-            EngineError: If several models or optimizers are given, or the optimizer is not the model's.
+            EngineError: If several optimizers are given, or the optimizer is of none of the models.
             ConfigError: If a setting cannot work for this model.
             BudgetError: If a budget is too small.
         """
         models = [item for item in args if isinstance(item, torch.nn.Module)]
         optimizers = [item for item in args if isinstance(item, torch.optim.Optimizer)]
-        if len(models) > 1 and optimizers:
-            raise EngineError(f"prepare one model with its optimizer at a time, got {len(models)} models")
         if len(optimizers) > 1:
             raise EngineError(f"one optimizer with several param groups is supported, got {len(optimizers)} optimizers")
         if optimizers:
             optimizer = _innermost(optimizers[0])
-            model = models[0] if models else self._model_of(optimizer)
+            model = self._model_of(optimizer, models)
             engine = get_engine(model)
             if engine is None or engine.optimizer is None or engine.optimizer.inner is not optimizer:
                 # Also an optimizer of ours whose engine had to give way to another one meanwhile.
@@ -126,6 +124,9 @@ class PatrickStarAccelerator(Accelerator):
         Returns:
             The same model.
         """
+        if not evaluation_mode and not any(parameter.requires_grad for parameter in model.parameters()):
+            # A teacher, say: nothing of it is trained, and Accelerate's own way is right.
+            return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
         if model not in self._models:
             self._models.append(model)
         if evaluation_mode and get_engine(model) is None:
@@ -173,11 +174,16 @@ class PatrickStarAccelerator(Accelerator):
             precision=self._patrickstar_precision,
         )
 
-    def _model_of(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
+    def _model_of(self, optimizer: torch.optim.Optimizer, models: Iterable[torch.nn.Module] = ()) -> torch.nn.Module:
         wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for model in self._models:
+        for model in [*models, *self._models]:
             if wanted & {id(parameter) for parameter in model.parameters()}:
                 return model
+        if models and not wanted:
+            raise EngineError(
+                "the optimizer has no parameter to update: the model has no trainable parameter (every requires_grad "
+                "is False?); unfreeze what should be trained"
+            )
         raise EngineError("the optimizer's parameters belong to no prepared model; prepare the model with it")
 
     # Gradients
@@ -204,27 +210,43 @@ class PatrickStarAccelerator(Accelerator):
 
         Returns:
             The norm before clipping, a scalar tensor.
+
+        Raises:
+            EngineError: If they belong to no prepared model, or to several.
         """
-        self.unscale_gradients()
-        return self._chunked_optimizer().clip_grad_norm_(list(parameters), float(max_norm), float(norm_type))
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        optimizer = self._optimizer_of(parameters)
+        self.unscale_gradients(optimizer)
+        return optimizer.clip_grad_norm_(parameters, float(max_norm), float(norm_type))
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clips every element of every gradient to ``[-clip_value, clip_value]``.
+        """Clips every element of gradients to ``[-clip_value, clip_value]``.
 
         Args:
-            parameters: Not looked at: all gradients are clipped.
+            parameters: Parameters whose gradients are clipped.
             clip_value: The bound.
-        """
-        self.unscale_gradients()
-        self._chunked_optimizer().clip_grad_value_(clip_value)
 
-    def _chunked_optimizer(self) -> ChunkedOptimizer:
+        Raises:
+            EngineError: If they belong to no prepared model.
+        """
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        optimizer = self._optimizer_of(parameters)
+        self.unscale_gradients(optimizer)
+        optimizer.clip_grad_value_(clip_value, parameters)
+
+    def _optimizer_of(self, parameters: list[torch.Tensor]) -> ChunkedOptimizer:
+        found = []
         for item in self._optimizers:
             while isinstance(item, AcceleratedOptimizer):
                 item = item.optimizer
-            if isinstance(item, ChunkedOptimizer):
-                return item
-        raise EngineError("no optimizer was prepared")
+            if isinstance(item, ChunkedOptimizer) and item.owns(parameters) and item not in found:
+                found.append(item)
+        if len(found) != 1:
+            raise EngineError(
+                f"the parameters belong to {len(found)} prepared models; clip those of one model at a time, after "
+                "accelerator.prepare(model, optimizer)"
+            )
+        return found[0]
 
 
 def get_engine(model: torch.nn.Module) -> PatrickStarEngine | None:

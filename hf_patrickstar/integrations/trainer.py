@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from transformers import Trainer
 
 from hf_patrickstar.config import PatrickStarConfig
@@ -21,7 +20,6 @@ class PatrickStarTrainerMixin:
     args: Any
     model: Any
     accelerator: Any
-    label_names: list[str]
 
     def create_accelerator_and_postprocess(self) -> None:
         """Makes the accelerator as the Trainer does; with ``patrickstar`` it becomes a ``PatrickStarAccelerator``.
@@ -53,19 +51,6 @@ class PatrickStarTrainerMixin:
         if engine is None:
             raise EngineError("no engine yet: pass --patrickstar, and call train() or evaluate() first")
         return engine.stats()
-
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Casts floating inputs (pixels, features) to the parameters' type; labels keep their precision."""
-        inputs = super()._prepare_inputs(inputs)  # type: ignore[misc]
-        engine = self.patrickstar_engine
-        if engine is None or engine.dtype is torch.float32:
-            return inputs
-        return {
-            name: value.to(engine.dtype)
-            if isinstance(value, torch.Tensor) and value.is_floating_point() and name not in self.label_names
-            else value
-            for name, value in inputs.items()
-        }
 
 
 class PatrickStarTrainer(PatrickStarTrainerMixin, Trainer):

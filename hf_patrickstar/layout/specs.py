@@ -50,10 +50,12 @@ class TensorSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModuleSpec:
-    """Parameters that must be on the device at once: those that a module owns directly.
+    """Parameters that must be on the device at once: those of a module and of the modules around it.
 
-    For a module that is recomputed in backward, those of all modules inside it: the recomputed operands of the whole
-    segment stay alive until its backward has used them.
+    A module that calls others keeps its own parameters meanwhile. Lists and dictionaries of parameters have no forward:
+    whoever is around them uses them. The same goes for the output projection of ``nn.MultiheadAttention``. For a module
+    that is recomputed in backward, those of all modules inside it: the recomputed operands of the whole segment stay
+    alive until its backward has used them.
     """
 
     name: str
@@ -79,6 +81,8 @@ def collect_specs(
     owners: list[list[int]] = []
     modules: list[ModuleSpec] = []
     module_indices: dict[int, int] = {}
+    held: dict[str, list[int]] = {}
+    lent: set[str] = set()
     for module_name, module in model.named_modules(remove_duplicate=False):
         is_new = id(module) not in module_indices
         module_index = module_indices.setdefault(id(module), len(module_indices))
@@ -95,8 +99,14 @@ def collect_specs(
             owners[index].append(module_index)
             if index not in own:
                 own.append(index)
+        if type(module).__name__ == "MultiheadAttention":
+            lent.add(f"{module_name}.out_proj")
+        if type(module).__name__ in ("ParameterList", "ParameterDict"):
+            lent.add(module_name)
+        held[module_name] = own
         if own and is_new:
             modules.append(ModuleSpec(module_name, type(module).__name__, tuple(own)))
+    modules = [dataclasses.replace(m, tensor_indices=_held_during(m.name, held, lent)) for m in modules]
     for module_name, module in model.named_modules():
         if is_recomputed(module):
             inside = sorted({order[id(parameter)] for parameter in module.parameters()})
@@ -113,3 +123,13 @@ def collect_specs(
         for index, parameter in enumerate(parameters)
     ]
     return specs, modules, parameters
+
+
+def _held_during(name: str, held: dict[str, list[int]], lent: set[str]) -> tuple[int, ...]:
+    """Indices of the tensors that are in use while the module of a name runs."""
+    around = {""} | {name[:end] for end in range(len(name) + 1) if end == len(name) or name[end] == "."}
+    indices = {index for path in around for index in held.get(path, ())}
+    for path in lent:
+        if path.rpartition(".")[0] in around:
+            indices |= set(held.get(path, ()))
+    return tuple(sorted(indices))

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.adam import adam
 
-from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.errors import BudgetError, ConfigError
 from hf_patrickstar.layout.packing import ALIGNMENT_NUMEL
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
@@ -48,6 +48,14 @@ class Kernel(Protocol):
 
     def begin_step(self) -> None:
         """Called once before the chunks of a step."""
+        ...
+
+    def end_step(self) -> None:
+        """Called once when every chunk of a step is updated.
+
+        Raises:
+            BudgetError: If the optimizer's own state went over a budget.
+        """
         ...
 
     def update(self, chunk: Chunk, groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
@@ -127,6 +135,9 @@ class AdamKernel:
 
     def begin_step(self) -> None:
         """Nothing to do: every update reads the param groups."""
+
+    def end_step(self) -> None:
+        """Nothing to do: all state was allocated beforehand."""
 
     def update(self, chunk: Chunk, groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
         """Updates one chunk; see ``Kernel.update``."""
@@ -220,7 +231,7 @@ class AdamKernel:
             [step],
             foreach=foreach,
             fused=fused,
-            decoupled_weight_decay=isinstance(self._optimizer, torch.optim.AdamW),
+            decoupled_weight_decay=group.get("decoupled_weight_decay", isinstance(self._optimizer, torch.optim.AdamW)),
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
@@ -256,6 +267,7 @@ class PerChunkKernel:
         self._scratch: dict[Tier, torch.Tensor] = {}
         self._before: list[dict[str, Any]] = []
         self._booked: dict[int, int] = {}
+        self._over_budget: BudgetError | None = None
 
     def workspace_numel(self, capacity_numel: int) -> int:
         """A whole chunk."""
@@ -272,6 +284,12 @@ class PerChunkKernel:
     def begin_step(self) -> None:
         """Remembers what the groups hold before the step."""
         self._before = [_without_params(group) for group in self._optimizer.param_groups]
+
+    def end_step(self) -> None:
+        """Raises what booking the optimizer's state met, now that no chunk is left half updated."""
+        error, self._over_budget = self._over_budget, None
+        if error is not None:
+            raise error
 
     def update(self, chunk: Chunk, groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
         """Updates one chunk; see ``Kernel.update``."""
@@ -339,10 +357,14 @@ class PerChunkKernel:
         state = self._optimizer.state.get(self._master(tensor), {})
         nbytes = sum(v.numel() * v.dtype.itemsize for v in state.values() if isinstance(v, torch.Tensor))
         difference = nbytes - self._booked.get(tensor.spec.index, 0)
-        self._booked[tensor.spec.index] = nbytes
         if difference > 0:
-            self._pool.ledger.book(tensor.chunk.home, "optimizer_state", difference)
-        elif difference < 0:
+            try:
+                self._pool.ledger.book(tensor.chunk.home, "optimizer_state", difference)
+            except BudgetError as error:
+                self._over_budget = self._over_budget or error
+                return
+        self._booked[tensor.spec.index] = nbytes
+        if difference < 0:
             self._pool.ledger.unbook(tensor.chunk.home, "optimizer_state", -difference)
 
 

@@ -70,6 +70,10 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._groups = self._index_groups()
+        self._manager.release_borrowed()
+        for tensor in self._manager.tensors:
+            self._manager.take_over(tensor)
         coefficient = self._take_coefficient()
         on_device: dict[torch.device, torch.Tensor] = {}  # one copy per tier, not one per chunk
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made on the inner one asks for it
@@ -88,6 +92,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._manager.finish_step()
         self._num_steps += 1
         self._emit(StepFinished(self._num_steps, skipped=False))
+        self._kernel.end_step()
         return loss
 
     def _restore_left_alone(self, tensors: Iterable[ManagedTensor]) -> None:
@@ -119,7 +124,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         Returns:
             A scalar fp32 tensor; unscaled if the gradients were scaled and ``unscale`` was called.
         """
-        tensors = self._manager.tensors if parameters is None else self._find(parameters)
+        return self._norm(self._manager.tensors if parameters is None else self._find(parameters), norm_type)
+
+    def _norm(self, tensors: Iterable[ManagedTensor], norm_type: float) -> torch.Tensor:
         if norm_type == 2.0:
             self._manager.records_norms = True
         norms = []
@@ -144,29 +151,50 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """Clips by global norm, without a pass over the gradients: the next step multiplies them as it reads them.
 
-        The coefficient applies to all gradients.
+        If some gradients are left out, those that are not are multiplied at once instead, in fp32.
 
         Args:
-            parameters: Parameters whose norm counts; all by default.
+            parameters: Parameters whose gradients are clipped together; all by default.
             max_norm: The largest norm that is left alone.
             norm_type: Order of the norm.
 
         Returns:
             The norm before clipping, a scalar fp32 tensor.
         """
-        total = self.grad_norm(parameters, norm_type)
-        if float(max_norm) != float("inf"):
-            coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        tensors = self._manager.tensors if parameters is None else self._find(parameters)
+        total = self._norm(tensors, norm_type)
+        if float(max_norm) == float("inf"):
+            return total
+        coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        chosen = {tensor.spec.index for tensor in tensors}
+        left_out = (t for t in self._manager.tensors if t.spec.index not in chosen)
+        if any(tensor.gradient is not GradientPlace.NONE for tensor in left_out):
+            for tensor in tensors:
+                self._multiply_gradient(tensor, coefficient)
+        else:
             self._coefficient = coefficient if self._coefficient is None else self._coefficient * coefficient
         return total
 
+    def _multiply_gradient(self, tensor: ManagedTensor, coefficient: torch.Tensor) -> None:
+        if tensor.chunk.param.dtype is not torch.float32:
+            self._manager.move_gradient_to_list(tensor)
+        gradient = self._manager.gradient(tensor)
+        if gradient is not None:
+            gradient.mul_(coefficient.to(gradient.device))
+            tensor.gradient_norm = None
+
     @torch.no_grad()
-    def clip_grad_value_(self, clip_value: float) -> None:
-        """Clips every element of every gradient to ``[-clip_value, clip_value]``."""
+    def clip_grad_value_(self, clip_value: float, parameters: Iterable[torch.Tensor] | None = None) -> None:
+        """Clips every element of gradients to ``[-clip_value, clip_value]``.
+
+        Args:
+            clip_value: The bound.
+            parameters: Parameters whose gradients are clipped; all by default.
+        """
         limit = float(clip_value)
         if self._inverse_scale is not None:
             limit /= float(self._inverse_scale)
-        for tensor in self._manager.tensors:
+        for tensor in self._manager.tensors if parameters is None else self._find(parameters):
             gradient = self._manager.gradient(tensor)
             if gradient is not None:
                 gradient.clamp_(-limit, limit)
@@ -190,6 +218,10 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         if coefficient is None or scale is None:
             return scale if coefficient is None else coefficient
         return coefficient * scale.to(coefficient.device)
+
+    def owns(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether any of these is a parameter of the model."""
+        return any(id(parameter) in self._by_parameter for parameter in parameters)
 
     def _find(self, parameters: Iterable[torch.Tensor]) -> list[ManagedTensor]:
         found = (self._by_parameter.get(id(parameter)) for parameter in parameters)

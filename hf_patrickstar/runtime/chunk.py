@@ -49,6 +49,7 @@ class ManagedTensor:
         "device",
         "gradient",
         "gradient_norm",
+        "is_open",
         "num_saved",
         "offset_numel",
         "original_dtype",
@@ -58,6 +59,7 @@ class ManagedTensor:
         "state",
         "strides",
         "users",
+        "version",
     )
 
     def __init__(
@@ -73,6 +75,8 @@ class ManagedTensor:
         self.chunk: Chunk
         self.state = TensorState.FREE
         self.users = 0
+        self.version = 0
+        self.is_open = False
         self.num_saved = 0
         self.gradient = GradientPlace.NONE
         self.gradient_norm: torch.Tensor | None = None
@@ -81,6 +85,11 @@ class ManagedTensor:
     def view(self, payload: torch.Tensor) -> torch.Tensor:
         """This tensor's place in a payload of any list, in the parameter's shape."""
         return payload.as_strided(self.spec.shape, self.strides, self.offset_numel)
+
+    @property
+    def is_placeholder(self) -> bool:
+        """Whether the parameter is what management left; false if somebody assigned ``parameter.data``."""
+        return self.parameter.untyped_storage()._cdata == self.placeholder.untyped_storage()._cdata
 
     def go(self, state: TensorState) -> None:
         """Takes a state.

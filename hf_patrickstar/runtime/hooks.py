@@ -90,6 +90,7 @@ class ModelHooks:
         self._graph_task = -1
         self._read_cache: dict[int, tuple[int, Any]] = {}
         self._loading: dict[torch.nn.Module, list[ManagedTensor]] = {}
+        self._is_attached = False
 
     # Attach and detach
 
@@ -113,6 +114,9 @@ class ModelHooks:
             for tensor in self._manager.tensors:
                 if tensor.spec.trainable:
                     self._handles.append(tensor.parameter.register_post_accumulate_grad_hook(store))
+        self._is_attached = True
+        if self._manager.dtype is not torch.float32:
+            self._handles.append(self._model.register_forward_pre_hook(self._cast_inputs, with_kwargs=True))
         original = self._model.zero_grad
 
         def zero_grad(set_to_none: bool = True) -> None:
@@ -123,6 +127,9 @@ class ModelHooks:
 
     def detach(self) -> None:
         """Removes every hook; the model's attributes are as they were before ``attach``."""
+        self._is_attached = False
+        self.unwind()
+        self._manager.release_borrowed()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -138,14 +145,12 @@ class ModelHooks:
 
         def before(_module: torch.nn.Module, args: Any) -> Any:
             stack = stack_of()
+            if stack and _module is self._model:
+                self.unwind()  # of a forward that was interrupted: torch runs no hooks after a KeyboardInterrupt
             frame = _Frame(_module, _current_stage())
-            if not stack and frame.stage is Stage.BACKWARD:
-                _refuse_reentrant(name)
+            if not stack:
+                self._enter_outermost(frame, name)
             stack.append(frame)
-            if len(stack) == 1 and frame.stage is not Stage.BACKWARD:
-                # A recomputation must not enter them: checkpointing counts on its own hooks being innermost.
-                frame.saved_tensors = torch.autograd.graph.saved_tensors_hooks(manager.pack, self._unpack)
-                frame.saved_tensors.__enter__()
             for tensor in own:
                 manager.acquire(tensor, name)
                 frame.acquired.append(tensor)
@@ -156,8 +161,13 @@ class ModelHooks:
             if not stack or stack[-1].module is not _module:
                 return None
             frame = stack.pop()
+            returned = _parameters_in(output)
             for tensor in frame.acquired:
-                manager.release(tensor, frame.stage)
+                if id(tensor.parameter) in returned:
+                    # Whoever called is about to use it: it stays until that forward ends.
+                    (stack[-1].acquired if stack else manager.borrowed).append(tensor)
+                else:
+                    manager.release(tensor, frame.stage)
             if frame.saved_tensors is not None:
                 frame.saved_tensors.__exit__(None, None, None)
             return _to(output, self._device) if on_host else None
@@ -193,6 +203,41 @@ class ModelHooks:
 
     # Forward
 
+    def _cast_inputs(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Floating inputs (pixels, features) follow the parameters' 16-bit type; labels keep their precision."""
+
+        def cast(value: Any) -> Any:
+            is_wide = isinstance(value, torch.Tensor) and value.dtype in (torch.float32, torch.float64)
+            return value.to(self._manager.dtype) if is_wide else value
+
+        named = {name: value if "label" in name else cast(value) for name, value in kwargs.items()}
+        return tuple(cast(value) for value in args), named
+
+    def _enter_outermost(self, frame: _Frame, name: str) -> None:
+        if frame.stage is Stage.BACKWARD:
+            # A recomputation must not enter our hooks: checkpointing counts on its own being innermost.
+            _refuse_reentrant(name)
+            return
+        if frame.stage is Stage.EVALUATION:
+            self._manager.release_borrowed()
+        # Where somebody else's hooks are in force (offloading of activations, checkpointing of the whole model) they
+        # get all operands, and under torch.func hooks are not possible: an operand in a chunk then pins the chunk.
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is None and (
+            torch._C._functorch.peek_interpreter_stack() is None
+        ):
+            frame.saved_tensors = torch.autograd.graph.saved_tensors_hooks(self._manager.pack, self._unpack)
+            frame.saved_tensors.__enter__()
+
+    def unwind(self) -> None:
+        """Ends every forward that is open on this thread, because it was interrupted."""
+        stack = self._stack()
+        while stack:
+            frame = stack.pop()
+            for tensor in frame.acquired:
+                self._manager.release(tensor, frame.stage)
+            if frame.saved_tensors is not None:
+                frame.saved_tensors.__exit__(None, None, None)
+
     def _stack(self) -> list[_Frame]:
         stack = getattr(self._local, "stack", None)
         if stack is None:
@@ -202,12 +247,20 @@ class ModelHooks:
     def _on_attribute(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """A parameter was read as an attribute: inside a forward it gets its value until that forward ends.
 
+        Outside (a loss that uses ``model.lm_head.weight``, say) it has its value until the backward that may use it has
+        ended, or until the next optimizer step, ``zero_grad`` or evaluation.
+
         Checkpointing keeps a frozen operand of a recomputation as the very object that it was given, which would be
         a placeholder again when backward comes to use it. So there it is given an alias of the chunk instead.
         """
         stack = self._stack()
-        tensor = self._managed.get(id(parameter)) if stack else None
-        if tensor is None:
+        tensor = self._managed.get(id(parameter))
+        if tensor is None or tensor.is_open:
+            return parameter
+        if not stack:
+            if tensor.users == 0 and self._is_attached:
+                self._manager.acquire(tensor, "code outside of every forward that reads a parameter")
+                self._manager.borrowed.append(tensor)
             return parameter
         frame = stack[-1]
         if tensor.users == 0:
@@ -225,9 +278,9 @@ class ModelHooks:
 
     def _store_gradient(self, parameter: torch.Tensor) -> None:
         self._notice_backward()
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is not None:
-            self._manager.store_gradient(self._managed[id(parameter)], gradient)
+        if parameter.grad is not None:
+            self._manager.store_gradient(self._managed[id(parameter)], parameter.grad)
+            parameter.grad = None
 
     def _notice_backward(self) -> None:
         """Asks autograd, once per backward, to be told of its end."""
@@ -241,11 +294,12 @@ class ModelHooks:
     def _fill_state_dict(self, module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         for name, parameter in module._parameters.items():
             key = prefix + name
-            if parameter is not None and key in state_dict:
+            if parameter is not None and key in state_dict and id(parameter) in self._managed:
                 state_dict[key] = self._read(parameter)
 
     def _read(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The value of a parameter; tied names of one ``state_dict`` call share one tensor, as they do in torch."""
+        self._manager.release_borrowed()
         tensor = self._managed[id(parameter)]
         version, reference = self._read_cache.get(tensor.spec.index, (-1, None))
         if len(tensor.spec.aliases) and reference is not None and version == self._manager.version:
@@ -256,11 +310,14 @@ class ModelHooks:
         self._read_cache[tensor.spec.index] = (self._manager.version, weakref.ref(value))
         return value
 
-    def _open_for_loading(self, module: torch.nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
+    def _open_for_loading(self, module: torch.nn.Module, state_dict: Any, prefix: str, metadata: Any, *_: Any) -> None:
+        if metadata.get("assign_to_params_buffers", False):
+            raise EngineError("load_state_dict(assign=True) replaces parameters that are in chunks; leave assign out")
+        self._manager.release_borrowed()
         opened = []
         for name, parameter in module._parameters.items():
             tensor = self._managed.get(id(parameter))
-            if tensor is not None and prefix + name in state_dict:
+            if tensor is not None and not tensor.is_open and prefix + name in state_dict:
                 tensor.parameter.data = self._weights.read(tensor)
                 opened.append(tensor)
         self._loading[module] = opened
@@ -276,6 +333,14 @@ def _current_stage() -> Stage:
     if torch._C._current_graph_task_id() != -1:
         return Stage.BACKWARD
     return Stage.FORWARD if torch.is_grad_enabled() else Stage.EVALUATION
+
+
+def _parameters_in(output: Any) -> frozenset[int]:
+    """Identities of the parameters among a module's outputs."""
+    if isinstance(output, torch.Tensor):
+        return frozenset((id(output),)) if isinstance(output, torch.nn.Parameter) else frozenset()
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
+    return frozenset(id(value) for value in values if isinstance(value, torch.nn.Parameter))
 
 
 def _refuse_copy(protocol: int) -> Any:

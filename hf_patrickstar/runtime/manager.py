@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterable
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from hf_patrickstar.errors import BudgetError, EngineError
 from hf_patrickstar.events import ChunkEvicted, ChunkInvalidated, ChunkLoaded, GradientStored, Listener, ValueRestored
@@ -79,6 +80,7 @@ class ChunkManager:
         )
         self.accumulate = accumulate
         self.records_norms = False
+        self.borrowed: list[ManagedTensor] = []  # acquired by code outside of every forward
         self._pool = pool
         self._transfers = transfers
         self._policy = policy
@@ -88,6 +90,7 @@ class ChunkManager:
         self._generation = 0
         self._by_storage: dict[int, Chunk] = {}
         self._lock = threading.RLock()
+        self._list_names = {name for chunk in chunks for name in chunk.lists}
         for chunk in chunks:
             if chunk.is_static:
                 self._by_storage[chunk.set_compute(chunk.param)] = chunk
@@ -103,23 +106,45 @@ class ChunkManager:
 
         Raises:
             BudgetError: If its chunk cannot be brought to the device.
+            EngineError: If the parameter is open (``full_parameters``), was unfrozen since the engine was made, or was
+                replaced by a tensor of another shape.
         """
+        if torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+            # A payload made there could never be trained with, or would be a wrapper without storage.
+            with torch.inference_mode(False), temporarily_clear_interpreter_stack():
+                return self.acquire(tensor, module_name)
         with self._lock:
+            if tensor.users == 0:
+                self._check_usable(tensor)
             payload = self._reach(tensor, module_name)
             if tensor.users == 0:
                 tensor.go(TensorState.COMPUTE)
                 tensor.chunk.num_computing += 1
                 tensor.parameter.data = tensor.view(payload)
+                tensor.version = tensor.parameter._version
             tensor.users += 1
+        return None
 
     def release(self, tensor: ManagedTensor, stage: Stage) -> None:
         """Ends one acquisition; after the last, the parameter is a placeholder again."""
         with self._lock:
             tensor.users -= 1
             if tensor.users == 0:
-                tensor.parameter.data = tensor.placeholder
+                value, storage = tensor.parameter.data, tensor.chunk.storage
+                assert storage is not None
+                assigned = value.untyped_storage()._cdata != storage._cdata
+                if tuple(value.shape) == tensor.spec.shape:  # another shape stays, and is refused at the next use
+                    tensor.parameter.data = tensor.placeholder
+                    if assigned or tensor.parameter._version != tensor.version:
+                        self._keep_value(tensor, value)
                 tensor.chunk.num_computing -= 1
                 tensor.go(stage.to_released())
+
+    def release_borrowed(self) -> None:
+        """Takes back parameters that were read outside of every forward."""
+        with self._lock:
+            while self.borrowed:
+                self.release(self.borrowed.pop(), Stage.FORWARD)
 
     def pack(self, view: torch.Tensor) -> "torch.Tensor | SavedView":
         """Replaces an operand that autograd wants to keep by its address, if it lives in a chunk."""
@@ -160,6 +185,8 @@ class ChunkManager:
         with self._lock:
             if gradient.is_sparse:
                 gradient = gradient.to_dense()
+            if not tensor.spec.trainable:
+                raise EngineError(_unfrozen(tensor))
             busy = tensor.num_saved > 0 or tensor.users > 0
             if tensor.gradient is GradientPlace.ASIDE:
                 assert tensor.aside is not None
@@ -179,6 +206,7 @@ class ChunkManager:
     def end_backward(self) -> None:
         """Settles what backward left: gradients put aside, and tensors that got none."""
         with self._lock:
+            self.release_borrowed()
             for tensor in self.tensors:
                 if tensor.gradient is GradientPlace.ASIDE:
                     self._settle(tensor)
@@ -202,20 +230,51 @@ class ChunkManager:
                 return tensor.view(tensor.chunk.lists[GRADIENT])
             return None
 
+    def take_over(self, tensor: ManagedTensor) -> None:
+        """Takes over what somebody assigned to ``parameter.data`` or ``parameter.grad`` behind the engine's back.
+
+        Raises:
+            EngineError: If the shape is another one.
+        """
+        if tensor.users or tensor.is_open:
+            return
+        if not tensor.is_placeholder:
+            self._check_usable(tensor)
+        gradient = tensor.parameter.grad
+        if gradient is not None and tensor.spec.trainable:
+            tensor.parameter.grad = None
+            self.store_gradient(tensor, gradient.to(tensor.chunk.param.dtype))
+
+    def write_value(self, tensor: ManagedTensor, value: torch.Tensor) -> None:
+        """Changes the value of a parameter, in every place where it is; a gradient that it holds is kept.
+
+        Args:
+            tensor: The parameter.
+            value: The new value, in the parameter's shape; any floating type, any device.
+        """
+        with self._lock:
+            self._keep_value(tensor, value)
+            self._generation += 1
+
+    def forget_gradient(self, tensor: ManagedTensor) -> None:
+        """Drops the gradient of one parameter; its value is in its place again."""
+        with self._lock:
+            if tensor.gradient is GradientPlace.PARAM:
+                self.restore_value(tensor)
+            self._forget_gradient(tensor)
+
     def discard_gradients(self) -> None:
         """Drops all gradients; parameters that were overwritten get their value back from ``master``."""
         with self._lock:
+            self.release_borrowed()
             for tensor in self.tensors:
-                if tensor.gradient is GradientPlace.PARAM:
-                    self.restore_value(tensor)
-                self._forget_gradient(tensor)
+                self.forget_gradient(tensor)
 
-    def move_gradients_to_list(self) -> None:
-        """Brings every parameter's value back to its place, keeping the gradients in accumulation lists."""
+    def move_gradient_to_list(self, tensor: ManagedTensor) -> None:
+        """Brings the parameter's value back to its place, keeping its gradient in the accumulation list, in fp32."""
         with self._lock:
-            for tensor in self.tensors:
-                if tensor.gradient is GradientPlace.PARAM:
-                    self._move_gradient_to_list(tensor)
+            if tensor.gradient is GradientPlace.PARAM:
+                self._move_gradient_to_list(tensor)
 
     # What the optimizer and the checkpoints do at the chunk's home
 
@@ -246,6 +305,11 @@ class ChunkManager:
                 self._emit(ChunkInvalidated(chunk.spec.index, nbytes))
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Type of the ``param`` list."""
+        return self.chunks[0].param.dtype if self.chunks else torch.float32
+
+    @property
     def version(self) -> int:
         """Counts the changes of values; a graph built at an earlier version is void."""
         return self._generation
@@ -269,6 +333,34 @@ class ChunkManager:
             self._pool.trim()
 
     # Inside
+
+    def _check_usable(self, tensor: ManagedTensor) -> None:
+        if tensor.is_open:
+            raise EngineError(
+                f"parameter '{tensor.spec.name}' is open in full_parameters(); run the model after the block has ended"
+            )
+        if tensor.parameter.requires_grad and not tensor.spec.trainable and MASTER in self._list_names:
+            raise EngineError(_unfrozen(tensor))
+        if not tensor.is_placeholder:
+            value = tensor.parameter.data
+            if tuple(value.shape) != tensor.spec.shape:
+                raise EngineError(
+                    f"parameter '{tensor.spec.name}' was replaced by a tensor of shape {tuple(value.shape)}, it had "
+                    f"{tensor.spec.shape}; call model.patrickstar_engine.detach() before changing the model"
+                )
+            tensor.parameter.data = tensor.placeholder
+            self.write_value(tensor, value)
+
+    def _keep_value(self, tensor: ManagedTensor, value: torch.Tensor) -> None:
+        """Writes a value to ``master``, to the parameter's place and to a device copy."""
+        chunk = tensor.chunk
+        chunk.wait()
+        if MASTER in chunk.lists:
+            tensor.view(chunk.lists[MASTER]).copy_(value)
+        if tensor.gradient is GradientPlace.PARAM:
+            self._move_gradient_to_list(tensor)
+        tensor.view(chunk.param).copy_(value)
+        self.refresh_copy(tensor)
 
     def _reach(self, tensor: ManagedTensor, who: str) -> torch.Tensor:
         """The payload to compute with, holding this tensor's value."""
@@ -341,13 +433,15 @@ class ChunkManager:
 
     def _settle(self, tensor: ManagedTensor) -> None:
         """Finds a place for a gradient that was put aside."""
-        gradient, tensor.aside = tensor.aside, None
+        gradient = tensor.aside
         assert gradient is not None
-        tensor.gradient = GradientPlace.NONE
         if self.accumulate or tensor.num_saved or tensor.users:
+            self._gradient_list(tensor.chunk)  # may not fit: then the gradient is still where it was
+            tensor.gradient = GradientPlace.NONE
             self._add_to_list(tensor, gradient)
         else:
             self._write_over_parameter(tensor, gradient)
+        tensor.aside = None
 
     def _write_over_parameter(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
         chunk = tensor.chunk
@@ -402,3 +496,10 @@ class ChunkManager:
         tensor.aside = None
         if tensor.state in (TensorState.HOLD_AFTER_FWD, TensorState.HOLD_AFTER_BWD):
             tensor.go(TensorState.HOLD)
+
+
+def _unfrozen(tensor: ManagedTensor) -> str:
+    return (
+        f"parameter '{tensor.spec.name}' was frozen when the engine was made and has no optimizer state; to train it, "
+        "call model.patrickstar_engine.detach(), set requires_grad, and prepare the model again"
+    )

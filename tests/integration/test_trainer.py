@@ -333,7 +333,7 @@ def test_a_failed_construction_leaves_the_model_alone(tmp_path):
 def test_no_trainable_parameter(tmp_path):
     model = make_model("gpt2").requires_grad_(False)
     trainer = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, model=model)
-    with pytest.raises((EngineError, ValueError), match=r"no trainable parameter|empty parameter list"):
+    with pytest.raises(EngineError, match="no trainable parameter"):
         run(trainer)
 
 

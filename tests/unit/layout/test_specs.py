@@ -31,10 +31,10 @@ def test_order_shapes_ties_and_frozen():
     ]
     assert modules == [
         ModuleSpec("", "Branching", (0,)),
-        ModuleSpec("embed", "Embedding", (1,)),
-        ModuleSpec("layer", "Linear", (2, 3)),
-        ModuleSpec("norm", "LayerNorm", (4, 5)),
-        ModuleSpec("head", "Linear", (1,)),
+        ModuleSpec("embed", "Embedding", (0, 1)),
+        ModuleSpec("layer", "Linear", (0, 2, 3)),
+        ModuleSpec("norm", "LayerNorm", (0, 4, 5)),
+        ModuleSpec("head", "Linear", (0, 1)),
     ]
     assert len(parameters) == 6
 

@@ -1,0 +1,473 @@
+"""Liberties that users take with models and loops: each works as in torch, or is refused with a sentence."""
+
+import copy
+
+import pytest
+import torch
+from models import make_batch, make_model, make_rows
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from trainers import LossRecorder, arguments, assert_same_weights, smallest_budget
+from transformers import Trainer, TrainingArguments
+
+from hf_patrickstar import (
+    BudgetError,
+    ConfigError,
+    EngineError,
+    PatrickStarAccelerator,
+    PatrickStarEngine,
+    PatrickStarTrainer,
+    PatrickStarTrainingArguments,
+)
+
+MOVING = {"device_budget": 4096, "chunk_numel": 320}
+WIDTH = 16
+
+
+def make_layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+
+def adamw(model, **kwargs):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True, **kwargs)
+
+
+def twins(make=make_layers, config=MOVING, make_optimizer=adamw):
+    plain, managed = make(), make()
+    engine = PatrickStarEngine(managed, config, make_optimizer(managed))
+    return [(plain, make_optimizer(plain)), (managed, engine.optimizer)]
+
+
+def batch():
+    return torch.randn(4, WIDTH)
+
+
+def assert_equal(pair):
+    (plain, _), (managed, _) = pair
+    state_dict = managed.state_dict()
+    for key, value in plain.state_dict().items():
+        assert torch.equal(value, state_dict[key]), key
+
+
+def step_all(pair, x, loss=lambda model, x: model(x).square().sum()):
+    for model, optimizer in pair:
+        loss(model, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_full_parameters_nest_and_are_what_is_saved():
+    pair = twins()
+    model = pair[1][0]
+    engine = model.patrickstar_engine
+    before = model.state_dict()
+    with engine.full_parameters():
+        with engine.full_parameters():
+            pass
+        assert torch.equal(model[0].weight, before["0.weight"])
+        for parameter in model.parameters():
+            parameter.data.fill_(7.0)
+        assert all((value == 7).all() for value in model.state_dict().values())
+        model.load_state_dict(before)
+        assert torch.equal(model[0].weight, before["0.weight"])
+        with pytest.raises(EngineError, match=r"open in full_parameters"):
+            model(batch())
+        with pytest.raises(EngineError, match=r"open in full_parameters"):
+            engine.detach()
+    step_all(pair, batch())
+    assert_equal(pair)
+    with pytest.raises(EngineError, match=r"'0\.weight' was given another shape"), engine.full_parameters():  # noqa: PT012
+        model[0].weight.data = torch.zeros(3)
+        model[2].bias.data = model[2].bias.data.double() + 1
+    pair[0][0][2].bias.data += 1
+    assert_equal(pair)
+
+
+def test_gradients_in_full_parameters():
+    pair = twins()
+    x = batch()
+    for model, _ in pair:
+        model(x).square().sum().backward()
+    plain, managed = pair[0][0], pair[1][0]
+    with managed.patrickstar_engine.full_parameters(with_grads=True):
+        for model in (plain, managed):
+            model[0].weight.grad = None
+            model[0].bias.grad = torch.ones(WIDTH)
+            model[2].weight.grad.mul_(2)
+    for _, optimizer in pair:
+        optimizer.step()
+    assert_equal(pair)
+    with managed.patrickstar_engine.full_parameters(with_grads=True):
+        managed[2].weight.grad = torch.ones(WIDTH, WIDTH)
+    plain.zero_grad()
+    plain[2].weight.grad = torch.ones(WIDTH, WIDTH)
+    for _, optimizer in pair:
+        optimizer.step()
+    assert_equal(pair)
+
+
+def test_gradients_that_users_assign():
+    pair = twins()
+    x = batch()
+    for model, optimizer in pair:
+        parameters = list(model.parameters())
+        gradients = torch.autograd.grad(model(x).square().sum(), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal(pair)
+
+
+def test_inference_mode_before_training():
+    pair = twins()
+    for _ in range(2):
+        x = batch()
+        with torch.inference_mode():
+            assert torch.equal(*(model(x) for model, _ in pair))
+        step_all(pair, x)
+    assert_equal(pair)
+
+
+def fused_loss(model, inputs):
+    hidden = model.transformer(input_ids=inputs["input_ids"]).last_hidden_state
+    logits = nn.functional.linear(hidden[:, :-1], model.lm_head.weight)
+    return nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"][:, 1:].flatten())
+
+
+def test_a_loss_outside_the_model_that_reads_a_weight(tmp_path):
+    """The parts of a model called one by one, and a parameter used outside of every forward."""
+
+    def own(base):
+        class Own(base):
+            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+                return fused_loss(model, inputs)
+
+        return Own
+
+    runs = []
+    data = make_rows("gpt2", 32)
+    budget = {"device_budget": 2 * smallest_budget(make_model("gpt2"))}
+    for base, args_class, extra in (
+        (Trainer, TrainingArguments, {}),
+        (PatrickStarTrainer, PatrickStarTrainingArguments, {"patrickstar": True, "patrickstar_config": budget}),
+    ):
+        recorder = LossRecorder()
+        args = arguments(args_class, tmp_path, remove_unused_columns=False, **extra)
+        trainer = own(base)(model=make_model("gpt2"), args=args, train_dataset=data, callbacks=[recorder])
+        trainer.train()
+        runs.append((trainer, recorder))
+    assert runs[0][1].losses == runs[1][1].losses
+    assert runs[0][1].losses[0] > 1
+    assert_same_weights(runs[0][0].model, runs[1][0].model)
+
+
+class Queries(nn.Module):
+    """Modules that return parameters."""
+
+    class Holder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self):
+            return self.q
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.holder = self.Holder()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return self.layer(x) * self.holder(), self.temperature
+
+
+def test_modules_that_return_parameters():
+    pair = twins(Queries)
+    for _ in range(3):
+        step_all(pair, batch(), lambda model, x: (lambda out: (out[0].square() / out[1]).sum())(model(x)))
+        assert_equal(pair)
+
+
+def test_reading_an_attribute_between_steps():
+    pair = twins()
+    managed = pair[1][0]
+    step_all(pair, batch())
+    assert torch.equal(managed[0].weight, pair[0][0][0].weight)
+    assert torch.equal(managed[2].bias, pair[0][0][2].bias)
+    step_all(pair, batch())
+    assert managed[0].weight is dict(managed.named_parameters())["0.weight"]
+    assert_equal(pair)
+
+
+def test_assigned_data_and_writes_inside_a_forward_are_kept():
+    class Renormed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.embedding = nn.Embedding(WIDTH, WIDTH, max_norm=1.0)
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.layer.weight.div_(1.5)
+            return self.layer(self.embedding(x.abs().long() % WIDTH))
+
+    for config in (MOVING, {}):
+        pair = twins(Renormed, config)
+        for _ in range(3):
+            x = 5 * batch()
+            step_all(pair, x)
+            for model, _ in pair:
+                model.layer.bias.data = torch.full((WIDTH,), 0.5)
+            assert_equal(pair)
+            step_all(pair, x)
+            assert_equal(pair)
+    managed = pair[1][0]
+    managed.layer.bias.data = torch.zeros(3)
+    with pytest.raises(EngineError, match=r"'layer\.bias' was replaced by a tensor of shape \(3,\)"), torch.no_grad():
+        managed(batch())
+
+
+def test_clipping_a_part_of_the_parameters():
+    for config in (MOVING, {"dtype": "fp32"}):
+        pair = twins(config=config)
+        for _ in range(2):
+            x = 10 * batch()
+            norms = []
+            for model, optimizer in pair:
+                model(x).square().sum().backward()
+                part = list(model[0].parameters())
+                clip = optimizer.clip_grad_norm_ if model is pair[1][0] else torch.nn.utils.clip_grad_norm_
+                norms.append(clip(part, 0.1))
+                optimizer.step()
+                optimizer.zero_grad()
+            assert torch.equal(*norms)
+            assert_equal(pair)
+
+
+def test_two_models_on_one_accelerator():
+    accelerator = PatrickStarAccelerator(cpu=True, patrickstar_config=MOVING)
+    pairs = [twins() for _ in range(2)]
+    prepared = []
+    for _ in range(2):
+        model = make_layers()
+        prepared.append(accelerator.prepare(model, adamw(model)))
+    teacher = make_layers().requires_grad_(False)
+    student = make_layers()
+    prepared_student, prepared_teacher, _ = accelerator.prepare(student, teacher, adamw(student))
+    assert prepared_teacher is teacher
+    assert not teacher[0].weight.isnan().any()
+    assert hasattr(prepared_student, "patrickstar_engine")
+    x = 10 * batch()
+    for (model, optimizer), pair in zip(prepared, pairs, strict=True):
+        plain, plain_optimizer = pair[0]
+        model(x).square().sum().backward()
+        plain(x).square().sum().backward()
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.1)
+        assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+        optimizer.step()
+        plain_optimizer.step()
+        assert_equal([(plain, None), (model, None)])
+    with pytest.raises(EngineError, match="belong to 0 prepared models"):
+        accelerator.clip_grad_norm_(teacher.parameters(), 1.0)
+    both = [*prepared[0][0].parameters(), *prepared[1][0].parameters()]
+    with pytest.raises(EngineError, match="belong to 2 prepared models"):
+        accelerator.clip_grad_norm_(both, 1.0)
+
+
+def test_unfreezing_is_refused_with_the_remedy():
+    model = make_layers()
+    model[0].requires_grad_(False)
+    engine = PatrickStarEngine(model, MOVING, adamw(model))
+    model(batch()).sum().backward()
+    model[0].requires_grad_(True)
+    with pytest.raises(EngineError, match=r"'0\.weight' was frozen when the engine was made.*detach"):
+        model(batch())
+    engine.detach()
+
+
+def test_an_interrupted_forward_leaves_nothing_behind():
+    class Interrupt(nn.Module):
+        armed = False
+
+        def forward(self, x):
+            if self.armed:
+                raise KeyboardInterrupt
+            return x
+
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), Interrupt()))
+
+    pair = twins(make)
+    managed = pair[1][0]
+    managed[1][1].armed = True
+    with pytest.raises(KeyboardInterrupt):
+        managed(batch())
+    managed[1][1].armed = False
+    step_all(pair, batch())
+    assert_equal(pair)
+    assert all(tensor.users == 0 for tensor in managed.patrickstar_engine.manager.tensors)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_checkpointing_the_whole_model_recomputes_it():
+    pair = twins()
+    counts = {}
+    for model, _ in pair:
+        # A pre-hook: the recomputation stops as soon as it has what it needs, before a forward hook would be called.
+        model.register_forward_pre_hook(lambda m, *_: counts.update({id(m): counts.get(id(m), 0) + 1}))
+    step_all(pair, batch(), lambda model, x: checkpoint(model, x, use_reentrant=False).square().sum())
+    assert list(counts.values()) == [2, 2]
+    assert_equal(pair)
+
+
+def test_saved_tensors_hooks_of_the_user():
+    pair = twins()
+    packed = []
+
+    def loss(model, x):
+        packed.append(0)
+
+        def pack(tensor):
+            packed[-1] += 1
+            return tensor.clone()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return model(x).square().sum()
+
+    step_all(pair, batch(), loss)
+    assert packed[0] == packed[1] > 0
+    assert_equal(pair)
+
+
+def test_function_transforms():
+    pair = twins()
+    x = batch()
+    jacobians = [torch.func.jacrev(lambda x, model=model: model(x).sum(0))(x) for model, _ in pair]
+    assert torch.equal(*jacobians)
+
+
+def test_decoupled_weight_decay_of_adam():
+    def make_optimizer(model):
+        return torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=0.5, decoupled_weight_decay=True, fused=True)
+
+    pair = twins(make_optimizer=make_optimizer)
+    for _ in range(3):
+        step_all(pair, batch())
+    assert_equal(pair)
+
+
+def test_budget_errors_lose_no_gradient():
+    """The accumulation list does not fit: the gradient is still there, and what was computed can be used."""
+    model = make_layers()
+    plain = make_layers()
+    optimizer = adamw(plain)
+    config = {**MOVING, "host_budget": 16 * 640 + 64}
+    engine = PatrickStarEngine(model, config, adamw(model))
+    x = batch()
+    model(x).square().sum().backward()
+    with pytest.raises(BudgetError, match="'grad'"):
+        model(x)
+    plain(x).square().sum().backward()
+    optimizer.step()
+    engine.optimizer.step()
+    assert_equal([(plain, None), (model, None)])
+
+
+def test_state_of_another_optimizer_over_the_budget_is_told_after_a_whole_step():
+    def sgd(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    plain, model = make_layers(), make_layers()
+    optimizer = sgd(plain)
+    engine = PatrickStarEngine(model, {**MOVING, "host_budget": 8 * 640 + 64}, sgd(model))
+    x = batch()
+    for network, step in ((plain, optimizer), (model, engine.optimizer)):
+        network(x).square().sum().backward()
+        if network is model:
+            with pytest.raises(BudgetError, match="optimizer_state"):
+                step.step()
+        else:
+            step.step()
+    assert_equal([(plain, None), (model, None)])
+
+
+def test_working_sets_of_modules_that_call_others():
+    """What construction accepts, training can do: a module that holds its own parameters while it calls others."""
+
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.scale = nn.Parameter(torch.ones(WIDTH, WIDTH))
+            self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+            self.table = nn.ParameterList([torch.randn(WIDTH, WIDTH) for _ in range(2)])
+
+        def forward(self, x):
+            x = x @ self.scale @ self.table[0] @ self.table[1]
+            return self.attention(x[None], x[None], x[None])[0]
+
+    budget = smallest_budget(Nested())
+    pair = twins(Nested, {"device_budget": budget})
+    for _ in range(2):
+        step_all(pair, batch())
+    assert_equal(pair)
+    with pytest.raises(BudgetError, match="too small for module"):
+        twins(Nested, {"device_budget": budget - 1})
+
+
+def test_sixteen_bit_inputs_and_batch_norm():
+    model = make_layers()
+    PatrickStarEngine(model, {**MOVING, "dtype": "bf16"}, adamw(model))
+    assert model(batch()).dtype is torch.bfloat16
+    normed = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    with pytest.raises(ConfigError, match=r"module '1' \(BatchNorm1d\).*fp32"):
+        PatrickStarEngine(normed, {"dtype": "bf16"}, adamw(normed))
+    pair = twins(lambda: copy.deepcopy(normed))
+    step_all(pair, batch())
+    assert_equal(pair)
+
+
+def test_parameters_over_the_same_memory_are_refused():
+    model = make_layers()
+    model[2].weight = nn.Parameter(model[0].weight.data)
+    with pytest.raises(ConfigError, match=r"'0\.weight' and '2\.weight' are two parameters over the same memory"):
+        PatrickStarEngine(model, MOVING, adamw(model))
+
+
+def test_mixed_types_follow_the_majority():
+    model = make_layers()
+    model[0].to(torch.bfloat16).requires_grad_(False)
+    model[0].weight.data = torch.randn(WIDTH * 4, WIDTH).to(torch.bfloat16)
+    engine = PatrickStarEngine(model, MOVING, adamw(model))
+    assert engine.dtype is torch.bfloat16
+
+
+def test_load_state_dict_with_assign_is_refused():
+    model = make_layers()
+    PatrickStarEngine(model, MOVING, adamw(model))
+    with pytest.raises(EngineError, match="leave assign out"):
+        model.load_state_dict(model.state_dict(), assign=True)
+
+
+def test_editing_param_groups():
+    pair = twins()
+    for model, optimizer in pair:
+        optimizer.param_groups[0]["params"] = list(model[0].parameters())
+        optimizer.param_groups[0]["lr"] = 0.5
+    step_all(pair, batch())
+    assert_equal(pair)
+
+
+def test_batches_of_a_real_model_after_all_that():
+    model = make_model("bert")
+    engine = PatrickStarEngine(model, {"device_budget": smallest_budget(make_model("bert"))}, adamw(model))
+    loss = model(**make_batch("bert")).loss
+    engine.backward(loss)
+    engine.optimizer.step()
+    assert engine.stats()["steps"] == 1
