@@ -10,7 +10,7 @@ from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.units import parse_nbytes
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "eviction": ("lru", "list_order"),
+    "eviction": ("belady", "lru", "list_order"),
     "dtype": ("auto", "fp32", "bf16", "fp16"),
 }
 _TILE_QUANTUM = 64
@@ -29,8 +29,9 @@ class PatrickStarConfig:
             available to this process (cgroup limits respected). Too small raises ``BudgetError`` before training.
         chunk_numel: Elements per chunk, or ``"auto"``: the size, within the budget, that wastes least. Larger chunks
             use the bus better; smaller chunks need a smaller budget.
-        eviction: Which chunk leaves a full device: ``"lru"`` (the one unused longest) or ``"list_order"`` (the first
-            of the chunk list, as in the warm-up of PatrickStar section 8.1; moves more).
+        eviction: Which chunk leaves a full device: ``"belady"`` (the latest to be needed next, known from a recorded
+            first step, PatrickStar section 8.3), ``"lru"`` (the one unused longest) or ``"list_order"`` (the first of
+            the chunk list, as in the warm-up of section 8.1; moves more).
         cpu_embedding: Whether input embeddings are looked up on the CPU, so that only activations cross the bus
             (PatrickStar section 8.2): ``True``, ``False``, or ``"auto"``: untied embeddings with more rows than a
             micro-batch is likely to have tokens. Tied embeddings are computed on the device.
@@ -51,7 +52,7 @@ class PatrickStarConfig:
     device_budget: int | str = "auto"
     host_budget: int | str = "auto"
     chunk_numel: int | str = "auto"
-    eviction: Literal["lru", "list_order"] = "lru"
+    eviction: Literal["belady", "lru", "list_order"] = "belady"
     cpu_embedding: bool | Literal["auto"] = "auto"
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     pin_memory: bool | Literal["auto"] = "auto"

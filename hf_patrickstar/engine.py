@@ -30,7 +30,7 @@ from hf_patrickstar.report.statistics import Statistics
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.hooks import ModelHooks
 from hf_patrickstar.runtime.manager import GRADIENT, MASTER, ChunkManager
-from hf_patrickstar.schedule.eviction import make_policy
+from hf_patrickstar.schedule.eviction import Chooser
 from hf_patrickstar.schedule.placement import ChunkBytes, HomePlan, plan_homes
 from hf_patrickstar.states import TensorState
 from hf_patrickstar.units import format_nbytes
@@ -113,7 +113,7 @@ class PatrickStarEngine:
             chunks,
             self._pool,
             Transfers(self.device),
-            make_policy(self.config.eviction),
+            Chooser(self.config.eviction),
             self._emit,
             self._accumulate,
             self.config.debug_evict_all,
@@ -194,6 +194,7 @@ class PatrickStarEngine:
             ``chunk_loads``, ``chunk_evictions``, ``chunk_invalidations``: how often a chunk came to the device, left
             it for want of room, or was dropped because the optimizer had changed its home.
             ``steps``, ``skipped_steps``: optimizer steps.
+            ``lost_steps``: steps that did not do what the recorded one did, and went on without foresight.
             ``num_chunks``, ``chunk_numel``, ``chunk_utilisation``: the layout.
         """
         layout = self._decisions.choice.layout
@@ -204,6 +205,7 @@ class PatrickStarEngine:
             "host_budget_nbytes": self.ledger.budget(Tier.HOST),
             "model_data_nbytes": self.model_data_nbytes(),
             **self._statistics.summary(),
+            "lost_steps": self.manager.tracer.num_lost,
             "num_chunks": len(layout.chunks),
             "chunk_numel": layout.chunk_numel,
             "chunk_utilisation": layout.utilisation,

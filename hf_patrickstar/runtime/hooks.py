@@ -170,6 +170,8 @@ class ModelHooks:
                     manager.release(tensor, frame.stage)
             if frame.saved_tensors is not None:
                 frame.saved_tensors.__exit__(None, None, None)
+            if not stack and frame.stage is Stage.EVALUATION:
+                manager.tracer.end_interlude()
             return _to(output, self._device) if on_host else None
 
         self._handles.append(module.register_forward_pre_hook(before, prepend=True))
@@ -220,6 +222,9 @@ class ModelHooks:
             return
         if frame.stage is Stage.EVALUATION:
             self._manager.release_borrowed()
+            self._manager.tracer.begin_interlude("evaluation")
+        elif not self._manager.tracer.is_running:
+            self._manager.tracer.begin("training")
         # Where somebody else's hooks are in force (offloading of activations, checkpointing of the whole model) they
         # get all operands, and under torch.func hooks are not possible: an operand in a chunk then pins the chunk.
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is None and (
@@ -231,6 +236,7 @@ class ModelHooks:
     def unwind(self) -> None:
         """Ends every forward that is open on this thread, because it was interrupted."""
         stack = self._stack()
+        self._manager.tracer.forget()
         while stack:
             frame = stack.pop()
             for tensor in frame.acquired:

@@ -26,7 +26,8 @@ from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.memory.transfers import Transfers
 from hf_patrickstar.runtime.chunk import Chunk, GradientPlace, ManagedTensor
-from hf_patrickstar.schedule.eviction import Candidate, EvictionPolicy
+from hf_patrickstar.runtime.tracer import Tracer
+from hf_patrickstar.schedule.eviction import Chooser
 from hf_patrickstar.states import Stage, TensorState
 from hf_patrickstar.units import format_need
 
@@ -58,7 +59,7 @@ class ChunkManager:
         chunks: All chunks, with their payloads allocated.
         pool: Where device copies come from.
         transfers: How bytes cross.
-        policy: Which chunk leaves a full device.
+        chooser: Chooses which chunk leaves a full device.
         emit: Told of every event.
         accumulate: Whether gradients go to the accumulation list from the start (more than one micro-batch per step).
         evict_all: Evict all that can be evicted at every access and poison it (debugging).
@@ -69,7 +70,7 @@ class ChunkManager:
         chunks: list[Chunk],
         pool: PayloadPool,
         transfers: Transfers,
-        policy: EvictionPolicy,
+        chooser: Chooser,
         emit: Listener,
         accumulate: bool,
         evict_all: bool,
@@ -83,11 +84,14 @@ class ChunkManager:
         self.borrowed: list[ManagedTensor] = []  # acquired by code outside of every forward
         self._pool = pool
         self._transfers = transfers
-        self._policy = policy
+        self._chooser = chooser
         self._emit = emit
         self._evict_all = evict_all
         self._tick = 0
         self._generation = 0
+        self.tracer = Tracer(
+            0 if chunk.is_static else chunk.param.numel() * chunk.param.dtype.itemsize for chunk in chunks
+        )
         self._by_storage: dict[int, Chunk] = {}
         self._lock = threading.RLock()
         self._list_names = {name for chunk in chunks for name in chunk.lists}
@@ -214,6 +218,7 @@ class ChunkManager:
                     tensor.state is TensorState.HOLD_AFTER_BWD and tensor.gradient is GradientPlace.LIST
                 ):
                     tensor.go(TensorState.HOLD)
+            self.tracer.finish()
 
     def gradient(self, tensor: ManagedTensor) -> torch.Tensor | None:
         """The gradient of a parameter, at home, in the parameter's shape, or ``None``.
@@ -267,6 +272,7 @@ class ChunkManager:
         """Drops all gradients; parameters that were overwritten get their value back from ``master``."""
         with self._lock:
             self.release_borrowed()
+            self.tracer.forget()
             for tensor in self.tensors:
                 self.forget_gradient(tensor)
 
@@ -317,6 +323,7 @@ class ChunkManager:
     def finish_step(self) -> None:
         """Tells that the values changed."""
         self._generation += 1
+        self.tracer.forget()
 
     def close(self) -> None:
         """Gives every payload back. Parameters must have their own storage again by then."""
@@ -369,6 +376,8 @@ class ChunkManager:
         chunk.last_access = self._tick
         if tensor.gradient is GradientPlace.PARAM:
             self._move_gradient_to_list(tensor)
+        if self._chooser.needs_trace and not chunk.is_static:
+            self.tracer.visit(chunk.spec.index, lambda: self._in_use(exclude=chunk))
         if self._evict_all:
             for other in list(self._evictable(exclude=chunk)):
                 assert other.compute is not None
@@ -394,8 +403,9 @@ class ChunkManager:
         while self._pool.room(Tier.DEVICE) < nbytes:
             evictable = {other.spec.index: other for other in self._evictable(exclude=chunk)}
             if evictable:
-                candidates = [Candidate(index, other.last_access) for index, other in evictable.items()]
-                self._evict(evictable[self._policy.choose(candidates)])
+                candidates = [(index, other.last_access) for index, other in evictable.items()]
+                victim = self._chooser.choose(candidates, self.tracer.cursor, self.tracer.is_lost)
+                self._evict(evictable[victim])
                 continue
             if nbytes == 0:
                 return
@@ -420,6 +430,14 @@ class ChunkManager:
                 continue
             if not chunk.is_aliased:
                 yield chunk
+
+    def _in_use(self, exclude: Chunk) -> Iterable[int]:
+        """Indices of the chunks on the device that cannot leave now."""
+        for chunk in self.chunks:
+            if chunk.compute is None or chunk.is_static or chunk is exclude:
+                continue
+            if chunk.num_computing or chunk.is_aliased:
+                yield chunk.spec.index
 
     def _evict(self, chunk: Chunk) -> None:
         self._drop(chunk)

@@ -1,8 +1,10 @@
 """Which chunk leaves a full device. Pure decisions: a policy sees numbers and answers with a chunk index."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
+
+from hf_patrickstar.schedule.trace import Cursor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -12,14 +14,16 @@ class Candidate:
     Attributes:
         chunk_index: Its place in the chunk list.
         last_access: The tick at which it was last accessed; larger is later.
+        next_access: The moment at which it is needed next, or ``None`` if never. Only meaningful with foresight.
     """
 
     chunk_index: int
     last_access: int
+    next_access: int | None = None
 
 
 class EvictionPolicy(Protocol):
-    """Chooses victims. Policies that look into the future take a trace when they are made."""
+    """Chooses victims."""
 
     def choose(self, candidates: Sequence[Candidate]) -> int:
         """Returns the index of the chunk to evict; ``candidates`` is not empty."""
@@ -42,7 +46,49 @@ class LRUPolicy:
         return min(candidates, key=lambda candidate: (candidate.last_access, candidate.chunk_index)).chunk_index
 
 
-def make_policy(name: str) -> EvictionPolicy:
-    """The policy of a configuration's ``eviction``: ``"lru"`` or ``"list_order"``."""
-    policies: dict[str, EvictionPolicy] = {"lru": LRUPolicy(), "list_order": ListOrderPolicy()}
-    return policies[name]
+class BeladyPolicy:
+    """The chunk that is the latest to be needed next (PatrickStar section 8.3)."""
+
+    def choose(self, candidates: Sequence[Candidate]) -> int:
+        """Returns the chunk with the latest next access, the first of the list among equals."""
+
+        def distance(candidate: Candidate) -> tuple[float, int]:
+            moment = candidate.next_access
+            return (float("inf") if moment is None else moment, -candidate.chunk_index)
+
+        return max(candidates, key=distance).chunk_index
+
+
+class Chooser:
+    """Applies the policy of a configuration: with foresight where there is a trace to follow, without where not.
+
+    The runtime and the simulator both decide here.
+
+    Args:
+        name: ``"belady"``, ``"lru"`` or ``"list_order"``. Belady needs a trace: the warm-up step evicts in list order,
+            a step that leaves its trace by least recent use.
+    """
+
+    def __init__(self, name: str) -> None:
+        policies: dict[str, EvictionPolicy] = {"lru": LRUPolicy(), "list_order": ListOrderPolicy()}
+        self.needs_trace = name == "belady"
+        self._policy = policies.get(name)
+        self._belady, self._warmup, self._lost = BeladyPolicy(), policies["list_order"], policies["lru"]
+
+    def choose(self, chunks: Iterable[tuple[int, int]], cursor: Cursor | None, is_lost: bool = False) -> int:
+        """Chooses the chunk to evict.
+
+        Args:
+            chunks: Index and last access of every chunk that may leave; not empty.
+            cursor: The place in the trace of the step, if it has one and keeps to it.
+            is_lost: Whether the step has left its trace.
+
+        Returns:
+            The index of the victim.
+        """
+        if self._policy is not None:
+            return self._policy.choose([Candidate(index, last) for index, last in chunks])
+        if cursor is not None:
+            return self._belady.choose([Candidate(index, last, cursor.next_visit(index)) for index, last in chunks])
+        policy = self._lost if is_lost else self._warmup
+        return policy.choose([Candidate(index, last) for index, last in chunks])

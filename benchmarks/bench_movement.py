@@ -1,0 +1,143 @@
+"""Chunk loads and bytes moved by each eviction policy, against a lower bound.
+
+Traces come from the real engine: of a small GPT-2 on real tensors, whose movement per step is also counted and must
+be what the simulator says, exactly; of 1 B and 4 B parameters on fake tensors, where a step allocates nothing. Each
+is recorded with and without activation checkpointing and replayed under budgets from 10 to 100 % of the parameters.
+
+The lower bound is that of a step over n chunks of which k stay from forward to backward, 2 n - k loads, in bytes: what
+forward visits, plus what backward visits, less what the budget can carry over.
+"""
+
+import copy
+import time
+
+import common
+import torch
+
+from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.schedule.simulator import simulate
+from hf_patrickstar.units import format_nbytes
+
+SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+POLICIES = ("list_order", "lru", "belady")
+MODELS = {"small": (8, 512, 256), "1B": (20, 2048, 50304), "4B": (64, 2304, 50304)}
+
+
+def record(name, checkpointing, budget_share, policy, num_steps, fake):
+    """Trains a few steps; returns the engine, the numel, and loads and bytes of the last step."""
+    layers, hidden, vocabulary = MODELS[name]
+    model = common.make_gpt2(layers, hidden, vocabulary)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    numel = model.num_parameters()
+    # A lower share would make "auto" choose smaller chunks: every budget of a model uses the chunks of the smallest.
+    config = {
+        "dtype": "bf16",
+        "eviction": policy,
+        "device_budget": int(budget_share * 2 * numel),
+        "host_budget": 20 * numel,
+        "chunk_numel": 2 * hidden * hidden + 64,
+        "cpu_embedding": False,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    engine = PatrickStarEngine(model, config, optimizer)
+    moved = (0, 0)
+    for step in range(num_steps):
+        before = engine.stats()
+        if fake:
+            tokens = torch.zeros(1, 32, dtype=torch.long)
+            batch = {"input_ids": tokens, "labels": tokens}
+        else:
+            batch = common.make_batch(step, 1, 32, vocabulary, torch.device("cpu"))
+        model(**batch).loss.backward()
+        engine.optimizer.step()
+        after = engine.stats()
+        moved = tuple(after[key] - before[key] for key in ("chunk_loads", "host_to_device_nbytes"))
+    return engine, numel, moved
+
+
+def record_fake(name, checkpointing):
+    """The trace of one step on fake tensors, recorded with room for everything that a module needs."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        engine, numel, _ = record(name, checkpointing, 1.0, "belady", 1, fake=True)
+        return engine.manager.tracer.traces["training"], numel, updated_chunks(engine)
+
+
+def updated_chunks(engine):
+    """Chunks whose device copies are void after a step."""
+    return frozenset(chunk.spec.index for chunk in engine.manager.chunks if chunk.spec.trainable)
+
+
+def lower_bound(trace, budget):
+    """Bytes that any policy has to load; forward and backward are told apart by the turn, the last new chunk."""
+    first, last = {}, {}
+    for moment, visit in enumerate(trace.visits):
+        first.setdefault(visit.chunk_index, moment)
+        last[visit.chunk_index] = moment
+    turn = max(first.values())
+    forward = sum(trace.chunk_nbytes[index] for index in first)
+    backward = sum(trace.chunk_nbytes[index] for index, moment in last.items() if moment > turn)
+    return forward + max(backward - budget, 0)
+
+
+def compare(name, checkpointing, trace, numel, updated, counted):
+    """Prints and returns one row per budget."""
+    rows = []
+    for share in SHARES:
+        budget = int(share * 2 * numel)
+        bound = lower_bound(trace, budget)
+        row = {"model": name, "checkpointing": checkpointing, "share": share, "bound_nbytes": bound}
+        for policy in POLICIES:
+            try:
+                moved = simulate(trace, budget, policy, dropped_after=updated)
+            except BudgetError:
+                continue
+            row[policy] = {"loads": moved.loads, "nbytes": moved.host_to_device_nbytes}
+            real = counted.get((share, policy))
+            if real is not None and real != (moved.loads, moved.host_to_device_nbytes):
+                raise SystemExit(f"bench_movement: {name} {share} {policy}: engine {real}, simulator {moved}")
+        if "belady" not in row:
+            continue
+        cells = "".join(f"{row[policy]['loads']:>9}{format_nbytes(row[policy]['nbytes']):>12}" for policy in POLICIES)
+        over = row["belady"]["nbytes"] / bound - 1
+        row["belady_over_bound"] = over
+        kind = "checkpointing" if checkpointing else "plain"
+        print(f"{name:>6} {kind:>14} {share:>5.0%}{cells}{format_nbytes(bound):>12}{over:>8.1%}")
+        rows.append(row)
+    return rows
+
+
+def main():
+    """Prints the table and fails if the simulator and the engine disagree."""
+    parser = common.parser(__doc__)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    options = parser.parse_args()
+    head = "".join(f"{policy:>21}" for policy in POLICIES)
+    print(f"{'model':>6} {'':>14} {'share':>5}{head}{'bound':>12}{'over':>8}")
+    rows = []
+    for name in options.models:
+        for checkpointing in (False, True):
+            begin = time.time()
+            counted = {}
+            if name == "small":
+                engine, numel, _ = record(name, checkpointing, 1.0, "belady", 1, fake=False)
+                trace, updated = copy.deepcopy(engine.manager.tracer.traces["training"]), updated_chunks(engine)
+                for share in SHARES:
+                    for policy in POLICIES:
+                        try:
+                            counted[share, policy] = record(name, checkpointing, share, policy, 3, fake=False)[2]
+                        except BudgetError:
+                            continue
+            else:
+                trace, numel, updated = record_fake(name, checkpointing)
+            rows += compare(name, checkpointing, trace, numel, updated, counted)
+            print(f"{name:>6} recorded and replayed in {time.time() - begin:.0f} s")
+    print("the engine's counts equal the simulator's, exactly")
+    common.finish("bench_movement", options, {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()

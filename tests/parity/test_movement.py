@@ -1,0 +1,99 @@
+"""The simulator predicts what the engine moves, exactly; foresight never changes a loss."""
+
+import pytest
+import torch
+from models import make_batch, make_model
+from trainers import smallest_budget
+
+from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar.schedule.simulator import simulate
+
+KEYS = ("chunk_loads", "chunk_evictions", "host_to_device_nbytes")
+
+
+def steps_of(name, config, num_steps=4, checkpointing=False, freeze=False):
+    """Movement per step, losses, and the engine."""
+    model = make_model(name).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    if freeze:
+        for parameter in list(model.parameters())[2:8]:
+            parameter.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+    engine = PatrickStarEngine(model, config, optimizer)
+    before, moved, losses = [0, 0, 0], [], []
+    for step in range(num_steps):
+        torch.manual_seed(step)
+        loss = model(**make_batch(name, seed=step)).loss
+        loss.backward()
+        engine.optimizer.step()
+        losses.append(loss.item())
+        now = [engine.stats()[key] for key in KEYS]
+        moved.append(tuple(new - old for new, old in zip(now, before, strict=True)))
+        before = now
+    return moved, losses, engine
+
+
+@pytest.mark.parametrize("freeze", [False, True], ids=["trainable", "partly frozen"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("name", ["gpt2", "t5", "llama"])
+def test_simulation_is_the_engine(name, checkpointing, freeze):
+    model = make_model(name)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    smallest = smallest_budget(model, checkpointing=checkpointing)
+    chunk_numel = 1100
+    counts, all_losses = {}, []
+    for share in (0.0, 0.5, 0.8):
+        budget = max(int(smallest * 1.4), int(numel * 4 * share))
+        config = {"device_budget": budget, "chunk_numel": chunk_numel}
+        recorded = None
+        for eviction in ("belady", "lru", "list_order"):
+            moved, losses, engine = steps_of(name, {**config, "eviction": eviction}, 4, checkpointing, freeze)
+            all_losses.append(losses)
+            if recorded is None:
+                recorded = engine.manager.tracer.traces["training"]
+                updated = frozenset(c.spec.index for c in engine.manager.chunks if c.spec.trainable)
+            predicted = simulate(recorded, budget, eviction, dropped_after=updated)
+            assert moved[-1] == (predicted.loads, predicted.evictions, predicted.host_to_device_nbytes), eviction
+            assert moved[-1] == moved[-2], "steps repeat themselves"
+            assert engine.stats()["lost_steps"] == 0
+            assert predicted.device_peak_nbytes <= budget
+            counts[eviction] = moved[-1][2]
+        assert counts["belady"] <= min(counts["lru"], counts["list_order"]) * 1.05
+    assert all(losses == all_losses[0] for losses in all_losses)
+
+
+def test_a_step_that_leaves_its_trace_is_counted_and_right():
+    class Fickle(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(6))
+            self.order = range(6)
+
+        def forward(self, x):
+            for index in self.order:
+                x = torch.tanh(self.layers[index](x))
+            return x.square().mean()
+
+    plain, managed = Fickle(), Fickle()
+    optimizer = torch.optim.AdamW(plain.parameters(), fused=True)
+    engine = PatrickStarEngine(
+        managed,
+        {"device_budget": 3 * 320 * 4, "chunk_numel": 320},
+        torch.optim.AdamW(managed.parameters(), fused=True),
+    )
+    for order in (range(6), range(6), [5, 3, 1, 0], range(6), [2], range(6)):
+        x = torch.randn(4, 16)
+        losses = []
+        for model, step in ((plain, optimizer), (managed, engine.optimizer)):
+            model.order = order
+            loss = model(x)
+            loss.backward()
+            step.step()
+            model.zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+        with torch.no_grad():
+            assert torch.equal(plain(x), managed(x))
+    assert engine.stats()["lost_steps"] == 2 * 2, "two training steps and the evaluations after them"
