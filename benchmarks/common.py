@@ -55,7 +55,9 @@ def parser(description: str) -> argparse.ArgumentParser:
     """A parser with the options that every benchmark has."""
     options = argparse.ArgumentParser(description=description)
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options.add_argument("--output", help="write the result to this JSON file; '-' writes it to standard output only")
+    options.add_argument(
+        "--output", help="write the result to this JSON file, benchmarks/results/NAME_DEVICE.json if it is 'results'"
+    )
     return options
 
 
@@ -63,10 +65,10 @@ def finish(name: str, options: argparse.Namespace, result: dict) -> None:
     """Writes a result with everything that is needed to read and repeat it."""
     record = {"benchmark": name, "command": " ".join(sys.argv), **machine(options.device), **result}
     text = json.dumps(record, indent=2)
-    if options.output == "-":
-        print(text)
+    if options.output is None:
         return
-    target = pathlib.Path(options.output) if options.output else RESULTS / f"{name}_{options.device}.json"
+    named = RESULTS / f"{name}_{options.device}.json"
+    target = named if options.output == "results" else pathlib.Path(options.output)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text + "\n")
     print(f"written to {os.path.relpath(target)}")

@@ -6,14 +6,20 @@ Change two imports, pass ``--patrickstar``::
     from hf_patrickstar import PatrickStarTrainingArguments as TrainingArguments
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.engine import PatrickStarEngine, initialize_engine
 from hf_patrickstar.errors import BudgetError, ConfigError, EngineError, PatrickStarError, StateError
 from hf_patrickstar.version import __version__
 
+if TYPE_CHECKING:
+    from hf_patrickstar.integrations.accelerator import PatrickStarAccelerator
+    from hf_patrickstar.integrations.trainer import PatrickStarTrainer, PatrickStarTrainerMixin
+    from hf_patrickstar.integrations.training_args import PatrickStarArgumentsMixin, PatrickStarTrainingArguments
+
 _INTEGRATIONS = {
+    "PatrickStarArgumentsMixin": "hf_patrickstar.integrations.training_args",
     "PatrickStarAccelerator": "hf_patrickstar.integrations.accelerator",
     "PatrickStarTrainer": "hf_patrickstar.integrations.trainer",
     "PatrickStarTrainerMixin": "hf_patrickstar.integrations.trainer",
@@ -25,6 +31,7 @@ __all__ = [
     "ConfigError",
     "EngineError",
     "PatrickStarAccelerator",
+    "PatrickStarArgumentsMixin",
     "PatrickStarConfig",
     "PatrickStarEngine",
     "PatrickStarError",
@@ -44,3 +51,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(importlib.import_module(_INTEGRATIONS[name]), name)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -13,12 +13,17 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "eviction": ("belady", "lru", "list_order"),
     "dtype": ("auto", "fp32", "bf16", "fp16"),
 }
-_TILE_QUANTUM = 64
+_QUANTUM = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PatrickStarConfig:
     """Settings of the engine. Each default is right for most people; none has to be set.
+
+    Source: PatrickStar sections 6.1 (chunks), 8.1 (warm-up), 8.2 (placement) and 8.3 (eviction).
+
+    Raises:
+        ConfigError: If a value is not allowed.
 
     Attributes:
         device_budget: Bytes on the compute tier: a number, text such as ``"8GiB"``, or ``"auto"``. On an accelerator
@@ -73,6 +78,11 @@ class PatrickStarConfig:
                 raise ConfigError(
                     f"chunk_numel: expected 'auto' or a positive number of elements, got {self.chunk_numel!r}"
                 )
+            if chunk_numel < _QUANTUM:
+                raise ConfigError(
+                    f"chunk_numel: {chunk_numel} is smaller than the alignment of {_QUANTUM} elements; use 'auto' or a "
+                    "larger number"
+                )
             object.__setattr__(self, "chunk_numel", chunk_numel)
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
@@ -84,10 +94,10 @@ class PatrickStarConfig:
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
             raise ConfigError(f"warmup_fraction: expected a number above 0 and at most 1, got {fraction!r}")
         tile_numel = self.tile_numel
-        if isinstance(tile_numel, bool) or not isinstance(tile_numel, int) or tile_numel < _TILE_QUANTUM:
-            raise ConfigError(f"tile_numel: expected at least {_TILE_QUANTUM} elements, got {tile_numel!r}")
-        if tile_numel % _TILE_QUANTUM:
-            raise ConfigError(f"tile_numel: expected a multiple of {_TILE_QUANTUM}, got {tile_numel!r}")
+        if isinstance(tile_numel, bool) or not isinstance(tile_numel, int) or tile_numel < _QUANTUM:
+            raise ConfigError(f"tile_numel: expected at least {_QUANTUM} elements, got {tile_numel!r}")
+        if tile_numel % _QUANTUM:
+            raise ConfigError(f"tile_numel: expected a multiple of {_QUANTUM}, got {tile_numel!r}")
         if not isinstance(self.debug_evict_all, bool):
             raise ConfigError(f"debug_evict_all: expected true or false, got {self.debug_evict_all!r}")
 
@@ -126,7 +136,9 @@ class PatrickStarConfig:
         try:
             values = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"patrickstar_config: {origin} is not JSON: {error}") from error
+            raise ConfigError(
+                f'patrickstar_config: {origin} is not JSON: {error}; give an object such as {{"device_budget": "8GiB"}}'
+            ) from error
         if not isinstance(values, dict):
             raise ConfigError(f"patrickstar_config: {origin} holds {type(values).__name__}, expected a JSON object")
         return cls._from_dict(values)

@@ -19,7 +19,7 @@ from hf_patrickstar.events import Event, Listener
 from hf_patrickstar.layout.embedding import EmbeddingChoice, choose_embeddings
 from hf_patrickstar.layout.packing import align
 from hf_patrickstar.layout.search import ChunkSizeChoice, fixed_layout, search_layout
-from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec, collect_specs
+from hf_patrickstar.layout.specs import TensorSpec, collect_specs
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pool import PayloadPool, pinned_nbytes
 from hf_patrickstar.memory.tiers import Tier, non_model_meter, resolve_budgets
@@ -27,6 +27,7 @@ from hf_patrickstar.memory.transfers import Transfers
 from hf_patrickstar.optim.kernels import make_kernel
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.report.statistics import Statistics
+from hf_patrickstar.runtime.admission import check_model, check_values, choose_dtype, is_recomputed
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.hooks import ModelHooks
 from hf_patrickstar.runtime.manager import GRADIENT, MASTER, ChunkManager
@@ -37,7 +38,6 @@ from hf_patrickstar.units import format_nbytes
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _UNMEASURED_SHARE = 0.5
 """Part of an accelerator's budget that model data may fill while non-model data has not been measured."""
 
@@ -47,9 +47,9 @@ class _Decisions:
     """All that was decided before anything was allocated."""
 
     tensors: list[TensorSpec]
-    modules: list[ModuleSpec]
     parameters: list[torch.nn.Parameter]
     dtype: torch.dtype
+    dtype_reason: str
     choice: ChunkSizeChoice
     embeddings: EmbeddingChoice
     homes: HomePlan
@@ -100,15 +100,15 @@ class PatrickStarEngine:
         budgets = resolve_budgets(self.device, self.config.device_budget, self.config.host_budget)
         fraction = 1.0 if self.device.type == "cpu" else self.config.warmup_fraction
         self.ledger = Ledger(budgets, non_model_meter(self.device), fraction)
-        pin = self.device.type == "cuda" if self.config.pin_memory == "auto" else self.config.pin_memory
-        self._pool = PayloadPool(self.ledger, self.device, bool(pin) and torch.cuda.is_available())
+        pinned = self.config.pin_memory if self.config.pin_memory != "auto" else self.device.type == "cuda"
+        pinned = bool(pinned) and torch.cuda.is_available()
+        self._pool = PayloadPool(self.ledger, self.device, pinned)
         self._kernel = None
         if optimizer is not None:
-            prefer_fused = self.device.type != "cpu"
-            self._kernel = make_kernel(optimizer, self._pool, self.config.tile_numel, prefer_fused)
-        self._decisions = self._decide(precision, bool(pin) and torch.cuda.is_available())
+            self._kernel = make_kernel(optimizer, self._pool, self.config.tile_numel, self.device.type != "cpu")
+        self._decisions = self._decide(precision, pinned)
         chunks = self._allocate()
-        self._fill(chunks)
+        self._bind(chunks)
         self.manager = ChunkManager(
             chunks,
             self._pool,
@@ -119,31 +119,36 @@ class PatrickStarEngine:
             self.config.debug_evict_all,
         )
         self.weights = ChunkWeights(self.manager)
-        self._attached = True
         self.optimizer: ChunkedOptimizer | None = None
+        self._attached = True
+        self._buffer_devices: list[tuple[torch.Tensor, torch.device]] = []
+        self._attach(optimizer)
+        model.__dict__["patrickstar_engine"] = self
+        self._explain()
+
+    def _attach(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Hooks, then values: what goes wrong until the last line is undone."""
+        gradients = [(parameter, parameter.grad) for parameter in self._decisions.parameters]
         try:
             if optimizer is not None and self._kernel is not None:
                 self.optimizer = ChunkedOptimizer(optimizer, self._kernel, self.manager, self._emit)
-                self.optimizer.take_inner_state()
             self._hooks = ModelHooks(
-                model, self.manager, self.weights, self._zero_grad, self.device, training=self._training
+                self.model, self.manager, self.weights, self._zero_grad, self.device, training=self._training
             )
             self._hooks.attach()
+            self._move_in()
+            if self.optimizer is not None:
+                self.optimizer.take_inner_state()
         except BaseException:
             self.detach()
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
             raise
-        model.__dict__["patrickstar_engine"] = self
-        self._explain()
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of parameters and gradients on the compute device."""
         return self._decisions.dtype
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether the model is under management; false after ``detach``."""
-        return self._attached
 
     # One page of use
 
@@ -246,13 +251,15 @@ class PatrickStarEngine:
         if self.optimizer is not None:
             self.optimizer.give_back_state()
         for tensor in self.manager.tensors:
-            tensor.parameter.data = self.weights.read(tensor).to(tensor.device)
+            if tensor.state is not TensorState.FREE:  # else construction failed before it was moved in
+                tensor.parameter.data = self.weights.read(tensor).to(tensor.device)
         for buffer, device in self._buffer_devices:
             buffer.data = buffer.data.to(device)
         self.manager.close()
         if self._kernel is not None:
             self._kernel.release()
-        self.model.__dict__.pop("patrickstar_engine", None)
+        for name in ("patrickstar_engine", "backward"):
+            self.model.__dict__.pop(name, None)
 
     def _emit(self, event: Event) -> None:
         self._statistics.record(event)
@@ -266,10 +273,9 @@ class PatrickStarEngine:
     # Decisions
 
     def _decide(self, precision: str, pinned: bool) -> _Decisions:
-        tensors, modules, parameters = collect_specs(self.model, _is_recomputed)
+        tensors, modules, parameters = collect_specs(self.model, is_recomputed)
         self._check_model(tensors, parameters)
-        dtype = self._resolve_dtype(precision, parameters)
-        self._check_dtype(dtype)
+        dtype, reason = choose_dtype(self.model, self.config.dtype, precision, parameters)
         limit = self.ledger.limit(Tier.DEVICE)
         state_itemsize = self._state_itemsize(dtype)
         total = sum(align(spec.numel) * (dtype.itemsize + spec.trainable * state_itemsize) for spec in tensors)
@@ -289,7 +295,7 @@ class PatrickStarEngine:
             # Both tiers are the same memory: what the home takes is not there for the compute tier.
             left = limit - total
             self.ledger.lower_limit(Tier.DEVICE, max(left, choice.working_set_nbytes))
-        return _Decisions(tensors, modules, parameters, dtype, choice, embeddings, homes, pinned)
+        return _Decisions(tensors, parameters, dtype, reason, choice, embeddings, homes, pinned)
 
     def _plan_homes(self, choice: ChunkSizeChoice, dtype: torch.dtype, share: int, pinned: bool) -> HomePlan:
         state_itemsize = self._state_itemsize(dtype)
@@ -319,65 +325,12 @@ class PatrickStarEngine:
     def _check_model(self, tensors: list[TensorSpec], parameters: list[torch.nn.Parameter]) -> None:
         if "patrickstar_engine" in self.model.__dict__:
             raise EngineError("an engine is attached to this model already; call its detach() first")
-        if isinstance(self.model, torch.nn.DataParallel):
-            raise ConfigError("the model is wrapped in nn.DataParallel; pass the model itself (model.module)")
-        if hasattr(self.model, "_orig_mod"):
-            raise ConfigError("the model is compiled, which traces the engine's hooks away; pass the model itself")
-        for name, module in self.model.named_modules():
-            checkpoint = getattr(module, "_gradient_checkpointing_func", None)
-            if getattr(checkpoint, "keywords", {}).get("use_reentrant"):
-                raise ConfigError(
-                    f"module '{name}' uses reentrant checkpointing, which hides the backward of parameters; call "
-                    "model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
-                )
         if self._training and not any(spec.trainable for spec in tensors):
             raise EngineError(
                 "the model has no trainable parameter: every requires_grad is False; unfreeze what should be trained"
             )
-        storages: dict[tuple[int, int], str] = {}
-        for spec, parameter in zip(tensors, parameters, strict=True):
-            if parameter.device.type != "meta" and spec.numel:
-                place = (parameter.untyped_storage()._cdata, int(parameter.storage_offset()))
-                other = storages.setdefault(place, spec.name)
-                if other != spec.name:
-                    raise ConfigError(
-                        f"parameters '{other}' and '{spec.name}' are two parameters over the same memory; tie them by "
-                        "assigning one parameter to both modules (model.tie_weights() does)"
-                    )
-            if parameter.device.type == "meta":
-                raise EngineError(f"parameter '{spec.name}' is on the meta device and has no value; load weights first")
-            if type(parameter).__name__ in ("Params4bit", "Int8Params"):
-                raise ConfigError(
-                    f"parameter '{spec.name}' is quantized by bitsandbytes ({type(parameter).__name__}), which the "
-                    "engine does not manage; load the model without quantization"
-                )
-            if not parameter.dtype.is_floating_point:
-                raise ConfigError(
-                    f"parameter '{spec.name}' has type {parameter.dtype}; only floating types are managed"
-                )
-            if type(parameter.data).__name__ == "DTensor":
-                raise ConfigError(f"parameter '{spec.name}' is a DTensor; load the model without tensor parallelism")
-
-    def _check_dtype(self, dtype: torch.dtype) -> None:
-        for name, module in self.model.named_modules():
-            if dtype is not torch.float32 and isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-                raise ConfigError(
-                    f"module '{name}' ({type(module).__name__}) keeps running statistics in fp32 and cannot compute "
-                    "with 16-bit parameters; train in fp32 (dtype='fp32', without --bf16 and --fp16)"
-                )
-
-    def _resolve_dtype(self, precision: str, parameters: list[torch.nn.Parameter]) -> torch.dtype:
-        if self.config.dtype != "auto":
-            return _DTYPES[self.config.dtype]
-        if precision in _DTYPES:
-            return _DTYPES[precision]
-        if precision != "no":
-            raise ConfigError(f"precision '{precision}' is not supported; use bf16, fp16 or no")
-        numel: dict[torch.dtype, int] = {}
-        for parameter in parameters:
-            numel[parameter.dtype] = numel.get(parameter.dtype, 0) + parameter.numel()
-        largest = max(numel, key=lambda kind: numel[kind], default=torch.float32)
-        return largest if largest in _DTYPES.values() else torch.float32
+        check_model(self.model)
+        check_values([spec.name for spec in tensors], parameters)
 
     def _embedding_owners(self) -> frozenset[int]:
         return frozenset(
@@ -386,14 +339,27 @@ class PatrickStarEngine:
 
     def _explain(self) -> None:
         """One line per decision that ``auto`` made."""
-        decisions = self._decisions
-        logger.info(
-            "patrickstar: dtype=%s; %s", str(decisions.dtype).removeprefix("torch."), decisions.choice.describe()
-        )
+        decisions, config = self._decisions, self.config
+        name = str(decisions.dtype).removeprefix("torch.")
+        logger.info("patrickstar: parameters in %s (%s)", name, decisions.dtype_reason)
+        chosen = "chunk_numel=auto" if config.chunk_numel == "auto" else "as asked"
+        logger.info("patrickstar: %s: %s", chosen, decisions.choice.describe())
         logger.info("patrickstar: %s", decisions.homes.reason)
         logger.info("patrickstar: %s", decisions.embeddings.reason)
-        budget = {tier.value: format_nbytes(self.ledger.budget(tier)) for tier in Tier}
-        logger.info("patrickstar: budgets: device %s, host %s", budget["device"], budget["host"])
+        logger.info(
+            "patrickstar: pin_memory=%s: host chunks %s",
+            config.pin_memory,
+            "are pinned" if decisions.pinned else "are not pinned",
+        )
+        for tier, setting in ((Tier.DEVICE, config.device_budget), (Tier.HOST, config.host_budget)):
+            origin = "auto: what is available" if setting == "auto" else "as asked"
+            logger.info(
+                "patrickstar: %s_budget %s (%s), %s of it usable",
+                tier.value,
+                format_nbytes(self.ledger.budget(tier)),
+                origin,
+                format_nbytes(self.ledger.limit(tier)),
+            )
 
     # Payloads
 
@@ -426,34 +392,36 @@ class PatrickStarEngine:
             return () if loaded == {self._decisions.dtype} else (MASTER,)
         return (*self._kernel.list_names, GRADIENT) if self._accumulate else self._kernel.list_names
 
-    @torch.no_grad()
-    def _fill(self, chunks: list[Chunk]) -> None:
-        """Moves the parameters' values into their chunks, one at a time, freeing each as it goes."""
+    def _bind(self, chunks: list[Chunk]) -> None:
+        """Ties every parameter to its place; nothing is moved yet."""
         decisions = self._decisions
         placements = decisions.choice.layout.placements
         nan = torch.full((), float("nan"), dtype=decisions.dtype, device=self.device)
         nan_on_host = nan.to("cpu")
         for chunk in chunks:
             for index in chunk.spec.tensor_indices:
-                spec, parameter = decisions.tensors[index], decisions.parameters[index]
+                spec = decisions.tensors[index]
                 placeholder = (nan_on_host if chunk.spec.on_host else nan).expand(spec.shape)
-                tensor = ManagedTensor(spec, parameter, placements[index].offset_numel, placeholder)
-                chunk.add(tensor)
-                tensor.view(chunk.param).copy_(parameter.data)
-                if MASTER in chunk.lists:
-                    tensor.view(chunk.lists[MASTER]).copy_(parameter.data)
-                parameter.data = placeholder
-                parameter.grad = None
-                tensor.go(TensorState.HOLD)
-        self._buffer_devices = [(buffer, buffer.device) for buffer in self.model.buffers()]
-        for buffer, _ in self._buffer_devices:
+                parameter = decisions.parameters[index]
+                chunk.add(ManagedTensor(spec, parameter, placements[index].offset_numel, placeholder))
+
+    @torch.no_grad()
+    def _move_in(self) -> None:
+        """Moves the parameters' values into their chunks, one at a time, freeing each as it goes.
+
+        Frozen ones come last: in 16-bit they have no master, and could not be given back to the last bit.
+        """
+        for buffer in self.model.buffers():
+            self._buffer_devices.append((buffer, buffer.device))
             buffer.data = buffer.data.to(self.device)
-
-
-def _is_recomputed(module: torch.nn.Module) -> bool:
-    """Whether transformers recomputes this layer in backward; known by name, since only integrations import it."""
-    kinds = {kind.__name__ for kind in type(module).__mro__}
-    return "GradientCheckpointingLayer" in kinds and bool(getattr(module, "gradient_checkpointing", False))
+        for tensor in sorted(self.manager.tensors, key=lambda tensor: not tensor.spec.trainable):
+            parameter, chunk = tensor.parameter, tensor.chunk
+            tensor.view(chunk.param).copy_(parameter.data)
+            if MASTER in chunk.lists:
+                tensor.view(chunk.lists[MASTER]).copy_(parameter.data)
+            tensor.go(TensorState.HOLD)
+            parameter.data = tensor.placeholder
+            parameter.grad = None
 
 
 def _resolve_device(device: torch.device | str | None) -> torch.device:

@@ -14,7 +14,11 @@ class ConfigError(PatrickStarError, ValueError):
 
 
 class BudgetError(PatrickStarError, MemoryError):
-    """A tier would have gone over its byte budget. Nothing was allocated beyond it."""
+    """A tier would have gone over its byte budget; nothing was allocated beyond it.
+
+    The message has the need and what there is, in bytes, and what to change (PatrickStar section 9.2.1 tells when
+    training cannot work: the largest set of chunks in use at once must fit the device).
+    """
 
 
 class StateError(PatrickStarError, RuntimeError):

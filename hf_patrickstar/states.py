@@ -18,11 +18,6 @@ class TensorState(enum.Enum):
     HOLD_AFTER_FWD = "hold_after_fwd"
     HOLD_AFTER_BWD = "hold_after_bwd"
 
-    @property
-    def is_movable(self) -> bool:
-        """Whether a chunk with only such tensors may leave the compute device."""
-        return self is not TensorState.COMPUTE
-
 
 class Stage(enum.Enum):
     """What the engine is doing when an operator runs."""

@@ -1,9 +1,13 @@
 #!/usr/bin/env bash
-# Makes .venv and installs the package with pinned versions. torch goes first: on a machine without an accelerator
-# that keeps pip from choosing a build with gigabytes of CUDA libraries.
+# Makes .venv and installs the package with pinned versions. Which build of torch that is, with or without CUDA, is what
+# your pip configuration offers first for the pinned version. torch goes first, so that no other requirement chooses.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    echo "setup: $("$python" --version) is too old, the pinned packages need Python 3.11; set PYTHON=/path/to/python" >&2
+    exit 1
+fi
 if [ ! -x .venv/bin/python ]; then
     "$python" -m venv .venv
 fi

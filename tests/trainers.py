@@ -4,9 +4,10 @@ import torch
 from models import make_model, make_rows
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments, engine
+from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
 from hf_patrickstar.layout.search import search_layout
 from hf_patrickstar.layout.specs import collect_specs
+from hf_patrickstar.runtime.admission import is_recomputed
 
 
 class LossRecorder(TrainerCallback):
@@ -23,7 +24,7 @@ def smallest_budget(model, itemsize=4, checkpointing=False):
     """Bytes of the largest working set of a layout with chunks as small as its tensors allow."""
     if checkpointing:
         model.gradient_checkpointing_enable()
-    tensors, modules, _ = collect_specs(model, engine._is_recomputed)
+    tensors, modules, _ = collect_specs(model, is_recomputed)
     low, high = 1, sum(t.numel for t in tensors) * itemsize * 2
     while low < high:
         middle = (low + high) // 2

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, DynamoBackend
 
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.engine import PatrickStarEngine
@@ -22,6 +22,8 @@ class PatrickStarAccelerator(Accelerator):
     ``prepare(model, optimizer, ...)`` attaches an engine to the model, which stays the same object, and returns an
     optimizer over chunks. ``backward``, ``clip_grad_norm_``, ``accumulate``, ``save_state`` and ``load_state`` are
     used as always. ``mixed_precision`` chooses 16-bit parameters with fp32 masters in place of autocast.
+
+    Source: PatrickStar section 8.5, with Accelerate's interface in place of the paper's.
 
     Args:
         *args: As for ``Accelerator``.
@@ -70,6 +72,12 @@ class PatrickStarAccelerator(Accelerator):
             raise ConfigError(
                 f"Accelerate was configured for {self.distributed_type.value}, which manages parameters itself; remove "
                 "it from the accelerate config or from the arguments"
+            )
+        compiler = getattr(getattr(self.state, "dynamo_plugin", None), "backend", None)
+        if compiler is not None and compiler != DynamoBackend.NO:
+            raise ConfigError(
+                f"Accelerate was configured to compile with {compiler.value}, which traces the engine's hooks away; "
+                "remove the dynamo backend from the accelerate config or from the arguments"
             )
         if self.num_processes > 1:
             raise ConfigError(

@@ -1,20 +1,27 @@
 """``PatrickStarTrainer``, and the mixin that gives any other Trainer the same."""
 
+import logging
 from typing import Any
 
 from transformers import Trainer
 
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.engine import PatrickStarEngine
-from hf_patrickstar.errors import EngineError
+from hf_patrickstar.errors import ConfigError, EngineError
 from hf_patrickstar.integrations.accelerator import PatrickStarAccelerator, get_engine
+from hf_patrickstar.runtime.admission import check_model
 
 
 class PatrickStarTrainerMixin:
     """Makes a Trainer train in chunks when its arguments say ``patrickstar``.
 
-    Put it before the Trainer class: ``class MyTrainer(PatrickStarTrainerMixin, Seq2SeqTrainer): ...``. The arguments
-    must have ``patrickstar`` (see ``PatrickStarArgumentsMixin``); without it, or if it is false, nothing changes.
+    Put it before the Trainer class: ``class MyTrainer(PatrickStarTrainerMixin, Seq2SeqTrainer): ...``, and do the same
+    to its arguments with ``PatrickStarArgumentsMixin``. If ``patrickstar`` is false, nothing changes.
+
+    Raises:
+        ConfigError: At construction, if a setting or the model cannot work.
+        BudgetError: From ``train`` or ``evaluate``, if a budget (bytes) is too small; the model is as it was.
+        EngineError: From ``train``, if the model cannot be managed.
     """
 
     args: Any
@@ -25,13 +32,22 @@ class PatrickStarTrainerMixin:
         """Makes the accelerator as the Trainer does; with ``patrickstar`` it becomes a ``PatrickStarAccelerator``.
 
         Raises:
-            ConfigError: If a setting cannot work, or several processes were started.
+            ConfigError: If a setting or the model cannot work, or several processes were started.
         """
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        if getattr(self.args, "patrickstar", False):
-            config = PatrickStarConfig.from_any(self.args.patrickstar_config)
-            steps = self.args.gradient_accumulation_steps
-            PatrickStarAccelerator.adopt(self.accelerator, config, self.args.patrickstar_precision, steps)
+        if not getattr(self.args, "patrickstar", False):
+            return
+        if not hasattr(self.args, "patrickstar_precision"):
+            raise ConfigError(
+                f"{type(self.args).__name__} has 'patrickstar' but is not made for it; derive it from "
+                "PatrickStarArgumentsMixin and the TrainingArguments class of your Trainer"
+            )
+        _follow_log_level(self.args.get_process_log_level())
+        config = PatrickStarConfig.from_any(self.args.patrickstar_config)
+        if self.model is not None:
+            check_model(self.model)
+        steps = self.args.gradient_accumulation_steps
+        PatrickStarAccelerator.adopt(self.accelerator, config, self.args.patrickstar_precision, steps)
 
     @property
     def patrickstar_engine(self) -> PatrickStarEngine | None:
@@ -53,9 +69,24 @@ class PatrickStarTrainerMixin:
         return engine.stats()
 
 
+def _follow_log_level(level: int) -> None:
+    """Lets ``--log_level`` speak for this package too: at ``info`` it explains what ``auto`` decided."""
+    package = logging.getLogger("hf_patrickstar")
+    package.setLevel(level)
+    if not package.handlers and not logging.getLogger().handlers:
+        package.addHandler(logging.StreamHandler())
+
+
 class PatrickStarTrainer(PatrickStarTrainerMixin, Trainer):
     """``transformers.Trainer``; with ``PatrickStarTrainingArguments(patrickstar=True)`` it trains in chunks.
 
     Losses, logs, checkpoints, evaluation and resuming are the Trainer's own. The model object stays the same and
     stays usable: ``state_dict``, ``save_pretrained``, ``generate`` and ``load_state_dict`` see true values.
+
+    Source: PatrickStar section 8.5, with Hugging Face's interface in place of the paper's.
+
+    Raises:
+        ConfigError: At construction, if a setting or the model cannot work.
+        BudgetError: From ``train`` or ``evaluate``, if a budget (bytes) is too small; the model is as it was.
+        EngineError: From ``train``, if the model cannot be managed.
     """

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import TrainingArguments
 
@@ -12,12 +12,33 @@ from hf_patrickstar.errors import ConfigError
 _NOT_PER_CHUNK = ("lomo", "adalomo")
 
 
+@dataclasses.dataclass
 class PatrickStarArgumentsMixin:
-    """What ``--patrickstar`` changes in training arguments; for subclasses of ``TrainingArguments``.
+    """Gives the two arguments to any subclass of ``TrainingArguments``; put it first in the bases of a dataclass::
 
-    Use it before the class in the bases, and declare the fields ``patrickstar`` and ``patrickstar_config`` as
-    ``PatrickStarTrainingArguments`` does.
+        @dataclasses.dataclass
+        class MyArguments(PatrickStarArgumentsMixin, Seq2SeqTrainingArguments): ...
+
+    Args:
+        patrickstar: Train with model data in chunks.
+        patrickstar_config: Settings of the engine: a dictionary, JSON text, or the path of a JSON file; see
+            ``PatrickStarConfig`` for the keys.
+
+    Raises:
+        ConfigError: If arguments cannot work together.
     """
+
+    patrickstar: bool = dataclasses.field(
+        default=False,
+        metadata={"help": "Train with model data in chunks that move between device and host (PatrickStar)."},
+    )
+    patrickstar_config: dict[str, Any] | str | None = dataclasses.field(
+        default=None,
+        metadata={
+            "help": "Settings of PatrickStar: JSON text or the path of a JSON file, for example "
+            '\'{"device_budget": "8GiB"}\'. See PatrickStarConfig.'
+        },
+    )
 
     def __post_init__(self) -> None:
         """Validates the combination of arguments.
@@ -37,14 +58,9 @@ class PatrickStarArgumentsMixin:
         if self.patrickstar_config is not None:
             self.patrickstar_config = config.to_dict()
         # The engine trains 16-bit parameters with fp32 masters, so Accelerate must not autocast on top.
-        self.patrickstar_precision = self.mixed_precision
-        self.mixed_precision = "no"
-
-    if TYPE_CHECKING:  # annotations of the real class: the dataclass reads those, the parser too
-        patrickstar: bool
-        patrickstar_config: Any
-        mixed_precision: str
-        optim: Any
+        arguments: Any = self  # the fields of the TrainingArguments class behind the mixin
+        arguments.patrickstar_precision = arguments.mixed_precision
+        arguments.mixed_precision = "no"
 
     def _refuse_other_engines(self) -> None:
         for name, flag in (("fsdp", "ACCELERATE_USE_FSDP"), ("deepspeed", "ACCELERATE_USE_DEEPSPEED")):
@@ -70,7 +86,8 @@ class PatrickStarArgumentsMixin:
                     f"--{name}_kwargs '{{\"use_reentrant\": false}}'"
                 )
             setattr(self, f"{name}_kwargs", kwargs)
-        optim = str(getattr(self.optim, "value", self.optim))
+        arguments: Any = self
+        optim = str(getattr(arguments.optim, "value", arguments.optim))
         if optim in _NOT_PER_CHUNK or optim.endswith("_layerwise"):
             raise ConfigError(
                 f"--optim {optim} updates parameters inside backward, the engine after it; "
@@ -103,18 +120,8 @@ class PatrickStarTrainingArguments(PatrickStarArgumentsMixin, TrainingArguments)
         patrickstar_config: Settings of the engine: a dictionary, JSON text, or the path of a JSON file; see
             ``PatrickStarConfig`` for the keys.
 
+    Source: the design of ``transformers.TrainingArguments``; the settings are those of PatrickStar sections 6 and 8.
+
     Raises:
         ConfigError: If arguments cannot work together.
     """
-
-    patrickstar: bool = dataclasses.field(
-        default=False,
-        metadata={"help": "Train with model data in chunks that move between device and host (PatrickStar)."},
-    )
-    patrickstar_config: dict[str, Any] | str | None = dataclasses.field(
-        default=None,
-        metadata={
-            "help": "Settings of PatrickStar: JSON text or the path of a JSON file, for example "
-            '\'{"device_budget": "8GiB"}\'. See PatrickStarConfig.'
-        },
-    )

@@ -111,13 +111,6 @@ class Ledger:
         self._owners[tier][owner] = booked - nbytes
         self._used[tier] -= nbytes
 
-    def reset_peaks(self) -> None:
-        """Starts measuring peaks anew, from what is booked now."""
-        self._peak = dict(self._used)
-        self._owner_peaks = {
-            (tier, owner): nbytes for tier in Tier for owner, nbytes in self._owners[tier].items() if nbytes
-        }
-
     def table(self) -> str:
         """The book as text, for errors and reports."""
         rows = [f"{'tier':8}{'owner':24}{'now':>14}{'peak':>14}"]

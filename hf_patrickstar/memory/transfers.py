@@ -4,7 +4,7 @@ import torch
 
 
 class Ticket:
-    """A copy to the host that may still be under way.
+    """A copy that may still be under way.
 
     It does not keep the source alive: gradients must be free to go as soon as the copy is done, and the caching
     allocator, told of the stream, will not hand their memory out before.
@@ -19,7 +19,7 @@ class Ticket:
         self._event = event
 
     def wait(self) -> None:
-        """Blocks until the host may read what was copied."""
+        """Blocks until the host may read the target, or overwrite the source."""
         self._event.synchronize()
 
 
@@ -37,17 +37,28 @@ class Transfers:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._device = device
 
-    def to_device(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copies host -> device; kernels that are launched afterwards see the result."""
+    def to_device(self, source: torch.Tensor, target: torch.Tensor) -> Ticket | None:
+        """Copies host -> device; kernels that are launched afterwards see the result.
+
+        Args:
+            source: A host tensor.
+            target: A device tensor of the same shape.
+
+        Returns:
+            A ticket to wait for before the host overwrites ``source``, or ``None`` if the copy is complete.
+        """
         if self._stream is None:
             target.copy_(source)
-            return
+            return None
         compute = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(compute)
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=source.is_pinned())
+            event = torch.cuda.Event()
+            event.record(self._stream)
         target.record_stream(self._stream)
         compute.wait_stream(self._stream)
+        return Ticket(event)
 
     def to_host(self, source: torch.Tensor, target: torch.Tensor) -> Ticket | None:
         """Copies device -> host.

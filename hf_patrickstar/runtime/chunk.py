@@ -185,8 +185,13 @@ class Chunk:
         assert self.storage is not None
         return torch._C._storage_Use_Count(self.storage._cdata) > self.base_use_count
 
+    def note(self, ticket: Ticket | None) -> None:
+        """Remembers a copy into or out of the home that may still be under way."""
+        if ticket is not None:
+            self.tickets.append(ticket)
+
     def wait(self) -> None:
-        """Waits until every gradient that is on its way home has arrived."""
+        """Waits until the host may read and write the home: gradients have arrived, copies to the device are done."""
         for ticket in self.tickets:
             ticket.wait()
         self.tickets.clear()

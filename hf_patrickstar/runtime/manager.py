@@ -241,7 +241,7 @@ class ChunkManager:
         Raises:
             EngineError: If the shape is another one.
         """
-        if tensor.users or tensor.is_open:
+        if tensor.users or tensor.is_open or tensor.state is TensorState.FREE:
             return
         if not tensor.is_placeholder:
             self._check_usable(tensor)
@@ -297,7 +297,7 @@ class ChunkManager:
         chunk = tensor.chunk
         if chunk.compute is not None and not chunk.is_static:
             home = tensor.view(chunk.param)
-            self._transfers.to_device(home, tensor.view(chunk.compute))
+            chunk.note(self._transfers.to_device(home, tensor.view(chunk.compute)))
             self._emit(ValueRestored(chunk.spec.index, tensor.spec.index, home.numel() * home.dtype.itemsize))
 
     def finish_update(self, chunk: Chunk) -> None:
@@ -395,7 +395,7 @@ class ChunkManager:
         nbytes = numel * dtype.itemsize
         self._make_room(nbytes, chunk, who)
         payload = self._pool.allocate(Tier.DEVICE, numel, dtype, "param")
-        self._transfers.to_device(chunk.param, payload)
+        chunk.note(self._transfers.to_device(chunk.param, payload))
         self._by_storage[chunk.set_compute(payload)] = chunk
         self._emit(ChunkLoaded(chunk.spec.index, nbytes))
 
@@ -468,9 +468,7 @@ class ChunkManager:
         if chunk.is_static:
             tensor.view(chunk.param).copy_(gradient)
         else:
-            ticket = self._transfers.to_host(gradient, tensor.view(chunk.param))
-            if ticket is not None:
-                chunk.tickets.append(ticket)
+            chunk.note(self._transfers.to_host(gradient, tensor.view(chunk.param)))
         tensor.gradient = GradientPlace.PARAM
         self._emit(GradientStored(chunk.spec.index, tensor.spec.index, self._crossing_nbytes(chunk, gradient)))
 

@@ -471,3 +471,74 @@ def test_batches_of_a_real_model_after_all_that():
     engine.backward(loss)
     engine.optimizer.step()
     assert engine.stats()["steps"] == 1
+
+
+@pytest.mark.parametrize("stage", ["allocate", "hooks", "first", "middle", "state"])
+def test_a_construction_that_fails_anywhere_leaves_everything_as_it_was(stage, monkeypatch):
+    from hf_patrickstar.memory.pool import PayloadPool
+    from hf_patrickstar.optim.optimizer import ChunkedOptimizer
+    from hf_patrickstar.runtime.chunk import ManagedTensor
+    from hf_patrickstar.runtime.hooks import ModelHooks
+
+    model = make_model("gpt2")
+    model.transformer.wte.weight.requires_grad_(False)
+    optimizer = adamw(model)
+    model(**make_batch("gpt2")).loss.backward()
+    optimizer.step()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    gradients = {key: None if p.grad is None else p.grad.clone() for key, p in model.named_parameters()}
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    target, name, after = {
+        "allocate": (PayloadPool, "allocate", 5),
+        "hooks": (ModelHooks, "_attach_module", 4),
+        "first": (ManagedTensor, "go", 0),
+        "middle": (ManagedTensor, "go", 10),
+        "state": (ChunkedOptimizer, "take_inner_state", 0),
+    }[stage]
+    original, calls = getattr(target, name), []
+
+    def failing(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == after + 1:
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(target, name, failing)
+    with pytest.raises(KeyboardInterrupt):
+        PatrickStarEngine(model, {"device_budget": 40000}, optimizer)
+    monkeypatch.undo()
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]), key
+    for key, parameter in model.named_parameters():
+        assert (parameter.grad is None) == (gradients[key] is None), key
+        assert parameter.grad is None or torch.equal(parameter.grad, gradients[key]), key
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert len(optimizer.state) == sum(p.requires_grad for p in model.parameters())
+    model(**make_batch("gpt2")).loss.backward()
+    optimizer.step()
+
+
+def test_copies_are_possible_again_after_detach():
+    import pickle
+
+    from hf_patrickstar import initialize_engine
+
+    model, optimizer = initialize_engine(make_layers, MOVING)
+    model.backward(model(batch()).sum())
+    optimizer.step()
+    model.patrickstar_engine.detach()
+    assert "backward" not in vars(model)
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert torch.equal(copied[0].weight, model[0].weight)
+
+
+def test_compilers_of_accelerate_are_refused():
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    try:
+        with pytest.raises(ConfigError, match="remove the dynamo backend"):
+            PatrickStarAccelerator(cpu=True, dynamo_backend="eager")
+    finally:
+        AcceleratorState._reset_state(True)

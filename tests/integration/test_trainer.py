@@ -1,6 +1,8 @@
 """What people do with a Trainer besides training: evaluate, predict, generate, save, resume, choose the best."""
 
+import dataclasses
 import json
+import logging
 import os
 
 import pytest
@@ -21,11 +23,11 @@ from hf_patrickstar import (
     ConfigError,
     EngineError,
     PatrickStarAccelerator,
+    PatrickStarArgumentsMixin,
     PatrickStarTrainer,
     PatrickStarTrainerMixin,
     PatrickStarTrainingArguments,
 )
-from hf_patrickstar.integrations.training_args import PatrickStarArgumentsMixin
 
 
 def tight(name="gpt2", factor=1.0):
@@ -124,15 +126,17 @@ def test_generate_of_an_encoder_decoder(tmp_path):
 
 
 def test_seq2seq_trainer_with_the_mixin(tmp_path):
-    import dataclasses
-
     class OurTrainer(PatrickStarTrainerMixin, Seq2SeqTrainer):
         pass
 
     @dataclasses.dataclass
     class OurArguments(PatrickStarArgumentsMixin, Seq2SeqTrainingArguments):
-        patrickstar: bool = False
-        patrickstar_config: dict | str | None = None
+        pass
+
+    stock_args = arguments(Seq2SeqTrainingArguments, tmp_path)
+    stock_args.patrickstar = True
+    with pytest.raises(ConfigError, match="derive it from PatrickStarArgumentsMixin"):
+        OurTrainer(model=make_model("t5"), args=stock_args)
 
     kwargs = {"predict_with_generate": True, "generation_max_length": 8, "max_steps": 2}
     ours = make_trainer(OurTrainer, OurArguments, tmp_path / "ours", name="t5", **kwargs)
@@ -304,9 +308,8 @@ def test_refused_arguments(kwargs, match, tmp_path):
 def test_reentrant_checkpointing_of_the_model_is_refused(tmp_path):
     model = make_model("gpt2")
     model.gradient_checkpointing_enable({"use_reentrant": True})
-    trainer = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, model=model)
     with pytest.raises(ConfigError, match="'use_reentrant': False"):
-        run(trainer)
+        make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, model=model)
 
 
 def test_a_failed_construction_leaves_the_model_alone(tmp_path):
@@ -328,6 +331,32 @@ def test_a_failed_construction_leaves_the_model_alone(tmp_path):
     expected = make_trainer(Trainer, TrainingArguments, tmp_path)
     run(expected)
     assert_same_weights(expected.model, stock.model)
+
+
+@pytest.mark.parametrize("level", ["info", "warning"])
+def test_log_level_info_explains_every_auto(level, tmp_path, capfd):
+    package = logging.getLogger("hf_patrickstar")
+    handlers = list(logging.getLogger().handlers)
+    for handler in handlers:
+        logging.getLogger().removeHandler(handler)
+    try:
+        trainer = make_trainer(
+            PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, log_level=level, patrickstar_config={}
+        )
+        run(trainer)
+    finally:
+        for handler in list(package.handlers):
+            package.removeHandler(handler)
+        package.setLevel(logging.NOTSET)
+        for handler in handlers:
+            logging.getLogger().addHandler(handler)
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("patrickstar: ")]
+    words = ("dtype=auto", "chunk_numel=auto", "at home", "cpu_embedding=auto", "pin_memory=auto")
+    words += ("device_budget", "host_budget")
+    if level == "info":
+        assert all(sum(word in line for line in lines) == 1 for word in words), lines
+    else:
+        assert not lines
 
 
 def test_no_trainable_parameter(tmp_path):

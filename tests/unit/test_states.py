@@ -48,10 +48,6 @@ def test_every_state_can_be_reached_and_left():
     assert {new for _, new in LEGAL} == {old for old, _ in LEGAL} == {state.name for state in TensorState}
 
 
-def test_only_compute_pins():
-    assert [state for state in TensorState if not state.is_movable] == [TensorState.COMPUTE]
-
-
 @pytest.mark.parametrize(
     ("stage", "state"),
     [

@@ -74,17 +74,6 @@ def test_peaks_are_the_most_at_once(ledger):
     assert ledger.peak(HOST) == 0
 
 
-def test_reset_peaks_starts_from_now(ledger):
-    ledger.book(DEVICE, "param", 300)
-    ledger.book(DEVICE, "pool", 400)
-    ledger.unbook(DEVICE, "pool", 400)
-    ledger.reset_peaks()
-    assert ledger.peak(DEVICE) == 300
-    assert (ledger.owner_peak(DEVICE, "param"), ledger.owner_peak(DEVICE, "pool")) == (300, 0)
-    ledger.book(DEVICE, "param", 50)
-    assert (ledger.peak(DEVICE), ledger.owner_peak(DEVICE, "param")) == (350, 350)
-
-
 def test_going_over_changes_nothing_and_carries_the_table(ledger):
     ledger.book(HOST, "exp_avg", 4000)
     before = snapshot(ledger)
