@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: the cores of a laptop or CI machine are shared
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before torch: for deterministic algorithms
 
 import torch
 import transformers

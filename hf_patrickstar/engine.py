@@ -276,7 +276,7 @@ class PatrickStarEngine:
         tensors, modules, parameters = collect_specs(self.model, is_recomputed)
         self._check_model(tensors, parameters)
         dtype, reason = choose_dtype(self.model, self.config.dtype, precision, parameters)
-        limit = self.ledger.limit(Tier.DEVICE)
+        limit = self._chunk_limit(parameters)
         state_itemsize = self._state_itemsize(dtype)
         total = sum(align(spec.numel) * (dtype.itemsize + spec.trainable * state_itemsize) for spec in tensors)
         share = limit if self.device.type == "cpu" else int(limit * _UNMEASURED_SHARE)
@@ -296,6 +296,13 @@ class PatrickStarEngine:
             left = limit - total
             self.ledger.lower_limit(Tier.DEVICE, max(left, choice.working_set_nbytes))
         return _Decisions(tensors, parameters, dtype, reason, choice, embeddings, homes, pinned)
+
+    def _chunk_limit(self, parameters: list[torch.nn.Parameter]) -> int:
+        """Bytes of the device that chunks may take: what others (another model, say) hold there is not for us."""
+        limit = self.ledger.limit(Tier.DEVICE)
+        others = limit - self.ledger.available(Tier.DEVICE)  # nothing is booked yet
+        own = sum(p.numel() * p.dtype.itemsize for p in parameters if p.device == self.device)
+        return max(limit - max(others - own, 0), 0) if self.device.type == "cuda" else limit
 
     def _plan_homes(self, choice: ChunkSizeChoice, dtype: torch.dtype, share: int, pinned: bool) -> HomePlan:
         state_itemsize = self._state_itemsize(dtype)

@@ -71,13 +71,14 @@ class Ledger:
             free -= self._non_model_nbytes(self._used[tier])
         return free
 
-    def book(self, tier: Tier, owner: str, nbytes: int) -> None:
+    def book(self, tier: Tier, owner: str, nbytes: int, *, is_allocated: bool = False) -> None:
         """Books bytes for an owner.
 
         Args:
             tier: Where they live.
             owner: What they are, for example ``"exp_avg"``.
             nbytes: How many.
+            is_allocated: Whether they are taken already, so that they count as non-model data until they are booked.
 
         Raises:
             BudgetError: If the tier would go over its budget; nothing is booked then.
@@ -86,6 +87,8 @@ class Ledger:
         if nbytes < 0:
             raise ValueError(f"cannot book {nbytes} bytes for '{owner}'")
         available = self.available(tier)
+        if is_allocated and tier is Tier.DEVICE:
+            available += min(nbytes, self._non_model_nbytes(self._used[tier]))
         if nbytes > max(available, 0):
             raise BudgetError(
                 f"{tier.value}_budget exceeded: {format_need(nbytes)} more needed for '{owner}', "

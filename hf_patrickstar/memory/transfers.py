@@ -1,13 +1,16 @@
 """Copies between the tiers: a side stream and events on CUDA, plain copies on the budgeted CPU tier."""
 
+import collections
+
 import torch
+
+from hf_patrickstar.units import MIB
+
+_IN_FLIGHT_NBYTES = 64 * MIB
 
 
 class Ticket:
     """A copy that may still be under way.
-
-    It does not keep the source alive: gradients must be free to go as soon as the copy is done, and the caching
-    allocator, told of the stream, will not hand their memory out before.
 
     Args:
         event: The CUDA event that follows the copy.
@@ -36,6 +39,8 @@ class Transfers:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._device = device
+        self._in_flight: collections.deque[tuple[torch.cuda.Event, torch.Tensor, int]] = collections.deque()
+        self._in_flight_nbytes = 0
 
     def to_device(self, source: torch.Tensor, target: torch.Tensor) -> Ticket | None:
         """Copies host -> device; kernels that are launched afterwards see the result.
@@ -56,7 +61,6 @@ class Transfers:
             target.copy_(source, non_blocking=source.is_pinned())
             event = torch.cuda.Event()
             event.record(self._stream)
-        target.record_stream(self._stream)
         compute.wait_stream(self._stream)
         return Ticket(event)
 
@@ -79,5 +83,26 @@ class Transfers:
             target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._stream)
-        source.record_stream(self._stream)
+        self._keep(source, event, compute)
         return Ticket(event)
+
+    def settle(self) -> None:
+        """Lets go of gradients in flight: whatever the compute stream does next comes after their copies."""
+        if self._in_flight:
+            torch.cuda.current_stream(self._device).wait_event(self._in_flight[-1][0])
+            self._in_flight.clear()
+            self._in_flight_nbytes = 0
+
+    def _keep(self, source: torch.Tensor, event: torch.cuda.Event, compute: torch.cuda.Stream) -> None:
+        """Keeps a gradient until the compute stream has been told to wait for its copy; then its memory can be reused.
+
+        ``record_stream`` would do the same by the clock of the host, which runs far ahead: every gradient in between
+        would need memory of its own.
+        """
+        nbytes = source.numel() * source.dtype.itemsize
+        self._in_flight.append((event, source, nbytes))
+        self._in_flight_nbytes += nbytes
+        while self._in_flight_nbytes > _IN_FLIGHT_NBYTES and len(self._in_flight) > 1:
+            done, _, freed = self._in_flight.popleft()
+            compute.wait_event(done)
+            self._in_flight_nbytes -= freed

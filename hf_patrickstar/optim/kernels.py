@@ -24,6 +24,7 @@ from hf_patrickstar.runtime.manager import GRADIENT, MASTER
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
 WORKSPACE = "workspace"
+_DEVICE_TILE_NUMEL = 2**24
 
 
 class Kernel(Protocol):
@@ -122,8 +123,9 @@ class AdamKernel:
         self._scratch: dict[Tier, torch.Tensor] = {}
 
     def workspace_numel(self, capacity_numel: int) -> int:
-        """One tile."""
-        return min(self._tile_numel, capacity_numel)
+        """One tile, the larger one of a GPU's if the compute device is one."""
+        tile_numel = max(self._tile_numel, _DEVICE_TILE_NUMEL) if self._prefer_fused else self._tile_numel
+        return min(tile_numel, capacity_numel)
 
     def reserve(self, chunks: Sequence[Chunk]) -> None:
         """Allocates one tile per tier; see ``Kernel.reserve``."""
@@ -197,8 +199,13 @@ class AdamKernel:
             else:
                 joined.append(_Segment(start, start + tensor.spec.numel, group, step, tensor.gradient))
         for segment in joined:
-            for start in range(segment.start, segment.stop, self._tile_numel):
-                yield dataclasses.replace(segment, start=start, stop=min(start + self._tile_numel, segment.stop))
+            # Tiles are for the caches of CPUs; a GPU only pays for launching them.
+            on_host = chunk.param.device.type == "cpu"
+            numel = self._tile_numel if on_host else max(_DEVICE_TILE_NUMEL, self._tile_numel)
+            if not on_host and chunk.home in self._scratch:
+                numel = self._scratch[chunk.home].numel() // ALIGNMENT_NUMEL * ALIGNMENT_NUMEL
+            for start in range(segment.start, segment.stop, numel):
+                yield dataclasses.replace(segment, start=start, stop=min(start + numel, segment.stop))
 
     def _gradient(self, chunk: Chunk, segment: _Segment) -> torch.Tensor:
         part = slice(segment.start, segment.stop)
@@ -221,7 +228,8 @@ class AdamKernel:
         if fused is None and foreach is None and self._prefer_fused:
             fused = True
         beta1, beta2 = group["betas"]
-        step = torch.tensor(float(segment.step), device=master.device if fused else None)
+        # Made by a kernel: torch.tensor would copy from the host, and wait for it, once per tile.
+        step = torch.full((), float(segment.step), device=master.device if fused else "cpu")
         adam(
             [master],
             [gradient],
@@ -330,9 +338,9 @@ class PerChunkKernel:
         """Takes over the state of one parameter; an empty state resets it."""
         master = self._master(tensor)
         if state:
+            group = self._optimizer.param_groups[0]
             self._optimizer.state[master] = {
-                key: value.to(master.device, copy=True) if isinstance(value, torch.Tensor) and value.dim() else value
-                for key, value in state.items()
+                key: place_state(key, value, master.device, group) for key, value in state.items()
             }
         else:
             self._optimizer.state.pop(master, None)
@@ -359,13 +367,23 @@ class PerChunkKernel:
         difference = nbytes - self._booked.get(tensor.spec.index, 0)
         if difference > 0:
             try:
-                self._pool.ledger.book(tensor.chunk.home, "optimizer_state", difference)
+                self._pool.ledger.book(tensor.chunk.home, "optimizer_state", difference, is_allocated=True)
             except BudgetError as error:
                 self._over_budget = self._over_budget or error
                 return
         self._booked[tensor.spec.index] = nbytes
         if difference < 0:
             self._pool.ledger.unbook(tensor.chunk.home, "optimizer_state", -difference)
+
+
+def place_state(key: str, value: Any, device: torch.device, group: Mapping[str, Any]) -> Any:
+    """Puts a value of an optimizer's state where torch expects it: ``step`` is on the host unless a kernel reads it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if key == "step":
+        is_read_by_kernel = group.get("fused") or group.get("capturable")
+        return value.to(device if is_read_by_kernel else "cpu", copy=True)
+    return value.to(device, copy=True) if value.dim() else value
 
 
 def _reserve(kernel: Kernel, chunks: Sequence[Chunk], pool: PayloadPool) -> dict[Tier, torch.Tensor]:

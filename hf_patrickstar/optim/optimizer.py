@@ -7,9 +7,9 @@ import torch
 
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.events import Listener, StepFinished
-from hf_patrickstar.optim.kernels import Kernel
+from hf_patrickstar.optim.kernels import Kernel, place_state
 from hf_patrickstar.runtime.chunk import GradientPlace, ManagedTensor
-from hf_patrickstar.runtime.manager import MASTER, ChunkManager
+from hf_patrickstar.runtime.manager import MASTER, ChunkManager, gradient_norm
 
 
 class ChunkedOptimizer(torch.optim.Optimizer):
@@ -136,7 +136,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 continue
             norm = tensor.gradient_norm
             if norm is None or norm_type != 2.0:
-                norm = torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float32)
+                norm = gradient_norm(gradient, norm_type)
                 if norm_type == 2.0:
                     tensor.gradient_norm = norm
             norms.append(norm)
@@ -315,9 +315,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             state = self._kernel.tensor_state(tensor)
             self._kernel.load_tensor_state(tensor, {})
             if state:
+                group = self.param_groups[self._groups[tensor.spec.index]]
                 self.inner.state[parameter] = {
-                    key: value.to(tensor.device) if isinstance(value, torch.Tensor) and value.dim() else value
-                    for key, value in state.items()
+                    key: place_state(key, value, tensor.device, group) for key, value in state.items()
                 }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -123,7 +123,7 @@ class Chunk:
         "spec",
         "storage",
         "tensors",
-        "tickets",
+        "ticket",
     )
 
     def __init__(self, spec: ChunkSpec, home: Tier) -> None:
@@ -137,7 +137,7 @@ class Chunk:
         self.base_use_count = 0
         self.last_access = 0
         self.num_computing = 0
-        self.tickets: list[Ticket] = []
+        self.ticket: Ticket | None = None
         self._offsets: list[int] = []
 
     def add(self, tensor: ManagedTensor) -> None:
@@ -188,10 +188,10 @@ class Chunk:
     def note(self, ticket: Ticket | None) -> None:
         """Remembers a copy into or out of the home that may still be under way."""
         if ticket is not None:
-            self.tickets.append(ticket)
+            self.ticket = ticket  # copies run in order: the last one is enough
 
     def wait(self) -> None:
         """Waits until the host may read and write the home: gradients have arrived, copies to the device are done."""
-        for ticket in self.tickets:
-            ticket.wait()
-        self.tickets.clear()
+        if self.ticket is not None:
+            self.ticket.wait()
+            self.ticket = None

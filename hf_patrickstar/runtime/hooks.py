@@ -143,7 +143,7 @@ class ModelHooks:
         on_host = bool(own) and all(tensor.chunk.spec.on_host for tensor in own) and self._device.type != "cpu"
         stack_of, manager, name = self._stack, self._manager, self._names[module]
 
-        def before(_module: torch.nn.Module, args: Any) -> Any:
+        def before(_module: torch.nn.Module, args: Any) -> None:
             stack = stack_of()
             if stack and _module is self._model:
                 self.unwind()  # of a forward that was interrupted: torch runs no hooks after a KeyboardInterrupt
@@ -154,7 +154,10 @@ class ModelHooks:
             for tensor in own:
                 manager.acquire(tensor, name)
                 frame.acquired.append(tensor)
-            return tuple(_to(value, torch.device("cpu")) for value in args) if on_host else None
+
+        def bring_to_host(_module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            host = torch.device("cpu")
+            return _to(args, host), {name: _to(value, host) for name, value in kwargs.items()}
 
         def after(_module: torch.nn.Module, args: Any, output: Any) -> Any:
             stack = stack_of()
@@ -174,6 +177,8 @@ class ModelHooks:
                 manager.tracer.end_interlude()
             return _to(output, self._device) if on_host else None
 
+        if on_host:
+            self._handles.append(module.register_forward_pre_hook(bring_to_host, prepend=True, with_kwargs=True))
         self._handles.append(module.register_forward_pre_hook(before, prepend=True))
         self._handles.append(module.register_forward_hook(after, always_call=True))
         if own:
@@ -192,7 +197,9 @@ class ModelHooks:
         for tensor in self._manager.tensors:
             placeholder = tensor.placeholder.reshape(-1)[:1]
             changed = function(placeholder)
-            if (changed.dtype, changed.device) != (placeholder.dtype, placeholder.device):
+            stays = changed.device == placeholder.device
+            stays |= tensor.chunk.spec.on_host and changed.device == self._device
+            if changed.dtype != placeholder.dtype or not stays:
                 raise EngineError(
                     f"the model cannot be moved to {changed.device} as {changed.dtype} while its parameters are in "
                     "chunks; call model.patrickstar_engine.detach() first"
@@ -369,6 +376,6 @@ def _to(value: Any, device: torch.device) -> Any:
     """Moves a tensor, or the tensors of a tuple, to a device; leaves anything else alone."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
-    if isinstance(value, (tuple, list)):
+    if type(value) in (tuple, list):
         return type(value)(_to(item, device) for item in value)
     return value

@@ -87,6 +87,7 @@ class ChunkManager:
         self._chooser = chooser
         self._emit = emit
         self._evict_all = evict_all
+        self._num_copies = 0
         self._tick = 0
         self._generation = 0
         self.tracer = Tracer(
@@ -218,6 +219,7 @@ class ChunkManager:
                     tensor.state is TensorState.HOLD_AFTER_BWD and tensor.gradient is GradientPlace.LIST
                 ):
                     tensor.go(TensorState.HOLD)
+            self._transfers.settle()
             self.tracer.finish()
 
     def gradient(self, tensor: ManagedTensor) -> torch.Tensor | None:
@@ -328,6 +330,7 @@ class ChunkManager:
     def close(self) -> None:
         """Gives every payload back. Parameters must have their own storage again by then."""
         with self._lock:
+            self._transfers.settle()
             for chunk in self.chunks:
                 chunk.wait()
                 if chunk.compute is not None and not chunk.is_static:
@@ -385,7 +388,7 @@ class ChunkManager:
                 self._evict(other)
         if chunk.compute is None:
             self._load(chunk, who)
-        elif self._pool.room(Tier.DEVICE) < 0:
+        elif self._num_copies and self._pool.room(Tier.DEVICE) < 0:
             self._make_room(0, chunk, who)
         assert chunk.compute is not None
         return chunk.compute
@@ -395,6 +398,7 @@ class ChunkManager:
         nbytes = numel * dtype.itemsize
         self._make_room(nbytes, chunk, who)
         payload = self._pool.allocate(Tier.DEVICE, numel, dtype, "param")
+        self._num_copies += 1
         chunk.note(self._transfers.to_device(chunk.param, payload))
         self._by_storage[chunk.set_compute(payload)] = chunk
         self._emit(ChunkLoaded(chunk.spec.index, nbytes))
@@ -445,6 +449,7 @@ class ChunkManager:
 
     def _drop(self, chunk: Chunk) -> None:
         aliased = chunk.is_aliased
+        self._num_copies -= 1
         payload, key = chunk.clear_compute()
         del self._by_storage[key]
         self._pool.release(Tier.DEVICE, payload, "param", keep=not aliased)
@@ -464,7 +469,7 @@ class ChunkManager:
     def _write_over_parameter(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
         chunk = tensor.chunk
         if self.records_norms:
-            tensor.gradient_norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+            tensor.gradient_norm = gradient_norm(gradient)
         if chunk.is_static:
             tensor.view(chunk.param).copy_(gradient)
         else:
@@ -512,6 +517,13 @@ class ChunkManager:
         tensor.aside = None
         if tensor.state in (TensorState.HOLD_AFTER_FWD, TensorState.HOLD_AFTER_BWD):
             tensor.go(TensorState.HOLD)
+
+
+def gradient_norm(gradient: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
+    """The norm of one gradient in fp32, by the kernel that ``torch.nn.utils.get_total_norm`` uses on its device."""
+    if gradient.device.type == "cuda":
+        return torch._foreach_norm([gradient], norm_type, dtype=torch.float32)[0]
+    return torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float32)
 
 
 def _unfrozen(tensor: ManagedTensor) -> str:
