@@ -6,6 +6,7 @@ The recipes are run as ``python recipes/finetune_clm.py``, so this module is fou
 import dataclasses
 import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -488,6 +489,40 @@ def fit_embeddings(model: transformers.PreTrainedModel, tokenizer: PreTrainedTok
 
 
 # After training
+
+
+def train_and_evaluate(trainer: Any, checkpoint: str | None, perplexity: bool = False) -> dict[str, float]:
+    """Does what ``--do_train`` and ``--do_eval`` ask for; logs and saves the metrics and the model.
+
+    Args:
+        trainer: The Trainer, with its data sets.
+        checkpoint: The checkpoint directory to resume from, if any.
+        perplexity: Add the exponential of the evaluation loss to the metrics.
+
+    Returns:
+        The metrics of both.
+    """
+    results: dict[str, float] = {}
+    if trainer.args.do_train:
+        metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
+        metrics["train_samples"] = len(trainer.train_dataset)
+        trainer.save_model()
+        trainer.log_metrics("train", metrics)
+        trainer.save_metrics("train", metrics)
+        trainer.save_state()
+        results.update(metrics)
+    if trainer.args.do_eval:
+        metrics = trainer.evaluate()
+        metrics["eval_samples"] = len(trainer.eval_dataset)
+        if perplexity:
+            try:
+                metrics["perplexity"] = math.exp(metrics["eval_loss"])
+            except OverflowError:
+                metrics["perplexity"] = math.inf
+        trainer.log_metrics("eval", metrics)
+        trainer.save_metrics("eval", metrics)
+        results.update(metrics)
+    return results
 
 
 def print_patrickstar_stats(trainer: Any) -> None:

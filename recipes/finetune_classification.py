@@ -139,21 +139,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         compute_metrics=mean_squared_error if regression else accuracy,
     )
 
-    results: dict[str, float] = {}
-    if args.do_train:
-        metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
-        metrics["train_samples"] = len(examples["train"])
-        trainer.save_model()
-        trainer.log_metrics("train", metrics)
-        trainer.save_metrics("train", metrics)
-        trainer.save_state()
-        results.update(metrics)
-    if args.do_eval:
-        metrics = trainer.evaluate()
-        metrics["eval_samples"] = len(examples["validation"])
-        trainer.log_metrics("eval", metrics)
-        trainer.save_metrics("eval", metrics)
-        results.update(metrics)
+    results = common.train_and_evaluate(trainer, checkpoint)
     if args.do_predict:
         scores = first(trainer.predict(examples["test"], metric_key_prefix="predict").predictions)
         if regression:

@@ -14,7 +14,6 @@ Without ``--patrickstar`` it is the stock Trainer.
 """
 
 import dataclasses
-import math
 
 import common
 from transformers import AutoModelForCausalLM, default_data_collator, set_seed
@@ -84,25 +83,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         data_collator=default_data_collator,
     )
 
-    results: dict[str, float] = {}
-    if args.do_train:
-        metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
-        metrics["train_samples"] = len(train_dataset)
-        trainer.save_model()
-        trainer.log_metrics("train", metrics)
-        trainer.save_metrics("train", metrics)
-        trainer.save_state()
-        results.update(metrics)
-    if args.do_eval:
-        metrics = trainer.evaluate()
-        metrics["eval_samples"] = len(eval_dataset)
-        try:
-            metrics["perplexity"] = math.exp(metrics["eval_loss"])
-        except OverflowError:
-            metrics["perplexity"] = math.inf
-        trainer.log_metrics("eval", metrics)
-        trainer.save_metrics("eval", metrics)
-        results.update(metrics)
+    results = common.train_and_evaluate(trainer, checkpoint, perplexity=True)
     if args.patrickstar:
         common.print_patrickstar_stats(trainer)
     return results
