@@ -84,6 +84,30 @@ def measure(steps, device, options):
     return seconds, losses
 
 
+def make_steps(device, options):
+    """The two steps by name, the engine of the second, and the number of parameters."""
+    plain = common.make_gpt2(options.layers, options.hidden, positions=options.length)
+    ours = copy.deepcopy(plain)
+    plain.to(device=device)
+    masters = [parameter.detach().clone().requires_grad_() for parameter in plain.parameters()]
+    plain.to(dtype=common.DTYPES[options.dtype])
+    optimizer = torch.optim.AdamW(plain.parameters() if options.dtype == "fp32" else masters, lr=1e-3, fused=True)
+    engine = PatrickStarEngine(
+        ours,
+        {"dtype": options.dtype, "cpu_embedding": False},
+        torch.optim.AdamW(ours.parameters(), lr=1e-3, fused=True),
+        device=device,
+    )
+    if options.dtype == "fp32":
+        steps = {"plain": make_plain_step(plain, optimizer), "patrickstar": make_our_step(ours, engine)}
+    else:
+        steps = {
+            "plain": make_plain_master_step(plain, masters, optimizer),
+            "patrickstar": make_our_step(ours, engine),
+        }
+    return steps, engine, ours.num_parameters()
+
+
 def main():
     """Prints the ratio of step times and fails if losses differ."""
     parser = common.parser(__doc__)
@@ -104,26 +128,7 @@ def main():
     device = torch.device(options.device)
     ratios, plain_seconds, our_seconds, numel = [], [], [], 0
     for repeat in range(options.repeats):
-        plain = common.make_gpt2(options.layers, options.hidden, positions=options.length)
-        numel = plain.num_parameters()
-        ours = copy.deepcopy(plain)
-        plain.to(device=device)
-        masters = [parameter.detach().clone().requires_grad_() for parameter in plain.parameters()]
-        plain.to(dtype=common.DTYPES[options.dtype])
-        optimizer = torch.optim.AdamW(plain.parameters() if options.dtype == "fp32" else masters, lr=1e-3, fused=True)
-        engine = PatrickStarEngine(
-            ours,
-            {"dtype": options.dtype, "cpu_embedding": False},
-            torch.optim.AdamW(ours.parameters(), lr=1e-3, fused=True),
-            device=device,
-        )
-        if options.dtype == "fp32":
-            steps = {"plain": make_plain_step(plain, optimizer), "patrickstar": make_our_step(ours, engine)}
-        else:
-            steps = {
-                "plain": make_plain_master_step(plain, masters, optimizer),
-                "patrickstar": make_our_step(ours, engine),
-            }
+        steps, engine, numel = make_steps(device, options)
         seconds, losses = measure(steps, device, options)
         stats = engine.stats()
         if stats["chunk_loads"]:

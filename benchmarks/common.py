@@ -64,7 +64,8 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 def finish(name: str, options: argparse.Namespace, result: dict) -> None:
     """Writes a result with everything that is needed to read and repeat it."""
-    record = {"benchmark": name, "command": " ".join(sys.argv), **machine(options.device), **result}
+    words = [word for place, word in enumerate(sys.argv) if "--output" not in sys.argv[max(place - 1, 0) : place + 1]]
+    record = {"benchmark": name, "command": " ".join(words), **machine(options.device), **result}
     text = json.dumps(record, indent=2)
     if options.output is None:
         return

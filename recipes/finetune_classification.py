@@ -112,21 +112,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         for name, split in splits.items()
     }
 
-    try:
-        model = AutoModelForSequenceClassification.from_pretrained(
-            model_args.model_name_or_path,
-            config=config,
-            revision=model_args.model_revision,
-            dtype=model_args.dtype,
-            ignore_mismatched_sizes=model_args.ignore_mismatched_sizes,
-        )
-    except RuntimeError as error:
-        if "ignore_mismatched_sizes" not in str(error):
-            raise
-        raise ValueError(
-            f"the head of checkpoint '{model_args.model_name_or_path}' does not fit {config.num_labels} label(s); pass "
-            "--ignore_mismatched_sizes to train a new one"
-        ) from error
+    model = load_model(model_args, config)
     common.fit_embeddings(model, tokenizer)
     regression = not labels.names
     trainer = Trainer(
@@ -151,6 +137,25 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     if args.patrickstar:
         common.print_patrickstar_stats(trainer)
     return results
+
+
+def load_model(model_args, config):
+    """Loads the checkpoint with a head for the labels of the data."""
+    try:
+        return AutoModelForSequenceClassification.from_pretrained(
+            model_args.model_name_or_path,
+            config=config,
+            revision=model_args.model_revision,
+            dtype=model_args.dtype,
+            ignore_mismatched_sizes=model_args.ignore_mismatched_sizes,
+        )
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise ValueError(
+            f"the head of checkpoint '{model_args.model_name_or_path}' does not fit {config.num_labels} label(s); pass "
+            "--ignore_mismatched_sizes to train a new one"
+        ) from error
 
 
 def set_labels(config, splits, column, training):
