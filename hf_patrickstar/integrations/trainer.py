@@ -11,6 +11,9 @@ from hf_patrickstar.errors import ConfigError, EngineError
 from hf_patrickstar.integrations.accelerator import PatrickStarAccelerator, get_engine
 from hf_patrickstar.runtime.admission import check_model
 
+_PER_STEP = ("host_to_device_nbytes", "device_to_host_nbytes", "chunk_loads", "chunk_evictions")
+_OF_THE_RUN = ("device_peak_nbytes", "host_peak_nbytes", "skipped_steps", "lost_steps")
+
 
 class PatrickStarTrainerMixin:
     """Makes a Trainer train in chunks when its arguments say ``patrickstar``.
@@ -48,6 +51,33 @@ class PatrickStarTrainerMixin:
             check_model(self.model)
         steps = self.args.gradient_accumulation_steps
         PatrickStarAccelerator.adopt(self.accelerator, config, self.args.patrickstar_precision, steps)
+
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Logs as the Trainer does; beside a training loss go the engine's statistics, under ``patrickstar/``.
+
+        What moved and happened is per optimizer step since the last such log, peaks are those of the run; all sizes in
+        bytes.
+
+        Args:
+            logs: The values to log.
+            *args: As for ``Trainer.log``.
+            **kwargs: As for ``Trainer.log``.
+        """
+        engine = self.patrickstar_engine
+        if engine is not None and "loss" in logs:
+            logs = {**logs, **self._patrickstar_logs(engine.stats())}
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def _patrickstar_logs(self, stats: dict[str, Any]) -> dict[str, float]:
+        before: dict[str, Any] = getattr(self, "_patrickstar_logged", {})
+        if before.get("steps", 0) > stats["steps"]:
+            before = {}  # another engine since then
+        self._patrickstar_logged = stats
+        steps = max(
+            stats["steps"] + stats["skipped_steps"] - before.get("steps", 0) - before.get("skipped_steps", 0), 1
+        )
+        logs = {f"patrickstar/{key}": (stats[key] - before.get(key, 0)) / steps for key in _PER_STEP}
+        return logs | {f"patrickstar/{key}": stats[key] for key in _OF_THE_RUN}
 
     @property
     def patrickstar_engine(self) -> PatrickStarEngine | None:

@@ -246,6 +246,23 @@ def test_stats(tmp_path):
     assert min(stats[key] for key in ("host_to_device_nbytes", "chunk_loads", "chunk_evictions")) > 0
 
 
+def test_statistics_are_logged_per_step(tmp_path):
+    trainer, _ = train("gpt2", tmp_path, tight(), logging_steps=2, max_steps=5, eval_strategy="steps", eval_steps=4)
+    stats = trainer.patrickstar_stats()
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["step"] for entry in entries] == [2, 4]
+    numel = sum(parameter.numel() for parameter in trainer.model.parameters())
+    for entry in entries:
+        assert entry["patrickstar/device_to_host_nbytes"] == 4 * numel
+        assert entry["patrickstar/device_peak_nbytes"] <= stats["device_budget_nbytes"]
+        assert entry["patrickstar/host_peak_nbytes"] == stats["host_peak_nbytes"]
+        assert entry["patrickstar/chunk_loads"] > 0
+        assert entry["patrickstar/lost_steps"] == entry["patrickstar/skipped_steps"] == 0
+    assert all("patrickstar/chunk_loads" not in entry for entry in trainer.state.log_history if "eval_loss" in entry)
+    stock, _ = train("gpt2", tmp_path)
+    assert not any(key.startswith("patrickstar") for entry in stock.state.log_history for key in entry)
+
+
 def test_lora(tmp_path):
     peft = pytest.importorskip("peft")
 
