@@ -274,7 +274,6 @@ class ChunkManager:
         """Drops all gradients; parameters that were overwritten get their value back from ``master``."""
         with self._lock:
             self.release_borrowed()
-            self.tracer.forget()
             for tensor in self.tensors:
                 self.forget_gradient(tensor)
 

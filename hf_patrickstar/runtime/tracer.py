@@ -4,12 +4,15 @@ from collections.abc import Callable, Iterable
 
 from hf_patrickstar.schedule.trace import Cursor, Trace, Visit
 
+_MOST_LOST_IN_A_ROW = 2
+
 
 class Tracer:
     """The traces of a model, one for each kind of step.
 
     The first step of a kind is recorded, later ones are followed. A step that does not do what its trace says is lost:
-    it goes on without foresight, and is counted.
+    it goes on without foresight, and is counted. After two in a row the trace is recorded anew: the first step may have
+    failed half way, or the model have changed.
 
     Args:
         chunk_nbytes: Bytes of every chunk's ``param`` payload, by chunk index; 0 for a chunk that never moves.
@@ -23,6 +26,7 @@ class Tracer:
         self._chunk_nbytes = tuple(chunk_nbytes)
         self._key: str | None = None
         self._visits: list[Visit] = []
+        self._lost_in_a_row: dict[str, int] = {}
         self._interrupted: list[tuple[str | None, list[Visit], Cursor | None, bool]] = []
 
     @property
@@ -68,12 +72,19 @@ class Tracer:
     def forget(self) -> None:
         """Drops a step that came to nothing: a forward without backward."""
         self._key = None
+        self._interrupted.clear()
         self.finish()
 
     def finish(self) -> None:
         """Ends the step; what was recorded becomes its trace."""
         if self._key is not None and self._key not in self.traces and self._visits:
             self.traces[self._key] = Trace(self._key, self._chunk_nbytes, tuple(self._visits))
+        elif self._key is not None:
+            in_a_row = self._lost_in_a_row.get(self._key, 0) + 1 if self.is_lost else 0
+            if in_a_row == _MOST_LOST_IN_A_ROW:
+                del self.traces[self._key]
+                in_a_row = 0
+            self._lost_in_a_row[self._key] = in_a_row
         self._key = None
         self.cursor = None
         self.is_lost = False

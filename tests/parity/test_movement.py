@@ -97,3 +97,28 @@ def test_a_step_that_leaves_its_trace_is_counted_and_right():
         with torch.no_grad():
             assert torch.equal(plain(x), managed(x))
     assert engine.stats()["lost_steps"] == 2 * 2, "two training steps and the evaluations after them"
+
+
+def test_zero_grad_between_forward_and_backward_does_not_lose_the_trace():
+    """A common order of calls; without its trace a step would evict in the warm-up's list order for ever."""
+    moved = []
+    for between in (False, True):
+        model = make_model("gpt2").train()
+        numel = sum(parameter.numel() for parameter in model.parameters())
+        engine = PatrickStarEngine(
+            model,
+            {"device_budget": numel * 2, "chunk_numel": 1100},
+            torch.optim.AdamW(model.parameters(), fused=True),
+        )
+        for step in range(4):
+            if not between:
+                engine.optimizer.zero_grad()
+            loss = model(**make_batch("gpt2", seed=step)).loss
+            if between:
+                engine.optimizer.zero_grad()
+            loss.backward()
+            engine.optimizer.step()
+        assert "training" in engine.manager.tracer.traces
+        assert engine.stats()["lost_steps"] == 0
+        moved.append(engine.stats()["host_to_device_nbytes"])
+    assert moved[0] == moved[1]

@@ -81,3 +81,33 @@ def test_a_simulation_that_cannot_work():
     with pytest.raises(BudgetError, match=r"moment 1 of trace 't': chunk 1 and the chunks in use \(\[0\]\)"):
         simulate(trace, 15, "belady")
     assert simulate(trace, 20, "lru", dropped_after=frozenset({0, 1})).loads == 2
+
+
+def test_a_trace_that_was_left_twice_in_a_row_is_recorded_anew():
+    """A first step that failed half way leaves a wrong trace; steps must not be lost for ever because of it."""
+    tracer = Tracer([8, 8, 8])
+
+    def step(chunks):
+        tracer.begin("training")
+        visit_all(tracer, chunks)
+        lost = tracer.is_lost
+        tracer.finish()
+        return lost
+
+    assert [step(chunks) for chunks in ([0, 0, 1], [0, 1, 2], [0, 0, 1], [0, 1, 2])] == [False, True, False, True]
+    assert [step([0, 1, 2]) for _ in range(4)] == [True, False, False, False]
+    assert [visit.chunk_index for visit in tracer.traces["training"].visits] == [0, 1, 2]
+    assert tracer.num_lost == 3
+
+
+def test_forgetting_ends_an_evaluation_that_was_interrupted():
+    tracer = Tracer([8])
+    tracer.begin("training")
+    tracer.begin_interlude("evaluation")
+    tracer.forget()
+    tracer.begin_interlude("evaluation")
+    visit_all(tracer, [0])
+    tracer.end_interlude()
+    assert not tracer.is_running
+    tracer.end_interlude()
+    assert not tracer.is_running
