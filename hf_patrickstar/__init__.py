@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.engine import PatrickStarEngine, initialize_engine
-from hf_patrickstar.errors import BudgetError, ConfigError, EngineError, PatrickStarError, StateError
+from hf_patrickstar.errors import (
+    BudgetError,
+    ConfigError,
+    DeviceMemoryError,
+    EngineError,
+    PatrickStarError,
+    StateError,
+)
 from hf_patrickstar.version import __version__
 
 if TYPE_CHECKING:
@@ -29,6 +36,7 @@ _INTEGRATIONS = {
 __all__ = [
     "BudgetError",
     "ConfigError",
+    "DeviceMemoryError",
     "EngineError",
     "PatrickStarAccelerator",
     "PatrickStarArgumentsMixin",

@@ -11,6 +11,7 @@ from hf_patrickstar.units import parse_nbytes
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "eviction": ("belady", "lru", "list_order"),
+    "placement": ("auto", "host"),
     "dtype": ("auto", "fp32", "bf16", "fp16"),
 }
 _QUANTUM = 64
@@ -27,9 +28,12 @@ class PatrickStarConfig:
 
     Attributes:
         device_budget: Bytes on the compute tier: a number, text such as ``"8GiB"``, or ``"auto"``. On an accelerator
-            it covers model and non-model data, and ``"auto"`` is what the device has free less a reserve of 5 %. On a
-            machine without one it covers the chunks of the compute tier (model data), and ``"auto"`` is 90 % of what
-            the machine has available, less what the host tier takes of it. Smaller saves memory and moves more bytes.
+            ``"auto"`` is what the device has free less a reserve of 5 %. It covers model and non-model data together.
+            On a machine without an accelerator ``"auto"`` is 90 % of the memory that is available, less what the host
+            tier takes of it, and only chunks are counted; a number covers activations too there, which costs some
+            time in the steps that are recorded. Smaller saves memory and moves more bytes.
+        chunk_budget: Bytes that chunks may take on the compute tier at most: a number, text, or ``"auto"``: whatever
+            non-model data leaves of ``device_budget``. A number leaves more of the device to others, and moves more.
         host_budget: Bytes on the host tier for model data: a number, text, or ``"auto"``: 90 % of the memory that is
             available to this process (cgroup limits respected). Too small raises ``BudgetError`` before training.
         chunk_numel: Elements per chunk, or ``"auto"``: the size, within the budget, that wastes least. Larger chunks
@@ -38,15 +42,21 @@ class PatrickStarConfig:
             first step, PatrickStar section 8.3), ``"lru"`` (the one unused longest) or ``"list_order"`` (the first of
             the chunk list, as in the warm-up of section 8.1; moves more).
         cpu_embedding: Whether input embeddings are looked up on the CPU, so that only activations cross the bus
-            (PatrickStar section 8.2): ``True``, ``False``, or ``"auto"``: untied embeddings with more rows than a
-            micro-batch is likely to have tokens. Tied embeddings are computed on the device.
+            (PatrickStar section 8.2): ``True``, ``False``, or ``"auto"``: untied embeddings whose weights are more
+            bytes than the rows that a micro-batch looks up, as the first step shows. A tied embedding that is looked
+            up on the CPU still moves for the other modules that use it.
+        placement: Where optimizer states live: ``"auto"`` gives the chunks of the first layers a home in the device
+            margin, as many as the recorded steps leave room for (PatrickStar section 8.2), and the optimizer updates
+            them there; ``"host"`` keeps all at home on the host, unless all fits on the device.
+        prefetch_depth: How many chunks may be on their way to the compute tier ahead of the one that needs them; 0
+            loads each when it is needed. More hides the bus better where there is room, and never moves more bytes.
         dtype: Type of parameters and gradients on the compute device: ``"fp32"``, ``"bf16"``, ``"fp16"``, or
             ``"auto"``: what ``--bf16`` or ``--fp16`` says, else the type that the model was loaded in. The optimizer
             always works on fp32 masters.
         pin_memory: Whether host chunks that move are page-locked: ``True``, ``False``, or ``"auto"``: yes with a CUDA
             device. Pinned memory copies faster and asynchronously; torch rounds each pinned allocation up to a power
             of two, which is booked against ``host_budget``.
-        warmup_fraction: Part of ``device_budget`` that may be used on an accelerator, between 0 and 1. The rest is
+        warmup_fraction: Part of ``device_budget`` that is used while a step is recorded, between 0 and 1. The rest is
             the reserve for activations that grow between two chunk accesses (PatrickStar section 8.1).
         tile_numel: Elements that the optimizer works on at a time, a multiple of 64. 2**19 elements keep a tile's
             gradient, parameter and states in the cache of common CPUs.
@@ -56,9 +66,12 @@ class PatrickStarConfig:
 
     device_budget: int | str = "auto"
     host_budget: int | str = "auto"
+    chunk_budget: int | str = "auto"
     chunk_numel: int | str = "auto"
     eviction: Literal["belady", "lru", "list_order"] = "belady"
     cpu_embedding: bool | Literal["auto"] = "auto"
+    placement: Literal["auto", "host"] = "auto"
+    prefetch_depth: int = 2
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     pin_memory: bool | Literal["auto"] = "auto"
     warmup_fraction: float = 0.8
@@ -66,7 +79,7 @@ class PatrickStarConfig:
     debug_evict_all: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("device_budget", "host_budget"):
+        for name in ("device_budget", "host_budget", "chunk_budget"):
             value = getattr(self, name)
             if value != "auto":
                 object.__setattr__(self, name, parse_nbytes(value, name))
@@ -93,6 +106,9 @@ class PatrickStarConfig:
         fraction = self.warmup_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
             raise ConfigError(f"warmup_fraction: expected a number above 0 and at most 1, got {fraction!r}")
+        depth = self.prefetch_depth
+        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
+            raise ConfigError(f"prefetch_depth: expected a number of chunks, 0 or more, got {depth!r}")
         tile_numel = self.tile_numel
         if isinstance(tile_numel, bool) or not isinstance(tile_numel, int) or tile_numel < _QUANTUM:
             raise ConfigError(f"tile_numel: expected at least {_QUANTUM} elements, got {tile_numel!r}")

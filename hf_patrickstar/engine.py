@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,16 +21,20 @@ from hf_patrickstar.layout.packing import align
 from hf_patrickstar.layout.search import ChunkSizeChoice, fixed_layout, search_layout
 from hf_patrickstar.layout.specs import TensorSpec, collect_specs
 from hf_patrickstar.memory.ledger import Ledger
+from hf_patrickstar.memory.meters import CudaMeter, Meter, StorageMeter, UnmeteredTier
 from hf_patrickstar.memory.pool import PayloadPool, pinned_nbytes
-from hf_patrickstar.memory.tiers import Tier, non_model_meter, resolve_budgets
+from hf_patrickstar.memory.tiers import Tier, resolve_budgets
 from hf_patrickstar.memory.transfers import Transfers
 from hf_patrickstar.optim.kernels import make_kernel
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.report.statistics import Statistics
 from hf_patrickstar.runtime.admission import check_model, check_values, choose_dtype, is_recomputed
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
+from hf_patrickstar.runtime.homes import Homes
 from hf_patrickstar.runtime.hooks import ModelHooks
 from hf_patrickstar.runtime.manager import GRADIENT, MASTER, ChunkManager
+from hf_patrickstar.runtime.recovery import Recovery
+from hf_patrickstar.runtime.residency import Residency
 from hf_patrickstar.schedule.eviction import Chooser
 from hf_patrickstar.schedule.placement import ChunkBytes, HomePlan, plan_homes
 from hf_patrickstar.states import TensorState
@@ -38,8 +42,10 @@ from hf_patrickstar.units import format_nbytes
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
 _UNMEASURED_SHARE = 0.5
-"""Part of an accelerator's budget that model data may fill while non-model data has not been measured."""
+"""Part of a device budget that model data may fill while non-model data has not been measured."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +58,9 @@ class _Decisions:
     dtype_reason: str
     choice: ChunkSizeChoice
     embeddings: EmbeddingChoice
+    chunk_nbytes: list[ChunkBytes]
     homes: HomePlan
+    workspace_nbytes: int
     pinned: bool
 
 
@@ -94,12 +102,16 @@ class PatrickStarEngine:
         self.config = PatrickStarConfig.from_any(config)
         self.device = _resolve_device(device)
         self._training = optimizer is not None
-        self._accumulate = gradient_accumulation_steps > 1
+        self._num_micro_batches = max(gradient_accumulation_steps, 1)
         self._statistics = Statistics()
         self._listener = listener
         budgets = resolve_budgets(self.device, self.config.device_budget, self.config.host_budget)
-        fraction = 1.0 if self.device.type == "cpu" else self.config.warmup_fraction
-        self.ledger = Ledger(budgets, non_model_meter(self.device), fraction)
+        chunk_budget = None if self.config.chunk_budget == "auto" else int(self.config.chunk_budget)
+        self._meter = self._make_meter()
+        is_metered = not isinstance(self._meter, UnmeteredTier)
+        fraction = self.config.warmup_fraction if is_metered else 1.0
+        self.ledger = Ledger(budgets, self._meter.live, fraction, chunk_budget)
+        self.ledger.is_cautious = self.device.type != "cpu"
         pinned = self.config.pin_memory if self.config.pin_memory != "auto" else self.device.type == "cuda"
         pinned = bool(pinned) and torch.cuda.is_available()
         self._pool = PayloadPool(self.ledger, self.device, pinned)
@@ -109,15 +121,7 @@ class PatrickStarEngine:
         self._decisions = self._decide(precision, pinned)
         chunks = self._allocate()
         self._bind(chunks)
-        self.manager = ChunkManager(
-            chunks,
-            self._pool,
-            Transfers(self.device),
-            Chooser(self.config.eviction),
-            self._emit,
-            self._accumulate,
-            self.config.debug_evict_all,
-        )
+        self.manager = self._make_manager(chunks)
         self.weights = ChunkWeights(self.manager)
         self.optimizer: ChunkedOptimizer | None = None
         self._attached = True
@@ -125,6 +129,40 @@ class PatrickStarEngine:
         self._attach(optimizer)
         model.__dict__["patrickstar_engine"] = self
         self._explain()
+
+    def _make_meter(self) -> Meter:
+        if self.device.type == "cuda":
+            return CudaMeter(self.device)
+        if self.config.device_budget == "auto":
+            return UnmeteredTier()  # both tiers are the machine's memory, and the system watches over that
+        return StorageMeter(lambda key: self._pool.owns(key), lambda: self.manager.residency.relieve())
+
+    def _make_manager(self, chunks: list[Chunk]) -> ChunkManager:
+        decisions, config = self._decisions, self.config
+        transfers = Transfers(self.device)
+        residency = Residency(
+            chunks,
+            self._pool,
+            transfers,
+            self._meter,
+            Chooser(config.eviction),
+            self._emit,
+            config.prefetch_depth,
+            config.debug_evict_all,
+        )
+        manager = ChunkManager(chunks, residency, self._pool, transfers, self._emit, self._num_micro_batches)
+        if self._kernel is not None:
+            widens = self._widens_gradients(decisions.dtype)
+            manager.homes = Homes(
+                chunks,
+                decisions.chunk_nbytes,
+                residency,
+                self._kernel.reserve if widens else lambda chunks: None,
+                decisions.workspace_nbytes,
+                config.prefetch_depth,
+                is_fixed=config.placement == "host" or not self._kernel.follows_homes,
+            )
+        return manager
 
     def _attach(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Hooks, then values: what goes wrong until the last line is undone."""
@@ -135,6 +173,7 @@ class PatrickStarEngine:
             self._hooks = ModelHooks(
                 self.model, self.manager, self.weights, self._zero_grad, self.device, training=self._training
             )
+            self._recovery = Recovery(self.manager, self._hooks.unwind, self.device)
             self._hooks.attach()
             self._move_in()
             if self.optimizer is not None:
@@ -160,6 +199,24 @@ class PatrickStarEngine:
             **kwargs: Passed to ``torch.Tensor.backward``.
         """
         loss.backward(**kwargs)
+
+    def attempt(self, function: Callable[[], _T]) -> _T:
+        """Runs forward and backward of one micro-batch, again if device memory does not suffice.
+
+        A bare loop calls ``engine.attempt(lambda: train_on(batch))``; the Trainer does the same. Before each of up to
+        three repetitions gradients, parameters and random numbers are what they were, and chunks leave more of the
+        device to activations, so that no micro-batch is lost or counted twice.
+
+        Args:
+            function: Does forward and backward once, and nothing else that counts; not the optimizer's step.
+
+        Returns:
+            What the function returned.
+
+        Raises:
+            DeviceMemoryError: If memory did not suffice in the end; gradients are as they were before.
+        """
+        return self._recovery.run(function)
 
     def full_parameters(
         self, parameters: Iterable[torch.nn.Parameter] | None = None, writeback: bool = True, with_grads: bool = False
@@ -192,25 +249,46 @@ class PatrickStarEngine:
         """Bytes and events so far.
 
         Returns:
-            ``device_peak_nbytes``, ``host_peak_nbytes``: most bytes booked at once on each tier.
+            ``device_peak_nbytes``, ``host_peak_nbytes``: most bytes of chunks at once on each tier.
+            ``device_total_peak_nbytes``: most bytes of chunks and non-model data at once on the device, as far as it
+            was measured or is known from a recorded step.
+            ``device_step_peak_nbytes``, ``device_total_step_peak_nbytes``, ``host_step_peak_nbytes``: the same in the
+            last step.
             ``device_budget_nbytes``, ``host_budget_nbytes``: the budgets.
             ``model_data_nbytes``: bytes of all chunk lists, padding left out.
             ``host_to_device_nbytes``, ``device_to_host_nbytes``: bytes moved.
             ``chunk_loads``, ``chunk_evictions``, ``chunk_invalidations``: how often a chunk came to the device, left
             it for want of room, or was dropped because the optimizer had changed its home.
+            ``chunk_hits``: how often a chunk was there when it was needed, without having been waited for.
+            ``prefetches``, ``late_prefetches``, ``waiting_seconds``: loads that were started ahead, those that had not
+            arrived when they were needed, and how long the host waited for them.
+            ``chunk_moves``, ``chunk_moves_nbytes``: how often a chunk moved its home, and the bytes of all its lists.
             ``steps``, ``skipped_steps``: optimizer steps.
-            ``lost_steps``: steps that did not do what the recorded one did, and went on without foresight.
+            ``recorded_steps``: traces made. ``lost_steps``: steps that did not do what the recorded one did, and went
+            on without foresight.
+            ``retries``: how often a micro-batch was repeated because memory had not sufficed.
+            ``chunks_in_margin``: chunks that live on the device, optimizer states and all, because there is room.
             ``num_chunks``, ``chunk_numel``, ``chunk_utilisation``: the layout.
         """
-        layout = self._decisions.choice.layout
+        layout, residency, homes = self._decisions.choice.layout, self.manager.residency, self.manager.homes
         return {
             "device_peak_nbytes": self.ledger.peak(Tier.DEVICE),
+            "device_total_peak_nbytes": self.ledger.total_peak,
             "host_peak_nbytes": self.ledger.peak(Tier.HOST),
+            "device_step_peak_nbytes": self.manager.step_peaks[0],
+            "device_total_step_peak_nbytes": self.manager.step_peaks[1],
+            "host_step_peak_nbytes": self.manager.step_peaks[2],
             "device_budget_nbytes": self.ledger.budget(Tier.DEVICE),
             "host_budget_nbytes": self.ledger.budget(Tier.HOST),
             "model_data_nbytes": self.model_data_nbytes(),
             **self._statistics.summary(),
-            "lost_steps": self.manager.tracer.num_lost,
+            "lost_steps": residency.tracer.num_lost,
+            "recorded_steps": residency.tracer.num_recorded,
+            "chunk_hits": residency.num_hits,
+            "late_prefetches": residency.num_late,
+            "waiting_seconds": residency.waiting_s,
+            "retries": self._recovery.num_retries,
+            "chunks_in_margin": len(homes.in_margin) if homes is not None else 0,
             "num_chunks": len(layout.chunks),
             "chunk_numel": layout.chunk_numel,
             "chunk_utilisation": layout.utilisation,
@@ -279,23 +357,31 @@ class PatrickStarEngine:
         limit = self._chunk_limit(parameters)
         state_itemsize = self._state_itemsize(dtype)
         total = sum(align(spec.numel) * (dtype.itemsize + spec.trainable * state_itemsize) for spec in tensors)
-        share = limit if self.device.type == "cpu" else int(limit * _UNMEASURED_SHARE)
+        is_metered = not isinstance(self._meter, UnmeteredTier)
+        share = int(limit * _UNMEASURED_SHARE) if is_metered else limit
+        if self.ledger.chunk_budget is not None:
+            share, limit = min(share, self.ledger.chunk_budget), min(limit, self.ledger.chunk_budget)
         embeddings = choose_embeddings(
             tensors, self._embedding_owners(), self.config.cpu_embedding, everything_fits=total <= share
         )
-        on_host, usable = embeddings.tensor_indices, self.ledger.usable(Tier.DEVICE)
+        apart, usable = embeddings.apart, self.ledger.usable(Tier.DEVICE)
         if self.config.chunk_numel == "auto":
             chunk_limit = None if total <= share else limit
-            choice = search_layout(tensors, modules, dtype.itemsize, chunk_limit, on_host, usable)
+            choice = search_layout(tensors, modules, dtype.itemsize, chunk_limit, apart, usable)
         else:
             numel = int(self.config.chunk_numel)
-            choice = fixed_layout(tensors, modules, numel, dtype.itemsize, limit, on_host, usable)
-        homes = self._plan_homes(choice, dtype, share, pinned)
-        if self.device.type == "cpu" and self.config.device_budget == "auto" and not homes.device_homed:
+            choice = fixed_layout(tensors, modules, numel, dtype.itemsize, limit, apart, usable)
+        workspace = 0
+        if self._kernel is not None and self._widens_gradients(dtype):
+            largest = max(spec.capacity_numel for spec in choice.layout.chunks if spec.trainable)
+            workspace = self._kernel.workspace_numel(largest) * torch.float32.itemsize
+        nbytes = self._chunk_bytes(choice, dtype, pinned, embeddings)
+        homes = plan_homes(nbytes, share, self.ledger.limit(Tier.HOST), choice.working_set_nbytes, workspace)
+        if not is_metered and not homes.device_homed:
             # Both tiers are the same memory: what the home takes is not there for the compute tier.
-            left = limit - total
+            left = self.ledger.limit(Tier.DEVICE) - total
             self.ledger.lower_limit(Tier.DEVICE, max(left, choice.working_set_nbytes))
-        return _Decisions(tensors, parameters, dtype, reason, choice, embeddings, homes, pinned)
+        return _Decisions(tensors, parameters, dtype, reason, choice, embeddings, nbytes, homes, workspace, pinned)
 
     def _chunk_limit(self, parameters: list[torch.nn.Parameter]) -> int:
         """Bytes of the device that chunks may take: what others (another model, say) hold there is not for us."""
@@ -304,30 +390,28 @@ class PatrickStarEngine:
         own = sum(p.numel() * p.dtype.itemsize for p in parameters if p.device == self.device)
         return max(limit - max(others - own, 0), 0) if self.device.type == "cuda" else limit
 
-    def _plan_homes(self, choice: ChunkSizeChoice, dtype: torch.dtype, share: int, pinned: bool) -> HomePlan:
+    def _chunk_bytes(
+        self, choice: ChunkSizeChoice, dtype: torch.dtype, pinned: bool, embeddings: EmbeddingChoice
+    ) -> list[ChunkBytes]:
         state_itemsize = self._state_itemsize(dtype)
         chunks = []
         for spec in choice.layout.chunks:
             nbytes = spec.capacity_numel * dtype.itemsize
             host = pinned_nbytes(nbytes) if pinned and not spec.on_host else nbytes
             state = spec.capacity_numel * state_itemsize * spec.trainable
-            chunks.append(ChunkBytes(spec.index, nbytes, host, state, spec.on_host))
-        workspace = 0
-        if self._kernel is not None and self._widens_gradients(dtype):
-            largest = max(spec.capacity_numel for spec in choice.layout.chunks if spec.trainable)
-            workspace = self._kernel.workspace_numel(largest) * torch.float32.itemsize
-        host_nbytes = self.ledger.limit(Tier.HOST)
-        return plan_homes(chunks, share, host_nbytes, choice.working_set_nbytes, workspace)
+            stays = bool(embeddings.tensor_indices & set(spec.tensor_indices))
+            chunks.append(ChunkBytes(spec.index, nbytes, host, state, stays))
+        return chunks
 
     def _widens_gradients(self, dtype: torch.dtype) -> bool:
         """Whether the optimizer finds 16-bit gradients; an accumulation list is fp32 already."""
-        return dtype is not torch.float32 and not self._accumulate
+        return dtype is not torch.float32 and self._num_micro_batches == 1
 
     def _state_itemsize(self, dtype: torch.dtype) -> int:
         """Bytes per trainable parameter beside the ``param`` list."""
         if self._kernel is None:
             return torch.float32.itemsize if dtype is not torch.float32 else 0
-        return torch.float32.itemsize * (len(self._kernel.list_names) + self._accumulate)
+        return torch.float32.itemsize * (len(self._kernel.list_names) + (self._num_micro_batches > 1))
 
     def _check_model(self, tensors: list[TensorSpec], parameters: list[torch.nn.Parameter]) -> None:
         if "patrickstar_engine" in self.model.__dict__:
@@ -397,20 +481,22 @@ class PatrickStarEngine:
         if self._kernel is None:
             loaded = {parameter.dtype for parameter in self._decisions.parameters}
             return () if loaded == {self._decisions.dtype} else (MASTER,)
-        return (*self._kernel.list_names, GRADIENT) if self._accumulate else self._kernel.list_names
+        return (*self._kernel.list_names, GRADIENT) if self._num_micro_batches > 1 else self._kernel.list_names
 
     def _bind(self, chunks: list[Chunk]) -> None:
         """Ties every parameter to its place; nothing is moved yet."""
         decisions = self._decisions
         placements = decisions.choice.layout.placements
         nan = torch.full((), float("nan"), dtype=decisions.dtype, device=self.device)
-        nan_on_host = nan.to("cpu")
+        lookup = "home" if decisions.embeddings.is_final else "auto"
         for chunk in chunks:
             for index in chunk.spec.tensor_indices:
                 spec = decisions.tensors[index]
-                placeholder = (nan_on_host if chunk.spec.on_host else nan).expand(spec.shape)
-                parameter = decisions.parameters[index]
-                chunk.add(ManagedTensor(spec, parameter, placements[index].offset_numel, placeholder))
+                offset = placements[index].offset_numel
+                tensor = ManagedTensor(spec, decisions.parameters[index], offset, nan.expand(spec.shape))
+                if index in decisions.embeddings.tensor_indices:
+                    tensor.lookup = lookup
+                chunk.add(tensor)
 
     @torch.no_grad()
     def _move_in(self) -> None:

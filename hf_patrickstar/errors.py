@@ -21,6 +21,13 @@ class BudgetError(PatrickStarError, MemoryError):
     """
 
 
+class DeviceMemoryError(BudgetError, RuntimeError):
+    """The compute device has no memory left in the middle of a step: chunks in use, activations and all.
+
+    ``PatrickStarEngine.attempt``, and so the Trainer, repeats the micro-batch before anybody sees it.
+    """
+
+
 class StateError(PatrickStarError, RuntimeError):
     """A tensor or chunk was asked for a state transition that is not legal (PatrickStar section 6.2)."""
 

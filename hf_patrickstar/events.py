@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChunkLoaded:
-    """A chunk was copied from its home on the host to the compute device."""
+    """A chunk was copied from its home on the host to the compute device; ``ahead`` of being needed, perhaps."""
 
     chunk_index: int
     nbytes: int
+    ahead: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,6 +26,15 @@ class ChunkInvalidated:
     """The device copy of a chunk was dropped because the optimizer changed its home."""
 
     chunk_index: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChunkRehomed:
+    """A chunk moved its home, with all its lists: to the device, or back to the host."""
+
+    chunk_index: int
+    to_device: bool
     nbytes: int
 
 
@@ -57,5 +67,5 @@ class StepFinished:
     skipped: bool
 
 
-Event = ChunkLoaded | ChunkEvicted | ChunkInvalidated | GradientStored | ValueRestored | StepFinished
+Event = ChunkLoaded | ChunkEvicted | ChunkInvalidated | ChunkRehomed | GradientStored | ValueRestored | StepFinished
 Listener = Callable[[Event], None]

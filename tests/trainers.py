@@ -57,7 +57,7 @@ def arguments(cls, tmp_path, **kwargs):
     return cls(**defaults)
 
 
-def train(name, tmp_path, patrickstar_config=None, change=None, train_kwargs=None, rows=64, **kwargs):
+def train(name, tmp_path, patrickstar_config=None, change=None, train_kwargs=None, rows=64, callbacks=(), **kwargs):
     """Trains a tiny model; ``patrickstar_config`` of ``None`` means the stock Trainer."""
     model = make_model(name)
     if change is not None:
@@ -71,7 +71,7 @@ def train(name, tmp_path, patrickstar_config=None, change=None, train_kwargs=Non
             PatrickStarTrainingArguments, tmp_path, patrickstar=True, patrickstar_config=patrickstar_config, **kwargs
         )
     data = make_rows(name, rows)
-    trainer = cls(model=model, args=args, train_dataset=data, eval_dataset=data[:8], callbacks=[recorder])
+    trainer = cls(model=model, args=args, train_dataset=data, eval_dataset=data[:8], callbacks=[recorder, *callbacks])
     trainer.train(**(train_kwargs or {}))
     return trainer, recorder
 

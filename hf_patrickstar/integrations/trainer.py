@@ -11,8 +11,30 @@ from hf_patrickstar.errors import ConfigError, EngineError
 from hf_patrickstar.integrations.accelerator import PatrickStarAccelerator, get_engine
 from hf_patrickstar.runtime.admission import check_model
 
-_PER_STEP = ("host_to_device_nbytes", "device_to_host_nbytes", "chunk_loads", "chunk_evictions")
-_OF_THE_RUN = ("device_peak_nbytes", "host_peak_nbytes", "skipped_steps", "lost_steps")
+_PER_STEP = (
+    "host_to_device_nbytes",
+    "device_to_host_nbytes",
+    "chunk_loads",
+    "chunk_evictions",
+    "chunk_hits",
+    "prefetches",
+    "late_prefetches",
+    "waiting_seconds",
+)
+_AS_THEY_ARE = (
+    "device_step_peak_nbytes",
+    "device_total_step_peak_nbytes",
+    "host_step_peak_nbytes",
+    "device_peak_nbytes",
+    "device_total_peak_nbytes",
+    "host_peak_nbytes",
+    "device_budget_nbytes",
+    "host_budget_nbytes",
+    "skipped_steps",
+    "lost_steps",
+    "recorded_steps",
+    "retries",
+)
 
 
 class PatrickStarTrainerMixin:
@@ -55,8 +77,8 @@ class PatrickStarTrainerMixin:
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Logs as the Trainer does; beside a training loss go the engine's statistics, under ``patrickstar/``.
 
-        What moved and happened is per optimizer step since the last such log, peaks are those of the run; all sizes in
-        bytes.
+        What moved and happened is per optimizer step since the last such log, peaks are those of the last step and of
+        the run; all sizes in bytes.
 
         Args:
             logs: The values to log.
@@ -77,12 +99,29 @@ class PatrickStarTrainerMixin:
             stats["steps"] + stats["skipped_steps"] - before.get("steps", 0) - before.get("skipped_steps", 0), 1
         )
         logs = {f"patrickstar/{key}": (stats[key] - before.get(key, 0)) / steps for key in _PER_STEP}
-        return logs | {f"patrickstar/{key}": stats[key] for key in _OF_THE_RUN}
+        return logs | {f"patrickstar/{key}": stats[key] for key in _AS_THEY_ARE}
 
     @property
     def patrickstar_engine(self) -> PatrickStarEngine | None:
         """The engine that is attached to the model, or ``None`` before the first ``train`` or ``evaluate``."""
         return get_engine(self.model)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward and backward of one micro-batch, repeated if device memory does not suffice.
+
+        Args:
+            *args: As for ``Trainer.training_step``.
+            **kwargs: As for ``Trainer.training_step``.
+
+        Returns:
+            The loss, a scalar tensor.
+
+        Raises:
+            DeviceMemoryError: If memory does not suffice after three repetitions.
+        """
+        run = super().training_step  # type: ignore[misc]
+        engine = self.patrickstar_engine
+        return run(*args, **kwargs) if engine is None else engine.attempt(lambda: run(*args, **kwargs))
 
     def patrickstar_stats(self) -> dict[str, Any]:
         """Bytes and events of the engine so far.

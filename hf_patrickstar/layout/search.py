@@ -13,6 +13,7 @@ _MAX_CANDIDATES = 512
 _MAX_CHUNK_NUMEL = 2**26
 _MAX_PLACED_TENSORS = 300_000
 _BUDGET_SHARE = 8
+_MODEL_SHARE = 16
 _TOLERANCE = 0.005
 
 
@@ -100,9 +101,9 @@ def search_layout(
     """Finds a chunk size.
 
     Candidates are the whole model divided by 1, 2, 3, ... Only sizes whose largest working set fits the device are
-    considered. Among them, chunks of at most an eighth of the budget are preferred, so that there are several to
-    choose from; then the best utilisation; then, within half a percent of it, the largest, since larger copies use
-    the bus better.
+    considered. Among them, chunks of at most an eighth of the budget and a sixteenth of the model are preferred, so
+    that there are several to choose from whatever activations leave of the budget; then the best utilisation; then,
+    within half a percent of it, the largest, since larger copies use the bus better.
 
     Args:
         tensors: The specs in model order.
@@ -130,7 +131,7 @@ def search_layout(
         smallest = min(layouts, key=lambda item: item[1])[0]
         check_fits(smallest, modules, itemsize, device_nbytes, usable)
     if device_nbytes is not None:
-        share = device_nbytes // _BUDGET_SHARE
+        share = min(device_nbytes // _BUDGET_SHARE, max(total // _MODEL_SHARE, ALIGNMENT_NUMEL) * itemsize)
         several = [item for item in fitting if item[0].chunk_numel * itemsize <= share]
         fitting = several or [min(fitting, key=lambda item: (item[1], item[0].chunk_numel))]
     best = max(item[0].utilisation for item in fitting)

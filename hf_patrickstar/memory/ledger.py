@@ -1,6 +1,5 @@
 """The book of bytes: every payload, per tier and owner. Going over a budget raises before anything is allocated."""
 
-import math
 from collections.abc import Callable, Mapping
 
 from hf_patrickstar.errors import BudgetError
@@ -11,10 +10,18 @@ from hf_patrickstar.units import format_nbytes, format_need
 class Ledger:
     """Bytes booked per tier and owner, with their peaks.
 
+    On ``DEVICE`` the budget covers what others hold there too: what is measured now, or what is known to be needed
+    until the next moment, whichever is more.
+
     Args:
         budgets: Bytes that each tier may hold.
         non_model_nbytes: Tells, from the bytes booked on ``DEVICE``, how many more are taken there by others.
-        device_fraction: Part of the device's budget that may be used.
+        device_fraction: Part of the device's budget that may be used while ``is_cautious``.
+        chunk_budget: Bytes that may be booked on ``DEVICE`` at most, or ``None``.
+
+    Attributes:
+        is_cautious: Whether ``available`` keeps to the fraction: what others will need is not known yet.
+        reserved_nbytes: Bytes that others are known to need on ``DEVICE`` before the next moment.
     """
 
     def __init__(
@@ -22,27 +29,45 @@ class Ledger:
         budgets: Mapping[Tier, int],
         non_model_nbytes: Callable[[int], int] = lambda booked: 0,
         device_fraction: float = 1.0,
+        chunk_budget: int | None = None,
     ) -> None:
+        self.is_cautious = True
+        self.reserved_nbytes = 0
         self._budgets = dict(budgets)
-        self._fraction = {tier: device_fraction if tier is Tier.DEVICE else 1.0 for tier in Tier}
-        self._limits = {tier: int(budgets[tier] * self._fraction[tier]) for tier in Tier}
+        self._fraction = device_fraction
+        self._limits = dict(budgets)
+        self._chunk_budget = chunk_budget
         self._non_model_nbytes = non_model_nbytes
         self._owners: dict[Tier, dict[str, int]] = {tier: {} for tier in Tier}
         self._used = dict.fromkeys(Tier, 0)
         self._peak = dict.fromkeys(Tier, 0)
+        self._step_peak = dict.fromkeys(Tier, 0)
+        self._total_peak = self._total_step_peak = 0
         self._owner_peaks: dict[tuple[Tier, str], int] = {}
 
     def budget(self, tier: Tier) -> int:
         """The budget of a tier, in bytes."""
         return self._budgets[tier]
 
-    def limit(self, tier: Tier) -> int:
-        """Bytes that may be used of the budget."""
+    @property
+    def chunk_budget(self) -> int | None:
+        """Bytes that may be booked on ``DEVICE`` at most, beside what the budget says."""
+        return self._chunk_budget
+
+    def limit(self, tier: Tier, *, cautious: bool | None = None) -> int:
+        """Bytes that may be used of the budget.
+
+        Args:
+            tier: The tier.
+            cautious: Keep to the fraction; by default if the ledger ``is_cautious``.
+        """
+        if tier is Tier.DEVICE and (self.is_cautious if cautious is None else cautious):
+            return int(self._limits[tier] * self._fraction)
         return self._limits[tier]
 
     def usable(self, tier: Tier) -> float:
-        """Part of a tier's budget that may be used, between 0 and 1."""
-        return self._fraction[tier]
+        """Part of a tier's budget that may be used now, between 0 and 1."""
+        return self._fraction if tier is Tier.DEVICE and self.is_cautious else 1.0
 
     def lower_limit(self, tier: Tier, nbytes: int) -> None:
         """Allows a tier fewer bytes from now on; never more."""
@@ -64,11 +89,47 @@ class Ledger:
         """Bytes booked on a tier now, by owner."""
         return {owner: nbytes for owner, nbytes in self._owners[tier].items() if nbytes}
 
-    def available(self, tier: Tier) -> int:
-        """Bytes that can still be booked; negative when others on the device grew past the limit."""
-        free = self._limits[tier] - self._used[tier]
+    def step_peak(self, tier: Tier) -> int:
+        """The most bytes that were booked on a tier at once since ``begin_step``."""
+        return self._step_peak[tier]
+
+    @property
+    def total_peak(self) -> int:
+        """The most bytes that chunks and others took on ``DEVICE`` at once, as far as it was measured or is known."""
+        return self._total_peak
+
+    @property
+    def total_step_peak(self) -> int:
+        """The same since ``begin_step``."""
+        return self._total_step_peak
+
+    def begin_step(self) -> None:
+        """Begins the peaks of a step anew."""
+        self._step_peak = dict(self._used)
+        self._total_step_peak = self._used[Tier.DEVICE]
+
+    def non_model_nbytes(self) -> int:
+        """Bytes on ``DEVICE`` that are not booked: there now, or known to be needed before the next moment."""
+        return max(self._non_model_nbytes(self._used[Tier.DEVICE]), self.reserved_nbytes)
+
+    def note_total(self, non_model_nbytes: int) -> None:
+        """Notes what others were seen to take on ``DEVICE`` beside the bytes that are booked now."""
+        total = self._used[Tier.DEVICE] + non_model_nbytes
+        self._total_peak = max(self._total_peak, total)
+        self._total_step_peak = max(self._total_step_peak, total)
+
+    def available(self, tier: Tier, *, cautious: bool | None = None) -> int:
+        """Bytes that can still be booked; negative when others on the device grew past the limit.
+
+        Args:
+            tier: The tier.
+            cautious: Keep to the fraction; by default if the ledger ``is_cautious``.
+        """
+        free = self.limit(tier, cautious=cautious) - self._used[tier]
         if tier is Tier.DEVICE:
-            free -= self._non_model_nbytes(self._used[tier])
+            free -= self.non_model_nbytes()
+            if self._chunk_budget is not None:
+                free = min(free, self._chunk_budget - self._used[tier])
         return free
 
     def book(self, tier: Tier, owner: str, nbytes: int, *, is_allocated: bool = False) -> None:
@@ -86,19 +147,28 @@ class Ledger:
         """
         if nbytes < 0:
             raise ValueError(f"cannot book {nbytes} bytes for '{owner}'")
-        available = self.available(tier)
+        available = self.available(tier, cautious=False)
         if is_allocated and tier is Tier.DEVICE:
-            available += min(nbytes, self._non_model_nbytes(self._used[tier]))
+            # They leave the measured bytes as they enter the book; what is reserved for others stays reserved.
+            measured = self._non_model_nbytes(self._used[tier])
+            available += self.non_model_nbytes() - max(measured - nbytes, self.reserved_nbytes, 0)
         if nbytes > max(available, 0):
+            setting, limit = f"{tier.value}_budget", self._limits[tier]
+            if tier is Tier.DEVICE and self._chunk_budget is not None:
+                of_chunks = self._chunk_budget - self._used[tier]
+                if of_chunks <= available:
+                    setting, limit = "chunk_budget", self._chunk_budget
             raise BudgetError(
-                f"{tier.value}_budget exceeded: {format_need(nbytes)} more needed for '{owner}', "
-                f"{format_need(max(available, 0))} left of {format_need(self._limits[tier])}. Raise "
-                f"{tier.value}_budget by at least {math.ceil((nbytes - available) / self._fraction[tier])} bytes.\n"
-                f"{self.table()}"
+                f"{setting} exceeded: {format_need(nbytes)} more needed for '{owner}', "
+                f"{format_need(max(available, 0))} left of {format_need(limit)}. Raise {setting} by at least "
+                f"{nbytes - available} bytes.\n{self.table()}"
             )
         self._owners[tier][owner] = self._owners[tier].get(owner, 0) + nbytes
         self._used[tier] += nbytes
         self._peak[tier] = max(self._peak[tier], self._used[tier])
+        self._step_peak[tier] = max(self._step_peak[tier], self._used[tier])
+        if tier is Tier.DEVICE:
+            self.note_total(self.non_model_nbytes())
         key = (tier, owner)
         self._owner_peaks[key] = max(self._owner_peaks.get(key, 0), self._owners[tier][owner])
 
@@ -124,9 +194,11 @@ class Ledger:
             total, peak = self._used[tier], self._peak[tier]
             rows.append(f"{tier.value:8}{'total':24}{format_nbytes(total):>14}{format_nbytes(peak):>14}")
             if tier is Tier.DEVICE:
-                others = self._non_model_nbytes(total)
+                others = self.non_model_nbytes()
                 rows.append(f"{tier.value:8}{'non-model data':24}{format_nbytes(others):>14}")
+                if self._chunk_budget is not None:
+                    rows.append(f"{tier.value:8}{'chunk budget':24}{format_nbytes(self._chunk_budget):>14}")
             rows.append(f"{tier.value:8}{'budget':24}{format_nbytes(self._budgets[tier]):>14}")
-            if self._limits[tier] != self._budgets[tier]:
-                rows.append(f"{tier.value:8}{'usable now':24}{format_nbytes(self._limits[tier]):>14}")
+            if self.limit(tier) != self._budgets[tier]:
+                rows.append(f"{tier.value:8}{'usable now':24}{format_nbytes(self.limit(tier)):>14}")
         return "\n".join(rows)

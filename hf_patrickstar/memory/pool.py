@@ -1,10 +1,12 @@
 """The payload pool: allocates and reuses the buffers that chunks live in, and books every one in the ledger."""
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.errors import BudgetError, DeviceMemoryError
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.tiers import Tier
 
@@ -37,6 +39,12 @@ class PayloadPool:
         self._pin_memory = pin_memory
         self._cache: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
         self._cached_nbytes = 0
+        self._taken: dict[int, int] = {}  # address of a buffer's storage -> bytes that it takes
+        self._is_allocating = False
+
+    def owns(self, storage_key: int) -> bool:
+        """Whether the storage object at this address belongs to a buffer of the pool, or to one that is being made."""
+        return self._is_allocating or storage_key in self._taken
 
     def allocate(
         self, tier: Tier, numel: int, dtype: torch.dtype, owner: str, *, pinned: bool = False, zero: bool = False
@@ -76,22 +84,38 @@ class PayloadPool:
             owner: Whose bytes they were.
             keep: On the device, keep it for reuse.
         """
-        nbytes = self._booked_nbytes(buffer)
+        key = buffer.untyped_storage()._cdata
+        nbytes = self._taken[key]
         self.ledger.unbook(tier, owner, nbytes)
         if tier is Tier.DEVICE and keep and self.ledger.available(tier) >= nbytes:
             self.ledger.book(tier, CACHE_OWNER, nbytes)
             self._cache.setdefault((buffer.dtype, buffer.numel()), []).append(buffer)
             self._cached_nbytes += nbytes
+        else:
+            del self._taken[key]
 
-    def room(self, tier: Tier) -> int:
-        """Bytes that ``allocate`` could still get on a tier, buffers kept for reuse counted in."""
-        return self.ledger.available(tier) + (self._cached_nbytes if tier is Tier.DEVICE else 0)
+    def room(self, tier: Tier, *, cautious: bool | None = None) -> int:
+        """Bytes that ``allocate`` could still get on a tier, buffers kept for reuse counted in.
+
+        Args:
+            tier: The tier.
+            cautious: As for ``Ledger.available``.
+        """
+        cached = self._cached_nbytes if tier is Tier.DEVICE else 0
+        return self.ledger.available(tier, cautious=cautious) + cached
+
+    def in_use(self, tier: Tier) -> int:
+        """Bytes booked on a tier, buffers kept for reuse left out."""
+        return self.ledger.used(tier) - (self._cached_nbytes if tier is Tier.DEVICE else 0)
 
     def trim(self) -> None:
         """Gives up all buffers that are kept for reuse."""
         if self._cached_nbytes:
             self.ledger.unbook(Tier.DEVICE, CACHE_OWNER, self._cached_nbytes)
             self._cached_nbytes = 0
+        for kept in self._cache.values():
+            for buffer in kept:
+                del self._taken[buffer.untyped_storage()._cdata]
         self._cache.clear()
 
     def _allocate_device(self, numel: int, dtype: torch.dtype, owner: str, zero: bool) -> torch.Tensor:
@@ -103,7 +127,11 @@ class PayloadPool:
             self.ledger.unbook(Tier.DEVICE, CACHE_OWNER, nbytes)
             if self.ledger.available(Tier.DEVICE) < nbytes:
                 self.trim()
-            self.ledger.book(Tier.DEVICE, owner, nbytes)
+            try:
+                self.ledger.book(Tier.DEVICE, owner, nbytes)
+            except BudgetError:
+                del self._taken[buffer.untyped_storage()._cdata]
+                raise
             return buffer.zero_() if zero else buffer
         if self.ledger.available(Tier.DEVICE) < nbytes:
             self.trim()
@@ -115,29 +143,34 @@ class PayloadPool:
         nbytes = pinned_nbytes(numel * dtype.itemsize)
         self.ledger.book(Tier.HOST, owner, nbytes)
         try:
-            return torch.empty(numel, dtype=dtype, pin_memory=True)
+            return self._make(nbytes, torch.empty, numel, dtype=dtype, pin_memory=True)
         except RuntimeError as error:
             self.ledger.unbook(Tier.HOST, owner, nbytes)
             self._pin_memory = False
             logger.warning("cannot pin host memory (%s); copies will be slower and synchronous", error)
             return None
 
-    @staticmethod
-    def _booked_nbytes(buffer: torch.Tensor) -> int:
-        nbytes = buffer.numel() * buffer.dtype.itemsize
-        return pinned_nbytes(nbytes) if buffer.device.type == "cpu" and buffer.is_pinned() else nbytes
-
     def _new(self, tier: Tier, numel: int, dtype: torch.dtype, owner: str, zero: bool) -> torch.Tensor:
         """A new buffer for bytes that are booked; if the system has none, they are taken out of the book again."""
         device = self._device if tier is Tier.DEVICE else torch.device("cpu")
         try:
             make = torch.zeros if zero else torch.empty
-            return make(numel, dtype=dtype, device=device)
+            return self._make(numel * dtype.itemsize, make, numel, dtype=dtype, device=device)
         except RuntimeError as error:
             self.ledger.unbook(tier, owner, numel * dtype.itemsize)
             if "memory" not in str(error).lower():
                 raise
-            raise BudgetError(
+            kind = DeviceMemoryError if tier is Tier.DEVICE else BudgetError
+            raise kind(
                 f"the system refused {numel * dtype.itemsize} bytes on {device} although the budget allows it; "
                 f"lower the budget: {error}"
             ) from error
+
+    def _make(self, nbytes: int, make: Callable[..., torch.Tensor], numel: int, **kwargs: Any) -> torch.Tensor:
+        self._is_allocating = True
+        try:
+            buffer = make(numel, **kwargs)
+            self._taken[buffer.untyped_storage()._cdata] = nbytes
+        finally:
+            self._is_allocating = False
+        return buffer

@@ -2,7 +2,6 @@
 
 import enum
 import pathlib
-from collections.abc import Callable
 
 import psutil
 import torch
@@ -80,24 +79,3 @@ def resolve_budgets(device: torch.device, device_budget: int | str, host_budget:
     if int(device_budget) > total:
         raise ConfigError(f"device_budget: {device_budget} bytes asked for, {device} has {total} bytes")
     return {Tier.DEVICE: int(device_budget), Tier.HOST: host}
-
-
-def non_model_meter(device: torch.device) -> Callable[[int], int]:
-    """A function that tells how many bytes live on the device beyond what the ledger booked there.
-
-    Args:
-        device: The compute device.
-
-    Returns:
-        A function from the ledger's bytes on the device to non-model bytes. On the budgeted CPU tier it is always 0:
-        there, the budget covers chunks alone.
-    """
-    if device.type == "cpu":
-        return lambda booked: 0
-
-    def measure(booked: int) -> int:
-        stats = torch.cuda.memory_stats_as_nested_dict(device)
-        allocated = stats["allocated_bytes"]["all"]["current"] if stats else 0
-        return max(int(allocated) - booked, 0)
-
-    return measure

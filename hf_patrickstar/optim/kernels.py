@@ -35,12 +35,20 @@ class Kernel(Protocol):
         """The fp32 lists that it needs beside ``param``."""
         ...
 
+    @property
+    def follows_homes(self) -> bool:
+        """Whether a chunk may move its home between two steps."""
+        ...
+
     def workspace_numel(self, capacity_numel: int) -> int:
         """Elements of fp32 scratch space that a chunk needs to widen its 16-bit gradients."""
         ...
 
     def reserve(self, chunks: Sequence[Chunk]) -> None:
-        """Allocates the scratch space for chunks with 16-bit gradients, on every tier where one is at home."""
+        """Allocates the scratch space for chunks with 16-bit gradients, on every tier where one is at home.
+
+        A tier that has some keeps it.
+        """
         ...
 
     def release(self) -> None:
@@ -111,6 +119,7 @@ class AdamKernel:
     """
 
     list_names = (MASTER, EXP_AVG, EXP_AVG_SQ)
+    follows_homes = True
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, pool: PayloadPool, tile_numel: int, prefer_fused: bool
@@ -129,7 +138,7 @@ class AdamKernel:
 
     def reserve(self, chunks: Sequence[Chunk]) -> None:
         """Allocates one tile per tier; see ``Kernel.reserve``."""
-        self._scratch = _reserve(self, chunks, self._pool)
+        _reserve(self, chunks, self._pool, self._scratch)
 
     def release(self) -> None:
         """Gives the tiles back."""
@@ -265,6 +274,7 @@ class PerChunkKernel:
     """
 
     list_names = (MASTER,)
+    follows_homes = False  # the optimizer keeps tensors of its own where the masters were
 
     def __init__(self, optimizer: torch.optim.Optimizer, pool: PayloadPool) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -283,7 +293,7 @@ class PerChunkKernel:
 
     def reserve(self, chunks: Sequence[Chunk]) -> None:
         """Allocates space for the largest chunk of each tier; see ``Kernel.reserve``."""
-        self._scratch = _reserve(self, chunks, self._pool)
+        _reserve(self, chunks, self._pool, self._scratch)
 
     def release(self) -> None:
         """Gives the scratch space back."""
@@ -386,13 +396,11 @@ def place_state(key: str, value: Any, device: torch.device, group: Mapping[str, 
     return value.to(device, copy=True) if value.dim() else value
 
 
-def _reserve(kernel: Kernel, chunks: Sequence[Chunk], pool: PayloadPool) -> dict[Tier, torch.Tensor]:
+def _reserve(kernel: Kernel, chunks: Sequence[Chunk], pool: PayloadPool, scratch: dict[Tier, torch.Tensor]) -> None:
     """Scratch space on every tier where a trainable chunk is at home."""
-    numel: dict[Tier, int] = {}
-    for chunk in chunks:
-        if chunk.spec.trainable:
-            numel[chunk.home] = max(numel.get(chunk.home, 0), kernel.workspace_numel(chunk.spec.capacity_numel))
-    return {tier: pool.allocate(tier, count, torch.float32, WORKSPACE) for tier, count in numel.items()}
+    largest = max((chunk.spec.capacity_numel for chunk in chunks if chunk.spec.trainable), default=0)
+    for tier in {chunk.home for chunk in chunks if chunk.spec.trainable} - scratch.keys():
+        scratch[tier] = pool.allocate(tier, kernel.workspace_numel(largest), torch.float32, WORKSPACE)
 
 
 def _release(scratch: dict[Tier, torch.Tensor], pool: PayloadPool) -> None:

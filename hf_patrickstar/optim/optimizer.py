@@ -78,9 +78,11 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         on_device: dict[torch.device, torch.Tensor] = {}  # one copy per tier, not one per chunk
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made on the inner one asks for it
         self._kernel.begin_step()
+        self._manager.begin_update()
         for chunk in self._manager.chunks:
             if not chunk.spec.trainable:
                 continue
+            self._manager.residency.visit_for_update(chunk)
             for tensor in chunk.tensors:
                 self._manager.gradient(tensor)
             place = chunk.param.device
@@ -89,6 +91,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             self._kernel.update(chunk, self._groups, on_device.get(place))
             self._restore_left_alone(chunk.tensors)
             self._manager.finish_update(chunk)
+        self._manager.residency.finish_update()
         self._manager.finish_step()
         self._num_steps += 1
         self._emit(StepFinished(self._num_steps, skipped=False))

@@ -4,6 +4,7 @@ from hf_patrickstar.events import (
     ChunkEvicted,
     ChunkInvalidated,
     ChunkLoaded,
+    ChunkRehomed,
     Event,
     GradientStored,
     StepFinished,
@@ -18,11 +19,14 @@ class Statistics:
         self._counts: dict[type, int] = {}
         self._nbytes: dict[type, int] = {}
         self._skipped = 0
+        self._ahead = 0
 
     def record(self, event: Event) -> None:
         """Takes one event."""
         kind = type(event)
         self._counts[kind] = self._counts.get(kind, 0) + 1
+        if isinstance(event, ChunkLoaded):
+            self._ahead += event.ahead
         if isinstance(event, StepFinished):
             self._skipped += event.skipped
         else:
@@ -34,8 +38,11 @@ class Statistics:
             "host_to_device_nbytes": self._nbytes.get(ChunkLoaded, 0) + self._nbytes.get(ValueRestored, 0),
             "device_to_host_nbytes": self._nbytes.get(GradientStored, 0),
             "chunk_loads": self._counts.get(ChunkLoaded, 0),
+            "prefetches": self._ahead,
             "chunk_evictions": self._counts.get(ChunkEvicted, 0),
             "chunk_invalidations": self._counts.get(ChunkInvalidated, 0),
+            "chunk_moves": self._counts.get(ChunkRehomed, 0),
+            "chunk_moves_nbytes": self._nbytes.get(ChunkRehomed, 0),
             "steps": self._counts.get(StepFinished, 0) - self._skipped,
             "skipped_steps": self._skipped,
         }

@@ -17,14 +17,13 @@ class GradientPlace(enum.Enum):
     """Where the gradient of a parameter is.
 
     ``PARAM``: over the parameter's own place in the ``param`` list (gradient reuse, PatrickStar section 6.2).
-    ``LIST``: in the accumulation list. ``ASIDE``: still in autograd's own tensor, because a use of the value is
-    outstanding in the graph; it is settled when backward ends.
+    ``LIST``: in the accumulation list. What a backward has not settled yet is aside, in autograd's own tensor, because
+    a use of the value, or another part of the gradient, is outstanding in the graph.
     """
 
     NONE = "none"
     PARAM = "param"
     LIST = "list"
-    ASIDE = "aside"
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -46,10 +45,14 @@ class ManagedTensor:
     __slots__ = (
         "aside",
         "chunk",
+        "crossing_nbytes",
         "device",
         "gradient",
         "gradient_norm",
+        "is_looked_up",
         "is_open",
+        "lookup",
+        "lookup_nbytes",
         "num_saved",
         "offset_numel",
         "original_dtype",
@@ -77,6 +80,10 @@ class ManagedTensor:
         self.users = 0
         self.version = 0
         self.is_open = False
+        self.is_looked_up = False
+        self.lookup = "device"  # or "home", or "auto": at home until it is decided
+        self.lookup_nbytes = 0
+        self.crossing_nbytes = 0  # of gradients that are not in their place yet
         self.num_saved = 0
         self.gradient = GradientPlace.NONE
         self.gradient_norm: torch.Tensor | None = None
@@ -85,6 +92,16 @@ class ManagedTensor:
     def view(self, payload: torch.Tensor) -> torch.Tensor:
         """This tensor's place in a payload of any list, in the parameter's shape."""
         return payload.as_strided(self.spec.shape, self.strides, self.offset_numel)
+
+    def take_crossing(self) -> int:
+        """Bytes of the gradient that came from the device, and were not told of yet."""
+        nbytes, self.crossing_nbytes = self.crossing_nbytes, 0
+        return nbytes
+
+    @property
+    def is_home_lookup(self) -> bool:
+        """Whether an embedding reads its rows where this weight is at home, on the host."""
+        return self.lookup != "device" and self.chunk.home is Tier.HOST
 
     @property
     def is_placeholder(self) -> bool:
@@ -113,6 +130,7 @@ class Chunk:
 
     __slots__ = (
         "_offsets",
+        "arrival",
         "base_use_count",
         "compute",
         "home",
@@ -138,6 +156,7 @@ class Chunk:
         self.last_access = 0
         self.num_computing = 0
         self.ticket: Ticket | None = None
+        self.arrival: Ticket | None = None  # of a copy to the device that was started ahead
         self._offsets: list[int] = []
 
     def add(self, tensor: ManagedTensor) -> None:
@@ -153,7 +172,12 @@ class Chunk:
     @property
     def is_static(self) -> bool:
         """Whether it is computed with where it is at home, and so never moves."""
-        return self.home is Tier.DEVICE or self.spec.on_host
+        return self.home is Tier.DEVICE
+
+    @property
+    def param_nbytes(self) -> int:
+        """Bytes of its ``param`` payload."""
+        return self.param.numel() * self.param.dtype.itemsize
 
     def set_compute(self, payload: torch.Tensor) -> int:
         """Gives it a payload to compute with.

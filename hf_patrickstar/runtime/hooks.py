@@ -5,16 +5,18 @@ post-accumulate-grad hook, and the dictionaries that hold parameters one that no
 """
 
 import dataclasses
+import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.schedule.trace import input_shapes
 from hf_patrickstar.states import Stage
 
 
@@ -37,7 +39,16 @@ class _Frame:
     module: torch.nn.Module
     stage: Stage
     acquired: list[ManagedTensor] = dataclasses.field(default_factory=list)
+    lookups: dict[int, "_Lookup"] = dataclasses.field(default_factory=dict)
     saved_tensors: Any = None
+
+
+class _Lookup(NamedTuple):
+    """An embedding weight that is read at its home: a leaf stands in for the parameter while its module runs."""
+
+    tensor: ManagedTensor
+    leaf: torch.Tensor
+    version: int
 
 
 class _WatchedParameters(dict):  # type: ignore[type-arg]
@@ -140,27 +151,26 @@ class ModelHooks:
             self._model.__dict__.pop(name, None)
 
     def _attach_module(self, module: torch.nn.Module, own: tuple[ManagedTensor, ...]) -> None:
-        on_host = bool(own) and all(tensor.chunk.spec.on_host for tensor in own) and self._device.type != "cpu"
-        stack_of, manager, name = self._stack, self._manager, self._names[module]
+        manager, name = self._manager, self._names[module]
+        is_embedding = isinstance(module, torch.nn.Embedding) and len(own) == 1
 
-        def before(_module: torch.nn.Module, args: Any) -> None:
-            stack = stack_of()
+        def before(_module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            stack = self._stack()
             if stack and _module is self._model:
                 self.unwind()  # of a forward that was interrupted: torch runs no hooks after a KeyboardInterrupt
             frame = _Frame(_module, _current_stage())
             if not stack:
-                self._enter_outermost(frame, name)
+                self._enter_outermost(frame, name, args, kwargs)
             stack.append(frame)
+            if is_embedding and own[0].is_home_lookup and torch._C._functorch.peek_interpreter_stack() is None:
+                return self._begin_lookup(frame, own[0], args, kwargs)
             for tensor in own:
                 manager.acquire(tensor, name)
                 frame.acquired.append(tensor)
-
-        def bring_to_host(_module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            host = torch.device("cpu")
-            return _to(args, host), {name: _to(value, host) for name, value in kwargs.items()}
+            return None
 
         def after(_module: torch.nn.Module, args: Any, output: Any) -> Any:
-            stack = stack_of()
+            stack = self._stack()
             if not stack or stack[-1].module is not _module:
                 return None
             frame = stack.pop()
@@ -171,20 +181,39 @@ class ModelHooks:
                     (stack[-1].acquired if stack else manager.borrowed).append(tensor)
                 else:
                     manager.release(tensor, frame.stage)
-            if frame.saved_tensors is not None:
-                frame.saved_tensors.__exit__(None, None, None)
-            if not stack and frame.stage is Stage.EVALUATION:
-                manager.tracer.end_interlude()
-            return _to(output, self._device) if on_host else None
+            for lookup in frame.lookups.values():
+                nbytes = output.numel() * output.element_size() if isinstance(output, torch.Tensor) else 0
+                manager.end_look_up(*lookup, nbytes)
+            if not stack:
+                self._leave_outermost(frame)
+            return _to(output, self._device) if frame.lookups and self._device.type != "cpu" else None
 
-        if on_host:
-            self._handles.append(module.register_forward_pre_hook(bring_to_host, prepend=True, with_kwargs=True))
-        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, always_call=True))
         if own:
             module._parameters = _WatchedParameters(module._parameters, self._on_attribute)
             self._watched.append(module)
             self._attach_state_dict(module)
+
+    def _begin_lookup(self, frame: _Frame, tensor: ManagedTensor, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Lets an embedding look rows up where its weight is at home: only activations cross the bus."""
+        leaf = self._manager.look_up(tensor)
+        if leaf.requires_grad:
+            this = weakref.ref(self)
+
+            def store(found: torch.Tensor) -> None:
+                hooks, gradient = this(), found.grad
+                found.grad = None
+                if hooks is not None and gradient is not None:
+                    hooks._notice_backward()
+                    hooks._manager.store_gradient(tensor, gradient, is_at_home=True)
+
+            leaf.register_post_accumulate_grad_hook(store)
+        frame.lookups[id(tensor.parameter)] = _Lookup(tensor, leaf, leaf._version)
+        if self._device.type == "cpu":
+            return None
+        host = torch.device("cpu")
+        return _to(args, host), {name: _to(value, host) for name, value in kwargs.items()}
 
     def _attach_state_dict(self, module: torch.nn.Module) -> None:
         # torch marks this hook with an attribute, which a bound method cannot carry.
@@ -197,9 +226,7 @@ class ModelHooks:
         for tensor in self._manager.tensors:
             placeholder = tensor.placeholder.reshape(-1)[:1]
             changed = function(placeholder)
-            stays = changed.device == placeholder.device
-            stays |= tensor.chunk.spec.on_host and changed.device == self._device
-            if changed.dtype != placeholder.dtype or not stays:
+            if changed.dtype != placeholder.dtype or changed.device != placeholder.device:
                 raise EngineError(
                     f"the model cannot be moved to {changed.device} as {changed.dtype} while its parameters are in "
                     "chunks; call model.patrickstar_engine.detach() first"
@@ -222,16 +249,16 @@ class ModelHooks:
         named = {name: value if "label" in name else cast(value) for name, value in kwargs.items()}
         return tuple(cast(value) for value in args), named
 
-    def _enter_outermost(self, frame: _Frame, name: str) -> None:
+    def _enter_outermost(self, frame: _Frame, name: str, args: Any, kwargs: dict[str, Any]) -> None:
         if frame.stage is Stage.BACKWARD:
             # A recomputation must not enter our hooks: checkpointing counts on its own being innermost.
             _refuse_reentrant(name)
             return
-        if frame.stage is Stage.EVALUATION:
-            self._manager.release_borrowed()
-            self._manager.tracer.begin_interlude("evaluation")
-        elif not self._manager.tracer.is_running:
-            self._manager.tracer.begin("training")
+        inputs = _tensors_in((args, kwargs))
+        shapes = input_shapes([tensor.shape for tensor in inputs])
+        present = (*inputs, *self._model.buffers())
+        begin = self._manager.begin_evaluation if frame.stage is Stage.EVALUATION else self._manager.begin_forward
+        begin("" if frame.module is self._model else name, shapes, present)
         # Where somebody else's hooks are in force (offloading of activations, checkpointing of the whole model) they
         # get all operands, and under torch.func hooks are not possible: an operand in a chunk then pins the chunk.
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is None and (
@@ -240,10 +267,20 @@ class ModelHooks:
             frame.saved_tensors = torch.autograd.graph.saved_tensors_hooks(self._manager.pack, self._unpack)
             frame.saved_tensors.__enter__()
 
+    def _leave_outermost(self, frame: _Frame) -> None:
+        if frame.saved_tensors is not None:
+            frame.saved_tensors.__exit__(None, None, None)
+        if frame.stage is Stage.EVALUATION:
+            self._manager.residency.end_interlude()
+        elif frame.stage is Stage.FORWARD and sys.exc_info()[0] is not None:
+            self._manager.residency.forget_step()  # it failed
+        elif frame.stage is Stage.FORWARD:
+            self._manager.residency.end_forward()
+
     def unwind(self) -> None:
         """Ends every forward that is open on this thread, because it was interrupted."""
         stack = self._stack()
-        self._manager.tracer.forget()
+        self._manager.residency.forget_step()
         while stack:
             frame = stack.pop()
             for tensor in frame.acquired:
@@ -276,6 +313,8 @@ class ModelHooks:
                 self._manager.borrowed.append(tensor)
             return parameter
         frame = stack[-1]
+        if id(parameter) in frame.lookups:
+            return frame.lookups[id(parameter)].leaf
         if tensor.users == 0:
             self._manager.acquire(tensor, self._names[frame.module])
             frame.acquired.append(tensor)
@@ -300,6 +339,7 @@ class ModelHooks:
         task = torch._C._current_graph_task_id()
         if task != -1 and task != self._graph_task:
             self._graph_task = task
+            self._manager.in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._manager.end_backward)
 
     # State dictionaries
@@ -354,6 +394,14 @@ def _parameters_in(output: Any) -> frozenset[int]:
         return frozenset((id(output),)) if isinstance(output, torch.nn.Parameter) else frozenset()
     values = output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
     return frozenset(id(value) for value in values if isinstance(value, torch.nn.Parameter))
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors among a module's inputs, in order; nested tuples, lists and dictionaries are looked into."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return [tensor for item in values for tensor in _tensors_in(item)]
 
 
 def _refuse_copy(protocol: int) -> Any:

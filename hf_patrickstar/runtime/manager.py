@@ -13,23 +13,22 @@ gradient is there (a second forward before the optimizer's step, say) the gradie
 the value is written again. So no way of calling forward and backward can lose a gradient or compute with one.
 """
 
-import math
 import threading
 from collections.abc import Iterable
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from hf_patrickstar.errors import BudgetError, EngineError
-from hf_patrickstar.events import ChunkEvicted, ChunkInvalidated, ChunkLoaded, GradientStored, Listener, ValueRestored
+from hf_patrickstar.errors import EngineError
+from hf_patrickstar.events import GradientStored, Listener, ValueRestored
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.memory.transfers import Transfers
 from hf_patrickstar.runtime.chunk import Chunk, GradientPlace, ManagedTensor
-from hf_patrickstar.runtime.tracer import Tracer
-from hf_patrickstar.schedule.eviction import Chooser
+from hf_patrickstar.runtime.homes import Homes
+from hf_patrickstar.runtime.residency import Residency
+from hf_patrickstar.schedule.trace import Shapes
 from hf_patrickstar.states import Stage, TensorState
-from hf_patrickstar.units import format_need
 
 MASTER = "master"
 GRADIENT = "grad"
@@ -53,52 +52,86 @@ class SavedView:
 
 
 class ChunkManager:
-    """Moves chunks and gradients.
+    """Gives parameters their values and takes their gradients.
 
     Args:
         chunks: All chunks, with their payloads allocated.
-        pool: Where device copies come from.
+        residency: Brings chunks to the compute device.
+        pool: Where accumulation lists come from.
         transfers: How bytes cross.
-        chooser: Chooses which chunk leaves a full device.
         emit: Told of every event.
-        accumulate: Whether gradients go to the accumulation list from the start (more than one micro-batch per step).
-        evict_all: Evict all that can be evicted at every access and poison it (debugging).
+        num_micro_batches: Micro-batches per step; with more than one, gradients go to the accumulation list at once.
     """
 
     def __init__(
         self,
         chunks: list[Chunk],
+        residency: Residency,
         pool: PayloadPool,
         transfers: Transfers,
-        chooser: Chooser,
         emit: Listener,
-        accumulate: bool,
-        evict_all: bool,
+        num_micro_batches: int,
     ) -> None:
         self.chunks = chunks
+        self.residency = residency
         self.tensors: list[ManagedTensor] = sorted(
             (tensor for chunk in chunks for tensor in chunk.tensors), key=lambda tensor: tensor.spec.index
         )
-        self.accumulate = accumulate
+        self.accumulate = num_micro_batches > 1
         self.records_norms = False
         self.borrowed: list[ManagedTensor] = []  # acquired by code outside of every forward
+        self.in_backward = False
+        self.step_peaks = (0, 0, 0)  # bytes in the last step: chunks on the device, all on the device, on the host
+        self._num_micro_batches = num_micro_batches
+        self._micro_batch = 0
         self._pool = pool
         self._transfers = transfers
-        self._chooser = chooser
         self._emit = emit
-        self._evict_all = evict_all
-        self._num_copies = 0
-        self._tick = 0
         self._generation = 0
-        self.tracer = Tracer(
-            0 if chunk.is_static else chunk.param.numel() * chunk.param.dtype.itemsize for chunk in chunks
-        )
-        self._by_storage: dict[int, Chunk] = {}
+        self._attempt: dict[int, GradientPlace] | None = None
+        self._counted: set[int] = set()
+        self.homes: Homes | None = None
         self._lock = threading.RLock()
         self._list_names = {name for chunk in chunks for name in chunk.lists}
-        for chunk in chunks:
-            if chunk.is_static:
-                self._by_storage[chunk.set_compute(chunk.param)] = chunk
+
+    # Steps
+
+    def begin_forward(self, name: str, shapes: Shapes, present: Iterable[torch.Tensor]) -> None:
+        """Begins a training step, or goes on with the one that runs.
+
+        Args:
+            name: The outermost module whose forward begins; empty for the model itself.
+            shapes: Shapes of its inputs.
+            present: Tensors on the device that are there already and are not chunks.
+        """
+        if self.in_backward:  # it failed, or it would have ended
+            self.in_backward = False
+            self.residency.forget_step()
+        if self.residency.tracer.step is None:
+            self.residency.settle()
+            kind, is_last = self._kind_of_step()
+            kind = f"{kind}:{name}" if name else kind
+            if self.homes is not None:
+                self.homes.prepare("training", shapes)
+            updated = frozenset(chunk.spec.index for chunk in self.chunks if chunk.spec.trainable and is_last)
+            self.residency.begin_step(kind, shapes, present, updated)
+
+    def begin_evaluation(self, name: str, shapes: Shapes, present: Iterable[torch.Tensor]) -> None:
+        """Begins a forward without gradients, between steps or inside of one; see ``begin_forward``."""
+        self.release_borrowed()
+        self.residency.settle()
+        if self.homes is not None:
+            self.homes.prepare("", shapes)
+        self.residency.begin_interlude(f"evaluation:{name}" if name else "evaluation", shapes, present)
+
+    def _kind_of_step(self) -> tuple[str, bool]:
+        """What the micro-batch that begins is, and whether the optimizer follows it."""
+        if self._num_micro_batches == 1:
+            return "training", True
+        if self._micro_batch == 0:
+            return "training first", False
+        is_last = self._micro_batch == self._num_micro_batches - 1
+        return ("training last" if is_last else "training middle"), is_last
 
     # Access and release of parameters
 
@@ -123,9 +156,9 @@ class ChunkManager:
                 self._check_usable(tensor)
             payload = self._reach(tensor, module_name)
             if tensor.users == 0:
+                tensor.parameter.data = tensor.view(payload)
                 tensor.go(TensorState.COMPUTE)
                 tensor.chunk.num_computing += 1
-                tensor.parameter.data = tensor.view(payload)
                 tensor.version = tensor.parameter._version
             tensor.users += 1
         return None
@@ -153,7 +186,7 @@ class ChunkManager:
 
     def pack(self, view: torch.Tensor) -> "torch.Tensor | SavedView":
         """Replaces an operand that autograd wants to keep by its address, if it lives in a chunk."""
-        chunk = self._by_storage.get(view.untyped_storage()._cdata)
+        chunk = self.residency.find(view.untyped_storage()._cdata)
         if chunk is None or view.dtype is not chunk.param.dtype:
             return view
         return SavedView(chunk.tensor_at(int(view.storage_offset())), view, self._generation)
@@ -180,47 +213,124 @@ class ChunkManager:
 
     # Gradients
 
-    def store_gradient(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
+    def store_gradient(self, tensor: ManagedTensor, gradient: torch.Tensor, *, is_at_home: bool = False) -> None:
         """Takes a finished gradient to its place.
 
         Args:
             tensor: Whose gradient it is.
             gradient: The gradient of one backward, in the parameter's shape and type.
+            is_at_home: Whether it was computed where the chunk is at home: then nothing crosses.
         """
         with self._lock:
             if gradient.is_sparse:
                 gradient = gradient.to_dense()
             if not tensor.spec.trainable:
                 raise EngineError(_unfrozen(tensor))
-            busy = tensor.num_saved > 0 or tensor.users > 0
-            if tensor.gradient is GradientPlace.ASIDE:
-                assert tensor.aside is not None
-                tensor.aside = tensor.aside + gradient
-            elif tensor.gradient is GradientPlace.LIST or self.accumulate:
-                self._add_to_list(tensor, gradient)
-            elif tensor.gradient is GradientPlace.PARAM:
-                self._move_gradient_to_list(tensor)
-                self._add_to_list(tensor, gradient)
-            elif busy:
-                tensor.aside, tensor.gradient = gradient, GradientPlace.ASIDE
-            else:
-                self._write_over_parameter(tensor, gradient)
+            if tensor.spec.index not in self._counted:
+                if not (is_at_home or tensor.chunk.is_static):
+                    tensor.crossing_nbytes += gradient.numel() * gradient.dtype.itemsize
+                self._place_gradient(tensor, gradient)
             if tensor.users == 0 and tensor.state is not TensorState.HOLD_AFTER_BWD:
                 tensor.go(TensorState.HOLD_AFTER_BWD)
+
+    def _place_gradient(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
+        is_needed = tensor.num_saved > 0 or tensor.users > 0
+        if tensor.aside is not None:
+            tensor.aside = tensor.aside + gradient.to(tensor.aside.device)
+        elif tensor.is_looked_up:
+            # What its uses on either device contribute is added up in the parameter's type, as autograd does.
+            tensor.aside = gradient.to(tensor.chunk.param.device)
+        elif is_needed and tensor.gradient is GradientPlace.NONE and not self.accumulate:
+            tensor.aside = gradient
+        else:
+            self._add(tensor, gradient)
+
+    def _add(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
+        """Adds a gradient to what is there; an attempt that fails before it is there has not counted it."""
+        before = tensor.gradient
+        if before is GradientPlace.PARAM:
+            self._move_gradient_to_list(tensor)
+        is_needed = tensor.num_saved > 0 or tensor.users > 0
+        if self.accumulate or tensor.gradient is GradientPlace.LIST or is_needed:
+            self._add_to_list(tensor, gradient)
+        else:
+            self._write_over_parameter(tensor, gradient)
+        if self._attempt is not None:
+            self._attempt.setdefault(tensor.spec.index, before)
 
     def end_backward(self) -> None:
         """Settles what backward left: gradients put aside, and tensors that got none."""
         with self._lock:
+            self.in_backward = False
             self.release_borrowed()
             for tensor in self.tensors:
-                if tensor.gradient is GradientPlace.ASIDE:
+                if tensor.aside is not None:
                     self._settle(tensor)
                 if tensor.state is TensorState.HOLD_AFTER_FWD or (
                     tensor.state is TensorState.HOLD_AFTER_BWD and tensor.gradient is GradientPlace.LIST
                 ):
                     tensor.go(TensorState.HOLD)
             self._transfers.settle()
-            self.tracer.finish()
+            self._micro_batch += 1
+            self.residency.finish_step()
+
+    def begin_attempt(self) -> None:
+        """Begins a forward and backward that may fail for want of memory, and be undone and repeated."""
+        self._attempt = {}
+        self._counted.clear()
+
+    def end_attempt(self) -> None:
+        """Ends one that went well."""
+        self._attempt = None
+        self._counted.clear()
+
+    def undo_attempt(self) -> None:
+        """Takes back what a failed attempt left, and begins the next.
+
+        A gradient that this attempt was the first to store is dropped, and the parameter has its value again. One
+        that was added to those of earlier micro-batches cannot be taken out without rounding; it stays, and the next
+        attempt, which computes the same, does not count it a second time.
+        """
+        with self._lock:
+            attempt, self._attempt = self._attempt or {}, {}
+            self.in_backward = False
+            self._transfers.settle()
+            for tensor in self.tensors:
+                before = attempt.get(tensor.spec.index)
+                if tensor.aside is not None:
+                    tensor.aside = None
+                    tensor.crossing_nbytes = 0
+                elif before is GradientPlace.NONE:
+                    self.forget_gradient(tensor)
+                elif before is not None:
+                    self._counted.add(tensor.spec.index)
+                tensor.parameter.grad = None
+
+    def look_up(self, tensor: ManagedTensor) -> torch.Tensor:
+        """The value of an embedding at its home, to look rows up there (PatrickStar section 8.2).
+
+        Args:
+            tensor: The parameter; its chunk is at home on the host.
+
+        Returns:
+            A leaf that aliases the home, in the parameter's shape; its gradient belongs to the parameter.
+        """
+        with self._lock:
+            if tensor.users == 0:
+                self._check_usable(tensor)
+            if tensor.gradient is GradientPlace.PARAM:
+                self._move_gradient_to_list(tensor)
+            tensor.chunk.wait()
+            tensor.is_looked_up = True
+            leaf = tensor.view(tensor.chunk.param).detach()
+            return leaf.requires_grad_(tensor.spec.trainable and torch.is_grad_enabled())
+
+    def end_look_up(self, tensor: ManagedTensor, leaf: torch.Tensor, version: int, nbytes: int) -> None:
+        """Ends a lookup of so many bytes; an embedding with ``max_norm`` writes to the rows that it reads."""
+        tensor.lookup_nbytes += nbytes
+        if leaf._version != version:
+            with self._lock:
+                self._keep_value(tensor, leaf.detach())
 
     def gradient(self, tensor: ManagedTensor) -> torch.Tensor | None:
         """The gradient of a parameter, at home, in the parameter's shape, or ``None``.
@@ -228,7 +338,7 @@ class ChunkManager:
         fp32 in the accumulation list, the parameter's type otherwise. It aliases the list: writing changes it.
         """
         with self._lock:
-            if tensor.gradient is GradientPlace.ASIDE:
+            if tensor.aside is not None:
                 self._settle(tensor)
             tensor.chunk.wait()
             if tensor.gradient is GradientPlace.PARAM:
@@ -274,6 +384,9 @@ class ChunkManager:
         """Drops all gradients; parameters that were overwritten get their value back from ``master``."""
         with self._lock:
             self.release_borrowed()
+            self.residency.settle()
+            if self.residency.tracer.step is None:
+                self._micro_batch = 0
             for tensor in self.tensors:
                 self.forget_gradient(tensor)
 
@@ -301,15 +414,19 @@ class ChunkManager:
             chunk.note(self._transfers.to_device(home, tensor.view(chunk.compute)))
             self._emit(ValueRestored(chunk.spec.index, tensor.spec.index, home.numel() * home.dtype.itemsize))
 
+    def begin_update(self) -> None:
+        """Begins the optimizer's step: copies of what it will change are dropped, which makes room for its work."""
+        with self._lock:
+            for chunk in self.chunks:
+                if chunk.spec.trainable:
+                    self.residency.drop(chunk)
+            self.residency.begin_update()
+
     def finish_update(self, chunk: Chunk) -> None:
-        """Ends the optimizer's work on a chunk: no gradients, new values at home, no stale device copy."""
+        """Ends the optimizer's work on a chunk: no gradients, new values at home."""
         with self._lock:
             for tensor in chunk.tensors:
                 self._forget_gradient(tensor)
-            if chunk.compute is not None and not chunk.is_static:
-                self._drop(chunk)
-                nbytes = chunk.param.numel() * chunk.param.dtype.itemsize
-                self._emit(ChunkInvalidated(chunk.spec.index, nbytes))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -322,24 +439,31 @@ class ChunkManager:
         return self._generation
 
     def finish_step(self) -> None:
-        """Tells that the values changed."""
+        """Tells that the optimizer has changed the values, and lets chunks move to better homes."""
         self._generation += 1
-        self.tracer.forget()
+        num_micro_batches, self._micro_batch = self._micro_batch, 0
+        ledger = self.residency.ledger
+        self.step_peaks = (ledger.step_peak(Tier.DEVICE), ledger.total_step_peak, ledger.step_peak(Tier.HOST))
+        ledger.begin_step()
+        self.residency.forget_step()
+        if self.homes is not None:
+            self.homes.update(num_micro_batches)
+        for tensor in self.tensors:
+            tensor.lookup_nbytes = 0
 
     def close(self) -> None:
         """Gives every payload back. Parameters must have their own storage again by then."""
         with self._lock:
             self._transfers.settle()
+            self.residency.close()
             for chunk in self.chunks:
                 chunk.wait()
-                if chunk.compute is not None and not chunk.is_static:
-                    self._drop(chunk)
                 for name, payload in {"param": chunk.param, **chunk.lists}.items():
                     self._pool.release(chunk.home, payload, name, keep=False)
                 chunk.lists.clear()
                 chunk.compute = None
-            self._by_storage.clear()
             self._pool.trim()
+            self._transfers.close()
 
     # Inside
 
@@ -373,96 +497,14 @@ class ChunkManager:
 
     def _reach(self, tensor: ManagedTensor, who: str) -> torch.Tensor:
         """The payload to compute with, holding this tensor's value."""
-        chunk = tensor.chunk
-        self._tick += 1
-        chunk.last_access = self._tick
         if tensor.gradient is GradientPlace.PARAM:
             self._move_gradient_to_list(tensor)
-        if self._chooser.needs_trace and not chunk.is_static:
-            self.tracer.visit(chunk.spec.index, lambda: self._in_use(exclude=chunk))
-        if self._evict_all:
-            for other in list(self._evictable(exclude=chunk)):
-                assert other.compute is not None
-                other.compute.fill_(float("nan"))
-                self._evict(other)
-        if chunk.compute is None:
-            self._load(chunk, who)
-        elif self._num_copies and self._pool.room(Tier.DEVICE) < 0:
-            self._make_room(0, chunk, who)
-        assert chunk.compute is not None
-        return chunk.compute
-
-    def _load(self, chunk: Chunk, who: str) -> None:
-        numel, dtype = chunk.param.numel(), chunk.param.dtype
-        nbytes = numel * dtype.itemsize
-        self._make_room(nbytes, chunk, who)
-        payload = self._pool.allocate(Tier.DEVICE, numel, dtype, "param")
-        self._num_copies += 1
-        chunk.note(self._transfers.to_device(chunk.param, payload))
-        self._by_storage[chunk.set_compute(payload)] = chunk
-        self._emit(ChunkLoaded(chunk.spec.index, nbytes))
-
-    def _make_room(self, nbytes: int, chunk: Chunk, who: str) -> None:
-        while self._pool.room(Tier.DEVICE) < nbytes:
-            evictable = {other.spec.index: other for other in self._evictable(exclude=chunk)}
-            if evictable:
-                candidates = [(index, other.last_access) for index, other in evictable.items()]
-                victim = self._chooser.choose(candidates, self.tracer.cursor, self.tracer.is_lost)
-                self._evict(evictable[victim])
-                continue
-            if nbytes == 0:
-                return
-            ledger = self._pool.ledger
-            missing = nbytes - self._pool.room(Tier.DEVICE)
-            pinned = [other.spec.index for other in self.chunks if other.compute is not None and not other.is_static]
-            names = ", ".join(
-                sorted({tensor.spec.name for other in self.chunks for tensor in other.tensors if tensor.users})
-            )
-            raise BudgetError(
-                f"device_budget is too small for {who}: chunk {chunk.spec.index} needs {format_need(nbytes)}, "
-                f"{format_need(max(self._pool.room(Tier.DEVICE), 0))} are free, and none of the chunks there "
-                f"({pinned}) can leave, because they are in use (computing with: {names or 'none'}; a recomputed "
-                "segment keeps all of its parameters). Raise device_budget to at least "
-                f"{ledger.budget(Tier.DEVICE) + math.ceil(missing / ledger.usable(Tier.DEVICE))} bytes, or lower "
-                f"chunk_numel.\n{ledger.table()}"
-            )
-
-    def _evictable(self, exclude: Chunk) -> Iterable[Chunk]:
-        for chunk in self.chunks:
-            if chunk.compute is None or chunk.is_static or chunk is exclude or chunk.num_computing:
-                continue
-            if not chunk.is_aliased:
-                yield chunk
-
-    def _in_use(self, exclude: Chunk) -> Iterable[int]:
-        """Indices of the chunks on the device that cannot leave now."""
-        for chunk in self.chunks:
-            if chunk.compute is None or chunk.is_static or chunk is exclude:
-                continue
-            if chunk.num_computing or chunk.is_aliased:
-                yield chunk.spec.index
-
-    def _evict(self, chunk: Chunk) -> None:
-        self._drop(chunk)
-        self._emit(ChunkEvicted(chunk.spec.index, chunk.param.numel() * chunk.param.dtype.itemsize))
-
-    def _drop(self, chunk: Chunk) -> None:
-        aliased = chunk.is_aliased
-        self._num_copies -= 1
-        payload, key = chunk.clear_compute()
-        del self._by_storage[key]
-        self._pool.release(Tier.DEVICE, payload, "param", keep=not aliased)
+        return self.residency.reach(tensor.chunk, who)
 
     def _settle(self, tensor: ManagedTensor) -> None:
-        """Finds a place for a gradient that was put aside."""
-        gradient = tensor.aside
-        assert gradient is not None
-        if self.accumulate or tensor.num_saved or tensor.users:
-            self._gradient_list(tensor.chunk)  # may not fit: then the gradient is still where it was
-            tensor.gradient = GradientPlace.NONE
-            self._add_to_list(tensor, gradient)
-        else:
-            self._write_over_parameter(tensor, gradient)
+        """Finds a place for a gradient that was put aside; if there is none it still is where it was."""
+        assert tensor.aside is not None
+        self._add(tensor, tensor.aside)
         tensor.aside = None
 
     def _write_over_parameter(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
@@ -472,14 +514,15 @@ class ChunkManager:
         if chunk.is_static:
             tensor.view(chunk.param).copy_(gradient)
         else:
+            if chunk.arrival is not None:
+                chunk.arrival.join()  # the home is being read
             chunk.note(self._transfers.to_host(gradient, tensor.view(chunk.param)))
         tensor.gradient = GradientPlace.PARAM
-        self._emit(GradientStored(chunk.spec.index, tensor.spec.index, self._crossing_nbytes(chunk, gradient)))
+        self._emit(GradientStored(chunk.spec.index, tensor.spec.index, tensor.take_crossing()))
 
     def _add_to_list(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
         chunk = tensor.chunk
         chunk.wait()
-        crossing = self._crossing_nbytes(chunk, gradient)
         place = tensor.view(self._gradient_list(chunk))
         if gradient.device != place.device:
             gradient = gradient.to(place.device)
@@ -489,7 +532,7 @@ class ChunkManager:
             place.add_(gradient)
         tensor.gradient = GradientPlace.LIST
         tensor.gradient_norm = None
-        self._emit(GradientStored(chunk.spec.index, tensor.spec.index, crossing))
+        self._emit(GradientStored(chunk.spec.index, tensor.spec.index, tensor.take_crossing()))
 
     def _move_gradient_to_list(self, tensor: ManagedTensor) -> None:
         """See [Note: gradient reuse]."""
@@ -506,14 +549,11 @@ class ChunkManager:
         return chunk.lists[GRADIENT]
 
     @staticmethod
-    def _crossing_nbytes(chunk: Chunk, gradient: torch.Tensor) -> int:
-        return 0 if chunk.is_static else gradient.numel() * gradient.dtype.itemsize
-
-    @staticmethod
     def _forget_gradient(tensor: ManagedTensor) -> None:
         tensor.gradient = GradientPlace.NONE
         tensor.gradient_norm = None
         tensor.aside = None
+        tensor.crossing_nbytes = 0
         if tensor.state in (TensorState.HOLD_AFTER_FWD, TensorState.HOLD_AFTER_BWD):
             tensor.go(TensorState.HOLD)
 

@@ -1,91 +1,170 @@
 """Records traces, and follows them once they are there (PatrickStar section 8.1)."""
 
+import dataclasses
 from collections.abc import Callable, Iterable
 
-from hf_patrickstar.schedule.trace import Cursor, Trace, Visit
+from hf_patrickstar.schedule.plan import Plan
+from hf_patrickstar.schedule.trace import Cursor, Shapes, Trace, Visit, trace_key
 
 _MOST_LOST_IN_A_ROW = 2
 
 
-class Tracer:
-    """The traces of a model, one for each kind of step.
+@dataclasses.dataclass(slots=True)
+class Step:
+    """A step that is being recorded or followed.
 
-    The first step of a kind is recorded, later ones are followed. A step that does not do what its trace says is lost:
-    it goes on without foresight, and is counted. After two in a row the trace is recorded anew: the first step may have
-    failed half way, or the model have changed.
-
-    Args:
-        chunk_nbytes: Bytes of every chunk's ``param`` payload, by chunk index; 0 for a chunk that never moves.
+    Attributes:
+        key: The name of its trace.
+        shapes: Shapes of its inputs.
+        dropped_after: Chunks whose device copies are void when it has ended.
+        cursor: Its place in the trace that it follows; ``None`` if it is recorded, or lost.
+        is_lost: Whether it has left its trace.
+        plan: What to move at each moment, if there is a plan.
+        is_metered: Whether non-model data is measured while it runs.
     """
 
-    def __init__(self, chunk_nbytes: Iterable[int]) -> None:
-        self.traces: dict[str, Trace] = {}
-        self.num_lost = 0
-        self.cursor: Cursor | None = None
-        self.is_lost = False
-        self._chunk_nbytes = tuple(chunk_nbytes)
-        self._key: str | None = None
-        self._visits: list[Visit] = []
-        self._lost_in_a_row: dict[str, int] = {}
-        self._interrupted: list[tuple[str | None, list[Visit], Cursor | None, bool]] = []
+    key: str
+    shapes: Shapes
+    dropped_after: frozenset[int]
+    cursor: Cursor | None = None
+    is_lost: bool = False
+    plan: Plan | None = None
+    is_metered: bool = True
+    visits: list[tuple[int, tuple[int, ...]]] = dataclasses.field(default_factory=list)
+    non_model_nbytes: list[int] = dataclasses.field(default_factory=list)
 
     @property
-    def is_running(self) -> bool:
-        """Whether a step is being recorded or followed."""
-        return self._key is not None
+    def is_recorded(self) -> bool:
+        """Whether this step makes a trace."""
+        return self.cursor is None and not self.is_lost
 
-    def begin(self, key: str) -> None:
-        """Begins a step of a kind; one that was not finished is forgotten."""
-        self._key = key
-        self._visits = []
-        self.is_lost = False
+
+class Tracer:
+    """The traces of a model, one for each kind of step and bucket of input shapes.
+
+    The first step of a kind is recorded, later ones are followed. A step with larger inputs than any recorded one is
+    recorded too, and its trace joined to what was known: its activations may need more. A step that does not do what
+    its trace says is lost: it goes on without foresight, and is counted. After two in a row the trace is recorded
+    anew: the first step may have failed half way, or the model have changed.
+
+    Args:
+        chunk_nbytes: Bytes of every chunk's ``param`` payload, by chunk index.
+        non_model_peak: Tells the most non-model bytes since the last moment.
+    """
+
+    def __init__(self, chunk_nbytes: Iterable[int], non_model_peak: Callable[[], int] = lambda: 0) -> None:
+        self.traces: dict[str, Trace] = {}
+        self.num_lost = 0
+        self.num_recorded = 0
+        self.step: Step | None = None
+        self._erratic: set[str] = set()
+        self._chunk_nbytes = tuple(chunk_nbytes)
+        self._non_model_peak = non_model_peak
+        self._lost_in_a_row: dict[str, int] = {}
+        self._interrupted: list[Step | None] = []
+
+    @property
+    def is_interlude(self) -> bool:
+        """Whether the step that runs is one inside another."""
+        return bool(self._interrupted)
+
+    def begin(
+        self,
+        kind: str,
+        shapes: Shapes = (),
+        dropped_after: frozenset[int] = frozenset(),
+        always_metered: bool = False,
+    ) -> Step:
+        """Begins a step; one that was not finished is forgotten.
+
+        Args:
+            kind: What it is.
+            shapes: Shapes of its inputs.
+            dropped_after: Chunks whose device copies are void when it has ended.
+            always_metered: Measure non-model data even if the step only follows its trace.
+        """
+        key = trace_key(kind, shapes)
+        step = Step(key, shapes, dropped_after)
         trace = self.traces.get(key)
-        self.cursor = Cursor(trace) if trace is not None else None
+        if trace is not None and trace.covers(shapes):
+            step.cursor = Cursor(trace, dropped_after)
+            step.is_metered = always_metered or key in self._erratic
+        self.step = step
+        return step
 
-    def visit(self, chunk_index: int, pinned: Callable[[], Iterable[int]]) -> None:
+    def visit(self, chunk_index: int, pinned: Callable[[], Iterable[int]]) -> int | None:
         """Notes an access.
 
         Args:
             chunk_index: The chunk.
             pinned: Tells which other chunks cannot leave now; asked only while recording.
-        """
-        if self._key is None or self.is_lost:
-            return
-        if self._key not in self.traces:
-            self._visits.append(Visit(chunk_index, tuple(pinned())))
-        elif self.cursor is not None and not self.cursor.advance(chunk_index):
-            self.cursor = None
-            self.is_lost = True
-            self.num_lost += 1
 
-    def begin_interlude(self, key: str) -> None:
-        """Begins a step of another kind inside a step: an evaluation between forward and backward, say."""
-        self._interrupted.append((self._key, self._visits, self.cursor, self.is_lost))
-        self.begin(key)
+        Returns:
+            The moment, if the step follows its trace.
+        """
+        step = self.step
+        if step is None or step.is_lost:
+            return None
+        if step.cursor is None:
+            self._close_moment(step)
+            step.visits.append((chunk_index, tuple(pinned())))
+            return None
+        if step.cursor.advance(chunk_index):
+            return step.cursor.moment
+        step.cursor = step.plan = None
+        step.is_lost = True
+        self._erratic.add(step.key)
+        self.num_lost += 1
+        return None
+
+    def begin_interlude(
+        self, kind: str, shapes: Shapes = (), dropped_after: frozenset[int] = frozenset(), always_metered: bool = False
+    ) -> Step:
+        """Begins a step of another kind inside a step, or between steps: an evaluation, say; see ``begin``."""
+        if self.step is not None and self.step.is_recorded:
+            self._close_moment(self.step)  # the interlude begins peaks of its own
+        self._interrupted.append(self.step)
+        return self.begin(kind, shapes, dropped_after, always_metered)
 
     def end_interlude(self) -> None:
         """Ends it and goes on where it began."""
         self.finish()
         if self._interrupted:
-            self._key, self._visits, self.cursor, self.is_lost = self._interrupted.pop()
+            self.step = self._interrupted.pop()
 
     def forget(self) -> None:
-        """Drops a step that came to nothing: a forward without backward."""
-        self._key = None
+        """Drops a step that came to nothing: a forward without backward, or one that failed."""
+        self.step = None
         self._interrupted.clear()
-        self.finish()
 
     def finish(self) -> None:
         """Ends the step; what was recorded becomes its trace."""
-        if self._key is not None and self._key not in self.traces and self._visits:
-            self.traces[self._key] = Trace(self._key, self._chunk_nbytes, tuple(self._visits))
-        elif self._key is not None:
-            in_a_row = self._lost_in_a_row.get(self._key, 0) + 1 if self.is_lost else 0
-            if in_a_row == _MOST_LOST_IN_A_ROW:
-                del self.traces[self._key]
-                in_a_row = 0
-            self._lost_in_a_row[self._key] = in_a_row
-        self._key = None
-        self.cursor = None
-        self.is_lost = False
-        self._visits = []
+        step, self.step = self.step, None
+        if step is None:
+            return
+        if step.is_recorded and step.visits:
+            self._close_moment(step)
+            rows = zip(step.visits, step.non_model_nbytes, strict=True)
+            visits = tuple(Visit(index, pinned, nbytes) for (index, pinned), nbytes in rows)
+            trace = Trace(step.key, self._chunk_nbytes, visits, (step.shapes,))
+            known = self.traces.get(step.key)
+            self.traces[step.key] = trace if known is None else trace.merged(known)
+            self.num_recorded += 1
+            self._lost_in_a_row[step.key] = 0
+            return
+        in_a_row = self._lost_in_a_row.get(step.key, 0) + 1 if step.is_lost else 0
+        if in_a_row == _MOST_LOST_IN_A_ROW:
+            del self.traces[step.key]
+            in_a_row = 0
+        self._lost_in_a_row[step.key] = in_a_row
+
+    def discard(self) -> None:
+        """Drops every trace: what was recorded is no longer true, and the next steps are recorded anew."""
+        self.traces.clear()
+        self._lost_in_a_row.clear()
+
+    def _close_moment(self, step: Step) -> None:
+        if len(step.non_model_nbytes) < len(step.visits):
+            step.non_model_nbytes.append(self._non_model_peak())
+        elif step.visits:  # closed before, by an interlude
+            step.non_model_nbytes[-1] = max(step.non_model_nbytes[-1], self._non_model_peak())

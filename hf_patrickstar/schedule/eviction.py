@@ -71,7 +71,6 @@ class Chooser:
 
     def __init__(self, name: str) -> None:
         policies: dict[str, EvictionPolicy] = {"lru": LRUPolicy(), "list_order": ListOrderPolicy()}
-        self.needs_trace = name == "belady"
         self._policy = policies.get(name)
         self._belady, self._warmup, self._lost = BeladyPolicy(), policies["list_order"], policies["lru"]
 

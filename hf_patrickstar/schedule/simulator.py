@@ -1,11 +1,11 @@
-"""Replays a trace under any budget and policy, with the decision code of the runtime."""
+"""Replays a trace under any budget, policy and placement, with the decision code of the runtime."""
 
 import dataclasses
+from collections.abc import Sequence
 
-from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.schedule.eviction import Chooser
-from hf_patrickstar.schedule.trace import Cursor, Trace
-from hf_patrickstar.units import format_need
+from hf_patrickstar.schedule.plan import Plan, make_plan
+from hf_patrickstar.schedule.trace import Trace
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -15,31 +15,43 @@ class Movement:
     Attributes:
         loads: Chunks brought to the device.
         evictions: Chunks dropped for want of room.
-        host_to_device_nbytes: Bytes brought to the device.
-        device_peak_nbytes: The most bytes of chunks on the device at once.
+        prefetches: Loads that were started before the moment that needed them.
+        host_to_device_nbytes: Bytes of parameters brought to the device.
+        device_to_host_nbytes: Bytes of gradients taken to the host, given to ``simulate``.
+        device_peak_nbytes: The most bytes of moving chunks on the device at once.
+        device_total_peak_nbytes: The most bytes of moving chunks and non-model data at once.
     """
 
     loads: int
     evictions: int
+    prefetches: int
     host_to_device_nbytes: int
+    device_to_host_nbytes: int
     device_peak_nbytes: int
+    device_total_peak_nbytes: int
 
 
 def simulate(
     trace: Trace,
-    device_nbytes: int,
+    capacities: int | Sequence[int],
     policy: str,
     *,
     dropped_after: frozenset[int] = frozenset(),
+    static: frozenset[int] = frozenset(),
+    prefetch_depth: int = 0,
+    gradient_nbytes: Sequence[int] = (),
     repetitions: int = 3,
 ) -> Movement:
     """Replays a step until it repeats itself.
 
     Args:
         trace: The visits of the step.
-        device_nbytes: Bytes for chunks on the device, the same at every moment.
+        capacities: Bytes for moving chunks, at each moment or the same at all.
         policy: ``"belady"``, ``"lru"`` or ``"list_order"``.
         dropped_after: Chunks whose device copies are void after the step: those that the optimizer updates.
+        static: Chunks that are computed with where they are at home.
+        prefetch_depth: As for ``make_plan``.
+        gradient_nbytes: Bytes of gradients per chunk that a step takes to its home, if that is on the host.
         repetitions: How often the step is replayed; the last one counts.
 
     Returns:
@@ -48,38 +60,32 @@ def simulate(
     Raises:
         BudgetError: If the chunks in use at one moment do not fit.
     """
+    per_moment = [capacities] * len(trace.visits) if isinstance(capacities, int) else capacities
     chooser = Chooser(policy)
-    resident: dict[int, int] = {}  # chunk index -> last access
-    used, tick = 0, 0
-    movement = Movement(0, 0, 0, 0)
+    resident: dict[int, int] = {}
+    plan = Plan((), {}, ())
     for _ in range(repetitions):
-        cursor = Cursor(trace)
-        loads = evictions = nbytes = peak = 0
-        for moment, visit in enumerate(trace.visits):
-            tick += 1
-            size = trace.chunk_nbytes[visit.chunk_index]
-            cursor.advance(visit.chunk_index)
-            if visit.chunk_index not in resident and size:
-                while used + size > device_nbytes:
-                    leaving = [item for item in resident.items() if item[0] not in visit.pinned]
-                    if not leaving:
-                        raise BudgetError(
-                            f"moment {moment} of trace '{trace.key}': chunk {visit.chunk_index} and the chunks in use "
-                            f"({list(visit.pinned)}) need {format_need(used + size)}, {format_need(device_nbytes)} are "
-                            "there; raise the budget or use smaller chunks"
-                        )
-                    victim = chooser.choose(sorted(leaving), cursor)
-                    del resident[victim]
-                    used -= trace.chunk_nbytes[victim]
-                    evictions += 1
-                used += size
-                loads += 1
-                nbytes += size
-                peak = max(peak, used)
-            if size:
-                resident[visit.chunk_index] = tick
-        for index in dropped_after & resident.keys():
-            del resident[index]
-            used -= trace.chunk_nbytes[index]
-        movement = Movement(loads, evictions, nbytes, max(peak, used))
-    return movement
+        begin = len(trace.visits)
+        before = {index: moment - begin for index, moment in resident.items()}
+        plan = make_plan(
+            trace,
+            per_moment,
+            chooser,
+            before,
+            dropped_after=dropped_after,
+            static=static,
+            prefetch_depth=prefetch_depth,
+        )
+        resident = {index: moment for index, moment in plan.resident.items() if index not in dropped_after}
+    loaded = [index for actions in plan.moments for index in actions.load]
+    visits = zip(plan.moments, trace.visits, strict=True)
+    totals = zip(plan.chunk_nbytes, trace.visits, strict=True)
+    return Movement(
+        loads=len(loaded),
+        evictions=plan.num_evictions,
+        prefetches=sum(index != visit.chunk_index for actions, visit in visits for index in actions.load),
+        host_to_device_nbytes=sum(trace.chunk_nbytes[index] for index in loaded),
+        device_to_host_nbytes=sum(nbytes for index, nbytes in enumerate(gradient_nbytes) if index not in static),
+        device_peak_nbytes=max(plan.chunk_nbytes, default=0),
+        device_total_peak_nbytes=max((used + visit.non_model_nbytes for used, visit in totals), default=0),
+    )

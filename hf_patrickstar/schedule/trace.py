@@ -1,11 +1,19 @@
-"""What a step did: which chunk was visited when, and what could not leave then. Pure data (PatrickStar section 8.1)."""
+"""What a step did: which chunk was visited when, what could not leave then, and what else took memory. Pure data.
+
+A visit's place in its trace is its moment (PatrickStar section 8.1).
+"""
 
 import bisect
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from hf_patrickstar.errors import ConfigError
+
+Shapes = tuple[tuple[int, ...], ...]
+
+_MOST_SHAPES = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -15,10 +23,12 @@ class Visit:
     Attributes:
         chunk_index: The chunk.
         pinned: Other chunks that were in use at that moment and could not have left.
+        non_model_nbytes: The most bytes that were not chunks on the device between this moment and the next.
     """
 
     chunk_index: int
     pinned: tuple[int, ...] = ()
+    non_model_nbytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,19 +36,46 @@ class Trace:
     """The visits of one step of one kind.
 
     Attributes:
-        key: What the step was, for example ``"train"``.
-        chunk_nbytes: Bytes of every chunk's ``param`` payload, by chunk index; 0 for a chunk that never moves.
+        key: What the step was; see ``trace_key``.
+        chunk_nbytes: Bytes of every chunk's ``param`` payload, by chunk index.
         visits: The visits, in order.
+        shapes: Shapes of the inputs of each step that it was recorded from.
     """
 
     key: str
     chunk_nbytes: tuple[int, ...]
     visits: tuple[Visit, ...]
+    shapes: tuple[Shapes, ...] = ((),)
+
+    @property
+    def non_model_peak_nbytes(self) -> int:
+        """The most non-model bytes of any moment."""
+        return max((visit.non_model_nbytes for visit in self.visits), default=0)
+
+    def covers(self, shapes: Shapes) -> bool:
+        """Whether a step with inputs of these shapes needs no more memory than a recorded one did."""
+        return any(_covers(recorded, shapes) for recorded in self.shapes)
+
+    def merged(self, earlier: "Trace") -> "Trace":
+        """This trace, with what an earlier one of the same step knows of memory, if both visit the same chunks."""
+        if [visit.chunk_index for visit in self.visits] != [visit.chunk_index for visit in earlier.visits]:
+            return self
+        visits = tuple(
+            Visit(
+                ours.chunk_index,
+                tuple(sorted({*ours.pinned, *theirs.pinned})),
+                max(ours.non_model_nbytes, theirs.non_model_nbytes),
+            )
+            for ours, theirs in zip(self.visits, earlier.visits, strict=True)
+        )
+        kept = tuple(theirs for theirs in earlier.shapes if not self.covers(theirs))
+        return Trace(self.key, self.chunk_nbytes, visits, self.shapes + kept[: _MOST_SHAPES - 1])
 
     def to_json(self) -> str:
         """The trace as JSON text that ``from_json`` takes back."""
-        visits = [[visit.chunk_index, *visit.pinned] for visit in self.visits]
-        return json.dumps({"key": self.key, "chunk_nbytes": list(self.chunk_nbytes), "visits": visits})
+        visits = [[visit.chunk_index, visit.non_model_nbytes, *visit.pinned] for visit in self.visits]
+        values = {"key": self.key, "chunk_nbytes": self.chunk_nbytes, "shapes": self.shapes, "visits": visits}
+        return json.dumps(values)
 
     @classmethod
     def from_json(cls, text: str) -> "Trace":
@@ -49,8 +86,11 @@ class Trace:
         """
         try:
             values: dict[str, Any] = json.loads(text)
-            visits = tuple(Visit(int(row[0]), tuple(int(index) for index in row[1:])) for row in values["visits"])
-            trace = cls(str(values["key"]), tuple(int(nbytes) for nbytes in values["chunk_nbytes"]), visits)
+            visits = tuple(
+                Visit(int(row[0]), tuple(int(index) for index in row[2:]), int(row[1])) for row in values["visits"]
+            )
+            shapes = tuple(input_shapes(recorded) for recorded in values["shapes"])
+            trace = cls(str(values["key"]), tuple(int(nbytes) for nbytes in values["chunk_nbytes"]), visits, shapes)
         except (ValueError, TypeError, KeyError, IndexError) as error:
             raise ConfigError(f"this is not a trace: {type(error).__name__}: {error}") from error
         num_chunks = len(trace.chunk_nbytes)
@@ -61,19 +101,45 @@ class Trace:
         return trace
 
 
+def trace_key(kind: str, shapes: Shapes) -> str:
+    """The name of the trace that a step belongs to: what it is, and its bucket of input shapes.
+
+    Steps of one bucket share a trace: each size is rounded up to a power of two or to one and a half times one, so
+    that batches which are padded to many lengths make few traces.
+
+    Args:
+        kind: What the step is, for example ``"training"`` or ``"evaluation"``.
+        shapes: Shapes of its inputs.
+    """
+    sizes = dict.fromkeys("x".join(str(_round_up(size)) for size in shape) for shape in shapes)
+    return f"{kind}/{','.join(sizes)}" if sizes else kind
+
+
+def _round_up(size: int) -> int:
+    power = 1 << max(size - 1, 0).bit_length()
+    return power * 3 // 4 if power >= 4 and size <= power * 3 // 4 else power
+
+
 class Cursor:
     """Follows a trace while its step is repeated, and tells when each chunk is needed next.
 
     Args:
         trace: The trace.
+        dropped_after: Chunks whose device copies are void after the step: those that the optimizer updates.
     """
 
-    def __init__(self, trace: Trace) -> None:
-        self._trace = trace
+    def __init__(self, trace: Trace, dropped_after: frozenset[int] = frozenset()) -> None:
+        self.trace = trace
+        self._dropped_after = dropped_after
         self._moment = 0
         self._moments: dict[int, list[int]] = {}
         for moment, visit in enumerate(trace.visits):
             self._moments.setdefault(visit.chunk_index, []).append(moment)
+
+    @property
+    def moment(self) -> int:
+        """The moment of the last visit; -1 before the first."""
+        return self._moment - 1
 
     def advance(self, chunk_index: int) -> bool:
         """Notes a visit.
@@ -81,7 +147,7 @@ class Cursor:
         Returns:
             Whether the trace expected it.
         """
-        visits = self._trace.visits
+        visits = self.trace.visits
         expected = self._moment < len(visits) and visits[self._moment].chunk_index == chunk_index
         self._moment += 1
         return expected
@@ -90,10 +156,24 @@ class Cursor:
         """The moment at which a chunk is visited next; in the next repetition if no more in this one.
 
         Returns:
-            The moment, or ``None`` if the trace never visits the chunk.
+            The moment, or ``None`` if the copy that is there now is never visited again.
         """
         moments = self._moments.get(chunk_index)
         if moments is None:
             return None
         place = bisect.bisect_left(moments, self._moment)
-        return moments[place] if place < len(moments) else moments[0] + len(self._trace.visits)
+        if place < len(moments):
+            return moments[place]
+        return None if chunk_index in self._dropped_after else moments[0] + len(self.trace.visits)
+
+
+def _covers(recorded: Shapes, shapes: Shapes) -> bool:
+    if [len(shape) for shape in recorded] != [len(shape) for shape in shapes]:
+        return False
+    pairs = zip(recorded, shapes, strict=True)
+    return all(size <= known for ours, theirs in pairs for known, size in zip(ours, theirs, strict=True))
+
+
+def input_shapes(shapes: Sequence[Sequence[int]]) -> Shapes:
+    """Shapes as a trace keeps them."""
+    return tuple(tuple(int(size) for size in shape) for shape in shapes)

@@ -27,7 +27,7 @@ def make_layers():
 def record(eviction, num_chunks, **kwargs):
     events = []
     model = make_layers()
-    config = {"chunk_numel": 64, "device_budget": num_chunks * 64 * 4, "eviction": eviction}
+    config = {"chunk_numel": 64, "chunk_budget": num_chunks * 64 * 4, "eviction": eviction}
     engine = PatrickStarEngine(
         model, config, torch.optim.AdamW(model.parameters(), fused=True), listener=events.append, **kwargs
     )
@@ -120,7 +120,7 @@ def test_peaks_are_the_formula(dtype, accumulation):
     model = make_model("gpt2")
     numel = sum(parameter.numel() for parameter in model.parameters())
     itemsize = {"fp32": 4, "bf16": 2}[dtype]
-    config = {"dtype": dtype, "device_budget": numel * itemsize // 2}
+    config = {"dtype": dtype, "chunk_budget": numel * itemsize // 2}
     engine = PatrickStarEngine(
         model, config, torch.optim.AdamW(model.parameters(), fused=True), gradient_accumulation_steps=accumulation
     )
@@ -138,7 +138,7 @@ def test_peaks_are_the_formula(dtype, accumulation):
     grad = 4 * capacity if accumulation > 1 else 0
     workspace = 4 * largest if dtype == "bf16" and accumulation == 1 else 0
     assert stats["host_peak_nbytes"] == param + states + grad + workspace
-    assert stats["device_peak_nbytes"] <= config["device_budget"]
+    assert stats["device_peak_nbytes"] <= config["chunk_budget"]
     assert stats["model_data_nbytes"] == numel * (itemsize + 12 + (4 if accumulation > 1 else 0))
     assert stats["device_to_host_nbytes"] == 3 * accumulation * numel * itemsize
     owners = engine.ledger.owners(Tier.HOST)
@@ -148,7 +148,7 @@ def test_peaks_are_the_formula(dtype, accumulation):
 
 def test_nothing_leaks_over_many_steps():
     model = make_model("gpt2")
-    engine = PatrickStarEngine(model, {"device_budget": 40000}, torch.optim.AdamW(model.parameters(), fused=True))
+    engine = PatrickStarEngine(model, {"chunk_budget": 40000}, torch.optim.AdamW(model.parameters(), fused=True))
     seen = set()
     for step in range(12):
         model(**make_batch("gpt2", seed=step)).loss.backward()

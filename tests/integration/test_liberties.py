@@ -20,7 +20,7 @@ from hf_patrickstar import (
     PatrickStarTrainingArguments,
 )
 
-MOVING = {"device_budget": 4096, "chunk_numel": 320}
+MOVING = {"chunk_budget": 4096, "chunk_numel": 320}
 WIDTH = 16
 
 
@@ -148,7 +148,7 @@ def test_a_loss_outside_the_model_that_reads_a_weight(tmp_path):
 
     runs = []
     data = make_rows("gpt2", 32)
-    budget = {"device_budget": 2 * smallest_budget(make_model("gpt2"))}
+    budget = {"chunk_budget": 2 * smallest_budget(make_model("gpt2"))}
     for base, args_class, extra in (
         (Trainer, TrainingArguments, {}),
         (PatrickStarTrainer, PatrickStarTrainingArguments, {"patrickstar": True, "patrickstar_config": budget}),
@@ -413,12 +413,12 @@ def test_working_sets_of_modules_that_call_others():
             return self.attention(x[None], x[None], x[None])[0]
 
     budget = smallest_budget(Nested())
-    pair = twins(Nested, {"device_budget": budget})
+    pair = twins(Nested, {"chunk_budget": budget})
     for _ in range(2):
         step_all(pair, batch())
     assert_equal(pair)
     with pytest.raises(BudgetError, match="too small for module"):
-        twins(Nested, {"device_budget": budget - 1})
+        twins(Nested, {"chunk_budget": budget - 1})
 
 
 def test_sixteen_bit_inputs_and_batch_norm():
@@ -466,7 +466,7 @@ def test_editing_param_groups():
 
 def test_batches_of_a_real_model_after_all_that():
     model = make_model("bert")
-    engine = PatrickStarEngine(model, {"device_budget": smallest_budget(make_model("bert"))}, adamw(model))
+    engine = PatrickStarEngine(model, {"chunk_budget": smallest_budget(make_model("bert"))}, adamw(model))
     loss = model(**make_batch("bert")).loss
     engine.backward(loss)
     engine.optimizer.step()
@@ -505,7 +505,7 @@ def test_a_construction_that_fails_anywhere_leaves_everything_as_it_was(stage, m
 
     monkeypatch.setattr(target, name, failing)
     with pytest.raises(KeyboardInterrupt):
-        PatrickStarEngine(model, {"device_budget": 40000}, optimizer)
+        PatrickStarEngine(model, {"chunk_budget": 40000}, optimizer)
     monkeypatch.undo()
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key]), key

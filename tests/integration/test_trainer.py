@@ -31,7 +31,7 @@ from hf_patrickstar import (
 
 
 def tight(name="gpt2", factor=1.0):
-    return {"device_budget": int(smallest_budget(make_model(name)) * factor)}
+    return {"chunk_budget": int(smallest_budget(make_model(name)) * factor)}
 
 
 def make_trainer(cls, args_cls, tmp_path, model=None, name="gpt2", **kwargs):
@@ -241,7 +241,7 @@ def test_stats(tmp_path):
     assert stats["model_data_nbytes"] == 16 * numel
     assert stats["steps"] == 4
     assert stats["device_to_host_nbytes"] == 4 * 4 * numel, "exactly the gradients cross, once per step"
-    assert stats["device_peak_nbytes"] <= stats["device_budget_nbytes"] == tight()["device_budget"]
+    assert stats["device_peak_nbytes"] <= tight()["chunk_budget"]
     assert stats["host_peak_nbytes"] >= stats["model_data_nbytes"]
     assert min(stats[key] for key in ("host_to_device_nbytes", "chunk_loads", "chunk_evictions")) > 0
 
@@ -254,7 +254,7 @@ def test_statistics_are_logged_per_step(tmp_path):
     numel = sum(parameter.numel() for parameter in trainer.model.parameters())
     for entry in entries:
         assert entry["patrickstar/device_to_host_nbytes"] == 4 * numel
-        assert entry["patrickstar/device_peak_nbytes"] <= stats["device_budget_nbytes"]
+        assert entry["patrickstar/device_peak_nbytes"] <= tight()["chunk_budget"]
         assert entry["patrickstar/host_peak_nbytes"] == stats["host_peak_nbytes"]
         assert entry["patrickstar/chunk_loads"] > 0
         assert entry["patrickstar/lost_steps"] == entry["patrickstar/skipped_steps"] == 0
@@ -331,11 +331,11 @@ def test_reentrant_checkpointing_of_the_model_is_refused(tmp_path):
 
 def test_a_failed_construction_leaves_the_model_alone(tmp_path):
     before = make_model("gpt2").state_dict()
-    config = {"device_budget": 100}
+    config = {"chunk_budget": 100}
     trainer = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, patrickstar_config=config)
     with pytest.raises(BudgetError, match=r"module 'transformer.h.0.mlp.c_fc' \(Conv1D\).*Raise device_budget"):
         run(trainer)
-    config = {"device_budget": 2**15, "host_budget": 2**15}
+    config = {"chunk_budget": 2**15, "host_budget": 2**15}
     trainer2 = make_trainer(
         PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, model=trainer.model, patrickstar_config=config
     )

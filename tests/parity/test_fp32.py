@@ -8,7 +8,7 @@ HARSH = {"debug_evict_all": True}
 
 
 def tight(name, checkpointing=False):
-    return {"device_budget": smallest_budget(make_model(name), checkpointing=checkpointing)}
+    return {"chunk_budget": smallest_budget(make_model(name), checkpointing=checkpointing)}
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -25,7 +25,7 @@ def test_same_run(name, accumulation, checkpointing, tmp_path):
     assert_same_run(expected, actual)
     stats = actual[0].patrickstar_stats()
     assert stats["chunk_evictions"] > 0
-    assert stats["device_peak_nbytes"] <= config["device_budget"]
+    assert stats["device_peak_nbytes"] <= config["chunk_budget"]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
@@ -43,7 +43,7 @@ def test_budgets(eviction, fraction, tmp_path):
     model = make_model("gpt2")
     config = {"eviction": eviction}
     if fraction is not None:
-        config["device_budget"] = int(4 * fraction * sum(p.numel() for p in model.parameters()))
+        config["chunk_budget"] = int(4 * fraction * sum(p.numel() for p in model.parameters()))
     actual = train("gpt2", tmp_path, config)
     assert_same_run(train("gpt2", tmp_path), actual)
     stats = actual[0].patrickstar_stats()
@@ -55,7 +55,7 @@ def test_budgets(eviction, fraction, tmp_path):
 
 @pytest.mark.parametrize("chunk_numel", [64, 5000, 10**7])
 def test_chunk_sizes(chunk_numel, tmp_path):
-    config = {"chunk_numel": chunk_numel, "device_budget": "1MiB"}
+    config = {"chunk_numel": chunk_numel, "chunk_budget": "1MiB"}
     assert_same_run(train("gpt2", tmp_path), train("gpt2", tmp_path, config))
 
 

@@ -8,7 +8,13 @@ from trainers import smallest_budget
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.schedule.simulator import simulate
 
-KEYS = ("chunk_loads", "chunk_evictions", "host_to_device_nbytes")
+KEYS = ("chunk_loads", "chunk_evictions", "prefetches", "host_to_device_nbytes", "device_to_host_nbytes")
+FIELDS = ("loads", "evictions", "prefetches", "host_to_device_nbytes", "device_to_host_nbytes")
+
+
+def traces_of(engine, kind):
+    traces = engine.manager.residency.tracer.traces
+    return [trace for key, trace in traces.items() if key.split("/")[0] == kind]
 
 
 def steps_of(name, config, num_steps=4, checkpointing=False, freeze=False):
@@ -21,7 +27,7 @@ def steps_of(name, config, num_steps=4, checkpointing=False, freeze=False):
             parameter.requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
     engine = PatrickStarEngine(model, config, optimizer)
-    before, moved, losses = [0, 0, 0], [], []
+    before, moved, losses = [0] * len(KEYS), [], []
     for step in range(num_steps):
         torch.manual_seed(step)
         loss = model(**make_batch(name, seed=step)).loss
@@ -38,28 +44,46 @@ def steps_of(name, config, num_steps=4, checkpointing=False, freeze=False):
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("name", ["gpt2", "t5", "llama"])
 def test_simulation_is_the_engine(name, checkpointing, freeze):
+    """Loads, evictions, prefetches and bytes, exactly; and no policy, depth or placement changes a loss."""
     model = make_model(name)
     numel = sum(parameter.numel() for parameter in model.parameters())
     smallest = smallest_budget(model, checkpointing=checkpointing)
-    chunk_numel = 1100
     counts, all_losses = {}, []
     for share in (0.0, 0.5, 0.8):
         budget = max(int(smallest * 1.4), int(numel * 4 * share))
-        config = {"device_budget": budget, "chunk_numel": chunk_numel}
-        recorded = None
-        for eviction in ("belady", "lru", "list_order"):
-            moved, losses, engine = steps_of(name, {**config, "eviction": eviction}, 4, checkpointing, freeze)
+        config = {"chunk_budget": budget, "chunk_numel": 1100}
+        for eviction, placement, depth in (
+            ("belady", "host", 0),
+            ("belady", "host", 2),
+            ("belady", "auto", 3),
+            ("lru", "host", 1),
+            ("list_order", "host", 0),
+        ):
+            config.update(eviction=eviction, placement=placement, prefetch_depth=depth)
+            moved, losses, engine = steps_of(name, config, 4, checkpointing, freeze)
             all_losses.append(losses)
-            if recorded is None:
-                recorded = engine.manager.tracer.traces["training"]
-                updated = frozenset(c.spec.index for c in engine.manager.chunks if c.spec.trainable)
-            predicted = simulate(recorded, budget, eviction, dropped_after=updated)
-            assert moved[-1] == (predicted.loads, predicted.evictions, predicted.host_to_device_nbytes), eviction
+            (recorded,) = traces_of(engine, "training")
+            margin = frozenset(engine.manager.homes.in_margin)
+            fixed = sum(engine.manager.homes._nbytes[index].device_nbytes for index in margin)
+            predicted = simulate(
+                recorded,
+                budget - fixed,
+                eviction,
+                dropped_after=frozenset(c.spec.index for c in engine.manager.chunks if c.spec.trainable),
+                static=margin,
+                prefetch_depth=depth,
+                gradient_nbytes=[c.spec.used_numel * 4 * c.spec.trainable for c in engine.manager.chunks],
+            )
+            expected = [getattr(predicted, field) for field in FIELDS]
+            assert list(moved[-1]) == expected, config
             assert moved[-1] == moved[-2], "steps repeat themselves"
             assert engine.stats()["lost_steps"] == 0
-            assert predicted.device_peak_nbytes <= budget
-            counts[eviction] = moved[-1][2]
-        assert counts["belady"] <= min(counts["lru"], counts["list_order"]) * 1.05
+            assert predicted.device_peak_nbytes + fixed <= budget
+            counts[eviction, placement, depth] = moved[-1]
+        assert counts["belady", "host", 0][0] == counts["belady", "host", 2][0], "prefetch moves not a byte more"
+        assert counts["belady", "host", 0][0] <= counts["lru", "host", 1][0]
+        assert counts["belady", "host", 0][0] <= counts["list_order", "host", 0][0] * 1.05
+    assert counts["belady", "host", 2][2] > 0, "something is prefetched"
     assert all(losses == all_losses[0] for losses in all_losses)
 
 
@@ -80,7 +104,7 @@ def test_a_step_that_leaves_its_trace_is_counted_and_right():
     optimizer = torch.optim.AdamW(plain.parameters(), fused=True)
     engine = PatrickStarEngine(
         managed,
-        {"device_budget": 3 * 320 * 4, "chunk_numel": 320},
+        {"chunk_budget": 3 * 320 * 4, "chunk_numel": 320},
         torch.optim.AdamW(managed.parameters(), fused=True),
     )
     for order in (range(6), range(6), [5, 3, 1, 0], range(6), [2], range(6)):
@@ -107,7 +131,7 @@ def test_zero_grad_between_forward_and_backward_does_not_lose_the_trace():
         numel = sum(parameter.numel() for parameter in model.parameters())
         engine = PatrickStarEngine(
             model,
-            {"device_budget": numel * 2, "chunk_numel": 1100},
+            {"chunk_budget": numel * 2, "chunk_numel": 1100},
             torch.optim.AdamW(model.parameters(), fused=True),
         )
         for step in range(4):
@@ -118,7 +142,7 @@ def test_zero_grad_between_forward_and_backward_does_not_lose_the_trace():
                 engine.optimizer.zero_grad()
             loss.backward()
             engine.optimizer.step()
-        assert "training" in engine.manager.tracer.traces
+        assert traces_of(engine, "training")
         assert engine.stats()["lost_steps"] == 0
         moved.append(engine.stats()["host_to_device_nbytes"])
     assert moved[0] == moved[1]

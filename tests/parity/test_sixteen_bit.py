@@ -96,7 +96,7 @@ def compare(name, precision, config=None, steps=3, accumulation=1, make_optimize
     reference, losses, done = run_reference(name, precision, steps, accumulation, make_optimizer, max_norm, **kwargs)
     if config is None:
         checkpointing = kwargs.get("checkpointing", False)
-        config = {"device_budget": smallest_budget(make_model(name), 2, checkpointing)}
+        config = {"chunk_budget": smallest_budget(make_model(name), 2, checkpointing)}
     model, our_losses, norms, our_done = run_ours(
         name, precision, steps, accumulation, config, make_optimizer, max_norm, **kwargs
     )
@@ -120,7 +120,7 @@ def test_bf16(name, accumulation, checkpointing):
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
 def test_bf16_evicting_everything_at_every_access(name):
-    compare(name, "bf16", {"device_budget": 30000, "debug_evict_all": True})
+    compare(name, "bf16", {"chunk_budget": 30000, "debug_evict_all": True})
 
 
 def test_bf16_resident():

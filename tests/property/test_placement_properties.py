@@ -2,7 +2,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_patrickstar.errors import BudgetError
-from hf_patrickstar.schedule.placement import ChunkBytes, plan_homes
+from hf_patrickstar.schedule.placement import ChunkBytes, plan_homes, plan_margin
+from hf_patrickstar.schedule.trace import Trace, Visit
 
 fast = settings(deadline=None, max_examples=200, database=None, derandomize=True)
 
@@ -106,3 +107,50 @@ def test_what_the_refusal_advises_is_enough(case):
         advised = int(str(error).split("Raise host_budget by at least ")[1].split(" bytes")[0])
         assert advised > 0
         plan_homes(chunks, device, host + advised, working_set, workspace)
+
+
+@st.composite
+def margins(draw):
+    """Chunks that may move into the margin, traces that visit them, and what the device has."""
+    chunks = draw(chunk_lists().filter(bool))
+    indices = st.integers(0, len(chunks) - 1)
+    visits = st.builds(Visit, indices, st.sets(indices, max_size=3).map(tuple), st.integers(0, 300))
+    sizes = tuple(chunk.param_nbytes for chunk in chunks)
+    traces = [
+        Trace("t", sizes, tuple(draw(st.lists(visits, min_size=1, max_size=8)))) for _ in range(draw(st.integers(1, 3)))
+    ]
+    kept = draw(st.frozensets(indices, max_size=2))
+    device = draw(st.integers(0, 1000) | st.integers(0, 10_000))
+    return chunks, traces, device, draw(st.integers(0, 200)), kept, draw(st.integers(0, 300))
+
+
+def margin_need(case, homed):
+    """The most bytes of any moment, if these chunks live in the margin."""
+    chunks, traces, _, prefetch, kept, unusable = case
+    fixed = prefetch + sum(chunks[index].device_nbytes for index in homed)
+    return fixed + max(
+        max(visit.non_model_nbytes, unusable)
+        + sum(chunks[index].param_nbytes for index in {visit.chunk_index, *visit.pinned} - kept - homed)
+        for trace in traces
+        for visit in trace.visits
+    )
+
+
+@fast
+@given(margins())
+def test_the_margin_leaves_room_at_every_moment_and_holds_the_next_chunk_no_more(case):
+    chunks, traces, device, _, kept, _ = case
+    homed = plan_margin(*case).device_homed
+    movable = {chunk.chunk_index for chunk in chunks if not chunk.on_host} - kept
+    assert homed <= movable
+    if homed:
+        assert margin_need(case, homed) <= device
+    places = [[visit.chunk_index for visit in trace.visits] for trace in traces]
+
+    def first(index):
+        return min((order.index(index) for order in places if index in order), default=999), index
+
+    left_out = sorted(movable - homed, key=first)
+    if left_out:
+        assert all(first(index) < first(left_out[0]) for index in homed)
+        assert margin_need(case, homed | {left_out[0]}) > device

@@ -89,7 +89,9 @@ def test_never_worse_than_brute_force(case):
     assert fitting[size] == (choice.layout.utilisation, choice.working_set_nbytes)
     preferred = fitting
     if budget is not None:
-        preferred = {size: item for size, item in fitting.items() if size * ITEMSIZE * 8 <= budget}
+        total = sum(align(spec.numel) for spec in tensors if spec.index not in on_host)
+        most = max(total // 16, align(1))
+        preferred = {size: item for size, item in fitting.items() if size * ITEMSIZE * 8 <= budget and size <= most}
     if not preferred:
         assert choice.working_set_nbytes == min(need for _, need in fitting.values())
         return

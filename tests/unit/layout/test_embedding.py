@@ -1,10 +1,9 @@
 import pytest
 
-from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.layout.embedding import ASSUMED_TOKENS, choose_embeddings
+from hf_patrickstar.layout.embedding import MIN_ROWS, choose_embeddings
 from hf_patrickstar.layout.specs import TensorSpec
 
-LARGE, SMALL = ASSUMED_TOKENS + 1, ASSUMED_TOKENS
+LARGE, SMALL = MIN_ROWS, MIN_ROWS - 1
 EMBEDDINGS = frozenset({1, 2})
 """Module 1 looks words up, module 2 positions; module 3 is a head."""
 
@@ -17,71 +16,74 @@ TIED = [
     TensorSpec(0, "words.weight", (LARGE, 8), True, ("head.weight",), (1, 3)),
     TensorSpec(1, "positions.weight", (SMALL, 8), True, (), (2,)),
 ]
+HEAD_FIRST = [TensorSpec(0, "head.weight", (LARGE, 8), True, ("words.weight",), (0, 1))]
 
 
 def choose(tensors, setting, everything_fits=False):
     return choose_embeddings(tensors, EMBEDDINGS, setting, everything_fits)
 
 
-def test_auto_takes_untied_embeddings_with_more_rows_than_tokens():
+def test_auto_takes_untied_embeddings_with_many_rows_until_the_first_step_has_shown_more():
     choice = choose(UNTIED, "auto")
-    assert choice.tensor_indices == {0}
-    assert choice.reason.startswith("cpu_embedding=auto: on for words.weight, more rows than the 16384 tokens")
+    assert (choice.tensor_indices, choice.apart, choice.is_final) == ({0}, {0}, False)
+    assert choice.reason.startswith("cpu_embedding=auto: on for words.weight, until the first step")
 
 
 def test_auto_is_off_if_everything_fits():
     choice = choose(UNTIED, "auto", everything_fits=True)
-    assert choice.tensor_indices == frozenset()
+    assert (choice.tensor_indices, choice.apart, choice.is_final) == (frozenset(), frozenset(), True)
     assert choice.reason == "cpu_embedding=auto: off, all model data fits on the device"
 
 
-def test_auto_leaves_tied_embeddings_alone():
-    choice = choose(TIED, "auto")
-    assert choice.tensor_indices == frozenset()
-    assert "no untied embedding has more than 16384 rows" in choice.reason
+@pytest.mark.parametrize("tensors", [TIED, HEAD_FIRST])
+def test_auto_leaves_tied_embeddings_alone(tensors):
+    choice = choose(tensors, "auto")
+    assert (choice.tensor_indices, choice.apart, choice.is_final) == (frozenset(), frozenset(), True)
+    assert "no untied embedding has 4096 rows or more" in choice.reason
 
 
 def test_false_takes_none():
     choice = choose(UNTIED, False)
-    assert (choice.tensor_indices, choice.reason) == (
-        frozenset(),
-        "cpu_embedding=false: embeddings move in chunks",
-    )
+    assert (choice.tensor_indices, choice.apart, choice.is_final) == (frozenset(), frozenset(), True)
+    assert choice.reason == "cpu_embedding=false: embeddings move in chunks"
 
 
 @pytest.mark.parametrize("everything_fits", [False, True])
 def test_true_takes_all_of_any_size(everything_fits):
-    assert choose(UNTIED, True, everything_fits).tensor_indices == {0, 1}
+    choice = choose(UNTIED, True, everything_fits)
+    assert (choice.tensor_indices, choice.apart, choice.is_final) == ({0, 1}, {0, 1}, True)
+    assert choice.reason == "cpu_embedding=true: lookups on the CPU"
 
 
-def test_true_refuses_a_tied_embedding_and_names_both():
-    message = r"cpu_embedding=true: 'words.weight' is tied to 'head.weight'.*use cpu_embedding='auto' or false"
-    with pytest.raises(ConfigError, match=message):
-        choose(TIED, True)
+@pytest.mark.parametrize("everything_fits", [False, True])
+def test_true_takes_a_tied_embedding_too_but_leaves_it_in_a_chunk_that_moves(everything_fits):
+    choice = choose(TIED, True, everything_fits)
+    assert (choice.tensor_indices, choice.apart, choice.is_final) == ({0, 1}, {1}, True)
+    assert choice.reason == (
+        "cpu_embedding=true: lookups on the CPU; words.weight also moves, for the modules that it is tied to"
+    )
 
 
-def test_true_refuses_an_embedding_whose_head_comes_first():
-    tensors = [TensorSpec(0, "head.weight", (LARGE, 8), True, ("words.weight",), (0, 1))]
-    with pytest.raises(ConfigError, match="is tied to"):
-        choose(tensors, True)
+def test_an_embedding_whose_head_comes_first_is_tied_as_well():
+    choice = choose(HEAD_FIRST, True)
+    assert (choice.tensor_indices, choice.apart) == ({0}, frozenset())
+    assert "head.weight also moves" in choice.reason
 
 
-def test_the_refusal_names_the_head_not_another_embedding():
-    tensors = [TensorSpec(0, "words.weight", (LARGE, 8), True, ("positions.weight", "head.weight"), (1, 2, 3))]
-    with pytest.raises(ConfigError, match=r"'words.weight' is tied to 'head.weight'"):
-        choose(tensors, True)
-
-
-def test_embeddings_tied_to_each_other_are_both_looked_up_on_the_cpu():
+@pytest.mark.parametrize("setting", [True, "auto"])
+def test_embeddings_tied_to_each_other_need_no_device(setting):
     tensors = [TensorSpec(0, "words.weight", (LARGE, 8), True, ("positions.weight",), (1, 2))]
-    assert choose(tensors, True).tensor_indices == {0}
-    assert choose(tensors, "auto").tensor_indices == {0}
+    choice = choose(tensors, setting)
+    assert (choice.tensor_indices, choice.apart) == ({0}, {0})
 
 
 def test_other_parameters_of_an_embedding_module_stay():
     tensors = [*UNTIED, TensorSpec(3, "words.scale", (LARGE,), True, (), (1,))]
-    assert choose(tensors, True).tensor_indices == {0, 1}
+    choice = choose(tensors, True)
+    assert (choice.tensor_indices, choice.apart) == ({0, 1}, {0, 1})
 
 
-def test_a_model_without_embeddings():
-    assert choose_embeddings(UNTIED, frozenset(), True, False).tensor_indices == frozenset()
+@pytest.mark.parametrize("setting", [True, "auto"])
+def test_a_model_without_embeddings(setting):
+    choice = choose_embeddings(UNTIED, frozenset(), setting, False)
+    assert (choice.tensor_indices, choice.apart, choice.is_final) == (frozenset(), frozenset(), True)

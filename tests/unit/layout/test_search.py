@@ -149,6 +149,14 @@ def test_with_a_budget_chunks_are_at_most_an_eighth_of_it():
     assert len(choice.layout.chunks) == 16
 
 
+def test_with_a_large_budget_chunks_are_at_most_a_sixteenth_of_the_model():
+    """Activations may leave little of it, and then there should still be chunks to choose from."""
+    tensors, modules = make_tensors(*[64] * 32), make_modules(*[(i,) for i in range(32)])
+    choice = search_layout(tensors, modules, ITEMSIZE, 10**6)
+    assert choice.layout.chunk_numel == 128
+    assert search_layout(tensors[:2], modules[:2], ITEMSIZE, 10**6).layout.chunk_numel == 64
+
+
 def test_where_no_chunk_is_that_small_the_smallest_working_set_wins():
     tensors, modules = make_tensors(640, 640, 64), make_modules((0,), (1,), (2,))
     choice = search_layout(tensors, modules, ITEMSIZE, 1280)

@@ -109,13 +109,37 @@ def test_table(ledger):
     ]
 
 
-def test_only_a_fraction_of_the_device_may_be_used():
+def test_only_a_fraction_of_the_device_is_available_to_the_cautious():
     ledger = Ledger({DEVICE: 1000, HOST: 1000}, device_fraction=0.8)
     assert (ledger.budget(DEVICE), ledger.limit(DEVICE), ledger.available(DEVICE)) == (1000, 800, 800)
+    assert (ledger.limit(DEVICE, cautious=False), ledger.available(DEVICE, cautious=False)) == (1000, 1000)
     assert (ledger.budget(HOST), ledger.limit(HOST)) == (1000, 1000)
+    assert [ledger.usable(tier) for tier in Tier] == [0.8, 1.0]
+    assert "usable now" in ledger.table()
+    ledger.is_cautious = False
+    assert (ledger.limit(DEVICE), ledger.available(DEVICE)) == (1000, 1000)
+    assert (ledger.limit(DEVICE, cautious=True), ledger.available(DEVICE, cautious=True)) == (800, 800)
+    assert [ledger.usable(tier) for tier in Tier] == [1.0, 1.0]
+    assert "usable now" not in ledger.table()
+
+
+def test_booking_checks_the_whole_budget_even_while_cautious():
+    ledger = Ledger({DEVICE: 1000, HOST: 1000}, device_fraction=0.8)
+    ledger.book(DEVICE, "param", 801)
+    assert (ledger.available(DEVICE), ledger.available(DEVICE, cautious=False)) == (-1, 199)
+    ledger.book(DEVICE, "param", 199)
+    with pytest.raises(BudgetError, match=r"device_budget exceeded.*by at least 1 bytes"):
+        ledger.book(DEVICE, "param", 1)
     ledger.book(HOST, "param", 1000)
-    with pytest.raises(BudgetError, match="device_budget exceeded"):
-        ledger.book(DEVICE, "param", 801)
+
+
+def test_a_limit_only_ever_gets_lower():
+    ledger = Ledger({DEVICE: 1000, HOST: 1000}, device_fraction=0.5)
+    ledger.lower_limit(DEVICE, 600)
+    ledger.lower_limit(DEVICE, 700)
+    assert (ledger.budget(DEVICE), ledger.limit(DEVICE), ledger.limit(DEVICE, cautious=False)) == (1000, 300, 600)
+    with pytest.raises(BudgetError, match="600 B"):
+        ledger.book(DEVICE, "param", 601)
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.8])
@@ -151,3 +175,93 @@ def test_the_caller_keeps_its_own_budgets():
     ledger = Ledger(budgets, device_fraction=0.5)
     budgets[DEVICE] = 0
     assert (ledger.budget(DEVICE), ledger.limit(DEVICE)) == (1000, 500)
+
+
+def test_a_chunk_budget_is_a_second_limit_of_the_device():
+    others = {"nbytes": 0}
+    ledger = Ledger({DEVICE: 1000, HOST: 1000}, lambda booked: others["nbytes"], 0.8, chunk_budget=300)
+    assert ledger.chunk_budget == 300
+    assert [ledger.available(tier) for tier in Tier] == [300, 1000]
+    ledger.book(DEVICE, "param", 200)
+    assert ledger.available(DEVICE) == 100
+    others["nbytes"] = 550
+    assert (ledger.available(DEVICE), ledger.available(DEVICE, cautious=False)) == (50, 100)
+    with pytest.raises(BudgetError, match="exceeded"):
+        ledger.book(DEVICE, "param", 101)
+    ledger.book(DEVICE, "param", 100)
+    assert ("device", "chunk budget", "300 B") in {
+        tuple(re.split(r"\s{2,}", row.strip())) for row in ledger.table().splitlines()
+    }
+
+
+def test_what_others_are_known_to_need_is_kept_free_for_them():
+    others = {"nbytes": 100}
+    ledger = Ledger({DEVICE: 1000, HOST: 1000}, lambda booked: others["nbytes"])
+    ledger.reserved_nbytes = 400
+    assert (ledger.non_model_nbytes(), ledger.available(DEVICE), ledger.available(HOST)) == (400, 600, 1000)
+    others["nbytes"] = 500
+    assert (ledger.non_model_nbytes(), ledger.available(DEVICE)) == (500, 500)
+    with pytest.raises(BudgetError):
+        ledger.book(DEVICE, "param", 501)
+    ledger.reserved_nbytes = others["nbytes"] = 0
+    ledger.book(DEVICE, "param", 501)
+
+
+def test_bytes_that_are_there_already_are_not_counted_twice():
+    """What is booked after it was allocated was measured as somebody else's until then."""
+    ledger = Ledger({DEVICE: 1000, HOST: 1000}, lambda booked: 800 - booked)
+    with pytest.raises(BudgetError):
+        ledger.book(DEVICE, "param", 300)
+    ledger.book(DEVICE, "param", 300, is_allocated=True)
+    assert (ledger.used(DEVICE), ledger.available(DEVICE)) == (300, 200)
+
+
+def test_peaks_of_chunks_and_others_together():
+    others = {"nbytes": 100}
+    ledger = Ledger({DEVICE: 1000, HOST: 1000}, lambda booked: others["nbytes"])
+    assert (ledger.total_peak, ledger.total_step_peak) == (0, 0)
+    ledger.book(DEVICE, "param", 300)
+    assert (ledger.total_peak, ledger.total_step_peak) == (400, 400)
+    ledger.note_total(250)
+    ledger.note_total(150)
+    ledger.book(HOST, "param", 900)
+    assert (ledger.total_peak, ledger.total_step_peak) == (550, 550)
+    ledger.unbook(DEVICE, "param", 200)
+    ledger.begin_step()
+    assert (ledger.total_peak, ledger.total_step_peak) == (550, 100)
+    ledger.reserved_nbytes = 300
+    ledger.book(DEVICE, "param", 50)
+    assert (ledger.total_peak, ledger.total_step_peak) == (550, 450)
+
+
+def test_peaks_of_a_step_begin_with_what_is_booked_then():
+    ledger = Ledger({DEVICE: 1000, HOST: 1000})
+    ledger.book(DEVICE, "param", 700)
+    ledger.book(HOST, "param", 600)
+    ledger.unbook(DEVICE, "param", 500)
+    assert [ledger.step_peak(tier) for tier in Tier] == [700, 600]
+    ledger.begin_step()
+    assert [ledger.step_peak(tier) for tier in Tier] == [200, 600]
+    ledger.book(DEVICE, "param", 100)
+    ledger.unbook(DEVICE, "param", 300)
+    assert [ledger.step_peak(tier) for tier in Tier] == [300, 600]
+    assert [ledger.peak(tier) for tier in Tier] == [700, 600]
+
+
+def test_the_advice_names_the_setting_that_binds():
+    ledger = Ledger({DEVICE: 1000, HOST: 0}, chunk_budget=100)
+    with pytest.raises(BudgetError, match=r"chunk_budget exceeded.*100 B \(100 bytes\) left of 100 B.*by at least 100"):
+        ledger.book(DEVICE, "param", 200)
+    ledger.reserved_nbytes = 950
+    with pytest.raises(BudgetError, match="device_budget exceeded"):
+        ledger.book(DEVICE, "param", 200)
+
+
+def test_bytes_that_are_there_already_do_not_use_up_what_is_reserved():
+    ledger = Ledger({DEVICE: 1000, HOST: 0}, lambda booked: max(300 - booked, 0))
+    ledger.reserved_nbytes = 800
+    with pytest.raises(BudgetError):
+        ledger.book(DEVICE, "optimizer_state", 300, is_allocated=True)
+    ledger.reserved_nbytes = 700
+    ledger.book(DEVICE, "optimizer_state", 300, is_allocated=True)
+    assert ledger.available(DEVICE) == 0

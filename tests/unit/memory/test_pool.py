@@ -3,9 +3,10 @@ import logging
 import pytest
 import torch
 
-from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.errors import BudgetError, DeviceMemoryError
 from hf_patrickstar.memory import pool as pool_module
 from hf_patrickstar.memory.ledger import Ledger
+from hf_patrickstar.memory.meters import StorageMeter
 from hf_patrickstar.memory.pool import CACHE_OWNER, PayloadPool, pinned_nbytes
 from hf_patrickstar.memory.tiers import Tier
 
@@ -193,8 +194,9 @@ def test_a_refusal_of_the_system_leaves_the_book_as_it_was(monkeypatch):
     pool = make_pool()
     monkeypatch.setattr(pool_module.torch, "empty", out_of_memory)
     for tier in Tier:
-        with pytest.raises(BudgetError):
+        with pytest.raises(BudgetError) as caught:
             pool.allocate(tier, 50, FP32, "param")
+        assert isinstance(caught.value, DeviceMemoryError) == (tier is DEVICE), "only there evicting may help"
         assert pool.ledger.used(tier) == 0
 
 
@@ -206,6 +208,96 @@ def test_other_errors_are_not_hidden(monkeypatch):
     with pytest.raises(RuntimeError, match="illegal instruction") as caught:
         make_pool().allocate(HOST, 50, FP32, "param")
     assert not isinstance(caught.value, BudgetError)
+
+
+# Whose storages they are
+
+
+def key_of(tensor):
+    return tensor.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize("tier", Tier)
+def test_it_knows_its_own_storages(tier):
+    pool = make_pool()
+    buffer, stranger = pool.allocate(tier, 50, FP32, "param"), torch.zeros(50)
+    assert pool.owns(key_of(buffer))
+    assert pool.owns(key_of(buffer[3:].view(torch.uint8)))
+    assert not pool.owns(key_of(stranger))
+    pool.release(tier, buffer, "param", keep=False)
+    assert not pool.owns(key_of(buffer)), "whoever still looks into it holds it from now on"
+
+
+def test_kept_buffers_stay_its_own_until_they_are_given_up():
+    pool = make_pool()
+    buffer = pool.allocate(DEVICE, 50, FP32, "param")
+    pool.release(DEVICE, buffer, "param")
+    assert pool.owns(key_of(buffer))
+    pool.trim()
+    assert not pool.owns(key_of(buffer))
+
+
+def test_pinned_buffers_are_its_own(pinning):
+    pool = make_pool(pin_memory=True)
+    buffer = pool.allocate(HOST, 50, FP32, "param", pinned=True)
+    assert pool.owns(key_of(buffer))
+    pool.release(HOST, buffer, "param")
+    assert not pool.owns(key_of(buffer))
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("tier", Tier)
+def test_a_meter_never_sees_a_buffer_of_the_pool_not_even_while_it_is_made(tier, zero):
+    pool = make_pool()
+    meter = StorageMeter(pool.owns, lambda: None)
+    meter.start(())
+    try:
+        buffer = pool.allocate(tier, 50, FP32, "param", zero=zero)
+        views = [buffer[3:], buffer.view(5, 10)]
+        assert meter.live(0) == meter.peak(0) == 0
+        result = buffer + 1
+        assert meter.live(0) == result.nbytes
+    finally:
+        meter.stop()
+    del views
+
+
+def test_a_refused_allocation_leaves_other_storages_to_others(monkeypatch):
+    def out_of_memory(*args, **kwargs):
+        raise RuntimeError("can't allocate memory: you tried to allocate 200 bytes")
+
+    pool, stranger = make_pool(), torch.zeros(1)
+    monkeypatch.setattr(pool_module.torch, "empty", out_of_memory)
+    with pytest.raises(BudgetError):
+        pool.allocate(HOST, 50, FP32, "param")
+    assert not pool.owns(key_of(stranger))
+
+
+def test_bytes_in_use_are_those_that_are_not_kept():
+    pool = make_pool()
+    first = pool.allocate(DEVICE, 50, FP32, "param")
+    pool.allocate(DEVICE, 100, FP32, "param")
+    pool.allocate(HOST, 100, FP32, "param")
+    pool.release(DEVICE, first, "param")
+    assert (pool.in_use(DEVICE), pool.in_use(HOST)) == (400, 400)
+    assert pool.ledger.used(DEVICE) == 600
+
+
+def test_room_keeps_to_the_fraction_only_while_cautious():
+    pool = PayloadPool(Ledger({DEVICE: 1000, HOST: 1000}, device_fraction=0.5), CPU, False)
+    pool.release(DEVICE, pool.allocate(DEVICE, 50, FP32, "param"), "param")
+    assert (pool.room(DEVICE), pool.room(DEVICE, cautious=False), pool.room(HOST)) == (500, 1000, 1000)
+    pool.ledger.is_cautious = False
+    assert (pool.room(DEVICE), pool.room(DEVICE, cautious=True)) == (1000, 500)
+
+
+def test_while_cautious_kept_buffers_go_before_the_fraction_is_passed():
+    pool = PayloadPool(Ledger({DEVICE: 1000, HOST: 1000}, device_fraction=0.5), CPU, False)
+    pool.release(DEVICE, pool.allocate(DEVICE, 50, FP32, "param"), "param")
+    pool.allocate(DEVICE, 90, FP32, "param")
+    assert pool.ledger.owners(DEVICE) == {"param": 360}
+    pool.allocate(DEVICE, 150, FP32, "param")
+    assert pool.ledger.owners(DEVICE) == {"param": 960}, "what is needed is given up to the whole budget"
 
 
 # Pinned memory
@@ -268,3 +360,15 @@ def test_buffers_pinned_before_pinning_failed_are_given_back_whole(pinning):
     pool.release(HOST, first, "param")
     pool.release(HOST, second, "param")
     assert pool.ledger.used(HOST) == 0
+
+
+def test_a_kept_buffer_that_cannot_be_booked_again_is_forgotten():
+    others = [0]
+    pool = PayloadPool(Ledger(dict.fromkeys(Tier, 1000), lambda booked: others[0]), torch.device("cpu"), False)
+    buffer = pool.allocate(Tier.DEVICE, 50, torch.float32, "param")
+    key = buffer.untyped_storage()._cdata
+    pool.release(Tier.DEVICE, buffer, "param")
+    others[0] = 900
+    with pytest.raises(BudgetError):
+        pool.allocate(Tier.DEVICE, 50, torch.float32, "param")
+    assert not pool.owns(key)

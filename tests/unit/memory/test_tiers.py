@@ -5,7 +5,7 @@ import torch
 
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.memory import tiers
-from hf_patrickstar.memory.tiers import Tier, available_host_nbytes, non_model_meter, resolve_budgets
+from hf_patrickstar.memory.tiers import Tier, available_host_nbytes, resolve_budgets
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -92,19 +92,3 @@ def test_budgets_of_an_accelerator():
 def test_a_budget_larger_than_the_accelerator():
     with pytest.raises(ConfigError, match="device_budget: 1001 bytes asked for, cuda:0 has 1000 bytes"):
         resolve_budgets(CUDA, 1001, "auto")
-
-
-def test_nothing_but_chunks_counts_on_the_cpu_tier():
-    assert non_model_meter(CPU)(12345) == 0
-
-
-@pytest.mark.parametrize(("allocated", "others"), [(700, 300), (400, 0), (100, 0)])
-def test_non_model_bytes_are_what_is_allocated_beyond_the_book(monkeypatch, allocated, others):
-    stats = {"allocated_bytes": {"all": {"current": allocated}}}
-    monkeypatch.setattr(tiers.torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
-    assert non_model_meter(CUDA)(400) == others
-
-
-def test_an_accelerator_that_was_not_used_yet(monkeypatch):
-    monkeypatch.setattr(tiers.torch.cuda, "memory_stats_as_nested_dict", lambda device: {})
-    assert non_model_meter(CUDA)(400) == 0

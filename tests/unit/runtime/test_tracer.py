@@ -1,52 +1,187 @@
 import pytest
 
-from hf_patrickstar.errors import BudgetError, ConfigError
 from hf_patrickstar.runtime.tracer import Tracer
-from hf_patrickstar.schedule.simulator import simulate
+from hf_patrickstar.schedule.plan import Plan
 from hf_patrickstar.schedule.trace import Trace, Visit
 
 
 def visit_all(tracer, chunks, pinned=()):
-    for chunk in chunks:
-        tracer.visit(chunk, lambda: pinned)
+    return [tracer.visit(chunk, lambda: pinned) for chunk in chunks]
+
+
+def run_step(tracer, chunks, kind="training", shapes=(), **settings):
+    """A whole step; returns it as it was at its end."""
+    step = tracer.begin(kind, shapes, **settings)
+    visit_all(tracer, chunks)
+    tracer.finish()
+    return step
+
+
+def chunks_of(tracer, key="training"):
+    return [visit.chunk_index for visit in tracer.traces[key].visits]
 
 
 def test_the_first_step_is_recorded_and_later_ones_are_followed():
     tracer = Tracer([8, 8, 8])
-    tracer.begin("training")
-    assert tracer.cursor is None
-    visit_all(tracer, [0, 2, 0], pinned=(1,))
+    step = tracer.begin("training")
+    assert tracer.step is step
+    assert (step.cursor, step.is_recorded, step.is_lost, step.is_metered) == (None, True, False, True)
+    assert visit_all(tracer, [0, 2, 0], pinned=(1,)) == [None, None, None]
     tracer.finish()
-    assert tracer.traces["training"] == Trace("training", (8, 8, 8), (Visit(0, (1,)), Visit(2, (1,)), Visit(0, (1,))))
-    tracer.begin("training")
-    visit_all(tracer, [0, 2])
-    assert tracer.cursor is not None
-    assert tracer.cursor.next_visit(0) == 2
-    visit_all(tracer, [1])
-    assert tracer.cursor is None
-    assert tracer.is_lost
-    visit_all(tracer, [1, 2])
+    assert tracer.step is None
+    assert tracer.traces == {"training": Trace("training", (8, 8, 8), (Visit(0, (1,)), Visit(2, (1,)), Visit(0, (1,))))}
+    step = tracer.begin("training")
+    assert (step.is_recorded, step.is_lost, step.is_metered) == (False, False, False)
+    assert visit_all(tracer, [0, 2]) == [0, 1]
+    assert step.cursor.next_visit(0) == 2
+    assert visit_all(tracer, [0]) == [2]
     tracer.finish()
-    assert tracer.num_lost == 1
-    assert len(tracer.traces["training"].visits) == 3
+    assert (tracer.num_recorded, tracer.num_lost) == (1, 0)
+
+
+def test_pinned_chunks_are_asked_for_only_while_recording():
+    tracer = Tracer([8])
+    run_step(tracer, [0])
+
+    def refuse():
+        raise AssertionError("asked")
+
+    tracer.begin("training")
+    assert tracer.visit(0, refuse) == 0
+    tracer.visit(0, refuse)
+    assert tracer.step.is_lost
+
+
+def test_a_step_that_leaves_its_trace_goes_on_without_foresight():
+    tracer = Tracer([8, 8, 8])
+    run_step(tracer, [0, 2, 0])
+    step = tracer.begin("training")
+    step.plan = Plan((), {}, ())
+    assert visit_all(tracer, [0, 1, 0, 2]) == [0, None, None, None]
+    assert (step.cursor, step.plan, step.is_lost, step.is_recorded) == (None, None, True, False)
+    tracer.finish()
+    assert (tracer.num_lost, tracer.num_recorded) == (1, 1)
+    assert chunks_of(tracer) == [0, 2, 0]
+
+
+def test_a_key_that_was_lost_is_metered_from_then_on():
+    tracer = Tracer([8, 8])
+    run_step(tracer, [0], shapes=((4,),))
+    run_step(tracer, [0], shapes=((3,),))
+    run_step(tracer, [1], shapes=((4,),))
+    assert tracer.begin("training", ((4,),)).is_metered
+    assert not tracer.begin("training", ((3,),)).is_metered, "another bucket"
+
+
+def test_a_kind_can_ask_to_be_metered_always():
+    tracer = Tracer([8])
+    run_step(tracer, [0])
+    step = tracer.begin("training", always_metered=True)
+    assert step.is_metered
+    assert not step.is_recorded
+
+
+def test_what_is_dropped_after_the_step_is_never_visited_again():
+    tracer = Tracer([8, 8])
+    run_step(tracer, [0, 1])
+    step = tracer.begin("training", dropped_after=frozenset({0}))
+    visit_all(tracer, [0, 1])
+    assert (step.cursor.next_visit(0), step.cursor.next_visit(1)) == (None, 3)
+
+
+# Shapes
+
+
+def test_steps_of_one_bucket_follow_one_trace():
+    tracer = Tracer([8])
+    assert run_step(tracer, [0], shapes=((4, 12),)).is_recorded
+    for shape in ((4, 12), (4, 11), (4, 9)):
+        assert not run_step(tracer, [0], shapes=(shape,)).is_recorded, shape
+    assert list(tracer.traces) == ["training/4x12"]
+    assert tracer.traces["training/4x12"].shapes == (((4, 12),),)
+
+
+def test_larger_inputs_of_the_same_bucket_are_recorded_anew():
+    """Their activations may need more than the trace says."""
+    tracer = Tracer([8])
+    nbytes = []
+    tracer._non_model_peak = lambda: nbytes[-1]
+    for shape, peak, is_recorded in (((4, 10), 100, True), ((4, 12), 120, True), ((4, 11), 110, False)):
+        nbytes.append(peak)
+        assert run_step(tracer, [0], shapes=(shape,)).is_recorded == is_recorded
+    trace = tracer.traces["training/4x12"]
+    assert (trace.shapes, trace.non_model_peak_nbytes) == ((((4, 12),),), 120)
+    assert tracer.num_recorded == 2
+
+
+def test_other_buckets_and_kinds_have_traces_of_their_own():
+    tracer = Tracer([8, 8])
+    run_step(tracer, [0], shapes=((4, 12),))
+    run_step(tracer, [1], shapes=((4, 13),))
+    run_step(tracer, [1, 1], "evaluation", ((4, 12),))
+    assert {key: chunks_of(tracer, key) for key in tracer.traces} == {
+        "training/4x12": [0],
+        "training/4x16": [1],
+        "evaluation/4x12": [1, 1],
+    }
+    assert tracer.num_recorded == 3
+
+
+# Non-model data
+
+
+def test_peaks_of_others_belong_to_the_visit_before_them():
+    """The peak is asked for when the next visit begins, and once more when the step ends."""
+    asked = []
+
+    def peak():
+        asked.append(len(tracer.step.visits) if tracer.step else None)
+        return 100 * len(asked)
+
+    tracer = Tracer([8, 8], peak)
+    tracer.begin("training")
+    tracer.visit(0, tuple)
+    assert asked == []
+    tracer.visit(1, tuple)
+    tracer.visit(0, tuple)
+    assert asked == [1, 2]
+    tracer.finish()
+    assert len(asked) == 3
+    assert tracer.traces["training"].visits == (Visit(0, (), 100), Visit(1, (), 200), Visit(0, (), 300))
+    run_step(tracer, [0, 1, 0])
+    assert len(asked) == 3, "a step that follows its trace asks nothing"
+
+
+def test_peaks_are_asked_for_before_the_chunks_in_use_are():
+    """Finding out what is in use may allocate; that belongs to nobody."""
+    order = []
+    tracer = Tracer([8], lambda: order.append("peak") or 0)
+    tracer.begin("training")
+    for _ in range(2):
+        tracer.visit(0, lambda: order.append("pinned") or ())
+    assert order == ["pinned", "peak", "pinned"]
+
+
+# Interludes, failures
 
 
 def test_an_interlude_does_not_disturb_the_step_around_it():
     tracer = Tracer([8, 8])
-    tracer.begin("training")
+    around = tracer.begin("training")
     visit_all(tracer, [0])
-    tracer.begin_interlude("evaluation")
+    inside = tracer.begin_interlude("evaluation", always_metered=True)
+    assert (tracer.step, tracer.is_interlude) == (inside, True)
     visit_all(tracer, [1, 1])
     tracer.end_interlude()
-    assert tracer.is_running
+    assert (tracer.step, tracer.is_interlude) == (around, False)
     visit_all(tracer, [1])
     tracer.finish()
-    assert [visit.chunk_index for visit in tracer.traces["training"].visits] == [0, 1]
-    assert [visit.chunk_index for visit in tracer.traces["evaluation"].visits] == [1, 1]
+    assert chunks_of(tracer) == [0, 1]
+    assert chunks_of(tracer, "evaluation") == [1, 1]
     tracer.begin_interlude("evaluation")
-    visit_all(tracer, [1, 1])
+    assert visit_all(tracer, [1, 1]) == [0, 1]
     tracer.end_interlude()
-    assert not tracer.is_running
+    assert tracer.step is None
     assert tracer.num_lost == 0
 
 
@@ -56,48 +191,20 @@ def test_a_step_that_came_to_nothing_leaves_no_trace():
     visit_all(tracer, [0])
     tracer.forget()
     assert not tracer.traces
-    assert not tracer.is_running
-    visit_all(tracer, [0])
+    assert tracer.step is None
+    assert visit_all(tracer, [0]) == [None]
     tracer.finish()
+    run_step(tracer, [])
     assert not tracer.traces
+    assert tracer.num_recorded == 0
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("nonsense", "this is not a trace"),
-        ("[]", "this is not a trace"),
-        ('{"key": "t", "chunk_nbytes": [1], "visits": [[]]}', "this is not a trace"),
-        ('{"key": "t", "chunk_nbytes": [1], "visits": [[0], [1]]}', "moment 1: chunk 1 of 1"),
-    ],
-)
-def test_bad_traces(text, message):
-    with pytest.raises(ConfigError, match=message):
-        Trace.from_json(text)
-
-
-def test_a_simulation_that_cannot_work():
-    trace = Trace("t", (10, 10), (Visit(0), Visit(1, (0,))))
-    with pytest.raises(BudgetError, match=r"moment 1 of trace 't': chunk 1 and the chunks in use \(\[0\]\)"):
-        simulate(trace, 15, "belady")
-    assert simulate(trace, 20, "lru", dropped_after=frozenset({0, 1})).loads == 2
-
-
-def test_a_trace_that_was_left_twice_in_a_row_is_recorded_anew():
-    """A first step that failed half way leaves a wrong trace; steps must not be lost for ever because of it."""
-    tracer = Tracer([8, 8, 8])
-
-    def step(chunks):
-        tracer.begin("training")
-        visit_all(tracer, chunks)
-        lost = tracer.is_lost
-        tracer.finish()
-        return lost
-
-    assert [step(chunks) for chunks in ([0, 0, 1], [0, 1, 2], [0, 0, 1], [0, 1, 2])] == [False, True, False, True]
-    assert [step([0, 1, 2]) for _ in range(4)] == [True, False, False, False]
-    assert [visit.chunk_index for visit in tracer.traces["training"].visits] == [0, 1, 2]
-    assert tracer.num_lost == 3
+def test_a_step_that_was_not_finished_is_forgotten_when_another_begins():
+    tracer = Tracer([8, 8])
+    tracer.begin("training")
+    visit_all(tracer, [0])
+    run_step(tracer, [1])
+    assert chunks_of(tracer) == [1]
 
 
 def test_forgetting_ends_an_evaluation_that_was_interrupted():
@@ -108,6 +215,75 @@ def test_forgetting_ends_an_evaluation_that_was_interrupted():
     tracer.begin_interlude("evaluation")
     visit_all(tracer, [0])
     tracer.end_interlude()
-    assert not tracer.is_running
+    assert tracer.step is None
     tracer.end_interlude()
-    assert not tracer.is_running
+    assert tracer.step is None
+    assert not tracer.is_interlude
+
+
+@pytest.mark.parametrize("shapes", [(), ((4, 12),)])
+def test_a_trace_that_was_left_twice_in_a_row_is_recorded_anew(shapes):
+    """A first step that failed half way leaves a wrong trace; steps must not be lost for ever because of it."""
+    tracer = Tracer([8, 8, 8])
+
+    def is_lost(chunks):
+        return run_step(tracer, chunks, shapes=shapes).is_lost
+
+    assert [is_lost(chunks) for chunks in ([0, 0, 1], [0, 1, 2], [0, 0, 1], [0, 1, 2])] == [False, True, False, True]
+    assert [is_lost([0, 1, 2]) for _ in range(4)] == [True, False, False, False]
+    (key,) = tracer.traces
+    assert chunks_of(tracer, key) == [0, 1, 2]
+    assert (tracer.num_lost, tracer.num_recorded) == (3, 2)
+
+
+def test_discarding_makes_every_kind_be_recorded_anew():
+    tracer = Tracer([8, 8])
+    run_step(tracer, [0])
+    run_step(tracer, [0], "evaluation")
+    assert run_step(tracer, [1]).is_lost
+    tracer.discard()
+    assert not tracer.traces
+    for kind in ("training", "evaluation"):
+        assert run_step(tracer, [0], kind).is_recorded
+    assert run_step(tracer, [1]).is_lost
+    assert "training" in tracer.traces, "what was lost before counts no more"
+
+
+def test_sizes_that_vary_independently_are_recorded_once_each():
+    """Sequence to sequence: inputs and labels are padded on their own, and neither shape covers the other."""
+    tracer = Tracer([8])
+    recorded = [
+        run_step(tracer, [0], shapes=shapes).is_recorded for shapes in [((4, 100), (4, 60)), ((4, 110), (4, 58))] * 3
+    ]
+    assert recorded == [True, True, False, False, False, False]
+
+
+def test_what_is_recorded_again_keeps_the_larger_peaks():
+    peaks = iter([5, 9, 7, 3])
+    tracer = Tracer([8, 8], lambda: next(peaks))
+    run_step(tracer, [0, 1], shapes=((4, 100), (4, 60)))
+    run_step(tracer, [0, 1], shapes=((4, 110), (4, 58)))
+    (trace,) = tracer.traces.values()
+    assert [visit.non_model_nbytes for visit in trace.visits] == [7, 9]
+
+
+def test_a_peak_before_an_interlude_is_kept():
+    peaks = iter([40, 2, 3, 4])
+    tracer = Tracer([8, 8], lambda: next(peaks))
+    tracer.begin("training")
+    tracer.visit(0, tuple)
+    tracer.begin_interlude("evaluation")
+    tracer.visit(1, tuple)
+    tracer.end_interlude()
+    tracer.visit(1, tuple)
+    tracer.finish()
+    assert [visit.non_model_nbytes for visit in tracer.traces["training"].visits] == [40, 4]
+
+
+def test_losing_twice_in_a_row_is_not_counted_over_a_recorded_step():
+    tracer = Tracer([8, 8])
+    kinds = []
+    for chunks, shape in (([0], (10,)), ([1], (10,)), ([0], (11,)), ([1], (11,)), ([0], (11,))):
+        step = run_step(tracer, chunks, shapes=(shape,))
+        kinds.append((step.is_recorded, step.is_lost))
+    assert kinds == [(True, False), (False, True), (True, False), (False, True), (False, False)]

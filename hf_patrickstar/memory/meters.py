@@ -1,0 +1,261 @@
+"""How many bytes on the compute device are not chunks: activations, temporaries, and what others hold there.
+
+On CUDA the allocator knows; NVML adds what it does not see. On the budgeted CPU compute tier a dispatch mode follows
+every live storage that an operator makes while it is on.
+"""
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+logger = logging.getLogger(__name__)
+
+
+class Meter(Protocol):
+    """Measures non-model data on the compute device."""
+
+    def live(self, booked: int) -> int:
+        """Bytes there now, beyond the ``booked`` bytes of the ledger."""
+        ...
+
+    def peak(self, booked: int) -> int:
+        """The most bytes since ``restart``, beyond the ``booked`` bytes of the ledger."""
+        ...
+
+    def restart(self) -> None:
+        """Forgets the peak."""
+        ...
+
+    def start(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Begins to follow what operators allocate; ``tensors`` are there already and count."""
+        ...
+
+    def leave(self) -> bool:
+        """Called when an outermost forward ends; whether following had to end with it."""
+        ...
+
+    def pause(self) -> None:
+        """Stops following; what is known stays known until it is freed."""
+        ...
+
+    def stop(self) -> None:
+        """Stops following, and leaves nothing behind on this thread."""
+        ...
+
+
+class UnmeteredTier:
+    """A compute tier whose budget nobody set: nothing is measured."""
+
+    def live(self, booked: int) -> int:
+        """Always 0."""
+        return 0
+
+    def peak(self, booked: int) -> int:
+        """Always 0."""
+        return 0
+
+    def restart(self) -> None:
+        """Nothing to do."""
+
+    def start(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Nothing to do."""
+
+    def leave(self) -> bool:
+        """Nothing to do."""
+        return False
+
+    def pause(self) -> None:
+        """Nothing to do."""
+
+    def stop(self) -> None:
+        """Nothing to do."""
+
+
+class CudaMeter:
+    """Reads torch's caching allocator, and NVML for what it does not see.
+
+    While a step is recorded the allocator's peak statistics are reset at every moment, so
+    ``torch.cuda.max_memory_allocated`` tells less than the whole run then.
+
+    Args:
+        device: The CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._foreign = foreign_nbytes(device)
+        self._growth = 0
+
+    def live(self, booked: int) -> int:
+        """Bytes allocated now beyond those booked, and what others took since the engine was made."""
+        return max(int(torch.cuda.memory_allocated(self._device)) - booked, 0) + self._growth
+
+    def peak(self, booked: int) -> int:
+        """The allocator's peak since ``restart`` beyond those booked, and what others took meanwhile."""
+        return max(int(torch.cuda.max_memory_allocated(self._device)) - booked, 0) + self._growth
+
+    def restart(self) -> None:
+        """Resets the allocator's peak."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def start(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Asks once per step what others hold; the allocator follows by itself."""
+        self._growth = max(foreign_nbytes(self._device) - self._foreign, 0)
+
+    def leave(self) -> bool:
+        """Nothing to do."""
+        return False
+
+    def pause(self) -> None:
+        """Nothing to do."""
+
+    def stop(self) -> None:
+        """Nothing to do."""
+
+
+def foreign_nbytes(device: torch.device) -> int:
+    """Bytes on a CUDA device outside torch's allocator: contexts, libraries, other processes.
+
+    NVML says it if it is there, by the device's UUID, since its order of devices is its own; else the driver does.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    used = int(total - free)
+    with contextlib.suppress(Exception):  # no library, no rights, a virtual GPU: the driver's figure is good enough
+        import pynvml
+
+        pynvml.nvmlInit()
+        try:
+            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+            used = int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(uuid)).used)
+        finally:
+            pynvml.nvmlShutdown()
+    return max(used - int(torch.cuda.memory_reserved(device)), 0)
+
+
+class StorageMeter:
+    """Follows live storages on the budgeted CPU compute tier.
+
+    A storage counts from the operator that returns it until it is freed, with the size that it has then; views of it
+    count once, and buffers of the pool never do. Backward runs with the modes of the thread that calls it, and they
+    cannot be changed inside of it: so the mode stays on the stack after ``pause``, doing nothing, until ``stop`` is
+    called outside of backward.
+
+    Args:
+        owns: Tells from the address of a storage whether it belongs to the pool.
+        on_growth: Called after an operator whose results made the total larger.
+    """
+
+    def __init__(self, owns: Callable[[int], bool], on_growth: Callable[[], None]) -> None:
+        self._owns = owns
+        self._on_growth = on_growth
+        self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._total = 0
+        self._peak = 0
+        self._mode = _StorageMode(self)
+        self._is_on = False
+        self._is_guest = False
+
+    def live(self, booked: int) -> int:
+        """Bytes of the storages that are known and alive."""
+        return self._total
+
+    def peak(self, booked: int) -> int:
+        """The most bytes since ``restart``."""
+        return self._peak
+
+    def restart(self) -> None:
+        """Forgets the peak."""
+        self._peak = self._total
+
+    def start(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Begins to follow; see ``Meter.start``.
+
+        Where somebody's own dispatch mode is on the stack already, it may come off before backward has run, and would
+        take ours with it: then ours is a guest that leaves when the forward ends.
+        """
+        for tensor in tensors:
+            self._note(tensor)
+        self._is_on = True
+        stack = _get_current_dispatch_mode_stack()
+        if self._mode not in stack:
+            self._is_guest = not all(mode.is_infra_mode() for mode in stack)
+            self._mode.__enter__()
+
+    def leave(self) -> bool:
+        """Takes the mode off the stack if it is a guest there."""
+        if not self._is_guest or not self._is_on:
+            return False
+        self.stop()
+        return True
+
+    def pause(self) -> None:
+        """Stops following."""
+        self._is_on = False
+
+    def stop(self) -> None:
+        """Stops following and takes the mode off the stack, if it is the innermost one."""
+        self._is_on = False
+        stack = _get_current_dispatch_mode_stack()
+        if stack and stack[-1] is self._mode:
+            self._mode.__exit__(None, None, None)
+
+    def record(self, results: Any) -> None:
+        """Takes the results of an operator."""
+        if not self._is_on:
+            return
+        before = self._total
+        for value in results if isinstance(results, (tuple, list)) else (results,):
+            if isinstance(value, torch.Tensor):
+                self._note(value)
+            elif isinstance(value, (tuple, list)):
+                for item in value:
+                    if isinstance(item, torch.Tensor):
+                        self._note(item)
+        if self._total > before:
+            self._peak = max(self._peak, self._total)
+            self._is_on = False  # what is done about it is not measured, and nobody is told twice of a failure
+            self._on_growth()
+            self._is_on = True
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # sparse and other layouts without one storage
+            return
+        key = storage._cdata
+        if key in self._live or self._owns(key):
+            return
+        nbytes = storage.nbytes()
+        live = self._live
+
+        this = weakref.ref(self)
+
+        def forget(_: Any) -> None:
+            meter = this()
+            if meter is not None and live.pop(key, None) is not None:
+                meter._total -= nbytes
+
+        live[key] = (weakref.ref(storage, forget), nbytes)
+        self._total += nbytes
+
+
+class _StorageMode(TorchDispatchMode):
+    """Hands the results of every operator to a meter."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, meter: StorageMeter) -> None:
+        super().__init__()
+        self._meter = weakref.ref(meter)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        meter = self._meter()
+        if meter is not None:
+            meter.record(results)
+        return results

@@ -1,0 +1,142 @@
+"""Moves chunks between their homes when what was recorded says where they cost least (PatrickStar section 8.2)."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.runtime.chunk import Chunk
+from hf_patrickstar.runtime.residency import Residency
+from hf_patrickstar.schedule.placement import ChunkBytes, plan_lookups, plan_margin
+from hf_patrickstar.schedule.trace import Shapes
+
+logger = logging.getLogger(__name__)
+
+
+class Homes:
+    """Decides anew, after every step that was recorded, which chunks live in the device margin.
+
+    Args:
+        chunks: All chunks, by index.
+        nbytes: The bytes of each, over all lists.
+        residency: Moves them, and has the traces and the ledger.
+        reserve: Makes the optimizer allocate its workspace on every tier where it will update chunks.
+        workspace_nbytes: Bytes of that workspace.
+        prefetch_depth: Chunks that are brought in ahead.
+        is_fixed: Whether the first placement stays for ever.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        nbytes: Sequence[ChunkBytes],
+        residency: Residency,
+        reserve: Callable[[Sequence[Chunk]], None],
+        workspace_nbytes: int,
+        prefetch_depth: int,
+        is_fixed: bool,
+    ) -> None:
+        self.in_margin: set[int] = set()
+        self._chunks = chunks
+        self._nbytes = nbytes
+        self._residency = residency
+        self._reserve = reserve
+        self._workspace_nbytes = workspace_nbytes
+        self._prefetch_depth = prefetch_depth
+        self._is_fixed = is_fixed
+        self._num_seen = 0
+        residency.give_up_margin = self.retreat
+
+    def update(self, num_micro_batches: int) -> None:
+        """Decides anew if a step was recorded since the last time; called between steps.
+
+        Args:
+            num_micro_batches: Micro-batches of the step that has ended.
+        """
+        tracer = self._residency.tracer
+        if tracer.num_recorded == self._num_seen:
+            return
+        self._num_seen = tracer.num_recorded
+        if self._place_lookups(max(num_micro_batches, 1)):
+            tracer.discard()  # the next step visits other chunks
+        elif not self._is_fixed and any(key.startswith("training") for key in tracer.traces):
+            self._fill_margin()
+
+    def prepare(self, kind: str, shapes: Shapes) -> None:
+        """Leaves the margin before a step is recorded that may need more memory than any before it.
+
+        Args:
+            kind: What the step is.
+            shapes: Shapes of its inputs.
+        """
+        if not self.in_margin:
+            return
+        same_kind = (trace for key, trace in self._residency.tracer.traces.items() if key.startswith(kind))
+        if not any(trace.covers(shapes) for trace in same_kind):
+            logger.info("patrickstar: larger inputs than any before, %s: the device margin is given up", list(shapes))
+            self.retreat()
+
+    def retreat(self) -> bool:
+        """Moves every chunk out of the margin that is not in use; whether any moved. It may be called in a step."""
+        before = len(self.in_margin)
+        for index in sorted(self.in_margin):
+            chunk = self._chunks[index]
+            if not chunk.num_computing and not chunk.is_aliased:
+                self._residency.rehome(chunk, Tier.HOST)
+                self.in_margin.discard(index)
+        self._num_seen = -1  # decide anew after this step, whether it is recorded or not
+        return len(self.in_margin) < before
+
+    def _place_lookups(self, num_micro_batches: int) -> bool:
+        """Decides by count of bytes which embeddings are worth being looked up at home; whether any changed."""
+        asked = [tensor for chunk in self._chunks for tensor in chunk.tensors if tensor.lookup == "auto"]
+        measured = {tensor.spec.index: tensor.lookup_nbytes // num_micro_batches for tensor in asked}
+        if not asked or not any(measured.values()):
+            return False
+        choice = plan_lookups(
+            {tensor.spec.index: tensor.spec.numel * tensor.chunk.param.dtype.itemsize for tensor in asked}, measured
+        )
+        for tensor in asked:
+            tensor.lookup = "home" if tensor.spec.index in choice.at_home else "device"
+        logger.info("patrickstar: %s", choice.reason)
+        return any(tensor.lookup == "device" for tensor in asked)
+
+    def _fill_margin(self) -> None:
+        residency, ledger = self._residency, self._residency.ledger
+        traces = list(residency.tracer.traces.values())
+        kept = frozenset(chunk.spec.index for chunk in self._chunks if chunk.is_static) - self.in_margin
+        movable = [
+            self._nbytes[chunk.spec.index]
+            for chunk in self._chunks
+            if chunk.spec.trainable
+            and chunk.spec.index not in kept
+            and not any(t.is_home_lookup for t in chunk.tensors)
+        ]
+        limit = ledger.limit(Tier.DEVICE, cautious=False)
+        fixed = self._workspace_nbytes + sum(self._nbytes[index].device_nbytes for index in kept)
+        largest = max((nbytes.param_nbytes for nbytes in self._nbytes), default=0)
+        ahead = largest if self._prefetch_depth else 0
+        unusable = 0 if ledger.chunk_budget is None else max(limit - ledger.chunk_budget, 0)
+        plan = plan_margin(movable, traces, limit - fixed, ahead, kept, unusable)
+        wanted = set(plan.device_homed)
+        if wanted == self.in_margin:
+            return
+        logger.info("patrickstar: %s", plan.reason)
+        for index in sorted(self.in_margin - wanted):
+            residency.rehome(self._chunks[index], Tier.HOST)
+            self.in_margin.discard(index)
+        if wanted:
+            self._move_in(sorted(wanted - self.in_margin))
+
+    def _move_in(self, indices: Sequence[int]) -> None:
+        residency = self._residency
+        for index in indices:
+            try:
+                residency.make_room(self._nbytes[index].device_nbytes)
+                residency.rehome(self._chunks[index], Tier.DEVICE)
+            except BudgetError as error:  # something that no trace knows of is there; what moved in is enough
+                logger.info("patrickstar: the device margin is smaller than recorded: %s", error)
+                break
+            self.in_margin.add(index)
+        if self.in_margin:
+            self._reserve(self._chunks)

@@ -1,0 +1,141 @@
+"""Repeats a micro-batch that ran out of device memory, so that nothing of it is lost or counted twice."""
+
+import gc
+import logging
+import random
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy
+import torch
+
+from hf_patrickstar.errors import DeviceMemoryError
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.units import format_nbytes
+
+logger = logging.getLogger(__name__)
+
+MAX_RETRIES = 3
+_SHRINK = 0.9
+_PHRASES = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+
+_T = TypeVar("_T")
+
+
+class Recovery:
+    """Runs forward and backward of a micro-batch, again if memory does not suffice.
+
+    Between two attempts activations are freed, gradients are as they were before the first, random numbers too, every
+    chunk leaves the device margin, and what was recorded is forgotten: the next attempt is as careful as the first
+    step of a run. On an accelerator chunks get a tenth less of the device, for good.
+
+    Args:
+        manager: The manager of the chunks.
+        unwind: Ends the forwards that the failure interrupted.
+        device: The compute device.
+    """
+
+    def __init__(self, manager: ChunkManager, unwind: Callable[[], None], device: torch.device) -> None:
+        self.num_retries = 0
+        self._manager = manager
+        self._unwind = unwind
+        self._device = device
+
+    def run(self, function: Callable[[], _T]) -> _T:
+        """Runs a function that does forward and backward once, and nothing else that counts.
+
+        Args:
+            function: What to run; it may be called up to four times.
+
+        Returns:
+            What it returned.
+
+        Raises:
+            DeviceMemoryError: If it failed for want of memory every time.
+        """
+        state = _RandomState(self._device)
+        self._manager.begin_attempt()
+        for attempt in range(MAX_RETRIES + 1):
+            try:
+                result = function()
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    self._manager.end_attempt()
+                    raise
+                # The frames of the failed attempt hold its activations.
+                traceback.clear_frames(error.__traceback__)
+                cause = str(error)
+                if attempt == MAX_RETRIES:
+                    self._reset()
+                    self._manager.end_attempt()
+                    raise DeviceMemoryError(self._give_up(cause)) from error
+            else:
+                self._manager.end_attempt()
+                return result
+            self._reset()
+            self._make_careful(attempt, cause)
+            state.restore()
+        raise AssertionError("unreachable")
+
+    def _reset(self) -> None:
+        self._unwind()
+        gc.collect()
+        self._manager.undo_attempt()
+        self._manager.residency.forget_step()
+
+    def _make_careful(self, attempt: int, cause: str) -> None:
+        manager = self._manager
+        self.num_retries += 1
+        manager.residency.tracer.discard()
+        if manager.homes is not None:
+            manager.homes.retreat()
+        ledger = manager.residency.ledger
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+            ledger.lower_limit(Tier.DEVICE, int(ledger.limit(Tier.DEVICE, cautious=False) * _SHRINK))
+        logger.warning(
+            "patrickstar: out of memory on %s, retry %d of %d with chunks limited to what %s leave (%s)",
+            self._device,
+            attempt + 1,
+            MAX_RETRIES,
+            format_nbytes(ledger.limit(Tier.DEVICE, cautious=False)),
+            cause.splitlines()[0] if cause else "no message",
+        )
+
+    def _give_up(self, cause: str) -> str:
+        ledger = self._manager.residency.ledger
+        first = cause.splitlines()[0] if cause else "no message"
+        table = "" if "tier " in cause else f"\n{ledger.table()}"
+        return (
+            f"{self._device}: out of memory. The micro-batch failed {MAX_RETRIES + 1} times, at last with every chunk "
+            "that was not in use off the device. Gradients and parameters are as they were before it. Use a smaller "
+            "batch (--per_device_train_batch_size, with --gradient_accumulation_steps for the same total), shorter "
+            f"inputs, --gradient_checkpointing, or a larger device_budget. The last failure: {first}{table}"
+        )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the compute device has no memory left."""
+    if isinstance(error, (DeviceMemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _PHRASES)
+
+
+class _RandomState:
+    """Every random number generator that a forward may draw from."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._python = random.getstate()
+        self._numpy: Any = numpy.random.get_state()
+        self._host = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        random.setstate(self._python)
+        numpy.random.set_state(self._numpy)
+        torch.set_rng_state(self._host)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)

@@ -1,0 +1,180 @@
+"""Trace + budgets -> for every moment of a step what to evict, load and prefetch. Pure data from pure numbers.
+
+[Note: planning in two passes]
+The first pass decides which chunk leaves, by the policy, at the moment when room is needed; it fixes how many bytes
+move. The second moves loads ahead, each with the evictions that make room for it, as long as every moment in between
+has room and none of the victims is in use: copies then run while earlier chunks compute, and not a byte more moves.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.schedule.eviction import Chooser
+from hf_patrickstar.schedule.trace import Cursor, Trace
+from hf_patrickstar.units import format_need
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Actions:
+    """What happens at one moment, before the visited chunk is computed with.
+
+    Attributes:
+        evict: Chunks that leave, first.
+        load: Chunks whose copies are started, in this order; one that is not the visited one is a prefetch.
+    """
+
+    evict: tuple[int, ...] = ()
+    load: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """What moves when in one step.
+
+    Attributes:
+        moments: One entry per visit of the trace.
+        resident: Chunks on the device after the step, with the moment of their last visit.
+        chunk_nbytes: Bytes of moving chunks on the device after the actions of each moment.
+    """
+
+    moments: tuple[Actions, ...]
+    resident: Mapping[int, int]
+    chunk_nbytes: tuple[int, ...]
+
+    @property
+    def num_loads(self) -> int:
+        """Copies host -> device."""
+        return sum(len(actions.load) for actions in self.moments)
+
+    @property
+    def num_evictions(self) -> int:
+        """Copies dropped for want of room."""
+        return sum(len(actions.evict) for actions in self.moments)
+
+
+def chunkable_nbytes(trace: Trace, device_nbytes: int, chunk_nbytes: int | None = None) -> tuple[int, ...]:
+    """Bytes that chunks may take at each moment: the tide (PatrickStar section 8.1).
+
+    Args:
+        trace: The trace of the step.
+        device_nbytes: Bytes for moving chunks and non-model data together.
+        chunk_nbytes: Bytes for moving chunks at most, or ``None``.
+    """
+    free = (device_nbytes - visit.non_model_nbytes for visit in trace.visits)
+    return tuple(nbytes if chunk_nbytes is None else min(nbytes, chunk_nbytes) for nbytes in free)
+
+
+def make_plan(
+    trace: Trace,
+    capacities: Sequence[int],
+    chooser: Chooser,
+    resident: Mapping[int, int],
+    *,
+    dropped_after: frozenset[int] = frozenset(),
+    static: frozenset[int] = frozenset(),
+    prefetch_depth: int = 0,
+) -> Plan:
+    """Plans a step; see [Note: planning in two passes].
+
+    Args:
+        trace: The visits of the step.
+        capacities: Bytes for moving chunks at each moment.
+        chooser: Chooses victims.
+        resident: Chunks on the device when the step begins, with a number that orders their last visits (below 0).
+        dropped_after: Chunks whose device copies are void after the step.
+        static: Chunks that are computed with where they are at home, and never move.
+        prefetch_depth: How many loads may be under way before the chunk that needs the first of them is visited.
+
+    Raises:
+        BudgetError: If the chunks in use at one moment do not fit; it names the moment.
+    """
+    draft = _Draft(trace, capacities, resident, static)
+    draft.load_on_demand(chooser, dropped_after)
+    if prefetch_depth:
+        draft.load_ahead(prefetch_depth)
+    moments = tuple(Actions(tuple(evict), tuple(load)) for evict, load in zip(draft.evict, draft.load, strict=True))
+    return Plan(moments, draft.resident, tuple(draft.used))
+
+
+class _Draft:
+    """A plan while it is made: one entry per moment in each list."""
+
+    def __init__(
+        self, trace: Trace, capacities: Sequence[int], resident: Mapping[int, int], static: frozenset[int]
+    ) -> None:
+        self.trace = trace
+        self.capacities = capacities
+        self.resident = dict(resident)
+        self.static = static
+        self.evict: list[list[int]] = [[] for _ in trace.visits]
+        self.load: list[list[int]] = [[] for _ in trace.visits]
+        self.used: list[int] = []
+
+    def load_on_demand(self, chooser: Chooser, dropped_after: frozenset[int]) -> None:
+        """The first pass."""
+        trace, sizes = self.trace, self.trace.chunk_nbytes
+        cursor = Cursor(trace, dropped_after)
+        used = sum(sizes[index] for index in self.resident)
+        for moment, visit in enumerate(trace.visits):
+            index = visit.chunk_index
+            cursor.advance(index)
+            moves = index not in self.static
+            need = sizes[index] if moves and index not in self.resident else 0
+            while used + need > self.capacities[moment]:
+                in_use = (index, *visit.pinned)
+                leaving = sorted(item for item in self.resident.items() if item[0] not in in_use)
+                if not leaving:
+                    raise BudgetError(
+                        f"moment {moment} of trace '{trace.key}': chunk {index} and the chunks in use "
+                        f"({list(visit.pinned)}) need {format_need(used + need)}, "
+                        f"{format_need(max(self.capacities[moment], 0))} are there beside non-model data of "
+                        f"{format_need(visit.non_model_nbytes)}; raise the budget or use smaller chunks"
+                    )
+                victim = chooser.choose(leaving, cursor)
+                del self.resident[victim]
+                used -= sizes[victim]
+                self.evict[moment].append(victim)
+            if need:
+                self.load[moment].append(index)
+                used += need
+            if moves:
+                self.resident[index] = moment
+            self.used.append(used)
+
+    def load_ahead(self, depth: int) -> None:
+        """The second pass. Loads keep their order, so that the first one needed is the first to arrive."""
+        demands = [moment for moment, load in enumerate(self.load) if load]
+        issued = 0
+        for place, demand in enumerate(demands):
+            earliest = max(issued, demands[place - depth] if place >= depth else 0)
+            moment = self._earliest(demand, earliest)
+            if moment < demand:
+                self._move(demand, moment)
+            issued = moment
+
+    def _earliest(self, demand: int, earliest: int) -> int:
+        index, victims = self.load[demand][0], self.evict[demand]
+        sizes, visits = self.trace.chunk_nbytes, self.trace.visits
+        growth = sizes[index] - sum(sizes[victim] for victim in victims)
+        moment = demand
+        while moment > earliest:
+            visit = visits[moment - 1]
+            in_use = (visit.chunk_index, *visit.pinned)
+            if self.used[moment - 1] + growth > self.capacities[moment - 1]:
+                break
+            if index in self.evict[moment - 1] or any(victim in in_use for victim in victims):
+                break
+            moment -= 1
+        return moment
+
+    def _move(self, demand: int, moment: int) -> None:
+        """Moves the load of a moment, with the evictions that make room for it, to an earlier one."""
+        sizes = self.trace.chunk_nbytes
+        index, victims = self.load[demand].pop(0), self.evict[demand]
+        growth = sizes[index] - sum(sizes[victim] for victim in victims)
+        for between in range(moment, demand):
+            self.used[between] += growth
+        self.load[moment].append(index)
+        self.evict[moment].extend(victims)
+        self.evict[demand] = []

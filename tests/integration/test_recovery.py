@@ -1,0 +1,159 @@
+"""Out of memory in a step: the micro-batch is repeated, and nothing is lost or counted twice."""
+
+import gc
+
+import pytest
+import torch
+from models import make_batch, make_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from trainers import assert_same_run, smallest_budget, train
+from transformers import TrainerCallback
+
+from hf_patrickstar import BudgetError, DeviceMemoryError, PatrickStarEngine
+from hf_patrickstar.runtime.recovery import MAX_RETRIES
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_heap():
+    """Every repetition collects garbage; what was imported need not be looked through each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class Failing(TorchDispatchMode):
+    """Raises what CUDA raises, at some operators that allocate, counted from the beginning of the block."""
+
+    def __init__(self, *at):
+        super().__init__()
+        self.at, self.count = set(at), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        allocates = all(result.alias_info is None for result in func._schema.returns)
+        self.count += allocates
+        if allocates and self.count in self.at:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return func(*args, **(kwargs or {}))
+
+
+def count_operators(name, dtype):
+    model, _ = make_pair(name, dtype, 1)
+    with Failing() as mode:
+        model(**make_batch(name)).loss.backward()
+    return mode.count
+
+
+def make_pair(name, dtype, accumulation, checkpointing=False):
+    model = make_model(name).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    itemsize = {"fp32": 4, "bf16": 2}[dtype]
+    config = {"dtype": dtype, "chunk_budget": int(1.5 * smallest_budget(make_model(name), itemsize, checkpointing))}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    return model, PatrickStarEngine(model, config, optimizer, gradient_accumulation_steps=accumulation)
+
+
+def run(name, dtype, accumulation, checkpointing, failures):
+    """Losses and weights of three steps; ``failures`` maps (step, micro-batch) to operators that fail."""
+    model, engine = make_pair(name, dtype, accumulation, checkpointing)
+    torch.manual_seed(5)
+    losses = []
+    for step in range(3):
+        for micro in range(accumulation):
+            batch = make_batch(name, seed=10 * step + micro)
+
+            def once(batch=batch):
+                loss = model(**batch).loss
+                loss.backward()
+                return loss.item()
+
+            with Failing(*failures.get((step, micro), ())):
+                losses.append(engine.attempt(once))
+        engine.optimizer.clip_grad_norm_(None, 0.5)
+        engine.optimizer.step()
+    return losses, model.state_dict(), engine.stats()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_failure_anywhere_changes_nothing(dtype, accumulation, checkpointing):
+    """With dropout on: the repetition draws the same random numbers."""
+    total = count_operators("gpt2", dtype)
+    expected = run("gpt2", dtype, accumulation, checkpointing, {})
+    assert expected[2]["retries"] == 0
+    last = accumulation - 1
+    for place in (0.02, 0.3, 0.55, 0.7, 0.9):
+        operator = max(int(place * total), 1)
+        failures = {(0, 0): [operator], (1, last): [operator, total + operator // 2], (2, last): [operator]}
+        losses, weights, stats = run("gpt2", dtype, accumulation, checkpointing, failures)
+        assert losses == expected[0]
+        for key, value in expected[1].items():
+            assert torch.equal(value, weights[key]), (place, key)
+        assert stats["retries"] >= 3
+        assert stats["steps"] == 3
+
+
+def test_it_gives_up_after_three_and_leaves_things_as_they_were():
+    model, engine = make_pair("gpt2", "fp32", 2)
+    batches = [make_batch("gpt2", seed=seed) for seed in range(2)]
+    model(**batches[0]).loss.backward()
+    before = [engine.manager.gradient(tensor).clone() for tensor in engine.manager.tensors]
+    calls = []
+
+    def hopeless():
+        calls.append(1)
+        loss = model(**batches[1]).loss
+        loss.backward()
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(DeviceMemoryError, match=r"out of memory\..*smaller batch(.|\n)*tier") as caught:
+        engine.attempt(hopeless)
+    assert len(calls) == MAX_RETRIES + 1
+    assert isinstance(caught.value, BudgetError)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, weights[key])
+    assert all(tensor.num_saved == 0 and tensor.users == 0 for tensor in engine.manager.tensors)
+    del before
+
+
+def test_other_errors_pass_through_at_once():
+    model, engine = make_pair("gpt2", "fp32", 1)
+    calls = []
+
+    def wrong():
+        calls.append(1)
+        model(**make_batch("gpt2"))
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        engine.attempt(wrong)
+    assert len(calls) == 1
+    assert engine.stats()["retries"] == 0
+
+
+class FailAt(TrainerCallback):
+    """Enters a failing mode for the length of one step."""
+
+    def __init__(self, step, *at):
+        self.step, self.mode = step, Failing(*at)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.mode.__enter__()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step + 1:
+            self.mode.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_trainer_repeats_by_itself(tmp_path, accumulation):
+    kwargs = {"gradient_accumulation_steps": accumulation}
+    expected = train("gpt2", tmp_path / "plain", **kwargs)
+    config = {"chunk_budget": 2 * smallest_budget(make_model("gpt2"))}
+    ours = train("gpt2", tmp_path / "ours", config, callbacks=[FailAt(2, 300)], **kwargs)
+    assert_same_run(expected, ours)
+    assert ours[0].patrickstar_stats()["retries"] == 1

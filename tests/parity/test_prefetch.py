@@ -1,0 +1,123 @@
+"""Copies that are started ahead: late ones are waited for, never raced, whatever the policy, depth and placement."""
+
+import random
+import time
+
+import numpy
+import pytest
+import torch
+from models import make_batch, make_model
+from trainers import smallest_budget
+
+from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar.memory.transfers import copy_bytes
+
+
+class SlowCopy:
+    """Spoils the target first and takes its time: whoever does not wait reads garbage."""
+
+    def __init__(self, longest_s):
+        self.longest_s, self.random, self.count = longest_s, random.Random(0), 0
+
+    def __call__(self, arrays):
+        arrays[0].fill(0xFF)
+        time.sleep(self.random.uniform(0, self.longest_s))
+        self.count += 1
+        copy_bytes(arrays)
+
+
+def losses_of(name, config, copy=None, accumulation=1, checkpointing=False, steps=4):
+    model = make_model(name).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    engine = PatrickStarEngine(model, config, optimizer, gradient_accumulation_steps=accumulation)
+    if copy is not None:
+        engine.manager._transfers._copy = copy
+    losses = []
+    torch.manual_seed(3)
+    for step in range(steps):
+        for micro in range(accumulation):
+            loss = model(**make_batch(name, seed=10 * step + micro)).loss
+            loss.backward()
+            losses.append(loss.item())
+        with torch.no_grad():
+            losses.append(model(**make_batch(name, seed=99)).loss.item())
+        engine.optimizer.clip_grad_norm_(None, 0.5)
+        engine.optimizer.step()
+    return losses, model.state_dict(), engine.stats()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_delays_change_nothing(name, checkpointing, accumulation):
+    smallest = smallest_budget(make_model(name), checkpointing=checkpointing)
+    expected = losses_of(name, {"device_budget": "1GiB"}, None, accumulation, checkpointing)
+    late = 0
+    for factor, eviction, depth, placement in (
+        (1.3, "belady", 1, "host"),
+        (2.0, "belady", 2, "auto"),
+        (2.5, "lru", 4, "host"),
+        (3.0, "list_order", 3, "auto"),
+    ):
+        config = {
+            "chunk_budget": int(factor * smallest),
+            "chunk_numel": 700,
+            "eviction": eviction,
+            "prefetch_depth": depth,
+            "placement": placement,
+        }
+        copy = SlowCopy(0.002)
+        losses, weights, stats = losses_of(name, config, copy, accumulation, checkpointing)
+        assert losses == expected[0], config
+        for key, value in expected[1].items():
+            assert torch.equal(value, weights[key]), (config, key)
+        assert copy.count == stats["prefetches"]
+        assert stats["device_peak_nbytes"] <= config["chunk_budget"]
+        late += stats["late_prefetches"]
+        assert stats["waiting_seconds"] > 0 or not stats["late_prefetches"]
+    assert late > 0, "nothing was late: the test tests nothing"
+
+
+def test_depth_zero_prefetches_nothing():
+    """That prefetch moves not a byte more is shown in test_movement."""
+    for depth in (0, 1, 5):
+        config = {"chunk_budget": 2 * smallest_budget(make_model("gpt2")), "prefetch_depth": depth}
+        assert (losses_of("gpt2", config)[2]["prefetches"] > 0) is (depth > 0)
+
+
+def test_a_copy_that_fails_is_an_error_where_the_chunk_is_needed():
+    calls = []
+
+    def broken(arrays):
+        calls.append(1)
+        arrays.clear()
+        raise OSError("the copy thread met an error")
+
+    with pytest.raises(OSError, match="the copy thread met an error"):
+        losses_of("gpt2", {"chunk_budget": 2 * smallest_budget(make_model("gpt2"))}, broken)
+    assert calls
+
+
+def test_detaching_waits_for_copies_under_way():
+    model = make_model("gpt2").train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    engine = PatrickStarEngine(model, {"chunk_budget": 2 * smallest_budget(make_model("gpt2"))}, optimizer)
+    engine.manager._transfers._copy = SlowCopy(0.05)
+    for step in range(2):
+        model(**make_batch("gpt2", seed=step)).loss.backward()
+        engine.optimizer.step()
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    handle = model.transformer.h[1].mlp.register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        model(**make_batch("gpt2"))
+    handle.remove()
+    expected = {key: value.clone() for key, value in model.state_dict().items()}
+    engine.detach()
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, expected[key])
+        assert numpy.isfinite(value.float().numpy()).all()
