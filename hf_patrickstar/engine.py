@@ -36,6 +36,7 @@ from hf_patrickstar.runtime.manager import GRADIENT, MASTER, ChunkManager
 from hf_patrickstar.runtime.recovery import Recovery
 from hf_patrickstar.runtime.residency import Residency
 from hf_patrickstar.schedule.eviction import Chooser
+from hf_patrickstar.schedule.margin import ACCELERATOR, CPU_TIER, Rates
 from hf_patrickstar.schedule.placement import ChunkBytes, HomePlan, plan_homes
 from hf_patrickstar.states import TensorState
 from hf_patrickstar.units import format_nbytes
@@ -160,9 +161,12 @@ class PatrickStarEngine:
                 self._kernel.reserve if widens else lambda chunks: None,
                 decisions.workspace_nbytes,
                 config.prefetch_depth,
-                is_fixed=config.placement == "host" or not self._kernel.follows_homes,
+                None if config.placement == "host" or not self._kernel.follows_homes else self._rates(),
             )
         return manager
+
+    def _rates(self) -> Rates:
+        return CPU_TIER if self.device.type == "cpu" else ACCELERATOR
 
     def _attach(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Hooks, then values: what goes wrong until the last line is undone."""

@@ -7,7 +7,10 @@ from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.residency import Residency
-from hf_patrickstar.schedule.placement import ChunkBytes, plan_lookups, plan_margin
+from hf_patrickstar.schedule.margin import Rates, fill_margin, plan_margin
+from hf_patrickstar.schedule.placement import ChunkBytes, plan_lookups
+from hf_patrickstar.schedule.plan import chunkable_nbytes
+from hf_patrickstar.schedule.simulator import simulate
 from hf_patrickstar.schedule.trace import Shapes
 
 logger = logging.getLogger(__name__)
@@ -23,7 +26,7 @@ class Homes:
         reserve: Makes the optimizer allocate its workspace on every tier where it will update chunks.
         workspace_nbytes: Bytes of that workspace.
         prefetch_depth: Chunks that are brought in ahead.
-        is_fixed: Whether the first placement stays for ever.
+        rates: How fast bytes cross and are updated; ``None`` if the first placement stays for ever.
     """
 
     def __init__(
@@ -34,7 +37,7 @@ class Homes:
         reserve: Callable[[Sequence[Chunk]], None],
         workspace_nbytes: int,
         prefetch_depth: int,
-        is_fixed: bool,
+        rates: Rates | None,
     ) -> None:
         self.in_margin: set[int] = set()
         self._chunks = chunks
@@ -43,7 +46,7 @@ class Homes:
         self._reserve = reserve
         self._workspace_nbytes = workspace_nbytes
         self._prefetch_depth = prefetch_depth
-        self._is_fixed = is_fixed
+        self._rates = rates
         self._num_seen = 0
         residency.give_up_margin = self.retreat
 
@@ -59,7 +62,7 @@ class Homes:
         self._num_seen = tracer.num_recorded
         if self._place_lookups(max(num_micro_batches, 1)):
             tracer.discard()  # the next step visits other chunks
-        elif not self._is_fixed and any(key.startswith("training") for key in tracer.traces):
+        elif self._rates is not None and any(key.startswith("training") for key in tracer.traces):
             self._fill_margin()
 
     def prepare(self, kind: str, shapes: Shapes) -> None:
@@ -102,6 +105,7 @@ class Homes:
         return any(tensor.lookup == "device" for tensor in asked)
 
     def _fill_margin(self) -> None:
+        assert self._rates is not None
         residency, ledger = self._residency, self._residency.ledger
         traces = list(residency.tracer.traces.values())
         kept = frozenset(chunk.spec.index for chunk in self._chunks if chunk.is_static) - self.in_margin
@@ -117,16 +121,40 @@ class Homes:
         largest = max((nbytes.param_nbytes for nbytes in self._nbytes), default=0)
         ahead = largest if self._prefetch_depth else 0
         unusable = 0 if ledger.chunk_budget is None else max(limit - ledger.chunk_budget, 0)
-        plan = plan_margin(movable, traces, limit - fixed, ahead, kept, unusable)
-        wanted = set(plan.device_homed)
+        candidates = fill_margin(movable, traces, limit - fixed, ahead, kept, unusable)
+        plan = plan_margin(movable, candidates, lambda inside: self._moved(inside, kept, limit - fixed), self._rates)
+        wanted = set(plan.chunk_indices)
         if wanted == self.in_margin:
             return
         logger.info("patrickstar: %s", plan.reason)
         for index in sorted(self.in_margin - wanted):
             residency.rehome(self._chunks[index], Tier.HOST)
             self.in_margin.discard(index)
-        if wanted:
-            self._move_in(sorted(wanted - self.in_margin))
+        self._move_in([index for index in plan.chunk_indices if index not in self.in_margin])
+
+    def _moved(self, inside: frozenset[int], kept: frozenset[int], device_nbytes: int) -> int | None:
+        """Bytes that a step of each kind moves if these chunks live in the margin."""
+        traces = [trace for key, trace in self._residency.tracer.traces.items() if key.startswith("training")]
+        taken = sum(self._nbytes[index].device_nbytes for index in inside)
+        budget = self._residency.ledger.chunk_budget
+        updated = frozenset(chunk.spec.index for chunk in self._chunks if chunk.spec.trainable)
+        crossing = [chunk.param_nbytes * chunk.spec.trainable for chunk in self._chunks]
+        moved = 0
+        for trace in traces:
+            try:
+                movement = simulate(
+                    trace,
+                    chunkable_nbytes(trace, device_nbytes - taken, None if budget is None else budget - taken),
+                    self._residency.policy,
+                    dropped_after=updated,
+                    static=inside | kept,
+                    gradient_nbytes=crossing,
+                    repetitions=1,
+                )
+            except BudgetError:
+                return None
+            moved += movement.host_to_device_nbytes + movement.device_to_host_nbytes
+        return moved
 
     def _move_in(self, indices: Sequence[int]) -> None:
         residency = self._residency

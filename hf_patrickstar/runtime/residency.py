@@ -107,6 +107,11 @@ class Residency:
         self._meter.pause()
         self._expect(None)
 
+    @property
+    def policy(self) -> str:
+        """The name of the policy by which chunks leave."""
+        return self._chooser.name
+
     def begin_update(self) -> None:
         """Begins the optimizer's step, which has a trace of its own: what it needs on the device beside the chunks."""
         self.tracer.forget()

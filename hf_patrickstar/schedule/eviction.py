@@ -70,6 +70,7 @@ class Chooser:
     """
 
     def __init__(self, name: str) -> None:
+        self.name = name
         policies: dict[str, EvictionPolicy] = {"lru": LRUPolicy(), "list_order": ListOrderPolicy()}
         self._policy = policies.get(name)
         self._belady, self._warmup, self._lost = BeladyPolicy(), policies["list_order"], policies["lru"]

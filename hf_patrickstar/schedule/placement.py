@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from hf_patrickstar.errors import BudgetError
-from hf_patrickstar.schedule.trace import Trace
 from hf_patrickstar.units import format_nbytes, format_need
 
 
@@ -96,60 +95,6 @@ def plan_homes(
         )
     return HomePlan(
         frozenset(), f"model data ({format_nbytes(need)}) is at home on the host, chunks move to the device"
-    )
-
-
-def plan_margin(
-    chunks: Sequence[ChunkBytes],
-    traces: Sequence[Trace],
-    device_nbytes: int,
-    prefetch_nbytes: int,
-    kept: frozenset[int] = frozenset(),
-    unusable_nbytes: int = 0,
-) -> HomePlan:
-    """Chooses the chunks that live in the device margin, optimizer states and all (PatrickStar section 8.2).
-
-    The margin is what the device has left when, at every moment of every trace, non-model data, the chunks in use and
-    the copy that is brought in ahead are taken off. The first layers move in first: their gradients arrive last in
-    backward, and their parameters are needed first in forward, when nothing could hide the copies.
-
-    Args:
-        chunks: The bytes of every chunk that may move its home.
-        traces: What was recorded; not empty.
-        device_nbytes: Bytes for chunks and non-model data, workspaces taken off.
-        prefetch_nbytes: Bytes kept free for chunks brought in ahead.
-        kept: Chunks that are at home on the device whatever happens; their bytes are taken off ``device_nbytes``.
-        unusable_nbytes: Bytes of the device that chunks may not take even where non-model data leaves them.
-    """
-    first: dict[int, int] = {}
-    for trace in traces:
-        for moment, visit in enumerate(trace.visits):
-            first[visit.chunk_index] = min(moment, first.get(visit.chunk_index, moment))
-    working = [(visit, {visit.chunk_index, *visit.pinned} - kept) for trace in traces for visit in trace.visits]
-    need = [
-        max(visit.non_model_nbytes, unusable_nbytes) + sum(traces[0].chunk_nbytes[index] for index in indices)
-        for visit, indices in working
-    ]
-    margin = device_nbytes - prefetch_nbytes - max(need, default=0)
-    homed: list[int] = []
-    taken = 0
-    for chunk in sorted(chunks, key=lambda chunk: (first.get(chunk.chunk_index, len(working)), chunk.chunk_index)):
-        index = chunk.chunk_index
-        if chunk.on_host or index in kept:
-            continue
-        after = [
-            nbytes - (chunk.param_nbytes if index in indices else 0)
-            for nbytes, (_, indices) in zip(need, working, strict=True)
-        ]
-        if taken + chunk.device_nbytes + max(after, default=0) + prefetch_nbytes > device_nbytes:
-            break
-        homed.append(index)
-        taken += chunk.device_nbytes
-        need = after
-    return HomePlan(
-        frozenset(homed),
-        f"{len(homed)} of {len(chunks)} chunks live in the device margin ({format_nbytes(taken)} of "
-        f"{format_nbytes(max(margin, 0))} that non-model data and working chunks leave free), the first layers first",
     )
 
 

@@ -2,7 +2,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_patrickstar.errors import BudgetError
-from hf_patrickstar.schedule.placement import ChunkBytes, plan_homes, plan_margin
+from hf_patrickstar.schedule.margin import fill_margin
+from hf_patrickstar.schedule.placement import ChunkBytes, plan_homes
 from hf_patrickstar.schedule.trace import Trace, Visit
 
 fast = settings(deadline=None, max_examples=200, database=None, derandomize=True)
@@ -140,7 +141,7 @@ def margin_need(case, homed):
 @given(margins())
 def test_the_margin_leaves_room_at_every_moment_and_holds_the_next_chunk_no_more(case):
     chunks, traces, device, _, kept, _ = case
-    homed = plan_margin(*case).device_homed
+    homed = frozenset(fill_margin(*case))
     movable = {chunk.chunk_index for chunk in chunks if not chunk.on_host} - kept
     assert homed <= movable
     if homed:

@@ -1,0 +1,134 @@
+"""Which chunks live in the device margin, optimizer states and all (PatrickStar section 8.2)."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from hf_patrickstar.schedule.placement import ChunkBytes
+from hf_patrickstar.schedule.trace import Trace
+from hf_patrickstar.units import GIB, format_nbytes
+
+_NUM_PARTS = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rates:
+    """How fast bytes cross the bus and go through the optimizer, in bytes per second. Only their ratios matter.
+
+    Attributes:
+        bus: Copies between the tiers, as far as nothing hides them.
+        host_update: The optimizer's reads and writes on the host.
+        device_update: The same on the device.
+    """
+
+    bus: float
+    host_update: float
+    device_update: float
+
+
+ACCELERATOR = Rates(bus=50 * GIB, host_update=50 * GIB, device_update=1000 * GIB)
+"""A PCIe bus of which prefetch hides half, a server's memory under a vectorised Adam, a GPU's memory."""
+
+CPU_TIER = Rates(bus=10 * GIB, host_update=20 * GIB, device_update=20 * GIB)
+"""Both tiers are the same memory: the optimizer costs the same on either, and only copies count."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MarginPlan:
+    """The chunks of the margin, in the order in which they move in, and why."""
+
+    chunk_indices: tuple[int, ...]
+    reason: str
+
+
+def fill_margin(
+    chunks: Sequence[ChunkBytes],
+    traces: Sequence[Trace],
+    device_nbytes: int,
+    prefetch_nbytes: int,
+    kept: frozenset[int] = frozenset(),
+    unusable_nbytes: int = 0,
+) -> tuple[int, ...]:
+    """Finds the chunks that the margin has room for.
+
+    The margin is what the device has left when, at every moment of every trace, non-model data, the chunks in use and
+    the copy that is brought in ahead are taken off. The first layers come first: their gradients arrive last in
+    backward, and their parameters are needed first in forward, when nothing could hide the copies.
+
+    Args:
+        chunks: The bytes of every chunk that may move its home.
+        traces: What was recorded; not empty.
+        device_nbytes: Bytes for chunks and non-model data, workspaces taken off.
+        prefetch_nbytes: Bytes kept free for chunks brought in ahead.
+        kept: Chunks that are at home on the device whatever happens; their bytes are taken off ``device_nbytes``.
+        unusable_nbytes: Bytes of the device that chunks may not take even where non-model data leaves them.
+
+    Returns:
+        Chunk indices, the first to move in first.
+    """
+    first: dict[int, int] = {}
+    for trace in traces:
+        for moment, visit in enumerate(trace.visits):
+            first[visit.chunk_index] = min(moment, first.get(visit.chunk_index, moment))
+    working = [(visit, {visit.chunk_index, *visit.pinned} - kept) for trace in traces for visit in trace.visits]
+    need = [
+        max(visit.non_model_nbytes, unusable_nbytes) + sum(traces[0].chunk_nbytes[index] for index in indices)
+        for visit, indices in working
+    ]
+    homed: list[int] = []
+    taken = 0
+    for chunk in sorted(chunks, key=lambda chunk: (first.get(chunk.chunk_index, len(working)), chunk.chunk_index)):
+        index = chunk.chunk_index
+        if chunk.on_host or index in kept:
+            continue
+        after = [
+            nbytes - (chunk.param_nbytes if index in indices else 0)
+            for nbytes, (_, indices) in zip(need, working, strict=True)
+        ]
+        if taken + chunk.device_nbytes + max(after, default=0) + prefetch_nbytes > device_nbytes:
+            break
+        homed.append(index)
+        taken += chunk.device_nbytes
+        need = after
+    return tuple(homed)
+
+
+def plan_margin(
+    chunks: Sequence[ChunkBytes],
+    candidates: Sequence[int],
+    moved_nbytes: Callable[[frozenset[int]], int | None],
+    rates: Rates,
+) -> MarginPlan:
+    """Decides how many of the chunks that fit the margin are worth it.
+
+    A chunk in the margin neither crosses the bus nor is updated on the host. But the same bytes of the device could
+    keep parameters of several other chunks from forward to backward. So some numbers of chunks are compared by what a
+    step costs then, as the simulator says.
+
+    Args:
+        chunks: The bytes of every chunk that may move its home.
+        candidates: What ``fill_margin`` found.
+        moved_nbytes: Bytes that a step moves if these chunks live in the margin; ``None`` if it cannot work.
+        rates: How fast bytes cross and are updated.
+    """
+    sizes = {chunk.chunk_index: chunk.device_nbytes for chunk in chunks}
+    counts = sorted({len(candidates) * part // _NUM_PARTS for part in range(_NUM_PARTS + 1)})
+    options: list[tuple[float, int, int]] = []
+    for count in counts:
+        inside = frozenset(candidates[:count])
+        moved = moved_nbytes(inside)
+        if moved is None:
+            continue
+        on_device = 2 * sum(sizes[index] for index in inside)  # read and written
+        on_host = 2 * sum(sizes.values()) - on_device
+        cost = moved / rates.bus + on_host / rates.host_update + on_device / rates.device_update
+        options.append((cost, count, moved))
+    if not options:
+        return MarginPlan((), "the device margin is empty: the recorded steps leave no room")
+    _, count, moved = min(options)
+    chosen = tuple(candidates[:count])
+    taken = format_nbytes(sum(sizes[index] for index in chosen))
+    return MarginPlan(
+        chosen,
+        f"{count} of {len(chunks)} chunks live in the device margin ({taken}; {len(candidates)} would fit), the first "
+        f"layers first: a step moves {format_nbytes(moved)}, against {format_nbytes(options[0][2])} without",
+    )

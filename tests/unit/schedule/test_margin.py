@@ -1,0 +1,149 @@
+import pytest
+
+from hf_patrickstar.schedule.margin import Rates, fill_margin, plan_margin
+from hf_patrickstar.schedule.placement import ChunkBytes
+from hf_patrickstar.schedule.trace import Trace, Visit
+
+
+def make_chunks(count, param=100, host_param=128, state=600, on_host=()):
+    return [ChunkBytes(index, param, host_param, state, index in on_host) for index in range(count)]
+
+
+# The device margin: chunks of 100 bytes, 700 with their optimizer states
+
+
+def make_trace(*rows, sizes=(100,) * 5):
+    """A trace of (chunk, pinned chunks, bytes of others)."""
+    return Trace("training", sizes, tuple(Visit(chunk, tuple(pinned), others) for chunk, pinned, others in rows))
+
+
+SWEEP = make_trace((0, (), 50), (1, (), 50), (2, (), 50), (1, (), 50), (0, (), 50))
+
+
+def margin_of(device_nbytes, trace=SWEEP, count=3, prefetch=0, **settings):
+    return set(fill_margin(make_chunks(count), [trace], device_nbytes, prefetch, **settings))
+
+
+def test_as_many_first_layers_move_into_the_margin_as_leave_room_for_the_rest():
+    """Each takes 700; the others still need 100 for the chunk that is computed with, and 50 are not chunks."""
+    assert margin_of(849) == set()
+    assert margin_of(850) == {0}
+    assert margin_of(1549) == {0}
+    assert margin_of(1550) == {0, 1}
+
+
+def test_the_last_chunk_needs_no_room_to_move_any_more():
+    assert margin_of(2149) == {0, 1}
+    assert margin_of(2150) == {0, 1, 2}
+
+
+def test_the_order_is_that_of_the_first_visit_in_any_trace():
+    trace = make_trace((2, (), 0), (0, (), 0), (1, (), 0), (2, (), 0))
+    assert margin_of(800, trace) == {2}
+    assert margin_of(1500, trace) == {2, 0}
+    other = make_trace((1, (), 0), (2, (), 0), (0, (), 0))
+    chunks = make_chunks(3)
+    assert set(fill_margin(chunks, [trace, other], 800, 0)) == {1}, "as early as chunk 2, and before it"
+    assert set(fill_margin(chunks[::-1], [trace, other], 1500, 0)) == {1, 2}
+
+
+def test_chunks_that_are_never_visited_come_last():
+    trace = make_trace((1, (), 0), (2, (), 0))
+    assert margin_of(1500, trace) == {1, 2}
+    assert margin_of(2099, trace) == {1, 2}
+    assert margin_of(2100, trace) == {0, 1, 2}
+
+
+def test_the_first_that_does_not_fit_ends_it():
+    """A smaller one behind it would fit, but its copies are easier to hide."""
+    chunks = [ChunkBytes(0, 100, 128, 600), ChunkBytes(1, 100, 128, 2000), ChunkBytes(2, 100, 128, 0)]
+    assert set(fill_margin(chunks, [SWEEP], 1500, 0)) == {0}
+
+
+def test_chunks_in_use_together_need_room_together():
+    trace = make_trace((0, (), 50), (1, (0,), 50), (2, (0, 1), 50))
+    assert margin_of(949, trace) == set()
+    assert margin_of(950, trace) == {0}, "at the last moment 1 and 2 move, 0 does not"
+    assert margin_of(1549, trace) == {0}
+    assert margin_of(1550, trace) == {0, 1}
+
+
+def test_every_moment_of_every_trace_must_have_room():
+    flood = make_trace((0, (), 0), (1, (), 400), (2, (), 0))
+    assert margin_of(1199, flood) == set()
+    assert margin_of(1200, flood) == {0}
+    chunks = make_chunks(3)
+    assert fill_margin(chunks, [SWEEP, flood], 1199, 0) == ()
+    assert set(fill_margin(chunks, [flood, SWEEP], 1200, 0)) == {0}
+
+
+def test_room_for_what_is_brought_in_ahead_is_kept():
+    assert margin_of(949, prefetch=100) == set()
+    assert margin_of(950, prefetch=100) == {0}
+    assert margin_of(2250, prefetch=100) == {0, 1, 2}
+
+
+def test_bytes_that_chunks_may_not_take():
+    """They are not added to what others take: others may take them."""
+    assert margin_of(850, unusable_nbytes=50) == {0}
+    assert margin_of(850, unusable_nbytes=51) == set()
+    assert margin_of(1000, unusable_nbytes=200) == {0}
+
+
+def test_chunks_at_home_on_the_device_are_passed_over_and_need_no_room():
+    assert margin_of(849, kept=frozenset({0})) == set()
+    assert margin_of(850, kept=frozenset({0})) == {1}
+    assert margin_of(750, make_trace((0, (1,), 50)), count=2, kept=frozenset({0})) == {1}
+
+
+def test_chunks_of_the_host_stay_there():
+    chunks = make_chunks(3, on_host={0})
+    assert set(fill_margin(chunks, [SWEEP], 850, 0)) == {1}
+
+
+def test_sizes_come_from_the_trace_where_a_chunk_may_not_move_home():
+    """Chunk 4 is frozen: it is no candidate, but takes room whenever it is visited."""
+    trace = make_trace((0, (), 0), (4, (), 0), sizes=(100, 100, 100, 100, 300))
+    chunks = make_chunks(1)
+    assert fill_margin(chunks, [trace], 999, 0) == ()
+    assert set(fill_margin(chunks, [trace], 1000, 0)) == {0}
+
+
+# How much of it is worth filling
+
+BUS_ONLY = Rates(bus=1.0, host_update=1.0, device_update=1.0)
+
+
+def test_the_number_that_moves_least_is_chosen():
+    """Caching parameters on the same bytes may save more than homes do: two chunks here, no less and no more."""
+    moved = {0: 900, 1: 700, 2: 500, 3: 600, 4: 800}
+    plan = plan_margin(make_chunks(6), (3, 1, 0, 2), lambda inside: moved[len(inside)], BUS_ONLY)
+    assert plan.chunk_indices == (3, 1)
+    assert plan.reason == (
+        "2 of 6 chunks live in the device margin (1.37 KiB; 4 would fit), the first layers first: a step moves 500 B, "
+        "against 900 B without"
+    )
+
+
+def test_updates_count_where_the_device_is_faster():
+    rates = Rates(bus=1.0, host_update=1.0, device_update=1000.0)
+    plan = plan_margin(make_chunks(4), (0, 1, 2, 3), lambda inside: 100 * len(inside), rates)
+    assert plan.chunk_indices == (0, 1, 2, 3)
+    plan = plan_margin(make_chunks(4), (0, 1, 2, 3), lambda inside: 100 * len(inside), BUS_ONLY)
+    assert plan.chunk_indices == ()
+
+
+def test_what_cannot_work_is_not_chosen():
+    plan = plan_margin(make_chunks(4), (0, 1), lambda inside: None if len(inside) > 1 else 10 - len(inside), BUS_ONLY)
+    assert plan.chunk_indices == (0,)
+    plan = plan_margin(make_chunks(4), (0, 1), lambda inside: None, BUS_ONLY)
+    assert plan.chunk_indices == ()
+    assert "empty" in plan.reason
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 50])
+def test_all_and_none_are_among_the_numbers_that_are_compared(count):
+    seen = set()
+    plan_margin(make_chunks(count), tuple(range(count)), lambda inside: seen.add(len(inside)) or 0, BUS_ONLY)
+    assert {0, count} <= seen
+    assert len(seen) <= 9
