@@ -31,7 +31,6 @@ SHARES = (None, 1.0, 0.5, 0.25, 0.1)
 
 def formula(engine, numel, accumulation):
     """The named terms, in bytes per tier, from the layout alone."""
-    stats = engine.stats()
     layout = engine.manager.chunks
     itemsize = engine.dtype.itemsize
     lists = {"param": itemsize, "master": 4, "exp_avg": 4, "exp_avg_sq": 4}
@@ -44,9 +43,10 @@ def formula(engine, numel, accumulation):
     widens = itemsize == 2 and accumulation == 1
     terms["workspace"] = 4 * min(engine.config.tile_numel, largest) if widens else 0
     home = sum(terms.values())
-    if stats["device_budget_nbytes"] >= home:
+    budget = engine.ledger.chunk_budget
+    if budget is None or budget >= home:
         return terms, {"device": home, "host": 0}
-    return terms, {"device": cache_peak(engine, stats["device_budget_nbytes"]), "host": home}
+    return terms, {"device": cache_peak(engine, budget), "host": home}
 
 
 def cache_peak(engine, budget):
@@ -74,9 +74,10 @@ def child(options):
     model = common.make_gpt2(options.layers, options.hidden)
     numel = model.num_parameters()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    config = {"dtype": options.dtype, "eviction": "lru"}
+    # An LRU cache without prefetch and with all homes on the host is what the formula of the device peak describes.
+    config = {"dtype": options.dtype, "eviction": "lru", "prefetch_depth": 0, "placement": "host"}
     if share is not None:
-        config["device_budget"] = int(share * numel * 2)
+        config["chunk_budget"] = int(share * numel * 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     engine = PatrickStarEngine(
         model, config, optimizer, device=options.device, gradient_accumulation_steps=options.accumulation
@@ -95,7 +96,7 @@ def child(options):
     stats = engine.stats()
     result = {
         "parameters": numel,
-        "budget": stats["device_budget_nbytes"] if share is not None else None,
+        "budget": engine.ledger.chunk_budget,
         "terms": terms,
         "expected": expected,
         "measured": {tier: stats[f"{tier}_peak_nbytes"] for tier in ("device", "host")},

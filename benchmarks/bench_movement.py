@@ -8,7 +8,6 @@ The lower bound is that of a step over n chunks of which k stay from forward to 
 forward visits, plus what backward visits, less what the budget can carry over.
 """
 
-import copy
 import time
 
 import common
@@ -21,6 +20,8 @@ from hf_patrickstar.units import format_nbytes
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 POLICIES = ("list_order", "lru", "belady")
+PREFETCH = {"list_order": 0, "lru": 0, "belady": 2}
+COUNTED = ("chunk_loads", "host_to_device_nbytes", "prefetches")
 MODELS = {"small": (8, 512, 256), "1B": (20, 2048, 50304), "4B": (64, 2304, 50304)}
 
 
@@ -35,14 +36,16 @@ def record(name, checkpointing, budget_share, policy, num_steps, fake):
     config = {
         "dtype": "bf16",
         "eviction": policy,
-        "device_budget": int(budget_share * 2 * numel),
+        "chunk_budget": int(budget_share * 2 * numel),
+        "placement": "host",
+        "prefetch_depth": PREFETCH[policy],
         "host_budget": 20 * numel,
         "chunk_numel": 2 * hidden * hidden + 64,
         "cpu_embedding": False,
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     engine = PatrickStarEngine(model, config, optimizer)
-    moved = (0, 0)
+    moved = ()
     for step in range(num_steps):
         before = engine.stats()
         if fake:
@@ -53,7 +56,7 @@ def record(name, checkpointing, budget_share, policy, num_steps, fake):
         model(**batch).loss.backward()
         engine.optimizer.step()
         after = engine.stats()
-        moved = tuple(after[key] - before[key] for key in ("chunk_loads", "host_to_device_nbytes"))
+        moved = tuple(after[key] - before[key] for key in COUNTED)
     return engine, numel, moved
 
 
@@ -63,7 +66,13 @@ def record_fake(name, checkpointing):
 
     with FakeTensorMode():
         engine, numel, _ = record(name, checkpointing, 1.0, "belady", 1, fake=True)
-        return engine.manager.tracer.traces["training"], numel, updated_chunks(engine)
+        return trace_of(engine), numel, updated_chunks(engine)
+
+
+def trace_of(engine):
+    """The trace of the training step; there is one, since all batches have one shape."""
+    (trace,) = (t for key, t in engine.manager.residency.tracer.traces.items() if key.startswith("training"))
+    return trace
 
 
 def updated_chunks(engine):
@@ -92,12 +101,12 @@ def compare(name, checkpointing, trace, numel, updated, counted):
         row = {"model": name, "checkpointing": checkpointing, "share": share, "bound_nbytes": bound}
         for policy in POLICIES:
             try:
-                moved = simulate(trace, budget, policy, dropped_after=updated)
+                moved = simulate(trace, budget, policy, dropped_after=updated, prefetch_depth=PREFETCH[policy])
             except BudgetError:
                 continue
-            row[policy] = {"loads": moved.loads, "nbytes": moved.host_to_device_nbytes}
+            row[policy] = {"loads": moved.loads, "nbytes": moved.host_to_device_nbytes, "ahead": moved.prefetches}
             real = counted.get((share, policy))
-            if real is not None and real != (moved.loads, moved.host_to_device_nbytes):
+            if real is not None and real != (moved.loads, moved.host_to_device_nbytes, moved.prefetches):
                 raise SystemExit(f"bench_movement: {name} {share} {policy}: engine {real}, simulator {moved}")
         if "belady" not in row:
             continue
@@ -124,7 +133,7 @@ def main():
             counted = {}
             if name == "small":
                 engine, numel, _ = record(name, checkpointing, 1.0, "belady", 1, fake=False)
-                trace, updated = copy.deepcopy(engine.manager.tracer.traces["training"]), updated_chunks(engine)
+                trace, updated = trace_of(engine), updated_chunks(engine)
                 for share in SHARES:
                     for policy in POLICIES:
                         try:

@@ -1,8 +1,9 @@
 """The main job, end to end, with nothing downloaded: see README.md. Run by scripts/quickstart.sh.
 
 Builds a corpus from the standard library's own sources, trains a tokenizer, makes a small "pretrained" GPT-2
-checkpoint, fine-tunes it with recipes/finetune_clm.py twice, plain and with --patrickstar, and compares. Everything
-runs on the CPU, where both runs can be compared bit for bit; the compute tier is a budgeted part of its memory.
+checkpoint, fine-tunes it with recipes/finetune_clm.py, plain and with --patrickstar, and compares; a few more steps
+without the plan show what the plan saves. Everything runs on the CPU, where runs can be compared bit for bit; the
+compute tier is a budgeted part of its memory.
 """
 
 import argparse
@@ -26,6 +27,8 @@ BLOCK_SIZE = 128
 CORPUS_NBYTES = 1_500_000
 BUDGET_SHARE = 0.5
 FP16_NBYTES, FP32_NBYTES = 2, 4
+NUM_STEPS, NUM_STEPS_WITHOUT_PLAN = 30, 6
+NO_PLAN = {"eviction": "list_order", "prefetch_depth": 0, "placement": "host"}
 
 
 def build_corpus(folder: pathlib.Path) -> pathlib.Path:
@@ -77,7 +80,15 @@ def fine_tune(name: str, folder: pathlib.Path, checkpoint: pathlib.Path, corpus:
         sys.executable,
         str(ROOT / "recipes" / "finetune_clm.py"),
         *("--model_name_or_path", str(checkpoint), "--train_file", str(corpus), "--output_dir", str(output)),
-        *("--do_train", "--block_size", str(BLOCK_SIZE), "--per_device_train_batch_size", "8", "--max_steps", "30"),
+        *(
+            "--do_train",
+            "--block_size",
+            str(BLOCK_SIZE),
+            "--per_device_train_batch_size",
+            "8",
+            "--max_steps",
+            str(NUM_STEPS),
+        ),
         *("--learning_rate", "5e-4", "--lr_scheduler_type", "cosine", "--warmup_steps", "5", "--logging_steps", "1"),
         *("--save_strategy", "no", "--report_to", "none", "--seed", "42", "--use_cpu"),
         *options,
@@ -112,7 +123,17 @@ def same_weights(left: pathlib.Path, right: pathlib.Path) -> bool:
     return first.keys() == second.keys() and all(torch.equal(value, second[key]) for key, value in first.items())
 
 
-def make_table(plain: dict, ours: dict, numel: int, budget: int) -> Table:
+def per_step(run: dict, key: str) -> str:
+    """Bytes that a run moved in each step, on average."""
+    return format_nbytes(run["stats"][key] // run["stats"]["steps"])
+
+
+def loads_per_step(stats: dict) -> str:
+    """Loads in each step, and how many were started before the chunk was needed."""
+    return f"{stats['chunk_loads'] / stats['steps']:.1f}, {stats['prefetches'] / stats['steps']:.1f}"
+
+
+def make_table(plain: dict, ours: dict, unplanned: dict, numel: int, budget: int) -> Table:
     """The comparison that README shows."""
     stats = ours["stats"]
     model_data = 4 * FP32_NBYTES * numel
@@ -126,8 +147,10 @@ def make_table(plain: dict, ours: dict, numel: int, budget: int) -> Table:
         ("model data on the compute tier: budget", "none", format_nbytes(budget)),
         ("model data on the compute tier: peak", format_nbytes(model_data), format_nbytes(stats["device_peak_nbytes"])),
         ("model data on the host tier: peak", "0 B", format_nbytes(stats["host_peak_nbytes"])),
-        ("moved host -> device per step", "0 B", format_nbytes(stats["host_to_device_nbytes"] // stats["steps"])),
-        ("moved device -> host per step", "0 B", format_nbytes(stats["device_to_host_nbytes"] // stats["steps"])),
+        ("moved host -> device per step", "0 B", per_step(ours, "host_to_device_nbytes")),
+        ("    without the plan", "0 B", per_step(unplanned, "host_to_device_nbytes")),
+        ("moved device -> host per step", "0 B", per_step(ours, "device_to_host_nbytes")),
+        ("chunks loaded per step, of them ahead", "0", loads_per_step(stats)),
         ("process peak (RSS)", format_nbytes(plain["rss"]), format_nbytes(ours["rss"])),
         ("seconds per step", f"{plain['seconds']:.3f}", f"{ours['seconds']:.3f}"),
         ("first loss", f"{plain['losses'][0]:.6f}", f"{ours['losses'][0]:.6f}"),
@@ -158,18 +181,24 @@ def main() -> None:
     console.print("2. Fine-tuning it with the plain Trainer ...")
     plain = fine_tune("plain", folder, checkpoint, corpus)
     console.print(f"3. Fine-tuning it with --patrickstar in a budget of {format_nbytes(budget)} ...")
-    config = json.dumps({"device_budget": budget})
-    ours = fine_tune("patrickstar", folder, checkpoint, corpus, "--patrickstar", "--patrickstar_config", config)
-    console.print("4. Loading both results with plain from_pretrained ...")
+    config = {"chunk_budget": budget}
+    options = ("--patrickstar", "--patrickstar_config")
+    ours = fine_tune("patrickstar", folder, checkpoint, corpus, *options, json.dumps(config))
+    console.print("4. A few steps of the same without the plan: chunks leave in list order, none comes ahead ...")
+    few = ("--max_steps", str(NUM_STEPS_WITHOUT_PLAN))
+    unplanned = fine_tune("unplanned", folder, checkpoint, corpus, *options, json.dumps(config | NO_PLAN), *few)
+    console.print("5. Loading the results with plain from_pretrained ...")
     peak = ours["stats"]["device_peak_nbytes"]
+    moved = [run["stats"]["host_to_device_nbytes"] / run["stats"]["steps"] for run in (ours, unplanned)]
     promises = {
         "the losses of both runs are the same, bit for bit": plain["losses"] == ours["losses"],
         "the loss went down": plain["losses"][-1] < plain["losses"][0],
         "the saved weights are the same, bit for bit": same_weights(plain["output"], ours["output"]),
         "the budget is smaller than the 16-bit parameters": budget < FP16_NBYTES * numel,
         "the compute tier stayed within its budget": 0 < peak <= budget,
+        "the plan moves less than none": moved[0] < moved[1],
     }
-    console.print(make_table(plain, ours, numel, budget))
+    console.print(make_table(plain, ours, unplanned, numel, budget))
     broken = [promise for promise, held in promises.items() if not held]
     for promise, held in promises.items():
         console.print(f"  [{'green' if held else 'red'}]{'yes' if held else 'NO '}[/] {promise}")

@@ -1,0 +1,171 @@
+"""The tide: non-model bytes, chunk bytes and the budget over the moments of one step (the paper's figure 2, and 8.1).
+
+A GPT-2 is trained with a small and with a large batch under the same device budget, which covers model and non-model
+data together. After the plan is made, one more step is measured at every moment: what chunks take, and the most that
+everything else takes until the next moment. Chunk bytes give way as activations rise in forward and come back as they
+fall in backward, and both together never exceed the budget. Prints a table, writes a PNG if matplotlib is there.
+"""
+
+import pathlib
+
+import common
+import torch
+
+from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.units import format_nbytes
+
+LENGTH = 128
+NUM_ROWS = 24
+MIB = 1024**2
+
+
+class Gauge:
+    """Measures a step at its moments: wraps the way by which the engine comes to every chunk."""
+
+    def __init__(self, engine):
+        self.engine, self.residency, self.meter = engine, engine.manager.residency, engine._meter
+        self.chunks, self.others = [], []
+        self._reach = self.residency.reach
+        self.residency.reach = self.reach
+
+    def reach(self, chunk, who):
+        """Closes the moment before and opens the next one."""
+        self.close()
+        payload = self._reach(chunk, who)
+        self.meter.restart()
+        self.chunks.append(self.engine._pool.in_use(Tier.DEVICE))
+        return payload
+
+    def close(self):
+        """Notes the most that others took since the last moment."""
+        if len(self.others) < len(self.chunks):
+            self.others.append(self.meter.peak(self.engine.ledger.used(Tier.DEVICE)))
+
+    def end(self):
+        """Ends the measurement."""
+        self.close()
+        self.residency.reach = self._reach
+
+
+def measure(batch_size, budget, options):
+    """Chunk bytes and other bytes at every moment of a planned step, and the engine."""
+    device = torch.device(options.device)
+    model = common.make_gpt2(options.layers, options.hidden)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    config = {"dtype": "bf16", "device_budget": budget, "placement": options.placement}
+    engine = PatrickStarEngine(model, config, optimizer, device=device)
+    for seed in range(3):
+        model(**common.make_batch(seed, batch_size, LENGTH, 256, device)).loss.backward()
+        engine.optimizer.step()
+    tracer = engine.manager.residency.tracer
+    tracer._erratic.update(tracer.traces)  # a step that follows its plan is not measured otherwise
+    gauge = Gauge(engine)
+    loss = model(**common.make_batch(3, batch_size, LENGTH, 256, device)).loss
+    loss.backward()
+    gauge.end()
+    engine.optimizer.step()
+    return gauge.chunks, gauge.others, engine
+
+
+def find_budget(options):
+    """The non-model peak of the large batch and room for a part of the parameters."""
+    device = torch.device(options.device)
+    model = common.make_gpt2(options.layers, options.hidden)
+    numel = model.num_parameters()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    budget = 64 * 1024 * MIB if device.type == "cpu" else "auto"  # a number, so that all is measured
+    engine = PatrickStarEngine(
+        model, {"dtype": "bf16", "device_budget": budget, "placement": "host"}, optimizer, device=device
+    )
+    model(**common.make_batch(0, options.large, LENGTH, 256, device)).loss.backward()
+    traces = engine.manager.residency.tracer.traces.values()
+    peak = max(trace.non_model_peak_nbytes for trace in traces)
+    engine.detach()
+    return peak + int(options.share * 2 * numel), numel
+
+
+def print_table(name, chunks, others, budget):
+    """Every nth moment, and the one with the most."""
+    print(f"\n{name}: {len(chunks)} moments")
+    print(f"{'moment':>8}{'chunks':>14}{'non-model':>14}{'together':>14}{'budget':>14}")
+    together = [left + right for left, right in zip(chunks, others, strict=True)]
+    every = max(len(chunks) // NUM_ROWS, 1)
+    most = together.index(max(together))
+    for moment in sorted({*range(0, len(chunks), every), most}):
+        cells = (chunks[moment], others[moment], together[moment], budget)
+        mark = "  <- most" if moment == most else ""
+        print(f"{moment:>8}" + "".join(f"{format_nbytes(nbytes):>14}" for nbytes in cells) + mark)
+    return max(together)
+
+
+def plot(runs, budget, target):
+    """Stacked areas below the line of the budget; says so if matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no picture: matplotlib is not installed (pip install 'hf_patrickstar[plots]')")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(runs), figsize=(6 * len(runs), 4), sharey=True, squeeze=False)
+    for axis, (name, chunks, others) in zip(axes[0], runs, strict=True):
+        moments = range(len(chunks))
+        layers = [[nbytes / MIB for nbytes in others], [nbytes / MIB for nbytes in chunks]]
+        axis.stackplot(moments, *layers, labels=["non-model data", "chunks"], step="post")
+        axis.axhline(budget / MIB, color="black", linestyle="--", label="device budget")
+        axis.set(title=name, xlabel="moment of the step")
+    axes[0][0].set_ylabel("MiB on the compute tier")
+    axes[0][0].legend(loc="lower left")
+    figure.tight_layout()
+    figure.savefig(target, dpi=120)
+    print(f"picture written to {target}")
+
+
+def main():
+    """Measures both batches and fails if a moment exceeds the budget or the tide does not turn."""
+    parser = common.parser(__doc__)
+    parser.add_argument("--small", type=int, default=1, help="small batch size")
+    parser.add_argument("--large", type=int, default=8, help="large batch size")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument(
+        "--share", type=float, default=0.25, help="room for chunks at the highest tide, of the parameters"
+    )
+    parser.add_argument("--placement", default="auto", choices=("auto", "host"))
+    parser.add_argument("--plot", default="bench_tide.png", help="where the picture goes")
+    options = parser.parse_args()
+    budget, numel = find_budget(options)
+    runs, rows, failures = [], [], []
+    for size in (options.small, options.large):
+        name = f"batch {size} x {LENGTH}"
+        chunks, others, engine = measure(size, budget, options)
+        most = print_table(name, chunks, others, budget)
+        stats = engine.stats()
+        turn = others.index(max(others))
+        if most > budget:
+            failures.append(f"{name}: {most} bytes of {budget}")
+        if chunks[turn] > max(chunks):
+            failures.append(f"{name}: chunks did not give way")
+        runs.append((name, chunks, others))
+        moved = stats["host_to_device_nbytes"] // stats["steps"]
+        print(
+            f"most together {format_nbytes(most)} of {format_nbytes(budget)}; {stats['chunks_in_margin']} chunks in "
+            f"the margin; {format_nbytes(moved)} moved to the device per step"
+        )
+        rows.append({"batch_size": size, "chunk_nbytes": chunks, "non_model_nbytes": others, "most_nbytes": most})
+    low, high = (max(chunks) for _, chunks, _ in reversed(runs))
+    at_tide = runs[1][1][runs[1][2].index(max(runs[1][2]))]
+    if not at_tide <= low <= high:
+        failures.append("chunk bytes do not follow the tide")
+    plot(runs, budget, pathlib.Path(options.plot))
+    result = {"numel": numel, "budget_nbytes": budget, "placement": options.placement, "runs": rows}
+    common.finish("bench_tide", options, result)
+    if failures:
+        raise SystemExit("bench_tide: " + "; ".join(failures))
+    print("at no moment did chunks and non-model data together exceed the budget")
+
+
+if __name__ == "__main__":
+    main()
