@@ -136,7 +136,9 @@ class PatrickStarEngine:
             return CudaMeter(self.device)
         if self.config.device_budget == "auto":
             return UnmeteredTier()  # both tiers are the machine's memory, and the system watches over that
-        return StorageMeter(lambda key: self._pool.owns(key), lambda: self.manager.residency.relieve())
+        return StorageMeter(
+            lambda key: self._pool.owns(key), lambda: self.manager.residency.relieve(is_step=self._hooks.is_running)
+        )
 
     def _make_manager(self, chunks: list[Chunk]) -> ChunkManager:
         decisions, config = self._decisions, self.config
@@ -158,7 +160,7 @@ class PatrickStarEngine:
                 chunks,
                 decisions.chunk_nbytes,
                 residency,
-                self._kernel.reserve if widens else lambda chunks: None,
+                self._kernel.reserve if widens else lambda chunks, *also: None,
                 decisions.workspace_nbytes,
                 config.prefetch_depth,
                 None if config.placement == "host" or not self._kernel.follows_homes else self._rates(),
@@ -177,7 +179,7 @@ class PatrickStarEngine:
             self._hooks = ModelHooks(
                 self.model, self.manager, self.weights, self._zero_grad, self.device, training=self._training
             )
-            self._recovery = Recovery(self.manager, self._hooks.unwind, self.device)
+            self._recovery = Recovery(self.manager, self._hooks.unwind, self.device, self.model.buffers)
             self._hooks.attach()
             self._move_in()
             if self.optimizer is not None:

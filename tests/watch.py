@@ -11,15 +11,16 @@ class Watch(TorchDispatchMode):
     Args:
         is_known: Tells from a storage whether something else counts it.
         extra: Bytes that something else counts, asked after every operator.
+        is_settled: Tells whether nobody is making room just now.
 
     Attributes:
         peak: The most bytes as an operator returns.
         settled_peak: The most bytes as an operator begins, when whoever watches the one before has made room for it.
     """
 
-    def __init__(self, is_known=lambda storage: False, extra=lambda: 0):
+    def __init__(self, is_known=lambda storage: False, extra=lambda: 0, is_settled=lambda: True):
         super().__init__()
-        self.is_known, self.extra = is_known, extra
+        self.is_known, self.extra, self.is_settled = is_known, extra, is_settled
         self.alive, self.live, self.peak, self.settled_peak, self.non_model_peak = {}, 0, 0, 0, 0
 
     @classmethod
@@ -28,7 +29,8 @@ class Watch(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.settled_peak = max(self.settled_peak, self.live + self.extra())
+        if self.is_settled():
+            self.settled_peak = max(self.settled_peak, self.live + self.extra())
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if hasattr(tensor, "untyped_storage"):

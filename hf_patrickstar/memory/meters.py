@@ -159,6 +159,7 @@ class StorageMeter:
         self._mode = _StorageMode(self)
         self._is_on = False
         self._is_guest = False
+        self._entered_in_inference = False
 
     def live(self, booked: int) -> int:
         """Bytes of the storages that are known and alive."""
@@ -184,6 +185,7 @@ class StorageMeter:
         stack = _get_current_dispatch_mode_stack()
         if self._mode not in stack:
             self._is_guest = not all(mode.is_infra_mode() for mode in stack)
+            self._entered_in_inference = torch.is_inference_mode_enabled()
             self._mode.__enter__()
 
     def leave(self) -> bool:
@@ -198,10 +200,15 @@ class StorageMeter:
         self._is_on = False
 
     def stop(self) -> None:
-        """Stops following and takes the mode off the stack, if it is the innermost one."""
+        """Stops following and takes the mode off the stack, if it is the innermost one.
+
+        Inference mode sets back, when it ends, which modes there were when it began: nothing may come off inside of it
+        that went on outside.
+        """
         self._is_on = False
         stack = _get_current_dispatch_mode_stack()
-        if stack and stack[-1] is self._mode:
+        is_inside = torch.is_inference_mode_enabled() != self._entered_in_inference
+        if stack and stack[-1] is self._mode and not is_inside:
             self._mode.__exit__(None, None, None)
 
     def record(self, results: Any) -> None:

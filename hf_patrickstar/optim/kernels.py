@@ -8,7 +8,7 @@ optimizer that sees the parameters one by one, and results are the same bit for 
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -44,10 +44,12 @@ class Kernel(Protocol):
         """Elements of fp32 scratch space that a chunk needs to widen its 16-bit gradients."""
         ...
 
-    def reserve(self, chunks: Sequence[Chunk]) -> None:
-        """Allocates the scratch space for chunks with 16-bit gradients, on every tier where one is at home.
+    def reserve(self, chunks: Sequence[Chunk], *also: Tier) -> None:
+        """Allocates the scratch space for chunks with 16-bit gradients, on every tier where it is needed.
 
-        A tier that has some keeps it.
+        Args:
+            chunks: All chunks; their homes need some.
+            *also: More tiers that will. One that has some keeps it.
         """
         ...
 
@@ -136,9 +138,9 @@ class AdamKernel:
         tile_numel = max(self._tile_numel, _DEVICE_TILE_NUMEL) if self._prefer_fused else self._tile_numel
         return min(tile_numel, capacity_numel)
 
-    def reserve(self, chunks: Sequence[Chunk]) -> None:
+    def reserve(self, chunks: Sequence[Chunk], *also: Tier) -> None:
         """Allocates one tile per tier; see ``Kernel.reserve``."""
-        _reserve(self, chunks, self._pool, self._scratch)
+        _reserve(self, self._scratch, self._pool, chunks, also)
 
     def release(self) -> None:
         """Gives the tiles back."""
@@ -291,9 +293,9 @@ class PerChunkKernel:
         """A whole chunk."""
         return capacity_numel
 
-    def reserve(self, chunks: Sequence[Chunk]) -> None:
+    def reserve(self, chunks: Sequence[Chunk], *also: Tier) -> None:
         """Allocates space for the largest chunk of each tier; see ``Kernel.reserve``."""
-        _reserve(self, chunks, self._pool, self._scratch)
+        _reserve(self, self._scratch, self._pool, chunks, also)
 
     def release(self) -> None:
         """Gives the scratch space back."""
@@ -396,11 +398,15 @@ def place_state(key: str, value: Any, device: torch.device, group: Mapping[str, 
     return value.to(device, copy=True) if value.dim() else value
 
 
-def _reserve(kernel: Kernel, chunks: Sequence[Chunk], pool: PayloadPool, scratch: dict[Tier, torch.Tensor]) -> None:
-    """Scratch space on every tier where a trainable chunk is at home."""
-    largest = max((chunk.spec.capacity_numel for chunk in chunks if chunk.spec.trainable), default=0)
-    for tier in {chunk.home for chunk in chunks if chunk.spec.trainable} - scratch.keys():
-        scratch[tier] = pool.allocate(tier, kernel.workspace_numel(largest), torch.float32, WORKSPACE)
+def _reserve(
+    kernel: Kernel, scratch: dict[Tier, torch.Tensor], pool: PayloadPool, chunks: Sequence[Chunk], also: Iterable[Tier]
+) -> None:
+    """Scratch space on every tier where a trainable chunk is at home, and on some others."""
+    trainable = [chunk for chunk in chunks if chunk.spec.trainable]
+    largest = max((chunk.spec.capacity_numel for chunk in trainable), default=0)
+    for tier in {chunk.home for chunk in trainable} | set(also):
+        if tier not in scratch:
+            scratch[tier] = pool.allocate(tier, kernel.workspace_numel(largest), torch.float32, WORKSPACE)
 
 
 def _release(scratch: dict[Tier, torch.Tensor], pool: PayloadPool) -> None:

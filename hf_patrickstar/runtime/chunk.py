@@ -206,8 +206,14 @@ class Chunk:
         Autograd hands operands to operators, and recomputed segments keep theirs, without a moment at which they
         say that they are done; the storage's reference count is the truth.
         """
-        assert self.storage is not None
+        if self.storage is None:
+            return False
         return torch._C._storage_Use_Count(self.storage._cdata) > self.base_use_count
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether anybody computes with it or looks into it now; then it stays where it is."""
+        return self.num_computing > 0 or self.is_aliased
 
     def note(self, ticket: Ticket | None) -> None:
         """Remembers a copy into or out of the home that may still be under way."""

@@ -1,5 +1,6 @@
 """Moves chunks between their homes when what was recorded says where they cost least (PatrickStar section 8.2)."""
 
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 
@@ -23,7 +24,7 @@ class Homes:
         chunks: All chunks, by index.
         nbytes: The bytes of each, over all lists.
         residency: Moves them, and has the traces and the ledger.
-        reserve: Makes the optimizer allocate its workspace on every tier where it will update chunks.
+        reserve: Makes the optimizer allocate its workspace on a tier where it will update chunks.
         workspace_nbytes: Bytes of that workspace.
         prefetch_depth: Chunks that are brought in ahead.
         rates: How fast bytes cross and are updated; ``None`` if the first placement stays for ever.
@@ -34,14 +35,14 @@ class Homes:
         chunks: Sequence[Chunk],
         nbytes: Sequence[ChunkBytes],
         residency: Residency,
-        reserve: Callable[[Sequence[Chunk]], None],
+        reserve: Callable[[Sequence[Chunk], Tier], None],
         workspace_nbytes: int,
         prefetch_depth: int,
         rates: Rates | None,
     ) -> None:
         self.in_margin: set[int] = set()
         self._chunks = chunks
-        self._nbytes = nbytes
+        self._nbytes = list(nbytes)
         self._residency = residency
         self._reserve = reserve
         self._workspace_nbytes = workspace_nbytes
@@ -82,11 +83,7 @@ class Homes:
     def retreat(self) -> bool:
         """Moves every chunk out of the margin that is not in use; whether any moved. It may be called in a step."""
         before = len(self.in_margin)
-        for index in sorted(self.in_margin):
-            chunk = self._chunks[index]
-            if not chunk.num_computing and not chunk.is_aliased:
-                self._residency.rehome(chunk, Tier.HOST)
-                self.in_margin.discard(index)
+        self._move_out(set(self.in_margin))
         self._num_seen = -1  # decide anew after this step, whether it is recorded or not
         return len(self.in_margin) < before
 
@@ -108,6 +105,10 @@ class Homes:
         assert self._rates is not None
         residency, ledger = self._residency, self._residency.ledger
         traces = list(residency.tracer.traces.values())
+        self._nbytes = [  # an accumulation list may have come since
+            dataclasses.replace(nbytes, state_nbytes=sum(payload.nbytes for payload in chunk.lists.values()))
+            for nbytes, chunk in zip(self._nbytes, self._chunks, strict=True)
+        ]
         kept = frozenset(chunk.spec.index for chunk in self._chunks if chunk.is_static) - self.in_margin
         movable = [
             self._nbytes[chunk.spec.index]
@@ -122,21 +123,21 @@ class Homes:
         ahead = largest if self._prefetch_depth else 0
         unusable = 0 if ledger.chunk_budget is None else max(limit - ledger.chunk_budget, 0)
         candidates = fill_margin(movable, traces, limit - fixed, ahead, kept, unusable)
-        plan = plan_margin(movable, candidates, lambda inside: self._moved(inside, kept, limit - fixed), self._rates)
+        plan = plan_margin(movable, candidates, lambda inside: self._moved(inside, kept, fixed), self._rates)
         wanted = set(plan.chunk_indices)
         if wanted == self.in_margin:
             return
         logger.info("patrickstar: %s", plan.reason)
-        for index in sorted(self.in_margin - wanted):
-            residency.rehome(self._chunks[index], Tier.HOST)
-            self.in_margin.discard(index)
+        self._move_out(self.in_margin - wanted)
         self._move_in([index for index in plan.chunk_indices if index not in self.in_margin])
 
-    def _moved(self, inside: frozenset[int], kept: frozenset[int], device_nbytes: int) -> int | None:
-        """Bytes that a step of each kind moves if these chunks live in the margin."""
+    def _moved(self, inside: frozenset[int], kept: frozenset[int], fixed: int) -> int | None:
+        """Bytes that a step of each kind moves if these chunks live in the margin, beside so many bytes."""
+        ledger = self._residency.ledger
+        free = ledger.limit(Tier.DEVICE, cautious=False) - fixed
         traces = [trace for key, trace in self._residency.tracer.traces.items() if key.startswith("training")]
         taken = sum(self._nbytes[index].device_nbytes for index in inside)
-        budget = self._residency.ledger.chunk_budget
+        budget = None if ledger.chunk_budget is None else ledger.chunk_budget - fixed - taken
         updated = frozenset(chunk.spec.index for chunk in self._chunks if chunk.spec.trainable)
         crossing = [chunk.param_nbytes * chunk.spec.trainable for chunk in self._chunks]
         moved = 0
@@ -144,7 +145,7 @@ class Homes:
             try:
                 movement = simulate(
                     trace,
-                    chunkable_nbytes(trace, device_nbytes - taken, None if budget is None else budget - taken),
+                    chunkable_nbytes(trace, free - taken, budget),
                     self._residency.policy,
                     dropped_after=updated,
                     static=inside | kept,
@@ -156,15 +157,27 @@ class Homes:
             moved += movement.host_to_device_nbytes + movement.device_to_host_nbytes
         return moved
 
+    def _move_out(self, indices: set[int]) -> None:
+        for index in sorted(indices):
+            if not self._chunks[index].is_in_use:
+                self._residency.rehome(self._chunks[index], Tier.HOST)
+                self.in_margin.discard(index)
+
     def _move_in(self, indices: Sequence[int]) -> None:
         residency = self._residency
+        try:
+            if indices:
+                self._reserve(self._chunks, Tier.DEVICE)
+        except BudgetError as error:
+            logger.info("patrickstar: no room for the optimizer's workspace in the device margin: %s", error)
+            return
         for index in indices:
+            if self._chunks[index].is_in_use:
+                continue  # of a forward that was interrupted; there will be another time
             try:
-                residency.make_room(self._nbytes[index].device_nbytes)
+                residency.make_room(self._nbytes[index].device_nbytes, keep_margin=True)
                 residency.rehome(self._chunks[index], Tier.DEVICE)
             except BudgetError as error:  # something that no trace knows of is there; what moved in is enough
                 logger.info("patrickstar: the device margin is smaller than recorded: %s", error)
                 break
             self.in_margin.add(index)
-        if self.in_margin:
-            self._reserve(self._chunks)

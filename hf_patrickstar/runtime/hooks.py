@@ -8,7 +8,7 @@ import dataclasses
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -102,6 +102,7 @@ class ModelHooks:
         self._read_cache: dict[int, tuple[int, Any]] = {}
         self._loading: dict[torch.nn.Module, list[ManagedTensor]] = {}
         self._is_attached = False
+        manager.unwind = self.unwind
 
     # Attach and detach
 
@@ -162,7 +163,7 @@ class ModelHooks:
             if not stack:
                 self._enter_outermost(frame, name, args, kwargs)
             stack.append(frame)
-            if is_embedding and own[0].is_home_lookup and torch._C._functorch.peek_interpreter_stack() is None:
+            if is_embedding and self._looks_up(own[0]):
                 return self._begin_lookup(frame, own[0], args, kwargs)
             for tensor in own:
                 manager.acquire(tensor, name)
@@ -195,16 +196,26 @@ class ModelHooks:
             self._watched.append(module)
             self._attach_state_dict(module)
 
+    def _looks_up(self, tensor: ManagedTensor) -> bool:
+        """Whether an embedding reads its rows at home; not where somebody watches the gradient of the weight."""
+        if not tensor.is_home_lookup or torch._C._functorch.peek_interpreter_stack() is not None:
+            return False
+        parameter: Any = tensor.parameter
+        own = int(self._training and tensor.spec.trainable)
+        return not parameter._backward_hooks and len(parameter._post_accumulate_grad_hooks or ()) <= own
+
     def _begin_lookup(self, frame: _Frame, tensor: ManagedTensor, args: Any, kwargs: dict[str, Any]) -> Any:
         """Lets an embedding look rows up where its weight is at home: only activations cross the bus."""
         leaf = self._manager.look_up(tensor)
         if leaf.requires_grad:
-            this = weakref.ref(self)
+            this, parameter = weakref.ref(self), tensor.parameter
 
             def store(found: torch.Tensor) -> None:
                 hooks, gradient = this(), found.grad
                 found.grad = None
-                if hooks is not None and gradient is not None:
+                if gradient is not None and (hooks is None or not hooks._is_attached):
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+                elif hooks is not None and gradient is not None:
                     hooks._notice_backward()
                     hooks._manager.store_gradient(tensor, gradient, is_at_home=True)
 
@@ -276,6 +287,11 @@ class ModelHooks:
             self._manager.residency.forget_step()  # it failed
         elif frame.stage is Stage.FORWARD:
             self._manager.residency.end_forward()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether this thread is inside of a forward or backward."""
+        return bool(self._stack()) or torch._C._current_graph_task_id() != -1
 
     def unwind(self) -> None:
         """Ends every forward that is open on this thread, because it was interrupted."""
@@ -397,10 +413,12 @@ def _parameters_in(output: Any) -> frozenset[int]:
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors among a module's inputs, in order; nested tuples, lists and dictionaries are looked into."""
+    """The tensors among a module's inputs, in order; tuples, lists, mappings and dataclasses are looked into."""
     if isinstance(value, torch.Tensor):
         return [value]
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
     return [tensor for item in values for tensor in _tensors_in(item)]
 
 

@@ -14,7 +14,7 @@ the value is written again. So no way of calling forward and backward can lose a
 """
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -24,6 +24,7 @@ from hf_patrickstar.events import GradientStored, Listener, ValueRestored
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.memory.transfers import Transfers
+from hf_patrickstar.runtime.attempts import Attempts
 from hf_patrickstar.runtime.chunk import Chunk, GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.homes import Homes
 from hf_patrickstar.runtime.residency import Residency
@@ -88,9 +89,9 @@ class ChunkManager:
         self._transfers = transfers
         self._emit = emit
         self._generation = 0
-        self._attempt: dict[int, GradientPlace] | None = None
-        self._counted: set[int] = set()
         self.homes: Homes | None = None
+        self.unwind: Callable[[], None] = lambda: None  # ends forwards that were interrupted
+        self.attempts = Attempts()
         self._lock = threading.RLock()
         self._list_names = {name for chunk in chunks for name in chunk.lists}
 
@@ -104,9 +105,7 @@ class ChunkManager:
             shapes: Shapes of its inputs.
             present: Tensors on the device that are there already and are not chunks.
         """
-        if self.in_backward:  # it failed, or it would have ended
-            self.in_backward = False
-            self.residency.forget_step()
+        self._forget_failed_backward()
         if self.residency.tracer.step is None:
             self.residency.settle()
             kind, is_last = self._kind_of_step()
@@ -118,11 +117,18 @@ class ChunkManager:
 
     def begin_evaluation(self, name: str, shapes: Shapes, present: Iterable[torch.Tensor]) -> None:
         """Begins a forward without gradients, between steps or inside of one; see ``begin_forward``."""
+        self._forget_failed_backward()
         self.release_borrowed()
         self.residency.settle()
         if self.homes is not None:
             self.homes.prepare("", shapes)
         self.residency.begin_interlude(f"evaluation:{name}" if name else "evaluation", shapes, present)
+
+    def _forget_failed_backward(self) -> None:
+        """Drops the step whose backward raised: one that has begun and neither runs nor has ended."""
+        if self.in_backward and torch._C._current_graph_task_id() == -1:
+            self.in_backward = False
+            self.residency.forget_step()
 
     def _kind_of_step(self) -> tuple[str, bool]:
         """What the micro-batch that begins is, and whether the optimizer follows it."""
@@ -165,6 +171,9 @@ class ChunkManager:
 
     def release(self, tensor: ManagedTensor, stage: Stage) -> None:
         """Ends one acquisition; after the last, the parameter is a placeholder again."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            with temporarily_clear_interpreter_stack():
+                return self.release(tensor, stage)
         with self._lock:
             tensor.users -= 1
             if tensor.users == 0:
@@ -177,6 +186,7 @@ class ChunkManager:
                         self._keep_value(tensor, value)
                 tensor.chunk.num_computing -= 1
                 tensor.go(stage.to_released())
+        return None
 
     def release_borrowed(self) -> None:
         """Takes back parameters that were read outside of every forward."""
@@ -188,7 +198,8 @@ class ChunkManager:
         """Replaces an operand that autograd wants to keep by its address, if it lives in a chunk."""
         chunk = self.residency.find(view.untyped_storage()._cdata)
         if chunk is None or view.dtype is not chunk.param.dtype:
-            return view
+            # Of an output that is saved by its own operator the tensor itself would be a cycle that nobody collects.
+            return view.detach()
         return SavedView(chunk.tensor_at(int(view.storage_offset())), view, self._generation)
 
     def unpack(self, saved: "torch.Tensor | SavedView") -> torch.Tensor:
@@ -226,7 +237,7 @@ class ChunkManager:
                 gradient = gradient.to_dense()
             if not tensor.spec.trainable:
                 raise EngineError(_unfrozen(tensor))
-            if tensor.spec.index not in self._counted:
+            if not self.attempts.is_counted(tensor.spec.index):
                 if not (is_at_home or tensor.chunk.is_static):
                     tensor.crossing_nbytes += gradient.numel() * gradient.dtype.itemsize
                 self._place_gradient(tensor, gradient)
@@ -255,8 +266,7 @@ class ChunkManager:
             self._add_to_list(tensor, gradient)
         else:
             self._write_over_parameter(tensor, gradient)
-        if self._attempt is not None:
-            self._attempt.setdefault(tensor.spec.index, before)
+        self.attempts.note_placed(tensor.spec.index, before)
 
     def end_backward(self) -> None:
         """Settles what backward left: gradients put aside, and tensors that got none."""
@@ -274,37 +284,17 @@ class ChunkManager:
             self._micro_batch += 1
             self.residency.finish_step()
 
-    def begin_attempt(self) -> None:
-        """Begins a forward and backward that may fail for want of memory, and be undone and repeated."""
-        self._attempt = {}
-        self._counted.clear()
-
-    def end_attempt(self) -> None:
-        """Ends one that went well."""
-        self._attempt = None
-        self._counted.clear()
-
     def undo_attempt(self) -> None:
-        """Takes back what a failed attempt left, and begins the next.
-
-        A gradient that this attempt was the first to store is dropped, and the parameter has its value again. One
-        that was added to those of earlier micro-batches cannot be taken out without rounding; it stays, and the next
-        attempt, which computes the same, does not count it a second time.
-        """
+        """Takes back what a failed attempt at a micro-batch left, and begins the next; see ``Attempts``."""
         with self._lock:
-            attempt, self._attempt = self._attempt or {}, {}
             self.in_backward = False
             self._transfers.settle()
+            dropped = self.attempts.undo()
             for tensor in self.tensors:
-                before = attempt.get(tensor.spec.index)
-                if tensor.aside is not None:
-                    tensor.aside = None
-                    tensor.crossing_nbytes = 0
-                elif before is GradientPlace.NONE:
-                    self.forget_gradient(tensor)
-                elif before is not None:
-                    self._counted.add(tensor.spec.index)
                 tensor.parameter.grad = None
+                tensor.aside, tensor.crossing_nbytes = None, 0
+                if tensor.spec.index in dropped:
+                    self.forget_gradient(tensor)
 
     def look_up(self, tensor: ManagedTensor) -> torch.Tensor:
         """The value of an embedding at its home, to look rows up there (PatrickStar section 8.2).
@@ -383,6 +373,7 @@ class ChunkManager:
     def discard_gradients(self) -> None:
         """Drops all gradients; parameters that were overwritten get their value back from ``master``."""
         with self._lock:
+            self._forget_failed_backward()
             self.release_borrowed()
             self.residency.settle()
             if self.residency.tracer.step is None:
@@ -416,6 +407,7 @@ class ChunkManager:
 
     def begin_update(self) -> None:
         """Begins the optimizer's step: copies of what it will change are dropped, which makes room for its work."""
+        self.unwind()
         with self._lock:
             for chunk in self.chunks:
                 if chunk.spec.trainable:
@@ -545,7 +537,10 @@ class ChunkManager:
 
     def _gradient_list(self, chunk: Chunk) -> torch.Tensor:
         if GRADIENT not in chunk.lists:
-            chunk.lists[GRADIENT] = self._pool.allocate(chunk.home, chunk.param.numel(), torch.float32, GRADIENT)
+            numel = chunk.param.numel()
+            if chunk.is_static:  # nobody has planned for it: copies make room, or chunks leave the margin
+                self.residency.make_room(numel * torch.float32.itemsize)
+            chunk.lists[GRADIENT] = self._pool.allocate(chunk.home, numel, torch.float32, GRADIENT)
         return chunk.lists[GRADIENT]
 
     @staticmethod

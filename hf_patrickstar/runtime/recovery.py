@@ -4,7 +4,7 @@ import gc
 import logging
 import random
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import numpy
@@ -35,13 +35,22 @@ class Recovery:
         manager: The manager of the chunks.
         unwind: Ends the forwards that the failure interrupted.
         device: The compute device.
+        buffers: Gives the model's buffers; some modules write to them in forward.
     """
 
-    def __init__(self, manager: ChunkManager, unwind: Callable[[], None], device: torch.device) -> None:
+    def __init__(
+        self,
+        manager: ChunkManager,
+        unwind: Callable[[], None],
+        device: torch.device,
+        buffers: Callable[[], Iterable[torch.Tensor]],
+    ) -> None:
         self.num_retries = 0
         self._manager = manager
         self._unwind = unwind
         self._device = device
+        self._buffers = buffers
+        self._is_running = False
 
     def run(self, function: Callable[[], _T]) -> _T:
         """Runs a function that does forward and backward once, and nothing else that counts.
@@ -55,24 +64,34 @@ class Recovery:
         Raises:
             DeviceMemoryError: If it failed for want of memory every time.
         """
-        state = _RandomState(self._device)
-        self._manager.begin_attempt()
+        if self._is_running:  # somebody's own attempt is around this one
+            return function()
+        self._is_running = True
+        try:
+            return self._run(function)
+        finally:
+            self._is_running = False
+
+    def _run(self, function: Callable[[], _T]) -> _T:
+        state = _State(self._device, self._buffers)
+        self._manager.attempts.begin()
         for attempt in range(MAX_RETRIES + 1):
             try:
                 result = function()
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
-                    self._manager.end_attempt()
+                    self._manager.attempts.end()
                     raise
                 # The frames of the failed attempt hold its activations.
                 traceback.clear_frames(error.__traceback__)
                 cause = str(error)
                 if attempt == MAX_RETRIES:
                     self._reset()
-                    self._manager.end_attempt()
+                    state.restore()
+                    self._manager.attempts.end()
                     raise DeviceMemoryError(self._give_up(cause)) from error
             else:
-                self._manager.end_attempt()
+                self._manager.attempts.end()
                 return result
             self._reset()
             self._make_careful(attempt, cause)
@@ -123,19 +142,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _PHRASES)
 
 
-class _RandomState:
-    """Every random number generator that a forward may draw from."""
+class _State:
+    """What a forward may change beside gradients: random number generators and buffers."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, buffers: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._device = device
         self._python = random.getstate()
         self._numpy: Any = numpy.random.get_state()
         self._host = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers()]
 
+    @torch.no_grad()
     def restore(self) -> None:
         random.setstate(self._python)
         numpy.random.set_state(self._numpy)
         torch.set_rng_state(self._host)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self._device)
+        for buffer, before in self._buffers:
+            buffer.copy_(before)

@@ -1,9 +1,12 @@
 """Which chunks have a copy on the compute device: loaded, prefetched and evicted by plan, or on demand without one."""
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from hf_patrickstar.errors import BudgetError, DeviceMemoryError
 from hf_patrickstar.events import ChunkEvicted, ChunkInvalidated, ChunkLoaded, ChunkRehomed, Listener
@@ -62,7 +65,7 @@ class Residency:
         self._tick = 0
         self._copies: dict[int, Chunk] = {}
         self._by_storage: dict[int, Chunk] = {}
-        self._plans: dict[str, tuple[object, Plan | None]] = {}
+        self._plans: dict[str, tuple[Trace, object, Plan | None]] = {}
         self.give_up_margin: Callable[[], bool] = lambda: False
         for chunk in chunks:
             if chunk.is_static:
@@ -81,7 +84,8 @@ class Residency:
             present: Tensors on the device that are there already and are not chunks.
             dropped_after: Chunks whose copies are void when it has ended.
         """
-        self._enter(self.tracer.begin(kind, shapes, dropped_after), present)
+        is_unknown = not shapes  # what its inputs are cannot be seen, so a trace may not be relied on
+        self._enter(self.tracer.begin(kind, shapes, dropped_after, always_metered=is_unknown), present)
 
     def begin_interlude(self, kind: str, shapes: Shapes, present: Iterable[torch.Tensor]) -> None:
         """Begins an evaluation, between steps or inside of one."""
@@ -173,9 +177,9 @@ class Residency:
         chunk_budget = self.ledger.chunk_budget
         most = None if chunk_budget is None else chunk_budget - fixed
         static = frozenset(chunk.spec.index for chunk in self.chunks if chunk.is_static)
-        situation = (id(trace), indices, free, most, static, dropped_after)
+        situation = (indices, free, most, static, dropped_after)
         known = self._plans.get(trace.key)
-        if known is None or known[0] != situation:
+        if known is None or known[0] is not trace or known[1] != situation:
             try:
                 plan = make_plan(
                     trace,
@@ -188,8 +192,8 @@ class Residency:
                 )
             except BudgetError:
                 plan = None  # on demand, which fails only where it really does not fit, and says what to change
-            self._plans[trace.key] = (situation, plan)
-        return self._plans[trace.key][1]
+            self._plans[trace.key] = (trace, situation, plan)
+        return self._plans[trace.key][2]
 
     def _close_moment(self) -> int:
         nbytes = self._meter.peak(self.ledger.used(Tier.DEVICE))
@@ -236,8 +240,12 @@ class Residency:
         assert chunk.compute is not None
         return chunk.compute
 
-    def relieve(self) -> None:
+    def relieve(self, *, is_step: bool) -> None:
         """Makes room for what others just took.
+
+        Args:
+            is_step: Whether it was taken inside of forward or backward, which may fail for it. Other code may have
+                nothing to do with the model; what it holds counts when the step goes on.
 
         Raises:
             DeviceMemoryError: If it is more than all copies that can leave.
@@ -247,6 +255,8 @@ class Residency:
             victim = self._choose(exclude=None)
             if victim is None and self.give_up_margin():
                 continue
+            if victim is None and not is_step:
+                break
             if victim is None:
                 raise DeviceMemoryError(
                     f"device_budget is too small: non-model data (activations, temporaries) of "
@@ -259,13 +269,19 @@ class Residency:
             self._pool_trim_if_short(cautious=False)
         self.ledger.note_total(self.ledger.non_model_nbytes())
 
-    def make_room(self, nbytes: int) -> None:
-        """Evicts copies until so many bytes are free on the device, or none is left that can leave."""
+    def make_room(self, nbytes: int, *, keep_margin: bool = False) -> None:
+        """Evicts copies until so many bytes are free on the device, or none is left that can leave.
+
+        Args:
+            nbytes: How many.
+            keep_margin: Chunks that live in the margin stay there.
+        """
         while self._pool.room(Tier.DEVICE) < nbytes:
             victim = self._choose(exclude=None)
-            if victim is None:
+            if victim is not None:
+                self._evict(victim)
+            elif keep_margin or not self.give_up_margin():
                 return
-            self._evict(victim)
 
     def drop(self, chunk: Chunk) -> None:
         """Drops the copy of a chunk, if it has one, because its home has changed."""
@@ -287,13 +303,15 @@ class Residency:
         if chunk.compute is not None and not chunk.is_static:
             self._drop(chunk)
         old = {"param": chunk.param, **chunk.lists}
-        new = self._allocate_lists(old, home)
+        with _as_it_is(chunk.param):
+            new = self._allocate_lists(old, home)
+            for name, payload in old.items():
+                new[name].copy_(payload)
         if chunk.is_static:
             del self._by_storage[chunk.clear_compute()[1]]
-        chunk.param = new["param"]
         for name, payload in old.items():
-            new[name].copy_(payload)
             self._pool.release(chunk.home, payload, name, keep=False)
+        chunk.param = new["param"]
         chunk.lists = {name: payload for name, payload in new.items() if name != "param"}
         chunk.home = home
         if chunk.is_static:
@@ -341,24 +359,30 @@ class Residency:
         self._start(chunk, ahead=False)
 
     def _start(self, chunk: Chunk, *, ahead: bool) -> None:
-        payload = self._pool.allocate(Tier.DEVICE, chunk.param.numel(), chunk.param.dtype, "param")
-        self._copies[chunk.spec.index] = chunk
-        self._by_storage[chunk.set_compute(payload)] = chunk
-        if ahead:
-            chunk.wait()  # a gradient may still be on its way home
-            chunk.arrival = self._transfers.fetch(chunk.param, payload)
-            chunk.note(chunk.arrival)
-        else:
-            chunk.note(self._transfers.to_device(chunk.param, payload))
+        with _as_it_is(chunk.param):
+            payload = self._pool.allocate(Tier.DEVICE, chunk.param.numel(), chunk.param.dtype, "param")
+            self._copies[chunk.spec.index] = chunk
+            self._by_storage[chunk.set_compute(payload)] = chunk
+            try:
+                if ahead:
+                    chunk.wait()  # a gradient may still be on its way home
+                    chunk.arrival = self._transfers.fetch(chunk.param, payload)
+                    chunk.note(chunk.arrival)
+                else:
+                    chunk.note(self._transfers.to_device(chunk.param, payload))
+            except BaseException:
+                self._drop(chunk)  # it holds nothing
+                raise
         self._emit(ChunkLoaded(chunk.spec.index, chunk.param_nbytes, ahead))
 
     def _await(self, chunk: Chunk) -> bool:
         """Lets the compute device wait for a copy that was started ahead; returns whether it had to."""
-        arrival, chunk.arrival = chunk.arrival, None
+        arrival = chunk.arrival
         assert arrival is not None
         is_late = not arrival.is_done
         begin = time.perf_counter()
         arrival.join()
+        chunk.arrival = None
         if is_late:
             self.waiting_s += time.perf_counter() - begin
         return is_late
@@ -410,18 +434,12 @@ class Residency:
 
     def _evictable(self, exclude: Chunk | None) -> list[Chunk]:
         """Copies that nobody computes with or looks into."""
-        return [
-            chunk
-            for chunk in self._copies.values()
-            if chunk is not exclude and not chunk.num_computing and not chunk.is_aliased
-        ]
+        return [chunk for chunk in self._copies.values() if chunk is not exclude and not chunk.is_in_use]
 
     def _in_use(self, exclude: Chunk) -> Iterable[int]:
         """Indices of the chunks that could not leave the device now."""
         for chunk in self.chunks:
-            if chunk.compute is None or chunk is exclude:
-                continue
-            if chunk.num_computing or chunk.is_aliased:
+            if chunk is not exclude and chunk.is_in_use:
                 yield chunk.spec.index
 
     def _evict_everything(self, exclude: Chunk) -> None:
@@ -442,3 +460,19 @@ class Residency:
         payload, key = chunk.clear_compute()
         del self._by_storage[key]
         self._pool.release(Tier.DEVICE, payload, "param", keep=not aliased)
+
+
+@contextlib.contextmanager
+def _as_it_is(payload: torch.Tensor) -> Iterator[None]:
+    """Leaves whatever modes code is run under, so that new payloads are what the old one is.
+
+    In inference mode they could never be trained with, inside a function transform they would be wrappers, and under
+    fake tensors they would hold nothing.
+    """
+    is_real = type(payload) is torch.Tensor
+    with (
+        torch.inference_mode(False),
+        temporarily_clear_interpreter_stack(),
+        unset_fake_temporarily() if is_real else contextlib.nullcontext(),
+    ):
+        yield

@@ -157,3 +157,56 @@ def test_the_trainer_repeats_by_itself(tmp_path, accumulation):
     ours = train("gpt2", tmp_path / "ours", config, callbacks=[FailAt(2, 300)], **kwargs)
     assert_same_run(expected, ours)
     assert ours[0].patrickstar_stats()["retries"] == 1
+
+
+class Normalised(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8))
+
+    def forward(self, x):
+        return self.layers(x).square().mean()
+
+
+def compare_attempts(once, accumulation=1):
+    """Runs ``once(model, attempt number, micro-batch)`` with and without a failure in each first attempt."""
+    results = []
+    for fails in (False, True):
+        model = Normalised()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        config = {"chunk_budget": 1000, "chunk_numel": 128}
+        engine = PatrickStarEngine(model, config, optimizer, gradient_accumulation_steps=accumulation)
+        for step in range(2):
+            for micro in range(accumulation):
+                x = torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * step + micro))
+                calls = []
+
+                def run(x=x, calls=calls, model=model, engine=engine, fails=fails):
+                    calls.append(1)
+                    once(model, engine, x)
+                    if fails and len(calls) == 1:
+                        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+                engine.attempt(run)
+            engine.optimizer.step()
+        results.append(model.state_dict())
+    for key, value in results[0].items():
+        assert torch.equal(value, results[1][key]), key
+
+
+def test_buffers_are_updated_once():
+    compare_attempts(lambda model, engine, x: model(x).backward())
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_two_backwards_in_one_attempt(accumulation):
+    def twice(model, engine, x):
+        model(x).backward()
+        model(x * 2).backward()
+
+    compare_attempts(twice, accumulation)
+
+
+def test_an_attempt_inside_an_attempt():
+    compare_attempts(lambda model, engine, x: engine.attempt(lambda: model(x).backward()), 2)

@@ -17,7 +17,12 @@ from hf_patrickstar.schedule.trace import trace_key
 @contextlib.contextmanager
 def watch_over(engine):
     pool, ledger = engine._pool, engine.ledger
-    with Watch(lambda storage: pool.owns(storage._cdata), lambda: ledger.used(Tier.DEVICE)) as watch:
+
+    def is_settled():
+        step = engine.manager.residency.tracer.step
+        return step is None or not step.is_metered or engine._meter._is_on
+
+    with Watch(lambda storage: pool.owns(storage._cdata), lambda: ledger.used(Tier.DEVICE), is_settled) as watch:
         try:
             yield watch
         finally:
