@@ -431,7 +431,9 @@ class PatrickStarEngine:
 
     def _embedding_owners(self) -> frozenset[int]:
         return frozenset(
-            index for index, module in enumerate(self.model.modules()) if isinstance(module, torch.nn.Embedding)
+            index
+            for index, module in enumerate(self.model.modules())
+            if isinstance(module, torch.nn.Embedding) and not any(True for _ in module.buffers())
         )
 
     def _explain(self) -> None:

@@ -4,6 +4,7 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+export CUBLAS_WORKSPACE_CONFIG=:4096:8  # runs are compared bit for bit
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 output=$(mktemp -d)
 trap 'rm -rf "$output"' EXIT

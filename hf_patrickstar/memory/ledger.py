@@ -184,6 +184,20 @@ class Ledger:
         self._owners[tier][owner] = booked - nbytes
         self._used[tier] -= nbytes
 
+    def hand_over(self, tier: Tier, source: str, target: str, nbytes: int) -> None:
+        """Gives booked bytes another owner; nothing is allocated or freed, so that nothing can fail for want of room.
+
+        Raises:
+            ValueError: If the source has fewer booked.
+        """
+        booked = self._owners[tier].get(source, 0)
+        if not 0 <= nbytes <= booked:
+            raise ValueError(f"cannot hand over {nbytes} bytes of '{source}' on {tier.value}: {booked} are booked")
+        self._owners[tier][source] = booked - nbytes
+        self._owners[tier][target] = self._owners[tier].get(target, 0) + nbytes
+        key = (tier, target)
+        self._owner_peaks[key] = max(self._owner_peaks.get(key, 0), self._owners[tier][target])
+
     def table(self) -> str:
         """The book as text, for errors and reports."""
         rows = [f"{'tier':8}{'owner':24}{'now':>14}{'peak':>14}"]

@@ -4,8 +4,8 @@ On CUDA the allocator knows; NVML adds what it does not see. On the budgeted CPU
 every live storage that an operator makes while it is on.
 """
 
-import contextlib
 import logging
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -13,7 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from hf_patrickstar.units import MIB
+
 logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 1.0
 
 
 class Meter(Protocol):
@@ -25,6 +29,10 @@ class Meter(Protocol):
 
     def peak(self, booked: int) -> int:
         """The most bytes since ``restart``, beyond the ``booked`` bytes of the ledger."""
+        ...
+
+    def floor(self, booked: int) -> int:
+        """Bytes beyond the ``booked`` ones that are there when a step begins and will stay, as far as that is known."""
         ...
 
     def restart(self) -> None:
@@ -59,6 +67,10 @@ class UnmeteredTier:
         """Always 0."""
         return 0
 
+    def floor(self, booked: int) -> int:
+        """Always 0."""
+        return 0
+
     def restart(self) -> None:
         """Nothing to do."""
 
@@ -88,24 +100,33 @@ class CudaMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._foreign = foreign_nbytes(device)
+        self._used = device_usage(device)
+        self._foreign = self._foreign_nbytes()
         self._growth = 0
+        self._asked_s = time.monotonic()
 
     def live(self, booked: int) -> int:
         """Bytes allocated now beyond those booked, and what others took since the engine was made."""
-        return max(int(torch.cuda.memory_allocated(self._device)) - booked, 0) + self._growth
+        return max(self._allocated("current") - booked, 0) + self._growth
 
     def peak(self, booked: int) -> int:
         """The allocator's peak since ``restart`` beyond those booked, and what others took meanwhile."""
-        return max(int(torch.cuda.max_memory_allocated(self._device)) - booked, 0) + self._growth
+        return max(self._allocated("peak") - booked, 0) + self._growth
+
+    def floor(self, booked: int) -> int:
+        """What is there before a step begins and stays: libraries' workspaces, say, that came after the recording."""
+        return -(-self.live(booked) // MIB) * MIB
 
     def restart(self) -> None:
         """Resets the allocator's peak."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def start(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Asks once per step what others hold; the allocator follows by itself."""
-        self._growth = max(foreign_nbytes(self._device) - self._foreign, 0)
+        """Asks what others hold, at most once a second; the allocator follows by itself."""
+        now = time.monotonic()
+        if now - self._asked_s >= _PATIENCE_S:
+            self._asked_s = now
+            self._growth = max(self._foreign_nbytes() - self._foreign, 0)
 
     def leave(self) -> bool:
         """Nothing to do."""
@@ -117,24 +138,35 @@ class CudaMeter:
     def stop(self) -> None:
         """Nothing to do."""
 
+    def _allocated(self, what: str) -> int:
+        # The flat dictionary of memory_stats is sorted at every call, which costs more than a copy of a chunk.
+        stats = torch.cuda.memory_stats_as_nested_dict(self._device)
+        return int(stats["allocated_bytes"]["all"][what]) if stats else 0
 
-def foreign_nbytes(device: torch.device) -> int:
-    """Bytes on a CUDA device outside torch's allocator: contexts, libraries, other processes.
+    def _foreign_nbytes(self) -> int:
+        return max(self._used() - int(torch.cuda.memory_reserved(self._device)), 0)
 
-    NVML says it if it is there, by the device's UUID, since its order of devices is its own; else the driver does.
+
+def device_usage(device: torch.device) -> Callable[[], int]:
+    """A function that tells how many bytes of a CUDA device are taken by anybody: contexts, libraries, other processes.
+
+    NVML says it if it is there, by the device's UUID, since its order of devices is its own; else the driver does. One
+    meter keeps to one source, since they differ by what they count.
     """
-    free, total = torch.cuda.mem_get_info(device)
-    used = int(total - free)
-    with contextlib.suppress(Exception):  # no library, no rights, a virtual GPU: the driver's figure is good enough
+
+    def ask_driver() -> int:
+        free, total = torch.cuda.mem_get_info(device)
+        return int(total - free)
+
+    try:
         import pynvml
 
         pynvml.nvmlInit()
-        try:
-            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-            used = int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(uuid)).used)
-        finally:
-            pynvml.nvmlShutdown()
-    return max(used - int(torch.cuda.memory_reserved(device)), 0)
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        pynvml.nvmlDeviceGetMemoryInfo(handle)
+    except Exception:  # no library, no rights, a virtual GPU
+        return ask_driver
+    return lambda: int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
 
 
 class StorageMeter:
@@ -168,6 +200,10 @@ class StorageMeter:
     def peak(self, booked: int) -> int:
         """The most bytes since ``restart``."""
         return self._peak
+
+    def floor(self, booked: int) -> int:
+        """0: operators of the CPU keep nothing for themselves."""
+        return 0
 
     def restart(self) -> None:
         """Forgets the peak."""

@@ -86,12 +86,12 @@ class PayloadPool:
         """
         key = buffer.untyped_storage()._cdata
         nbytes = self._taken[key]
-        self.ledger.unbook(tier, owner, nbytes)
-        if tier is Tier.DEVICE and keep and self.ledger.available(tier) >= nbytes:
-            self.ledger.book(tier, CACHE_OWNER, nbytes)
+        if tier is Tier.DEVICE and keep and self.ledger.available(tier) >= 0:
+            self.ledger.hand_over(tier, owner, CACHE_OWNER, nbytes)
             self._cache.setdefault((buffer.dtype, buffer.numel()), []).append(buffer)
             self._cached_nbytes += nbytes
         else:
+            self.ledger.unbook(tier, owner, nbytes)
             del self._taken[key]
 
     def room(self, tier: Tier, *, cautious: bool | None = None) -> int:
@@ -124,14 +124,8 @@ class PayloadPool:
         if kept:
             buffer = kept.pop()
             self._cached_nbytes -= nbytes
-            self.ledger.unbook(Tier.DEVICE, CACHE_OWNER, nbytes)
-            if self.ledger.available(Tier.DEVICE) < nbytes:
-                self.trim()
-            try:
-                self.ledger.book(Tier.DEVICE, owner, nbytes)
-            except BudgetError:
-                del self._taken[buffer.untyped_storage()._cdata]
-                raise
+            # It is there already: to book it anew could fail where others are measured by what is not booked.
+            self.ledger.hand_over(Tier.DEVICE, CACHE_OWNER, owner, nbytes)
             return buffer.zero_() if zero else buffer
         if self.ledger.available(Tier.DEVICE) < nbytes:
             self.trim()

@@ -145,7 +145,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             norms.append(norm)
         if not norms:
             return torch.tensor(0.0)
-        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+        total = torch.linalg.vector_norm(_stack(norms), norm_type)
         return total if self._inverse_scale is None else total * self._inverse_scale.to(total.device)
 
     @torch.no_grad()
@@ -332,3 +332,15 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         if hasattr(self, "_groups"):
             self._groups = self._index_groups()
+
+
+def _stack(norms: list[torch.Tensor]) -> torch.Tensor:
+    """Scalars of several devices as one vector, in order; one copy per device, not one per scalar."""
+    places: dict[torch.device, list[int]] = {}
+    for place, norm in enumerate(norms):
+        places.setdefault(norm.device, []).append(place)
+    if len(places) == 1:
+        return torch.stack(norms)
+    parts = [torch.stack([norms[place] for place in group]).to(norms[0].device) for group in places.values()]
+    order = [place for group in places.values() for place in group]
+    return torch.cat(parts)[torch.tensor(order, device=norms[0].device).argsort()]

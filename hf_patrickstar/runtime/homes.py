@@ -1,5 +1,6 @@
 """Moves chunks between their homes when what was recorded says where they cost least (PatrickStar section 8.2)."""
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
@@ -98,6 +99,9 @@ class Homes:
         )
         for tensor in asked:
             tensor.lookup = "home" if tensor.spec.index in choice.at_home else "device"
+            if tensor.lookup == "device":
+                with contextlib.suppress(BudgetError):  # a home that moves is better pinned, but need not be
+                    self._residency.rehome(tensor.chunk, Tier.HOST)
         logger.info("patrickstar: %s", choice.reason)
         return any(tensor.lookup == "device" for tensor in asked)
 

@@ -99,6 +99,7 @@ class ModelHooks:
         self._names = {module: name or type(model).__name__ for name, module in model.named_modules()}
         self._local = threading.local()
         self._graph_task = -1
+        self._lock = threading.Lock()
         self._read_cache: dict[int, tuple[int, Any]] = {}
         self._loading: dict[torch.nn.Module, list[ManagedTensor]] = {}
         self._is_attached = False
@@ -153,7 +154,10 @@ class ModelHooks:
 
     def _attach_module(self, module: torch.nn.Module, own: tuple[ManagedTensor, ...]) -> None:
         manager, name = self._manager, self._names[module]
-        is_embedding = isinstance(module, torch.nn.Embedding) and len(own) == 1
+        # One with a buffer (a scale, say) computes with it on the device.
+        is_embedding = (
+            isinstance(module, torch.nn.Embedding) and len(own) == 1 and not any(True for _ in module.buffers())
+        )
 
         def before(_module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             stack = self._stack()
@@ -353,8 +357,11 @@ class ModelHooks:
     def _notice_backward(self) -> None:
         """Asks autograd, once per backward, to be told of its end."""
         task = torch._C._current_graph_task_id()
-        if task != -1 and task != self._graph_task:
-            self._graph_task = task
+        with self._lock:  # a CUDA device's thread and the caller's may both come first
+            is_new = task != -1 and task != self._graph_task
+            if is_new:
+                self._graph_task = task
+        if is_new:
             self._manager.in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._manager.end_backward)
 

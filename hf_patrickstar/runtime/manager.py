@@ -506,8 +506,8 @@ class ChunkManager:
         if chunk.is_static:
             tensor.view(chunk.param).copy_(gradient)
         else:
-            if chunk.arrival is not None:
-                chunk.arrival.join()  # the home is being read
+            if gradient.device.type == "cpu" or not chunk.param.is_pinned():
+                chunk.wait()  # the host writes to the home, which a copy may be reading
             chunk.note(self._transfers.to_host(gradient, tensor.view(chunk.param)))
         tensor.gradient = GradientPlace.PARAM
         self._emit(GradientStored(chunk.spec.index, tensor.spec.index, tensor.take_crossing()))

@@ -110,6 +110,7 @@ class Recovery:
         manager.residency.tracer.discard()
         if manager.homes is not None:
             manager.homes.retreat()
+        manager.residency.evict_unused()
         ledger = manager.residency.ledger
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

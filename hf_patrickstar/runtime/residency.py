@@ -177,13 +177,14 @@ class Residency:
         chunk_budget = self.ledger.chunk_budget
         most = None if chunk_budget is None else chunk_budget - fixed
         static = frozenset(chunk.spec.index for chunk in self.chunks if chunk.is_static)
-        situation = (indices, free, most, static, dropped_after)
+        floor = self._meter.floor(self.ledger.used(Tier.DEVICE))
+        situation = (indices, free, most, static, dropped_after, floor)
         known = self._plans.get(trace.key)
         if known is None or known[0] is not trace or known[1] != situation:
             try:
                 plan = make_plan(
                     trace,
-                    chunkable_nbytes(trace, free, most),
+                    chunkable_nbytes(trace, free, most, floor),
                     self._chooser,
                     {index: place - len(indices) for place, index in enumerate(indices)},
                     dropped_after=dropped_after,
@@ -283,6 +284,12 @@ class Residency:
             elif keep_margin or not self.give_up_margin():
                 return
 
+    def evict_unused(self) -> None:
+        """Evicts every copy that can leave, and gives up the buffers that are kept for reuse."""
+        for chunk in self._evictable(exclude=None):
+            self._evict(chunk)
+        self._pool.trim()
+
     def drop(self, chunk: Chunk) -> None:
         """Drops the copy of a chunk, if it has one, because its home has changed."""
         if chunk.compute is not None and not chunk.is_static:
@@ -360,12 +367,14 @@ class Residency:
 
     def _start(self, chunk: Chunk, *, ahead: bool) -> None:
         with _as_it_is(chunk.param):
-            payload = self._pool.allocate(Tier.DEVICE, chunk.param.numel(), chunk.param.dtype, "param")
+            try:
+                payload = self._pool.allocate(Tier.DEVICE, chunk.param.numel(), chunk.param.dtype, "param")
+            except BudgetError as error:
+                raise DeviceMemoryError(str(error)) from error
             self._copies[chunk.spec.index] = chunk
             self._by_storage[chunk.set_compute(payload)] = chunk
             try:
                 if ahead:
-                    chunk.wait()  # a gradient may still be on its way home
                     chunk.arrival = self._transfers.fetch(chunk.param, payload)
                     chunk.note(chunk.arrival)
                 else:

@@ -53,15 +53,18 @@ class Plan:
         return sum(len(actions.evict) for actions in self.moments)
 
 
-def chunkable_nbytes(trace: Trace, device_nbytes: int, chunk_nbytes: int | None = None) -> tuple[int, ...]:
+def chunkable_nbytes(
+    trace: Trace, device_nbytes: int, chunk_nbytes: int | None = None, floor_nbytes: int = 0
+) -> tuple[int, ...]:
     """Bytes that chunks may take at each moment: the tide (PatrickStar section 8.1).
 
     Args:
         trace: The trace of the step.
         device_nbytes: Bytes for moving chunks and non-model data together.
         chunk_nbytes: Bytes for moving chunks at most, or ``None``.
+        floor_nbytes: Non-model bytes that are there at every moment, whatever the trace says.
     """
-    free = (device_nbytes - visit.non_model_nbytes for visit in trace.visits)
+    free = (device_nbytes - max(visit.non_model_nbytes, floor_nbytes) for visit in trace.visits)
     return tuple(nbytes if chunk_nbytes is None else min(nbytes, chunk_nbytes) for nbytes in free)
 
 

@@ -6,6 +6,7 @@ the host in the reference, so with clipping the comparison is to 1e-3 of the upd
 """
 
 import gc
+import random
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from models import make_batch, make_model, make_rows
 from trainers import LossRecorder, arguments
 
 from hf_patrickstar import PatrickStarEngine, PatrickStarTrainer, PatrickStarTrainingArguments
+from hf_patrickstar.memory.meters import CudaMeter
+from hf_patrickstar.memory.transfers import Transfers
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -109,8 +112,9 @@ def run_reference(name, dtype, checkpointing=False, max_norm=None):
 
 @pytest.fixture
 def at_home_on_host(monkeypatch):
-    """Chunks move, however small the model is."""
+    """Chunks move, however small the model is; kernels that are loaded lazily are not memory of others."""
     monkeypatch.setattr("hf_patrickstar.engine._UNMEASURED_SHARE", 0.0)
+    monkeypatch.setattr(CudaMeter, "_foreign_nbytes", lambda self: 0)
 
 
 def warm_up():
@@ -130,6 +134,7 @@ def capped(name, itemsize):
         "warmup_fraction": 1.0,
         "chunk_numel": 2048,
         "cpu_embedding": False,
+        "placement": "host",  # the reference updates its masters on the host
     }
 
 
@@ -211,3 +216,106 @@ def test_loads_in_flight_survive_a_change_on_the_host(at_home_on_host):
         engine.detach()
         free()
     assert torch.equal(*outputs)
+
+
+def slow_copies(monkeypatch):
+    """Copies spoil their target and take their time: whoever does not wait reads NaN."""
+    chance = random.Random(0)
+
+    def copy(self, source, target):
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            if target.is_cuda:
+                target.fill_(float("nan"))
+            torch.cuda._sleep(chance.randrange(5_000_000))
+            target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return event
+
+    monkeypatch.setattr(Transfers, "_copy_on_stream", copy)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_slow_copies_change_nothing(name, checkpointing, at_home_on_host, monkeypatch):
+    config = {**capped(name, 4), "prefetch_depth": 2}
+    expected, values, stats = run_engine(name, config, checkpointing=checkpointing)
+    slow_copies(monkeypatch)
+    ours, other, _ = run_engine(name, config, checkpointing=checkpointing)
+    assert stats["prefetches"] > 0
+    assert ours == expected
+    for key, value in values.items():
+        assert torch.equal(other[key], value), key
+
+
+class Greedy(torch.autograd.Function):
+    """Asks for more than any device has, in backward, which runs in a thread of autograd."""
+
+    failures = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if Greedy.failures:
+            Greedy.failures -= 1
+            torch.empty(2**50, dtype=torch.uint8, device=gradient.device)
+        return gradient
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_out_of_memory_in_the_thread_of_autograd(accumulation, at_home_on_host):
+    results = []
+    for failures in (0, 2):
+        model = make_model("gpt2").train()
+        model.transformer.h[1].mlp.register_forward_hook(lambda module, args, output: Greedy.apply(output))
+        config = capped("gpt2", 4)
+        config["device_budget"] *= 2  # each repetition takes a tenth for good
+        engine = PatrickStarEngine(
+            model, config, adamw(model.parameters()), device=DEVICE, gradient_accumulation_steps=accumulation
+        )
+        for step in range(STEPS):
+            for micro in range(accumulation):
+                Greedy.failures = failures if (step, micro) == (1, accumulation - 1) else 0
+                batch = batch_of("gpt2", 10 * step + micro)
+                engine.attempt(lambda batch=batch, model=model: model(**batch).loss.backward())
+            engine.optimizer.step()
+        results.append((model.state_dict(), engine.stats()["retries"]))
+        engine.detach()
+        free()
+    assert [retries for _, retries in results] == [0, 2]
+    for key, value in results[0][0].items():
+        assert torch.equal(results[1][0][key], value), key
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_lookups_at_home_tied_and_untied(name, at_home_on_host):
+    config = capped(name, 4)
+    expected, values, _ = run_engine(name, config, max_norm=0.3)
+    ours, other, _ = run_engine(name, {**config, "cpu_embedding": True}, max_norm=0.3)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+    for key, value in values.items():
+        torch.testing.assert_close(other[key], value, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_margin_is_filled_and_left(dtype, at_home_on_host):
+    model = make_model("gpt2").train()
+    config = {**capped("gpt2", 4), "dtype": dtype, "placement": "auto"}
+    config["device_budget"] += 2 * MIB
+    engine = PatrickStarEngine(model, config, adamw(model.parameters()), device=DEVICE)
+    in_margin = []
+    for size in (2, 2, 2, 8, 8):
+        batch = {key: value.to(DEVICE) for key, value in make_batch("gpt2", size=size).items()}
+        loss = model(**batch).loss
+        in_margin.append(engine.stats()["chunks_in_margin"])
+        loss.backward()
+        engine.optimizer.step()
+        assert torch.isfinite(loss)
+    assert in_margin[1] > 0
+    assert in_margin[3] == 0, "larger inputs: the margin is given up before they are recorded"
+    engine.detach()
+    free()

@@ -265,3 +265,12 @@ def test_bytes_that_are_there_already_do_not_use_up_what_is_reserved():
     ledger.reserved_nbytes = 700
     ledger.book(DEVICE, "optimizer_state", 300, is_allocated=True)
     assert ledger.available(DEVICE) == 0
+
+
+def test_bytes_change_their_owner_even_on_a_full_tier(ledger):
+    ledger.book(DEVICE, "param", 1000)
+    ledger.hand_over(DEVICE, "param", "pool", 400)
+    assert ledger.owners(DEVICE) == {"param": 600, "pool": 400}
+    assert (ledger.used(DEVICE), ledger.peak(DEVICE), ledger.owner_peak(DEVICE, "pool")) == (1000, 1000, 400)
+    with pytest.raises(ValueError, match="cannot hand over 401 bytes of 'pool' on device: 400 are booked"):
+        ledger.hand_over(DEVICE, "pool", "param", 401)

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from hf_patrickstar.memory import meters
-from hf_patrickstar.memory.meters import CudaMeter, StorageMeter, UnmeteredTier, foreign_nbytes
+from hf_patrickstar.memory.meters import CudaMeter, StorageMeter, UnmeteredTier, device_usage
 
 CUDA = torch.device("cuda", 0)
 KIB = 1024
@@ -389,8 +389,9 @@ def gpu(monkeypatch):
     for name, function in {
         "mem_get_info": lambda device: (state.free, state.total),
         "memory_reserved": lambda device: state.reserved,
-        "memory_allocated": lambda device: state.allocated,
-        "max_memory_allocated": lambda device: state.peak,
+        "memory_stats_as_nested_dict": lambda device: {
+            "allocated_bytes": {"all": {"current": state.allocated, "peak": state.peak}}
+        },
         "reset_peak_memory_stats": reset,
         "get_device_properties": lambda device: types.SimpleNamespace(uuid="1234"),
     }.items():
@@ -400,12 +401,8 @@ def gpu(monkeypatch):
 
 
 def make_nvml(used, *, error=None):
-    """A stand-in for pynvml; it counts how often it was opened and not closed."""
+    """A stand-in for pynvml."""
     nvml = types.ModuleType("pynvml")
-    nvml.num_open = 0
-
-    def change(by):
-        nvml.num_open += by
 
     def find(uuid):
         if error is not None:
@@ -413,31 +410,27 @@ def make_nvml(used, *, error=None):
         assert uuid == "GPU-1234"
         return "handle"
 
-    nvml.nvmlInit = lambda: change(1)
-    nvml.nvmlShutdown = lambda: change(-1)
+    nvml.nvmlInit = lambda: None
     nvml.nvmlDeviceGetHandleByUUID = find
     nvml.nvmlDeviceGetMemoryInfo = lambda handle: types.SimpleNamespace(used=used)
     return nvml
 
 
-def test_without_nvml_the_driver_says_what_others_hold(gpu):
-    assert foreign_nbytes(CUDA) == 1000 - 400 - 250
-    gpu.reserved = 700
-    assert foreign_nbytes(CUDA) == 0
+def test_without_nvml_the_driver_says_what_is_taken(gpu):
+    ask = device_usage(CUDA)
+    assert ask() == 1000 - 400
+    gpu.free = 100
+    assert ask() == 900
 
 
 def test_nvml_is_asked_if_it_is_there(gpu, monkeypatch):
-    nvml = make_nvml(used=640)
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    assert foreign_nbytes(CUDA) == 640 - 250
-    assert nvml.num_open == 0
+    monkeypatch.setitem(sys.modules, "pynvml", make_nvml(used=640))
+    assert device_usage(CUDA)() == 640
 
 
-def test_nvml_without_rights_is_passed_over_and_closed(gpu, monkeypatch):
-    nvml = make_nvml(used=640, error=PermissionError("no"))
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    assert foreign_nbytes(CUDA) == 350
-    assert nvml.num_open == 0
+def test_nvml_without_rights_is_passed_over(gpu, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", make_nvml(used=640, error=PermissionError("no")))
+    assert device_usage(CUDA)() == 600
 
 
 @pytest.mark.parametrize(("booked", "live", "peak"), [(150, 50, 70), (210, 0, 10), (500, 0, 0)])
@@ -453,7 +446,8 @@ def test_restarting_forgets_the_peak_of_the_allocator(gpu):
     assert meter.peak(150) == meter.live(150) == 50
 
 
-def test_what_others_took_since_the_beginning_counts_from_the_next_start(gpu):
+def test_what_others_took_since_the_beginning_counts_from_the_next_start(gpu, monkeypatch):
+    monkeypatch.setattr(meters, "_PATIENCE_S", 0.0)
     meter = CudaMeter(CUDA)
     gpu.free -= 30
     assert meter.live(150) == 50
@@ -468,6 +462,22 @@ def test_what_others_took_since_the_beginning_counts_from_the_next_start(gpu):
     assert _get_current_dispatch_mode_stack() == []
 
 
+def test_others_are_asked_for_at_most_once_a_second(gpu, monkeypatch):
+    meter = CudaMeter(CUDA)
+    gpu.free -= 30
+    meter.start(())
+    assert meter.live(200) == 0
+    meter._asked_s -= 2
+    meter.start(())
+    assert meter.live(200) == 30
+
+
+def test_what_is_there_before_a_step_is_its_floor(gpu):
+    assert CudaMeter(CUDA).floor(150) == 1024 * 1024
+    assert CudaMeter(CUDA).floor(200) == 0
+    assert make_meter().floor(0) == 0
+
+
 @pytest.mark.gpu
 def test_a_real_device():
     device = torch.device("cuda", torch.cuda.current_device())
@@ -480,4 +490,4 @@ def test_a_real_device():
     assert meter.live(booked) == growth + tensor.nbytes
     del tensor
     assert (meter.live(booked), meter.peak(booked)) == (growth, growth + 2**22)
-    assert 0 < foreign_nbytes(device) < torch.cuda.mem_get_info(device)[1]
+    assert 0 < device_usage(device)() <= torch.cuda.mem_get_info(device)[1]
