@@ -20,6 +20,7 @@ class Movement:
         device_to_host_nbytes: Bytes of gradients taken to the host, given to ``simulate``.
         device_peak_nbytes: The most bytes of moving chunks on the device at once.
         device_total_peak_nbytes: The most bytes of moving chunks and non-model data at once.
+        host_peak_nbytes: Bytes at home on the host, which do not change in a step; from ``home_nbytes``.
     """
 
     loads: int
@@ -29,6 +30,7 @@ class Movement:
     device_to_host_nbytes: int
     device_peak_nbytes: int
     device_total_peak_nbytes: int
+    host_peak_nbytes: int
 
 
 def simulate(
@@ -40,6 +42,7 @@ def simulate(
     static: frozenset[int] = frozenset(),
     prefetch_depth: int = 0,
     gradient_nbytes: Sequence[int] = (),
+    home_nbytes: Sequence[int] = (),
     repetitions: int = 3,
 ) -> Movement:
     """Replays a step until it repeats itself.
@@ -52,6 +55,7 @@ def simulate(
         static: Chunks that are computed with where they are at home.
         prefetch_depth: As for ``make_plan``.
         gradient_nbytes: Bytes of gradients per chunk that a step takes to its home, if that is on the host.
+        home_nbytes: Bytes of each chunk over all lists, which it takes on the host if it is at home there.
         repetitions: How often the step is replayed; the last one counts.
 
     Returns:
@@ -88,4 +92,5 @@ def simulate(
         device_to_host_nbytes=sum(nbytes for index, nbytes in enumerate(gradient_nbytes) if index not in static),
         device_peak_nbytes=max(plan.chunk_nbytes, default=0),
         device_total_peak_nbytes=max((used + visit.non_model_nbytes for used, visit in totals), default=0),
+        host_peak_nbytes=sum(nbytes for index, nbytes in enumerate(home_nbytes) if index not in static),
     )

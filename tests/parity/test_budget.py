@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 from models import make_batch, make_model
-from trainers import smallest_budget
+from trainers import assert_same_run, smallest_budget, train
 from watch import Watch, non_model_peak
 
 from hf_patrickstar import DeviceMemoryError, PatrickStarEngine
@@ -102,6 +102,20 @@ def test_never_over_budget(name, dtype, checkpointing):
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_never_over_budget_with_micro_batches(name):
     _, stats = run(name, "fp32", False, 3, [16])
+    assert stats["chunk_loads"] > 0
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"gradient_accumulation_steps": 2}, {"gradient_checkpointing": True}])
+@pytest.mark.parametrize("name", ["gpt2", "bert_mlm", "t5"])
+def test_the_trainer_in_such_a_budget(tmp_path, name, kwargs):
+    """Evaluations in between, all of it bit for bit the stock Trainer."""
+    kwargs = {**kwargs, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
+    expected = train(name, tmp_path / "plain", **kwargs)
+    budget = budget_of(name, "fp32", "gradient_checkpointing" in kwargs, [16], factor=1.5)
+    ours = train(name, tmp_path / "ours", {"device_budget": budget}, **kwargs)
+    assert_same_run(expected, ours)
+    stats = ours[0].patrickstar_stats()
+    assert 0 < stats["device_total_peak_nbytes"] <= budget
     assert stats["chunk_loads"] > 0
 
 

@@ -6,6 +6,7 @@ from models import make_batch, make_model
 from trainers import smallest_budget
 
 from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.schedule.simulator import simulate
 
 KEYS = ("chunk_loads", "chunk_evictions", "prefetches", "host_to_device_nbytes", "device_to_host_nbytes")
@@ -73,7 +74,9 @@ def test_simulation_is_the_engine(name, checkpointing, freeze):
                 static=margin,
                 prefetch_depth=depth,
                 gradient_nbytes=[c.spec.used_numel * 4 * c.spec.trainable for c in engine.manager.chunks],
+                home_nbytes=[nbytes.host_nbytes for nbytes in engine.manager.homes._nbytes],
             )
+            assert predicted.host_peak_nbytes == engine.ledger.used(Tier.HOST)
             expected = [getattr(predicted, field) for field in FIELDS]
             assert list(moved[-1]) == expected, config
             assert moved[-1] == moved[-2], "steps repeat themselves"
