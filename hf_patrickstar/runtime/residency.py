@@ -67,6 +67,7 @@ class Residency:
         self._by_storage: dict[int, Chunk] = {}
         self._plans: dict[str, tuple[Trace, object, Plan | None]] = {}
         self.give_up_margin: Callable[[], bool] = lambda: False
+        self._moves = any(not chunk.is_static for chunk in chunks)
         for chunk in chunks:
             if chunk.is_static:
                 self._by_storage[chunk.set_compute(chunk.param)] = chunk
@@ -217,9 +218,11 @@ class Residency:
         Raises:
             DeviceMemoryError: If it cannot be brought to the device.
         """
+        index, tracer = chunk.spec.index, self.tracer
+        if not self._moves and chunk.compute is not None and (tracer.step is None or tracer.step.cursor is not None):
+            return chunk.compute  # everything is at home on the device: there is nothing to follow
         self._tick += 1
         chunk.last_access = self._tick
-        index, tracer = chunk.spec.index, self.tracer
         moment = tracer.visit(index, lambda: self._in_use(exclude=chunk))
         step = tracer.step
         if step is not None:
@@ -321,6 +324,7 @@ class Residency:
         chunk.param = new["param"]
         chunk.lists = {name: payload for name, payload in new.items() if name != "param"}
         chunk.home = home
+        self._moves = any(not chunk.is_static for chunk in self.chunks)
         if chunk.is_static:
             self._by_storage[chunk.set_compute(chunk.param)] = chunk
         nbytes = sum(payload.nbytes for payload in new.values())
