@@ -81,16 +81,25 @@ def simulate(
             prefetch_depth=prefetch_depth,
         )
         resident = {index: moment for index, moment in plan.resident.items() if index not in dropped_after}
+    on_host = [index for index in range(len(trace.chunk_nbytes)) if index not in static]
+    return _sum_up(trace, plan, _total(gradient_nbytes, on_host), _total(home_nbytes, on_host))
+
+
+def _sum_up(trace: Trace, plan: Plan, device_to_host_nbytes: int, host_peak_nbytes: int) -> Movement:
     loaded = [index for actions in plan.moments for index in actions.load]
-    visits = zip(plan.moments, trace.visits, strict=True)
-    totals = zip(plan.chunk_nbytes, trace.visits, strict=True)
+    visits = list(zip(plan.moments, plan.chunk_nbytes, trace.visits, strict=True))
     return Movement(
         loads=len(loaded),
         evictions=plan.num_evictions,
-        prefetches=sum(index != visit.chunk_index for actions, visit in visits for index in actions.load),
+        prefetches=sum(index != visit.chunk_index for actions, _, visit in visits for index in actions.load),
         host_to_device_nbytes=sum(trace.chunk_nbytes[index] for index in loaded),
-        device_to_host_nbytes=sum(nbytes for index, nbytes in enumerate(gradient_nbytes) if index not in static),
+        device_to_host_nbytes=device_to_host_nbytes,
         device_peak_nbytes=max(plan.chunk_nbytes, default=0),
-        device_total_peak_nbytes=max((used + visit.non_model_nbytes for used, visit in totals), default=0),
-        host_peak_nbytes=sum(nbytes for index, nbytes in enumerate(home_nbytes) if index not in static),
+        device_total_peak_nbytes=max((used + visit.non_model_nbytes for _, used, visit in visits), default=0),
+        host_peak_nbytes=host_peak_nbytes,
     )
+
+
+def _total(nbytes: Sequence[int], indices: Sequence[int]) -> int:
+    """The bytes of some chunks, none if they are not known."""
+    return sum(nbytes[index] for index in indices) if nbytes else 0

@@ -177,9 +177,16 @@ def test_loads_keep_their_order():
 
 def test_the_simulator_counts_what_a_plan_does():
     trace = make_trace([0, 1, 2, 2, 1, 0], others={2: 12, 3: 20})
-    assert simulate(
-        trace, 20, "belady", dropped_after=frozenset(range(4)), gradient_nbytes=(3, 4, 5), static=frozenset({2})
-    ) == Movement(
+    moved = simulate(
+        trace,
+        20,
+        "belady",
+        dropped_after=frozenset(range(4)),
+        gradient_nbytes=(3, 4, 5, 0),
+        home_nbytes=(30, 40, 50, 60),
+        static=frozenset({2}),
+    )
+    assert moved == Movement(
         loads=2,
         evictions=0,
         prefetches=0,
@@ -187,6 +194,7 @@ def test_the_simulator_counts_what_a_plan_does():
         device_to_host_nbytes=7,
         device_peak_nbytes=20,
         device_total_peak_nbytes=40,
+        host_peak_nbytes=130,
     )
 
 
