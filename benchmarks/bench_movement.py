@@ -21,7 +21,8 @@ from hf_patrickstar.units import format_nbytes
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 POLICIES = ("list_order", "lru", "belady")
 PREFETCH = {"list_order": 0, "lru": 0, "belady": 2}
-COUNTED = ("chunk_loads", "host_to_device_nbytes", "prefetches")
+LIMIT = 0.05
+COUNTED = ("chunk_loads", "host_to_device_nbytes", "prefetches", "chunk_evictions")
 MODELS = {"small": (8, 512, 256), "1B": (20, 2048, 50304), "4B": (64, 2304, 50304)}
 
 
@@ -100,20 +101,28 @@ def compare(name, checkpointing, trace, numel, updated, counted):
         bound = lower_bound(trace, budget)
         row = {"model": name, "checkpointing": checkpointing, "share": share, "bound_nbytes": bound}
         for policy in POLICIES:
+            real = counted.get((share, policy))
             try:
                 moved = simulate(trace, budget, policy, dropped_after=updated, prefetch_depth=PREFETCH[policy])
             except BudgetError:
+                if real is not None:
+                    raise SystemExit(f"bench_movement: {name} {share} {policy}: only the engine fits") from None
                 continue
+            if counted and real is None:
+                raise SystemExit(f"bench_movement: {name} {share} {policy}: only the simulator fits")
             row[policy] = {"loads": moved.loads, "nbytes": moved.host_to_device_nbytes, "ahead": moved.prefetches}
-            real = counted.get((share, policy))
-            if real is not None and real != (moved.loads, moved.host_to_device_nbytes, moved.prefetches):
+            simulated = (moved.loads, moved.host_to_device_nbytes, moved.prefetches, moved.evictions)
+            if real is not None and real != simulated:
                 raise SystemExit(f"bench_movement: {name} {share} {policy}: engine {real}, simulator {moved}")
+        kind = "checkpointing" if checkpointing else "plain"
         if "belady" not in row:
+            print(f"{name:>6} {kind:>14} {share:>5.0%}  the chunks in use at one moment do not fit")
             continue
         cells = "".join(f"{row[policy]['loads']:>9}{format_nbytes(row[policy]['nbytes']):>12}" for policy in POLICIES)
         over = row["belady"]["nbytes"] / bound - 1
         row["belady_over_bound"] = over
-        kind = "checkpointing" if checkpointing else "plain"
+        if over > LIMIT:
+            raise SystemExit(f"bench_movement: {name} {share}: Belady is {over:.1%} over the bound")
         print(f"{name:>6} {kind:>14} {share:>5.0%}{cells}{format_nbytes(bound):>12}{over:>8.1%}")
         rows.append(row)
     return rows
@@ -144,7 +153,7 @@ def main():
                 trace, numel, updated = record_fake(name, checkpointing)
             rows += compare(name, checkpointing, trace, numel, updated, counted)
             print(f"{name:>6} recorded and replayed in {time.time() - begin:.0f} s")
-    print("the engine's counts equal the simulator's, exactly")
+    print(f"Belady within {LIMIT:.0%} of the bound everywhere; the engine's counts equal the simulator's, exactly")
     common.finish("bench_movement", options, {"rows": rows})
 
 

@@ -268,7 +268,8 @@ class PatrickStarEngine:
             ``chunk_hits``: how often a chunk was there when it was needed, without having been waited for.
             ``prefetches``, ``late_prefetches``, ``waiting_seconds``: loads that were started ahead, those that had not
             arrived when they were needed, and how long the host waited for them.
-            ``chunk_moves``, ``chunk_moves_nbytes``: how often a chunk moved its home, and the bytes of all its lists.
+            ``chunk_moves``, ``moved_home_to_device_nbytes``, ``moved_home_to_host_nbytes``: how often a chunk moved its
+            home, and the bytes of all its lists; the bytes above are without them, and without rows of lookups.
             ``steps``, ``skipped_steps``: optimizer steps.
             ``recorded_steps``: traces made. ``lost_steps``: steps that did not do what the recorded one did, and went
             on without foresight.

@@ -20,6 +20,9 @@ _PER_STEP = (
     "prefetches",
     "late_prefetches",
     "waiting_seconds",
+    "chunk_moves",
+    "moved_home_to_device_nbytes",
+    "moved_home_to_host_nbytes",
 )
 _AS_THEY_ARE = (
     "device_step_peak_nbytes",
@@ -34,6 +37,7 @@ _AS_THEY_ARE = (
     "lost_steps",
     "recorded_steps",
     "retries",
+    "chunks_in_margin",
 )
 
 

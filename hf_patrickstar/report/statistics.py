@@ -20,6 +20,7 @@ class Statistics:
         self._nbytes: dict[type, int] = {}
         self._skipped = 0
         self._ahead = 0
+        self._rehomed_nbytes = {True: 0, False: 0}
 
     def record(self, event: Event) -> None:
         """Takes one event."""
@@ -27,6 +28,8 @@ class Statistics:
         self._counts[kind] = self._counts.get(kind, 0) + 1
         if isinstance(event, ChunkLoaded):
             self._ahead += event.ahead
+        if isinstance(event, ChunkRehomed):
+            self._rehomed_nbytes[event.to_device] += event.nbytes
         if isinstance(event, StepFinished):
             self._skipped += event.skipped
         else:
@@ -42,7 +45,8 @@ class Statistics:
             "chunk_evictions": self._counts.get(ChunkEvicted, 0),
             "chunk_invalidations": self._counts.get(ChunkInvalidated, 0),
             "chunk_moves": self._counts.get(ChunkRehomed, 0),
-            "chunk_moves_nbytes": self._nbytes.get(ChunkRehomed, 0),
+            "moved_home_to_device_nbytes": self._rehomed_nbytes[True],
+            "moved_home_to_host_nbytes": self._rehomed_nbytes[False],
             "steps": self._counts.get(StepFinished, 0) - self._skipped,
             "skipped_steps": self._skipped,
         }

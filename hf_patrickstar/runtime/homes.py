@@ -50,6 +50,7 @@ class Homes:
         self._prefetch_depth = prefetch_depth
         self._rates = rates
         self._num_seen = 0
+        self._has_explained = False
         residency.give_up_margin = self.retreat
 
     def update(self, num_micro_batches: int) -> None:
@@ -94,8 +95,11 @@ class Homes:
         measured = {tensor.spec.index: tensor.lookup_nbytes // num_micro_batches for tensor in asked}
         if not asked or not any(measured.values()):
             return False
+        room = self._room_beside_working_chunks()
         choice = plan_lookups(
-            {tensor.spec.index: tensor.spec.numel * tensor.chunk.param.dtype.itemsize for tensor in asked}, measured
+            {tensor.spec.index: tensor.chunk.param_nbytes for tensor in asked},
+            measured,
+            frozenset(tensor.spec.index for tensor in asked if tensor.chunk.param_nbytes > room),
         )
         for tensor in asked:
             tensor.lookup = "home" if tensor.spec.index in choice.at_home else "device"
@@ -104,6 +108,22 @@ class Homes:
                     self._residency.rehome(tensor.chunk, Tier.HOST)
         logger.info("patrickstar: %s", choice.reason)
         return any(tensor.lookup == "device" for tensor in asked)
+
+    def _room_beside_working_chunks(self) -> int:
+        """Bytes of the device that no moment of a recorded step needs."""
+        ledger = self._residency.ledger
+        limit = ledger.limit(Tier.DEVICE, cautious=False)
+        unusable = 0 if ledger.chunk_budget is None else max(limit - ledger.chunk_budget, 0)
+        static = {chunk.spec.index for chunk in self._chunks if chunk.is_static}
+        fixed = sum(self._nbytes[index].device_nbytes for index in static)
+        need = [
+            max(visit.non_model_nbytes, unusable)
+            + sum(trace.chunk_nbytes[index] for index in {visit.chunk_index, *visit.pinned} - static)
+            for key, trace in self._residency.tracer.traces.items()
+            if key != "optimizer"  # it comes to chunks where they are at home
+            for visit in trace.visits
+        ]
+        return limit - fixed - max(need, default=0)
 
     def _fill_margin(self) -> None:
         assert self._rates is not None
@@ -129,9 +149,11 @@ class Homes:
         candidates = fill_margin(movable, traces, limit - fixed, ahead, kept, unusable)
         plan = plan_margin(movable, candidates, lambda inside: self._moved(inside, kept, fixed), self._rates)
         wanted = set(plan.chunk_indices)
+        if wanted != self.in_margin or not self._has_explained:
+            logger.info("patrickstar: %s", plan.reason)
+            self._has_explained = True
         if wanted == self.in_margin:
             return
-        logger.info("patrickstar: %s", plan.reason)
         self._move_out(self.in_margin - wanted)
         self._move_in([index for index in plan.chunk_indices if index not in self.in_margin])
 

@@ -187,7 +187,8 @@ class ModelHooks:
                 else:
                     manager.release(tensor, frame.stage)
             for lookup in frame.lookups.values():
-                nbytes = output.numel() * output.element_size() if isinstance(output, torch.Tensor) else 0
+                counts = frame.stage is Stage.FORWARD and isinstance(output, torch.Tensor)
+                nbytes = output.numel() * output.element_size() if counts else 0
                 manager.end_look_up(*lookup, nbytes)
             if not stack:
                 self._leave_outermost(frame)

@@ -82,9 +82,9 @@ class Recovery:
                 if not is_out_of_memory(error):
                     self._manager.attempts.end()
                     raise
+                cause = self._describe(error)
                 # The frames of the failed attempt hold its activations.
                 traceback.clear_frames(error.__traceback__)
-                cause = str(error)
                 if attempt == MAX_RETRIES:
                     self._reset()
                     state.restore()
@@ -121,19 +121,21 @@ class Recovery:
             attempt + 1,
             MAX_RETRIES,
             format_nbytes(ledger.limit(Tier.DEVICE, cautious=False)),
-            cause.splitlines()[0] if cause else "no message",
+            cause.splitlines()[0],
         )
 
     def _give_up(self, cause: str) -> str:
-        ledger = self._manager.residency.ledger
-        first = cause.splitlines()[0] if cause else "no message"
-        table = "" if "tier " in cause else f"\n{ledger.table()}"
         return (
             f"{self._device}: out of memory. The micro-batch failed {MAX_RETRIES + 1} times, at last with every chunk "
             "that was not in use off the device. Gradients and parameters are as they were before it. Use a smaller "
             "batch (--per_device_train_batch_size, with --gradient_accumulation_steps for the same total), shorter "
-            f"inputs, --gradient_checkpointing, or a larger device_budget. The last failure: {first}{table}"
+            f"inputs, --gradient_checkpointing, or a larger device_budget. The last failure: {cause}"
         )
+
+    def _describe(self, error: BaseException) -> str:
+        """What failed, and the ledger as it was then."""
+        text = str(error) or type(error).__name__
+        return text if "\ntier " in text else f"{text}\n{self._manager.residency.ledger.table()}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,6 +1,7 @@
 """Which chunks have a copy on the compute device: loaded, prefetched and evicted by plan, or on demand without one."""
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -20,6 +21,8 @@ from hf_patrickstar.schedule.eviction import Chooser
 from hf_patrickstar.schedule.plan import Actions, Plan, chunkable_nbytes, make_plan
 from hf_patrickstar.schedule.trace import Shapes, Trace
 from hf_patrickstar.units import format_need
+
+logger = logging.getLogger(__name__)
 
 
 class Residency:
@@ -77,7 +80,7 @@ class Residency:
     def begin_step(
         self, kind: str, shapes: Shapes, present: Iterable[torch.Tensor], dropped_after: frozenset[int]
     ) -> None:
-        """Begins a training step, or the optimizer's.
+        """Begins a training step.
 
         Args:
             kind: What the step is.
@@ -127,7 +130,7 @@ class Residency:
 
     def visit_for_update(self, chunk: Chunk) -> None:
         """Notes that the optimizer comes to a chunk, wherever that is at home."""
-        self.tracer.visit(chunk.spec.index, tuple)
+        self.tracer.visit(chunk.spec.index, lambda: ())
         if self.tracer.step is not None and self.tracer.step.is_recorded:
             self._meter.restart()
 
@@ -192,8 +195,12 @@ class Residency:
                     static=static,
                     prefetch_depth=self._prefetch_depth,
                 )
-            except BudgetError:
+                logger.debug(
+                    "patrickstar: plan of '%s': %d loads, %d evictions", trace.key, plan.num_loads, plan.num_evictions
+                )
+            except BudgetError as error:
                 plan = None  # on demand, which fails only where it really does not fit, and says what to change
+                logger.info("patrickstar: no plan for '%s', chunks move on demand: %s", trace.key, error)
             self._plans[trace.key] = (trace, situation, plan)
         return self._plans[trace.key][2]
 

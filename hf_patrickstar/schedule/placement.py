@@ -106,7 +106,9 @@ class LookupPlan:
     reason: str
 
 
-def plan_lookups(weight_nbytes: Mapping[int, int], activation_nbytes: Mapping[int, int]) -> LookupPlan:
+def plan_lookups(
+    weight_nbytes: Mapping[int, int], activation_nbytes: Mapping[int, int], too_large: frozenset[int] = frozenset()
+) -> LookupPlan:
     """Decides which embeddings are worth being looked up on the host (PatrickStar section 8.2).
 
     On the device the weight crosses the bus, and its gradient crosses back; at home the rows that were looked up do.
@@ -114,8 +116,10 @@ def plan_lookups(weight_nbytes: Mapping[int, int], activation_nbytes: Mapping[in
     Args:
         weight_nbytes: Bytes of each embedding's weight, by tensor index.
         activation_nbytes: Bytes that were looked up in one micro-batch, by tensor index.
+        too_large: Embeddings that do not fit the device beside what else is needed there; they stay at home.
     """
-    at_home = frozenset(index for index, nbytes in weight_nbytes.items() if nbytes > activation_nbytes[index])
+    worth_it = {index for index, nbytes in weight_nbytes.items() if nbytes > activation_nbytes[index]}
+    at_home = frozenset(worth_it | too_large)
     weights, rows = sum(weight_nbytes.values()), sum(activation_nbytes.values())
     return LookupPlan(
         at_home,

@@ -158,7 +158,7 @@ def test_activations_that_do_not_fit_are_an_error_with_the_ledger():
     before = {key: value.clone() for key, value in managed.state_dict().items()}
     with pytest.raises(DeviceMemoryError, match=r"device_budget is too small: non-model data(.|\n)*non-model data"):
         managed(**batch).loss.backward()
-    with pytest.raises(DeviceMemoryError, match="failed 4 times"):
+    with pytest.raises(DeviceMemoryError, match=r"failed 4 times(.|\n)*non-model data +\d(.|\n)*budget +\d"):
         engine.attempt(lambda batch=batch: managed(**batch).loss.backward())
     after = managed.state_dict()
     assert all(torch.equal(value, after[key]) for key, value in before.items())

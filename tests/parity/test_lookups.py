@@ -173,3 +173,26 @@ def test_auto_decides_by_the_bytes_of_the_first_step(rows, tokens, at_home):
     assert engine.stats()["lost_steps"] == 0
     for key, value in plain.state_dict().items():
         assert torch.equal(value, managed.state_dict()[key]), key
+
+
+def test_auto_keeps_at_home_what_does_not_fit_the_device():
+    """More tokens than rows would speak for the device, but the weight is larger than the budget."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(4096, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    engine = PatrickStarEngine(model, {"chunk_budget": 20000}, adamw(model))
+    for step in range(3):
+        model(torch.randint(0, 4096, (5000,), generator=torch.Generator().manual_seed(step))).square().sum().backward()
+        engine.optimizer.step()
+    assert engine.manager.tensors[0].lookup == "home"
+
+
+def test_evaluations_do_not_count_as_rows_of_a_micro_batch():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5000, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    engine = PatrickStarEngine(model, {"chunk_budget": 5000 * 32 + 4096}, adamw(model))
+    with torch.no_grad():
+        for _ in range(10):
+            model(torch.randint(0, 5000, (1000,)))
+    model(torch.randint(0, 5000, (1000,))).square().sum().backward()
+    engine.optimizer.step()
+    assert engine.manager.tensors[0].lookup == "home"

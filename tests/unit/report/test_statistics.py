@@ -25,7 +25,8 @@ NOTHING = {
     "chunk_evictions": 0,
     "chunk_invalidations": 0,
     "chunk_moves": 0,
-    "chunk_moves_nbytes": 0,
+    "moved_home_to_device_nbytes": 0,
+    "moved_home_to_host_nbytes": 0,
     "steps": 0,
     "skipped_steps": 0,
 }
@@ -39,8 +40,8 @@ def test_every_event_has_its_place():
     events = [
         (ChunkLoaded(0, 7), {"host_to_device_nbytes": 7, "chunk_loads": 1}),
         (ChunkLoaded(0, 7, ahead=True), {"host_to_device_nbytes": 7, "chunk_loads": 1, "prefetches": 1}),
-        (ChunkRehomed(0, True, 7), {"chunk_moves": 1, "chunk_moves_nbytes": 7}),
-        (ChunkRehomed(0, False, 7), {"chunk_moves": 1, "chunk_moves_nbytes": 7}),
+        (ChunkRehomed(0, True, 7), {"chunk_moves": 1, "moved_home_to_device_nbytes": 7}),
+        (ChunkRehomed(0, False, 7), {"chunk_moves": 1, "moved_home_to_host_nbytes": 7}),
         (ChunkEvicted(0, 7), {"chunk_evictions": 1}),
         (ChunkInvalidated(0, 7), {"chunk_invalidations": 1}),
         (GradientStored(0, 1, 7), {"device_to_host_nbytes": 7}),
@@ -74,7 +75,8 @@ def test_a_step():
         "chunk_evictions": 1,
         "chunk_invalidations": 1,
         "chunk_moves": 1,
-        "chunk_moves_nbytes": 400,
+        "moved_home_to_device_nbytes": 400,
+        "moved_home_to_host_nbytes": 0,
         "steps": 2,
         "skipped_steps": 1,
     }
