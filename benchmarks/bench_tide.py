@@ -66,6 +66,7 @@ def measure(batch_size, budget, options):
     loss.backward()
     gauge.end()
     moved = engine.stats()["host_to_device_nbytes"] - before
+    engine.optimizer.step()
     return gauge.chunks, gauge.others, moved, engine.stats()["chunks_in_margin"]
 
 

@@ -218,9 +218,10 @@ class StorageMeter:
         for tensor in tensors:
             self._note(tensor)
         self._is_on = True
+        _take_off_the_dead()
         stack = _get_current_dispatch_mode_stack()
         if self._mode not in stack:
-            self._is_guest = not all(mode.is_infra_mode() for mode in stack)
+            self._is_guest = not all(mode.is_infra_mode() or isinstance(mode, _StorageMode) for mode in stack)
             self._entered_in_inference = torch.is_inference_mode_enabled()
             self._mode.__enter__()
 
@@ -296,9 +297,21 @@ class _StorageMode(TorchDispatchMode):
         super().__init__()
         self._meter = weakref.ref(meter)
 
+    @property
+    def is_dead(self) -> bool:
+        """Whether its meter is gone: an engine that was dropped between backward and step."""
+        return self._meter() is None
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         meter = self._meter()
         if meter is not None:
             meter.record(results)
         return results
+
+
+def _take_off_the_dead() -> None:
+    """Takes modes of meters that are gone off this thread, where they are innermost."""
+    stack = _get_current_dispatch_mode_stack()
+    while stack and isinstance(stack[-1], _StorageMode) and stack[-1].is_dead:
+        stack.pop().__exit__(None, None, None)

@@ -360,6 +360,26 @@ def test_a_mode_that_came_later_is_not_taken_off():
     del kept
 
 
+def test_the_mode_of_a_meter_that_is_gone_is_taken_off():
+    """An engine that was dropped between backward and step must not make a guest of the next one."""
+    first, second = make_meter(), make_meter()
+    first.start(())
+    second.start(())
+    kept = kib(1)
+    assert second.leave() is False, "another meter's mode is no stranger"
+    assert second.live(0) == 1024
+    second.stop()
+    first.pause()
+    del first
+    gc.collect()
+    assert len(_get_current_dispatch_mode_stack()) == 1
+    second.start(())
+    assert len(_get_current_dispatch_mode_stack()) == 1
+    second.stop()
+    assert _get_current_dispatch_mode_stack() == []
+    del kept
+
+
 # Without measurement, and on CUDA
 
 
