@@ -1,4 +1,4 @@
-"""Which embeddings are computed on the CPU and so kept out of the moving chunks (PatrickStar section 8.2)."""
+"""Which embeddings are looked up on the CPU, and which need no place on the device at all (PatrickStar section 8.2)."""
 
 import dataclasses
 from collections.abc import Sequence

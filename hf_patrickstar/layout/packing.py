@@ -34,7 +34,7 @@ class ChunkSpec:
         used_numel: Elements of tensors in it.
         tensor_indices: The tensors in it, in offset order.
         trainable: Whether its tensors have masters and optimizer states. A chunk never mixes both kinds.
-        on_host: Whether it is computed with on the host and never moves (CPU embeddings).
+        on_host: Whether it holds an embedding alone that may be looked up on the host, and then never moves.
     """
 
     index: int
@@ -103,7 +103,7 @@ def pack(tensors: Sequence[TensorSpec], chunk_numel: int, on_host: frozenset[int
     Args:
         tensors: The specs in model order.
         chunk_numel: Elements per chunk; rounded up to the alignment.
-        on_host: Indices of tensors that are computed on the host.
+        on_host: Indices of embeddings that may be looked up on the host; each has a chunk of its own.
 
     Raises:
         ConfigError: If ``chunk_numel`` is not positive.

@@ -16,7 +16,7 @@ class ChunkBytes:
         param_nbytes: Bytes of its ``param`` payload.
         host_param_nbytes: Bytes that this payload takes on the host, where pinning rounds up.
         state_nbytes: Bytes of masters, optimizer states and accumulated gradients.
-        on_host: Whether it is computed with on the host.
+        on_host: Whether its home must be the host, because an embedding is looked up there.
     """
 
     chunk_index: int
