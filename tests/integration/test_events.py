@@ -6,7 +6,14 @@ from models import make_batch, make_model
 from torch import nn
 
 from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.events import ChunkEvicted, ChunkInvalidated, ChunkLoaded, GradientStored, StepFinished
+from hf_patrickstar.events import (
+    ChunkEvicted,
+    ChunkInvalidated,
+    ChunkLoaded,
+    ChunkRehomed,
+    GradientStored,
+    StepFinished,
+)
 from hf_patrickstar.memory.tiers import Tier
 
 WIDTH = 8
@@ -14,20 +21,26 @@ WORDS = {
     ChunkLoaded: "load",
     ChunkEvicted: "evict",
     ChunkInvalidated: "drop",
+    ChunkRehomed: "move home",
     GradientStored: "gradient",
     StepFinished: "step",
 }
 
 
-def make_layers():
-    """Three layers, each filling one chunk of 64 elements."""
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+def make_layers(count=3):
+    """Layers that each fill one chunk of 64 elements."""
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))
 
 
-def record(eviction, num_chunks, **kwargs):
+def record(eviction, num_chunks, num_layers=3, prefetch_depth=0, **kwargs):
     events = []
-    model = make_layers()
-    config = {"chunk_numel": 64, "chunk_budget": num_chunks * 64 * 4, "eviction": eviction}
+    model = make_layers(num_layers)
+    config = {
+        "chunk_numel": 64,
+        "chunk_budget": num_chunks * 64 * 4,
+        "eviction": eviction,
+        "prefetch_depth": prefetch_depth,
+    }
     engine = PatrickStarEngine(
         model, config, torch.optim.AdamW(model.parameters(), fused=True), listener=events.append, **kwargs
     )
@@ -38,13 +51,46 @@ def words(events):
     listed = []
     for event in events:
         chunk = "" if isinstance(event, StepFinished) else f" {event.chunk_index}"
-        listed.append(WORDS[type(event)] + chunk)
+        ahead = " ahead" if isinstance(event, ChunkLoaded) and event.ahead else ""
+        listed.append(WORDS[type(event)] + chunk + ahead)
     return listed
 
 
 def train_step(model, engine):
     model(torch.randn(2, WIDTH)).square().mean().backward()
     engine.optimizer.step()
+
+
+BACKWARD_OF_FOUR = ["gradient 3", "gradient 2", "evict 2", "load 1", "gradient 1", "gradient 0", "drop 1", "drop 3"]
+
+
+def test_events_of_a_recorded_step_and_of_planned_ones():
+    """Room for two of four chunks: what the plan brings ahead arrives while the layer before computes."""
+    model, engine, events = record("belady", 2, num_layers=4, prefetch_depth=1)
+    train_step(model, engine)
+    recorded = ["load 0", "load 1", "evict 0", "load 2", "evict 1", "load 3"]
+    assert words(events) == [*recorded, *BACKWARD_OF_FOUR, "step"]
+    for _ in range(2):
+        events.clear()
+        train_step(model, engine)
+        planned = ["load 0", "load 1 ahead", "evict 0", "load 2 ahead", "evict 1", "load 3 ahead"]
+        assert words(events) == [*planned, *BACKWARD_OF_FOUR, "step"]
+
+
+def test_events_when_the_margin_is_filled():
+    """Room for nine payloads: after the first step the first two layers live there with four lists each."""
+    model, engine, events = record("belady", 9, num_layers=4, prefetch_depth=0)
+    train_step(model, engine)
+    gradients = ["gradient 3", "gradient 2", "gradient 1", "gradient 0"]
+    drops = ["drop 0", "drop 1", "drop 2", "drop 3"]
+    loads = ["load 0", "load 1", "load 2", "load 3"]
+    assert words(events) == [*loads, *gradients, *drops, "move home 0", "move home 1", "step"]
+    events.clear()
+    train_step(model, engine)
+    assert words(events) == [
+        *("load 2", "evict 2", "load 3", "gradient 3", "evict 3", "load 2", "gradient 2"),
+        *("gradient 1", "gradient 0", "drop 2", "step"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +109,7 @@ def train_step(model, engine):
             ["load 0", "load 1", "evict 0", "load 2", "gradient 2", "gradient 1", "gradient 0"]
             + ["drop 1", "drop 2", "step"],
         ),
-        # List order throws out chunk 1 no sooner than chunk 0, here like LRU in forward.
+        # After chunks 0 and 1, both rules evict chunk 0.
         (
             "list_order",
             2,
