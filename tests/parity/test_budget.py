@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from models import make_batch, make_model
+from models import MODELS, make_batch, make_model
 from trainers import assert_same_run, smallest_budget, train
 from watch import Watch, non_model_peak
 
@@ -117,6 +117,21 @@ def test_the_trainer_in_such_a_budget(tmp_path, name, kwargs):
     stats = ours[0].patrickstar_stats()
     assert 0 < stats["device_total_peak_nbytes"] <= budget
     assert stats["chunk_loads"] > 0
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_everything_at_once(tmp_path, name, accumulation):
+    """Meter, plan, prefetch, room for a margin and lookups at home: the run is the stock Trainer's, bit for bit."""
+    kwargs = {"gradient_accumulation_steps": accumulation, "max_steps": 5}
+    expected = train(name, tmp_path / "plain", **kwargs)
+    budget = budget_of(name, "fp32", False, [16], factor=6)
+    ours = train(name, tmp_path / "ours", {"device_budget": budget, "cpu_embedding": True}, **kwargs)
+    assert_same_run(expected, ours)
+    stats = ours[0].patrickstar_stats()
+    assert stats["device_total_peak_nbytes"] <= budget
+    assert stats["prefetches"] > 0
+    assert any(tensor.is_looked_up for tensor in ours[0].patrickstar_engine.manager.tensors)
 
 
 @pytest.mark.parametrize("lengths", [[8, 16], [16, 8], [6, 9, 13, 16, 7]])
