@@ -4,10 +4,17 @@ Traces come from the real engine: of a small GPT-2 on real tensors, whose moveme
 be what the simulator says, exactly; of 1 B and 4 B parameters on fake tensors, where a step allocates nothing. Each
 is recorded with and without activation checkpointing and replayed under budgets from 10 to 100 % of the parameters.
 
-The lower bound is that of a step over n chunks of which k stay from forward to backward, 2 n - k loads, in bytes: what
-forward visits, plus what backward visits, less what the budget can carry over.
+The lower bound is that of a step over n chunks of which k stay from forward to backward, 2 n - k loads. In loads: the
+n distinct chunks that forward visits, plus those that backward visits, less the k smallest of them that fit the budget
+together at the turn. In bytes: what forward visits, plus what backward visits, less what the budget can carry over. No
+device copy outlives the step, since every parameter is trained.
+
+``--save_traces DIR`` writes each recorded trace to DIR/MODEL_KIND.json (``Trace.to_json``). ``--traces DIR`` simulates
+the traces in such files (``Trace.from_json``) and records nothing, so that there is no engine to compare with.
 """
 
+import itertools
+import pathlib
 import time
 
 import common
@@ -16,6 +23,7 @@ import torch
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.schedule.simulator import simulate
+from hf_patrickstar.schedule.trace import Trace
 from hf_patrickstar.units import format_nbytes
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
@@ -67,7 +75,43 @@ def record_fake(name, checkpointing):
 
     with FakeTensorMode():
         engine, numel, _ = record(name, checkpointing, 1.0, "belady", 1, fake=True)
-        return trace_of(engine), numel, updated_chunks(engine)
+        return trace_of(engine), numel
+
+
+def record_and_count(name, checkpointing):
+    """The trace of a step on real tensors, and what the engine moves under each budget and policy where that fits."""
+    engine, numel, _ = record(name, checkpointing, 1.0, "belady", 1, fake=False)
+    counted = {}
+    for share in SHARES:
+        for policy in POLICIES:
+            try:
+                counted[share, policy] = record(name, checkpointing, share, policy, 3, fake=False)[2]
+            except BudgetError:
+                continue
+    return trace_of(engine), numel, counted
+
+
+def read(folder, name, checkpointing):
+    """A trace that ``--save_traces`` has written; only the model is made, on fake tensors, to count its parameters."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    try:
+        trace = Trace.from_json(trace_path(folder, name, checkpointing).read_text())
+    except OSError as error:
+        raise SystemExit(f"bench_movement: {error}; write it with --save_traces") from None
+    with FakeTensorMode():
+        layers, hidden, vocabulary = MODELS[name]
+        return trace, common.make_gpt2(layers, hidden, vocabulary).num_parameters()
+
+
+def kind_of(checkpointing):
+    """The word for it in the table and in file names."""
+    return "checkpointing" if checkpointing else "plain"
+
+
+def trace_path(folder, name, checkpointing):
+    """Where the trace of a model is written."""
+    return pathlib.Path(folder) / f"{name}_{kind_of(checkpointing)}.json"
 
 
 def trace_of(engine):
@@ -76,30 +120,28 @@ def trace_of(engine):
     return trace
 
 
-def updated_chunks(engine):
-    """Chunks whose device copies are void after a step."""
-    return frozenset(chunk.spec.index for chunk in engine.manager.chunks if chunk.spec.trainable)
-
-
 def lower_bound(trace, budget):
-    """Bytes that any policy has to load; forward and backward are told apart by the turn, the last new chunk."""
+    """Loads and bytes that no policy can do without; the last new chunk is the turn from forward to backward."""
     first, last = {}, {}
     for moment, visit in enumerate(trace.visits):
         first.setdefault(visit.chunk_index, moment)
         last[visit.chunk_index] = moment
     turn = max(first.values())
     forward = sum(trace.chunk_nbytes[index] for index in first)
-    backward = sum(trace.chunk_nbytes[index] for index, moment in last.items() if moment > turn)
-    return forward + max(backward - budget, 0)
+    again = sorted(trace.chunk_nbytes[index] for index, moment in last.items() if moment > turn)
+    stay = sum(nbytes <= budget for nbytes in itertools.accumulate(again))
+    return len(first) + len(again) - stay, forward + max(sum(again) - budget, 0)
 
 
-def compare(name, checkpointing, trace, numel, updated, counted):
+def compare(name, checkpointing, trace, numel, counted):
     """Prints and returns one row per budget."""
     rows = []
+    updated = frozenset(range(len(trace.chunk_nbytes)))
     for share in SHARES:
         budget = int(share * 2 * numel)
-        bound = lower_bound(trace, budget)
-        row = {"model": name, "checkpointing": checkpointing, "share": share, "bound_nbytes": bound}
+        bound_loads, bound = lower_bound(trace, budget)
+        row = {"model": name, "checkpointing": checkpointing, "share": share}
+        row |= {"bound_loads": bound_loads, "bound_nbytes": bound}
         for policy in POLICIES:
             real = counted.get((share, policy))
             try:
@@ -110,11 +152,13 @@ def compare(name, checkpointing, trace, numel, updated, counted):
                 continue
             if counted and real is None:
                 raise SystemExit(f"bench_movement: {name} {share} {policy}: only the simulator fits")
+            if moved.loads < bound_loads or moved.host_to_device_nbytes < bound:
+                raise SystemExit(f"bench_movement: {name} {share} {policy}: {moved} is less than the bound")
             row[policy] = {"loads": moved.loads, "nbytes": moved.host_to_device_nbytes, "ahead": moved.prefetches}
             simulated = (moved.loads, moved.host_to_device_nbytes, moved.prefetches, moved.evictions)
             if real is not None and real != simulated:
                 raise SystemExit(f"bench_movement: {name} {share} {policy}: engine {real}, simulator {moved}")
-        kind = "checkpointing" if checkpointing else "plain"
+        kind = kind_of(checkpointing)
         if "belady" not in row:
             print(f"{name:>6} {kind:>14} {share:>5.0%}  the chunks in use at one moment do not fit")
             continue
@@ -123,7 +167,7 @@ def compare(name, checkpointing, trace, numel, updated, counted):
         row["belady_over_bound"] = over
         if over > LIMIT:
             raise SystemExit(f"bench_movement: {name} {share}: Belady is {over:.1%} over the bound")
-        print(f"{name:>6} {kind:>14} {share:>5.0%}{cells}{format_nbytes(bound):>12}{over:>8.1%}")
+        print(f"{name:>6} {kind:>14} {share:>5.0%}{cells}{bound_loads:>9}{format_nbytes(bound):>12}{over:>8.1%}")
         rows.append(row)
     return rows
 
@@ -132,28 +176,32 @@ def main():
     """Prints the table and fails if the simulator and the engine disagree."""
     parser = common.parser(__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--save_traces", metavar="DIR", help="write the recorded traces to this folder")
+    parser.add_argument("--traces", metavar="DIR", help="simulate the traces in this folder and record nothing")
     options = parser.parse_args()
-    head = "".join(f"{policy:>21}" for policy in POLICIES)
-    print(f"{'model':>6} {'':>14} {'share':>5}{head}{'bound':>12}{'over':>8}")
+    head = "".join(f"{policy:>21}" for policy in (*POLICIES, "bound"))
+    print(f"{'model':>6} {'':>14} {'share':>5}{head}{'over':>8}")
     rows = []
     for name in options.models:
         for checkpointing in (False, True):
             begin = time.time()
             counted = {}
-            if name == "small":
-                engine, numel, _ = record(name, checkpointing, 1.0, "belady", 1, fake=False)
-                trace, updated = trace_of(engine), updated_chunks(engine)
-                for share in SHARES:
-                    for policy in POLICIES:
-                        try:
-                            counted[share, policy] = record(name, checkpointing, share, policy, 3, fake=False)[2]
-                        except BudgetError:
-                            continue
+            if options.traces is not None:
+                trace, numel = read(options.traces, name, checkpointing)
+            elif name == "small":
+                trace, numel, counted = record_and_count(name, checkpointing)
             else:
-                trace, numel, updated = record_fake(name, checkpointing)
-            rows += compare(name, checkpointing, trace, numel, updated, counted)
-            print(f"{name:>6} recorded and replayed in {time.time() - begin:.0f} s")
-    print(f"Belady within {LIMIT:.0%} of the bound everywhere; the engine's counts equal the simulator's, exactly")
+                trace, numel = record_fake(name, checkpointing)
+            if options.save_traces is not None:
+                path = trace_path(options.save_traces, name, checkpointing)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(trace.to_json() + "\n")
+            rows += compare(name, checkpointing, trace, numel, counted)
+            done = "recorded and replayed" if options.traces is None else "replayed"
+            print(f"{name:>6} {done} in {time.time() - begin:.0f} s")
+    print(f"Belady within {LIMIT:.0%} of the bound everywhere")
+    if options.traces is None and "small" in options.models:
+        print("the engine's counts equal the simulator's, exactly")
     common.finish("bench_movement", options, {"rows": rows})
 
 

@@ -20,7 +20,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def make_gpt2(num_layers: int = 8, hidden: int = 512, vocabulary: int = 256, positions: int = 256) -> GPT2LMHeadModel:
+def make_gpt2(
+    num_layers: int = 8, hidden: int = 512, vocabulary: int = 256, positions: int = 256, tied: bool = True
+) -> GPT2LMHeadModel:
     """A GPT-2 without dropout; the defaults make 25.5 M parameters. The same weights at every call."""
     torch.manual_seed(0)
     config = GPT2Config(
@@ -35,6 +37,7 @@ def make_gpt2(num_layers: int = 8, hidden: int = 512, vocabulary: int = 256, pos
         bos_token_id=0,
         eos_token_id=0,
         loss_type="ForCausalLM",
+        tie_word_embeddings=tied,
     )
     return GPT2LMHeadModel(config).train()
 

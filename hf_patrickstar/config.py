@@ -50,6 +50,10 @@ class PatrickStarConfig:
             them there; ``"host"`` keeps all at home on the host, unless all fits on the device.
         prefetch_depth: How many chunks may be on their way to the compute tier ahead of the one that needs them; 0
             loads each when it is needed. More hides the bus better where there is room, and never moves more bytes.
+        reshard_after_forward: With several processes, whether a communication group leaves the device as soon as
+            forward has done with it, and is gathered again for backward: ``True`` keeps the least memory and sends
+            exactly what PatrickStar section 7 says; ``False`` or ``"auto"`` keep it as long as nothing else needs the
+            room, which sends less.
         dtype: Type of parameters and gradients on the compute device: ``"fp32"``, ``"bf16"``, ``"fp16"``, or
             ``"auto"``: what ``--bf16`` or ``--fp16`` says, else the type that the model was loaded in. The optimizer
             always works on fp32 masters.
@@ -60,6 +64,8 @@ class PatrickStarConfig:
             the reserve for activations that grow between two chunk accesses (PatrickStar section 8.1).
         tile_numel: Elements that the optimizer works on at a time, a multiple of 64. 2**19 elements keep a tile's
             gradient, parameter and states in the cache of common CPUs.
+        debug_collectives: With several processes, agree on every collective before it is done, so that a process that
+            does another one is named at once. Without it, processes find out when forward or backward ends.
         debug_evict_all: Evict every chunk that is not in use at every access, and fill what it leaves with NaN. Very
             slow; it turns a use of released memory into NaN instead of luck.
     """
@@ -72,10 +78,12 @@ class PatrickStarConfig:
     cpu_embedding: bool | Literal["auto"] = "auto"
     placement: Literal["auto", "host"] = "auto"
     prefetch_depth: int = 2
+    reshard_after_forward: bool | Literal["auto"] = "auto"
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     pin_memory: bool | Literal["auto"] = "auto"
     warmup_fraction: float = 0.8
     tile_numel: int = 2**19
+    debug_collectives: bool = False
     debug_evict_all: bool = False
 
     def __post_init__(self) -> None:
@@ -100,7 +108,7 @@ class PatrickStarConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}: expected one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        for name in ("cpu_embedding", "pin_memory"):
+        for name in ("cpu_embedding", "pin_memory", "reshard_after_forward"):
             if not isinstance(getattr(self, name), bool) and getattr(self, name) != "auto":
                 raise ConfigError(f"{name}: expected true, false or 'auto', got {getattr(self, name)!r}")
         fraction = self.warmup_fraction
@@ -114,8 +122,9 @@ class PatrickStarConfig:
             raise ConfigError(f"tile_numel: expected at least {_QUANTUM} elements, got {tile_numel!r}")
         if tile_numel % _QUANTUM:
             raise ConfigError(f"tile_numel: expected a multiple of {_QUANTUM}, got {tile_numel!r}")
-        if not isinstance(self.debug_evict_all, bool):
-            raise ConfigError(f"debug_evict_all: expected true or false, got {self.debug_evict_all!r}")
+        for name in ("debug_collectives", "debug_evict_all"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}: expected true or false, got {getattr(self, name)!r}")
 
     @classmethod
     def from_any(

@@ -5,8 +5,9 @@ found are payloads filled and hooks attached, so a construction that fails leave
 """
 
 import contextlib
-import dataclasses
 import logging
+import weakref
+import zlib
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -14,55 +15,35 @@ import torch
 
 from hf_patrickstar.checkpoint.weights import ChunkWeights
 from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.decisions import Circumstances, decide
 from hf_patrickstar.errors import ConfigError, EngineError, PatrickStarError
 from hf_patrickstar.events import Event, Listener
-from hf_patrickstar.layout.embedding import EmbeddingChoice, choose_embeddings
-from hf_patrickstar.layout.packing import align
-from hf_patrickstar.layout.search import ChunkSizeChoice, fixed_layout, search_layout
-from hf_patrickstar.layout.specs import TensorSpec, collect_specs
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.meters import CudaMeter, Meter, StorageMeter, UnmeteredTier
-from hf_patrickstar.memory.pool import PayloadPool, pinned_nbytes
+from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier, resolve_budgets
 from hf_patrickstar.memory.transfers import Transfers
 from hf_patrickstar.optim.kernels import make_kernel
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.report.statistics import Statistics
-from hf_patrickstar.runtime.admission import check_model, check_values, choose_dtype, is_recomputed
-from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
+from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedTensor
+from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.homes import Homes
 from hf_patrickstar.runtime.hooks import ModelHooks
-from hf_patrickstar.runtime.manager import GRADIENT, MASTER, ChunkManager
+from hf_patrickstar.runtime.lockstep import Lockstep
+from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.recovery import Recovery
-from hf_patrickstar.runtime.residency import Residency
+from hf_patrickstar.runtime.residency import MovePolicy, Residency
+from hf_patrickstar.runtime.steps import Steps
 from hf_patrickstar.schedule.eviction import Chooser
 from hf_patrickstar.schedule.margin import ACCELERATOR, CPU_TIER, Rates
-from hf_patrickstar.schedule.placement import ChunkBytes, HomePlan, plan_homes
 from hf_patrickstar.states import TensorState
-from hf_patrickstar.units import format_nbytes
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_UNMEASURED_SHARE = 0.5
-"""Part of a device budget that model data may fill while non-model data has not been measured."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Decisions:
-    """All that was decided before anything was allocated."""
-
-    tensors: list[TensorSpec]
-    parameters: list[torch.nn.Parameter]
-    dtype: torch.dtype
-    dtype_reason: str
-    choice: ChunkSizeChoice
-    embeddings: EmbeddingChoice
-    chunk_nbytes: list[ChunkBytes]
-    homes: HomePlan
-    workspace_nbytes: int
-    pinned: bool
+_SAMPLE_NUMEL = 64
 
 
 class PatrickStarEngine:
@@ -81,6 +62,8 @@ class PatrickStarEngine:
             the start (+4 bytes per parameter). It is a hint: any pattern of calls is computed right.
         precision: ``"no"``, ``"bf16"`` or ``"fp16"``: what ``dtype="auto"`` follows.
         listener: Told of every event (``hf_patrickstar.events``), beside the engine's own statistics.
+        process_group: The processes that train together, each with its part of the data; by default the default group
+            of ``torch.distributed``, if that is initialised. All of them make the engine, of the same model.
 
     Raises:
         ConfigError: If a setting cannot work for this model.
@@ -98,6 +81,7 @@ class PatrickStarEngine:
         gradient_accumulation_steps: int = 1,
         precision: str = "no",
         listener: Listener | None = None,
+        process_group: Any = None,
     ) -> None:
         self.model = model
         self.config = PatrickStarConfig.from_any(config)
@@ -106,7 +90,10 @@ class PatrickStarEngine:
         self._num_micro_batches = max(gradient_accumulation_steps, 1)
         self._statistics = Statistics()
         self._listener = listener
-        budgets = resolve_budgets(self.device, self.config.device_budget, self.config.host_budget)
+        self.collectives = Collectives.connect(process_group, self.device)
+        budgets = resolve_budgets(
+            self.device, self.config.device_budget, self.config.host_budget, self.collectives.local_world_size
+        )
         chunk_budget = None if self.config.chunk_budget == "auto" else int(self.config.chunk_budget)
         self._meter = self._make_meter()
         is_metered = not isinstance(self._meter, UnmeteredTier)
@@ -119,7 +106,18 @@ class PatrickStarEngine:
         self._kernel = None
         if optimizer is not None:
             self._kernel = make_kernel(optimizer, self._pool, self.config.tile_numel, self.device.type != "cpu")
-        self._decisions = self._decide(precision, pinned)
+        situation = Circumstances(
+            self.config,
+            self.device,
+            self.ledger,
+            self.collectives,
+            self._kernel,
+            self._num_micro_batches,
+            pinned,
+            is_metered,
+        )
+        weakref.finalize(self, self.collectives.close)  # its group has threads and sockets
+        self._decisions = decide(model, precision, situation)
         chunks = self._allocate()
         self._bind(chunks)
         self.manager = self._make_manager(chunks)
@@ -129,7 +127,7 @@ class PatrickStarEngine:
         self._buffer_devices: list[tuple[torch.Tensor, torch.device]] = []
         self._attach(optimizer)
         model.__dict__["patrickstar_engine"] = self
-        self._explain()
+        self._decisions.explain(situation)
 
     def _make_meter(self) -> Meter:
         if self.device.type == "cuda":
@@ -143,19 +141,29 @@ class PatrickStarEngine:
     def _make_manager(self, chunks: list[Chunk]) -> ChunkManager:
         decisions, config = self._decisions, self.config
         transfers = Transfers(self.device)
-        residency = Residency(
-            chunks,
-            self._pool,
-            transfers,
-            self._meter,
+        lockstep = Lockstep(self.collectives, len(decisions.tensors), config.debug_collectives)
+        policy = MovePolicy(
             Chooser(config.eviction),
-            self._emit,
             config.prefetch_depth,
+            config.reshard_after_forward is True,
             config.debug_evict_all,
         )
-        manager = ChunkManager(chunks, residency, self._pool, transfers, self._emit, self._num_micro_batches)
+        residency = Residency(
+            chunks, self._pool, transfers, self._meter, policy, self._emit, self.collectives, lockstep
+        )
+        manager = ChunkManager(
+            chunks,
+            Steps(residency, self._pool, self._meter, policy, lockstep),
+            self._pool,
+            transfers,
+            self._emit,
+            self._num_micro_batches,
+            self.collectives,
+            lockstep,
+        )
+        manager.manages_gradients = self._training
         if self._kernel is not None:
-            widens = self._widens_gradients(decisions.dtype)
+            widens = decisions.widens_gradients
             manager.homes = Homes(
                 chunks,
                 decisions.chunk_nbytes,
@@ -220,8 +228,12 @@ class PatrickStarEngine:
             What the function returned.
 
         Raises:
-            DeviceMemoryError: If memory did not suffice in the end; gradients are as they were before.
+            DeviceMemoryError: If memory did not suffice in the end. Parameters are as they were before; so are
+                gradients, unless parts had been added to those of earlier micro-batches: then all are dropped, and the
+                message says so.
         """
+        if self.collectives.world_size > 1:
+            return function()  # the others would wait for what this process has done already
         return self._recovery.run(function)
 
     def full_parameters(
@@ -275,6 +287,8 @@ class PatrickStarEngine:
             on without foresight.
             ``retries``: how often a micro-batch was repeated because memory had not sufficed.
             ``chunks_in_margin``: chunks that live on the device, optimizer states and all, because there is room.
+            ``all_gathers``, ``reduce_scatters``, ``sent_nbytes``, ``messages``: collectives with other processes, the
+            bytes of parameters and gradients that this one sent, and the short agreements beside them.
             ``num_chunks``, ``chunk_numel``, ``chunk_utilisation``: the layout.
         """
         layout, residency, homes = self._decisions.choice.layout, self.manager.residency, self.manager.homes
@@ -296,7 +310,11 @@ class PatrickStarEngine:
             "waiting_seconds": residency.waiting_s,
             "retries": self._recovery.num_retries,
             "chunks_in_margin": len(homes.in_margin) if homes is not None else 0,
-            "num_chunks": len(layout.chunks),
+            "all_gathers": self.collectives.num_all_gathers,
+            "reduce_scatters": self.collectives.num_reduce_scatters,
+            "sent_nbytes": self.collectives.sent_nbytes,
+            "messages": self.collectives.num_messages,
+            "num_chunks": len(layout.chunks) * self.collectives.world_size,
             "chunk_numel": layout.chunk_numel,
             "chunk_utilisation": layout.utilisation,
         }
@@ -310,7 +328,7 @@ class PatrickStarEngine:
         total = 0
         for chunk in self.manager.chunks:
             per_element = chunk.param.dtype.itemsize + sum(item.dtype.itemsize for item in chunk.lists.values())
-            total += chunk.spec.used_numel * per_element
+            total += sum(tensor.own_numel for tensor in chunk.owned) * per_element
         return (
             total
             + self.ledger.owners(Tier.DEVICE).get("optimizer_state", 0)
@@ -343,6 +361,7 @@ class PatrickStarEngine:
         self.manager.close()
         if self._kernel is not None:
             self._kernel.release()
+        self.collectives.close()
         for name in ("patrickstar_engine", "backward"):
             self.model.__dict__.pop(name, None)
 
@@ -355,112 +374,6 @@ class PatrickStarEngine:
         if self.optimizer is not None:
             self.optimizer.zero_grad()
 
-    # Decisions
-
-    def _decide(self, precision: str, pinned: bool) -> _Decisions:
-        tensors, modules, parameters = collect_specs(self.model, is_recomputed)
-        self._check_model(tensors, parameters)
-        dtype, reason = choose_dtype(self.model, self.config.dtype, precision, parameters)
-        limit = self._chunk_limit(parameters)
-        state_itemsize = self._state_itemsize(dtype)
-        total = sum(align(spec.numel) * (dtype.itemsize + spec.trainable * state_itemsize) for spec in tensors)
-        is_metered = not isinstance(self._meter, UnmeteredTier)
-        share = int(limit * _UNMEASURED_SHARE) if is_metered else limit
-        if self.ledger.chunk_budget is not None:
-            share, limit = min(share, self.ledger.chunk_budget), min(limit, self.ledger.chunk_budget)
-        embeddings = choose_embeddings(
-            tensors, self._embedding_owners(), self.config.cpu_embedding, everything_fits=total <= share
-        )
-        apart, usable = embeddings.apart, self.ledger.usable(Tier.DEVICE)
-        if self.config.chunk_numel == "auto":
-            chunk_limit = None if total <= share else limit
-            choice = search_layout(tensors, modules, dtype.itemsize, chunk_limit, apart, usable)
-        else:
-            numel = int(self.config.chunk_numel)
-            choice = fixed_layout(tensors, modules, numel, dtype.itemsize, limit, apart, usable)
-        workspace = 0
-        if self._kernel is not None and self._widens_gradients(dtype):
-            largest = max(spec.capacity_numel for spec in choice.layout.chunks if spec.trainable)
-            workspace = self._kernel.workspace_numel(largest) * torch.float32.itemsize
-        nbytes = self._chunk_bytes(choice, dtype, pinned, embeddings)
-        homes = plan_homes(nbytes, share, self.ledger.limit(Tier.HOST), choice.working_set_nbytes, workspace)
-        if not is_metered and not homes.device_homed:
-            # Both tiers are the same memory: what the home takes is not there for the compute tier.
-            left = self.ledger.limit(Tier.DEVICE) - total
-            self.ledger.lower_limit(Tier.DEVICE, max(left, choice.working_set_nbytes))
-        return _Decisions(tensors, parameters, dtype, reason, choice, embeddings, nbytes, homes, workspace, pinned)
-
-    def _chunk_limit(self, parameters: list[torch.nn.Parameter]) -> int:
-        """Bytes of the device that chunks may take: what others (another model, say) hold there is not for us."""
-        limit = self.ledger.limit(Tier.DEVICE)
-        others = limit - self.ledger.available(Tier.DEVICE)  # nothing is booked yet
-        own = sum(p.numel() * p.dtype.itemsize for p in parameters if p.device == self.device)
-        return max(limit - max(others - own, 0), 0) if self.device.type == "cuda" else limit
-
-    def _chunk_bytes(
-        self, choice: ChunkSizeChoice, dtype: torch.dtype, pinned: bool, embeddings: EmbeddingChoice
-    ) -> list[ChunkBytes]:
-        state_itemsize = self._state_itemsize(dtype)
-        chunks = []
-        for spec in choice.layout.chunks:
-            nbytes = spec.capacity_numel * dtype.itemsize
-            host = pinned_nbytes(nbytes) if pinned and not spec.on_host else nbytes
-            state = spec.capacity_numel * state_itemsize * spec.trainable
-            stays = bool(embeddings.tensor_indices & set(spec.tensor_indices))
-            chunks.append(ChunkBytes(spec.index, nbytes, host, state, stays))
-        return chunks
-
-    def _widens_gradients(self, dtype: torch.dtype) -> bool:
-        """Whether the optimizer finds 16-bit gradients; an accumulation list is fp32 already."""
-        return dtype is not torch.float32 and self._num_micro_batches == 1
-
-    def _state_itemsize(self, dtype: torch.dtype) -> int:
-        """Bytes per trainable parameter beside the ``param`` list."""
-        if self._kernel is None:
-            return torch.float32.itemsize if dtype is not torch.float32 else 0
-        return torch.float32.itemsize * (len(self._kernel.list_names) + (self._num_micro_batches > 1))
-
-    def _check_model(self, tensors: list[TensorSpec], parameters: list[torch.nn.Parameter]) -> None:
-        if "patrickstar_engine" in self.model.__dict__:
-            raise EngineError("an engine is attached to this model already; call its detach() first")
-        if self._training and not any(spec.trainable for spec in tensors):
-            raise EngineError(
-                "the model has no trainable parameter: every requires_grad is False; unfreeze what should be trained"
-            )
-        check_model(self.model)
-        check_values([spec.name for spec in tensors], parameters)
-
-    def _embedding_owners(self) -> frozenset[int]:
-        return frozenset(
-            index
-            for index, module in enumerate(self.model.modules())
-            if isinstance(module, torch.nn.Embedding) and not any(True for _ in module.buffers())
-        )
-
-    def _explain(self) -> None:
-        """One line per decision that ``auto`` made."""
-        decisions, config = self._decisions, self.config
-        name = str(decisions.dtype).removeprefix("torch.")
-        logger.info("patrickstar: parameters in %s (%s)", name, decisions.dtype_reason)
-        chosen = "chunk_numel=auto" if config.chunk_numel == "auto" else "as asked"
-        logger.info("patrickstar: %s: %s", chosen, decisions.choice.describe())
-        logger.info("patrickstar: %s", decisions.homes.reason)
-        logger.info("patrickstar: %s", decisions.embeddings.reason)
-        logger.info(
-            "patrickstar: pin_memory=%s: host chunks %s",
-            config.pin_memory,
-            "are pinned" if decisions.pinned else "are not pinned",
-        )
-        for tier, setting in ((Tier.DEVICE, config.device_budget), (Tier.HOST, config.host_budget)):
-            origin = "auto: what is available" if setting == "auto" else "as asked"
-            logger.info(
-                "patrickstar: %s_budget %s (%s), %s of it usable",
-                tier.value,
-                format_nbytes(self.ledger.budget(tier)),
-                origin,
-                format_nbytes(self.ledger.limit(tier)),
-            )
-
     # Payloads
 
     def _allocate(self) -> list[Chunk]:
@@ -470,27 +383,19 @@ class PatrickStarEngine:
         try:
             for spec in decisions.choice.layout.chunks:
                 home = Tier.DEVICE if spec.index in decisions.homes.device_homed else Tier.HOST
-                chunk = Chunk(spec, home)
-                numel = spec.capacity_numel
+                chunk = Chunk(spec, home, self.collectives.rank)
+                numel = spec.chunk_numel
                 moves = home is Tier.HOST and not spec.on_host
                 chunk.param = self._pool.allocate(home, numel, decisions.dtype, "param", pinned=moves, zero=True)
-                for name in self._list_names(spec.trainable):
+                for name in decisions.list_names(spec):
                     chunk.lists[name] = self._pool.allocate(home, numel, torch.float32, name, zero=True)
                 chunks.append(chunk)
-            if self._kernel is not None and self._widens_gradients(decisions.dtype):
+            if self._kernel is not None and decisions.widens_gradients:
                 self._kernel.reserve(chunks)
         except PatrickStarError:
             chunks.clear()
             raise
         return chunks
-
-    def _list_names(self, trainable: bool) -> tuple[str, ...]:
-        if not trainable:
-            return ()
-        if self._kernel is None:
-            loaded = {parameter.dtype for parameter in self._decisions.parameters}
-            return () if loaded == {self._decisions.dtype} else (MASTER,)
-        return (*self._kernel.list_names, GRADIENT) if self._num_micro_batches > 1 else self._kernel.list_names
 
     def _bind(self, chunks: list[Chunk]) -> None:
         """Ties every parameter to its place; nothing is moved yet."""
@@ -516,14 +421,42 @@ class PatrickStarEngine:
         for buffer in self.model.buffers():
             self._buffer_devices.append((buffer, buffer.device))
             buffer.data = buffer.data.to(self.device)
+        self._make_equal()
         for tensor in sorted(self.manager.tensors, key=lambda tensor: not tensor.spec.trainable):
             parameter, chunk = tensor.parameter, tensor.chunk
-            tensor.view(chunk.param).copy_(parameter.data)
-            if MASTER in chunk.lists:
-                tensor.view(chunk.lists[MASTER]).copy_(parameter.data)
+            if tensor.is_owned:
+                tensor.view(chunk.param).copy_(tensor.own(parameter.data))
+                if MASTER in chunk.lists:
+                    tensor.view(chunk.lists[MASTER]).copy_(tensor.own(parameter.data))
             tensor.go(TensorState.HOLD)
             parameter.data = tensor.placeholder
             parameter.grad = None
+
+    def _make_equal(self) -> None:
+        """Lets all processes start from the values of rank 0, wherever a sample of them differs."""
+        if self.collectives.world_size == 1:
+            return
+        tensors = self.manager.tensors
+        samples = [_sample(tensor.parameter.data) for tensor in tensors]
+        found = self.collectives.exchange_objects(samples, "comparing parameters")
+        different = [tensor for place, tensor in enumerate(tensors) if len({row[place] for row in found}) > 1]
+        if different:
+            logger.warning(
+                "patrickstar: %d parameters ('%s' is the first) differ between processes; those of rank 0 are taken",
+                len(different),
+                different[0].spec.name,
+            )
+        for tensor in different:
+            self.collectives.broadcast(tensor.parameter.data, 0, f"sending parameter '{tensor.spec.name}' to all")
+        for buffer in self.model.buffers():
+            self.collectives.broadcast(buffer, 0, "sending buffers to all")
+
+
+def _sample(value: torch.Tensor) -> int:
+    """A checksum of some elements of a tensor: enough to tell different initialisations apart."""
+    flat = value.reshape(-1)
+    some = flat[:: max(flat.numel() // _SAMPLE_NUMEL, 1)].to("cpu", torch.float64)
+    return zlib.crc32(repr(some.tolist()).encode())
 
 
 def _resolve_device(device: torch.device | str | None) -> torch.device:

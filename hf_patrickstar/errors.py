@@ -34,3 +34,10 @@ class StateError(PatrickStarError, RuntimeError):
 
 class EngineError(PatrickStarError, RuntimeError):
     """The engine was used in a way, or at a moment, in which it cannot give a right answer."""
+
+
+class CollectiveError(PatrickStarError, RuntimeError):
+    """A collective failed, or ranks disagree; the group of processes is of no use any more.
+
+    The message says which collective on which rank, who is gone or did not answer, and what to do.
+    """

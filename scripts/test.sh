@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv and runs the linter, the type checker and all tests. Arguments go to pytest.
+# Sets up .venv and runs the linter, the type checker and all tests. Arguments go to pytest, which then runs once.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
@@ -7,4 +7,11 @@ bash scripts/setup.sh
 .venv/bin/ruff format --check .
 .venv/bin/mypy
 export OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec .venv/bin/python -m pytest -n 2 "$@"
+if [ $# -gt 0 ]; then
+    exec .venv/bin/python -m pytest -n 2 "$@"
+fi
+status=0
+.venv/bin/python -m pytest -n 2 --ignore=tests/distributed || status=$?
+# One process, so that those that the tests talk to start once and not for every worker, and have the cores.
+.venv/bin/python -m pytest tests/distributed || status=$?
+exit "$status"

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from hf_patrickstar.errors import EngineError
-from hf_patrickstar.runtime.chunk import ManagedTensor
-from hf_patrickstar.runtime.manager import MASTER, ChunkManager
+from hf_patrickstar.runtime.chunk import GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.manager import ChunkManager
 
 
 class ChunkWeights:
@@ -19,9 +19,36 @@ class ChunkWeights:
 
     def __init__(self, manager: ChunkManager) -> None:
         self._manager = manager
+        self._collected: dict[int, torch.Tensor] | None = None
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether all processes must read together now, since each has only its part."""
+        return not self._manager.sharing.is_alone and self._collected is None
+
+    @contextlib.contextmanager
+    def collected(self, *, keep: bool) -> Iterator[None]:
+        """Collects all parameters, so that one process may read them alone inside the block.
+
+        All processes must enter it together; with one process nothing happens.
+
+        Args:
+            keep: Whether this process will read; the others keep nothing.
+        """
+        if not self.needs_all:
+            yield
+            return
+        values = ((tensor.spec.index, self.read(tensor)) for tensor in self._manager.tensors)
+        self._collected = {index: value for index, value in values if keep}
+        try:
+            yield
+        finally:
+            self._collected = None
 
     def read(self, tensor: ManagedTensor) -> torch.Tensor:
         """The value of a parameter.
+
+        With several processes all must call it, for the same parameter, unless ``collected`` has all of them here.
 
         Args:
             tensor: The parameter.
@@ -29,14 +56,19 @@ class ChunkWeights:
         Returns:
             A copy on the host, in the parameter's shape and original type: the fp32 master if there is one, so that
             nothing is lost that training in 16-bit keeps.
+
+        Raises:
+            EngineError: If the parameters were collected for another process.
+            CollectiveError: If another process does something else.
         """
+        if self._collected is not None:
+            if tensor.spec.index not in self._collected:
+                raise EngineError(f"parameter '{tensor.spec.name}' was collected for another process, not for this one")
+            return self._collected[tensor.spec.index]
         self._manager.take_over(tensor)
         if tensor.is_open:
-            source = tensor.parameter.data
-        else:
-            tensor.chunk.wait()
-            source = tensor.view(tensor.chunk.lists.get(MASTER, tensor.chunk.param))
-        return source.to(device="cpu", dtype=tensor.original_dtype, copy=True)
+            return tensor.parameter.data.to(device="cpu", dtype=tensor.original_dtype, copy=True)
+        return self._manager.read_value(tensor, tensor.original_dtype)
 
     def write(self, tensor: ManagedTensor, value: torch.Tensor) -> None:
         """Changes the value of a parameter. A gradient that it holds is kept.
@@ -68,9 +100,8 @@ class ChunkWeights:
         for tensor in opened:
             tensor.parameter.data = self.read(tensor)
             tensor.is_open = True
-            gradient = self._manager.gradient(tensor) if with_grads else None
-            if gradient is not None:
-                handed = gradient.to(device="cpu", dtype=tensor.original_dtype, copy=True)
+            if with_grads and self._manager.gradients.has(tensor):
+                handed = self._manager.read_gradient(tensor, tensor.original_dtype)
                 tensor.parameter.grad = handed
                 gradients[tensor.spec.index] = (handed, handed._version)
         try:
@@ -100,11 +131,13 @@ class ChunkWeights:
             self.write(tensor, value)
         if not with_grads or (handed is not None and gradient is handed[0] and gradient._version == handed[1]):
             return
-        home = self._manager.gradient(tensor)
+        home = self._manager.gradients.of(tensor)
         if gradient is None:
-            self._manager.forget_gradient(tensor)
+            self._manager.gradients.drop(tensor)
+        elif not tensor.is_owned:
+            tensor.gradient = GradientPlace.REMOTE
         elif home is None:
-            self._manager.store_gradient(tensor, gradient.to(tensor.chunk.param))
+            self._manager.set_gradient(tensor, gradient.to(tensor.chunk.param))
         else:
-            home.copy_(gradient)
+            home.copy_(tensor.own(gradient))
             tensor.gradient_norm = None

@@ -32,7 +32,7 @@ class PatrickStarAccelerator(Accelerator):
         **kwargs: As for ``Accelerator``.
 
     Raises:
-        ConfigError: If a setting cannot work, or several processes were started.
+        ConfigError: If a setting cannot work, or processes that were launched together would train alone.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class PatrickStarAccelerator(Accelerator):
             gradient_accumulation_steps: Micro-batches per step.
 
         Raises:
-            ConfigError: If a setting cannot work, or several processes were started.
+            ConfigError: If a setting cannot work, or processes that were launched together would train alone.
         """
         accelerator.__class__ = cls
         assert isinstance(accelerator, PatrickStarAccelerator)
@@ -79,9 +79,12 @@ class PatrickStarAccelerator(Accelerator):
                 f"Accelerate was configured to compile with {compiler.value}, which traces the engine's hooks away; "
                 "remove the dynamo backend from the accelerate config or from the arguments"
             )
-        if self.num_processes > 1:
+        launched = int(os.environ.get("WORLD_SIZE", "1"))
+        if launched > 1 and self.num_processes == 1:
             raise ConfigError(
-                f"{self.num_processes} processes were started; this version trains in one. Use --num_processes 1"
+                f"{launched} processes were launched, but Accelerate lets each of them train alone; on a machine "
+                "without accelerators pass --use_cpu (TrainingArguments) or Accelerator(cpu=True), or set "
+                "ACCELERATE_USE_CPU=true"
             )
         self.patrickstar_config = config
         self._patrickstar_precision = precision
@@ -193,6 +196,19 @@ class PatrickStarAccelerator(Accelerator):
                 "is False?); unfreeze what should be trained"
             )
         raise EngineError("the optimizer's parameters belong to no prepared model; prepare the model with it")
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
+    ) -> None:
+        """Loads what ``save_state`` saved. It is read on the host: no device has room for all of it.
+
+        Args:
+            input_dir: As for ``Accelerator.load_state``.
+            load_kwargs: As for ``Accelerator.load_state``.
+            **load_model_func_kwargs: As for ``Accelerator.load_state``.
+        """
+        load_model_func_kwargs.setdefault("map_location", "cpu")
+        super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
 
     # Gradients
 

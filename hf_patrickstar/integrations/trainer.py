@@ -1,9 +1,13 @@
 """``PatrickStarTrainer``, and the mixin that gives any other Trainer the same."""
 
+import contextlib
 import logging
+import os
 from typing import Any
 
+import torch
 from transformers import Trainer
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.engine import PatrickStarEngine
@@ -23,6 +27,10 @@ _PER_STEP = (
     "chunk_moves",
     "moved_home_to_device_nbytes",
     "moved_home_to_host_nbytes",
+    "all_gathers",
+    "reduce_scatters",
+    "sent_nbytes",
+    "messages",
 )
 _AS_THEY_ARE = (
     "device_step_peak_nbytes",
@@ -56,12 +64,14 @@ class PatrickStarTrainerMixin:
     args: Any
     model: Any
     accelerator: Any
+    optimizer: Any
+    lr_scheduler: Any
 
     def create_accelerator_and_postprocess(self) -> None:
         """Makes the accelerator as the Trainer does; with ``patrickstar`` it becomes a ``PatrickStarAccelerator``.
 
         Raises:
-            ConfigError: If a setting or the model cannot work, or several processes were started.
+            ConfigError: If a setting or the model cannot work, or processes launched together would train alone.
         """
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         if not getattr(self.args, "patrickstar", False):
@@ -126,6 +136,39 @@ class PatrickStarTrainerMixin:
         run = super().training_step  # type: ignore[misc]
         engine = self.patrickstar_engine
         return run(*args, **kwargs) if engine is None else engine.attempt(lambda: run(*args, **kwargs))
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """Saves the model as the Trainer does; with several processes all of them must call it.
+
+        Args:
+            *args: As for ``Trainer.save_model``.
+            **kwargs: As for ``Trainer.save_model``.
+        """
+        engine = self.patrickstar_engine
+        with contextlib.nullcontext() if engine is None else engine.weights.collected(keep=self.args.should_save):
+            super().save_model(*args, **kwargs)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """One process writes the optimizer's state, of which each has its part."""
+        engine = self.patrickstar_engine
+        optimizer = None if engine is None else engine.optimizer
+        with contextlib.nullcontext() if optimizer is None else optimizer.collected(keep=self.args.should_save):
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """With several processes all map the one file; the Trainer would load all of it to every device."""
+        engine = self.patrickstar_engine
+        names = [os.path.join(checkpoint or "", name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME)]
+        if (
+            checkpoint is None
+            or engine is None
+            or engine.collectives.world_size == 1
+            or not all(map(os.path.isfile, names))
+        ):
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        for item, name in zip((self.optimizer, self.lr_scheduler), names, strict=True):
+            item.load_state_dict(torch.load(name, map_location="cpu", mmap=True, weights_only=True))
 
     def patrickstar_stats(self) -> dict[str, Any]:
         """Bytes and events of the engine so far.

@@ -1,4 +1,23 @@
-"""From specs to chunks: which chunk and which offset each tensor has. The same in every chunk list."""
+"""From specs to chunks: which chunk and which offset each tensor has. The same in every chunk list.
+
+[Note: communication groups]
+With p processes an entry of the chunk list is a communication group (PatrickStar section 7): p consecutive chunks of
+equal size, gathered into one contiguous buffer and reduced together. Rank r owns the r-th of them: it alone has their
+masters and optimizer states, so a tensor lies as a whole in one of the p chunks, here called bins. Padding is gathered,
+too, which is why groups are made from neighbours in the model, but hardly any are left open:
+
+- The current group of a kind (trainable or frozen) takes a tensor into its first bin with room.
+- A tensor larger than the bins makes the bins of the current group as large as itself. Where the group is too full for
+  that, and where no bin has room, the next group begins. What follows fills the bins beside a large tensor.
+- The last group, one that a large tensor closed, and one before a group that was filled backwards are cut: to the
+  smallest bins in which their tensors have room, spread anew, largest first.
+- A large tensor at the end of the model, such as an output embedding, has nothing after it, and its group cannot be
+  cut below it; it is filled with the tensors before it, where that takes fewer elements in all.
+
+All that is for optimizers that need whole tensors; nothing helps a model then that is smaller than p times its largest
+one. For element-wise optimizers a tensor larger than a chunk is alone in a group and spread over its chunks, cut at
+multiples of the alignment, and the device needs no more room for it than for itself.
+"""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -9,6 +28,9 @@ from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec
 ALIGNMENT_NUMEL = 64
 """Offsets are multiples of this many elements: 128 bytes in 16-bit, 256 in fp32."""
 
+_CUT_STEPS = 256
+"""Bins are cut to within about this part of their size."""
+
 
 def align(numel: int) -> int:
     """The smallest multiple of the alignment that holds ``numel`` elements."""
@@ -17,7 +39,13 @@ def align(numel: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one tensor lives: in one chunk, as a whole."""
+    """Where one tensor lives: in one chunk, as a whole.
+
+    Attributes:
+        tensor_index: Its place in model order.
+        chunk_index: The entry of the chunk list that it is in.
+        offset_numel: Elements before it in the whole buffer of that entry, over all ranks.
+    """
 
     tensor_index: int
     chunk_index: int
@@ -28,13 +56,17 @@ class Placement:
 class ChunkSpec:
     """A contiguous buffer of one dtype, as numbers.
 
+    With several processes it is a communication group, see [Note: communication groups]: ``world_size`` chunks of equal
+    size in a row, each of one rank. No tensor crosses from one into the next, unless it is alone and spread over all.
+
     Attributes:
         index: Its place in the chunk list.
-        capacity_numel: Elements that it is allocated with.
+        capacity_numel: Elements of the whole buffer, that of all ranks.
         used_numel: Elements of tensors in it.
         tensor_indices: The tensors in it, in offset order.
         trainable: Whether its tensors have masters and optimizer states. A chunk never mixes both kinds.
         on_host: Whether it holds an embedding alone that may be looked up on the host, and then never moves.
+        world_size: Processes that share it.
     """
 
     index: int
@@ -43,6 +75,12 @@ class ChunkSpec:
     tensor_indices: tuple[int, ...]
     trainable: bool
     on_host: bool = False
+    world_size: int = 1
+
+    @property
+    def chunk_numel(self) -> int:
+        """Elements of one of its chunks: what one rank owns."""
+        return self.capacity_numel // self.world_size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,7 +91,8 @@ class Layout:
         tensors: All tensor specs, in model order.
         chunks: All chunks, ordered by their first tensor.
         placements: One per tensor, in the order of ``tensors``.
-        chunk_numel: Elements of a standard chunk (a tensor larger than it has a chunk of its own).
+        chunk_numel: Elements of a standard chunk (a tensor larger than it has a chunk of its own, or a group of larger
+            chunks where there are several processes).
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -66,6 +105,16 @@ class Layout:
         """Elements of tensors over elements allocated, between 0 and 1."""
         capacity = sum(chunk.capacity_numel for chunk in self.chunks)
         return sum(chunk.used_numel for chunk in self.chunks) / capacity if capacity else 1.0
+
+    @property
+    def gradients_numel(self) -> int:
+        """Elements of gradients that wait on the device for the rest of their group.
+
+        None with one process, where each goes home at once; else those of two groups, since backward begins with the
+        one while the last of the other are still to come.
+        """
+        sizes = sorted(chunk.capacity_numel for chunk in self.chunks if chunk.trainable and chunk.world_size > 1)
+        return sum(sizes[-2:])
 
     def working_set_numel(self, modules: Iterable[ModuleSpec]) -> tuple[int, ModuleSpec | None]:
         """Elements of the chunks that the most demanding module needs on the device at once, and that module."""
@@ -93,24 +142,8 @@ class _OpenChunk:
         self.end_numel += align(spec.numel)
 
 
-def pack(tensors: Sequence[TensorSpec], chunk_numel: int, on_host: frozenset[int] = frozenset()) -> Layout:
-    """Packs tensors into chunks, in model order (PatrickStar section 6.1).
-
-    Trainable and frozen tensors go to different chunks, since only the former have masters and optimizer states. A
-    tensor larger than a chunk, and a tensor computed on the host, gets a chunk of its own size. The last chunk of
-    each kind is cut to what it holds.
-
-    Args:
-        tensors: The specs in model order.
-        chunk_numel: Elements per chunk; rounded up to the alignment.
-        on_host: Indices of embeddings that may be looked up on the host; each has a chunk of its own.
-
-    Raises:
-        ConfigError: If ``chunk_numel`` is not positive.
-    """
-    if chunk_numel < 1:
-        raise ConfigError(f"chunk_numel: expected a positive number of elements, got {chunk_numel}")
-    chunk_numel = align(chunk_numel)
+def _fill_chunks(tensors: Sequence[TensorSpec], chunk_numel: int, on_host: frozenset[int]) -> list[_OpenChunk]:
+    """Chunks for one process, ordered by their first tensor."""
     closed: list[_OpenChunk] = []
     current: dict[bool, _OpenChunk] = {}
     for spec in tensors:
@@ -127,13 +160,158 @@ def pack(tensors: Sequence[TensorSpec], chunk_numel: int, on_host: frozenset[int
         chunk.add(spec)
     for chunk in current.values():
         chunk.capacity_numel = max(chunk.end_numel, ALIGNMENT_NUMEL)
+    return closed
+
+
+def _room(spec: TensorSpec) -> int:
+    """Elements that a tensor takes of a bin: never none, so that each has an offset that only one rank owns."""
+    return max(align(spec.numel), ALIGNMENT_NUMEL)
+
+
+@dataclasses.dataclass(slots=True)
+class _OpenGroup:
+    """A communication group that is being filled: bins of one size, one per rank."""
+
+    bin_numel: int
+    bins: list[list[TensorSpec]]
+    ends: list[int]
+
+    @classmethod
+    def of(cls, num_bins: int, bin_numel: int) -> "_OpenGroup":
+        return cls(bin_numel, [[] for _ in range(num_bins)], [0] * num_bins)
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        return sorted((spec for own in self.bins for spec in own), key=lambda spec: spec.index)
+
+    def add(self, spec: TensorSpec) -> bool:
+        """Puts a tensor into the first bin that has room for it, if one has."""
+        room = _room(spec)
+        for place, end in enumerate(self.ends):
+            if end + room <= self.bin_numel:
+                self.bins[place].append(spec)
+                self.ends[place] = end + room
+                return True
+        return False
+
+    def refilled(self, specs: Iterable[TensorSpec], bin_numel: int) -> "_OpenGroup | None":
+        """A group with bins of another size that holds these tensors, in the order given, if they have room there."""
+        group = _OpenGroup.of(len(self.bins), bin_numel)
+        return group if all(group.add(spec) for spec in specs) else None
+
+    def cut(self) -> "_OpenGroup":
+        """The same tensors in the smallest bins, largest tensor first; itself where none smaller has room."""
+        specs = sorted(self.specs, key=_room, reverse=True)
+        least = max(align(-(-sum(self.ends) // len(self.bins))), _room(specs[0]))
+        for bin_numel in range(least, self.bin_numel, align(-(-least // _CUT_STEPS))):
+            group = self.refilled(specs, bin_numel)
+            if group is not None:
+                return group
+        return self
+
+    def as_chunk(self, trainable: bool) -> _OpenChunk:
+        """All bins in a row; the tensors of each in model order."""
+        chunk = _OpenChunk(self.bin_numel * len(self.bins), trainable)
+        for place, own in enumerate(self.bins):
+            chunk.end_numel = place * self.bin_numel
+            for spec in sorted(own, key=lambda spec: spec.index):
+                chunk.tensors.append((spec.index, chunk.end_numel))
+                chunk.end_numel += _room(spec)
+        return chunk
+
+
+def _fill_groups(specs: Sequence[TensorSpec], chunk_numel: int, world_size: int) -> list[_OpenGroup]:
+    """Groups of tensors of one kind, in model order; the last is not cut yet."""
+    groups: list[_OpenGroup] = []
+    for spec in specs:
+        if groups and groups[-1].add(spec):
+            continue
+        room = _room(spec)
+        if groups and room > groups[-1].bin_numel:
+            grown = groups[-1].refilled([*groups[-1].specs, spec], room)
+            groups[-1] = grown or groups[-1].cut()
+            if grown is not None:
+                continue
+        groups.append(_OpenGroup.of(world_size, max(chunk_numel, room)))
+        groups[-1].add(spec)
+    return groups
+
+
+def _close_last(groups: list[_OpenGroup], specs: Sequence[TensorSpec], chunk_numel: int) -> list[_OpenGroup]:
+    """Cuts the last group; fills it from the tensors before it where that takes fewer elements in all."""
+    cut = groups[-1].cut()
+    plain = [*groups[:-1], cut]
+    last = dataclasses.replace(cut, bins=[list(own) for own in cut.bins], ends=list(cut.ends))
+    num_before = len(specs) - len(last.specs)
+    while num_before and last.add(specs[num_before - 1]):
+        num_before -= 1
+    if last.ends == cut.ends:
+        return plain
+    before = _fill_groups(specs[:num_before], chunk_numel, len(last.bins))
+    backwards = [*before[:-1], *(group.cut() for group in before[-1:]), last]
+    return min(plain, backwards, key=lambda made: sum(group.bin_numel for group in made))
+
+
+def _pack_groups(tensors: Sequence[TensorSpec], chunk_numel: int, world_size: int, splits: bool) -> list[_OpenChunk]:
+    """See [Note: communication groups]."""
+    chunks = []
+    spread = {spec.index for spec in tensors if splits and spec.numel > chunk_numel}
+    for spec in tensors:
+        if spec.index in spread:
+            group = _OpenChunk(world_size * align(-(-spec.numel // world_size)), spec.trainable)
+            group.add(spec)
+            chunks.append(group)
+    for trainable in (True, False):
+        specs = [spec for spec in tensors if spec.trainable == trainable and spec.index not in spread]
+        groups = _fill_groups(specs, chunk_numel, world_size)
+        closed = _close_last(groups, specs, chunk_numel) if groups else []
+        chunks += [group.as_chunk(trainable) for group in closed]
+    return sorted(chunks, key=lambda chunk: min(index for index, _ in chunk.tensors))
+
+
+def pack(
+    tensors: Sequence[TensorSpec],
+    chunk_numel: int,
+    on_host: frozenset[int] = frozenset(),
+    world_size: int = 1,
+    splits: bool = False,
+) -> Layout:
+    """Packs tensors into chunks, in model order (PatrickStar section 6.1).
+
+    Trainable and frozen tensors go to different chunks, since only the former have masters and optimizer states. A
+    tensor larger than a chunk, and a tensor computed on the host, gets a chunk of its own size. The last chunk of
+    each kind is cut to what it holds. For several processes see [Note: communication groups].
+
+    Args:
+        tensors: The specs in model order.
+        chunk_numel: Elements per chunk, of which a group has ``world_size``; rounded up to the alignment.
+        on_host: Indices of embeddings that may be looked up on the host; each has a chunk of its own.
+        world_size: Processes that share the model data.
+        splits: Whether a tensor may be spread over the chunks of a group of its own: the optimizer updates elements
+            without looking at the rest of their tensor.
+
+    Raises:
+        ConfigError: If ``chunk_numel`` or ``world_size`` is not positive, or if there are both several processes and
+            tensors on the host.
+    """
+    if chunk_numel < 1:
+        raise ConfigError(f"chunk_numel: expected a positive number of elements, got {chunk_numel}")
+    if world_size < 1:
+        raise ConfigError(f"world_size: expected a positive number of processes, got {world_size}")
+    if world_size > 1 and on_host:
+        raise ConfigError(f"cpu_embedding: not supported with {world_size} processes; set it to false")
+    chunk_numel = align(chunk_numel)
+    if world_size == 1:
+        filled = _fill_chunks(tensors, chunk_numel, on_host)
+    else:
+        filled = _pack_groups(tensors, chunk_numel, world_size, splits)
     placements: list[Placement | None] = [None] * len(tensors)
     chunks = []
-    for index, chunk in enumerate(closed):
+    for index, chunk in enumerate(filled):
         for tensor_index, offset in chunk.tensors:
             placements[tensor_index] = Placement(tensor_index, index, offset)
         used = sum(tensors[tensor_index].numel for tensor_index, _ in chunk.tensors)
         indices = tuple(tensor_index for tensor_index, _ in chunk.tensors)
         capacity = max(chunk.capacity_numel, ALIGNMENT_NUMEL)
-        chunks.append(ChunkSpec(index, capacity, used, indices, chunk.trainable, chunk.on_host))
+        chunks.append(ChunkSpec(index, capacity, used, indices, chunk.trainable, chunk.on_host, world_size))
     return Layout(tuple(tensors), tuple(chunks), tuple(p for p in placements if p is not None), chunk_numel)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hf_patrickstar.errors import BudgetError, ConfigError
 from hf_patrickstar.layout.packing import ALIGNMENT_NUMEL, Layout, align, pack
@@ -15,6 +15,9 @@ _MAX_PLACED_TENSORS = 300_000
 _BUDGET_SHARE = 8
 _MODEL_SHARE = 16
 _TOLERANCE = 0.005
+_SPREAD_TOLERANCE = 0.03
+"""Spreading large tensors wastes least in the smallest groups, of one tensor each: fewer are worth some padding."""
+_ENOUGH_USED = 0.95
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,14 +31,22 @@ class ChunkSizeChoice:
     def describe(self) -> str:
         """One line for the log."""
         layout = self.layout
+        world_size = layout.chunks[0].world_size if layout.chunks else 1
+        count = f"{len(layout.chunks)} chunks" if world_size == 1 else f"{len(layout.chunks)} groups of {world_size}"
         return (
-            f"chunk_numel={layout.chunk_numel} ({len(layout.chunks)} chunks, {layout.utilisation:.1%} used, "
+            f"chunk_numel={layout.chunk_numel} ({count}, {layout.utilisation:.1%} used, "
             f"best of {self.num_candidates} sizes)"
         )
 
 
 def check_fits(
-    layout: Layout, modules: Sequence[ModuleSpec], itemsize: int, device_nbytes: int | None, usable: float = 1.0
+    layout: Layout,
+    modules: Sequence[ModuleSpec],
+    itemsize: int,
+    device_nbytes: int | None,
+    usable: float = 1.0,
+    world_size: int = 1,
+    staging_nbytes: Callable[[int], int] = lambda chunk_numel: 0,
 ) -> int:
     """Checks that the device can hold the largest working set of a layout.
 
@@ -45,21 +56,26 @@ def check_fits(
         itemsize: Bytes per element of the ``param`` list.
         device_nbytes: Bytes that chunks may take on the device, or ``None`` if there is no limit.
         usable: Part of the device's budget that these bytes are; what the error advises is the whole budget.
+        world_size: Processes that share the chunks of the layout, for the error.
+        staging_nbytes: Scratch space for reducing groups with chunks of so many elements.
 
     Returns:
-        The bytes of the largest working set.
+        The bytes of the largest working set, and of the gradients beside it.
 
     Raises:
         BudgetError: If it does not fit: which module, how many bytes, what to change.
     """
     numel, module = layout.working_set_numel(modules)
-    need = numel * itemsize
+    gradients = _gradient_nbytes(layout, itemsize, staging_nbytes)
+    need = numel * itemsize + gradients
     if device_nbytes is not None and need > device_nbytes and module is not None:
+        what = "chunks" if world_size == 1 else f"groups of {world_size} chunks"
+        beside = f" beside {format_need(gradients)} of gradients" if gradients else ""
         own = sum(layout.tensors[index].numel for index in module.tensor_indices) * itemsize
         raise BudgetError(
-            f"device_budget is too small for module '{module.name}' ({module.class_name}): its chunks need "
-            f"{format_need(need)} on the compute device at once, {format_need(device_nbytes)} are available for "
-            f"chunks. Its parameters alone are {format_need(own)}. Raise device_budget to at least "
+            f"device_budget is too small for module '{module.name}' ({module.class_name}): its {what} need "
+            f"{format_need(need - gradients)} on the compute device at once{beside}, {format_need(device_nbytes)} are "
+            f"available for chunks. Its parameters alone are {format_need(own)}. Raise device_budget to at least "
             f"{math.ceil(need / usable)} bytes, or "
             f"lower chunk_numel (now {layout.chunk_numel}; 'auto' searches for one that fits)."
         )
@@ -74,6 +90,9 @@ def fixed_layout(
     device_nbytes: int | None,
     on_host: frozenset[int] = frozenset(),
     usable: float = 1.0,
+    world_size: int = 1,
+    staging_nbytes: Callable[[int], int] = lambda chunk_numel: 0,
+    splits: bool = False,
 ) -> ChunkSizeChoice:
     """The layout for a chunk size that the user chose.
 
@@ -86,8 +105,9 @@ def fixed_layout(
             f"chunk_numel={chunk_numel} is smaller than the alignment of {ALIGNMENT_NUMEL} elements; "
             "use 'auto' or a larger number"
         )
-    layout = pack(tensors, chunk_numel, on_host)
-    return ChunkSizeChoice(layout, 1, check_fits(layout, modules, itemsize, device_nbytes, usable))
+    layout = pack(tensors, chunk_numel, on_host, world_size, splits)
+    need = check_fits(layout, modules, itemsize, device_nbytes, usable, world_size, staging_nbytes)
+    return ChunkSizeChoice(layout, 1, need)
 
 
 def search_layout(
@@ -97,13 +117,18 @@ def search_layout(
     device_nbytes: int | None,
     on_host: frozenset[int] = frozenset(),
     usable: float = 1.0,
+    world_size: int = 1,
+    staging_nbytes: Callable[[int], int] = lambda chunk_numel: 0,
+    splits: bool = False,
 ) -> ChunkSizeChoice:
     """Finds a chunk size.
 
-    Candidates are the whole model divided by 1, 2, 3, ... Only sizes whose largest working set fits the device are
-    considered. Among them, chunks of at most an eighth of the budget and a sixteenth of the model are preferred, so
-    that there are several to choose from whatever activations leave of the budget; then the best utilisation; then,
-    within half a percent of it, the largest, since larger copies use the bus better.
+    Candidates are the whole model divided by 1, 2, 3, ..., and among the processes, and the sizes of single tensors.
+    Only sizes whose largest working set fits the device are considered. Among them, chunks of at most an eighth of the
+    budget and a sixteenth of the model are preferred, so that there are several to choose from whatever activations
+    leave of the budget; then the best utilisation; then, within half a percent of it, the largest, since larger copies
+    use the bus better. Of communication groups the whole counts, and where none so small is used to 95 %, as small
+    ones as are; where large tensors are spread, three percent are given for fewer groups.
 
     Args:
         tensors: The specs in model order.
@@ -112,30 +137,49 @@ def search_layout(
         device_nbytes: Bytes that chunks may take on the device, or ``None`` if there is no limit.
         on_host: Indices of tensors that are computed on the host.
         usable: Part of the device's budget that ``device_nbytes`` is, for the error.
+        world_size: Processes that share the model data; sizes are of one chunk of a group.
+        staging_nbytes: As for ``check_fits``.
+        splits: As for ``pack``.
 
     Raises:
         BudgetError: If no size fits the device.
     """
     total = sum(align(spec.numel) for spec in tensors if spec.index not in on_host)
     # Packing costs time in proportion to tensors x candidates: fewer candidates for models of very many tensors.
-    num_candidates = min(_MAX_CANDIDATES, max(32, _MAX_PLACED_TENSORS // max(len(tensors), 1)))
-    sizes = {align(max(1, -(-total // parts))) for parts in range(1, num_candidates + 1)}
+    num_candidates = min(_MAX_CANDIDATES, max(32, _MAX_PLACED_TENSORS // max(len(tensors) * world_size, 1)))
+    sizes = {align(max(1, -(-total // (parts * world_size)))) for parts in range(1, num_candidates + 1)}
     sizes |= {align(spec.numel) for spec in tensors if spec.numel}
     layouts = []
     for size in sorted(size for size in sizes if size <= max(_MAX_CHUNK_NUMEL, min(sizes))):
-        layout = pack(tensors, size, on_host)
+        layout = pack(tensors, size, on_host, world_size, splits)
         numel, _ = layout.working_set_numel(modules)
-        layouts.append((layout, numel * itemsize))
+        layouts.append((layout, numel * itemsize + _gradient_nbytes(layout, itemsize, staging_nbytes)))
     fitting = [item for item in layouts if device_nbytes is None or item[1] <= device_nbytes]
     if not fitting:
         smallest = min(layouts, key=lambda item: item[1])[0]
-        check_fits(smallest, modules, itemsize, device_nbytes, usable)
+        check_fits(smallest, modules, itemsize, device_nbytes, usable, world_size, staging_nbytes)
     if device_nbytes is not None:
         share = min(device_nbytes // _BUDGET_SHARE, max(total // _MODEL_SHARE, ALIGNMENT_NUMEL) * itemsize)
-        several = [item for item in fitting if item[0].chunk_numel * itemsize <= share]
+        if world_size > 1:
+            share = max(share, _least_group_nbytes([layout for layout, _ in fitting], itemsize, world_size))
+        several = [item for item in fitting if item[0].chunk_numel * world_size * itemsize <= share]
         fitting = several or [min(fitting, key=lambda item: (item[1], item[0].chunk_numel))]
     best = max(item[0].utilisation for item in fitting)
+    enough = best - (_SPREAD_TOLERANCE if splits else _TOLERANCE)
     layout, need = max(
-        (item for item in fitting if item[0].utilisation >= best - _TOLERANCE), key=lambda item: item[0].chunk_numel
+        (item for item in fitting if item[0].utilisation >= enough), key=lambda item: item[0].chunk_numel
     )
     return ChunkSizeChoice(layout, len(layouts), need)
+
+
+def _gradient_nbytes(layout: Layout, itemsize: int, staging_nbytes: Callable[[int], int]) -> int:
+    """Bytes of gradients that are on the device until their group is reduced, and of the space to reduce them in."""
+    largest = max((chunk.chunk_numel for chunk in layout.chunks if chunk.trainable), default=0)
+    return layout.gradients_numel * itemsize + staging_nbytes(largest)
+
+
+def _least_group_nbytes(layouts: Sequence[Layout], itemsize: int, world_size: int) -> int:
+    """Bytes of the smallest groups that are used well enough; small bins waste more than small chunks do."""
+    enough = min(_ENOUGH_USED, max(layout.utilisation for layout in layouts) - _TOLERANCE)
+    well_used = [layout.chunk_numel for layout in layouts if layout.utilisation >= enough]
+    return min(well_used) * world_size * itemsize

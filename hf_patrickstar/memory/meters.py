@@ -4,7 +4,6 @@ On CUDA the allocator knows; NVML adds what it does not see. On the budgeted CPU
 every live storage that an operator makes while it is on.
 """
 
-import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -14,8 +13,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from hf_patrickstar.units import MIB
-
-logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 1.0
 
@@ -267,25 +264,36 @@ class StorageMeter:
             self._is_on = True
 
     def _note(self, tensor: torch.Tensor) -> None:
-        try:
-            storage = tensor.untyped_storage()
-        except NotImplementedError:  # sparse and other layouts without one storage
-            return
-        key = storage._cdata
-        if key in self._live or self._owns(key):
-            return
-        nbytes = storage.nbytes()
-        live = self._live
+        for owner, key, nbytes in _storages(tensor):
+            if nbytes and key not in self._live and not self._owns(key):
+                self._live[key] = (weakref.ref(owner, self._when_freed(key, nbytes)), nbytes)
+                self._total += nbytes
 
-        this = weakref.ref(self)
+    def _when_freed(self, key: int, nbytes: int) -> Callable[[Any], None]:
+        live, this = self._live, weakref.ref(self)
 
         def forget(_: Any) -> None:
             meter = this()
             if meter is not None and live.pop(key, None) is not None:
                 meter._total -= nbytes
 
-        live[key] = (weakref.ref(storage, forget), nbytes)
-        self._total += nbytes
+        return forget
+
+
+def _storages(tensor: torch.Tensor) -> list[tuple[Any, int, int]]:
+    """What holds the bytes of a tensor: an object that lives as long as they do, a key, and how many they are."""
+    if tensor.layout is torch.sparse_coo:
+        return [found for part in (tensor._indices(), tensor._values()) for found in _storages(part)]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+        return [found for part in parts for found in _storages(part)]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+        return [found for part in parts for found in _storages(part)]
+    if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return [(tensor, id(tensor), tensor.numel() * tensor.element_size())]  # opaque: it has no storage to look at
+    storage = tensor.untyped_storage()
+    return [(storage, storage._cdata, storage.nbytes())]
 
 
 class _StorageMode(TorchDispatchMode):

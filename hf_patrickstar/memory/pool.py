@@ -42,6 +42,11 @@ class PayloadPool:
         self._taken: dict[int, int] = {}  # address of a buffer's storage -> bytes that it takes
         self._is_allocating = False
 
+    @property
+    def pins_memory(self) -> bool:
+        """Whether buffers asked for as ``pinned`` are page-locked; not any more once the system has refused."""
+        return self._pin_memory
+
     def owns(self, storage_key: int) -> bool:
         """Whether the storage object at this address belongs to a buffer of the pool, or to one that is being made."""
         return self._is_allocating or storage_key in self._taken
@@ -163,7 +168,8 @@ class PayloadPool:
     def _make(self, nbytes: int, make: Callable[..., torch.Tensor], numel: int, **kwargs: Any) -> torch.Tensor:
         self._is_allocating = True
         try:
-            buffer = make(numel, **kwargs)
+            with torch.inference_mode(False):  # a buffer made in inference mode could never be trained with
+                buffer = make(numel, **kwargs)
             self._taken[buffer.untyped_storage()._cdata] = nbytes
         finally:
             self._is_allocating = False

@@ -54,13 +54,16 @@ def _inactive_file_nbytes(stat_file: pathlib.Path) -> int:
     return 0
 
 
-def resolve_budgets(device: torch.device, device_budget: int | str, host_budget: int | str) -> dict[Tier, int]:
+def resolve_budgets(
+    device: torch.device, device_budget: int | str, host_budget: int | str, local_world_size: int = 1
+) -> dict[Tier, int]:
     """Turns ``"auto"`` into bytes.
 
     Args:
         device: The compute device.
         device_budget: Bytes or ``"auto"``.
         host_budget: Bytes or ``"auto"``.
+        local_world_size: Processes on this machine, which share its memory; ``"auto"`` is the part of one.
 
     Returns:
         The budget of each tier, in bytes.
@@ -68,9 +71,10 @@ def resolve_budgets(device: torch.device, device_budget: int | str, host_budget:
     Raises:
         ConfigError: If the device budget is larger than the device.
     """
-    host = int(available_host_nbytes() * _HOST_SHARE) if host_budget == "auto" else int(host_budget)
+    share = int(available_host_nbytes() * _HOST_SHARE / local_world_size)
+    host = share if host_budget == "auto" else int(host_budget)
     if device.type == "cpu":
-        compute = int(available_host_nbytes() * _HOST_SHARE) if device_budget == "auto" else int(device_budget)
+        compute = share if device_budget == "auto" else int(device_budget)
         return {Tier.DEVICE: compute, Tier.HOST: host}
     free, total = torch.cuda.mem_get_info(device)
     if device_budget == "auto":

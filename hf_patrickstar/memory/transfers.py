@@ -2,7 +2,8 @@
 
 import collections
 import concurrent.futures
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy
@@ -154,6 +155,31 @@ class Transfers:
         ticket = StreamTicket(self._copy_on_stream(source, target), self._device)
         ticket.join()
         return ticket
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """What is launched inside comes after all copies so far, and beside what the compute stream does next."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def to_slice(self, source: torch.Tensor, target: torch.Tensor) -> Ticket | None:
+        """Copies home -> device for what is launched ``beside`` afterwards.
+
+        Args:
+            source: A tensor at home, on either tier.
+            target: A device tensor of the same shape.
+
+        Returns:
+            As for ``to_device``.
+        """
+        if self._stream is None:
+            target.copy_(source)
+            return None
+        return StreamTicket(self._copy_on_stream(source, target), self._device)
 
     def to_host(self, source: torch.Tensor, target: torch.Tensor) -> Ticket | None:
         """Copies device -> host.

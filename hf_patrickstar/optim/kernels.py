@@ -18,8 +18,7 @@ from hf_patrickstar.errors import BudgetError, ConfigError
 from hf_patrickstar.layout.packing import ALIGNMENT_NUMEL
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.chunk import Chunk, GradientPlace, ManagedTensor
-from hf_patrickstar.runtime.manager import GRADIENT, MASTER
+from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor
 
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
@@ -38,6 +37,11 @@ class Kernel(Protocol):
     @property
     def follows_homes(self) -> bool:
         """Whether a chunk may move its home between two steps."""
+        ...
+
+    @property
+    def splits_tensors(self) -> bool:
+        """Whether it can update a part of a tensor without the rest."""
         ...
 
     def workspace_numel(self, capacity_numel: int) -> int:
@@ -122,6 +126,7 @@ class AdamKernel:
 
     list_names = (MASTER, EXP_AVG, EXP_AVG_SQ)
     follows_homes = True
+    splits_tensors = True
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, pool: PayloadPool, tile_numel: int, prefer_fused: bool
@@ -162,7 +167,7 @@ class AdamKernel:
                 gradient.mul_(coefficient)
             self._adam(master[part], gradient, chunk.lists[EXP_AVG][part], chunk.lists[EXP_AVG_SQ][part], segment)
             param[part].copy_(master[part])
-        for tensor in chunk.tensors:
+        for tensor in chunk.owned:
             if tensor.gradient is not GradientPlace.NONE and tensor.spec.index in groups:
                 self._steps[tensor.spec.index] = self._steps.get(tensor.spec.index, 0) + 1
 
@@ -187,18 +192,18 @@ class AdamKernel:
             tensor.view(lists[EXP_AVG_SQ]).zero_()
             return
         self._steps[tensor.spec.index] = int(state["step"])
-        tensor.view(lists[EXP_AVG]).copy_(state["exp_avg"])
-        tensor.view(lists[EXP_AVG_SQ]).copy_(state["exp_avg_sq"])
+        tensor.view(lists[EXP_AVG]).copy_(tensor.own(state["exp_avg"]))
+        tensor.view(lists[EXP_AVG_SQ]).copy_(tensor.own(state["exp_avg_sq"]))
 
     def _tiles(self, chunk: Chunk, groups: Mapping[int, int]) -> Iterator[_Segment]:
         """Ranges to update, joined and cut as [Note: same bits as torch] allows."""
         joined: list[_Segment] = []
-        for tensor in chunk.tensors:
+        for tensor in chunk.owned:
             group = groups.get(tensor.spec.index)
-            if group is None or tensor.gradient is GradientPlace.NONE or not tensor.spec.numel:
+            if group is None or tensor.gradient is GradientPlace.NONE or not tensor.own_numel:
                 continue
             step = self._steps.get(tensor.spec.index, 0)
-            start = tensor.offset_numel
+            start = tensor.home_offset_numel
             last = joined[-1] if joined else None
             if (
                 last is not None
@@ -206,9 +211,9 @@ class AdamKernel:
                 and last.stop % ALIGNMENT_NUMEL == 0
                 and (last.group, last.step, last.place) == (group, step, tensor.gradient)
             ):
-                last.stop = start + tensor.spec.numel
+                last.stop = start + tensor.own_numel
             else:
-                joined.append(_Segment(start, start + tensor.spec.numel, group, step, tensor.gradient))
+                joined.append(_Segment(start, start + tensor.own_numel, group, step, tensor.gradient))
         for segment in joined:
             # Tiles are for the caches of CPUs; a GPU only pays for launching them.
             on_host = chunk.param.device.type == "cpu"
@@ -277,6 +282,7 @@ class PerChunkKernel:
 
     list_names = (MASTER,)
     follows_homes = False  # the optimizer keeps tensors of its own where the masters were
+    splits_tensors = False  # it may look at rows and columns, or at norms
 
     def __init__(self, optimizer: torch.optim.Optimizer, pool: PayloadPool) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -313,7 +319,7 @@ class PerChunkKernel:
 
     def update(self, chunk: Chunk, groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
         """Updates one chunk; see ``Kernel.update``."""
-        work = [t for t in chunk.tensors if t.spec.index in groups and t.gradient is not GradientPlace.NONE]
+        work = [t for t in chunk.owned if t.spec.index in groups and t.gradient is not GradientPlace.NONE]
         if not work:
             return
         param_groups = self._optimizer.param_groups
@@ -403,7 +409,7 @@ def _reserve(
 ) -> None:
     """Scratch space on every tier where a trainable chunk is at home, and on some others."""
     trainable = [chunk for chunk in chunks if chunk.spec.trainable]
-    largest = max((chunk.spec.capacity_numel for chunk in trainable), default=0)
+    largest = max((chunk.spec.chunk_numel for chunk in trainable), default=0)
     for tier in {chunk.home for chunk in trainable} | set(also):
         if tier not in scratch:
             scratch[tier] = pool.allocate(tier, kernel.workspace_numel(largest), torch.float32, WORKSPACE)

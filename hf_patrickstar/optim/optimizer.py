@@ -1,6 +1,7 @@
 """The optimizer that users, schedulers and Accelerate see: torch's interface over chunks."""
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -8,8 +9,9 @@ import torch
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.events import Listener, StepFinished
 from hf_patrickstar.optim.kernels import Kernel, place_state
-from hf_patrickstar.runtime.chunk import GradientPlace, ManagedTensor
-from hf_patrickstar.runtime.manager import MASTER, ChunkManager, gradient_norm
+from hf_patrickstar.runtime.chunk import MASTER, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.gradients import gradient_norm
+from hf_patrickstar.runtime.manager import ChunkManager
 
 
 class ChunkedOptimizer(torch.optim.Optimizer):
@@ -36,6 +38,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._coefficient: torch.Tensor | None = None
         self._inverse_scale: torch.Tensor | None = None
         self._num_steps = 0
+        self._collected: dict[int, dict[str, Any]] | None = None
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))
         self.param_groups = optimizer.param_groups
         self._groups = self._index_groups()
@@ -82,16 +85,16 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         for chunk in self._manager.chunks:
             if not chunk.spec.trainable:
                 continue
-            self._manager.residency.visit_for_update(chunk)
+            self._manager.steps.visit_for_update(chunk)
             for tensor in chunk.tensors:
-                self._manager.gradient(tensor)
+                self._manager.gradients.of(tensor)
             place = chunk.param.device
             if coefficient is not None and place not in on_device:
                 on_device[place] = coefficient.to(place)
             self._kernel.update(chunk, self._groups, on_device.get(place))
             self._restore_left_alone(chunk.tensors)
             self._manager.finish_update(chunk)
-        self._manager.residency.finish_update()
+        self._manager.steps.finish_update()
         self._manager.finish_step()
         self._num_steps += 1
         self._emit(StepFinished(self._num_steps, skipped=False))
@@ -102,7 +105,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """Parameters with a gradient that no group holds keep their value."""
         for tensor in tensors:
             if tensor.gradient is GradientPlace.PARAM and tensor.spec.index not in self._groups:
-                self._manager.restore_value(tensor)
+                self._manager.gradients.restore_value(tensor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients; a parameter whose place held one has its value again."""
@@ -131,10 +134,15 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def _norm(self, tensors: Iterable[ManagedTensor], norm_type: float) -> torch.Tensor:
         if norm_type == 2.0:
-            self._manager.records_norms = True
-        norms = []
+            self._manager.gradients.records_norms = True
+        norms: dict[int, torch.Tensor] = {}
+        num_places = 0
         for tensor in tensors:
-            gradient = self._manager.gradient(tensor)
+            if not self._manager.gradients.has(tensor):
+                continue
+            place = num_places + (tensor.chunk.rank if tensor.is_split else 0)
+            num_places += len(tensor.parts) if tensor.is_split else 1  # parts of a norm make up its norm
+            gradient = self._manager.gradients.of(tensor)
             if gradient is None:
                 continue
             norm = tensor.gradient_norm
@@ -142,10 +150,15 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 norm = gradient_norm(gradient, norm_type)
                 if norm_type == 2.0:
                     tensor.gradient_norm = norm
-            norms.append(norm)
-        if not norms:
+            norms[place] = norm
+        sharing = self._manager.sharing
+        if not sharing.is_alone:
+            together = sharing.scalars(norms, num_places)
+        elif norms:
+            together = _stack(list(norms.values()))
+        else:
             return torch.tensor(0.0)
-        total = torch.linalg.vector_norm(_stack(norms), norm_type)
+        total = torch.linalg.vector_norm(together, norm_type)
         return total if self._inverse_scale is None else total * self._inverse_scale.to(total.device)
 
     @torch.no_grad()
@@ -180,8 +193,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def _multiply_gradient(self, tensor: ManagedTensor, coefficient: torch.Tensor) -> None:
         if tensor.chunk.param.dtype is not torch.float32:
-            self._manager.move_gradient_to_list(tensor)
-        gradient = self._manager.gradient(tensor)
+            self._manager.gradients.move_to_list(tensor)
+        gradient = self._manager.gradients.of(tensor)
         if gradient is not None:
             gradient.mul_(coefficient.to(gradient.device))
             tensor.gradient_norm = None
@@ -198,7 +211,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         if self._inverse_scale is not None:
             limit /= float(self._inverse_scale)
         for tensor in self._manager.tensors if parameters is None else self._find(parameters):
-            gradient = self._manager.gradient(tensor)
+            gradient = self._manager.gradients.of(tensor)
             if gradient is not None:
                 gradient.clamp_(-limit, limit)
                 tensor.gradient_norm = None
@@ -236,8 +249,10 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """The state in torch's own format, with tensors in the parameters' shapes: ``optimizer.pt`` as always.
 
         Where the model is saved in less than fp32, every state also has ``master``, so that a resumed run has every
-        bit. Tensors are copies on the host.
+        bit. Tensors are copies on the host. With several processes all of them must call it, and all get all of it;
+        see ``collected``.
         """
+        states = self._all_states() if self._collected is None else self._collected
         numbers: dict[int, int] = {}
         state: dict[int, dict[str, Any]] = {}
         groups = []
@@ -248,13 +263,36 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             packed["params"] = [numbers[id(parameter)] for parameter in group["params"]]
             groups.append(packed)
         for key, number in numbers.items():
-            tensor = self._by_parameter[key]
-            tensor_state = self._kernel.tensor_state(tensor) if tensor.spec.trainable else {}
+            tensor_state = states.get(self._by_parameter[key].spec.index)
             if tensor_state:
-                if tensor.original_dtype is not torch.float32:
-                    tensor_state[MASTER] = tensor.view(tensor.chunk.lists[MASTER]).to("cpu", copy=True)
                 state[number] = tensor_state
         return {"state": state, "param_groups": groups}
+
+    def _all_states(self, *, keep: bool = True) -> dict[int, dict[str, Any]]:
+        """The state of every parameter, from all ranks, by tensor index; only taken part in without ``keep``."""
+        states = {}
+        for tensor in self._by_parameter.values():
+            state = self._kernel.tensor_state(tensor) if tensor.spec.trainable and tensor.is_owned else {}
+            if state and tensor.original_dtype is not torch.float32:
+                state[MASTER] = tensor.view(tensor.chunk.lists[MASTER]).to("cpu", copy=True)
+            states[tensor.spec.index] = state
+        own = {index: state for index, state in states.items() if state}
+        return self._manager.sharing.states(own, self._manager.tensors, keep=keep)
+
+    @contextlib.contextmanager
+    def collected(self, *, keep: bool) -> Iterator[None]:
+        """Collects the states of all ranks, so that one of them may call ``state_dict`` alone inside the block.
+
+        All processes must enter it together.
+
+        Args:
+            keep: Whether this process will call it.
+        """
+        self._collected = self._all_states(keep=keep)
+        try:
+            yield
+        finally:
+            self._collected = None
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
@@ -294,10 +332,14 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             if not tensor.spec.trainable:
                 continue
             master = tensor_state.pop(MASTER, None)
-            if master is not None:
+            if master is not None and not self._manager.sharing.is_alone:
+                self._manager.write_value(tensor, master)  # in the copies of all ranks too
+            if not tensor.is_owned:
+                continue
+            if master is not None and self._manager.sharing.is_alone:
                 tensor.view(tensor.chunk.lists[MASTER]).copy_(master)
                 if tensor.gradient is not GradientPlace.PARAM:
-                    self._manager.restore_value(tensor)
+                    self._manager.gradients.restore_value(tensor)
             self._kernel.load_tensor_state(tensor, tensor_state)
 
     @torch.no_grad()
@@ -306,17 +348,24 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         for parameter in [parameter for group in self.param_groups for parameter in group["params"]]:
             tensor = self._by_parameter[id(parameter)]
             if parameter in self.inner.state and tensor.spec.trainable:
-                self._kernel.load_tensor_state(tensor, self.inner.state.pop(parameter))
+                state = self.inner.state.pop(parameter)
+                if tensor.is_owned:
+                    self._kernel.load_tensor_state(tensor, state)
 
     @torch.no_grad()
     def give_back_state(self) -> None:
         """Gives the user's optimizer its state, as ordinary tensors beside the parameters, to go on without us."""
+        own = {}
+        for tensor in self._by_parameter.values():
+            if tensor.spec.trainable and tensor.is_owned:
+                own[tensor.spec.index] = self._kernel.tensor_state(tensor)
+                self._kernel.load_tensor_state(tensor, {})
+        states = self._manager.sharing.states(
+            {index: state for index, state in own.items() if state}, self._manager.tensors
+        )
         for parameter in [parameter for group in self.param_groups for parameter in group["params"]]:
             tensor = self._by_parameter[id(parameter)]
-            if not tensor.spec.trainable:
-                continue
-            state = self._kernel.tensor_state(tensor)
-            self._kernel.load_tensor_state(tensor, {})
+            state = states.get(tensor.spec.index)
             if state:
                 group = self.param_groups[self._groups[tensor.spec.index]]
                 self.inner.state[parameter] = {

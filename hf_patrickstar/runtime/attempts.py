@@ -46,6 +46,11 @@ class Attempts:
             self._before.setdefault(tensor_index, before)
             self._num_placed[tensor_index] = self._num_stored[tensor_index]
 
+    @property
+    def has_leftovers(self) -> bool:
+        """Whether attempts that failed have left contributions that only a repetition makes whole."""
+        return bool(self._num_counted)
+
     def undo(self) -> set[int]:
         """Begins the next attempt after one that failed.
 

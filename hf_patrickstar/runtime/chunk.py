@@ -1,4 +1,10 @@
-"""A managed parameter and the chunk that it lives in: storage and bookkeeping, no decisions."""
+"""A managed parameter and the chunk that it lives in: storage and bookkeeping, no decisions.
+
+[Note: groups at run time]
+With several processes a ``Chunk`` is a communication group (PatrickStar section 7). What it is computed with is one
+buffer with the chunks of all ranks; its lists at home hold this rank's chunk alone. So a tensor has two places: one in
+a copy, on every rank, and one at home, on its owner. With one process both are the same.
+"""
 
 import bisect
 import enum
@@ -12,18 +18,24 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.memory.transfers import Ticket
 from hf_patrickstar.states import TensorState, check_transition
 
+MASTER = "master"
+GRADIENT = "grad"
+"""Names of chunk lists: fp32 parameters, and gradients that accumulate."""
+
 
 class GradientPlace(enum.Enum):
     """Where the gradient of a parameter is.
 
     ``PARAM``: over the parameter's own place in the ``param`` list (gradient reuse, PatrickStar section 6.2).
     ``LIST``: in the accumulation list. What a backward has not settled yet is aside, in autograd's own tensor, because
-    a use of the value, or another part of the gradient, is outstanding in the graph.
+    a use of the value, or another part of the gradient, is outstanding in the graph. ``REMOTE``: on the rank that has
+    the parameter at home.
     """
 
     NONE = "none"
     PARAM = "param"
     LIST = "list"
+    REMOTE = "remote"
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -38,8 +50,16 @@ class ManagedTensor:
     Args:
         spec: The parameter as numbers.
         parameter: The model's own parameter.
-        offset_numel: Its offset in its chunk, the same in every list.
+        offset_numel: Its offset in what its chunk is computed with.
         placeholder: What ``parameter.data`` is when the parameter is not being computed with: NaN in its shape.
+
+    Attributes:
+        parts: The elements of the flat tensor that each rank has at home, as (start, stop). One rank has all of them,
+            unless the tensor is larger than a chunk: then it is spread over its group.
+        part: Those of this rank.
+        is_split: Whether it is spread.
+        is_owned: Whether this rank has any.
+        home_offset_numel: The offset of those in every list at home.
     """
 
     __slots__ = (
@@ -49,14 +69,19 @@ class ManagedTensor:
         "device",
         "gradient",
         "gradient_norm",
+        "home_offset_numel",
         "is_looked_up",
         "is_open",
+        "is_owned",
+        "is_split",
         "lookup",
         "lookup_nbytes",
         "num_saved",
         "offset_numel",
         "original_dtype",
         "parameter",
+        "part",
+        "parts",
         "placeholder",
         "spec",
         "state",
@@ -70,7 +95,11 @@ class ManagedTensor:
     ) -> None:
         self.spec = spec
         self.parameter = parameter
-        self.offset_numel = offset_numel
+        self.offset_numel = self.home_offset_numel = offset_numel
+        self.parts: tuple[tuple[int, int], ...] = ((0, spec.numel),)
+        self.part = self.parts[0]
+        self.is_split = False
+        self.is_owned = True
         self.placeholder = placeholder
         self.strides = contiguous_strides(spec.shape)
         self.original_dtype = parameter.dtype
@@ -90,8 +119,23 @@ class ManagedTensor:
         self.aside: torch.Tensor | None = None
 
     def view(self, payload: torch.Tensor) -> torch.Tensor:
-        """This tensor's place in a payload of any list, in the parameter's shape."""
+        """What this rank has of the tensor, in a payload of any list at home: in its shape, or flat if it is split."""
+        if self.is_split:
+            return payload[self.home_offset_numel : self.home_offset_numel + self.own_numel]
+        return payload.as_strided(self.spec.shape, self.strides, self.home_offset_numel)
+
+    def view_copy(self, payload: torch.Tensor) -> torch.Tensor:
+        """The whole tensor in what the chunk is computed with, or in a buffer like it."""
         return payload.as_strided(self.spec.shape, self.strides, self.offset_numel)
+
+    @property
+    def own_numel(self) -> int:
+        """Elements that this rank has at home."""
+        return self.part[1] - self.part[0]
+
+    def own(self, value: torch.Tensor) -> torch.Tensor:
+        """Of a tensor in the parameter's shape, what this rank has at home, in the shape that ``view`` gives it."""
+        return value.reshape(-1)[self.part[0] : self.part[1]] if self.is_split else value
 
     def take_crossing(self) -> int:
         """Bytes of the gradient that came from the device, and were not told of yet."""
@@ -121,11 +165,12 @@ class Chunk:
     """One chunk over all lists.
 
     ``param`` is the payload at home. ``compute`` is the payload on the compute tier, or ``None``: for a chunk that
-    is at home where it is computed with, it is ``param`` itself.
+    is at home where it is computed with, it is ``param`` itself. See [Note: groups at run time].
 
     Args:
         spec: The chunk as numbers.
         home: The tier where its lists live.
+        rank: Which of the group's chunks this process owns.
     """
 
     __slots__ = (
@@ -137,17 +182,21 @@ class Chunk:
         "last_access",
         "lists",
         "num_computing",
+        "owned",
         "param",
+        "rank",
         "spec",
         "storage",
         "tensors",
         "ticket",
     )
 
-    def __init__(self, spec: ChunkSpec, home: Tier) -> None:
+    def __init__(self, spec: ChunkSpec, home: Tier, rank: int = 0) -> None:
         self.spec = spec
         self.home = home
+        self.rank = rank
         self.tensors: list[ManagedTensor] = []
+        self.owned: list[ManagedTensor] = []  # those that are at home on this rank
         self.lists: dict[str, torch.Tensor] = {}
         self.param: torch.Tensor
         self.compute: torch.Tensor | None = None
@@ -162,7 +211,16 @@ class Chunk:
     def add(self, tensor: ManagedTensor) -> None:
         """Adds a tensor; tensors come in offset order."""
         tensor.chunk = self
+        chunk_numel, numel = self.spec.chunk_numel, tensor.spec.numel
+        begins = [rank * chunk_numel - tensor.offset_numel for rank in range(self.spec.world_size)]
+        tensor.parts = tuple((min(max(begin, 0), numel), min(max(begin + chunk_numel, 0), numel)) for begin in begins)
+        tensor.part = tensor.parts[self.rank]
+        tensor.is_split = sum(stop > start for start, stop in tensor.parts) > 1
+        tensor.is_owned = tensor.own_numel > 0 or (numel == 0 and self.rank == 0)
+        tensor.home_offset_numel = max(-begins[self.rank], 0)
         self.tensors.append(tensor)
+        if tensor.is_owned:
+            self.owned.append(tensor)
         self._offsets.append(tensor.offset_numel)
 
     def tensor_at(self, offset_numel: int) -> ManagedTensor:
@@ -172,12 +230,22 @@ class Chunk:
     @property
     def is_static(self) -> bool:
         """Whether it is computed with where it is at home, and so never moves."""
-        return self.home is Tier.DEVICE
+        return self.home is Tier.DEVICE and self.spec.world_size == 1
 
     @property
     def param_nbytes(self) -> int:
-        """Bytes of its ``param`` payload."""
+        """Bytes of its ``param`` payload at home."""
         return self.param.numel() * self.param.dtype.itemsize
+
+    @property
+    def copy_nbytes(self) -> int:
+        """Bytes of what it is computed with."""
+        return self.spec.capacity_numel * self.param.dtype.itemsize
+
+    def own_slice(self, payload: torch.Tensor) -> torch.Tensor:
+        """This rank's chunk in what the group is computed with, or in a buffer like it."""
+        numel = self.spec.chunk_numel
+        return payload[self.rank * numel : (self.rank + 1) * numel]
 
     def set_compute(self, payload: torch.Tensor) -> int:
         """Gives it a payload to compute with.
@@ -214,6 +282,11 @@ class Chunk:
     def is_in_use(self) -> bool:
         """Whether anybody computes with it or looks into it now; then it stays where it is."""
         return self.num_computing > 0 or self.is_aliased
+
+    @property
+    def can_rehome(self) -> bool:
+        """Whether its home can move now; with several processes nobody computes with what is at home."""
+        return self.spec.world_size > 1 or not self.is_in_use
 
     def note(self, ticket: Ticket | None) -> None:
         """Remembers a copy into or out of the home that may still be under way."""

@@ -1,6 +1,5 @@
 """Moves chunks between their homes when what was recorded says where they cost least (PatrickStar section 8.2)."""
 
-import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
@@ -9,7 +8,7 @@ from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.residency import Residency
-from hf_patrickstar.schedule.margin import Rates, fill_margin, plan_margin
+from hf_patrickstar.schedule.margin import Rates, fill_margin, needed_nbytes, plan_margin
 from hf_patrickstar.schedule.placement import ChunkBytes, plan_lookups
 from hf_patrickstar.schedule.plan import chunkable_nbytes
 from hf_patrickstar.schedule.simulator import simulate
@@ -49,6 +48,7 @@ class Homes:
         self._workspace_nbytes = workspace_nbytes
         self._prefetch_depth = prefetch_depth
         self._rates = rates
+        self._is_alone = all(chunk.spec.world_size == 1 for chunk in chunks)
         self._num_seen = 0
         self._has_explained = False
         residency.give_up_margin = self.retreat
@@ -83,15 +83,34 @@ class Homes:
             self.retreat()
 
     def retreat(self) -> bool:
-        """Moves every chunk out of the margin that is not in use; whether any moved. It may be called in a step."""
+        """Moves every chunk out of the margin that is not in use; whether any moved. It may be called in a step.
+
+        If none is there, chunks leave that have been at home on the device from the start, because it seemed that
+        everything fits, as far as the host has room.
+        """
         before = len(self.in_margin)
         self._move_out(set(self.in_margin))
         self._num_seen = -1  # decide anew after this step, whether it is recorded or not
-        return len(self.in_margin) < before
+        return len(self.in_margin) < before or self._leave_device()
+
+    def _leave_device(self) -> bool:
+        leaving = [chunk for chunk in self._chunks if chunk.home is Tier.DEVICE and chunk.can_rehome]
+        if self._rates is None or not leaving:
+            return False
+        num_moved = 0
+        try:
+            self._reserve(self._chunks, Tier.HOST)
+            for chunk in leaving:
+                self._residency.rehome(chunk, Tier.HOST)
+                num_moved += 1
+        except BudgetError as error:
+            logger.info("patrickstar: the host has no room for all that the device cannot hold: %s", error)
+        logger.info("patrickstar: %d chunks leave the device, where not everything fits after all", num_moved)
+        return num_moved > 0
 
     def _place_lookups(self, num_micro_batches: int) -> bool:
         """Decides by count of bytes which embeddings are worth being looked up at home; whether any changed."""
-        asked = [tensor for chunk in self._chunks for tensor in chunk.tensors if tensor.lookup == "auto"]
+        asked = [tensor for chunk in self._chunks for tensor in chunk.owned if tensor.lookup == "auto"]
         measured = {tensor.spec.index: tensor.lookup_nbytes // num_micro_batches for tensor in asked}
         if not asked or not any(measured.values()):
             return False
@@ -104,36 +123,35 @@ class Homes:
         for tensor in asked:
             tensor.lookup = "home" if tensor.spec.index in choice.at_home else "device"
             if tensor.lookup == "device":
-                with contextlib.suppress(BudgetError):  # a home that moves is better pinned, but need not be
-                    self._residency.rehome(tensor.chunk, Tier.HOST)
+                self._residency.pin(tensor.chunk)  # from now on it moves
         logger.info("patrickstar: %s", choice.reason)
         return any(tensor.lookup == "device" for tensor in asked)
 
     def _room_beside_working_chunks(self) -> int:
         """Bytes of the device that no moment of a recorded step needs."""
+        limit, unusable = self._limits()
+        static = self._at_home_on_device()
+        fixed = sum(self._nbytes[index].device_nbytes for index in static)
+        needs = needed_nbytes(list(self._residency.tracer.traces.values()), static, unusable)
+        return limit - fixed - max((nbytes for nbytes, _ in needs), default=0)
+
+    def _at_home_on_device(self) -> frozenset[int]:
+        return frozenset(chunk.spec.index for chunk in self._chunks if chunk.home is Tier.DEVICE)
+
+    def _limits(self) -> tuple[int, int]:
+        """Bytes of the device, and how many of them chunks may not take even where others leave them."""
         ledger = self._residency.ledger
         limit = ledger.limit(Tier.DEVICE, cautious=False)
-        unusable = 0 if ledger.chunk_budget is None else max(limit - ledger.chunk_budget, 0)
-        static = {chunk.spec.index for chunk in self._chunks if chunk.is_static}
-        fixed = sum(self._nbytes[index].device_nbytes for index in static)
-        need = [
-            max(visit.non_model_nbytes, unusable)
-            + sum(trace.chunk_nbytes[index] for index in {visit.chunk_index, *visit.pinned} - static)
-            for key, trace in self._residency.tracer.traces.items()
-            if key != "optimizer"  # it comes to chunks where they are at home
-            for visit in trace.visits
-        ]
-        return limit - fixed - max(need, default=0)
+        return limit, 0 if ledger.chunk_budget is None else max(limit - ledger.chunk_budget, 0)
 
     def _fill_margin(self) -> None:
         assert self._rates is not None
-        residency, ledger = self._residency, self._residency.ledger
-        traces = list(residency.tracer.traces.values())
+        traces = list(self._residency.tracer.traces.values())
         self._nbytes = [  # an accumulation list may have come since
             dataclasses.replace(nbytes, state_nbytes=sum(payload.nbytes for payload in chunk.lists.values()))
             for nbytes, chunk in zip(self._nbytes, self._chunks, strict=True)
         ]
-        kept = frozenset(chunk.spec.index for chunk in self._chunks if chunk.is_static) - self.in_margin
+        kept = self._at_home_on_device() - self.in_margin
         movable = [
             self._nbytes[chunk.spec.index]
             for chunk in self._chunks
@@ -141,12 +159,11 @@ class Homes:
             and chunk.spec.index not in kept
             and not any(t.is_home_lookup for t in chunk.tensors)
         ]
-        limit = ledger.limit(Tier.DEVICE, cautious=False)
+        limit, unusable = self._limits()
         fixed = self._workspace_nbytes + sum(self._nbytes[index].device_nbytes for index in kept)
-        largest = max((nbytes.param_nbytes for nbytes in self._nbytes), default=0)
+        largest = max((chunk.copy_nbytes for chunk in self._chunks), default=0)
         ahead = largest if self._prefetch_depth else 0
-        unusable = 0 if ledger.chunk_budget is None else max(limit - ledger.chunk_budget, 0)
-        candidates = fill_margin(movable, traces, limit - fixed, ahead, kept, unusable)
+        candidates = fill_margin(movable, traces, limit - fixed, ahead, kept, unusable, copies_stay=not self._is_alone)
         plan = plan_margin(movable, candidates, lambda inside: self._moved(inside, kept, fixed), self._rates)
         wanted = set(plan.chunk_indices)
         if wanted != self.in_margin or not self._has_explained:
@@ -158,14 +175,17 @@ class Homes:
         self._move_in([index for index in plan.chunk_indices if index not in self.in_margin])
 
     def _moved(self, inside: frozenset[int], kept: frozenset[int], fixed: int) -> int | None:
-        """Bytes that a step of each kind moves if these chunks live in the margin, beside so many bytes."""
+        """Bytes that one step of each bucket moves if these chunks live in the margin, beside so many bytes."""
         ledger = self._residency.ledger
         free = ledger.limit(Tier.DEVICE, cautious=False) - fixed
         traces = [trace for key, trace in self._residency.tracer.traces.items() if key.startswith("training")]
         taken = sum(self._nbytes[index].device_nbytes for index in inside)
         budget = None if ledger.chunk_budget is None else ledger.chunk_budget - fixed - taken
         updated = frozenset(chunk.spec.index for chunk in self._chunks if chunk.spec.trainable)
-        crossing = [chunk.param_nbytes * chunk.spec.trainable for chunk in self._chunks]
+        at_home = inside | kept
+        crossing = [c.param_nbytes * c.spec.trainable * (c.spec.index not in at_home) for c in self._chunks]
+        # What others have at home comes over the network, wherever the own part is.
+        loads = [c.copy_nbytes - c.param_nbytes * (c.spec.index in at_home) for c in self._chunks]
         moved = 0
         for trace in traces:
             try:
@@ -174,7 +194,8 @@ class Homes:
                     chunkable_nbytes(trace, free - taken, budget),
                     self._residency.policy,
                     dropped_after=updated,
-                    static=inside | kept,
+                    static=at_home if self._is_alone else frozenset(),
+                    load_nbytes=loads,
                     gradient_nbytes=crossing,
                     repetitions=1,
                 )
@@ -185,7 +206,7 @@ class Homes:
 
     def _move_out(self, indices: set[int]) -> None:
         for index in sorted(indices):
-            if not self._chunks[index].is_in_use:
+            if self._chunks[index].can_rehome:
                 self._residency.rehome(self._chunks[index], Tier.HOST)
                 self.in_margin.discard(index)
 
@@ -198,7 +219,7 @@ class Homes:
             logger.info("patrickstar: no room for the optimizer's workspace in the device margin: %s", error)
             return
         for index in indices:
-            if self._chunks[index].is_in_use:
+            if not self._chunks[index].can_rehome:
                 continue  # of a forward that was interrupted; there will be another time
             try:
                 residency.make_room(self._nbytes[index].device_nbytes, keep_margin=True)

@@ -4,6 +4,7 @@ The model is not wrapped. Its modules get a forward pre-hook and a forward hook,
 post-accumulate-grad hook, and the dictionaries that hold parameters one that notices attribute access.
 """
 
+import contextlib
 import dataclasses
 import sys
 import threading
@@ -31,6 +32,15 @@ class LiveWeights(Protocol):
         """Changes the parameter's value."""
         ...
 
+    @property
+    def needs_all(self) -> bool:
+        """Whether all processes must read together."""
+        ...
+
+    def collected(self, *, keep: bool) -> contextlib.AbstractContextManager[None]:
+        """Collects all parameters, so that one process may read them alone."""
+        ...
+
 
 @dataclasses.dataclass(slots=True)
 class _Frame:
@@ -41,6 +51,7 @@ class _Frame:
     acquired: list[ManagedTensor] = dataclasses.field(default_factory=list)
     lookups: dict[int, "_Lookup"] = dataclasses.field(default_factory=dict)
     saved_tensors: Any = None
+    handled: BaseException | None = None  # what the caller was handling when it began
 
 
 class _Lookup(NamedTuple):
@@ -95,6 +106,7 @@ class ModelHooks:
         self._training = training
         self._handles: list[Any] = []
         self._watched: list[torch.nn.Module] = []
+        self._together: list[tuple[torch.nn.Module, str]] = []
         self._managed = {id(tensor.parameter): tensor for tensor in manager.tensors}
         self._names = {module: name or type(model).__name__ for name, module in model.named_modules()}
         self._local = threading.local()
@@ -137,6 +149,37 @@ class ModelHooks:
             self._on_zero_grad()
 
         self._model.__dict__.update(zero_grad=zero_grad, _apply=self._apply, __reduce_ex__=_refuse_copy)
+        if self._weights.needs_all:
+            self._attach_together()
+
+    def _attach_together(self) -> None:
+        """What transformers calls on a model that several processes share, or on a part, must keep them together."""
+        together = {"generate": self._generate_together, "save_pretrained": self._save_together}
+        for module in self._model.modules():
+            for name, keep_together in together.items():
+                is_there = hasattr(module if module is self._model else type(module), name)
+                if is_there and name not in module.__dict__:
+                    module.__dict__[name] = keep_together(getattr(module, name))
+                    self._together.append((module, name))
+
+    def _generate_together(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        def generate_together(*args: Any, **kwargs: Any) -> Any:
+            # A process whose texts are complete goes on until those of all are.
+            return generate(*args, **{**kwargs, "synced_gpus": True})
+
+        return generate_together
+
+    def _save_together(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        def save_together(*args: Any, **kwargs: Any) -> Any:
+            if not self._weights.needs_all:
+                return save(*args, **kwargs)
+            is_main = self._manager.sharing.rank == 0
+            with self._weights.collected(keep=is_main):
+                result = save(*args, **kwargs) if is_main else None
+            self._manager.sharing.meet("waits until the model is saved")
+            return result
+
+        return save_together
 
     def detach(self) -> None:
         """Removes every hook; the model's attributes are as they were before ``attach``."""
@@ -151,6 +194,9 @@ class ModelHooks:
         self._watched.clear()
         for name in ("zero_grad", "_apply", "__reduce_ex__"):
             self._model.__dict__.pop(name, None)
+        for module, name in self._together:
+            module.__dict__.pop(name, None)
+        self._together.clear()
 
     def _attach_module(self, module: torch.nn.Module, own: tuple[ManagedTensor, ...]) -> None:
         manager, name = self._manager, self._names[module]
@@ -270,6 +316,7 @@ class ModelHooks:
             # A recomputation must not enter our hooks: checkpointing counts on its own being innermost.
             _refuse_reentrant(name)
             return
+        frame.handled = sys.exc_info()[1]
         inputs = _tensors_in((args, kwargs))
         shapes = input_shapes([tensor.shape for tensor in inputs])
         present = (*inputs, *self._model.buffers())
@@ -286,12 +333,13 @@ class ModelHooks:
     def _leave_outermost(self, frame: _Frame) -> None:
         if frame.saved_tensors is not None:
             frame.saved_tensors.__exit__(None, None, None)
+        has_failed = sys.exc_info()[1] is not frame.handled
         if frame.stage is Stage.EVALUATION:
-            self._manager.residency.end_interlude()
-        elif frame.stage is Stage.FORWARD and sys.exc_info()[0] is not None:
-            self._manager.residency.forget_step()  # it failed
+            self._manager.steps.end_interlude(is_whole=not has_failed)
+        elif frame.stage is Stage.FORWARD and has_failed:
+            self._manager.steps.forget_step()
         elif frame.stage is Stage.FORWARD:
-            self._manager.residency.end_forward()
+            self._manager.steps.end_forward()
 
     @property
     def is_running(self) -> bool:
@@ -301,7 +349,7 @@ class ModelHooks:
     def unwind(self) -> None:
         """Ends every forward that is open on this thread, because it was interrupted."""
         stack = self._stack()
-        self._manager.residency.forget_step()
+        self._manager.steps.forget_step()
         while stack:
             frame = stack.pop()
             for tensor in frame.acquired:
@@ -382,6 +430,8 @@ class ModelHooks:
         if len(tensor.spec.aliases) and reference is not None and version == self._manager.version:
             value = reference()
             if value is not None:
+                if self._weights.needs_all:  # others may not have kept theirs
+                    self._weights.read(tensor)
                 return value
         value = self._weights.read(tensor)
         self._read_cache[tensor.spec.index] = (self._manager.version, weakref.ref(value))

@@ -5,34 +5,28 @@ Every chunk has a home tier with all its lists. A chunk at home on the host is c
 with, and keeps its host storage meanwhile. Gradients go straight to the home, tensor by tensor, as autograd finishes
 them. So a device copy is never dirty: evicting one drops it and copies nothing, device -> host carries exactly the
 gradients, and after the optimizer has changed a home its device copy is stale and is dropped.
-
-[Note: gradient reuse]
-With one micro-batch per step the gradient overwrites the parameter's place at home (PatrickStar section 6.2). The
-value is not lost: it is ``master`` rounded to the parameter's type. Whenever somebody needs the value while the
-gradient is there (a second forward before the optimizer's step, say) the gradient moves to an accumulation list and
-the value is written again. So no way of calling forward and backward can lose a gradient or compute with one.
 """
 
-import threading
 from collections.abc import Callable, Iterable
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from hf_patrickstar.errors import EngineError
-from hf_patrickstar.events import GradientStored, Listener, ValueRestored
+from hf_patrickstar.events import Listener
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.memory.transfers import Transfers
-from hf_patrickstar.runtime.attempts import Attempts
-from hf_patrickstar.runtime.chunk import Chunk, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.chunk import MASTER, Chunk, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.collectives import Collectives
+from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.homes import Homes
-from hf_patrickstar.runtime.residency import Residency
+from hf_patrickstar.runtime.lockstep import Lockstep, Phase
+from hf_patrickstar.runtime.reducer import Reducer
+from hf_patrickstar.runtime.sharing import Sharing
+from hf_patrickstar.runtime.steps import Steps
 from hf_patrickstar.schedule.trace import Shapes
 from hf_patrickstar.states import Stage, TensorState
-
-MASTER = "master"
-GRADIENT = "grad"
 
 
 class SavedView:
@@ -57,31 +51,34 @@ class ChunkManager:
 
     Args:
         chunks: All chunks, with their payloads allocated.
-        residency: Brings chunks to the compute device.
+        steps: Begins and ends steps, over what brings chunks to the compute device.
         pool: Where accumulation lists come from.
         transfers: How bytes cross.
         emit: Told of every event.
         num_micro_batches: Micro-batches per step; with more than one, gradients go to the accumulation list at once.
+        collectives: Averages gradients over processes.
+        lockstep: Keeps processes in the same order of collectives.
     """
 
     def __init__(
         self,
         chunks: list[Chunk],
-        residency: Residency,
+        steps: Steps,
         pool: PayloadPool,
         transfers: Transfers,
         emit: Listener,
         num_micro_batches: int,
+        collectives: Collectives,
+        lockstep: Lockstep,
     ) -> None:
         self.chunks = chunks
-        self.residency = residency
+        self.steps = steps
+        self.residency = residency = steps.residency
         self.tensors: list[ManagedTensor] = sorted(
             (tensor for chunk in chunks for tensor in chunk.tensors), key=lambda tensor: tensor.spec.index
         )
-        self.accumulate = num_micro_batches > 1
-        self.records_norms = False
+        self.manages_gradients = True  # an engine for evaluation leaves them to torch
         self.borrowed: list[ManagedTensor] = []  # acquired by code outside of every forward
-        self.in_backward = False
         self.step_peaks = (0, 0, 0)  # bytes in the last step: chunks on the device, all on the device, on the host
         self._num_micro_batches = num_micro_batches
         self._micro_batch = 0
@@ -91,9 +88,15 @@ class ChunkManager:
         self._generation = 0
         self.homes: Homes | None = None
         self.unwind: Callable[[], None] = lambda: None  # ends forwards that were interrupted
-        self.attempts = Attempts()
-        self._lock = threading.RLock()
+        self.gradients = Gradients(pool, transfers, emit, residency.make_room, num_micro_batches > 1, lockstep.is_alone)
+        self._lock = self.gradients.lock
         self._list_names = {name for chunk in chunks for name in chunk.lists}
+        self.sharing = Sharing(collectives, lockstep)
+        self._is_alone = lockstep.is_alone
+        self._reducer = Reducer(chunks, pool, transfers, collectives, residency.make_room, self._deliver)
+        residency.before_gather = self.gradients.bring_values_back
+        residency.gradient_peak = self._reducer.take_peak
+        lockstep.reduce = self._reduce
 
     # Steps
 
@@ -107,28 +110,30 @@ class ChunkManager:
         """
         self._forget_failed_backward()
         if self.residency.tracer.step is None:
-            self.residency.settle()
+            self.steps.settle()
             kind, is_last = self._kind_of_step()
             kind = f"{kind}:{name}" if name else kind
             if self.homes is not None:
                 self.homes.prepare("training", shapes)
             updated = frozenset(chunk.spec.index for chunk in self.chunks if chunk.spec.trainable and is_last)
-            self.residency.begin_step(kind, shapes, present, updated)
+            self.steps.begin_step(kind, shapes, present, updated, self._generation)
 
     def begin_evaluation(self, name: str, shapes: Shapes, present: Iterable[torch.Tensor]) -> None:
         """Begins a forward without gradients, between steps or inside of one; see ``begin_forward``."""
         self._forget_failed_backward()
         self.release_borrowed()
-        self.residency.settle()
+        self.steps.settle()
         if self.homes is not None:
             self.homes.prepare("", shapes)
-        self.residency.begin_interlude(f"evaluation:{name}" if name else "evaluation", shapes, present)
+        kind = f"evaluation:{name}" if name else "evaluation"
+        self.steps.begin_interlude(kind, shapes, present, self._generation)
 
     def _forget_failed_backward(self) -> None:
         """Drops the step whose backward raised: one that has begun and neither runs nor has ended."""
         if self.in_backward and torch._C._current_graph_task_id() == -1:
             self.in_backward = False
-            self.residency.forget_step()
+            self._reducer.forget()
+            self.steps.forget_step()
 
     def _kind_of_step(self) -> tuple[str, bool]:
         """What the micro-batch that begins is, and whether the optimizer follows it."""
@@ -162,7 +167,7 @@ class ChunkManager:
                 self._check_usable(tensor)
             payload = self._reach(tensor, module_name)
             if tensor.users == 0:
-                tensor.parameter.data = tensor.view(payload)
+                tensor.parameter.data = tensor.view_copy(payload)
                 tensor.go(TensorState.COMPUTE)
                 tensor.chunk.num_computing += 1
                 tensor.version = tensor.parameter._version
@@ -237,64 +242,50 @@ class ChunkManager:
                 gradient = gradient.to_dense()
             if not tensor.spec.trainable:
                 raise EngineError(_unfrozen(tensor))
-            if not self.attempts.is_counted(tensor.spec.index):
+            if not self._is_alone:
+                self._reducer.store(tensor, gradient)
+            elif not self.gradients.attempts.is_counted(tensor.spec.index):
                 if not (is_at_home or tensor.chunk.is_static):
                     tensor.crossing_nbytes += gradient.numel() * gradient.dtype.itemsize
-                self._place_gradient(tensor, gradient)
+                self.gradients.place(tensor, gradient)
             if tensor.users == 0 and tensor.state is not TensorState.HOLD_AFTER_BWD:
                 tensor.go(TensorState.HOLD_AFTER_BWD)
-
-    def _place_gradient(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
-        is_needed = tensor.num_saved > 0 or tensor.users > 0
-        if tensor.aside is not None:
-            tensor.aside = tensor.aside + gradient.to(tensor.aside.device)
-        elif tensor.is_looked_up:
-            # What its uses on either device contribute is added up in the parameter's type, as autograd does.
-            tensor.aside = gradient.to(tensor.chunk.param.device)
-        elif is_needed and tensor.gradient is GradientPlace.NONE and not self.accumulate:
-            tensor.aside = gradient
-        else:
-            self._add(tensor, gradient)
-
-    def _add(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
-        """Adds a gradient to what is there; an attempt that fails before it is there has not counted it."""
-        before = tensor.gradient
-        if before is GradientPlace.PARAM:
-            self._move_gradient_to_list(tensor)
-        is_needed = tensor.num_saved > 0 or tensor.users > 0
-        if self.accumulate or tensor.gradient is GradientPlace.LIST or is_needed:
-            self._add_to_list(tensor, gradient)
-        else:
-            self._write_over_parameter(tensor, gradient)
-        self.attempts.note_placed(tensor.spec.index, before)
+            if not self._is_alone and self._reducer.is_complete(tensor.chunk):
+                self.residency.offer(tensor.chunk, self._reducer.is_complete)
 
     def end_backward(self) -> None:
         """Settles what backward left: gradients put aside, and tensors that got none."""
         with self._lock:
-            self.in_backward = False
             self.release_borrowed()
+            if not self._is_alone:
+                found = self.steps.end_phase(Phase.BACKWARD, self._reducer.unreduced, self._reducer.found)
+                self._reducer.settle(found)
+                for index in found:
+                    if not self.tensors[index].is_owned:
+                        self.tensors[index].gradient = GradientPlace.REMOTE
+            self.in_backward = False
             for tensor in self.tensors:
                 if tensor.aside is not None:
-                    self._settle(tensor)
+                    self.gradients.settle(tensor)
                 if tensor.state is TensorState.HOLD_AFTER_FWD or (
-                    tensor.state is TensorState.HOLD_AFTER_BWD and tensor.gradient is GradientPlace.LIST
+                    tensor.state is TensorState.HOLD_AFTER_BWD and tensor.gradient is not GradientPlace.PARAM
                 ):
                     tensor.go(TensorState.HOLD)
             self._transfers.settle()
             self._micro_batch += 1
-            self.residency.finish_step()
+            self.steps.finish_step()
 
     def undo_attempt(self) -> None:
         """Takes back what a failed attempt at a micro-batch left, and begins the next; see ``Attempts``."""
         with self._lock:
             self.in_backward = False
             self._transfers.settle()
-            dropped = self.attempts.undo()
+            dropped = self.gradients.attempts.undo()
             for tensor in self.tensors:
                 tensor.parameter.grad = None
                 tensor.aside, tensor.crossing_nbytes = None, 0
                 if tensor.spec.index in dropped:
-                    self.forget_gradient(tensor)
+                    self.gradients.drop(tensor)
 
     def look_up(self, tensor: ManagedTensor) -> torch.Tensor:
         """The value of an embedding at its home, to look rows up there (PatrickStar section 8.2).
@@ -309,7 +300,7 @@ class ChunkManager:
             if tensor.users == 0:
                 self._check_usable(tensor)
             if tensor.gradient is GradientPlace.PARAM:
-                self._move_gradient_to_list(tensor)
+                self.gradients.move_to_list(tensor)
             tensor.chunk.wait()
             tensor.is_looked_up = True
             leaf = tensor.view(tensor.chunk.param).detach()
@@ -322,21 +313,6 @@ class ChunkManager:
             with self._lock:
                 self._keep_value(tensor, leaf.detach())
 
-    def gradient(self, tensor: ManagedTensor) -> torch.Tensor | None:
-        """The gradient of a parameter, at home, in the parameter's shape, or ``None``.
-
-        fp32 in the accumulation list, the parameter's type otherwise. It aliases the list: writing changes it.
-        """
-        with self._lock:
-            if tensor.aside is not None:
-                self._settle(tensor)
-            tensor.chunk.wait()
-            if tensor.gradient is GradientPlace.PARAM:
-                return tensor.view(tensor.chunk.param)
-            if tensor.gradient is GradientPlace.LIST:
-                return tensor.view(tensor.chunk.lists[GRADIENT])
-            return None
-
     def take_over(self, tensor: ManagedTensor) -> None:
         """Takes over what somebody assigned to ``parameter.data`` or ``parameter.grad`` behind the engine's back.
 
@@ -348,9 +324,38 @@ class ChunkManager:
         if not tensor.is_placeholder:
             self._check_usable(tensor)
         gradient = tensor.parameter.grad
-        if gradient is not None and tensor.spec.trainable:
+        if gradient is not None and tensor.spec.trainable and self.manages_gradients:
             tensor.parameter.grad = None
-            self.store_gradient(tensor, gradient.to(tensor.chunk.param.dtype))
+            self.set_gradient(tensor, gradient.to(tensor.chunk.param.dtype))
+
+    def set_gradient(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
+        """Takes a gradient that somebody computed outside of backward; with several processes its owner's counts."""
+        if self._is_alone:
+            self.store_gradient(tensor, gradient)
+        elif tensor.is_owned:
+            with self._lock:
+                self.gradients.add(tensor, tensor.own(gradient))
+        else:
+            tensor.gradient = GradientPlace.REMOTE
+
+    def read_value(self, tensor: ManagedTensor, dtype: torch.dtype) -> torch.Tensor:
+        """A copy of a parameter's value on the host: from the fp32 master if there is one.
+
+        With several processes all must call it, for the same parameter.
+
+        Args:
+            tensor: The parameter.
+            dtype: Type of the copy.
+        """
+        source = None
+        if tensor.is_owned:
+            tensor.chunk.wait()
+            source = tensor.view(tensor.chunk.lists.get(MASTER, tensor.chunk.param))
+        return self.sharing.tensor(tensor, source, dtype, "the value")
+
+    def read_gradient(self, tensor: ManagedTensor, dtype: torch.dtype) -> torch.Tensor:
+        """A copy of a parameter's gradient on the host; see ``read_value``."""
+        return self.sharing.tensor(tensor, self.gradients.of(tensor), dtype, "the gradient")
 
     def write_value(self, tensor: ManagedTensor, value: torch.Tensor) -> None:
         """Changes the value of a parameter, in every place where it is; a gradient that it holds is kept.
@@ -363,47 +368,18 @@ class ChunkManager:
             self._keep_value(tensor, value)
             self._generation += 1
 
-    def forget_gradient(self, tensor: ManagedTensor) -> None:
-        """Drops the gradient of one parameter; its value is in its place again."""
-        with self._lock:
-            if tensor.gradient is GradientPlace.PARAM:
-                self.restore_value(tensor)
-            self._forget_gradient(tensor)
-
     def discard_gradients(self) -> None:
         """Drops all gradients; parameters that were overwritten get their value back from ``master``."""
         with self._lock:
             self._forget_failed_backward()
             self.release_borrowed()
-            self.residency.settle()
+            self.steps.settle()
             if self.residency.tracer.step is None:
                 self._micro_batch = 0
             for tensor in self.tensors:
-                self.forget_gradient(tensor)
-
-    def move_gradient_to_list(self, tensor: ManagedTensor) -> None:
-        """Brings the parameter's value back to its place, keeping its gradient in the accumulation list, in fp32."""
-        with self._lock:
-            if tensor.gradient is GradientPlace.PARAM:
-                self._move_gradient_to_list(tensor)
+                self.gradients.drop(tensor)
 
     # What the optimizer and the checkpoints do at the chunk's home
-
-    def restore_value(self, tensor: ManagedTensor) -> None:
-        """Writes the parameter's place from ``master``, at home and in a device copy if there is one."""
-        chunk = tensor.chunk
-        chunk.wait()
-        home = tensor.view(chunk.param)
-        home.copy_(tensor.view(chunk.lists[MASTER]))
-        self.refresh_copy(tensor)
-
-    def refresh_copy(self, tensor: ManagedTensor) -> None:
-        """Makes a device copy of the chunk, if there is one, follow a change of this tensor at home."""
-        chunk = tensor.chunk
-        if chunk.compute is not None and not chunk.is_static:
-            home = tensor.view(chunk.param)
-            chunk.note(self._transfers.to_device(home, tensor.view(chunk.compute)))
-            self._emit(ValueRestored(chunk.spec.index, tensor.spec.index, home.numel() * home.dtype.itemsize))
 
     def begin_update(self) -> None:
         """Begins the optimizer's step: copies of what it will change are dropped, which makes room for its work."""
@@ -412,13 +388,23 @@ class ChunkManager:
             for chunk in self.chunks:
                 if chunk.spec.trainable:
                     self.residency.drop(chunk)
-            self.residency.begin_update()
+            self.steps.begin_update()
 
     def finish_update(self, chunk: Chunk) -> None:
         """Ends the optimizer's work on a chunk: no gradients, new values at home."""
         with self._lock:
             for tensor in chunk.tensors:
-                self._forget_gradient(tensor)
+                self.gradients.forget(tensor)
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward has begun that has not ended."""
+        return self.residency.in_backward
+
+    @in_backward.setter
+    def in_backward(self, value: bool) -> None:
+        """Sets it."""
+        self.residency.in_backward = value
 
     @property
     def dtype(self) -> torch.dtype:
@@ -437,7 +423,7 @@ class ChunkManager:
         ledger = self.residency.ledger
         self.step_peaks = (ledger.step_peak(Tier.DEVICE), ledger.total_step_peak, ledger.step_peak(Tier.HOST))
         ledger.begin_step()
-        self.residency.forget_step()
+        self.steps.forget_step()
         if self.homes is not None:
             self.homes.update(num_micro_batches)
         for tensor in self.tensors:
@@ -447,6 +433,7 @@ class ChunkManager:
         """Gives every payload back. Parameters must have their own storage again by then."""
         with self._lock:
             self._transfers.settle()
+            self._reducer.close()
             self.residency.close()
             for chunk in self.chunks:
                 chunk.wait()
@@ -480,84 +467,32 @@ class ChunkManager:
         """Writes a value to ``master``, to the parameter's place and to a device copy."""
         chunk = tensor.chunk
         chunk.wait()
-        if MASTER in chunk.lists:
-            tensor.view(chunk.lists[MASTER]).copy_(value)
-        if tensor.gradient is GradientPlace.PARAM:
-            self._move_gradient_to_list(tensor)
-        tensor.view(chunk.param).copy_(value)
-        self.refresh_copy(tensor)
+        if tensor.is_owned:
+            if MASTER in chunk.lists:
+                tensor.view(chunk.lists[MASTER]).copy_(tensor.own(value))
+            if tensor.gradient is GradientPlace.PARAM:
+                self.gradients.move_to_list(tensor)
+            tensor.view(chunk.param).copy_(tensor.own(value))
+        if self._is_alone:
+            self.gradients.refresh_copy(tensor)
+        elif chunk.compute is not None:
+            tensor.view_copy(chunk.compute).copy_(value)
 
     def _reach(self, tensor: ManagedTensor, who: str) -> torch.Tensor:
         """The payload to compute with, holding this tensor's value."""
-        if tensor.gradient is GradientPlace.PARAM:
-            self._move_gradient_to_list(tensor)
+        if tensor.gradient is GradientPlace.PARAM and self._is_alone:
+            self.gradients.move_to_list(tensor)
         return self.residency.reach(tensor.chunk, who)
 
-    def _settle(self, tensor: ManagedTensor) -> None:
-        """Finds a place for a gradient that was put aside; if there is none it still is where it was."""
-        assert tensor.aside is not None
-        self._add(tensor, tensor.aside)
-        tensor.aside = None
+    def _reduce(self, index: int) -> None:
+        self._reducer.reduce(self.chunks[index])
+        self.residency.tracer.note_reduced(index)
 
-    def _write_over_parameter(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
-        chunk = tensor.chunk
-        if self.records_norms:
-            tensor.gradient_norm = gradient_norm(gradient)
-        if chunk.is_static:
-            tensor.view(chunk.param).copy_(gradient)
-        else:
-            if gradient.device.type == "cpu" or not chunk.param.is_pinned():
-                chunk.wait()  # the host writes to the home, which a copy may be reading
-            chunk.note(self._transfers.to_host(gradient, tensor.view(chunk.param)))
-        tensor.gradient = GradientPlace.PARAM
-        self._emit(GradientStored(chunk.spec.index, tensor.spec.index, tensor.take_crossing()))
-
-    def _add_to_list(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
-        chunk = tensor.chunk
-        chunk.wait()
-        place = tensor.view(self._gradient_list(chunk))
-        if gradient.device != place.device:
-            gradient = gradient.to(place.device)
-        if tensor.gradient is GradientPlace.NONE:
-            place.copy_(gradient)
-        else:
-            place.add_(gradient)
-        tensor.gradient = GradientPlace.LIST
-        tensor.gradient_norm = None
-        self._emit(GradientStored(chunk.spec.index, tensor.spec.index, tensor.take_crossing()))
-
-    def _move_gradient_to_list(self, tensor: ManagedTensor) -> None:
-        """See [Note: gradient reuse]."""
-        chunk = tensor.chunk
-        chunk.wait()
-        tensor.view(self._gradient_list(chunk)).copy_(tensor.view(chunk.param))
-        tensor.gradient = GradientPlace.LIST
-        tensor.gradient_norm = None
-        self.restore_value(tensor)
-
-    def _gradient_list(self, chunk: Chunk) -> torch.Tensor:
-        if GRADIENT not in chunk.lists:
-            numel = chunk.param.numel()
-            if chunk.is_static:  # nobody has planned for it: copies make room, or chunks leave the margin
-                self.residency.make_room(numel * torch.float32.itemsize)
-            chunk.lists[GRADIENT] = self._pool.allocate(chunk.home, numel, torch.float32, GRADIENT)
-        return chunk.lists[GRADIENT]
-
-    @staticmethod
-    def _forget_gradient(tensor: ManagedTensor) -> None:
-        tensor.gradient = GradientPlace.NONE
-        tensor.gradient_norm = None
-        tensor.aside = None
-        tensor.crossing_nbytes = 0
-        if tensor.state in (TensorState.HOLD_AFTER_FWD, TensorState.HOLD_AFTER_BWD):
-            tensor.go(TensorState.HOLD)
-
-
-def gradient_norm(gradient: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of one gradient in fp32, by the kernel that ``torch.nn.utils.get_total_norm`` uses on its device."""
-    if gradient.device.type == "cuda":
-        return torch._foreach_norm([gradient], norm_type, dtype=torch.float32)[0]
-    return torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float32)
+    def _deliver(self, tensor: ManagedTensor, average: torch.Tensor) -> None:
+        """Takes an average over processes to its place at home."""
+        if tensor.chunk.home is Tier.HOST:
+            tensor.crossing_nbytes += average.numel() * average.dtype.itemsize
+        self.gradients.add(tensor, average)
 
 
 def _unfrozen(tensor: ManagedTensor) -> str:

@@ -67,20 +67,20 @@ class Recovery:
         if self._is_running:  # somebody's own attempt is around this one
             return function()
         self._is_running = True
+        self._manager.gradients.attempts.begin()
         try:
             return self._run(function)
         finally:
+            self._manager.gradients.attempts.end()  # also after an interrupt: what comes later is not a repetition
             self._is_running = False
 
     def _run(self, function: Callable[[], _T]) -> _T:
         state = _State(self._device, self._buffers)
-        self._manager.attempts.begin()
         for attempt in range(MAX_RETRIES + 1):
             try:
-                result = function()
+                return function()
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
-                    self._manager.attempts.end()
                     raise
                 cause = self._describe(error)
                 # The frames of the failed attempt hold its activations.
@@ -88,11 +88,7 @@ class Recovery:
                 if attempt == MAX_RETRIES:
                     self._reset()
                     state.restore()
-                    self._manager.attempts.end()
                     raise DeviceMemoryError(self._give_up(cause)) from error
-            else:
-                self._manager.attempts.end()
-                return result
             self._reset()
             self._make_careful(attempt, cause)
             state.restore()
@@ -102,7 +98,7 @@ class Recovery:
         self._unwind()
         gc.collect()
         self._manager.undo_attempt()
-        self._manager.residency.forget_step()
+        self._manager.steps.forget_step()
 
     def _make_careful(self, attempt: int, cause: str) -> None:
         manager = self._manager
@@ -125,9 +121,15 @@ class Recovery:
         )
 
     def _give_up(self, cause: str) -> str:
+        gradients = "Gradients are as they were before it"
+        if self._manager.gradients.attempts.has_leftovers:
+            self._manager.discard_gradients()
+            gradients = (
+                "Parts of it had been added to earlier micro-batches', so all gradients of this step are dropped"
+            )
         return (
             f"{self._device}: out of memory. The micro-batch failed {MAX_RETRIES + 1} times, at last with every chunk "
-            "that was not in use off the device. Gradients and parameters are as they were before it. Use a smaller "
+            f"that was not in use off the device. Parameters are as they were before it. {gradients}. Use a smaller "
             "batch (--per_device_train_batch_size, with --gradient_accumulation_steps for the same total), shorter "
             f"inputs, --gradient_checkpointing, or a larger device_budget. The last failure: {cause}"
         )

@@ -1,6 +1,7 @@
 """Which chunks have a copy on the compute device: loaded, prefetched and evicted by plan, or on demand without one."""
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,13 +17,32 @@ from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.memory.transfers import Transfers
 from hf_patrickstar.runtime.chunk import Chunk
+from hf_patrickstar.runtime.collectives import Collectives
+from hf_patrickstar.runtime.lockstep import Lockstep, Subject
 from hf_patrickstar.runtime.tracer import Step, Tracer
 from hf_patrickstar.schedule.eviction import Chooser
-from hf_patrickstar.schedule.plan import Actions, Plan, chunkable_nbytes, make_plan
-from hf_patrickstar.schedule.trace import Shapes, Trace
+from hf_patrickstar.schedule.plan import Actions
+from hf_patrickstar.schedule.trace import Trace, common_trace
 from hf_patrickstar.units import format_need
 
 logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MovePolicy:
+    """How copies come and go.
+
+    Attributes:
+        chooser: Chooses which chunk leaves.
+        prefetch_depth: How many loads may be under way ahead of the chunk that is needed.
+        reshard_after_forward: With several processes, groups leave when forward has done with them.
+        evict_all: Evict all that can be evicted at every access and poison it (debugging).
+    """
+
+    chooser: Chooser
+    prefetch_depth: int
+    reshard_after_forward: bool
+    evict_all: bool
 
 
 class Residency:
@@ -36,10 +56,15 @@ class Residency:
         pool: Where copies come from.
         transfers: How bytes cross.
         meter: Measures what else is on the device.
-        chooser: Chooses which chunk leaves.
+        policy: How copies come and go.
         emit: Told of every event.
-        prefetch_depth: How many loads may be under way ahead of the chunk that is needed.
-        evict_all: Evict all that can be evicted at every access and poison it (debugging).
+        collectives: Brings the chunks of other ranks.
+        lockstep: Keeps to the same order of collectives on all ranks.
+
+    Attributes:
+        give_up_margin: Makes room by moving chunks out of the device margin; whether any moved.
+        before_gather: Called with a group before this rank's chunk is sent to others: it must hold values.
+        gradient_peak: Tells the most bytes of gradients on the device since it was asked last.
     """
 
     def __init__(
@@ -48,117 +73,45 @@ class Residency:
         pool: PayloadPool,
         transfers: Transfers,
         meter: Meter,
-        chooser: Chooser,
+        policy: MovePolicy,
         emit: Listener,
-        prefetch_depth: int,
-        evict_all: bool,
+        collectives: Collectives,
+        lockstep: Lockstep,
     ) -> None:
+        def agree(trace: Trace) -> Trace:
+            found = collectives.exchange_objects(trace.to_json(), f"agreement on the trace '{trace.key}'")
+            return trace if len(found) == 1 else common_trace([Trace.from_json(text) for text in found])
+
         self.chunks = chunks
-        self.tracer = Tracer((chunk.param_nbytes for chunk in chunks), self._close_moment)
+        self.give_up_margin: Callable[[], bool] = lambda: False
+        self.before_gather: Callable[[Chunk], None] = lambda chunk: None
+        self.gradient_peak: Callable[[], int] = lambda: 0
+        self.tracer = Tracer(
+            (chunk.copy_nbytes for chunk in chunks), self._close_moment, lambda: self.gradient_peak(), agree
+        )
         self.num_hits = self.num_late = 0
         self.waiting_s = 0.0
         self.ledger = pool.ledger
         self._pool = pool
         self._transfers = transfers
         self._meter = meter
-        self._chooser = chooser
+        self._policy = policy
+        self._chooser = policy.chooser
         self._emit = emit
-        self._prefetch_depth = 0 if evict_all else prefetch_depth
-        self._evict_all = evict_all
+        self._collectives = collectives
+        self._lockstep = lockstep
+        lockstep.gather = self._gather
+        self._reached: Chunk | None = None
+        self.in_backward = False
         self._tick = 0
         self._copies: dict[int, Chunk] = {}
         self._by_storage: dict[int, Chunk] = {}
-        self._plans: dict[str, tuple[Trace, object, Plan | None]] = {}
-        self.give_up_margin: Callable[[], bool] = lambda: False
         self._moves = any(not chunk.is_static for chunk in chunks)
         for chunk in chunks:
             if chunk.is_static:
                 self._by_storage[chunk.set_compute(chunk.param)] = chunk
 
-    # Steps
-
-    def begin_step(
-        self, kind: str, shapes: Shapes, present: Iterable[torch.Tensor], dropped_after: frozenset[int]
-    ) -> None:
-        """Begins a training step.
-
-        Args:
-            kind: What the step is.
-            shapes: Shapes of its inputs.
-            present: Tensors on the device that are there already and are not chunks.
-            dropped_after: Chunks whose copies are void when it has ended.
-        """
-        is_unknown = not shapes  # what its inputs are cannot be seen, so a trace may not be relied on
-        self._enter(self.tracer.begin(kind, shapes, dropped_after, always_metered=is_unknown), present)
-
-    def begin_interlude(self, kind: str, shapes: Shapes, present: Iterable[torch.Tensor]) -> None:
-        """Begins an evaluation, between steps or inside of one."""
-        self._enter(self.tracer.begin_interlude(kind, shapes, always_metered=True), present)
-
-    def end_interlude(self) -> None:
-        """Ends it; the step that it interrupted goes on."""
-        self.tracer.end_interlude()
-        step = self.tracer.step
-        if step is None or not step.is_metered:
-            self._meter.pause()
-            self._meter.stop()
-        self._expect(step)
-
-    def end_forward(self) -> None:
-        """Ends an outermost forward of training: a step that cannot be measured to its end is not recorded."""
-        if self._meter.leave() and self.tracer.step is not None and self.tracer.step.is_recorded:
-            self.forget_step()
-
-    def finish_step(self) -> None:
-        """Ends a step. It may be called inside of backward, where the meter cannot be stopped, only paused."""
-        self.tracer.finish()
-        self._meter.pause()
-        self._expect(None)
-
-    @property
-    def policy(self) -> str:
-        """The name of the policy by which chunks leave."""
-        return self._chooser.name
-
-    def begin_update(self) -> None:
-        """Begins the optimizer's step, which has a trace of its own: what it needs on the device beside the chunks."""
-        self.tracer.forget()
-        step = self.tracer.begin("optimizer")
-        if step.is_metered:
-            self._meter.start(())
-            self._meter.restart()
-
-    def visit_for_update(self, chunk: Chunk) -> None:
-        """Notes that the optimizer comes to a chunk, wherever that is at home."""
-        self.tracer.visit(chunk.spec.index, lambda: ())
-        if self.tracer.step is not None and self.tracer.step.is_recorded:
-            self._meter.restart()
-
-    def finish_update(self) -> None:
-        """Ends the optimizer's step."""
-        self.finish_step()
-        self.settle()
-
-    def forget_step(self) -> None:
-        """Drops a step that came to nothing."""
-        self.tracer.forget()
-        self.settle()
-        self._expect(None)
-
-    def settle(self) -> None:
-        """Takes the meter off this thread if no step is running; called outside of backward."""
-        if self.tracer.step is None:
-            self._meter.stop()
-
-    def _enter(self, step: Step, present: Iterable[torch.Tensor]) -> None:
-        if step.cursor is not None:
-            step.plan = self._plan(step.cursor.trace, step.dropped_after)
-        if step.is_metered:
-            self._meter.start(present)
-            self._meter.restart()
-        self._expect(step)
-
-    def _expect(self, step: Step | None, moment: int | None = None) -> None:
+    def expect(self, step: Step | None, moment: int | None = None) -> None:
         """Tells the ledger what others will need until the next moment, or to be cautious where nobody knows."""
         ledger = self.ledger
         if step is None:
@@ -172,44 +125,27 @@ class Residency:
             ledger.is_cautious = False
             ledger.reserved_nbytes = visits[max(step.cursor.moment if moment is None else moment, 0)].non_model_nbytes
 
-    def _plan(self, trace: Trace, dropped_after: frozenset[int]) -> Plan | None:
-        """The plan of a step that begins now; the last one of its kind if everything is as it was then."""
-        resident = sorted(self._copies.values(), key=lambda chunk: chunk.last_access)
-        indices = tuple(chunk.spec.index for chunk in resident)
-        fixed = self._pool.in_use(Tier.DEVICE) - sum(chunk.param_nbytes for chunk in resident)
-        free = self.ledger.limit(Tier.DEVICE, cautious=False) - fixed
-        chunk_budget = self.ledger.chunk_budget
-        most = None if chunk_budget is None else chunk_budget - fixed
-        static = frozenset(chunk.spec.index for chunk in self.chunks if chunk.is_static)
-        floor = self._meter.floor(self.ledger.used(Tier.DEVICE))
-        situation = (indices, free, most, static, dropped_after, floor)
-        known = self._plans.get(trace.key)
-        if known is None or known[0] is not trace or known[1] != situation:
-            try:
-                plan = make_plan(
-                    trace,
-                    chunkable_nbytes(trace, free, most, floor),
-                    self._chooser,
-                    {index: place - len(indices) for place, index in enumerate(indices)},
-                    dropped_after=dropped_after,
-                    static=static,
-                    prefetch_depth=self._prefetch_depth,
-                )
-                logger.debug(
-                    "patrickstar: plan of '%s': %d loads, %d evictions", trace.key, plan.num_loads, plan.num_evictions
-                )
-            except BudgetError as error:
-                plan = None  # on demand, which fails only where it really does not fit, and says what to change
-                logger.info("patrickstar: no plan for '%s', chunks move on demand: %s", trace.key, error)
-            self._plans[trace.key] = (trace, situation, plan)
-        return self._plans[trace.key][2]
-
     def _close_moment(self) -> int:
         nbytes = self._meter.peak(self.ledger.used(Tier.DEVICE))
         self.ledger.note_total(nbytes)
         return nbytes
 
     # Reaching a chunk
+
+    @property
+    def resident(self) -> list[Chunk]:
+        """The chunks with a copy, the one visited longest ago first."""
+        return sorted(self._copies.values(), key=lambda chunk: chunk.last_access)
+
+    @property
+    def moves(self) -> bool:
+        """Whether any chunk is not computed with where it is at home."""
+        return self._moves
+
+    @property
+    def policy(self) -> str:
+        """The name of the policy by which chunks leave."""
+        return self._chooser.name
 
     def find(self, storage_key: int) -> Chunk | None:
         """The chunk whose compute payload has this storage."""
@@ -233,11 +169,13 @@ class Residency:
         moment = tracer.visit(index, lambda: self._in_use(exclude=chunk))
         step = tracer.step
         if step is not None:
-            self._expect(step, moment)
-        if self._evict_all:
+            self.expect(step, moment)
+        if self._policy.evict_all:
             self._evict_everything(exclude=chunk)
         was_there = chunk.compute is not None
-        if moment is not None and step is not None and step.plan is not None:
+        if not self._lockstep.is_alone:
+            self._reach_together(chunk, step, moment, who)
+        elif moment is not None and step is not None and step.plan is not None:
             self._follow(step.plan.moments[moment], chunk, who)
         if chunk.compute is None:
             self._load(chunk, who)
@@ -248,6 +186,8 @@ class Residency:
         self.num_hits += was_there and not chunk.is_static and not is_late
         if step is not None and step.is_recorded:
             self._meter.restart()
+        elif step is not None and step.plan is not None:  # nobody measures it: what is known is noted
+            self.ledger.note_total(self.ledger.reserved_nbytes)
         assert chunk.compute is not None
         return chunk.compute
 
@@ -261,23 +201,23 @@ class Residency:
         Raises:
             DeviceMemoryError: If it is more than all copies that can leave.
         """
-        self._pool_trim_if_short(cautious=False)
-        while self.ledger.available(Tier.DEVICE, cautious=False) < 0:
-            victim = self._choose(exclude=None)
-            if victim is None and self.give_up_margin():
+
+        def is_enough() -> bool:
+            self._trim_if_short(cautious=False)
+            return self.ledger.available(Tier.DEVICE, cautious=False) >= 0
+
+        while not self._evict_until(is_enough):
+            if self.give_up_margin():
                 continue
-            if victim is None and not is_step:
+            if not is_step:
                 break
-            if victim is None:
-                raise DeviceMemoryError(
-                    f"device_budget is too small: non-model data (activations, temporaries) of "
-                    f"{format_need(self.ledger.non_model_nbytes())} and the chunks in use need "
-                    f"{format_need(-self.ledger.available(Tier.DEVICE, cautious=False))} more than there is. Raise "
-                    "device_budget, use smaller or shorter batches, or activation checkpointing "
-                    f"(--gradient_checkpointing).\n{self.ledger.table()}"
-                )
-            self._evict(victim)
-            self._pool_trim_if_short(cautious=False)
+            raise DeviceMemoryError(
+                f"device_budget is too small: non-model data (activations, temporaries) of "
+                f"{format_need(self.ledger.non_model_nbytes())} and the chunks in use need "
+                f"{format_need(-self.ledger.available(Tier.DEVICE, cautious=False))} more than there is. Raise "
+                "device_budget, use smaller or shorter batches, or activation checkpointing "
+                f"(--gradient_checkpointing).\n{self.ledger.table()}"
+            )
         self.ledger.note_total(self.ledger.non_model_nbytes())
 
     def make_room(self, nbytes: int, *, keep_margin: bool = False) -> None:
@@ -287,12 +227,9 @@ class Residency:
             nbytes: How many.
             keep_margin: Chunks that live in the margin stay there.
         """
-        while self._pool.room(Tier.DEVICE) < nbytes:
-            victim = self._choose(exclude=None)
-            if victim is not None:
-                self._evict(victim)
-            elif keep_margin or not self.give_up_margin():
-                return
+        while not self._evict_until(lambda: self._pool.room(Tier.DEVICE) >= nbytes):
+            if keep_margin or not self.give_up_margin():
+                break
 
     def evict_unused(self) -> None:
         """Evicts every copy that can leave, and gives up the buffers that are kept for reuse."""
@@ -304,7 +241,7 @@ class Residency:
         """Drops the copy of a chunk, if it has one, because its home has changed."""
         if chunk.compute is not None and not chunk.is_static:
             self._drop(chunk)
-            self._emit(ChunkInvalidated(chunk.spec.index, chunk.param_nbytes))
+            self._emit(ChunkInvalidated(chunk.spec.index, chunk.copy_nbytes))
 
     def rehome(self, chunk: Chunk, home: Tier) -> None:
         """Moves a chunk, with all its lists, to another tier. None of its tensors may be in use.
@@ -317,13 +254,11 @@ class Residency:
             BudgetError: If there is no room; the chunk stays where it is.
         """
         chunk.wait()
-        if chunk.compute is not None and not chunk.is_static:
-            self._drop(chunk)
+        if chunk.compute is not None and not chunk.is_static and chunk.spec.world_size == 1:
+            self._drop(chunk)  # a copy with the chunks of others stays true
         old = {"param": chunk.param, **chunk.lists}
         with _as_it_is(chunk.param):
-            new = self._allocate_lists(old, home)
-            for name, payload in old.items():
-                new[name].copy_(payload)
+            new = self._copy_lists(old, home)
         if chunk.is_static:
             del self._by_storage[chunk.clear_compute()[1]]
         for name, payload in old.items():
@@ -337,14 +272,21 @@ class Residency:
         nbytes = sum(payload.nbytes for payload in new.values())
         self._emit(ChunkRehomed(chunk.spec.index, to_device=home is Tier.DEVICE, nbytes=nbytes))
 
-    def _allocate_lists(self, lists: Mapping[str, torch.Tensor], home: Tier) -> dict[str, torch.Tensor]:
-        """Payloads like these on another tier; all or none."""
+    def pin(self, chunk: Chunk) -> None:
+        """Moves a chunk that is at home on the host into pinned memory, if that is wanted and there is room for it."""
+        if self._pool.pins_memory and not chunk.param.is_pinned():
+            with contextlib.suppress(BudgetError):  # copies are slower then, and right
+                self.rehome(chunk, Tier.HOST)
+
+    def _copy_lists(self, lists: Mapping[str, torch.Tensor], home: Tier) -> dict[str, torch.Tensor]:
+        """The same on another tier; all or none."""
         new: dict[str, torch.Tensor] = {}
         try:
             for name, payload in lists.items():
                 pinned = home is Tier.HOST and name == "param"
                 new[name] = self._pool.allocate(home, payload.numel(), payload.dtype, name, pinned=pinned)
-        except BudgetError:
+                new[name].copy_(payload)
+        except BaseException:
             for name, payload in new.items():
                 self._pool.release(home, payload, name, keep=False)
             raise
@@ -360,32 +302,38 @@ class Residency:
     # Inside
 
     def _follow(self, actions: Actions, chunk: Chunk, who: str) -> None:
-        for index in actions.evict:
-            victim = self.chunks[index]
-            if victim is not chunk and victim in self._evictable(exclude=chunk):
-                self._evict(victim)
+        self._let_go(actions.evict)
         for index in actions.load:
             other = self.chunks[index]
             if other is chunk:
                 if chunk.compute is None:
                     self._load(chunk, who)
-            elif other.compute is None and self._pool.room(Tier.DEVICE) >= other.param_nbytes:
+            elif other.compute is None and self._pool.room(Tier.DEVICE) >= other.copy_nbytes:
                 self._start(other, ahead=True)
 
+    def _let_go(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            if index in self._copies and not self.chunks[index].is_in_use:
+                self._evict(self.chunks[index])
+
     def _load(self, chunk: Chunk, who: str) -> None:
-        self._make_room(chunk.param_nbytes, chunk, who)
+        self._make_room(chunk.copy_nbytes, chunk, who)
         self._start(chunk, ahead=False)
 
     def _start(self, chunk: Chunk, *, ahead: bool) -> None:
         with _as_it_is(chunk.param):
             try:
-                payload = self._pool.allocate(Tier.DEVICE, chunk.param.numel(), chunk.param.dtype, "param")
+                payload = self._pool.allocate(Tier.DEVICE, chunk.spec.capacity_numel, chunk.param.dtype, "param")
             except BudgetError as error:
                 raise DeviceMemoryError(str(error)) from error
             self._copies[chunk.spec.index] = chunk
             self._by_storage[chunk.set_compute(payload)] = chunk
             try:
-                if ahead:
+                if chunk.spec.world_size > 1:
+                    chunk.note(self._transfers.to_slice(chunk.param, chunk.own_slice(payload)))
+                    with self._transfers.beside():
+                        chunk.arrival = self._collectives.all_gather(payload, f"all_gather of group {chunk.spec.index}")
+                elif ahead:
                     chunk.arrival = self._transfers.fetch(chunk.param, payload)
                     chunk.note(chunk.arrival)
                 else:
@@ -393,7 +341,74 @@ class Residency:
             except BaseException:
                 self._drop(chunk)  # it holds nothing
                 raise
-        self._emit(ChunkLoaded(chunk.spec.index, chunk.param_nbytes, ahead))
+        self._emit(ChunkLoaded(chunk.spec.index, chunk.param_nbytes if chunk.home is Tier.HOST else 0, ahead))
+
+    # Together with other processes; see [Note: one order of collectives]
+
+    def offer(self, chunk: Chunk, is_complete: Callable[[Chunk], bool]) -> None:
+        """Reduces a group whose gradients are complete, as soon as it is its turn.
+
+        Args:
+            chunk: The group.
+            is_complete: Tells it of others whose turn may come thereby.
+        """
+        step = self.tracer.step
+        if step is None or step.plan is None:
+            self._lockstep.ask(Subject.REDUCE, chunk.spec.index, "its gradients, which are complete")
+            return
+        while step.due and is_complete(self.chunks[step.due[0]]):
+            self._lockstep.follow(Subject.REDUCE, step.due.pop(0))
+
+    def _reach_together(self, chunk: Chunk, step: Step | None, moment: int | None, who: str) -> None:
+        self._reached = chunk
+        if step is not None and step.plan is not None:
+            end = self.end_of_phase(step, not self.in_backward)
+            if moment is not None:  # another branch may look like what comes after this forward
+                self.follow_to(step, min(moment + 1, end))
+            while chunk.compute is None and step.num_followed < end:
+                self.follow_to(step, step.num_followed + 1)
+        if chunk.compute is None or step is None:  # between steps nobody knows what others have at hand
+            if step is not None and step.plan is not None:
+                self.reduce_due(step)  # the others do these before they hear of what no plan has
+            self._lockstep.ask(Subject.GATHER, chunk.spec.index, who)
+        self._reached = None
+
+    def follow_to(self, step: Step, end: int) -> None:
+        """Executes the plan up to a moment, whether or not this process has come to it."""
+        assert step.plan is not None
+        while step.num_followed < end:
+            self.reduce_due(step)
+            actions = step.plan.moments[step.num_followed]
+            step.num_followed += 1
+            self._let_go(actions.evict)
+            for index in actions.load:
+                self._lockstep.follow(Subject.GATHER, index)
+            step.due = list(actions.reduce)
+
+    def reduce_due(self, step: Step) -> None:
+        """Executes what is left of the reductions of the moment that the plan has come to."""
+        while step.due:
+            self._lockstep.follow(Subject.REDUCE, step.due.pop(0))
+
+    def end_of_phase(self, step: Step, is_forward: bool) -> int:
+        """The moment of the plan up to which what is running now may go."""
+        assert step.plan is not None
+        turns = self.tracer.traces[step.key].turns if step.key in self.tracer.traces else ()
+        if is_forward and turns:
+            return turns[len(step.turns)] if len(step.turns) < len(turns) else step.num_followed
+        return len(step.plan.moments)
+
+    def _gather(self, index: int) -> None:
+        """Takes part in a gather, whether or not this process needs it."""
+        chunk = self.chunks[index]
+        self.before_gather(chunk)
+        if chunk.compute is None:
+            self._make_room(chunk.copy_nbytes, chunk, f"gathering group {index}")
+            self._start(chunk, ahead=chunk is not self._reached)
+            return
+        if chunk.arrival is not None:
+            self._await(chunk)
+        chunk.arrival = self._collectives.all_gather(chunk.compute, f"all_gather of group {index}")
 
     def _await(self, chunk: Chunk) -> bool:
         """Lets the compute device wait for a copy that was started ahead; returns whether it had to."""
@@ -408,21 +423,26 @@ class Residency:
         return is_late
 
     def _make_room(self, nbytes: int, chunk: Chunk, who: str) -> None:
-        self._pool_trim_if_short(nbytes)
-        while self._pool.room(Tier.DEVICE) < nbytes:
-            victim = self._choose(exclude=chunk)
-            if victim is None:
-                break
-            self._evict(victim)
-        self._pool_trim_if_short(nbytes)
+        self._trim_if_short()
+        self._evict_until(lambda: self._pool.room(Tier.DEVICE) >= nbytes, exclude=chunk)
+        self._trim_if_short()
         room = self._pool.room(Tier.DEVICE, cautious=False)
         if nbytes and room < nbytes and self.give_up_margin():
             room = self._pool.room(Tier.DEVICE, cautious=False)
         if nbytes and room < nbytes:
             raise DeviceMemoryError(self._too_small(nbytes, room, chunk, who))
 
-    def _pool_trim_if_short(self, nbytes: int = 0, *, cautious: bool | None = None) -> None:
-        """Kept buffers are the first to go when others need the room, or when none of them is of the right size."""
+    def _evict_until(self, is_enough: Callable[[], bool], exclude: Chunk | None = None) -> bool:
+        """Evicts copies one by one until there is enough room; whether there is."""
+        while not is_enough():
+            victim = self._choose(exclude)
+            if victim is None:
+                return False
+            self._evict(victim)
+        return True
+
+    def _trim_if_short(self, *, cautious: bool | None = None) -> None:
+        """Kept buffers are the first to go when others need the room."""
         if self.ledger.available(Tier.DEVICE, cautious=cautious) < 0:
             self._pool.trim()
 
@@ -470,7 +490,7 @@ class Residency:
 
     def _evict(self, chunk: Chunk) -> None:
         self._drop(chunk)
-        self._emit(ChunkEvicted(chunk.spec.index, chunk.param_nbytes))
+        self._emit(ChunkEvicted(chunk.spec.index, chunk.copy_nbytes))
 
     def _drop(self, chunk: Chunk) -> None:
         if chunk.arrival is not None:

@@ -1,12 +1,14 @@
 """Records traces, and follows them once they are there (PatrickStar section 8.1)."""
 
 import dataclasses
+import zlib
 from collections.abc import Callable, Iterable
 
 from hf_patrickstar.schedule.plan import Plan
 from hf_patrickstar.schedule.trace import Cursor, Shapes, Trace, Visit, trace_key
 
 _MOST_LOST_IN_A_ROW = 2
+_MOST_VISITS = 200_000
 
 
 @dataclasses.dataclass(slots=True)
@@ -19,8 +21,10 @@ class Step:
         dropped_after: Chunks whose device copies are void when it has ended.
         cursor: Its place in the trace that it follows; ``None`` if it is recorded, or lost.
         is_lost: Whether it has left its trace.
-        plan: What to move at each moment, if there is a plan.
+        plan: What to move at each moment, if there is a plan; one that left its trace keeps it for others' sake.
         is_metered: Whether non-model data is measured while it runs.
+        num_followed: How many moments of the plan have been executed; processes execute all of them together.
+        due: What is left of the reductions of the last of them.
     """
 
     key: str
@@ -30,8 +34,13 @@ class Step:
     is_lost: bool = False
     plan: Plan | None = None
     is_metered: bool = True
+    num_followed: int = 0
+    due: list[int] = dataclasses.field(default_factory=list)
     visits: list[tuple[int, tuple[int, ...]]] = dataclasses.field(default_factory=list)
     non_model_nbytes: list[int] = dataclasses.field(default_factory=list)
+    gradient_nbytes: list[int] = dataclasses.field(default_factory=list)
+    reduced: list[list[int]] = dataclasses.field(default_factory=list)
+    turns: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def is_recorded(self) -> bool:
@@ -50,9 +59,17 @@ class Tracer:
     Args:
         chunk_nbytes: Bytes of every chunk's ``param`` payload, by chunk index.
         non_model_peak: Tells the most non-model bytes since the last moment.
+        gradient_peak: Tells the most bytes of gradients that waited for their group since then.
+        agree: Makes one trace of what several processes have recorded.
     """
 
-    def __init__(self, chunk_nbytes: Iterable[int], non_model_peak: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self,
+        chunk_nbytes: Iterable[int],
+        non_model_peak: Callable[[], int] = lambda: 0,
+        gradient_peak: Callable[[], int] = lambda: 0,
+        agree: Callable[[Trace], Trace] = lambda trace: trace,
+    ) -> None:
         self.traces: dict[str, Trace] = {}
         self.num_lost = 0
         self.num_recorded = 0
@@ -60,13 +77,16 @@ class Tracer:
         self._erratic: set[str] = set()
         self._chunk_nbytes = tuple(chunk_nbytes)
         self._non_model_peak = non_model_peak
+        self._gradient_peak = gradient_peak
+        self._agree = agree
         self._lost_in_a_row: dict[str, int] = {}
         self._interrupted: list[Step | None] = []
 
     @property
-    def is_interlude(self) -> bool:
-        """Whether the step that runs is one inside another."""
-        return bool(self._interrupted)
+    def fingerprint(self) -> int:
+        """A number that is the same on processes with traces of the same steps."""
+        text = repr(sorted((key, trace.shapes) for key, trace in self.traces.items()))
+        return zlib.crc32(text.encode())
 
     def begin(
         self,
@@ -106,28 +126,42 @@ class Tracer:
         if step is None or step.is_lost:
             return None
         if step.cursor is None:
+            if len(step.visits) == _MOST_VISITS:  # forwards that never meet a backward
+                self.forget()
+                return None
             self._close_moment(step)
             step.visits.append((chunk_index, tuple(pinned())))
+            step.reduced.append([])
             return None
         if step.cursor.advance(chunk_index):
             return step.cursor.moment
-        step.cursor = step.plan = None
+        step.cursor = None
         step.is_lost = True
         self._erratic.add(step.key)
         self.num_lost += 1
         return None
 
-    def begin_interlude(
-        self, kind: str, shapes: Shapes = (), dropped_after: frozenset[int] = frozenset(), always_metered: bool = False
-    ) -> Step:
+    def note_turn(self) -> None:
+        """Notes that an outermost forward has ended."""
+        if self.step is not None:
+            self.step.turns.append(len(self.step.visits))
+
+    def note_reduced(self, chunk_index: int) -> None:
+        """Notes that the gradients of a group were reduced."""
+        if self.step is not None and self.step.is_recorded and self.step.visits:
+            self.step.reduced[-1].append(chunk_index)
+
+    def begin_interlude(self, kind: str, shapes: Shapes = (), always_metered: bool = False) -> Step:
         """Begins a step of another kind inside a step, or between steps: an evaluation, say; see ``begin``."""
         if self.step is not None and self.step.is_recorded:
             self._close_moment(self.step)  # the interlude begins peaks of its own
         self._interrupted.append(self.step)
-        return self.begin(kind, shapes, dropped_after, always_metered)
+        return self.begin(kind, shapes, always_metered=always_metered)
 
-    def end_interlude(self) -> None:
-        """Ends it and goes on where it began."""
+    def end_interlude(self, *, is_whole: bool = True) -> None:
+        """Ends it and goes on where it began; one that is not whole makes no trace."""
+        if not is_whole:
+            self.step = None
         self.finish()
         if self._interrupted:
             self.step = self._interrupted.pop()
@@ -144,9 +178,10 @@ class Tracer:
             return
         if step.is_recorded and step.visits:
             self._close_moment(step)
-            rows = zip(step.visits, step.non_model_nbytes, strict=True)
-            visits = tuple(Visit(index, pinned, nbytes) for (index, pinned), nbytes in rows)
-            trace = Trace(step.key, self._chunk_nbytes, visits, (step.shapes,))
+            rows = zip(step.visits, step.non_model_nbytes, step.gradient_nbytes, step.reduced, strict=True)
+            visits = tuple(Visit(*visit, nbytes, gradients, tuple(done)) for visit, nbytes, gradients, done in rows)
+            trace = Trace(step.key, self._chunk_nbytes, visits, (step.shapes,), tuple(step.turns))
+            trace = self._agree(trace)
             known = self.traces.get(step.key)
             self.traces[step.key] = trace if known is None else trace.merged(known)
             self.num_recorded += 1
@@ -154,7 +189,7 @@ class Tracer:
             return
         in_a_row = self._lost_in_a_row.get(step.key, 0) + 1 if step.is_lost else 0
         if in_a_row == _MOST_LOST_IN_A_ROW:
-            del self.traces[step.key]
+            self.traces.pop(step.key, None)
             in_a_row = 0
         self._lost_in_a_row[step.key] = in_a_row
 
@@ -166,5 +201,7 @@ class Tracer:
     def _close_moment(self, step: Step) -> None:
         if len(step.non_model_nbytes) < len(step.visits):
             step.non_model_nbytes.append(self._non_model_peak())
+            step.gradient_nbytes.append(self._gradient_peak())
         elif step.visits:  # closed before, by an interlude
             step.non_model_nbytes[-1] = max(step.non_model_nbytes[-1], self._non_model_peak())
+            step.gradient_nbytes[-1] = max(step.gradient_nbytes[-1], self._gradient_peak())

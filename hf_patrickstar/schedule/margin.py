@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from hf_patrickstar.schedule.placement import ChunkBytes
-from hf_patrickstar.schedule.trace import Trace
+from hf_patrickstar.schedule.trace import OPTIMIZER, Trace
 from hf_patrickstar.units import GIB, format_nbytes
 
 _NUM_PARTS = 8
@@ -40,6 +40,26 @@ class MarginPlan:
     reason: str
 
 
+def needed_nbytes(
+    traces: Sequence[Trace], kept: frozenset[int], unusable_nbytes: int
+) -> list[tuple[int, frozenset[int]]]:
+    """What the device must have room for at each moment: bytes, and the moving chunks that are in use then.
+
+    Args:
+        traces: What was recorded.
+        kept: Chunks that are at home on the device: they do not move.
+        unusable_nbytes: Bytes of the device that chunks may not take even where non-model data leaves them.
+    """
+    needs = []
+    for trace in traces:
+        for visit in trace.visits:
+            in_use = frozenset() if trace.key == OPTIMIZER else frozenset({visit.chunk_index, *visit.pinned}) - kept
+            chunks = sum(trace.chunk_nbytes[index] for index in in_use)
+            others = max(visit.non_model_nbytes, unusable_nbytes) + visit.gradient_nbytes
+            needs.append((others + chunks, in_use))
+    return needs
+
+
 def fill_margin(
     chunks: Sequence[ChunkBytes],
     traces: Sequence[Trace],
@@ -47,6 +67,8 @@ def fill_margin(
     prefetch_nbytes: int,
     kept: frozenset[int] = frozenset(),
     unusable_nbytes: int = 0,
+    *,
+    copies_stay: bool = False,
 ) -> tuple[int, ...]:
     """Finds the chunks that the margin has room for.
 
@@ -61,6 +83,8 @@ def fill_margin(
         prefetch_nbytes: Bytes kept free for chunks brought in ahead.
         kept: Chunks that are at home on the device whatever happens; their bytes are taken off ``device_nbytes``.
         unusable_nbytes: Bytes of the device that chunks may not take even where non-model data leaves them.
+        copies_stay: Whether a chunk in the margin still needs a copy to be computed with: with several processes what
+            is at home is only a part of its group.
 
     Returns:
         Chunk indices, the first to move in first.
@@ -69,20 +93,17 @@ def fill_margin(
     for trace in traces:
         for moment, visit in enumerate(trace.visits):
             first[visit.chunk_index] = min(moment, first.get(visit.chunk_index, moment))
-    working = [(visit, {visit.chunk_index, *visit.pinned} - kept) for trace in traces for visit in trace.visits]
-    need = [
-        max(visit.non_model_nbytes, unusable_nbytes) + sum(traces[0].chunk_nbytes[index] for index in indices)
-        for visit, indices in working
-    ]
+    needs = needed_nbytes(traces, frozenset() if copies_stay else kept, unusable_nbytes)
+    need = [nbytes for nbytes, _ in needs]
     homed: list[int] = []
     taken = 0
-    for chunk in sorted(chunks, key=lambda chunk: (first.get(chunk.chunk_index, len(working)), chunk.chunk_index)):
+    for chunk in sorted(chunks, key=lambda chunk: (first.get(chunk.chunk_index, len(needs)), chunk.chunk_index)):
         index = chunk.chunk_index
         if chunk.on_host or index in kept:
             continue
         after = [
-            nbytes - (chunk.param_nbytes if index in indices else 0)
-            for nbytes, (_, indices) in zip(need, working, strict=True)
+            nbytes - (chunk.param_nbytes if index in indices and not copies_stay else 0)
+            for nbytes, (_, indices) in zip(need, needs, strict=True)
         ]
         if taken + chunk.device_nbytes + max(after, default=0) + prefetch_nbytes > device_nbytes:
             break

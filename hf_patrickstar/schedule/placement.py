@@ -45,7 +45,13 @@ class HomePlan:
 
 
 def plan_homes(
-    chunks: Sequence[ChunkBytes], device_nbytes: int, host_nbytes: int, working_set_nbytes: int, workspace_nbytes: int
+    chunks: Sequence[ChunkBytes],
+    device_nbytes: int,
+    host_nbytes: int,
+    working_set_nbytes: int,
+    workspace_nbytes: int,
+    *,
+    is_copied: bool = False,
 ) -> HomePlan:
     """Decides the home of every chunk.
 
@@ -59,6 +65,7 @@ def plan_homes(
         host_nbytes: Bytes for chunks on the host.
         working_set_nbytes: Bytes that the most demanding module needs on the device at once.
         workspace_nbytes: Bytes of scratch space that the optimizer needs on each tier where it updates chunks.
+        is_copied: Whether the working set comes beside what is at home on the device, because it is gathered.
 
     Raises:
         BudgetError: If both tiers together cannot hold the model data.
@@ -67,7 +74,8 @@ def plan_homes(
     total = sum(chunk.device_nbytes for chunk in movable)
     fixed = sum(chunk.host_nbytes for chunk in chunks if chunk.on_host)
     fixed_workspace = workspace_nbytes if fixed else 0
-    if total + workspace_nbytes <= device_nbytes and fixed + fixed_workspace <= host_nbytes:
+    beside = working_set_nbytes if is_copied else 0
+    if total + workspace_nbytes + beside <= device_nbytes and fixed + fixed_workspace <= host_nbytes:
         return HomePlan(
             frozenset(chunk.chunk_index for chunk in movable),
             f"all model data ({format_nbytes(total)}) is at home on the device: it fits the device budget",

@@ -22,10 +22,12 @@ class Actions:
     Attributes:
         evict: Chunks that leave, first.
         load: Chunks whose copies are started, in this order; one that is not the visited one is a prefetch.
+        reduce: Groups whose gradients are reduced, in this order, after the visited chunk has been computed with.
     """
 
     evict: tuple[int, ...] = ()
     load: tuple[int, ...] = ()
+    reduce: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +67,8 @@ def chunkable_nbytes(
         floor_nbytes: Non-model bytes that are there at every moment, whatever the trace says.
     """
     free = (device_nbytes - max(visit.non_model_nbytes, floor_nbytes) for visit in trace.visits)
-    return tuple(nbytes if chunk_nbytes is None else min(nbytes, chunk_nbytes) for nbytes in free)
+    chunks = (nbytes if chunk_nbytes is None else min(nbytes, chunk_nbytes) for nbytes in free)
+    return tuple(nbytes - visit.gradient_nbytes for nbytes, visit in zip(chunks, trace.visits, strict=True))
 
 
 def make_plan(
@@ -77,6 +80,7 @@ def make_plan(
     dropped_after: frozenset[int] = frozenset(),
     static: frozenset[int] = frozenset(),
     prefetch_depth: int = 0,
+    reshard_after_forward: bool = False,
 ) -> Plan:
     """Plans a step; see [Note: planning in two passes].
 
@@ -88,16 +92,33 @@ def make_plan(
         dropped_after: Chunks whose device copies are void after the step.
         static: Chunks that are computed with where they are at home, and never move.
         prefetch_depth: How many loads may be under way before the chunk that needs the first of them is visited.
+        reshard_after_forward: Chunks leave after their last visit in forward, as soon as they are not in use, whether
+            or not there is room.
 
     Raises:
         BudgetError: If the chunks in use at one moment do not fit; it names the moment.
     """
     draft = _Draft(trace, capacities, resident, static)
-    draft.load_on_demand(chooser, dropped_after)
+    draft.load_on_demand(chooser, dropped_after, _leaving(trace) if reshard_after_forward else {})
     if prefetch_depth:
         draft.load_ahead(prefetch_depth)
-    moments = tuple(Actions(tuple(evict), tuple(load)) for evict, load in zip(draft.evict, draft.load, strict=True))
+    moments = tuple(
+        Actions((*leave, *evict), tuple(load), visit.reduced)
+        for leave, evict, load, visit in zip(draft.leave, draft.evict, draft.load, trace.visits, strict=True)
+    )
     return Plan(moments, draft.resident, tuple(draft.used))
+
+
+def _leaving(trace: Trace) -> dict[int, list[int]]:
+    """The chunks that have been visited for the last time in a forward, by the moment that follows."""
+    leaving: dict[int, list[int]] = {}
+    begin = 0
+    for turn in trace.turns:
+        last = {visit.chunk_index: moment for moment, visit in enumerate(trace.visits[begin:turn], begin)}
+        for index, moment in last.items():
+            leaving.setdefault(moment + 1, []).append(index)
+        begin = turn
+    return leaving
 
 
 class _Draft:
@@ -110,19 +131,30 @@ class _Draft:
         self.capacities = capacities
         self.resident = dict(resident)
         self.static = static
+        self.leave: list[list[int]] = [[] for _ in trace.visits]  # whether or not there is room
         self.evict: list[list[int]] = [[] for _ in trace.visits]
         self.load: list[list[int]] = [[] for _ in trace.visits]
         self.used: list[int] = []
 
-    def load_on_demand(self, chooser: Chooser, dropped_after: frozenset[int]) -> None:
-        """The first pass."""
+    def load_on_demand(
+        self, chooser: Chooser, dropped_after: frozenset[int], done_before: Mapping[int, Sequence[int]]
+    ) -> None:
+        """The first pass. ``done_before`` has chunks that leave at some moments in any case."""
         trace, sizes = self.trace, self.trace.chunk_nbytes
         cursor = Cursor(trace, dropped_after)
         used = sum(sizes[index] for index in self.resident)
+        held: list[int] = []  # done, but a module around the visited one still computes with them
         for moment, visit in enumerate(trace.visits):
             index = visit.chunk_index
             cursor.advance(index)
             moves = index not in self.static
+            finished = [done for done in held if done != index] + [*done_before.get(moment, ())]
+            held = [done for done in finished if done in visit.pinned]
+            for done in finished:
+                if done in self.resident and done not in held:
+                    del self.resident[done]
+                    used -= sizes[done]
+                    self.leave[moment].append(done)
             need = sizes[index] if moves and index not in self.resident else 0
             while used + need > self.capacities[moment]:
                 in_use = (index, *visit.pinned)
@@ -166,7 +198,9 @@ class _Draft:
             in_use = (visit.chunk_index, *visit.pinned)
             if self.used[moment - 1] + growth > self.capacities[moment - 1]:
                 break
-            if index in self.evict[moment - 1] or any(victim in in_use for victim in victims):
+            if index in self.leave[moment] or index in self.evict[moment - 1]:
+                break
+            if any(victim in in_use for victim in victims):
                 break
             moment -= 1
         return moment

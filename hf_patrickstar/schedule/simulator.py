@@ -41,6 +41,7 @@ def simulate(
     dropped_after: frozenset[int] = frozenset(),
     static: frozenset[int] = frozenset(),
     prefetch_depth: int = 0,
+    load_nbytes: Sequence[int] = (),
     gradient_nbytes: Sequence[int] = (),
     home_nbytes: Sequence[int] = (),
     repetitions: int = 3,
@@ -54,6 +55,7 @@ def simulate(
         dropped_after: Chunks whose device copies are void after the step: those that the optimizer updates.
         static: Chunks that are computed with where they are at home.
         prefetch_depth: As for ``make_plan``.
+        load_nbytes: Bytes that have to travel for a copy of each chunk, if that is not all of it.
         gradient_nbytes: Bytes of gradients per chunk that a step takes to its home, if that is on the host.
         home_nbytes: Bytes of each chunk over all lists, which it takes on the host if it is at home there.
         repetitions: How often the step is replayed; the last one counts.
@@ -82,17 +84,21 @@ def simulate(
         )
         resident = {index: moment for index, moment in plan.resident.items() if index not in dropped_after}
     on_host = [index for index in range(len(trace.chunk_nbytes)) if index not in static]
-    return _sum_up(trace, plan, _total(gradient_nbytes, on_host), _total(home_nbytes, on_host))
+    return _sum_up(
+        trace, plan, load_nbytes or trace.chunk_nbytes, _total(gradient_nbytes, on_host), _total(home_nbytes, on_host)
+    )
 
 
-def _sum_up(trace: Trace, plan: Plan, device_to_host_nbytes: int, host_peak_nbytes: int) -> Movement:
+def _sum_up(
+    trace: Trace, plan: Plan, load_nbytes: Sequence[int], device_to_host_nbytes: int, host_peak_nbytes: int
+) -> Movement:
     loaded = [index for actions in plan.moments for index in actions.load]
     visits = list(zip(plan.moments, plan.chunk_nbytes, trace.visits, strict=True))
     return Movement(
         loads=len(loaded),
         evictions=plan.num_evictions,
         prefetches=sum(index != visit.chunk_index for actions, _, visit in visits for index in actions.load),
-        host_to_device_nbytes=sum(trace.chunk_nbytes[index] for index in loaded),
+        host_to_device_nbytes=sum(load_nbytes[index] for index in loaded),
         device_to_host_nbytes=device_to_host_nbytes,
         device_peak_nbytes=max(plan.chunk_nbytes, default=0),
         device_total_peak_nbytes=max((used + visit.non_model_nbytes for _, used, visit in visits), default=0),

@@ -13,6 +13,9 @@ from hf_patrickstar.errors import ConfigError
 
 Shapes = tuple[tuple[int, ...], ...]
 
+OPTIMIZER = "optimizer"
+"""Key of the trace of the optimizer's step, which comes to chunks where they are at home."""
+
 _MOST_SHAPES = 16
 
 
@@ -24,11 +27,15 @@ class Visit:
         chunk_index: The chunk.
         pinned: Other chunks that were in use at that moment and could not have left.
         non_model_nbytes: The most bytes that were not chunks on the device between this moment and the next.
+        gradient_nbytes: The most bytes of gradients on the device then that wait for the rest of their group.
+        reduced: Groups whose gradients were complete and were reduced then, in this order.
     """
 
     chunk_index: int
     pinned: tuple[int, ...] = ()
     non_model_nbytes: int = 0
+    gradient_nbytes: int = 0
+    reduced: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,12 +47,14 @@ class Trace:
         chunk_nbytes: Bytes of every chunk's ``param`` payload, by chunk index.
         visits: The visits, in order.
         shapes: Shapes of the inputs of each step that it was recorded from.
+        turns: Moments before which an outermost forward ended: how many visits there had been by then.
     """
 
     key: str
     chunk_nbytes: tuple[int, ...]
     visits: tuple[Visit, ...]
     shapes: tuple[Shapes, ...] = ((),)
+    turns: tuple[int, ...] = ()
 
     @property
     def non_model_peak_nbytes(self) -> int:
@@ -65,17 +74,17 @@ class Trace:
                 ours.chunk_index,
                 tuple(sorted({*ours.pinned, *theirs.pinned})),
                 max(ours.non_model_nbytes, theirs.non_model_nbytes),
+                max(ours.gradient_nbytes, theirs.gradient_nbytes),
+                ours.reduced,
             )
             for ours, theirs in zip(self.visits, earlier.visits, strict=True)
         )
         kept = tuple(theirs for theirs in earlier.shapes if not self.covers(theirs))
-        return Trace(self.key, self.chunk_nbytes, visits, self.shapes + kept[: _MOST_SHAPES - 1])
+        return dataclasses.replace(self, visits=visits, shapes=self.shapes + kept[: _MOST_SHAPES - 1])
 
     def to_json(self) -> str:
         """The trace as JSON text that ``from_json`` takes back."""
-        visits = [[visit.chunk_index, visit.non_model_nbytes, *visit.pinned] for visit in self.visits]
-        values = {"key": self.key, "chunk_nbytes": self.chunk_nbytes, "shapes": self.shapes, "visits": visits}
-        return json.dumps(values)
+        return json.dumps({**dataclasses.asdict(self), "visits": [dataclasses.astuple(visit) for visit in self.visits]})
 
     @classmethod
     def from_json(cls, text: str) -> "Trace":
@@ -87,18 +96,48 @@ class Trace:
         try:
             values: dict[str, Any] = json.loads(text)
             visits = tuple(
-                Visit(int(row[0]), tuple(int(index) for index in row[2:]), int(row[1])) for row in values["visits"]
+                Visit(int(index), _integers(pinned), int(non_model), int(gradients), _integers(reduced))
+                for index, pinned, non_model, gradients, reduced in values["visits"]
             )
             shapes = tuple(input_shapes(recorded) for recorded in values["shapes"])
-            trace = cls(str(values["key"]), tuple(int(nbytes) for nbytes in values["chunk_nbytes"]), visits, shapes)
+            sizes, turns = _integers(values["chunk_nbytes"]), _integers(values["turns"])
+            trace = cls(str(values["key"]), sizes, visits, shapes, turns)
         except (ValueError, TypeError, KeyError, IndexError) as error:
             raise ConfigError(f"this is not a trace: {type(error).__name__}: {error}") from error
         num_chunks = len(trace.chunk_nbytes)
         for moment, visit in enumerate(trace.visits):
-            for index in (visit.chunk_index, *visit.pinned):
+            for index in (visit.chunk_index, *visit.pinned, *visit.reduced):
                 if not 0 <= index < num_chunks:
                     raise ConfigError(f"trace '{trace.key}', moment {moment}: chunk {index} of {num_chunks}")
         return trace
+
+
+def common_trace(traces: Sequence[Trace]) -> Trace:
+    """One trace for several processes that recorded the same step, the same whoever computes it.
+
+    Where a process did something else than most, the longest of what was done counts, and at every moment there is
+    room for the most that the others needed at any.
+
+    Args:
+        traces: What each process recorded, by rank.
+    """
+    chosen = max(traces, key=lambda trace: len(trace.visits))  # the first of the longest
+    for other in traces:
+        if [visit.chunk_index for visit in other.visits] == [visit.chunk_index for visit in chosen.visits]:
+            chosen = chosen.merged(other)
+            continue
+        peak = other.non_model_peak_nbytes
+        gradients = max((visit.gradient_nbytes for visit in other.visits), default=0)
+        visits = tuple(
+            dataclasses.replace(
+                visit,
+                non_model_nbytes=max(visit.non_model_nbytes, peak),
+                gradient_nbytes=max(visit.gradient_nbytes, gradients),
+            )
+            for visit in chosen.visits
+        )
+        chosen = dataclasses.replace(chosen, visits=visits)
+    return chosen
 
 
 def trace_key(kind: str, shapes: Shapes) -> str:
@@ -165,6 +204,10 @@ class Cursor:
         if place < len(moments):
             return moments[place]
         return None if chunk_index in self._dropped_after else moments[0] + len(self.trace.visits)
+
+
+def _integers(values: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(int(value) for value in values)
 
 
 def _covers(recorded: Shapes, shapes: Shapes) -> bool:

@@ -12,6 +12,7 @@ from trainers import smallest_budget
 from watch import non_model_peak
 
 from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar.runtime import tracer as tracer_module
 
 
 def adamw(model):
@@ -34,6 +35,15 @@ def train_step(model, optimizer, seed=0, length=16):
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()
+
+
+def assert_same_steps(plain, optimizer, managed, engine, steps, length=16):
+    """Trains both models from the same random numbers and compares every loss."""
+    for step in steps:
+        torch.manual_seed(step)
+        expected = train_step(plain, optimizer, step, length)
+        torch.manual_seed(step)
+        assert train_step(managed, engine.optimizer, step, length) == expected, step
 
 
 def test_forwards_without_backward_leave_nothing_behind():
@@ -78,21 +88,122 @@ def test_an_evaluation_that_gives_up_the_margin(mode):
     plain, managed = make_model("gpt2").train(), make_model("gpt2").train()
     optimizer = adamw(plain)
     engine = PatrickStarEngine(managed, {"device_budget": budget_for(12)}, adamw(managed))
-    for step in range(2):
-        torch.manual_seed(step)
-        expected = train_step(plain, optimizer, step, 8)
-        torch.manual_seed(step)
-        assert train_step(managed, engine.optimizer, step, 8) == expected
+    assert_same_steps(plain, optimizer, managed, engine, range(2), 8)
     assert engine.stats()["chunks_in_margin"] > 0
     with mode():
         managed(**make_batch("gpt2", length=24))
     assert engine.stats()["chunks_in_margin"] == 0
-    for step in range(2, 5):
-        torch.manual_seed(step)
-        expected = train_step(plain, optimizer, step, 8)
-        torch.manual_seed(step)
-        assert train_step(managed, engine.optimizer, step, 8) == expected
+    assert_same_steps(plain, optimizer, managed, engine, range(2, 5), 8)
     assert engine.stats()["chunks_in_margin"] > 0
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_an_evaluation_with_lookups_at_home_between_two_backwards(accumulation, mode):
+    """Without the hint the evaluation makes the accumulation list, in which training then goes on."""
+    plain, managed = make_model("gpt2").eval(), make_model("gpt2").eval()
+    optimizer = adamw(plain)
+    config = {"cpu_embedding": True, "chunk_budget": 2 * smallest_budget(make_model("gpt2"))}
+    engine = PatrickStarEngine(managed, config, adamw(managed), gradient_accumulation_steps=accumulation)
+    lists = [set(chunk.lists) for chunk in engine.manager.chunks]
+    assert all(("grad" in names) == (accumulation == 2) for names in lists)
+    for step in range(3):
+        for micro in range(2):
+            for model in (plain, managed):
+                model(**make_batch("gpt2", seed=10 * step + micro)).loss.backward()
+            with mode():
+                outputs = [model(**make_batch("gpt2", seed=9)).logits for model in (plain, managed)]
+            assert torch.equal(*outputs)
+        for one in (optimizer, engine.optimizer):
+            one.step()
+            one.zero_grad()
+    for key, value in plain.state_dict().items():
+        assert torch.equal(value, managed.state_dict()[key]), key
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_that_fails_makes_no_trace(mode):
+    """Half of its visits would be taken for the whole, and the next evaluation would be lost."""
+    model = make_layers()
+    engine = PatrickStarEngine(model, {"chunk_budget": 3000, "chunk_numel": 320}, adamw(model))
+    tracer, x = engine.manager.residency.tracer, torch.randn(4, 16)
+
+    def fail(*_):
+        raise ValueError("in evaluation")
+
+    def evaluations():
+        return [key for key in tracer.traces if key.startswith("evaluation")]
+
+    handle = model[4].register_forward_pre_hook(fail)
+    with mode(), pytest.raises(ValueError, match="in evaluation"):
+        model(x)
+    assert not evaluations()
+    handle.remove()
+    with mode():
+        model(x)
+    (key,) = evaluations()
+    visited = {visit.chunk_index for visit in tracer.traces[key].visits}
+    assert visited == {chunk.spec.index for chunk in engine.manager.chunks}
+    with mode():
+        model(x)
+    assert engine.stats()["lost_steps"] == 0
+
+
+def test_steps_of_somebody_who_handles_an_error_are_recorded():
+    """Training that goes on in an ``except`` block, or an evaluation there, has not failed itself."""
+    model = make_layers()
+    engine = PatrickStarEngine(model, {"chunk_budget": 3000, "chunk_numel": 320}, adamw(model))
+    try:
+        raise ValueError("before")
+    except ValueError:
+        for _ in range(2):
+            with torch.no_grad():
+                model(torch.randn(4, 16))
+            model(torch.randn(4, 16)).sum().backward()
+            engine.optimizer.step()
+    kinds = sorted(key.split("/")[0] for key in engine.manager.residency.tracer.traces)
+    assert kinds == ["evaluation", "optimizer", "training"]
+    assert engine.stats()["lost_steps"] == 0
+
+
+def test_forwards_that_never_meet_a_backward_are_forgotten(monkeypatch):
+    """Somebody evaluates with gradients on: what is noted of it must not grow without end."""
+    monkeypatch.setattr(tracer_module, "_MOST_VISITS", 20)
+    model, plain = make_layers(), make_layers()
+    optimizer = adamw(plain)
+    engine = PatrickStarEngine(model, {"device_budget": 40000, "chunk_numel": 320}, adamw(model))
+    tracer, x = engine.manager.residency.tracer, torch.randn(4, 16)
+    num_visits = []
+    for _ in range(30):
+        assert torch.equal(model(x), plain(x))
+        num_visits.append(len(tracer.step.visits) if tracer.step is not None else 0)
+    assert max(num_visits) <= 20
+    assert 0 in num_visits
+    assert not tracer.traces
+    for _ in range(3):
+        for one, step in ((model, engine.optimizer), (plain, optimizer)):
+            one(x).sum().backward()
+            step.step()
+            step.zero_grad()
+    for key, value in plain.state_dict().items():
+        assert torch.equal(value, model.state_dict()[key]), key
+
+
+@pytest.mark.parametrize("budget", ["tight", "roomy"])
+def test_steps_that_are_not_measured_have_total_peaks(budget):
+    """Nobody measures a step that follows its trace: what was recorded is what others take then."""
+    model = make_model("gpt2").train()
+    device_budget = budget_for(3) if budget == "tight" else 2**30
+    engine = PatrickStarEngine(model, {"device_budget": device_budget}, adamw(model))
+    for step in range(3):
+        train_step(model, engine.optimizer, step)
+    stats, traces = engine.stats(), engine.manager.residency.tracer.traces
+    (trace,) = (trace for key, trace in traces.items() if key.startswith("training"))
+    total = stats["device_total_step_peak_nbytes"]
+    assert trace.non_model_peak_nbytes < total <= stats["device_step_peak_nbytes"] + trace.non_model_peak_nbytes
+    assert total <= stats["device_total_peak_nbytes"] <= device_budget
+    if budget == "roomy":
+        assert total == stats["device_step_peak_nbytes"] + trace.non_model_peak_nbytes
 
 
 def test_fake_tensors_around_a_call_do_not_touch_real_chunks():
@@ -254,3 +365,15 @@ def test_inputs_that_cannot_be_seen_are_measured_in_every_step():
         engine.optimizer.step()
         assert engine.stats()["device_total_peak_nbytes"] <= budget
     assert engine.stats()["device_total_peak_nbytes"] > 6 * 64 * 16 * 4, "the large step was seen"
+
+
+@pytest.mark.parametrize("factor", [25, 28, 30, 32, 36])
+def test_a_larger_budget_never_fails_where_a_smaller_one_works(factor):
+    """Where all model data fits half of the budget it lives on the device, until activations turn out to need more."""
+    plain, managed = make_model("gpt2").train(), make_model("gpt2").train()
+    optimizer = adamw(plain)
+    engine = PatrickStarEngine(managed, {"device_budget": budget_for(factor)}, adamw(managed))
+    assert_same_steps(plain, optimizer, managed, engine, range(4))
+    assert engine.stats()["device_total_peak_nbytes"] > 0
+    for key, value in plain.state_dict().items():
+        assert torch.equal(value, managed.state_dict()[key]), key

@@ -95,28 +95,103 @@ def test_a_failure_anywhere_changes_nothing(dtype, accumulation, checkpointing):
         assert stats["steps"] == 3
 
 
-def test_it_gives_up_after_three_and_leaves_things_as_they_were():
-    model, engine = make_pair("gpt2", "fp32", 2)
-    batches = [make_batch("gpt2", seed=seed) for seed in range(2)]
-    model(**batches[0]).loss.backward()
-    before = [engine.manager.gradient(tensor).clone() for tensor in engine.manager.tensors]
+def gradients(engine):
+    """Copies of all gradients, ``None`` where there is none."""
+    found = [engine.manager.gradients.of(tensor) for tensor in engine.manager.tensors]
+    return [None if gradient is None else gradient.clone() for gradient in found]
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "fails_in", "is_dropped"),
+    [
+        (2, "forward", False),
+        (2, "backward", True),
+        (2, "after backward", True),
+        (1, "after backward", False),
+    ],
+)
+def test_it_gives_up_after_three_and_says_what_became_of_gradients(accumulation, fails_in, is_dropped):
+    """What was added to gradients of earlier micro-batches cannot be taken out; what was not is dropped alone."""
+    model, engine = make_pair("gpt2", "fp32", accumulation)
+    batches = [make_batch("gpt2", seed=seed) for seed in range(accumulation)]
+    for batch in batches[:-1]:
+        model(**batch).loss.backward()
+    before = gradients(engine)
+    assert all((gradient is None) == (accumulation == 1) for gradient in before)
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
     calls = []
 
     def hopeless():
         calls.append(1)
-        loss = model(**batches[1]).loss
-        loss.backward()
+        with Failing(*[5] if fails_in == "forward" else []):
+            loss = model(**batches[-1]).loss
+        with Failing(*[60] if fails_in == "backward" else []):
+            loss.backward()
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
 
-    weights = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises(DeviceMemoryError, match=r"out of memory\..*smaller batch(.|\n)*tier") as caught:
         engine.attempt(hopeless)
     assert len(calls) == MAX_RETRIES + 1
     assert isinstance(caught.value, BudgetError)
+    assert "Parameters are as they were before it." in str(caught.value)
+    assert ("all gradients of this step are dropped" in str(caught.value)) == is_dropped
+    assert ("Gradients are as they were before it" in str(caught.value)) != is_dropped
     for key, value in model.state_dict().items():
-        assert torch.equal(value, weights[key])
+        assert torch.equal(value, weights[key]), key
+    expected = [None] * len(before) if is_dropped else before
+    for tensor, ours, theirs in zip(engine.manager.tensors, gradients(engine), expected, strict=True):
+        assert (ours is None) == (theirs is None), tensor.spec.name
+        assert ours is None or torch.equal(ours, theirs), tensor.spec.name
     assert all(tensor.num_saved == 0 and tensor.users == 0 for tensor in engine.manager.tensors)
-    del before
+
+
+@pytest.mark.parametrize("where", ["before the forward", "in the forward"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_an_interrupt_in_a_retry_makes_nothing_later_a_repetition(accumulation, where):
+    """The user stops a repetition and goes on with a plain loop: every gradient from then on counts."""
+    model, engine = make_pair("gpt2", "fp32", accumulation)
+    plain = make_model("gpt2").train()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    batches = [make_batch("gpt2", seed=seed) for seed in range(3)]
+    calls = []
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    def once(model, batch):
+        torch.manual_seed(3)
+        model(**batch).loss.backward()
+
+    def interrupted():
+        calls.append(1)
+        if len(calls) == 2 and where == "before the forward":
+            stop()
+        elif len(calls) == 2:
+            handles.append(model.transformer.h[1].register_forward_pre_hook(stop))
+        once(model, batches[1])
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    handles = []
+    if accumulation > 1:
+        once(model, batches[0])
+    with pytest.raises(KeyboardInterrupt):
+        engine.attempt(interrupted)
+    for handle in handles:
+        handle.remove()
+    # What a failed attempt was the first to store was undone; what it added to earlier ones' has stayed.
+    for batch in batches[:2] if accumulation > 1 else ():
+        once(plain, batch)
+    for count in (2, 1):
+        for _ in range(count):
+            once(model, batches[2])
+            once(plain, batches[2])
+        for ours, theirs in zip(gradients(engine), plain.parameters(), strict=True):
+            assert torch.equal(ours, theirs.grad)
+        for one in (engine.optimizer, optimizer):
+            one.step()
+            one.zero_grad()
+    for key, value in plain.state_dict().items():
+        assert torch.equal(value, model.state_dict()[key]), key
 
 
 def test_other_errors_pass_through_at_once():
@@ -157,6 +232,8 @@ def test_the_trainer_repeats_by_itself(tmp_path, accumulation):
     ours = train("gpt2", tmp_path / "ours", config, callbacks=[FailAt(2, 300)], **kwargs)
     assert_same_run(expected, ours)
     assert ours[0].patrickstar_stats()["retries"] == 1
+    logged = [entry["patrickstar/retries"] for entry in ours[0].state.log_history if "loss" in entry]
+    assert logged == [0, 0, 1, 1]
 
 
 class Normalised(torch.nn.Module):

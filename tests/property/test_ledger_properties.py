@@ -50,6 +50,13 @@ class LedgerMachine(RuleBasedStateMachine):
         free -= max(self.others, self.reserved)
         return free if self.chunk_budget is None else min(free, self.chunk_budget - self.used(tier))
 
+    def scarce(self, tier):
+        """The setting that leaves the least room."""
+        if tier is Tier.HOST or self.chunk_budget is None:
+            return f"{tier.value}_budget"
+        of_device = self.budgets[tier] - max(self.others, self.reserved)
+        return "chunk_budget" if self.chunk_budget <= of_device else "device_budget"
+
     def note_total(self, others):
         total = self.used(Tier.DEVICE) + others
         self.total_peak = max(self.total_peak, total)
@@ -58,7 +65,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(tier=tiers, owner=owners, nbytes=sizes)
     def book(self, tier, owner, nbytes):
         if nbytes > max(self.available(tier, cautious=False), 0):
-            with pytest.raises(BudgetError, match=f"{tier.value}_budget exceeded"):
+            with pytest.raises(BudgetError, match=f"^{self.scarce(tier)} exceeded"):
                 self.ledger.book(tier, owner, nbytes)
             return
         self.ledger.book(tier, owner, nbytes)

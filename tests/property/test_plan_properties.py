@@ -151,3 +151,33 @@ def test_a_plan_is_refused_where_what_is_in_use_does_not_fit_and_nowhere_else(ca
         return
     with pytest.raises(BudgetError, match=f"^moment {too_small[0]} of trace 't': "):
         case.plan(depth)
+
+
+@fast
+@given(cases(), st.frozensets(st.integers(1, 16), max_size=3), st.sampled_from(DEPTHS))
+def test_what_leaves_after_forward_is_there_and_not_in_use(case, turns, depth):
+    """The visited one may go and come back at once: it was done with, and is needed again."""
+    trace = case.trace
+    trace = dataclasses.replace(trace, turns=tuple(sorted(turn for turn in turns if turn <= len(trace.visits))))
+    plan = make_plan(
+        trace,
+        case.capacities,
+        Chooser(case.policy),
+        case.resident,
+        dropped_after=case.dropped_after,
+        static=case.static,
+        prefetch_depth=depth,
+        reshard_after_forward=True,
+    )
+    there = set(case.resident)
+    for visit, actions, capacity in zip(trace.visits, plan.moments, case.capacities, strict=True):
+        for index in actions.evict:
+            assert index in there
+            assert index not in visit.pinned
+            there.remove(index)
+        for index in actions.load:
+            assert index not in there
+            there.add(index)
+        assert {visit.chunk_index, *visit.pinned} - case.static <= there
+        assert sum(trace.chunk_nbytes[index] for index in there) <= capacity
+    assert there == set(plan.resident)

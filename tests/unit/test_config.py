@@ -17,10 +17,12 @@ def test_defaults():
         "cpu_embedding": "auto",
         "placement": "auto",
         "prefetch_depth": 2,
+        "reshard_after_forward": "auto",
         "dtype": "auto",
         "pin_memory": "auto",
         "warmup_fraction": 0.8,
         "tile_numel": 2**19,
+        "debug_collectives": False,
         "debug_evict_all": False,
     }
 

@@ -65,10 +65,10 @@ def quick_pack(monkeypatch):
     """Several searches over one model pack the same sizes; each size is packed once."""
     packed = {}
 
-    def pack_once(tensors, chunk_numel, on_host=frozenset()):
-        key = (id(tensors), chunk_numel, on_host)
+    def pack_once(tensors, chunk_numel, on_host=frozenset(), world_size=1, splits=False):
+        key = (id(tensors), chunk_numel, on_host, world_size, splits)
         if key not in packed:
-            packed[key] = pack(tensors, chunk_numel, on_host)
+            packed[key] = pack(tensors, chunk_numel, on_host, world_size, splits)
         return packed[key]
 
     monkeypatch.setattr(search, "pack", pack_once)

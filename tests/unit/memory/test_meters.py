@@ -121,13 +121,64 @@ def test_storages_of_the_pool_never_count():
         assert meter.live(0) == result.nbytes
 
 
-def test_a_tensor_without_one_storage_is_passed_over():
-    dense = torch.eye(4)
+SPARSE = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def sparse(dense, layout):
+    return dense.to_sparse(layout=layout, blocksize=(2, 2) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None)
+
+
+def storage_nbytes(tensor):
+    """Bytes of the indices and values of a sparse tensor."""
+    return sum(getattr(tensor, name)().untyped_storage().nbytes() for name in SPARSE[tensor.layout])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("layout", SPARSE, ids=str)
+def test_sparse_results_count_by_their_indices_and_values(layout):
+    base, other = sparse(torch.eye(64), layout).clone(), kib(1)  # a clone has no more storage than it needs
+    nbytes = storage_nbytes(base)
+    assert nbytes >= 64 * (8 + 4), "a column and a value for each entry"
     with measuring(make_meter()) as meter:
-        sparse = dense.to_sparse()
-        assert sparse.is_sparse
-        kept = kib(1)
-        assert meter.live(0) >= kept.nbytes
+        result = base.clone()
+        assert meter.live(0) == nbytes
+        other.add_(1)
+        assert meter.live(0) == nbytes + KIB
+        view = result.detach()
+        assert meter.live(0) == nbytes + KIB, "indices and values are the same"
+        del result
+        assert meter.live(0) == nbytes + KIB
+        del view
+        assert meter.live(0) == KIB
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("layout", SPARSE, ids=str)
+def test_sparse_inputs_that_are_given_at_the_start_count(layout):
+    batch = sparse(torch.eye(64), layout)
+    nbytes = storage_nbytes(batch)
+    with measuring(make_meter()) as meter:
+        meter.start([batch])
+        assert meter.live(0) == nbytes
+        del batch
+        assert meter.live(0) == 0
+
+
+def test_a_sparse_gradient_of_an_embedding_counts():
+    """It is not coalesced: one row for each lookup; its indices are those that were given."""
+    table, ids = torch.nn.Embedding(100, 8, sparse=True), torch.arange(64)
+    with measuring(make_meter()) as meter:
+        table(ids).sum().backward()
+        assert not table.weight.grad.is_coalesced()
+        before = meter.live(0)
+        table.weight.grad = None
+        assert before - meter.live(0) >= 64 * 8 * 4
 
 
 def test_an_address_that_is_used_again_counts_again():

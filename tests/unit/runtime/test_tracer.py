@@ -1,5 +1,6 @@
 import pytest
 
+from hf_patrickstar.runtime import tracer as tracer_module
 from hf_patrickstar.runtime.tracer import Tracer
 from hf_patrickstar.schedule.plan import Plan
 from hf_patrickstar.schedule.trace import Trace, Visit
@@ -56,9 +57,9 @@ def test_a_step_that_leaves_its_trace_goes_on_without_foresight():
     tracer = Tracer([8, 8, 8])
     run_step(tracer, [0, 2, 0])
     step = tracer.begin("training")
-    step.plan = Plan((), {}, ())
+    step.plan = plan = Plan((), {}, ())  # other processes go on with it
     assert visit_all(tracer, [0, 1, 0, 2]) == [0, None, None, None]
-    assert (step.cursor, step.plan, step.is_lost, step.is_recorded) == (None, None, True, False)
+    assert (step.cursor, step.plan, step.is_lost, step.is_recorded) == (None, plan, True, False)
     tracer.finish()
     assert (tracer.num_lost, tracer.num_recorded) == (1, 1)
     assert chunks_of(tracer) == [0, 2, 0]
@@ -170,10 +171,10 @@ def test_an_interlude_does_not_disturb_the_step_around_it():
     around = tracer.begin("training")
     visit_all(tracer, [0])
     inside = tracer.begin_interlude("evaluation", always_metered=True)
-    assert (tracer.step, tracer.is_interlude) == (inside, True)
     visit_all(tracer, [1, 1])
+    assert tracer.step is inside
     tracer.end_interlude()
-    assert (tracer.step, tracer.is_interlude) == (around, False)
+    assert tracer.step is around
     visit_all(tracer, [1])
     tracer.finish()
     assert chunks_of(tracer) == [0, 1]
@@ -183,6 +184,44 @@ def test_an_interlude_does_not_disturb_the_step_around_it():
     tracer.end_interlude()
     assert tracer.step is None
     assert tracer.num_lost == 0
+
+
+def test_an_interlude_that_is_not_whole_makes_no_trace():
+    tracer = Tracer([8, 8])
+    around = tracer.begin("training")
+    visit_all(tracer, [0])
+    tracer.begin_interlude("evaluation")
+    visit_all(tracer, [1])
+    tracer.end_interlude(is_whole=False)
+    assert tracer.step is around
+    assert not tracer.traces
+    for visits in ([1, 0], [1, 0], [1], [1, 0]):
+        tracer.begin_interlude("evaluation")
+        visit_all(tracer, visits)
+        tracer.end_interlude(is_whole=len(visits) == 2)
+        assert chunks_of(tracer, "evaluation") == [1, 0]
+    visit_all(tracer, [1])
+    tracer.finish()
+    assert chunks_of(tracer) == [0, 1]
+    assert (tracer.num_recorded, tracer.num_lost) == (2, 0)
+
+
+@pytest.mark.parametrize("most", [3, 4])
+def test_a_step_with_more_visits_than_any_real_one_is_forgotten(monkeypatch, most):
+    monkeypatch.setattr(tracer_module, "_MOST_VISITS", most)
+    tracer = Tracer([8, 8])
+    step = tracer.begin("training")
+    visit_all(tracer, [0, 1] * 10)
+    assert tracer.step is None
+    assert len(step.visits) == most
+    tracer.finish()
+    assert not tracer.traces
+    assert run_step(tracer, [0, 1] * (most // 2)).is_recorded
+    assert chunks_of(tracer) == [0, 1] * (most // 2), "one that has just as many is recorded"
+    step = tracer.begin("training")
+    visit_all(tracer, [0, 1] * 10)
+    assert tracer.step is step, "one that follows a trace keeps no list"
+    assert not step.visits
 
 
 def test_a_step_that_came_to_nothing_leaves_no_trace():
@@ -218,7 +257,6 @@ def test_forgetting_ends_an_evaluation_that_was_interrupted():
     assert tracer.step is None
     tracer.end_interlude()
     assert tracer.step is None
-    assert not tracer.is_interlude
 
 
 @pytest.mark.parametrize("shapes", [(), ((4, 12),)])
@@ -287,3 +325,153 @@ def test_losing_twice_in_a_row_is_not_counted_over_a_recorded_step():
         step = run_step(tracer, chunks, shapes=(shape,))
         kinds.append((step.is_recorded, step.is_lost))
     assert kinds == [(True, False), (False, True), (True, False), (False, True), (False, False)]
+
+
+# Several processes
+
+
+def test_turns_are_the_visits_before_each_end_of_a_forward():
+    tracer = Tracer([8, 8])
+    tracer.begin("training")
+    visit_all(tracer, [0, 1])
+    tracer.note_turn()
+    visit_all(tracer, [1])
+    tracer.note_turn()
+    visit_all(tracer, [0])
+    tracer.finish()
+    assert tracer.traces["training"].turns == (2, 3)
+
+
+def test_turns_of_a_step_that_is_followed_or_lost_are_counted():
+    tracer = Tracer([8, 8])
+    run_step(tracer, [0, 1])
+    step = tracer.begin("training")
+    tracer.note_turn()
+    visit_all(tracer, [1])
+    assert step.is_lost
+    tracer.note_turn()
+    assert len(step.turns) == 2
+    tracer.finish()
+    assert tracer.traces["training"].turns == ()
+    tracer.note_turn()  # outside of any step
+
+
+def test_reductions_belong_to_the_visit_before_them():
+    tracer = Tracer([8, 8, 8])
+    tracer.note_reduced(0)
+    tracer.begin("training")
+    tracer.note_reduced(0)
+    visit_all(tracer, [0, 1])
+    for chunk in (2, 1):
+        tracer.note_reduced(chunk)
+    visit_all(tracer, [0])
+    tracer.note_reduced(0)
+    tracer.finish()
+    assert tracer.traces["training"].visits == (Visit(0), Visit(1, reduced=(2, 1)), Visit(0, reduced=(0,)))
+
+
+def test_reductions_of_a_step_that_is_followed_are_not_noted():
+    tracer = Tracer([8, 8])
+    run_step(tracer, [0, 1])
+    step = tracer.begin("training")
+    visit_all(tracer, [0])
+    tracer.note_reduced(0)
+    visit_all(tracer, [0])
+    tracer.note_reduced(1)
+    assert (step.is_lost, step.reduced) == (True, [])
+    tracer.finish()
+    assert tracer.traces["training"].visits == (Visit(0), Visit(1))
+
+
+def test_reductions_around_an_interlude():
+    tracer = Tracer([8, 8])
+    tracer.begin("training")
+    visit_all(tracer, [0])
+    tracer.begin_interlude("evaluation")
+    visit_all(tracer, [1])
+    tracer.end_interlude()
+    tracer.note_reduced(1)
+    tracer.finish()
+    assert tracer.traces["training"].visits == (Visit(0, reduced=(1,)),)
+    assert tracer.traces["evaluation"].visits == (Visit(1),)
+
+
+def test_peaks_of_gradients_belong_to_the_visit_before_them():
+    peaks = iter([3, 9, 4])
+    tracer = Tracer([8, 8], lambda: 1, lambda: next(peaks))
+    run_step(tracer, [0, 1, 0])
+    assert [visit.gradient_nbytes for visit in tracer.traces["training"].visits] == [3, 9, 4]
+    run_step(tracer, [0, 1, 0])
+    assert next(peaks, None) is None, "a step that follows its trace asks nothing"
+
+
+@pytest.mark.parametrize(("before", "after", "most"), [(40, 4, 40), (4, 40, 40)])
+def test_a_peak_of_gradients_around_an_interlude(before, after, most):
+    peaks = iter([before, 3, after, 0])
+    tracer = Tracer([8, 8], gradient_peak=lambda: next(peaks))
+    tracer.begin("training")
+    visit_all(tracer, [0])
+    tracer.begin_interlude("evaluation")
+    visit_all(tracer, [1])
+    tracer.end_interlude()
+    visit_all(tracer, [1])
+    tracer.finish()
+    assert [visit.gradient_nbytes for visit in tracer.traces["training"].visits] == [most, 0]
+    assert [visit.gradient_nbytes for visit in tracer.traces["evaluation"].visits] == [3]
+
+
+def test_a_fingerprint_tells_which_steps_are_known():
+    def fingerprint(*steps):
+        tracer = Tracer([8, 8])
+        for kind, shapes, chunks in steps:
+            run_step(tracer, chunks, kind, shapes)
+        return tracer.fingerprint
+
+    training, evaluation = ("training", ((4, 12),), [0]), ("evaluation", ((4, 12),), [1])
+    assert fingerprint(training, evaluation) == fingerprint(evaluation, training), "in whatever order"
+    assert fingerprint(training) == fingerprint(("training", ((4, 12),), [0, 1])), "what is done is agreed on"
+    others = [(), (training,), (evaluation,), (training, evaluation), (("training", ((4, 11),), [0]),)]
+    numbers = {fingerprint(*steps) for steps in others}
+    assert len(numbers) == len(others)
+    assert all(0 <= number < 2**32 for number in numbers)
+
+
+def test_what_is_recorded_is_agreed_on_before_it_is_kept():
+    """The others took other chunks, and more; what was known before is joined to what they agree on."""
+    seen = []
+
+    def agree(trace):
+        seen.append(trace)
+        visits = tuple(Visit(visit.chunk_index, (), visit.non_model_nbytes + 100) for visit in trace.visits)
+        return Trace(trace.key, trace.chunk_nbytes, (*visits, Visit(1)), trace.shapes, trace.turns)
+
+    peaks = iter([5, 3])
+    tracer = Tracer([8, 8], lambda: next(peaks), agree=agree)
+    run_step(tracer, [0], shapes=((4, 100),))
+    assert [visit.non_model_nbytes for visit in seen[0].visits] == [5]
+    (trace,) = tracer.traces.values()
+    assert [(visit.chunk_index, visit.non_model_nbytes) for visit in trace.visits] == [(0, 105), (1, 0)]
+    run_step(tracer, [0], shapes=((4, 110),))
+    (trace,) = tracer.traces.values()
+    assert [visit.non_model_nbytes for visit in trace.visits] == [105, 0]
+    assert len(seen) == 2
+    step = tracer.begin("training", ((4, 110),))
+    assert visit_all(tracer, [0, 1]) == [0, 1]
+    tracer.finish()
+    assert (step.is_lost, len(seen)) == (False, 2), "nothing is agreed on when nothing was recorded"
+
+
+def test_a_step_that_came_to_nothing_is_not_agreed_on():
+    def refuse(trace):
+        raise AssertionError("asked")
+
+    tracer = Tracer([8], agree=refuse)
+    run_step(tracer, [])
+    tracer.begin("training")
+    visit_all(tracer, [0])
+    tracer.forget()
+    tracer.finish()
+    tracer.begin_interlude("evaluation")
+    visit_all(tracer, [0])
+    tracer.end_interlude(is_whole=False)
+    assert not tracer.traces

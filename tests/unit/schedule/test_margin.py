@@ -1,8 +1,10 @@
+import dataclasses
+
 import pytest
 
-from hf_patrickstar.schedule.margin import Rates, fill_margin, plan_margin
+from hf_patrickstar.schedule.margin import Rates, fill_margin, needed_nbytes, plan_margin
 from hf_patrickstar.schedule.placement import ChunkBytes
-from hf_patrickstar.schedule.trace import Trace, Visit
+from hf_patrickstar.schedule.trace import OPTIMIZER, Trace, Visit
 
 
 def make_chunks(count, param=100, host_param=128, state=600, on_host=()):
@@ -99,6 +101,39 @@ def test_chunks_at_home_on_the_device_are_passed_over_and_need_no_room():
 def test_chunks_of_the_host_stay_there():
     chunks = make_chunks(3, on_host={0})
     assert set(fill_margin(chunks, [SWEEP], 850, 0)) == {1}
+
+
+UPDATE = dataclasses.replace(make_trace((0, (), 150), (1, (), 150), (2, (), 150)), key=OPTIMIZER)
+
+
+def test_what_is_needed_at_each_moment():
+    trace = make_trace((0, (), 50), (1, (0, 2), 30), (2, (), 10))
+    assert needed_nbytes([trace], frozenset(), 0) == [
+        (150, frozenset({0})),
+        (330, frozenset({0, 1, 2})),
+        (110, frozenset({2})),
+    ]
+    assert needed_nbytes([trace], frozenset({2}), 40) == [
+        (150, frozenset({0})),
+        (240, frozenset({0, 1})),
+        (40, frozenset()),
+    ]
+
+
+def test_the_update_works_on_chunks_where_they_are():
+    """No chunk comes to the device for the optimizer, only what it works with."""
+    assert needed_nbytes([UPDATE], frozenset(), 0) == [(150, frozenset())] * 3
+    assert needed_nbytes([UPDATE], frozenset(), 200) == [(200, frozenset())] * 3
+    assert needed_nbytes([SWEEP, UPDATE], frozenset(), 0)[4:6] == [(150, frozenset({0})), (150, frozenset())]
+
+
+def test_the_update_leaves_as_much_margin_as_it_does_not_take_itself():
+    """150 bytes in every moment of either trace; in the update no chunk that moves home leaves room behind."""
+    chunks = make_chunks(3)
+    assert fill_margin(chunks, [SWEEP, UPDATE], 849, 0) == ()
+    assert fill_margin(chunks, [SWEEP, UPDATE], 850, 0) == (0,)
+    assert fill_margin(chunks, [SWEEP, UPDATE], 2249, 0) == (0, 1)
+    assert fill_margin(chunks, [SWEEP, UPDATE], 2250, 0) == (0, 1, 2), "2150 without the update"
 
 
 def test_sizes_come_from_the_trace_where_a_chunk_may_not_move_home():

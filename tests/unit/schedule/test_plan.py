@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from hf_patrickstar.errors import BudgetError
@@ -33,6 +35,15 @@ def test_the_tide_leaves_what_others_do_not_need():
     trace = make_trace([0, 1, 2], others={0: 5, 1: 70, 2: 30})
     assert chunkable_nbytes(trace, 60) == (55, -10, 30)
     assert chunkable_nbytes(trace, 60, 40) == (40, -10, 30)
+
+
+def test_the_tide_leaves_room_for_gradients_that_wait():
+    """They are booked like chunks, so the limit of chunks is theirs too; the floor is below what others took."""
+    trace = Trace("t", (10,), (Visit(0, (), 5, 3), Visit(0, (), 20, 0), Visit(0, (), 0, 70)))
+    assert chunkable_nbytes(trace, 60) == (52, 40, -10)
+    assert chunkable_nbytes(trace, 60, 30) == (27, 30, -40)
+    assert chunkable_nbytes(trace, 60, 50) == (47, 40, -20)
+    assert chunkable_nbytes(trace, 60, None, 10) == (47, 40, -20)
 
 
 # Demand
@@ -170,6 +181,132 @@ def test_loads_keep_their_order():
     """Chunk 3 is small enough to come at once, but must not pass chunk 2, which is not."""
     plan = plan_of(make_trace([0, 1, 2, 3], sizes=(10, 10, 20, 1)), [25, 25, 45, 45], prefetch_depth=4)
     assert [actions.load for actions in plan.moments] == [(0, 1), (), (2, 3), ()]
+
+
+# Leaving after forward
+
+
+def make_turning(chunks, turns, pinned=None, reduced=None):
+    trace = make_trace(chunks, pinned=pinned)
+    visits = [
+        dataclasses.replace(visit, reduced=(reduced or {}).get(moment, ())) for moment, visit in enumerate(trace.visits)
+    ]
+    return dataclasses.replace(trace, visits=tuple(visits), turns=turns)
+
+
+def test_chunks_leave_after_forward_though_there_is_room():
+    """Each is loaded for forward and for backward, the last one too; what backward has loaded stays."""
+    trace = make_turning([0, 1, 2, 2, 1, 0], (3,))
+    plan = plan_of(trace, 100, reshard_after_forward=True)
+    assert plan.moments == (
+        moved(load=[0]),
+        moved(evict=[0], load=[1]),
+        moved(evict=[1], load=[2]),
+        moved(evict=[2], load=[2]),
+        moved(load=[1]),
+        moved(load=[0]),
+    )
+    assert plan.chunk_nbytes == (10, 10, 10, 10, 20, 30)
+    assert plan.resident == {2: 3, 1: 4, 0: 5}
+    assert plan_of(trace, 100).num_loads == 3
+
+
+def test_a_chunk_leaves_after_its_last_visit_in_forward_only():
+    plan = plan_of(make_turning([0, 1, 0, 2, 0], (4,)), 100, reshard_after_forward=True)
+    assert plan.moments == (
+        moved(load=[0]),
+        moved(load=[1]),
+        moved(evict=[1]),
+        moved(evict=[0], load=[2]),
+        moved(evict=[2], load=[0]),
+    )
+
+
+def test_a_chunk_in_use_leaves_when_it_is_not():
+    """A module around others keeps its own parameters until the one after them is visited."""
+    trace = make_turning([0, 1, 2, 3, 1, 0], (4,), pinned={1: (0,), 2: (0, 1)})
+    plan = plan_of(trace, 100, reshard_after_forward=True)
+    assert plan.moments == (
+        moved(load=[0]),
+        moved(load=[1]),
+        moved(load=[2]),
+        moved(evict=[0, 1, 2], load=[3]),
+        moved(evict=[3], load=[1]),
+        moved(load=[0]),
+    )
+    assert plan.chunk_nbytes == (10, 20, 30, 10, 10, 20)
+
+
+def test_a_chunk_in_use_until_backward_visits_it_stays():
+    trace = make_turning([0, 1, 0, 2], (2,), pinned={1: (0,)})
+    plan = plan_of(trace, 100, reshard_after_forward=True)
+    assert plan.moments == (moved(load=[0]), moved(load=[1]), moved(evict=[1]), moved(load=[2]))
+    trace = make_turning([0, 1, 1, 0, 2], (2,), pinned={1: (0,), 2: (0,)})
+    plan = plan_of(trace, 100, reshard_after_forward=True)
+    assert plan.moments == (moved(load=[0]), moved(load=[1]), moved(evict=[1], load=[1]), NOTHING, moved(load=[2]))
+
+
+def test_several_forwards_of_one_step():
+    plan = plan_of(make_turning([0, 1, 0, 1, 1, 0], (2, 4)), 100, reshard_after_forward=True)
+    assert [(actions.evict, actions.load) for actions in plan.moments] == [
+        ((), (0,)),
+        ((0,), (1,)),
+        ((1,), (0,)),
+        ((0,), (1,)),
+        ((1,), (1,)),
+        ((), (0,)),
+    ]
+
+
+def test_a_forward_without_backward_keeps_its_last_chunk():
+    plan = plan_of(make_turning([0, 1], (2,)), 100, reshard_after_forward=True)
+    assert plan.moments == (moved(load=[0]), moved(evict=[0], load=[1]))
+    assert plan.resident == {1: 1}
+
+
+def test_a_trace_without_turns_and_static_chunks_are_left_alone():
+    assert plan_of(make_turning([0, 1, 1, 0], ()), 100, reshard_after_forward=True).num_evictions == 0
+    plan = plan_of(make_turning([0, 1, 1, 0], (2,)), 100, reshard_after_forward=True, static=frozenset({0}))
+    assert plan.moments == (NOTHING, moved(load=[1]), moved(evict=[1], load=[1]), NOTHING)
+
+
+def test_chunks_that_were_there_leave_too():
+    plan = plan_of(make_turning([0, 1, 1], (2,)), 100, {0: -1, 3: -2}, reshard_after_forward=True)
+    assert plan.moments == (NOTHING, moved(evict=[0], load=[1]), moved(evict=[1], load=[1]))
+    assert plan.resident == {3: -2, 1: 2}, "one that forward does not visit stays"
+
+
+def test_what_leaves_makes_room_before_others_have_to():
+    """Chunk 0 leaves for chunk 2 in any case; nobody is asked for room."""
+    plan = plan_of(make_turning([0, 1, 2, 2, 1, 0], (3,)), 20, reshard_after_forward=True)
+    assert [actions.evict for actions in plan.moments] == [(), (0,), (1,), (2,), (), (2,)]
+
+
+def test_loads_come_ahead_around_what_leaves():
+    """Two ahead at most. None comes back before it left, and the ones behind it keep their order."""
+    plan = plan_of(make_turning([0, 1, 2, 2, 1, 0], (3,)), 100, reshard_after_forward=True, prefetch_depth=2)
+    assert plan.moments == (
+        moved(load=[0, 1, 2]),
+        moved(evict=[0]),
+        moved(evict=[1]),
+        moved(evict=[2], load=[2, 1, 0]),
+        NOTHING,
+        NOTHING,
+    )
+    assert plan.chunk_nbytes == (30, 20, 10, 30, 30, 30)
+    assert plan_of(trace_of_two(), 20, reshard_after_forward=True, prefetch_depth=2).chunk_nbytes == (20, 10, 20, 20)
+
+
+def trace_of_two():
+    return make_turning([0, 1, 1, 0], (2,))
+
+
+def test_what_is_reduced_is_reduced_by_the_plan():
+    trace = make_turning([0, 1, 1, 0], (2,), reduced={2: (1, 3), 3: (0,)})
+    for settings in ({}, {"reshard_after_forward": True, "prefetch_depth": 1}):
+        moments = plan_of(trace, 100, **settings).moments
+        assert [actions.reduce for actions in moments] == [(), (), (1, 3), (0,)]
+    assert plan_of(trace, 100).moments[2:] == (Actions(reduce=(1, 3)), Actions(reduce=(0,)))
 
 
 # The simulator

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.schedule.trace import Trace, Visit, input_shapes, trace_key
+from hf_patrickstar.schedule.trace import Trace, Visit, common_trace, input_shapes, trace_key
 
 
 def make_trace(shapes=(), visits=()):
@@ -88,16 +88,88 @@ def test_shapes_of_tensors_become_plain_numbers():
     assert input_shapes([[4, 10], (True,)]) == ((4, 10), (1,))
 
 
+# What several processes recorded
+
+
+def make_common(*traces, **settings):
+    return common_trace([Trace("t", (8, 8, 8), visits, **settings) for visits in traces])
+
+
+def test_what_all_recorded_is_common():
+    visits = (Visit(0, (1,), 5, 9, (2,)), Visit(1))
+    assert make_common(visits, visits, turns=(1,)) == Trace("t", (8, 8, 8), visits, turns=(1,))
+    assert make_common(visits) == Trace("t", (8, 8, 8), visits)
+
+
+def test_each_moment_has_room_for_the_most_of_any():
+    common = make_common(
+        (Visit(0, (), 5, 1), Visit(1, (0,), 2, 8)),
+        (Visit(0, (2,), 3, 4), Visit(1, (), 7, 6)),
+        (Visit(0, (1,), 4, 2), Visit(1, (0, 2), 1, 7)),
+    )
+    assert common.visits == (Visit(0, (1, 2), 5, 4), Visit(1, (0, 2), 7, 8))
+
+
+def test_one_that_did_something_else_is_given_room_everywhere():
+    """Nobody knows when it will need it; the longest of what was done is the trace."""
+    common = make_common(
+        (Visit(2, (), 50, 3), Visit(0, (1,), 7, 40)),
+        (Visit(0, (), 60, 1), Visit(1, (0,), 2, 41), Visit(0, (), 3, 1, (0,))),
+    )
+    assert common.visits == (Visit(0, (), 60, 40), Visit(1, (0,), 50, 41), Visit(0, (), 50, 40, (0,)))
+
+
+def test_the_first_of_the_longest_is_the_trace():
+    first, second, short = (Visit(0), Visit(1)), (Visit(0), Visit(2)), (Visit(2),)
+    assert make_common(short, second, first, first).visits == second
+    assert make_common(first, short, second).visits == first
+
+
+def test_turns_and_reductions_are_those_of_the_trace_that_was_chosen():
+    short = Trace("t", (8, 8, 8), (Visit(0, (), 0, 0, (1,)),), turns=(1,))
+    long = Trace("t", (8, 8, 8), (Visit(0), Visit(1, (), 0, 0, (0,))), turns=(2,))
+    common = common_trace([short, long, short])
+    assert (common.turns, [visit.reduced for visit in common.visits]) == ((2,), [(), (0,)])
+
+
+def test_one_that_visited_nothing_changes_nothing():
+    visits = (Visit(0, (), 5, 1), Visit(1))
+    assert make_common((), visits, ()).visits == visits
+    assert make_common((), ()).visits == ()
+
+
+def test_the_same_is_common_to_those_that_agreed_before():
+    traces = [(Visit(0, (), 5), Visit(1)), (Visit(0, (), 9),), (Visit(0), Visit(1, (), 4))]
+    once = make_common(*traces)
+    assert common_trace([once] * 3) == once
+
+
+def test_what_is_recorded_again_keeps_the_most_gradients():
+    new = Trace("t", (8, 8, 8), (Visit(0, (), 1, 5, (2,)), Visit(1, (), 0, 7)), turns=(1,))
+    old = Trace("t", (8, 8, 8), (Visit(0, (), 0, 6, (1,)), Visit(1, (), 2, 3)), turns=(2,))
+    assert new.merged(old) == Trace("t", (8, 8, 8), (Visit(0, (), 1, 6, (2,)), Visit(1, (), 2, 7)), turns=(1,)), (
+        "what was reduced when, and the turns, are the new ones"
+    )
+
+
+# JSON
+
+
 def test_there_and_back_as_json():
     trace = Trace(
-        "training/4x12", (8, 0, 2**40), (Visit(2, (0, 1), 2**33), Visit(0), Visit(1, (), 7)), (((4, 11), ()),)
+        "training/4x12",
+        (8, 0, 2**40),
+        (Visit(2, (0, 1), 2**33), Visit(0, (), 0, 9, (2, 1)), Visit(1, (), 7)),
+        (((4, 11), ()),),
+        (1, 2),
     )
     text = trace.to_json()
     assert json.loads(text) == {
         "key": "training/4x12",
         "chunk_nbytes": [8, 0, 2**40],
         "shapes": [[[4, 11], []]],
-        "visits": [[2, 2**33, 0, 1], [0, 0], [1, 7]],
+        "visits": [[2, [0, 1], 2**33, 0, []], [0, [], 0, 9, [2, 1]], [1, [], 7, 0, []]],
+        "turns": [1, 2],
     }
     assert Trace.from_json(text) == trace
 
@@ -110,18 +182,21 @@ def test_a_trace_of_nothing_as_json():
     ("change", "message"),
     [
         ({}, None),
-        ({"visits": [[]]}, "this is not a trace: IndexError"),
-        ({"visits": [[0]]}, "this is not a trace: IndexError"),
+        ({"visits": [[]]}, "this is not a trace: ValueError"),
+        ({"visits": [[0]]}, "this is not a trace: ValueError"),
         ({"visits": [0]}, "this is not a trace: TypeError"),
-        ({"visits": [[0, "many"]]}, "this is not a trace: ValueError"),
+        ({"visits": [[0, [], "many", 0, []]]}, "this is not a trace: ValueError"),
+        ({"visits": [[0, 0, 0, 0, []]]}, "this is not a trace: TypeError"),
         ({"shapes": None}, "this is not a trace: TypeError"),
-        ({"visits": [[0, 0], [1, 0]]}, "trace 't', moment 1: chunk 1 of 1"),
-        ({"visits": [[0, 0, -1]]}, "trace 't', moment 0: chunk -1 of 1"),
-        ({"visits": [[0, 0, 0, 1]]}, "trace 't', moment 0: chunk 1 of 1"),
+        ({"visits": [[0, [], 0, 0, []], [1, [], 0, 0, []]]}, "trace 't', moment 1: chunk 1 of 1"),
+        ({"visits": [[0, [-1], 0, 0, []]]}, "trace 't', moment 0: chunk -1 of 1"),
+        ({"visits": [[0, [0, 1], 0, 0, []]]}, "trace 't', moment 0: chunk 1 of 1"),
+        ({"visits": [[0, [], 0, 0, [1]]]}, "trace 't', moment 0: chunk 1 of 1"),
     ],
 )
 def test_bad_values(change, message):
-    text = json.dumps({"key": "t", "chunk_nbytes": [1], "shapes": [], "visits": [[0, 0]]} | change)
+    whole = {"key": "t", "chunk_nbytes": [1], "shapes": [], "turns": [], "visits": [[0, [], 0, 0, []]]}
+    text = json.dumps(whole | change)
     if message is None:
         Trace.from_json(text)
         return

@@ -1,0 +1,287 @@
+"""All that is decided about a model before anything is allocated: types, layout, homes. Numbers only."""
+
+import contextlib
+import dataclasses
+import logging
+import zlib
+
+import torch
+
+from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.errors import BudgetError, ConfigError, EngineError
+from hf_patrickstar.layout.embedding import EmbeddingChoice, choose_embeddings
+from hf_patrickstar.layout.packing import ChunkSpec, align
+from hf_patrickstar.layout.search import ChunkSizeChoice, fixed_layout, search_layout
+from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec, collect_specs
+from hf_patrickstar.memory.ledger import Ledger
+from hf_patrickstar.memory.pool import pinned_nbytes
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.optim.kernels import Kernel
+from hf_patrickstar.runtime.admission import check_model, check_values, choose_dtype, is_recomputed
+from hf_patrickstar.runtime.chunk import GRADIENT, MASTER
+from hf_patrickstar.runtime.collectives import Collectives
+from hf_patrickstar.schedule.placement import ChunkBytes, HomePlan, plan_homes
+from hf_patrickstar.units import format_nbytes
+
+logger = logging.getLogger(__name__)
+
+_UNMEASURED_SHARE = 0.5
+"""Part of a device budget that model data may fill while non-model data has not been measured."""
+
+_WHOLE_SHARE = 0.25
+"""Part of a device budget that the groups in use may need if no tensor is spread over processes."""
+_WELL_USED = 0.9
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What decisions depend on beside the model.
+
+    Attributes:
+        config: The settings.
+        device: The compute device.
+        ledger: The budgets; nothing is booked yet.
+        collectives: The processes that share the model data.
+        kernel: What updates chunks; ``None`` in an engine for evaluation.
+        num_micro_batches: Micro-batches per step.
+        pinned: Whether host chunks that move are page-locked.
+        is_metered: Whether non-model data counts against the device budget.
+    """
+
+    config: PatrickStarConfig
+    device: torch.device
+    ledger: Ledger
+    collectives: Collectives
+    kernel: Kernel | None
+    num_micro_batches: int
+    pinned: bool
+    is_metered: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decisions:
+    """What was decided.
+
+    Attributes:
+        tensors: One spec per parameter, in model order.
+        parameters: The parameters, in the same order.
+        dtype: Type of parameters and gradients on the compute device.
+        dtype_reason: Why.
+        choice: The layout.
+        embeddings: Which embeddings are looked up at home.
+        chunk_nbytes: Bytes of this rank's chunks over all lists.
+        homes: Where they are at home.
+        workspace_nbytes: Bytes of scratch space that the optimizer needs on a tier.
+        trainable_lists: The lists that trainable chunks have beside ``param``.
+        widens_gradients: Whether the optimizer finds 16-bit gradients; an accumulation list is fp32 already.
+    """
+
+    tensors: list[TensorSpec]
+    parameters: list[torch.nn.Parameter]
+    dtype: torch.dtype
+    dtype_reason: str
+    choice: ChunkSizeChoice
+    embeddings: EmbeddingChoice
+    chunk_nbytes: list[ChunkBytes]
+    homes: HomePlan
+    workspace_nbytes: int
+    trainable_lists: tuple[str, ...]
+    widens_gradients: bool
+
+    def list_names(self, spec: ChunkSpec) -> tuple[str, ...]:
+        """The fp32 lists of a chunk."""
+        return self.trainable_lists if spec.trainable else ()
+
+    def explain(self, situation: Circumstances) -> None:
+        """Logs one line per decision that ``auto`` made."""
+        config, ledger = situation.config, situation.ledger
+        name = str(self.dtype).removeprefix("torch.")
+        logger.info("patrickstar: parameters in %s (%s)", name, self.dtype_reason)
+        chosen = "chunk_numel=auto" if config.chunk_numel == "auto" else "as asked"
+        logger.info("patrickstar: %s: %s", chosen, self.choice.describe())
+        logger.info("patrickstar: %s", self.homes.reason)
+        logger.info("patrickstar: %s", self.embeddings.reason)
+        pinned = "are pinned" if situation.pinned else "are not pinned"
+        logger.info("patrickstar: pin_memory=%s: host chunks %s", config.pin_memory, pinned)
+        for tier, setting in ((Tier.DEVICE, config.device_budget), (Tier.HOST, config.host_budget)):
+            logger.info(
+                "patrickstar: %s_budget %s (%s), %s of it usable",
+                tier.value,
+                format_nbytes(ledger.budget(tier)),
+                "auto: what is available" if setting == "auto" else "as asked",
+                format_nbytes(ledger.limit(tier)),
+            )
+        if situation.collectives.world_size > 1:
+            logger.info(
+                "patrickstar: %d processes, each with its part of every list; reshard_after_forward=%s: groups %s",
+                situation.collectives.world_size,
+                config.reshard_after_forward,
+                "leave after forward" if config.reshard_after_forward is True else "stay while there is room",
+            )
+
+
+def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> Decisions:
+    """Decides everything.
+
+    Args:
+        model: The model; it stays as it is.
+        precision: ``"no"``, ``"bf16"`` or ``"fp16"``: what ``dtype="auto"`` follows.
+        situation: What decisions depend on.
+
+    Raises:
+        ConfigError: If a setting cannot work for this model, or processes were given different ones.
+        BudgetError: If a budget is too small.
+        EngineError: If the model cannot be managed.
+    """
+    config, ledger, collectives = situation.config, situation.ledger, situation.collectives
+    tensors, modules, parameters = collect_specs(model, is_recomputed)
+    _check(model, tensors, parameters, is_training=situation.kernel is not None)
+    dtype, reason = choose_dtype(model, config.dtype, precision, parameters)
+    lists = _trainable_lists(situation, dtype, parameters)
+    state_itemsize = torch.float32.itemsize * len(lists)
+    limit = _chunk_limit(situation, parameters)
+    total = sum(align(spec.numel) * (dtype.itemsize + spec.trainable * state_itemsize) for spec in tensors)
+    total = -(-total // collectives.world_size)
+    share = int(limit * _UNMEASURED_SHARE) if situation.is_metered else limit
+    if ledger.chunk_budget is not None:
+        share, limit = min(share, ledger.chunk_budget), min(limit, ledger.chunk_budget)
+    limit = _agree(situation, tensors, dtype, limit)
+    embeddings = _choose_embeddings(model, tensors, situation, everything_fits=total <= share)
+    most = None if total <= share and collectives.world_size == 1 else limit
+    choice = _choose_layout(situation, tensors, modules, dtype, embeddings.apart, limit, most)
+    widens = dtype is not torch.float32 and situation.num_micro_batches == 1
+    workspace = 0
+    if situation.kernel is not None and widens:
+        largest = max(spec.chunk_numel for spec in choice.layout.chunks if spec.trainable)
+        workspace = situation.kernel.workspace_numel(largest) * torch.float32.itemsize
+    nbytes = _chunk_bytes(choice, dtype, state_itemsize, situation.pinned, embeddings)
+    homes = plan_homes(
+        nbytes,
+        share,
+        ledger.limit(Tier.HOST),
+        choice.working_set_nbytes,
+        workspace,
+        is_copied=collectives.world_size > 1,
+    )
+    if not situation.is_metered and not homes.device_homed:
+        # Both tiers are the same memory: what the home takes is not there for the compute tier.
+        ledger.lower_limit(Tier.DEVICE, max(ledger.limit(Tier.DEVICE) - total, choice.working_set_nbytes))
+    return Decisions(tensors, parameters, dtype, reason, choice, embeddings, nbytes, homes, workspace, lists, widens)
+
+
+def _check(
+    model: torch.nn.Module, tensors: list[TensorSpec], parameters: list[torch.nn.Parameter], *, is_training: bool
+) -> None:
+    if "patrickstar_engine" in model.__dict__:
+        raise EngineError("an engine is attached to this model already; call its detach() first")
+    if is_training and not any(spec.trainable for spec in tensors):
+        raise EngineError(
+            "the model has no trainable parameter: every requires_grad is False; unfreeze what should be trained"
+        )
+    check_model(model)
+    check_values([spec.name for spec in tensors], parameters)
+
+
+def _trainable_lists(
+    situation: Circumstances, dtype: torch.dtype, parameters: list[torch.nn.Parameter]
+) -> tuple[str, ...]:
+    if situation.kernel is None:  # masters are kept only where the model could not be restored without them
+        return () if {parameter.dtype for parameter in parameters} == {dtype} else (MASTER,)
+    lists = situation.kernel.list_names
+    return (*lists, GRADIENT) if situation.num_micro_batches > 1 else lists
+
+
+def _agree(situation: Circumstances, tensors: list[TensorSpec], dtype: torch.dtype, limit: int) -> int:
+    """The least of what all processes have for chunks; they must have the same model and settings."""
+    collectives = situation.collectives
+    settings = {key: value for key, value in situation.config.to_dict().items() if not key.endswith("_budget")}
+    settings["micro_batches"] = situation.num_micro_batches
+    parts = {
+        "models": [(spec.name, spec.shape, spec.trainable) for spec in tensors],
+        "types of parameters": str(dtype),
+        "settings": sorted(settings.items()),
+        "optimizers": type(situation.kernel).__name__,
+    }
+    checksums = [zlib.crc32(repr(part).encode()) for part in parts.values()]
+    rows = collectives.exchange([limit, *checksums], "comparing models and settings")
+    for place, name in enumerate(parts, 1):
+        if len({row[place] for row in rows}) > 1:
+            ranks = [rank for rank, row in enumerate(rows) if row[place] != rows[0][place]]
+            raise ConfigError(
+                f"the processes have different {name}: rank {', '.join(map(str, ranks))} and rank 0; every process "
+                "must make the same model, with the same parameters frozen, and be given the same settings"
+            )
+    return min(row[0] for row in rows)
+
+
+def _chunk_limit(situation: Circumstances, parameters: list[torch.nn.Parameter]) -> int:
+    """Bytes of the device that chunks may take: what others (another model, say) hold there is not for us."""
+    limit = situation.ledger.limit(Tier.DEVICE)
+    others = limit - situation.ledger.available(Tier.DEVICE)  # nothing is booked yet
+    own = sum(p.numel() * p.dtype.itemsize for p in parameters if p.device == situation.device)
+    return max(limit - max(others - own, 0), 0) if situation.device.type == "cuda" else limit
+
+
+def _choose_embeddings(
+    model: torch.nn.Module, tensors: list[TensorSpec], situation: Circumstances, everything_fits: bool
+) -> EmbeddingChoice:
+    setting = situation.config.cpu_embedding
+    world_size = situation.collectives.world_size
+    if world_size > 1:
+        if setting is True:
+            raise ConfigError(
+                f"cpu_embedding=true: with {world_size} processes each has a part of the parameters at home, not all "
+                "rows of an embedding; use 'auto' or false"
+            )
+        reason = f"cpu_embedding={setting}: off, embeddings are gathered with the other parameters"
+        return EmbeddingChoice(frozenset(), frozenset(), True, reason)
+    owners = frozenset(
+        index
+        for index, module in enumerate(model.modules())
+        if isinstance(module, torch.nn.Embedding) and not any(True for _ in module.buffers())
+    )
+    return choose_embeddings(tensors, owners, setting, everything_fits)
+
+
+def _choose_layout(
+    situation: Circumstances,
+    tensors: list[TensorSpec],
+    modules: list[ModuleSpec],
+    dtype: torch.dtype,
+    apart: frozenset[int],
+    limit: int,
+    most: int | None,
+) -> ChunkSizeChoice:
+    """The layout for a chunk size that was asked for, or the best one for chunks of at most so many bytes."""
+    config, collectives = situation.config, situation.collectives
+    usable, world_size = situation.ledger.usable(Tier.DEVICE), collectives.world_size
+
+    def staging(chunk_numel: int) -> int:
+        narrow, wide = collectives.staging_numel(chunk_numel, dtype)
+        return narrow * dtype.itemsize + wide * torch.float32.itemsize
+
+    splits = world_size > 1 and (situation.kernel is None or situation.kernel.splits_tensors)
+    if config.chunk_numel != "auto":
+        numel = int(config.chunk_numel)
+        return fixed_layout(tensors, modules, numel, dtype.itemsize, limit, apart, usable, world_size, staging, splits)
+    if world_size > 1:
+        # Whole tensors make the fewest groups. Where they waste much, or leave little room, large ones are spread.
+        with contextlib.suppress(BudgetError):
+            room = int(limit * _WHOLE_SHARE)
+            choice = search_layout(tensors, modules, dtype.itemsize, room, apart, usable, world_size, staging)
+            if not splits or choice.layout.utilisation >= _WELL_USED:
+                return choice
+    return search_layout(tensors, modules, dtype.itemsize, most, apart, usable, world_size, staging, splits)
+
+
+def _chunk_bytes(
+    choice: ChunkSizeChoice, dtype: torch.dtype, state_itemsize: int, pinned: bool, embeddings: EmbeddingChoice
+) -> list[ChunkBytes]:
+    chunks = []
+    for spec in choice.layout.chunks:
+        nbytes = spec.chunk_numel * dtype.itemsize
+        host = pinned_nbytes(nbytes) if pinned and not spec.on_host else nbytes
+        state = spec.chunk_numel * state_itemsize * spec.trainable
+        stays = bool(embeddings.tensor_indices & set(spec.tensor_indices))
+        chunks.append(ChunkBytes(spec.index, nbytes, host, state, stays))
+    return chunks

@@ -1,0 +1,532 @@
+"""What the processes that train one model together send each other. The only module that knows torch.distributed."""
+
+import atexit
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_patrickstar.errors import CollectiveError, ConfigError
+from hf_patrickstar.memory.transfers import Ticket
+from hf_patrickstar.runtime.rollcall import Member, RollCall, describe_self
+from hf_patrickstar.units import KIB, MIB
+
+_ROUND_NBYTES = 2 * MIB
+"""What a rank receives at a time in ``reduce_scatter``, from all others together."""
+_MIN_PIECE_NBYTES = 16 * KIB
+_NUM_PIECES = 2
+"""Pieces that a slice is cut into at least, so that adding one hides the next; to wait for many costs more."""
+_TILE_NUMEL = 64 * KIB
+"""Elements that are widened to fp32 at a time."""
+_ALIGNMENT_NUMEL = 64
+_LINGER_S = 1.0
+"""How long gloo may look into a buffer after it is done; much longer than it ever does."""
+
+
+class Collectives:
+    """The processes that train one model together, and what they send each other.
+
+    All ranks call the same methods in the same order. Whatever fails raises ``CollectiveError``, which says who is
+    missing; the group is of no use afterwards. With one process nothing is sent, and nothing is counted.
+
+    Use ``connect``.
+
+    Args:
+        rank: This process.
+        world_size: How many there are.
+        device: The compute device.
+        group: The processes; data goes over this group. ``None`` for one process.
+        control: The same processes, for messages on the host: these never mix with data.
+
+    Attributes:
+        rank: This process.
+        world_size: How many there are.
+        local_world_size: How many there are on this host.
+        num_all_gathers: How often ``all_gather`` sent something.
+        num_reduce_scatters: How often ``reduce_scatter`` did.
+        num_messages: How often ``exchange`` and ``exchange_objects`` did.
+        sent_nbytes: Bytes of data that this rank contributed to ``all_gather`` and ``reduce_scatter``: a slice for
+            every other rank, which is what a ring sends too.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        group: "dist.ProcessGroup | None" = None,
+        control: "dist.ProcessGroup | None" = None,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.local_world_size = 1
+        self.num_all_gathers = 0
+        self.num_reduce_scatters = 0
+        self.num_messages = 0
+        self.sent_nbytes = 0
+        self._device = device
+        self._group = group
+        self._control = control
+        self._is_gloo = group is not None and _backend(group, device).name() == "gloo"
+        self._roll_call: RollCall | None = None
+
+    @classmethod
+    def connect(cls, group: "dist.ProcessGroup | None", device: torch.device) -> "Collectives":
+        """Joins the other processes; every one of them calls this.
+
+        Args:
+            group: The processes, or ``None`` for the default group, if there is one.
+            device: The compute device.
+
+        Returns:
+            What to talk to them with. It has a group of its own for messages, with the timeout of ``group``; only a
+            group of gloo that is a part of the default group is used for messages too. For such a part over another
+            backend, its members must have made equally many groups before: torch names the new one by their number.
+
+        Raises:
+            ConfigError: If this process is not in the group, or the group cannot send from the device.
+            CollectiveError: If the others cannot be reached.
+        """
+        if not dist.is_available() or not dist.is_initialized():
+            return cls(0, 1, device)
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        if rank < 0:
+            raise ConfigError("collectives: this process is not in the group that it is to train with")
+        if world_size == 1:
+            return cls(0, 1, device)
+        data = dist.group.WORLD if group is None else group
+        assert data is not None
+        is_gloo = _backend(data, device).name() == "gloo"
+        if device.type != "cpu" and is_gloo:
+            raise ConfigError(
+                f"collectives: gloo cannot send from {device}; initialise torch.distributed with the backend of the "
+                "device, for example nccl"
+            )
+        is_part = data is not dist.group.WORLD
+        try:
+            # Processes outside of a part do not come to make another group of it.
+            control = data if is_part and is_gloo else _new_control(data, device, is_part)
+        except RuntimeError as error:
+            raise CollectiveError(_complain("connect", rank, world_size, "", error)) from error
+        collectives = cls(rank, world_size, device, data, control)
+        if is_gloo:
+            atexit.register(_leave)
+        collectives._introduce()
+        return collectives
+
+    def _introduce(self) -> None:
+        """Tells the others who this process is, and prepares for the day when one of them is missing."""
+        told = self.exchange_objects((tuple(describe_self()), uuid.uuid4().hex), "connect")
+        self.num_messages = 0
+        members = [Member(*member) for member, _ in told]
+        self.local_world_size = sum(member.host == members[self.rank].host for member in members)
+        # The number that rank 0 drew keeps the keys apart from those of every other connection over this store.
+        store = dist.PrefixStore(f"hf_patrickstar/rollcall/{told[0][1]}", dist.distributed_c10d._get_default_store())
+        self._roll_call = RollCall(self.rank, members, store)
+
+    def all_gather(self, buffer: torch.Tensor, what: str) -> Ticket:
+        """Starts to fill in the slices of the other ranks.
+
+        Args:
+            buffer: One slice per rank, one after the other, the own one filled; contiguous, in one dimension. Nobody
+                touches it before the ticket is waited for.
+            what: What it is for, for error messages.
+
+        Returns:
+            A ticket.
+        """
+        if self.world_size == 1:
+            return _WorkTicket((), what, self._failure)
+        users = _Users(buffer)
+        slices = self._slices(buffer)
+        with self._naming(what):
+            self.num_all_gathers += 1
+            self.sent_nbytes += (self.world_size - 1) * _nbytes(slices[0])
+            if not self._is_gloo:
+                gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+                work = gather(buffer, slices[self.rank], group=self._group, async_op=True)
+                return _StreamTicket(work, self._device, what, self._failure)
+            # Straight into place: the library's own goes through a flat copy, at a third of the speed.
+            works = [
+                dist.broadcast(part, group=self._group, group_src=owner, async_op=True)
+                for owner, part in enumerate(slices)
+            ]
+            return _WorkTicket(works, what, self._failure, users)
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether a reduction runs beside what is computed next; on gloo it does not."""
+        return self.world_size > 1 and not self._is_gloo
+
+    def staging_numel(self, slice_numel: int, dtype: torch.dtype) -> tuple[int, int]:
+        """How much scratch space ``reduce_scatter`` needs.
+
+        Args:
+            slice_numel: Elements of one rank's slice.
+            dtype: The type of the buffer.
+
+        Returns:
+            Elements of the buffer's type, and elements of fp32.
+        """
+        if self.world_size == 1 or not self._is_gloo:
+            return 0, 0
+        piece_numel = self._piece_numel(slice_numel, dtype)
+        num_rounds = min(2, _ceil_div(slice_numel, max(1, piece_numel)))
+        widened = 2 * min(_TILE_NUMEL, piece_numel) if dtype.itemsize < torch.float32.itemsize else 0
+        return num_rounds * (self.world_size - 1) * piece_numel, widened
+
+    def reduce_scatter(
+        self, buffer: torch.Tensor, staging: tuple[torch.Tensor | None, torch.Tensor | None], what: str
+    ) -> Ticket:
+        """Starts to make the own slice its average over all ranks.
+
+        On gloo slices are added in the order of the ranks, 16-bit ones in fp32 and rounded once. So each element is
+        what one process would get that adds the gradients of the micro-batches 0, 1, ... in this order and divides by
+        their number, whichever rank owns it.
+
+        Args:
+            buffer: One slice per rank, one after the other; contiguous, in one dimension. What it has in the slices
+                of others is of no meaning afterwards.
+            staging: Scratch space in the buffer's type and in fp32, of at least ``staging_numel`` elements.
+            what: What it is for, for error messages.
+
+        Returns:
+            A ticket; on gloo it is done.
+        """
+        if self.world_size == 1:
+            return _WorkTicket((), what, self._failure)
+        slices = self._slices(buffer)
+        with self._naming(what):
+            self.num_reduce_scatters += 1
+            self.sent_nbytes += (self.world_size - 1) * _nbytes(slices[0])
+            if not self._is_gloo:
+                scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+                work = scatter(slices[self.rank], buffer, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
+                return _StreamTicket(work, self._device, what, self._failure)
+            self._reduce_in_rounds(slices, staging)
+            return _WorkTicket((), what, self._failure)
+
+    def _reduce_in_rounds(
+        self, slices: Sequence[torch.Tensor], staging: tuple[torch.Tensor | None, torch.Tensor | None]
+    ) -> None:
+        """Receives a piece from every other rank while those received before are added."""
+        own = slices[self.rank]
+        piece_numel = self._piece_numel(own.numel(), own.dtype)
+        starts = range(0, own.numel(), max(1, piece_numel))
+        narrow_numel, wide_numel = self.staging_numel(own.numel(), own.dtype)
+        narrow, wide = (
+            space[:numel] if space is not None else own[:0]
+            for space, numel in zip(staging, (narrow_numel, wide_numel), strict=True)
+        )
+        if narrow.numel() < narrow_numel or wide.numel() < wide_numel:
+            raise CollectiveError(f"reduce_scatter: needs scratch space of {(narrow_numel, wide_numel)} elements")
+        rounds = narrow.view(-1, self.world_size - 1, piece_numel) if narrow_numel else narrow
+        distances = range(1, self.world_size)
+
+        def receive(index: int) -> list[tuple[int, torch.Tensor, Any]]:
+            numel = min(piece_numel, own.numel() - starts[index])
+            received = []
+            for distance in distances:
+                source = (self.rank - distance) % self.world_size
+                target = rounds[index % 2, distance - 1, :numel]
+                received.append((source, target, dist.irecv(target, group=self._group, group_src=source)))
+            return received
+
+        # Receives first: a piece that finds its place waiting needs no second round trip.
+        pending = [receive(index) for index in range(min(2, len(starts)))]
+        sends: list[Any] = []
+        for start in starts:
+            for distance in distances:
+                target = (self.rank + distance) % self.world_size
+                piece = slices[target][start : start + piece_numel]
+                sends.append(dist.isend(piece, group=self._group, group_dst=target))
+        for index, start in enumerate(starts):
+            terms = {self.rank: own[start : start + piece_numel]}
+            for source, piece, work in pending.pop(0):
+                work.wait()
+                terms[source] = piece
+            self._average([terms[rank] for rank in range(self.world_size)], wide)
+            if index + 2 < len(starts):
+                pending.append(receive(index + 2))
+        for work in sends:
+            work.wait()
+
+    def _average(self, terms: Sequence[torch.Tensor], wide: torch.Tensor) -> None:
+        """Writes the average of the terms, added in order, over the own one; others may be overwritten too."""
+        own = terms[self.rank]
+        if not wide.numel():
+            total = terms[0]
+            for rank in range(1, self.world_size):
+                total = torch.add(total, terms[rank], out=own if rank >= self.rank else total)
+            own.div_(self.world_size)
+            return
+        tile_numel = wide.numel() // 2
+        for start in range(0, own.numel(), tile_numel):
+            tiles = [term[start : start + tile_numel] for term in terms]
+            total, widened = (half[: tiles[0].numel()] for half in wide.split(tile_numel))
+            total.copy_(tiles[0])
+            for tile in tiles[1:]:
+                total.add_(widened.copy_(tile))
+            tiles[self.rank].copy_(total.div_(self.world_size))
+
+    def exchange(self, message: Sequence[int], what: str) -> list[list[int]]:
+        """Tells all ranks some numbers, and waits for theirs.
+
+        Args:
+            message: As many integers on every rank.
+            what: What they are for, for error messages.
+
+        Returns:
+            The messages by rank.
+        """
+        if self.world_size == 1:
+            return [list(message)]
+        own = list(message)
+        rows = torch.tensor([own] * self.world_size, dtype=torch.int64)
+        with self._naming(what):
+            self.num_messages += 1
+            if own:
+                # Sending to each directly is twice as fast on idle cores, and many times slower on busy ones.
+                dist.all_gather(list(rows.unbind()), rows[self.rank].clone(), group=self._control)
+        return rows.tolist()
+
+    def exchange_objects(self, value: Any, what: str) -> list[Any]:
+        """Tells all ranks something that can be pickled, and waits for theirs.
+
+        Args:
+            value: What to tell.
+            what: What it is for, for error messages.
+
+        Returns:
+            The values by rank.
+        """
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        with self._naming(what):
+            self.num_messages += 1
+            dist.all_gather_object(values, value, group=self._control)
+        return values
+
+    def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
+        """Overwrites a tensor by that of one rank, and waits for it.
+
+        Args:
+            tensor: A tensor of the same shape and type on every rank, on the host or on the device.
+            source: The rank whose values all get.
+            what: What it is for, for error messages.
+        """
+
+        def operate(packed: torch.Tensor, group: "dist.ProcessGroup | None") -> None:
+            # As bytes: backends know some types only.
+            dist.broadcast(packed.view(-1).view(torch.uint8), group=group, group_src=source)
+
+        self._in_place(tensor, what, operate)
+
+    def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
+        """Overwrites a tensor by its sum over all ranks, and waits for it; the library's order of addition.
+
+        Args:
+            tensor: A tensor of the same shape and type on every rank, on the host or on the device.
+            what: What it is for, for error messages.
+        """
+        self._in_place(tensor, what, lambda packed, group: dist.all_reduce(packed, group=group))
+
+    def _in_place(
+        self, tensor: torch.Tensor, what: str, operate: "Callable[[torch.Tensor, dist.ProcessGroup | None], Any]"
+    ) -> None:
+        if self.world_size == 1 or not tensor.numel():
+            return
+        with self._naming(what), torch.no_grad():
+            tensor = _without_repeats(tensor.detach())
+            packed = tensor.contiguous()
+            operate(packed, self._control if tensor.device.type == "cpu" else self._group)
+            if not tensor.is_contiguous():
+                tensor.copy_(packed)
+
+    def close(self) -> None:
+        """Gives back the group for messages; data can still be sent over the group that was given."""
+        control, self._control = self._control, None
+        # Whoever has destroyed the default group has destroyed this one with it.
+        if control is not None and control is not self._group and dist.is_initialized():
+            with contextlib.suppress(ValueError, RuntimeError):
+                dist.destroy_process_group(control)
+
+    def _slices(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The buffer, by owner."""
+        if buffer.dim() != 1 or not buffer.is_contiguous() or buffer.numel() % self.world_size:
+            raise CollectiveError(
+                f"a buffer of shape {tuple(buffer.shape)} is not {self.world_size} equal slices one after the other"
+            )
+        return list(buffer.view(self.world_size, -1).unbind())
+
+    def _piece_numel(self, slice_numel: int, dtype: torch.dtype) -> int:
+        """Elements that one rank sends to another at a time."""
+        nbytes = min(_ROUND_NBYTES // (self.world_size - 1), slice_numel * dtype.itemsize // _NUM_PIECES)
+        nbytes = max(_MIN_PIECE_NBYTES, nbytes)
+        return min(slice_numel, nbytes // dtype.itemsize // _ALIGNMENT_NUMEL * _ALIGNMENT_NUMEL)
+
+    @contextlib.contextmanager
+    def _naming(self, what: str) -> Iterator[None]:
+        """Says what failed, and because of whom."""
+        if self._control is None:
+            raise CollectiveError(f"{what}: the collectives of rank {self.rank} are closed")
+        try:
+            yield
+        except (CollectiveError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            raise self._failure(what, error) from error
+
+    def _failure(self, what: str, error: Exception) -> CollectiveError:
+        finding = "" if self._roll_call is None else self._roll_call.hold()
+        return CollectiveError(_complain(what, self.rank, self.world_size, finding, error))
+
+
+def _leave() -> None:
+    """Destroys what is left of the groups when Python ends.
+
+    The threads of gloo that a broadcast has used would otherwise be found running, now and then, by what ends the
+    process, which aborts then.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class _WorkTicket:
+    """Collectives of gloo that may still be under way, or nothing at all."""
+
+    __slots__ = ("_fail", "_users", "_what", "_works")
+
+    def __init__(
+        self,
+        works: Sequence[Any],
+        what: str,
+        fail: Callable[[str, Exception], CollectiveError],
+        users: "_Users | None" = None,
+    ) -> None:
+        self._works = works
+        self._what = what
+        self._fail = fail
+        self._users = users
+
+    @property
+    def is_done(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+                del work  # which holds the buffer, too
+        except RuntimeError as error:
+            raise self._fail(self._what, error) from error
+        self._works = ()
+        if self._users is not None:
+            self._users.wait()
+            self._users = None
+
+    join = wait
+
+
+class _Users:
+    """How many look into a buffer, before gloo does.
+
+    Its threads let go of a buffer a moment after they have said that they are done with it. Whoever counts aliases then
+    would find one that is none, on one rank and not on another.
+    """
+
+    __slots__ = ("_num", "_storage")
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._storage = buffer.untyped_storage()
+        self._num = torch._C._storage_Use_Count(self._storage._cdata)
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + _LINGER_S
+        while torch._C._storage_Use_Count(self._storage._cdata) > self._num and time.monotonic() < deadline:
+            time.sleep(0)
+
+
+class _StreamTicket:
+    """A collective on a stream of the device."""
+
+    __slots__ = ("_device", "_fail", "_what", "_work")
+
+    def __init__(
+        self, work: Any, device: torch.device, what: str, fail: Callable[[str, Exception], CollectiveError]
+    ) -> None:
+        self._work = work
+        self._device = device
+        self._what = what
+        self._fail = fail
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        self.join()
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def join(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._fail(self._what, error) from error
+
+
+def _backend(group: "dist.ProcessGroup", device: torch.device) -> Any:
+    """What sends the group's tensors that are on a device."""
+    try:
+        return group._get_backend(device)
+    except RuntimeError as error:
+        raise ConfigError(f"collectives: the process group has no backend for {device}") from error
+
+
+def _new_control(group: "dist.ProcessGroup", device: torch.device, is_part: bool) -> "dist.ProcessGroup":
+    """A group of gloo over the same processes."""
+    return dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=_timeout_of(group, device),
+        backend="gloo",
+        use_local_synchronization=is_part,
+    )
+
+
+def _timeout_of(group: "dist.ProcessGroup", device: torch.device) -> timedelta | None:
+    """The timeout of a group, which no public name tells; ``None``, the library's default, if it cannot be read."""
+    return getattr(getattr(_backend(group, device), "options", None), "_timeout", None)
+
+
+def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor consists of that was expanded: it cannot be written to as a whole."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.size(dim) > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.dtype.itemsize
+
+
+def _ceil_div(value: int, divisor: int) -> int:
+    return -(-value // divisor)
+
+
+def _complain(what: str, rank: int, world_size: int, finding: str, error: Exception) -> str:
+    """The message of a collective that failed."""
+    parts = [
+        f"{what}: a collective failed on rank {rank} of {world_size}.",
+        finding,
+        "Look first at the error of the rank that is missing; if it was only slow, raise the timeout of the process "
+        "group (ddp_timeout in the training arguments). Then restart from the last checkpoint.",
+        f"torch.distributed says: {error}",
+    ]
+    return " ".join(part for part in parts if part)

@@ -1,0 +1,179 @@
+"""Averages gradients over processes, a communication group at a time (PatrickStar section 7).
+
+The gradients of a group collect in a buffer on the device as autograd finishes them. When all are there, one
+reduce-scatter gives each rank the average of its own chunk, which goes home, and the buffer is free again. So the
+accumulation of micro-batches happens after the reduction, in 1/p of the memory; keeping gradients whole on every rank
+until the last micro-batch, as ``no_sync`` of ``DistributedDataParallel`` does, would need a whole model's.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.memory.transfers import Ticket, Transfers
+from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
+from hf_patrickstar.runtime.collectives import Collectives
+
+GRADIENTS = "gradients"
+STAGING = "staging"
+
+
+class Reducer:
+    """Collects gradients and reduces them.
+
+    Args:
+        chunks: All chunks.
+        pool: Where buffers come from.
+        transfers: How averages go home.
+        collectives: Reduces.
+        make_room: Evicts copies until so many bytes are free on the device.
+        deliver: Takes the average of a parameter's gradient to its place at home.
+    """
+
+    def __init__(
+        self,
+        chunks: list[Chunk],
+        pool: PayloadPool,
+        transfers: Transfers,
+        collectives: Collectives,
+        make_room: Callable[[int], None],
+        deliver: Callable[[ManagedTensor, torch.Tensor], None],
+    ) -> None:
+        self.found: set[int] = set()
+        self._pool = pool
+        self._transfers = transfers
+        self._collectives = collectives
+        self._make_room = make_room
+        self._deliver = deliver
+        self._chunks = chunks
+        self._num_expected = [sum(tensor.spec.trainable for tensor in chunk.tensors) for chunk in chunks]
+        self._buffers: dict[int, torch.Tensor] = {}
+        self._stored: dict[int, set[int]] = {}
+        self._held: list[tuple[ManagedTensor, torch.Tensor]] = []
+        self._used_nbytes = self._peak_nbytes = 0
+        self._staging = self._reserve()
+        self._under_way: tuple[Chunk, torch.Tensor, set[int], Ticket] | None = None
+
+    def _reserve(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Scratch space in which slices of other ranks arrive."""
+        trainable = [chunk for chunk in self._chunks if chunk.spec.trainable]
+        if not trainable or self._collectives.world_size == 1:
+            return None, None
+        dtype = trainable[0].param.dtype
+        largest = max(chunk.spec.chunk_numel for chunk in trainable)
+        numels = self._collectives.staging_numel(largest, dtype)
+        first, second = (
+            self._pool.allocate(Tier.DEVICE, numel, kind, STAGING) if numel else None
+            for numel, kind in zip(numels, (dtype, torch.float32), strict=True)
+        )
+        return first, second
+
+    def take_peak(self) -> int:
+        """The most bytes of gradients that were on the device at once since the last call."""
+        peak, self._peak_nbytes = self._peak_nbytes, self._used_nbytes
+        return peak
+
+    def store(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
+        """Takes a gradient until its group is reduced.
+
+        Args:
+            tensor: Whose gradient it is.
+            gradient: The gradient of one backward, on the compute device.
+
+        Raises:
+            BudgetError: If there is no room for the buffer of its group.
+        """
+        chunk = tensor.chunk
+        place = tensor.view_copy(self._buffer(chunk))
+        stored = self._stored[chunk.spec.index]
+        if tensor.spec.index in stored:
+            place.add_(gradient)
+        else:
+            place.copy_(gradient)
+            stored.add(tensor.spec.index)
+            self.found.add(tensor.spec.index)
+
+    def is_complete(self, chunk: Chunk) -> bool:
+        """Whether all gradients of a group are there."""
+        return len(self._stored.get(chunk.spec.index, ())) == self._num_expected[chunk.spec.index]
+
+    def unreduced(self) -> list[int]:
+        """Groups with gradients that are not reduced."""
+        return sorted(self._buffers)
+
+    def reduce(self, chunk: Chunk) -> None:
+        """Averages what all ranks have of a group's gradients; zero where one has none."""
+        index = chunk.spec.index
+        buffer = self._buffer(chunk)
+        stored = self._stored.pop(index)
+        del self._buffers[index]
+        for tensor in chunk.tensors:
+            if tensor.spec.index not in stored:
+                tensor.view_copy(buffer).zero_()
+        ticket = self._collectives.reduce_scatter(buffer, self._staging, f"reduce_scatter of group {index}")
+        self._finish()
+        self._under_way = (chunk, buffer, stored, ticket)
+        if not self._collectives.is_asynchronous:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Takes the averages of the reduction that is under way home."""
+        if self._under_way is None:
+            return
+        (chunk, buffer, stored, ticket), self._under_way = self._under_way, None
+        ticket.join()
+        for tensor in chunk.owned:
+            average = tensor.own(tensor.view_copy(buffer))
+            if tensor.spec.index in stored:
+                self._deliver(tensor, average)
+            else:  # another rank may have one, and this is it; that is known when backward ends
+                self._held.append((tensor, average.to(chunk.param.device, copy=True)))
+        self._transfers.settle()  # the averages are on their way home from this buffer
+        self._used_nbytes -= chunk.copy_nbytes
+        self._pool.release(Tier.DEVICE, buffer, GRADIENTS)
+
+    def settle(self, found: Iterable[int]) -> None:
+        """Ends a backward.
+
+        Args:
+            found: Tensors that got a gradient on any rank.
+        """
+        self._finish()
+        anywhere = set(found)
+        for tensor, average in self._held:
+            if tensor.spec.index in anywhere:
+                self._deliver(tensor, average)
+        self._held.clear()
+        self.found.clear()
+
+    def forget(self) -> None:
+        """Drops what is not reduced: the gradients of a backward that failed."""
+        self._finish()
+        for index, buffer in self._buffers.items():
+            self._used_nbytes -= self._chunks[index].copy_nbytes
+            self._pool.release(Tier.DEVICE, buffer, GRADIENTS)
+        self._buffers.clear()
+        self._stored.clear()
+        self._held.clear()
+        self.found.clear()
+
+    def close(self) -> None:
+        """Gives every buffer back."""
+        self.forget()
+        for buffer in self._staging:
+            if buffer is not None:
+                self._pool.release(Tier.DEVICE, buffer, STAGING, keep=False)
+        self._staging = (None, None)
+
+    def _buffer(self, chunk: Chunk) -> torch.Tensor:
+        index = chunk.spec.index
+        if index not in self._buffers:
+            self._make_room(chunk.copy_nbytes)
+            numel = chunk.spec.capacity_numel
+            self._buffers[index] = self._pool.allocate(Tier.DEVICE, numel, chunk.param.dtype, GRADIENTS)
+            self._stored[index] = set()
+            self._used_nbytes += chunk.copy_nbytes
+            self._peak_nbytes = max(self._peak_nbytes, self._used_nbytes)
+        return self._buffers[index]

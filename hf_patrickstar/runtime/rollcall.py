@@ -1,0 +1,164 @@
+"""After a collective has failed: which of the other processes are gone, and which do not answer."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import psutil
+
+_PATIENCE_S = 3.0
+_PAUSE_S = 0.05
+_CLOCK_SLACK_S = 2.0
+
+
+class Store(Protocol):
+    """The keys and values that all ranks share."""
+
+    def set(self, key: str, value: str) -> None:
+        """Sets a key."""
+        ...
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are set."""
+        ...
+
+
+class Member(NamedTuple):
+    """One process of the group.
+
+    Attributes:
+        host: The name of its host.
+        pid: Its process number there.
+        started: When it started, in seconds of its host's clock.
+    """
+
+    host: str
+    pid: int
+    started: float
+
+
+def describe_self() -> Member:
+    """This process, as the others need to know it."""
+    return Member(socket.gethostname(), os.getpid(), psutil.Process().create_time())
+
+
+class RollCall:
+    """Asks every rank, once, whether it is still there.
+
+    A rank whose collective has failed says so in the store and looks for the same from the others. That one of the
+    same host has ended is seen at once, without asking.
+
+    Args:
+        rank: This rank.
+        members: All processes by rank.
+        store: Where ranks answer; nobody else uses these keys.
+        patience_s: How long to wait for answers.
+    """
+
+    def __init__(self, rank: int, members: Sequence[Member], store: Store, patience_s: float = _PATIENCE_S) -> None:
+        self._rank = rank
+        self._members = members
+        self._store = store
+        self._patience_s = patience_s
+        self._neighbours = _find_neighbours(rank, members)
+        self._unheard = {other for other in range(len(members)) if other != rank}
+        self._ended: list[int] = []
+        self._is_store_gone = False
+        self._finding = ""
+
+    def hold(self) -> str:
+        """Asks, for some seconds at most.
+
+        Returns:
+            What is known, in sentences; the same ones whenever it is called again.
+        """
+        if not self._finding:
+            # A store whose host has lost its power answers nothing, not even with an error.
+            thread = threading.Thread(target=self._ask, name="hf_patrickstar-rollcall", daemon=True)
+            thread.start()
+            thread.join(self._patience_s + 1)
+            if thread.is_alive():
+                self._is_store_gone = True
+                self._ended = self._find_ended()
+            self._finding = self._describe()
+        return self._finding
+
+    def _ask(self) -> None:
+        """Answers, and listens until somebody is known to be gone, all have answered, or it took too long."""
+        deadline = time.monotonic() + self._patience_s
+        self._try_store(lambda: self._store.set(str(self._rank), "here"))
+        while True:
+            # In this order: one that has answered and left since then is not the one that is missed.
+            ended = self._find_ended()
+            self._try_store(self._listen)
+            self._ended = [other for other in ended if other in self._unheard]
+            if self._ended or not self._unheard or time.monotonic() > deadline:
+                return
+            if self._is_store_gone:
+                deadline = min(deadline, time.monotonic() + 1)
+            time.sleep(_PAUSE_S)
+
+    def _try_store(self, action: Callable[[], None]) -> None:
+        if not self._is_store_gone:
+            try:
+                action()
+            except (RuntimeError, OSError):
+                self._is_store_gone = True
+
+    def _listen(self) -> None:
+        self._unheard -= {other for other in sorted(self._unheard) if self._store.check([str(other)])}
+
+    def _find_ended(self) -> list[int]:
+        return [other for other, process in self._neighbours.items() if not _is_running(process)]
+
+    def _describe(self) -> str:
+        """Puts what was found into words."""
+        parts = []
+        for other in self._ended:
+            member = self._members[other]
+            parts.append(f"Rank {other} has ended (process {member.pid} on {member.host}).")
+        silent = sorted(self._unheard)
+        if self._is_store_gone:
+            parts.append(
+                "The store where the ranks met is gone, and so is the process that hosts it (rank 0 or the launcher)."
+            )
+        elif silent and not self._ended:
+            names = ", ".join(map(str, silent))
+            parts.append(
+                f"No answer within {self._patience_s:g} s from rank{'s' * (len(silent) > 1)} {names}: stuck, busy "
+                "elsewhere, or gone with the host."
+            )
+        elif not self._ended:
+            parts.append("All other ranks are still there, and a collective failed on them too.")
+        return " ".join(parts)
+
+
+def _find_neighbours(rank: int, members: Sequence[Member]) -> dict[int, psutil.Process]:
+    """The other processes of this host that can be seen from here.
+
+    Hosts can share a name, and containers of one host do not see each other's processes: only one that is found
+    running under its number since the time that it told is watched.
+    """
+    neighbours = {}
+    for other, member in enumerate(members):
+        if other == rank or member.host != members[rank].host:
+            continue
+        try:
+            process = psutil.Process(member.pid)
+            if abs(process.create_time() - member.started) < _CLOCK_SLACK_S:
+                neighbours[other] = process
+        except psutil.Error:
+            continue
+    return neighbours
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.Error:
+        return True

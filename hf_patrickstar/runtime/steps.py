@@ -1,0 +1,214 @@
+"""Steps of a run: what begins and ends, what is recorded of it, and the plan that it follows."""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.memory.meters import Meter
+from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.runtime.chunk import Chunk
+from hf_patrickstar.runtime.lockstep import Lockstep, Phase, Room, Subject
+from hf_patrickstar.runtime.residency import MovePolicy, Residency
+from hf_patrickstar.runtime.tracer import Step
+from hf_patrickstar.schedule.plan import Plan, chunkable_nbytes, make_plan
+from hf_patrickstar.schedule.trace import OPTIMIZER, Shapes, Trace
+
+logger = logging.getLogger(__name__)
+
+
+class Steps:
+    """Begins and ends steps.
+
+    A step whose trace is known follows a plan. One that is recorded is cautious: it keeps to a part of the budget, and
+    chunks leave in list order.
+
+    Args:
+        residency: Executes plans, and has the tracer.
+        pool: Knows what is taken on the device.
+        meter: Measures what else is on the device.
+        policy: How copies come and go.
+        lockstep: Agrees with other processes on what begins and ends.
+    """
+
+    def __init__(
+        self, residency: Residency, pool: PayloadPool, meter: Meter, policy: MovePolicy, lockstep: Lockstep
+    ) -> None:
+        self.residency = residency
+        self.tracer = residency.tracer
+        self._pool = pool
+        self._meter = meter
+        self._policy = policy
+        self._lockstep = lockstep
+        self._plans: dict[str, tuple[Trace, object, Plan | None]] = {}
+
+    def begin_step(
+        self, kind: str, shapes: Shapes, present: Iterable[torch.Tensor], dropped_after: frozenset[int], version: int
+    ) -> None:
+        """Begins a training step.
+
+        Args:
+            kind: What the step is.
+            shapes: Shapes of its inputs.
+            present: Tensors on the device that are there already and are not chunks.
+            dropped_after: Chunks whose copies are void when it has ended.
+            version: Counts changes of parameters.
+        """
+        shapes, room = self._begin(kind, shapes, version)
+        is_unknown = not shapes  # what its inputs are cannot be seen, so a trace may not be relied on
+        self._enter(self.tracer.begin(kind, shapes, dropped_after, always_metered=is_unknown), present, room)
+
+    def begin_interlude(self, kind: str, shapes: Shapes, present: Iterable[torch.Tensor], version: int) -> None:
+        """Begins an evaluation, between steps or inside of one; see ``begin_step``."""
+        shapes, room = self._begin(kind, shapes, version)
+        self._enter(self.tracer.begin_interlude(kind, shapes, always_metered=True), present, room)
+
+    def _begin(self, kind: str, shapes: Shapes, version: int) -> tuple[Shapes, Room]:
+        """What a step has to work with, agreed with the other processes: shapes and room."""
+        room = self._room()
+        if self._lockstep.is_alone:
+            return shapes, room
+        agreed = self._lockstep.begin(kind, shapes, self.tracer.fingerprint, room, version)
+        if not agreed.is_traced:
+            self.tracer.discard()
+        if agreed.room.resident != room.resident:
+            self.residency.evict_unused()
+        return agreed.shapes, agreed.room
+
+    def end_interlude(self, *, is_whole: bool) -> None:
+        """Ends it; the step that it interrupted goes on.
+
+        Args:
+            is_whole: Whether it came to its end; else what was recorded of it is dropped.
+        """
+        if is_whole:
+            self.end_phase(Phase.EVALUATION)
+        self.tracer.end_interlude(is_whole=is_whole)
+        step = self.tracer.step
+        if step is None or not step.is_metered:
+            self._meter.pause()
+            self._meter.stop()
+        self.residency.expect(step)
+
+    def end_forward(self) -> None:
+        """Ends an outermost forward of training: a step that cannot be measured to its end is not recorded."""
+        self.end_phase(Phase.FORWARD)
+        self.tracer.note_turn()
+        if self._meter.leave() and self.tracer.step is not None and self.tracer.step.is_recorded:
+            self.forget_step()
+
+    def finish_step(self) -> None:
+        """Ends a step. It may be called inside of backward, where the meter cannot be stopped, only paused."""
+        self.tracer.finish()
+        self._meter.pause()
+        self.residency.expect(None)
+
+    def begin_update(self) -> None:
+        """Begins the optimizer's step, which has a trace of its own: what it needs on the device beside the chunks."""
+        self.tracer.forget()
+        step = self.tracer.begin(OPTIMIZER)
+        if step.is_metered:
+            self._meter.start(())
+            self._meter.restart()
+
+    def visit_for_update(self, chunk: Chunk) -> None:
+        """Notes that the optimizer comes to a chunk, wherever that is at home."""
+        self.tracer.visit(chunk.spec.index, lambda: ())
+        if self.tracer.step is not None and self.tracer.step.is_recorded:
+            self._meter.restart()
+
+    def finish_update(self) -> None:
+        """Ends the optimizer's step."""
+        self.finish_step()
+        self.settle()
+
+    def forget_step(self) -> None:
+        """Drops a step that came to nothing."""
+        self.tracer.forget()
+        self.settle()
+        self.residency.expect(None)
+
+    def settle(self) -> None:
+        """Takes the meter off this thread if no step is running; called outside of backward."""
+        if self.tracer.step is None:
+            self._meter.stop()
+
+    def _enter(self, step: Step, present: Iterable[torch.Tensor], room: Room) -> None:
+        if step.cursor is not None and not (self._policy.evict_all and not self._lockstep.is_alone):
+            step.plan = self._plan(step.cursor.trace, step.dropped_after, room)
+            if step.plan is not None and not self.residency.moves:
+                self._pool.ledger.note_total(step.cursor.trace.non_model_peak_nbytes)
+        if step.is_metered:
+            self._meter.start(present)
+            self._meter.restart()
+        self.residency.expect(step)
+
+    def end_phase(
+        self, phase: Phase, unreduced: Callable[[], Sequence[int]] = tuple, indices: Iterable[int] = ()
+    ) -> frozenset[int]:
+        """Ends a forward, a backward or an evaluation together with the other processes.
+
+        Args:
+            phase: What has ended.
+            unreduced: Tells which groups have gradients that are not reduced, when the plan is at its end.
+            indices: Tensors that got a gradient here.
+
+        Returns:
+            The tensors that got a gradient anywhere.
+        """
+        if self._lockstep.is_alone:
+            return frozenset(indices)
+        step = self.tracer.step
+        if step is not None and step.plan is not None:
+            self.residency.follow_to(step, self.residency.end_of_phase(step, phase is Phase.FORWARD))
+            if phase is not Phase.FORWARD:  # what the last visit of a forward is followed by is not complete yet
+                self.residency.reduce_due(step)
+        while waiting := unreduced():  # what others ask for at the same time is done too
+            self._lockstep.ask(Subject.REDUCE, waiting[0], "gradients that no plan expects")
+        is_recorded = step is not None and step.is_recorded
+        is_lost, found = self._lockstep.end(
+            phase, step is not None and step.is_lost, sorted(indices), is_recorded=is_recorded
+        )
+        if step is not None and phase is not Phase.FORWARD:
+            step.is_lost = is_lost  # anywhere: traces are recorded anew by all or by none
+        return found
+
+    def _room(self) -> Room:
+        resident = self.residency.resident
+        fixed = self._pool.in_use(Tier.DEVICE) - sum(chunk.copy_nbytes for chunk in resident)
+        chunk_budget = self._pool.ledger.chunk_budget
+        return Room(
+            self._pool.ledger.limit(Tier.DEVICE, cautious=False) - fixed,
+            None if chunk_budget is None else chunk_budget - fixed,
+            self._meter.floor(self._pool.ledger.used(Tier.DEVICE)),
+            tuple(chunk.spec.index for chunk in resident),
+        )
+
+    def _plan(self, trace: Trace, dropped_after: frozenset[int], room: Room) -> Plan | None:
+        """The plan of a step that begins now; the last one of its kind if everything is as it was then."""
+        static = frozenset(chunk.spec.index for chunk in self.residency.chunks if chunk.is_static)
+        indices = room.resident
+        situation = (room, static, dropped_after)
+        known = self._plans.get(trace.key)
+        if known is None or known[0] is not trace or known[1] != situation:
+            try:
+                plan = make_plan(
+                    trace,
+                    chunkable_nbytes(trace, room.free_nbytes, room.chunk_nbytes, room.floor_nbytes),
+                    self._policy.chooser,
+                    {index: place - len(indices) for place, index in enumerate(indices)},
+                    dropped_after=dropped_after,
+                    static=static,
+                    prefetch_depth=0 if self._policy.evict_all else self._policy.prefetch_depth,
+                    reshard_after_forward=self._policy.reshard_after_forward and not self._lockstep.is_alone,
+                )
+                logger.debug(
+                    "patrickstar: plan of '%s': %d loads, %d evictions", trace.key, plan.num_loads, plan.num_evictions
+                )
+            except BudgetError as error:
+                plan = None  # on demand, which fails only where it really does not fit, and says what to change
+                logger.info("patrickstar: no plan for '%s', chunks move on demand: %s", trace.key, error)
+            self._plans[trace.key] = (trace, situation, plan)
+        return self._plans[trace.key][2]

@@ -1,0 +1,14 @@
+import pytest
+from processes import Workers
+
+
+@pytest.fixture(scope="session")
+def pair():
+    with Workers(2) as workers:
+        yield workers
+
+
+@pytest.fixture(scope="session")
+def four():
+    with Workers(4) as workers:
+        yield workers

@@ -1,0 +1,221 @@
+"""What ranks send each other, one by one, and what happens where data leads them down different branches."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from together import copy_state, differences, engaged, on_one_rank, seed_of, train_alone, train_together
+
+from hf_patrickstar.runtime.lockstep import Lockstep
+
+pytestmark = pytest.mark.xdist_group("distributed")  # one worker of pytest-xdist, or each starts processes
+
+WIDTH = 8
+SMALL = {"chunk_numel": WIDTH * WIDTH}
+DROPPED = {**SMALL, "reshard_after_forward": True}
+
+
+class Layer(torch.nn.Module):
+    """As many weights as ranks, each as large as a chunk: a layer is a group."""
+
+    def __init__(self, num):
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.randn(WIDTH, WIDTH) / 3 for _ in range(num))
+
+    def forward(self, x):
+        for weight in self.weights:
+            x = torch.tanh(x @ weight)
+        return x
+
+
+class Chain(torch.nn.Module):
+    """Layers of which each rank takes those that ``route`` names at a step."""
+
+    def __init__(self, num, depth, route=None):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer(num) for _ in range(depth))
+        self.route = route
+
+    def forward(self, x, step=0, rank=0):
+        for index in range(len(self.layers)) if self.route is None else self.route(step, rank):
+            x = self.layers[index](x)
+        return x
+
+
+def make_chain(num, depth=3, route=None):
+    torch.manual_seed(0)
+    return Chain(num, depth, route)
+
+
+def chain_loss(model, step, micro, rank):
+    generator = torch.Generator().manual_seed(seed_of(step, micro, rank))
+    return model(torch.randn(4, WIDTH, generator=generator), step, rank).square().mean()
+
+
+class Recorder:
+    """The collectives that this rank does, in order."""
+
+    def __init__(self, monkeypatch):
+        self.done = []
+        original = Lockstep._do
+
+        def do(lockstep, subject, index):
+            self.done.append((subject.name.lower(), index))
+            original(lockstep, subject, index)
+
+        monkeypatch.setattr(Lockstep, "_do", do)
+
+    def take(self):
+        done, self.done = self.done, []
+        return done
+
+
+def record(rank, config, num_frozen, steps):
+    """The collectives, bytes and messages of every step."""
+    world_size = dist.get_world_size()
+    model = make_chain(world_size)
+    for layer in model.layers[:num_frozen]:
+        layer.requires_grad_(False)
+    found = []
+    with pytest.MonkeyPatch.context() as monkeypatch, engaged(model, config) as engine:
+        recorder = Recorder(monkeypatch)
+        before = engine.stats()
+        for step in range(steps):
+            train_together(engine, chain_loss, steps=1, first=step)
+            stats = engine.stats()
+            sent, counts = stats["sent_nbytes"] - before["sent_nbytes"], recorder.take()
+            assert stats["all_gathers"] - before["all_gathers"] == sum(kind == "gather" for kind, _ in counts)
+            assert stats["reduce_scatters"] - before["reduce_scatters"] == sum(kind == "reduce" for kind, _ in counts)
+            found.append((counts, sent, stats["lost_steps"]))
+            before = stats
+        assert stats["recorded_steps"] == 2  # of training and of the optimizer
+    return found
+
+
+RECORDED = [("gather", 0), ("gather", 1), ("gather", 2), ("reduce", 2), ("reduce", 1), ("reduce", 0)]
+ON_DEMAND = [
+    *[("gather", 0), ("gather", 1), ("gather", 2)],
+    *[("gather", 2), ("reduce", 2), ("gather", 1), ("reduce", 1), ("gather", 0), ("reduce", 0)],
+]
+
+
+@pytest.mark.parametrize("num", [2, 4])
+def test_every_group_is_gathered_twice_and_reduced_once(num, request):
+    results = request.getfixturevalue({2: "pair", 4: "four"}[num]).run(record, {**DROPPED, "prefetch_depth": 0}, 0, 3)
+    chunk_nbytes = 4 * WIDTH * WIDTH
+    for found in results:
+        assert [counts for counts, _, _ in found] == [RECORDED, ON_DEMAND, ON_DEMAND]
+        assert [sent for _, sent, _ in found] == [6 * (num - 1) * chunk_nbytes] + [9 * (num - 1) * chunk_nbytes] * 2
+        assert [lost for _, _, lost in found] == [0, 0, 0]
+
+
+def test_prefetching_changes_the_order_and_no_number(pair):
+    first, second = pair.run(record, DROPPED, 0, 3)
+    assert first == second
+    for counts, sent, _ in first[1:]:
+        assert sorted(counts) == sorted(ON_DEMAND)
+        assert counts != ON_DEMAND
+        assert sent == 9 * 4 * WIDTH * WIDTH
+
+
+def test_what_stays_is_gathered_once(pair):
+    for found in pair.run(record, {**SMALL, "prefetch_depth": 0}, 0, 2):
+        assert [counts for counts, _, _ in found] == [RECORDED, RECORDED]
+
+
+def test_agreeing_on_everything_changes_nothing(pair):
+    for found in pair.run(record, {**DROPPED, "prefetch_depth": 0, "debug_collectives": True}, 0, 2):
+        assert [counts for counts, _, _ in found] == [RECORDED, ON_DEMAND]
+
+
+def test_frozen_groups_are_never_reduced(pair):
+    for found in pair.run(record, {**DROPPED, "prefetch_depth": 0}, 2, 3):
+        # Of the first two layers nothing is computed in backward; they are on the device from the first step on.
+        planned = [("gather", 0), ("gather", 1), ("gather", 2), ("gather", 2), ("reduce", 2)]
+        assert found[0][0] == [*RECORDED[:3], ("reduce", 2)]
+        assert found[2][0] == planned
+
+
+# Branches
+
+
+def by_parity(step, rank):
+    return [0, 1 + (rank + step) % 2, 3]
+
+
+def at_random(step, rank):
+    generator = torch.Generator().manual_seed(31 * step + rank)
+    kept = [index for index in range(4) if torch.rand((), generator=generator) < 0.6]
+    return kept or [rank % 4]
+
+
+def one_twice(step, rank):
+    return [0, 1, 1, 2, 3] if (rank + step) % 3 == 1 else [0, 1, 2, 3]
+
+
+def only_on_rank_one(step, rank):
+    return [0, 1, 2, 3] if rank == 1 else [0, 3]
+
+
+def never_the_second(step, rank):
+    return [0, 2, 3]
+
+
+ROUTES = {route.__name__: route for route in (by_parity, at_random, one_twice, only_on_rank_one, never_the_second)}
+
+
+def alone(num, route, world_size, steps, kwargs):
+    model = make_chain(num, 4, ROUTES[route])
+    optimizer, losses, norms = train_alone(model, chain_loss, world_size, steps, **kwargs)
+    return copy_state(model), optimizer.state_dict(), losses, norms
+
+
+def branch(rank, config, route, steps, kwargs, tolerance=0.0):
+    world_size = dist.get_world_size()
+    state, optimizer_state, losses, norms = on_one_rank(alone, 2, route, world_size, steps, kwargs)
+    model = make_chain(2, 4, ROUTES[route])
+    with engaged(model, config, accumulation=kwargs.get("accumulation", 1)) as engine:
+        ours, our_norms = train_together(engine, chain_loss, steps, **kwargs)
+        found = engine.optimizer.state_dict()["state"]
+        if tolerance:
+            assert max(differences(state, model.state_dict()).values(), default=0.0) <= tolerance
+            return engine.stats()["lost_steps"], len(found)
+        assert ours == losses[rank::world_size]
+        assert our_norms == norms
+        assert differences(state, model.state_dict()) == {}
+        assert found.keys() == optimizer_state["state"].keys()
+        for number, expected in optimizer_state["state"].items():
+            assert differences(expected, found[number]) == {}, number
+        return engine.stats()["lost_steps"], len(found)
+
+
+CONFIGS = {
+    "staying": SMALL,
+    "dropped": DROPPED,
+    "bounded": {**SMALL, "chunk_budget": 4 * WIDTH * WIDTH * 2 * 9},  # 4 groups, gradients of as many, and a reduction
+    "large_groups": {"chunk_numel": 3 * WIDTH * WIDTH, "reshard_after_forward": True},
+    "evicting": {**SMALL, "debug_evict_all": True},
+    "agreeing": {**DROPPED, "debug_collectives": True},
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("route", ROUTES)
+def test_branches_of_two(pair, route, config):
+    results = pair.run(branch, CONFIGS[config], route, 6, {"max_norm": 0.01})
+    num_states = 6 if route == "never_the_second" else 8
+    assert [found for _, found in results] == [num_states] * 2
+    # In large groups the layers of either branch are the same ones.
+    is_same = route == "never_the_second" or (route, config) == ("by_parity", "large_groups")
+    assert (max(lost for lost, _ in results) == 0) == is_same
+
+
+@pytest.mark.parametrize("route", ["at_random", "one_twice"])
+def test_branches_of_four(four, route):
+    # A gradient that comes late is added after those of later ranks.
+    four.run(branch, DROPPED, route, 5, {}, 1e-5)
+
+
+@pytest.mark.parametrize("route", ["at_random", "only_on_rank_one"])
+def test_branches_in_micro_batches(pair, route):
+    # A gradient that comes late is added to the sum on its own, after half of the other rank's.
+    pair.run(branch, DROPPED, route, 4, {"accumulation": 2, "max_norm": 0.01}, 1e-5)

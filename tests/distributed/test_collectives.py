@@ -1,0 +1,419 @@
+"""Collectives over one to four processes: values bit for bit, counters, and what is said when a rank is missing."""
+
+import contextlib
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import GROUP_TIMEOUT_S, Workers
+
+from hf_patrickstar.errors import CollectiveError, ConfigError
+from hf_patrickstar.runtime import collectives as module
+from hf_patrickstar.runtime.collectives import Collectives
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+TRIO = [0, 1, 3]
+"""Ranks of a group of three among four processes."""
+GUARD = 64
+
+
+@contextlib.contextmanager
+def connected(group=None):
+    collectives = Collectives.connect(group, CPU)
+    try:
+        yield collectives
+    finally:
+        collectives.close()
+
+
+def make_contributions(world_size, numel, dtype):
+    """What every rank contributes, the same in every process; values whose sum depends on the order."""
+    generator = torch.Generator().manual_seed(world_size)
+    scale = torch.rand(world_size, numel, generator=generator) * 8 - 4
+    return (torch.randn(world_size, numel, generator=generator) * 2**scale).to(dtype)
+
+
+def add_in_order(terms):
+    """What one process does with the gradients of one micro-batch after the other."""
+    total = terms[0].float()
+    for term in terms[1:]:
+        total = total + term.float()
+    return (total / len(terms)).to(terms.dtype)
+
+
+def make_guarded(numel, dtype):
+    whole = torch.full((numel + 2 * GUARD,), float("nan"), dtype=dtype)
+    whole[:GUARD], whole[-GUARD:] = 7, 7
+    return whole, whole[GUARD : GUARD + numel]
+
+
+def check_guards(whole):
+    assert torch.equal(whole[:GUARD], torch.full((GUARD,), 7.0, dtype=whole.dtype))
+    assert torch.equal(whole[-GUARD:], torch.full((GUARD,), 7.0, dtype=whole.dtype))
+
+
+# One process
+
+
+def test_one_process_needs_nobody():
+    one = Collectives.connect(None, CPU)
+    assert (one.rank, one.world_size, one.local_world_size) == (0, 1, 1)
+    buffer = torch.arange(64.0)
+    assert one.staging_numel(64, torch.bfloat16) == (0, 0)
+    for ticket in (one.all_gather(buffer, "parameters"), one.reduce_scatter(buffer, (None, None), "gradients")):
+        assert ticket.is_done
+        ticket.wait()
+        ticket.join()
+    one.broadcast(buffer, 0, "weights")
+    one.all_reduce(buffer, "norm")
+    assert torch.equal(buffer, torch.arange(64.0))
+    assert one.exchange([3, 4], "sizes") == [[3, 4]]
+    assert one.exchange_objects({"a": 1}, "config") == [{"a": 1}]
+    assert (one.num_all_gathers, one.num_reduce_scatters, one.num_messages, one.sent_nbytes) == (0, 0, 0, 0)
+    one.close()
+    one.close()
+
+
+# All gather
+
+
+def gather(rank, numel, dtype, group_ranks=None):
+    group = dist.new_group(group_ranks) if group_ranks else None
+    if group_ranks and rank not in group_ranks:
+        return None
+    with connected(group) as collectives:
+        world_size, rank = collectives.world_size, collectives.rank
+        values = make_contributions(world_size, numel, dtype)
+        whole, buffer = make_guarded(world_size * numel, dtype)
+        buffer.view(world_size, numel)[rank] = values[rank]
+        ticket = collectives.all_gather(buffer, "parameters")
+        ticket.wait()
+        assert ticket.is_done
+        ticket.join()
+        ticket.wait()
+        reference = [torch.full((numel,), 5, dtype=dtype) for _ in range(world_size)]
+        dist.all_gather(reference, values[rank].clone(), group=group)
+        assert torch.equal(buffer, torch.cat(reference))
+        assert torch.equal(buffer, values.flatten())
+        check_guards(whole)
+        return collectives.num_all_gathers, collectives.num_reduce_scatters, collectives.sent_nbytes
+
+
+def gather_several(rank, count, numel):
+    with connected() as collectives:
+        world_size = collectives.world_size
+        buffers = [torch.full((world_size * numel,), -1.0) for _ in range(count)]
+        for index, buffer in enumerate(buffers):
+            buffer.view(world_size, numel)[rank] = 10 * index + rank
+        tickets = [collectives.all_gather(buffer, f"chunk {index}") for index, buffer in enumerate(buffers)]
+        small = collectives.exchange([rank], "in between")
+        for ticket in reversed(tickets):
+            ticket.wait()
+        for index, buffer in enumerate(buffers):
+            expected = 10 * index + torch.arange(float(world_size)).repeat_interleave(numel)
+            assert torch.equal(buffer, expected)
+        return small, collectives.num_all_gathers
+
+
+def gather_late(rank, delay):
+    """Rank 1 comes later: until then the ticket of rank 0 is not done."""
+    with connected() as collectives:
+        buffer = torch.full((128,), float(rank))
+        dist.barrier()
+        if rank == 1:
+            time.sleep(delay)
+        ticket = collectives.all_gather(buffer, "parameters")
+        early = ticket.is_done
+        deadline = time.monotonic() + 10
+        while not ticket.is_done and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return early, ticket.is_done
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", [64, 100_003])
+def test_slices_of_all_arrive(pair, numel, dtype):
+    assert pair.run(gather, numel, dtype) == [(1, 0, numel * dtype.itemsize)] * 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_slices_of_three_and_four_arrive(four, dtype):
+    numel = 10_001
+    assert four.run(gather, numel, dtype) == [(1, 0, 3 * numel * dtype.itemsize)] * 4
+    told = (1, 0, 2 * numel * dtype.itemsize)
+    assert four.run(gather, numel, dtype, TRIO) == [told, told, None, told]
+
+
+def test_several_can_be_in_flight(pair, four):
+    assert pair.run(gather_several, 7, 50_000) == [([[0], [1]], 7)] * 2
+    assert four.run(gather_several, 5, 5_000) == [([[0], [1], [2], [3]], 5)] * 4
+
+
+def test_it_is_done_when_all_have_come(pair):
+    assert pair.run(gather_late, 0.5)[0] == (False, True)
+
+
+# Reduce scatter
+
+
+def reduce(rank, numel, dtype, group_ranks=None):
+    group = dist.new_group(group_ranks) if group_ranks else None
+    if group_ranks and rank not in group_ranks:
+        return None
+    with connected(group) as collectives:
+        world_size, rank = collectives.world_size, collectives.rank
+        values = make_contributions(world_size, world_size * numel, dtype)
+        whole, buffer = make_guarded(world_size * numel, dtype)
+        buffer.copy_(values[rank])
+        sizes = collectives.staging_numel(numel, dtype)
+        spaces = [make_guarded(size, kind) for size, kind in zip(sizes, (dtype, torch.float32), strict=True)]
+        staging = tuple(space if space.numel() else None for _, space in spaces)
+        ticket = collectives.reduce_scatter(buffer, staging, "gradients")
+        ticket.join()
+        ticket.wait()
+        assert ticket.is_done
+        mine = slice(rank * numel, (rank + 1) * numel)
+        expected = add_in_order(values[:, mine])
+        assert torch.equal(buffer[mine], expected)
+        for guarded in (whole, *(space for space, _ in spaces)):
+            check_guards(guarded)
+        exact = values[:, mine].double().mean(0)
+        torch.testing.assert_close(buffer[mine].double(), exact, rtol=2**-7, atol=2**-7)
+        # Without these the comparison above would show nothing.
+        is_order_visible = not torch.equal(expected, add_in_order(values[:, mine].flip(0)))
+        rounded_often = (sum(values[1:, mine], values[0, mine]) / world_size).to(dtype)
+        is_rounding_visible = not torch.equal(expected, rounded_often)
+        counters = (collectives.num_all_gathers, collectives.num_reduce_scatters, collectives.sent_nbytes)
+        return counters, sizes, is_order_visible, is_rounding_visible
+
+
+def reduce_short(rank):
+    with connected() as collectives:
+        buffer = torch.ones(128, dtype=torch.bfloat16)
+        with pytest.raises(CollectiveError, match="scratch space"):
+            collectives.reduce_scatter(buffer, (None, None), "gradients")
+        with pytest.raises(CollectiveError, match="2 equal slices"):
+            collectives.all_gather(buffer[:127], "parameters")
+        with pytest.raises(CollectiveError, match="2 equal slices"):
+            collectives.all_gather(buffer.view(2, 64), "parameters")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "numel", "dtype", "sizes"),
+    [
+        (2, 0, torch.float32, (0, 0)),
+        (2, 64, torch.float32, (64, 0)),
+        (2, 4096, torch.float32, (4096, 0)),  # 16 KiB, the smallest piece
+        (2, 4097, torch.float32, (2 * 4096, 0)),
+        (2, 32_768, torch.float32, (2 * 16_384, 0)),
+        (2, 65_536, torch.float32, (2 * 32_768, 0)),
+        (2, 4_194_304, torch.float32, (2 * 524_288, 0)),  # 2 MiB, the largest
+        (2, 8_388_608, torch.float32, (2 * 524_288, 0)),
+        (4, 65_536, torch.float32, (2 * 3 * 32_768, 0)),
+        (4, 8_388_608, torch.float32, (2 * 3 * 174_720, 0)),
+        (2, 64, torch.bfloat16, (64, 2 * 64)),
+        (2, 131_072, torch.bfloat16, (2 * 65_536, 2 * 65_536)),
+        (2, 8_388_608, torch.float16, (2 * 1_048_576, 2 * 65_536)),
+    ],
+)
+def test_scratch_space_is_two_rounds_of_half_a_slice_at_most(world_size, numel, dtype, sizes):
+    collectives = Collectives(0, world_size, CPU)
+    assert collectives.staging_numel(numel, dtype) == (0, 0), "without gloo"
+    collectives._is_gloo = True
+    assert collectives.staging_numel(numel, dtype) == sizes
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("numel", "staged"), [(64, 64), (600_037, 2 * 299_968)])
+def test_slices_of_two_are_averaged(pair, numel, staged, dtype):
+    """The larger is cut into three pieces, the first two of more than one tile each."""
+    widened = 2 * min(numel, module._TILE_NUMEL) if dtype.itemsize == 2 else 0
+    for counters, told, _, _ in pair.run(reduce, numel, dtype):
+        assert counters == (0, 1, numel * dtype.itemsize)
+        assert told == (staged, widened)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", [64, 100_037])
+def test_slices_of_four_are_added_by_rank(four, numel, dtype):
+    for counters, _, is_order_visible, is_rounding_visible in four.run(reduce, numel, dtype):
+        assert counters == (0, 1, 3 * numel * dtype.itemsize)
+        assert is_rounding_visible == (dtype.itemsize == 2)
+        assert is_order_visible or dtype != torch.float32
+
+
+def test_slices_of_three_are_added_by_rank(four):
+    results = four.run(reduce, 100_003, torch.float32, TRIO)
+    assert results[2] is None
+    for rank in TRIO:
+        counters, _, is_order_visible, _ = results[rank]
+        assert counters == (0, 1, 2 * 100_003 * 4)
+        assert is_order_visible
+
+
+def test_wrong_buffers_are_refused(pair):
+    pair.run(reduce_short)
+
+
+# Messages and tensors
+
+
+def talk(rank):
+    with connected() as collectives:
+        ranks = list(range(collectives.world_size))
+        big = 2**62
+        numbers = collectives.exchange([rank, -big, big + rank], "sizes")
+        assert numbers == [[other, -big, big + other] for other in ranks]
+        assert collectives.exchange([], "nothing") == [[] for _ in ranks]
+        assert collectives.exchange_objects({"rank": rank, "x": [rank]}, "config") == [
+            {"rank": other, "x": [other]} for other in ranks
+        ]
+        for source in ranks:
+            for dtype in (*DTYPES, torch.int64, torch.bool):
+                tensor = torch.full((3, 5), rank == source, dtype=dtype)
+                collectives.broadcast(tensor, source, "weights")
+                assert torch.equal(tensor, torch.ones(3, 5, dtype=dtype))
+        square = torch.zeros(4, 4)
+        square.t()[1:3] = rank + 1.0
+        collectives.broadcast(square.t()[1:3], ranks[-1], "columns")
+        assert torch.equal(square.sum(0), torch.tensor([0.0, 4, 4, 0]) * len(ranks))
+        collectives.all_reduce(square[:, 1], "a column")
+        assert torch.equal(square.sum(0), torch.tensor([0.0, 4 * len(ranks), 4, 0]) * len(ranks))
+        weight = torch.nn.Parameter(torch.full((2,), rank + 1.0))
+        collectives.all_reduce(weight, "norm")
+        assert torch.equal(weight.detach(), torch.full((2,), float(sum(ranks) + len(ranks))))
+        collectives.broadcast(torch.ones(0), 0, "nothing")
+        dist.barrier()
+        return (
+            (collectives.rank, collectives.world_size, collectives.local_world_size),
+            (collectives.num_messages, collectives.num_all_gathers, collectives.sent_nbytes),
+        )
+
+
+def connect_again(rank):
+    for group, seconds in ((None, GROUP_TIMEOUT_S), (dist.new_group([0, 1], timeout=timedelta(seconds=17)), 17)) * 2:
+        collectives = Collectives.connect(group, CPU)
+        assert module._timeout_of(collectives._control, CPU) == timedelta(seconds=seconds)
+        assert (collectives._control is dist.group.WORLD, collectives._control is group) == (False, group is not None)
+        assert collectives.exchange([rank], "sizes") == [[0], [1]]
+        collectives.close()
+        collectives.close()
+        with pytest.raises(CollectiveError, match=f"sizes: the collectives of rank {rank} are closed"):
+            collectives.exchange([rank], "sizes")
+
+
+def connect_outside(rank):
+    group = dist.new_group([1])
+    if rank == 1:
+        assert Collectives.connect(group, CPU).world_size == 1
+        return
+    with pytest.raises(ConfigError, match="not in the group"):
+        Collectives.connect(group, CPU)
+
+
+def connect_wrong_device(rank):
+    with pytest.raises(ConfigError, match="meta"):
+        Collectives.connect(None, torch.device("meta"))
+
+
+def test_two_talk(pair):
+    assert pair.run(talk) == [((rank, 2, 2), (3, 0, 0)) for rank in range(2)]
+
+
+def test_four_talk(four):
+    assert four.run(talk) == [((rank, 4, 4), (3, 0, 0)) for rank in range(4)]
+
+
+def test_a_group_is_left_and_joined_again(pair):
+    pair.run(connect_again)
+
+
+def test_who_is_outside_is_told(pair):
+    pair.run(connect_outside)
+    pair.run(connect_wrong_device)
+
+
+# Somebody is missing
+
+
+def lose(rank, lost, path, call):
+    collectives = Collectives.connect(None, CPU)
+    if rank == lost:
+        path.touch()
+        time.sleep(60)
+    begin = time.monotonic()
+    with pytest.raises(CollectiveError) as caught:
+        call(collectives)
+    text, seconds = str(caught.value), time.monotonic() - begin
+    with pytest.raises(CollectiveError) as again:  # and quickly: nobody is asked twice
+        collectives.exchange([1], "afterwards")
+    collectives.close()
+    return text, seconds, str(again.value), time.monotonic() - begin - seconds
+
+
+def gather_chunk(collectives):
+    collectives.all_gather(torch.ones(256), "parameters of chunk 3").wait()
+
+
+def reduce_chunk(collectives):
+    space = torch.ones(collectives.staging_numel(128, torch.float32)[0])
+    collectives.reduce_scatter(torch.ones(256), (space, None), "gradients of chunk 3")
+
+
+def be_late(rank):
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    collectives = Collectives.connect(group, CPU)
+    collectives._roll_call._patience_s = 0.5
+    if rank == 1:
+        time.sleep(3)
+        return None
+    begin = time.monotonic()
+    with pytest.raises(CollectiveError) as caught:
+        collectives.exchange([1], "sizes of the inputs")
+    collectives.close()
+    return str(caught.value), time.monotonic() - begin
+
+
+def lose_one(workers, lost, path, call):
+    """Runs ``lose``, kills a rank when it has come, and returns what the other says."""
+    workers.start(lose, lost, path, call)
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.3)
+    workers.kill(lost)
+    results = workers.collect(30)
+    assert results[lost] is None
+    return results[1 - lost]
+
+
+def test_a_killed_rank_is_named(tmp_path):
+    with Workers(2) as workers:
+        text, seconds, again, _ = lose_one(workers, 1, tmp_path / "here", gather_chunk)
+    assert text.startswith("parameters of chunk 3: a collective failed on rank 0 of 2. Rank 1 has ended (process ")
+    for part in ("ddp_timeout", "last checkpoint", "torch.distributed says: "):
+        assert part in text
+    assert "store" not in text.partition("torch.distributed says")[0]
+    assert seconds < 10
+    assert again.startswith("afterwards: a collective failed on rank 0 of 2. Rank 1 has ended (process ")
+
+
+def test_a_killed_host_of_the_store_is_named(tmp_path):
+    with Workers(2, store="tcp") as workers:
+        text, seconds, _, more = lose_one(workers, 0, tmp_path / "here", reduce_chunk)
+    assert text.startswith("gradients of chunk 3: a collective failed on rank 1 of 2. Rank 0 has ended (process ")
+    assert "The store where the ranks met is gone" in text
+    assert seconds < 10
+    assert more < 1
+
+
+def test_a_rank_that_does_not_come_is_named(pair):
+    text, seconds = pair.run(be_late)[0]
+    assert text.startswith(
+        "sizes of the inputs: a collective failed on rank 0 of 2. No answer within 0.5 s from rank 1"
+    )
+    assert 1 < seconds < 2.9

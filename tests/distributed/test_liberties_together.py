@@ -1,0 +1,173 @@
+"""What users do with a model that several processes share, beside training it."""
+
+import pytest
+import torch
+from models import gpt2
+
+from hf_patrickstar.engine import PatrickStarEngine
+from hf_patrickstar.runtime.collectives import Collectives
+
+SETTINGS = {"chunk_numel": 4096}
+
+
+def make_engine(model, optimizer=True):
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2) if optimizer else None
+    return PatrickStarEngine(model, SETTINGS, inner, device="cpu")
+
+
+def make_ids(rank, step, numel=8):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randint(3, 96, (2, numel), generator=generator)
+
+
+def train(engine, rank, step):
+    ids = make_ids(rank, step)
+    engine.model(input_ids=ids, labels=ids).loss.backward()
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+
+
+def wait_for_gathers(rank):
+    """How often a buffer was still held by somebody when its gather had been waited for."""
+    collectives = Collectives.connect(None, torch.device("cpu"))
+    num_held = 0
+    for _ in range(300):
+        buffer = torch.full((2048,), float(rank))
+        before = torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)
+        collectives.all_gather(buffer, "parameters").wait()
+        num_held += torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) > before
+    collectives.close()
+    return num_held
+
+
+def test_nobody_holds_a_buffer_that_has_arrived(pair):
+    assert pair.run(wait_for_gathers) == [0, 0]
+
+
+def keep_a_snapshot_on_one_rank(rank):
+    engine = make_engine(gpt2())
+    kept = engine.model.state_dict()
+    if rank == 1:
+        del kept
+    tied = engine.model.state_dict()
+    engine.detach()
+    return tied["lm_head.weight"].data_ptr() == tied["transformer.wte.weight"].data_ptr()
+
+
+def test_a_state_dict_that_only_one_rank_keeps(pair):
+    assert pair.run(keep_a_snapshot_on_one_rank) == [True, True]
+
+
+BUFFERS = {
+    "int16": lambda value: torch.full((3,), value, dtype=torch.int16),
+    "complex": lambda value: torch.full((3,), value, dtype=torch.complex64),
+    "float8": lambda value: torch.full((3,), float(value)).to(torch.float8_e4m3fn),
+    "scalar": lambda value: torch.tensor(value > 5),
+    "expanded": lambda value: torch.full((1, 4), float(value)).expand(3, 4),
+}
+
+
+def broadcast_buffer(rank, kind):
+    model = torch.nn.Linear(8, 8)
+    model.register_buffer("extra", BUFFERS[kind](7 - 4 * rank))
+    PatrickStarEngine(model, {}, torch.optim.AdamW(model.parameters()), device="cpu").detach()
+    same = model.extra.contiguous().view(-1).view(torch.uint8)
+    return torch.equal(same, BUFFERS[kind](7).contiguous().view(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_buffers_of_every_kind_are_made_equal(pair, kind):
+    assert pair.run(broadcast_buffer, kind) == [True, True]
+
+
+def load_an_earlier_optimizer(rank):
+    engine = make_engine(gpt2().bfloat16().eval())
+    model = engine.model
+    train(engine, rank, 0)
+    earlier = engine.optimizer.state_dict()
+    with torch.no_grad():
+        expected = model(make_ids(0, 9)).logits
+    train(engine, rank, 1)
+    with torch.no_grad():
+        model(make_ids(0, 9))  # leaves copies on the device
+    engine.optimizer.load_state_dict(earlier)
+    with torch.no_grad():
+        found = model(make_ids(0, 9)).logits
+    engine.detach()
+    return torch.equal(found, expected)
+
+
+def test_masters_that_are_loaded_reach_the_copies(pair):
+    assert pair.run(load_an_earlier_optimizer) == [True, True]
+
+
+def clip_assigned_gradients(rank):
+    engine = make_engine(gpt2())
+    for parameter in engine.model.parameters():
+        parameter.grad = torch.full(parameter.shape, 0.5)
+    engine.model.state_dict()
+    norm = float(engine.optimizer.clip_grad_norm_(None, 1.0))
+    numel = sum(parameter.numel() for parameter in engine.model.parameters())
+    engine.detach()
+    return norm / numel**0.5
+
+
+def test_norm_of_assigned_gradients(pair):
+    assert pair.run(clip_assigned_gradients) == pytest.approx([0.5, 0.5])
+
+
+def collect_optimizer(rank):
+    engine = make_engine(gpt2())
+    train(engine, rank, 0)
+    with engine.optimizer.collected(keep=rank == 0):
+        num_collected = len(engine.optimizer._collected)
+    engine.detach()
+    return num_collected == (len(engine.manager.tensors) if rank == 0 else 0)
+
+
+def test_only_who_keeps_them_collects_states(pair):
+    assert pair.run(collect_optimizer) == [True, True]
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **kwargs):
+        return self.inner(**kwargs)
+
+
+def use_the_model_inside(rank, folder):
+    engine = make_engine(Wrapper(gpt2()))
+    train(engine, rank, 0)
+    inner = engine.model.inner
+    with torch.no_grad():
+        text = inner.generate(make_ids(rank, 1), max_new_tokens=2 + 3 * rank, do_sample=False, eos_token_id=None)
+    inner.save_pretrained(folder)
+    train(engine, rank, 2)
+    engine.detach()
+    assert not {"generate", "save_pretrained"} & set(inner.__dict__)
+    saved = type(inner).from_pretrained(folder)
+    return text.shape[1], saved.config.n_layer
+
+
+def test_generate_and_save_a_part_of_the_model(pair, tmp_path):
+    assert pair.run(use_the_model_inside, str(tmp_path)) == [(10, 3), (13, 3)]
+
+
+def evaluate_with_gradients(rank):
+    model = gpt2().eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    engine = make_engine(model, optimizer=False)
+    ids = make_ids(rank, 0)
+    model(input_ids=ids, labels=ids).loss.backward()
+    inside = model.state_dict()
+    engine.detach()
+    after = model.state_dict()
+    return all(torch.equal(inside[name], value) and torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_backward_in_an_engine_for_evaluation_changes_no_weight(pair):
+    assert pair.run(evaluate_with_gradients) == [True, True]
+    assert evaluate_with_gradients(0)

@@ -1,0 +1,148 @@
+"""fp32 over two and four processes: bit for bit one process that accumulates the same micro-batches."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import MODELS, make_batch
+from together import (
+    differences,
+    engaged,
+    hf_loss,
+    on_one_rank,
+    parts_of,
+    prepared,
+    reference_of,
+    seed_of,
+    tight,
+    train_alone,
+    train_together,
+)
+
+pytestmark = pytest.mark.xdist_group("distributed")  # one worker of pytest-xdist, or each starts processes
+
+SETTINGS = {
+    "all_resident": {},
+    "evicting_everything": {"debug_evict_all": True},
+    "dropped_after_forward": {"reshard_after_forward": True},
+    "no_prefetch": {"prefetch_depth": 0, "reshard_after_forward": True},
+    "agreeing_on_all": {"debug_collectives": True, "reshard_after_forward": True},
+    "one_chunk": {"chunk_numel": 10**6},
+    "large_tensors_spread": {"chunk_numel": 320},
+}
+
+
+def train_like_one(rank, name, config, is_tight, kwargs):
+    world_size = dist.get_world_size()
+    change = kwargs.pop("change", None)
+    checkpointing = kwargs.pop("checkpointing", False)
+    model = prepared(name, checkpointing, change)
+    if is_tight:
+        # OPT registers its last norm before its layers: the gradients of the first group wait for the whole backward.
+        config = tight(model, config, extra_nbytes=2**15 if name == "opt" else 0)
+    with engaged(model, config, accumulation=kwargs.get("accumulation", 1)) as engine:
+        parts = parts_of(engine)
+        state, optimizer_state, losses, norms = on_one_rank(
+            lambda: reference_of(name, world_size, checkpointing, change, parts=parts, **kwargs)
+        )
+        ours, our_norms = train_together(engine, hf_loss(name), **kwargs)
+        stats = engine.stats()
+        assert stats["device_peak_nbytes"] <= config.get("chunk_budget", stats["device_budget_nbytes"])
+        assert ours == losses[rank::world_size]
+        assert our_norms == norms
+        assert differences(state, model.state_dict()) == {}
+        found = engine.optimizer.state_dict()
+        assert found["param_groups"] == optimizer_state["param_groups"]
+        for number, expected in optimizer_state["state"].items():
+            assert differences(expected, found["state"][number]) == {}, number
+    assert differences(state, model.state_dict()) == {}  # after detach
+    return stats, norms
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_two_train_like_one(pair, name, checkpointing):
+    kwargs = {"checkpointing": checkpointing, "max_norm": 0.3}
+    for stats, norms in pair.run(train_like_one, name, {"reshard_after_forward": True}, True, kwargs):
+        assert min(norms) > 0.3, "clipping must bite"
+        assert stats["steps"] == 3
+        assert stats["reduce_scatters"] >= 3 * stats["num_chunks"] // 2
+        assert stats["lost_steps"] == 0 or name == "mixtral"
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_four_train_like_one(four, name):
+    for stats, _ in four.run(train_like_one, name, {}, True, {"max_norm": 0.3}):
+        assert stats["num_chunks"] % 4 == 0
+        assert stats["steps"] == 3
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "t5"])
+def test_large_tensors_are_spread(four, name):
+    """Pieces that do not divide evenly, none at all for some ranks, and clipping by a norm that is made of parts."""
+    config = {"chunk_numel": 640, "chunk_budget": 2**20, "debug_evict_all": name == "t5"}
+    for stats, norms in four.run(train_like_one, name, config, False, {"max_norm": 0.3, "checkpointing": True}):
+        assert min(norms) > 0.3
+        assert stats["num_chunks"] > 4 * 8
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_change_nothing(pair, setting):
+    config = SETTINGS[setting]
+    results = pair.run(train_like_one, "gpt2", config, False, {})
+    assert [stats["steps"] for stats, _ in results] == [3, 3]
+    assert results[0][0]["all_gathers"] == results[1][0]["all_gathers"]
+
+
+@pytest.mark.parametrize("config", [{}, {"debug_evict_all": True}, {"reshard_after_forward": True}], ids=str)
+@pytest.mark.parametrize("max_norm", [None, 0.3], ids=["free", "clipped"])
+def test_two_micro_batches_make_a_step(pair, config, max_norm):
+    pair.run(train_like_one, "gpt2", config, True, {"accumulation": 2, "max_norm": max_norm})
+
+
+def test_two_micro_batches_on_four(four):
+    four.run(train_like_one, "gpt2", {"debug_collectives": True}, True, {"accumulation": 2, "max_norm": 0.3})
+
+
+TOLERANCE = 1e-5
+"""Of losses, norms and weights after three steps: fp32 gradients are added in another order than in one batch."""
+
+
+def train_like_one_large_batch(rank):
+    world_size = dist.get_world_size()
+
+    def loss_of_all(model, step, micro, _):
+        batches = [make_batch("llama", 2, seed_of(step, micro, other), 8) for other in range(world_size)]
+        return model(**{key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}).loss
+
+    plain = prepared("llama")
+    _, expected, norms = train_alone(plain, loss_of_all, 1, max_norm=0.3)
+    model = prepared("llama")
+    with engaged(model, {"reshard_after_forward": True}) as engine:
+        losses, our_norms = train_together(engine, hf_loss("llama"), max_norm=0.3)
+    total = torch.tensor(losses)
+    dist.all_reduce(total)
+    torch.testing.assert_close(total / world_size, torch.tensor(expected), rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(torch.tensor(our_norms), torch.tensor(norms), rtol=TOLERANCE, atol=TOLERANCE)
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key], value, rtol=TOLERANCE, atol=TOLERANCE, msg=key)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_same_global_batch(pair, four, size):
+    {2: pair, 4: four}[size].run(train_like_one_large_batch)
+
+
+def freeze_half(model):
+    for parameter in list(model.parameters())[::2]:
+        parameter.requires_grad_(False)
+
+
+def add_unused(model):
+    model.unused = torch.nn.Linear(16, 16)
+
+
+@pytest.mark.parametrize("change", [freeze_half, add_unused])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+def test_frozen_and_unused_parameters(pair, change, checkpointing):
+    kwargs = {"change": change, "checkpointing": checkpointing, "max_norm": 0.3}
+    pair.run(train_like_one, "llama", {"reshard_after_forward": True}, False, kwargs)

@@ -1,0 +1,433 @@
+"""What users read, write, save and evaluate while several processes train; and what is said when they differ."""
+
+import contextlib
+import copy
+import logging
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import make_batch, make_model
+from processes import WorkerError, Workers
+from test_branches import SMALL, chain_loss, make_chain
+from together import (
+    copy_state,
+    differences,
+    engaged,
+    hf_loss,
+    make_optimizer,
+    on_one_rank,
+    train_alone,
+    train_together,
+)
+from trainers import train
+from transformers import GPT2LMHeadModel
+
+from hf_patrickstar import PatrickStarAccelerator, PatrickStarEngine
+from hf_patrickstar.errors import CollectiveError, ConfigError
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.optim.scaler import ChunkedGradScaler
+
+pytestmark = pytest.mark.xdist_group("distributed")  # one worker of pytest-xdist, or each starts processes
+
+DROPPED = {"reshard_after_forward": True}
+
+
+def alone(name, loss_of, world_size, steps, first=0, state=None, optimizer_state=None):
+    model = make_model(name)
+    optimizer = make_optimizer(model)
+    if state is not None:
+        model.load_state_dict(state)
+        optimizer.load_state_dict(copy.deepcopy(optimizer_state))
+    train_alone(model, loss_of, world_size, steps, optimizer=optimizer, first=first)
+    return copy_state(model), optimizer.state_dict()
+
+
+# Uneven data
+
+
+def uneven_loss(model, step, micro, rank):
+    """Rank 1 has other batches: smaller, shorter, and larger than any before."""
+    size, length = [(2, 8), (1, 5), (3, 12), (2, 8)][step] if rank == 1 else (2, 8)
+    return hf_loss("gpt2", size, length)(model, step, micro, rank)
+
+
+def train_unevenly(rank, config):
+    state, _ = on_one_rank(lambda: alone("gpt2", uneven_loss, 2, 4))
+    model = make_model("gpt2")
+    with engaged(model, config) as engine:
+        train_together(engine, uneven_loss, 4)
+        assert differences(state, model.state_dict()) == {}
+
+
+@pytest.mark.parametrize("config", [{}, DROPPED, {"debug_evict_all": True}], ids=str)
+def test_uneven_batches(pair, config):
+    pair.run(train_unevenly, config)
+
+
+# Evaluation, generation, reading
+
+
+def evaluate_in_between(rank, config):
+    """After a step, and between backward and step; ``expected`` is a plain model in the same state."""
+    expected = make_model("gpt2")
+    expected_optimizer = make_optimizer(expected)
+    model = make_model("gpt2")
+    batch = make_batch("gpt2", 1 + rank, 77, 6 + rank)
+    with engaged(model, config) as engine:
+        for step in range(2):
+            for turn in range(2):
+                expected.train()
+                loss = None
+                for other in range(2 * turn):
+                    loss = hf_loss("gpt2")(expected, step, 0, other)
+                    loss.backward()
+                if turn:
+                    model.train()
+                    engine.backward(hf_loss("gpt2")(model, step, 0, rank))
+                expected.eval()
+                model.eval()
+                for mode in (torch.no_grad, torch.inference_mode):
+                    with mode():
+                        assert torch.equal(model(**batch).loss, expected(**batch).loss)
+                prompt = batch["input_ids"][:, : 3 + rank]
+                kwargs = {"do_sample": False, "max_new_tokens": 2 + 3 * rank, "pad_token_id": 0}
+                kwargs["attention_mask"] = torch.ones_like(prompt)
+                assert torch.equal(model.generate(prompt, **kwargs), expected.generate(prompt, **kwargs))
+                assert differences(copy_state(expected), model.state_dict()) == {}
+            for parameter in expected.parameters():
+                parameter.grad.div_(2)
+            with engine.full_parameters(with_grads=True):
+                for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+                    assert torch.equal(ours, theirs)
+                    assert torch.equal(ours.grad, theirs.grad)
+            expected_optimizer.step()
+            expected_optimizer.zero_grad()
+            engine.optimizer.step()
+        assert differences(copy_state(expected), model.state_dict()) == {}
+
+
+@pytest.mark.parametrize("config", [{}, DROPPED], ids=str)
+def test_evaluation_in_between(pair, config):
+    pair.run(evaluate_in_between, config)
+
+
+def save_and_resume(rank, folder):
+    first, optimizer_state = on_one_rank(lambda: alone("gpt2", hf_loss("gpt2"), 2, 2))
+    last, _ = on_one_rank(lambda: alone("gpt2", hf_loss("gpt2"), 2, 2, 2, first, optimizer_state))
+    model = make_model("gpt2")
+    with engaged(model, DROPPED) as engine:
+        train_together(engine, hf_loss("gpt2"), 2)
+        model.save_pretrained(folder)
+        saved, saved_optimizer = copy_state(model), engine.optimizer.state_dict()
+    assert differences(first, model.state_dict()) == {}  # detached
+    assert differences(first, GPT2LMHeadModel.from_pretrained(folder).state_dict()) == {}
+    for number, state in optimizer_state["state"].items():
+        assert differences(state, saved_optimizer["state"][number]) == {}
+    model = make_model("gpt2", seed=3)
+    with engaged(model, DROPPED) as engine:
+        model.load_state_dict(saved)
+        engine.optimizer.load_state_dict(saved_optimizer)
+        train_together(engine, hf_loss("gpt2"), 2, first=2)
+        assert differences(last, model.state_dict()) == {}
+        with engine.full_parameters(), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+        assert differences({key: 2 * value for key, value in last.items()}, model.state_dict()) == {}
+    torch.optim.AdamW(model.parameters()).load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
+
+
+def test_saving_and_resuming(pair, tmp_path):
+    pair.run(save_and_resume, str(tmp_path))
+
+
+# 16-bit
+
+
+def train_in_bf16(rank):
+    """Per-rank bf16 gradients, their fp32 sum divided and rounded once, torch's AdamW on fp32 masters."""
+    plain = make_model("gpt2")
+    masters = [parameter.detach().clone().requires_grad_() for parameter in plain.parameters()]
+    plain.to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(masters, lr=5e-3, fused=True)
+    model = make_model("gpt2")
+    ours = torch.optim.AdamW(model.parameters(), lr=5e-3, fused=True)
+    with engaged(model, DROPPED, ours, precision="bf16") as engine:
+        assert engine.dtype is torch.bfloat16
+        for step in range(3):
+            sums = None
+            plain.train()
+            for other in range(2):
+                hf_loss("gpt2")(plain, step, 0, other).backward()
+                found = [parameter.grad.float() for parameter in plain.parameters()]
+                sums = found if sums is None else [left + right for left, right in zip(sums, found, strict=True)]
+                plain.zero_grad()
+            for master, total in zip(masters, sums, strict=True):
+                master.grad = (total / 2).to(torch.bfloat16).float()
+            optimizer.step()
+            with torch.no_grad():
+                for parameter, master in zip(plain.parameters(), masters, strict=True):
+                    parameter.copy_(master)
+            model.train()
+            engine.backward(hf_loss("gpt2")(model, step, 0, rank))
+            engine.optimizer.step()
+        state = model.state_dict()
+        for (name, _), master in zip(model.named_parameters(), masters, strict=True):
+            assert state[name].dtype is torch.float32
+            assert torch.equal(state[name], master.data), name
+
+
+def test_bf16(pair):
+    pair.run(train_in_bf16)
+
+
+def overflow(rank, culprit):
+    model = make_model("gpt2")
+    scaler = ChunkedGradScaler("cpu", init_scale=256.0, growth_interval=1000)
+    found = []
+    with engaged(model, DROPPED, precision="fp16") as engine:
+        for step in range(3):
+            before = copy_state(model)
+            loss = hf_loss("gpt2")(model, step, 0, rank)
+            engine.backward(scaler.scale(loss) * (1e9 if step == 1 and rank == culprit else 1))
+            scaler.step(engine.optimizer)
+            scaler.update()
+            after = copy_state(model)
+            assert (differences(before, after) == {}) == (step == 1)
+            found.append((scaler.get_scale(), {key: value.sum().item() for key, value in after.items()}))
+        assert engine.stats()["skipped_steps"] == 1
+    return found
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_an_overflow_on_one_rank_skips_the_step_on_both(pair, culprit):
+    first, second = pair.run(overflow, culprit)
+    assert first == second
+    assert [scale for scale, _ in first] == [256.0, 128.0, 128.0]
+
+
+# Mismatches
+
+
+def do_different_things(rank, mistake):
+    model = make_chain(2)
+    engine = PatrickStarEngine(model, SMALL, make_optimizer(model), device="cpu")
+    train_together(engine, chain_loss, 1)
+    if mistake == "state_dict" and rank == 0:
+        call = model.state_dict
+    elif mistake == "extra step" and rank == 0:
+        engine.optimizer.step()
+
+        def call():
+            return chain_loss(model, 1, 0, rank)
+
+    elif mistake == "evaluation" and rank == 1:
+
+        def call():
+            with torch.no_grad():
+                return chain_loss(model, 1, 0, rank)
+
+    else:
+
+        def call():
+            return chain_loss(model, 1, 0, rank)
+
+    with pytest.raises(CollectiveError, match=r"the processes do not do the same: rank 0 .*; rank 1 ") as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        ("state_dict", ["rank 0 reads the value of parameter 'layers.0.weights.0'", "rank 1 begins 'training'"]),
+        ("extra step", ["rank 0 begins 'training' after change 2", "rank 1 begins 'training' after change 1"]),
+        ("evaluation", ["rank 0 begins 'training'", "rank 1 begins 'evaluation'"]),
+    ],
+)
+def test_who_does_what_is_named(pair, mistake, words):
+    for text in pair.run(do_different_things, mistake):
+        for word in words:
+            assert word in text
+
+
+def make_different(rank, what):
+    model = make_chain(2, depth=3 if what != "models" else 3 + rank)
+    if what == "frozen":
+        model.layers[rank].requires_grad_(False)
+    config = {**SMALL, "prefetch_depth": rank} if what == "settings" else SMALL
+    with pytest.raises(ConfigError) as caught:
+        PatrickStarEngine(model, config, make_optimizer(model), device="cpu")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("what", "word"), [("models", "models"), ("frozen", "models"), ("settings", "settings")])
+def test_different_constructions_are_refused(pair, what, word):
+    for text in pair.run(make_different, what):
+        assert f"the processes have different {word}: rank 1 and rank 0" in text
+
+
+class Warnings(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def start_differently(rank):
+    torch.manual_seed(rank)
+    model, expected = make_model("gpt2", seed=rank), make_model("gpt2", seed=0)
+    warnings = Warnings()
+    logging.getLogger("hf_patrickstar").addHandler(warnings)
+    with contextlib.closing(warnings), engaged(model):
+        logging.getLogger("hf_patrickstar").removeHandler(warnings)
+        assert differences(copy_state(expected), model.state_dict()) == {}
+    return warnings.texts
+
+
+def test_values_of_rank_0_win(pair):
+    for texts in pair.run(start_differently):
+        assert len(texts) == 1
+        assert "differ between processes; those of rank 0 are taken" in texts[0]
+
+
+# Bytes
+
+
+def count_bytes(rank):
+    model = make_chain(2)
+    with engaged(model, DROPPED | SMALL) as engine:
+        train_together(engine, chain_loss, 3)
+        ledger, owned = engine.ledger, 3 * 4 * SMALL["chunk_numel"]
+        assert ledger.peak(Tier.DEVICE) <= ledger.budget(Tier.DEVICE)
+        return [ledger.owner_peak(tier, name) for tier in Tier for name in ("master", "exp_avg", "exp_avg_sq")], owned
+
+
+def test_each_rank_has_its_part(pair):
+    for peaks, owned in pair.run(count_bytes):
+        assert sorted(peaks) == [0, 0, 0, owned, owned, owned]
+
+
+@contextlib.contextmanager
+def launched(rank):
+    """What a launcher tells its processes; accelerate has no state of before, and leaves none."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    world_size = str(dist.get_world_size())
+    told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for name, value in told.items():
+            monkeypatch.setenv(name, value)
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        try:
+            yield
+        finally:
+            AcceleratorState._reset_state(True)
+            GradientState._reset_state()
+
+
+def loop_of_accelerate(rank):
+    state, _ = on_one_rank(lambda: alone("gpt2", hf_loss("gpt2"), 2, 2))
+    with launched(rank):
+        accelerator = PatrickStarAccelerator(cpu=True, patrickstar_config=DROPPED)
+        assert accelerator.num_processes == 2
+        model = make_model("gpt2")
+        inner = make_optimizer(model)
+        model, optimizer = accelerator.prepare(model, inner)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1 / (1 + step))
+        model.train()
+        for step in range(2):
+            accelerator.backward(hf_loss("gpt2")(model, step, 0, rank))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        assert differences(state, model.state_dict()) == {}
+        model.patrickstar_engine.detach()
+
+
+def test_a_loop_of_accelerate(pair):
+    pair.run(loop_of_accelerate)
+
+
+def train_by_trainer(rank, folder, is_ours, resume, kwargs):
+    """Losses and weights of the Trainer, and the files that it leaves."""
+    defaults = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2, "eval_strategy": "steps"}
+    defaults |= {"eval_steps": 2, "load_best_model_at_end": True, "ddp_backend": "gloo", "seed": 7}
+    with launched(rank):
+        config = {"reshard_after_forward": True} if is_ours else None
+        more = {"train_kwargs": {"resume_from_checkpoint": f"{folder}/checkpoint-2"}} if resume else {}
+        trainer, recorder = train("gpt2", folder, config, **defaults, **more, **kwargs)
+        assert trainer.args.world_size == 2
+        assert (trainer.model.__dict__.get("patrickstar_engine") is not None) == is_ours
+        predictions = trainer.predict(trainer.eval_dataset).predictions
+        evaluations = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        state = {key: value.clone() for key, value in trainer.model.state_dict().items()}
+        if is_ours:
+            trainer.patrickstar_engine.detach()
+        dist.barrier()
+        files = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
+        return recorder.losses, recorder.norms, evaluations, state, files, predictions.tolist()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_trainer_trains_as_over_ddp(pair, tmp_path, accumulation):
+    kwargs = {"gradient_accumulation_steps": accumulation, "per_device_train_batch_size": 2, "max_grad_norm": 0.5}
+    kwargs |= {"max_steps": 4}
+    stock = pair.run(train_by_trainer, str(tmp_path / "stock"), False, False, kwargs, timeout=120)
+    ours = pair.run(train_by_trainer, str(tmp_path / "ours"), True, False, kwargs, timeout=120)
+    for expected, actual in zip(stock, ours, strict=True):
+        if expected[0]:
+            assert len(expected[0]) == 4
+        assert actual[0] == expected[0]
+        assert actual[2] == pytest.approx(expected[2], rel=1e-5)
+        assert max(differences(expected[3], actual[3]).values(), default=0.0) < 1e-5
+        assert actual[4] == expected[4]
+        assert any(name.startswith("checkpoint-4/") for name in actual[4])
+        assert torch.allclose(torch.tensor(actual[5]), torch.tensor(expected[5]), atol=1e-4)
+    resumed = pair.run(train_by_trainer, str(tmp_path / "ours"), True, True, kwargs, timeout=120)
+    for before, after in zip(ours, resumed, strict=True):
+        assert before[0][2:] == after[0]
+        assert differences(before[3], after[3]) == {}
+
+
+def train_without_being_told(rank):
+    with launched(rank), pytest.raises(ConfigError, match="2 processes were launched, but Accelerate lets each"):
+        PatrickStarAccelerator(patrickstar_config=DROPPED)
+
+
+def test_processes_that_would_train_alone_are_refused(pair):
+    pair.run(train_without_being_told)
+
+
+def die_in_a_step(rank, path):
+    model = make_chain(2)
+    engine = PatrickStarEngine(model, SMALL, make_optimizer(model), device="cpu")
+    train_together(engine, chain_loss, 2)
+    if rank == 1:
+        chain_loss(model, 2, 0, rank)
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(CollectiveError) as caught:
+        train_together(engine, chain_loss, 1, first=2)
+    Path(path).write_text(str(caught.value))
+
+
+def test_a_killed_rank_is_named_in_the_middle_of_a_step(tmp_path):
+    with Workers(2) as workers, pytest.raises(WorkerError, match=r"Rank 1 of 2 died with exit code -9 \(SIGKILL\)"):
+        workers.run(die_in_a_step, str(tmp_path / "said"))
+    assert "Rank 1 has ended (process " in (tmp_path / "said").read_text()
+
+
+def world_size(rank):
+    return dist.get_world_size()
+
+
+def test_world_sizes(pair, four):
+    assert pair.run(world_size) == [2, 2]
+    assert four.run(world_size) == [4] * 4

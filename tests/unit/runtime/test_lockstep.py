@@ -1,0 +1,432 @@
+"""Agreements between processes, with threads in their place and messages in a list."""
+
+import itertools
+import threading
+import zlib
+
+import pytest
+
+from hf_patrickstar.errors import CollectiveError
+from hf_patrickstar.runtime.lockstep import Beginning, Lockstep, Phase, Room, Subject
+
+TIMEOUT_S = 10
+ROOM = Room(1000, None, 10, (3, 1))
+SHAPES = ((4, 128), (4,))
+
+
+class Exchange:
+    """Where the threads meet; one that fails lets the others go."""
+
+    def __init__(self, world_size):
+        self.world_size = world_size
+        self.slots = [None] * world_size
+        self.barrier = threading.Barrier(world_size, timeout=TIMEOUT_S)
+        self.lengths = set()
+
+    def swap(self, rank, value):
+        self.slots[rank] = value
+        self.barrier.wait()
+        values = list(self.slots)
+        self.barrier.wait()
+        return values
+
+
+class FakeCollectives:
+    """What ``Lockstep`` needs of ``Collectives``."""
+
+    def __init__(self, rank, exchange):
+        self.rank, self.world_size = rank, exchange.world_size
+        self.place = exchange
+        self.whats = []
+
+    def exchange(self, message, what):
+        assert all(-(2**63) <= number < 2**63 for number in message), "64 bits"
+        self.whats.append(what)
+        self.place.lengths.add(len(message))
+        return [list(row) for row in self.place.swap(self.rank, list(message))]
+
+    def exchange_objects(self, value, what):
+        return self.place.swap(self.rank, value)
+
+
+class Rank:
+    """One process: its lockstep, and the collectives that it did."""
+
+    def __init__(self, rank, exchange, num_tensors=10, checks_all=False):
+        self.rank = rank
+        self.collectives = FakeCollectives(rank, exchange)
+        self.lockstep = Lockstep(self.collectives, num_tensors, checks_all)
+        self.done = []
+        self.lockstep.gather = lambda index: self.done.append(("gather", index))
+        self.lockstep.reduce = lambda index: self.done.append(("reduce", index))
+
+    def gather(self, *indices):
+        for index in indices:
+            self.lockstep.ask(Subject.GATHER, index, f"layer {index}")
+
+    def reduce(self, *indices):
+        for index in indices:
+            self.lockstep.ask(Subject.REDUCE, index, "its gradients")
+
+    def end(self, phase=Phase.FORWARD, is_lost=False, indices=()):
+        return self.lockstep.end(phase, is_lost, indices)
+
+    def begin(self, what="training", shapes=SHAPES, traces=7, room=ROOM, version=0):
+        return self.lockstep.begin(what, shapes, traces, room, version)
+
+
+def run(*functions, **settings):
+    """Each function in a thread, with the rank that it is; returns the ranks and what came of them."""
+    exchange = Exchange(len(functions))
+    ranks = [Rank(rank, exchange, **settings) for rank in range(len(functions))]
+    results = [None] * len(functions)
+
+    def call(rank, function):
+        try:
+            results[rank] = function(ranks[rank])
+        except Exception as error:
+            results[rank] = error
+            if not isinstance(error, CollectiveError):
+                exchange.barrier.abort()
+
+    threads = [threading.Thread(target=call, args=item, daemon=True) for item in enumerate(functions)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert len(exchange.lengths) <= 1, "messages have one length"
+    return ranks, results
+
+
+def agree(*functions, **settings):
+    """The same, where nothing fails and all do the same collectives; returns what they did, and the results."""
+    ranks, results = run(*functions, **settings)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    assert all(rank.done == ranks[0].done for rank in ranks)
+    return ranks[0].done, results
+
+
+def disagree(*functions, **settings):
+    """The same, where all find out; returns what they say, which is the same."""
+    _, results = run(*functions, **settings)
+    texts = {str(result) for result in results if isinstance(result, CollectiveError)}
+    assert all(isinstance(result, CollectiveError) for result in results), results
+    (text,) = texts
+    assert text.startswith("the processes do not do the same: ")
+    assert text.endswith("must be called by all of them, in the same order and equally often")
+    return text.removeprefix("the processes do not do the same: ").partition(". Forward, backward")[0]
+
+
+# Asking
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_all_ask_for_is_done_once(world_size):
+    done, _ = agree(*[lambda rank: rank.gather(4, 2)] * world_size)
+    assert done == [("gather", 4), ("gather", 2)]
+
+
+def test_different_wishes_are_all_granted_in_one_order():
+    done, _ = agree(lambda rank: rank.gather(5), lambda rank: rank.gather(2), lambda rank: rank.reduce(1))
+    assert done == [("gather", 2), ("gather", 5), ("reduce", 1)]
+
+
+def test_the_same_wishes_in_another_order_are_granted_again():
+    """A process that has got something before it asked still needs as many messages as those that asked."""
+    done, _ = agree(lambda rank: rank.gather(1, 2), lambda rank: rank.gather(2, 1))
+    assert done == [("gather", 1), ("gather", 2)] * 2
+
+
+def test_a_group_can_be_gathered_and_reduced_at_once():
+    done, _ = agree(lambda rank: rank.reduce(3), lambda rank: rank.gather(3))
+    assert done == [("gather", 3), ("reduce", 3)]
+
+
+def test_whoever_has_ended_serves_the_others():
+    """One branch of the model needs three groups, the other one, and the last none."""
+
+    def step(*indices):
+        def work(rank):
+            rank.gather(*indices)
+            before = len(rank.done)
+            return before, rank.end()
+
+        return work
+
+    done, results = agree(step(7, 8, 9), step(8), step())
+    assert done == [("gather", index) for index in (7, 8, 8, 9)]
+    assert [before for before, _ in results] == [4, 2, 0]
+    assert {result for _, result in results} == {(False, frozenset())}
+
+
+def test_who_asks_for_what_is_told_to_the_collectives():
+    ranks, _ = run(lambda rank: rank.gather(4), lambda rank: rank.end() and None)
+    assert ranks[0].collectives.whats[0] == "needs group 4 (gather) for layer 4"
+    assert ranks[1].collectives.whats[0] == "has ended its forward"
+
+
+def test_a_plan_needs_no_messages():
+    def work(rank):
+        rank.gather(1)
+        rank.lockstep.follow(Subject.GATHER, 2)
+        rank.lockstep.follow(Subject.REDUCE, 2)
+        return len(rank.collectives.whats)
+
+    done, results = agree(work, work)
+    assert done == [("gather", 1), ("gather", 2), ("reduce", 2)]
+    assert results == [1, 1], "only what was asked for does"
+
+
+# Ending
+
+
+def test_one_that_is_lost_is_known_to_all():
+    _, results = agree(lambda rank: rank.end(), lambda rank: rank.end(is_lost=True), lambda rank: rank.end())
+    assert results == [(True, frozenset())] * 3
+
+
+@pytest.mark.parametrize("num_tensors", [1, 61, 62, 63, 124, 125, 62 * 200])
+def test_what_got_gradients_anywhere(num_tensors):
+    """In words of 62 bits; the last case has more of them than a message has room for shapes."""
+    wanted = {0, 30, 60, 61, 62, 63, 123, 124, num_tensors - 1} & set(range(num_tensors))
+    left, right = sorted(wanted)[::2], [*sorted(wanted)[1::2], max(wanted)]
+    _, results = agree(
+        lambda rank: rank.end(Phase.BACKWARD, indices=left),
+        lambda rank: rank.end(Phase.BACKWARD, indices=right),
+        num_tensors=num_tensors,
+    )
+    assert results == [(False, frozenset(wanted))] * 2
+
+
+def test_all_of_many_got_one():
+    _, results = agree(*[lambda rank: rank.end(indices=range(rank.rank, 200, 2))] * 2, num_tensors=200)
+    assert results == [(False, frozenset(range(200)))] * 2
+
+
+def test_a_model_without_parameters_ends_too():
+    _, results = agree(lambda rank: rank.end(), lambda rank: rank.end(), num_tensors=0)
+    assert results == [(False, frozenset())] * 2
+
+
+@pytest.mark.parametrize(("left", "right"), itertools.combinations(Phase, 2))
+def test_phases_that_differ(left, right):
+    text = disagree(lambda rank: rank.end(left), lambda rank: rank.end(right))
+    names = [f"rank {rank} has ended its {phase.name.lower()}" for rank, phase in enumerate((left, right))]
+    assert text == "; ".join(f"{name}, with collectives of checksum 00000000 so far" for name in names)
+
+
+@pytest.mark.parametrize(
+    "plans",
+    [
+        ([("GATHER", 1), ("GATHER", 2)], [("GATHER", 2), ("GATHER", 1)]),
+        ([("GATHER", 1)], [("REDUCE", 1)]),
+        ([("GATHER", 1)], [("GATHER", 1), ("GATHER", 1)]),
+        ([("GATHER", 11)], [("GATHER", 1)]),
+    ],
+)
+def test_collectives_that_differed_are_found_at_the_end(plans):
+    def follow(rank):
+        for name, index in plans[rank.rank]:
+            rank.lockstep.follow(Subject[name], index)
+        return rank.end()
+
+    text = disagree(follow, follow)
+    sums = [zlib.crc32("".join(f"{Subject[name]} {index}" for name, index in plan).encode()) for plan in plans]
+    assert text == "; ".join(
+        f"rank {rank} has ended its forward, with collectives of checksum {checksum:08x} so far"
+        for rank, checksum in enumerate(sums)
+    )
+
+
+# One does something else
+
+DOINGS = {
+    "asks": (lambda rank: rank.gather(4), "needs group 4 (gather) for layer 4"),
+    "begins": (lambda rank: rank.begin(), "begins 'training'"),
+    "reads": (lambda rank: rank.lockstep.agree(Subject.READ, 3, "reads 'weight'"), "reads 'weight'"),
+    "norm": (lambda rank: rank.lockstep.agree(Subject.NORM, 3, "computes a norm"), "computes a norm"),
+    "checks": (
+        lambda rank: rank.lockstep.follow(Subject.REDUCE, 3),
+        "is about to reduce group 3, as planned",
+    ),
+    "ends": (lambda rank: rank.end(), "has ended its forward"),
+}
+
+
+@pytest.mark.parametrize(
+    ("left", "right"), [pair for pair in itertools.permutations(DOINGS, 2) if set(pair) != {"asks", "ends"}]
+)
+def test_each_subject_against_each_other(left, right):
+    (first, says_first), (second, says_second) = DOINGS[left], DOINGS[right]
+    assert disagree(first, second, checks_all=True) == f"rank 0 {says_first}; rank 1 {says_second}"
+
+
+def test_the_one_of_three_that_does_something_else():
+    asks, reads = DOINGS["asks"][0], DOINGS["reads"][0]
+    text = disagree(asks, lambda rank: rank.end(Phase.BACKWARD), reads)
+    assert text == "rank 0 needs group 4 (gather) for layer 4; rank 1 has ended its backward; rank 2 reads 'weight'"
+
+
+@pytest.mark.parametrize("subject", [Subject.READ, Subject.NORM])
+def test_one_subject_but_not_the_same_thing(subject):
+    def same(rank):
+        rank.lockstep.agree(subject, 3, "reads 'three'")
+
+    agree(same, same)
+    text = disagree(same, lambda rank: rank.lockstep.agree(subject, 4, "reads 'four'"))
+    assert text == "rank 0 reads 'three'; rank 1 reads 'four'"
+
+
+def test_one_process_agrees_with_itself():
+    rank = Rank(0, Exchange(1))
+    assert rank.lockstep.is_alone
+    rank.lockstep.agree(Subject.READ, 3, "reads")
+    assert rank.collectives.whats == []
+    assert not Rank(0, Exchange(2)).lockstep.is_alone
+
+
+def test_plans_are_checked_only_for_debugging():
+    def follow(rank):
+        rank.lockstep.follow(Subject.GATHER, rank.rank)
+
+    ranks, results = run(follow, follow)
+    assert results == [None, None]
+    assert [rank.done for rank in ranks] == [[("gather", 0)], [("gather", 1)]]
+    text = disagree(follow, follow, checks_all=True)
+    assert text == "rank 0 is about to gather group 0, as planned; rank 1 is about to gather group 1, as planned"
+    text = disagree(
+        follow, lambda rank: rank.lockstep.follow(Subject.REDUCE, 0), checks_all=True
+    )  # the group is the same
+    assert text == "rank 0 is about to gather group 0, as planned; rank 1 is about to reduce group 0, as planned"
+
+
+def test_checked_plans_that_are_the_same():
+    def follow(rank):
+        rank.lockstep.follow(Subject.GATHER, 2)
+        rank.lockstep.follow(Subject.REDUCE, 2)
+        return rank.end()
+
+    done, results = agree(follow, follow, checks_all=True)
+    assert done == [("gather", 2), ("reduce", 2)]
+    assert results == [(False, frozenset())] * 2
+
+
+def test_a_collective_that_fails_is_not_hidden():
+    def fail(index):
+        raise CollectiveError("lost")
+
+    def ask(rank):
+        rank.lockstep.gather = fail
+        rank.gather(1)
+
+    _, results = run(ask, ask)
+    assert [str(result) for result in results] == ["lost", "lost"]
+
+
+# Beginning
+
+
+def begin_with(*settings):
+    """What all get when each begins with settings of its own."""
+    _, results = agree(*[lambda rank: rank.begin(**settings[rank.rank])] * len(settings))
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
+def test_the_same_everywhere_is_what_comes_out():
+    assert begin_with({}, {}) == Beginning(SHAPES, True, ROOM)
+
+
+def test_the_largest_shapes_of_any():
+    begun = begin_with(
+        {"shapes": ((4, 100), (3, 1, 7))}, {"shapes": ((2, 120), (3, 2, 5))}, {"shapes": ((3, 90), (4, 1, 1))}
+    )
+    assert begun.shapes == ((4, 120), (4, 2, 7))
+
+
+@pytest.mark.parametrize("other", [((4, 128),), ((4,), (4, 128)), ((4, 128), (4, 1)), ((4, 128, 4),), ()])
+def test_shapes_that_cannot_be_compared_are_dropped(other):
+    assert begin_with({}, {"shapes": other}) == Beginning((), True, ROOM)
+
+
+def test_shapes_without_sizes_count():
+    assert begin_with(*[{"shapes": ((), (2,))}] * 2).shapes == ((), (2,))
+
+
+@pytest.mark.parametrize(("num_sizes", "is_known"), [(96, True), (97, False), (500, False)])
+def test_shapes_larger_than_a_message(num_sizes, is_known):
+    shapes = ((1,) * (num_sizes - 1), (9,))
+    assert begin_with(*[{"shapes": shapes}] * 2).shapes == (shapes if is_known else ())
+    assert begin_with({"shapes": shapes}, {}).shapes == ()
+
+
+def test_the_least_room_and_the_most_of_others():
+    begun = begin_with(
+        {"room": Room(900, 300, 5, (3, 1))}, {"room": Room(800, 400, 7, (3, 1))}, {"room": Room(850, 350, 6, (3, 1))}
+    )
+    assert begun.room == Room(800, 300, 7, (3, 1))
+
+
+@pytest.mark.parametrize(
+    ("limits", "least"),
+    [((None, None), None), ((None, 300), 300), ((300, None), 300), ((0, 300), 0), ((-5, 300), -5), ((-5, None), -5)],
+)
+def test_the_least_limit_of_chunks_where_any_has_one(limits, least):
+    begun = begin_with(*[{"room": Room(900, limit, 5, ())} for limit in limits])
+    assert begun.room.chunk_nbytes == least
+
+
+def test_room_may_be_less_than_none():
+    assert begin_with({"room": Room(-7, None, 0, ())}, {}).room.free_nbytes == -7
+
+
+@pytest.mark.parametrize("other", [(1, 3), (3,), (), (3, 1, 2), (31,)])
+def test_chunks_on_the_device_that_differ_are_not_relied_on(other):
+    """The order counts too: plans depend on which was visited last."""
+    begun = begin_with({}, {"room": Room(1000, None, 10, other)})
+    assert begun == Beginning(SHAPES, True, Room(1000, None, 10, ()))
+
+
+def test_traces_that_differ():
+    assert not begin_with({}, {"traces": 8}).is_traced
+    assert begin_with({"traces": 2**32 - 1}, {"traces": 2**32 - 1}).is_traced
+
+
+def test_steps_of_different_kinds():
+    text = disagree(lambda rank: rank.begin(), lambda rank: rank.begin("evaluation"))
+    assert text == (
+        "rank 0 begins 'training' after change 0 of the parameters; "
+        "rank 1 begins 'evaluation' after change 0 of the parameters"
+    )
+
+
+def test_one_that_has_done_fewer_steps():
+    text = disagree(*[lambda rank: rank.begin(version=3 - rank.rank)] * 2)
+    assert text == (
+        "rank 0 begins 'training' after change 3 of the parameters; "
+        "rank 1 begins 'training' after change 2 of the parameters"
+    )
+
+
+def test_a_whole_step():
+    """Recorded by all, one of which takes another branch, and followed after that."""
+
+    def step(branch):
+        def work(rank):
+            rank.begin(version=1)
+            rank.gather(0, branch, 5)
+            rank.end()
+            rank.gather(branch)
+            rank.reduce(branch)
+            return rank.end(Phase.BACKWARD, indices=[branch])
+
+        return work
+
+    done, results = agree(step(1), step(2))
+    assert done == [
+        *[("gather", index) for index in (0, 1, 2, 5, 1, 2)],
+        *[("reduce", index) for index in (1, 2)],
+    ]
+    assert results == [(False, frozenset({1, 2}))] * 2
