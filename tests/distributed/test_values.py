@@ -385,7 +385,8 @@ def test_the_trainer_trains_as_over_ddp(pair, tmp_path, accumulation):
     for expected, actual in zip(stock, ours, strict=True):
         if expected[0]:
             assert len(expected[0]) == 4
-        assert actual[0] == expected[0]
+        # DDP sums the micro-batches of a rank before it averages over ranks, and we after: the order of one fp32 sum.
+        assert actual[0] == (expected[0] if accumulation == 1 else pytest.approx(expected[0], rel=1e-6))
         assert actual[2] == pytest.approx(expected[2], rel=1e-5)
         assert max(differences(expected[3], actual[3]).values(), default=0.0) < 1e-5
         assert actual[4] == expected[4]
