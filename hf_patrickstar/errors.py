@@ -41,3 +41,11 @@ class CollectiveError(PatrickStarError, RuntimeError):
 
     The message says which collective on which rank, who is gone or did not answer, and what to do.
     """
+
+
+class CheckpointError(PatrickStarError, RuntimeError):
+    """A checkpoint could not be written or read.
+
+    The message names the file and the tensor, with the shapes where they differ. A checkpoint that could not be written
+    does not exist; what could not be read has changed nothing.
+    """

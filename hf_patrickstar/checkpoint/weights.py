@@ -5,9 +5,22 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from hf_patrickstar.errors import EngineError
+from hf_patrickstar.checkpoint.deferred import DeferredTensor
+from hf_patrickstar.checkpoint.safetensors_file import PIECE_NUMEL, streamed_writing
+from hf_patrickstar.errors import CollectiveError, EngineError
 from hf_patrickstar.runtime.chunk import GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.manager import ChunkManager
+
+
+class _ChunkSource:
+    """A parameter in chunks as the source of a deferred tensor."""
+
+    def __init__(self, weights: "ChunkWeights", tensor: ManagedTensor) -> None:
+        self._weights, self._tensor = weights, tensor
+        self.shape, self.dtype = tensor.spec.shape, tensor.original_dtype
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return self._weights.read_part(self._tensor, start, stop)
 
 
 class ChunkWeights:
@@ -20,11 +33,88 @@ class ChunkWeights:
     def __init__(self, manager: ChunkManager) -> None:
         self._manager = manager
         self._collected: dict[int, torch.Tensor] | None = None
+        self._deferred: dict[int, DeferredTensor] | None = None
+        self._is_reader = True
 
     @property
     def needs_all(self) -> bool:
         """Whether all processes must read together now, since each has only its part."""
-        return not self._manager.sharing.is_alone and self._collected is None
+        return not self._manager.sharing.is_alone and self._collected is None and self._deferred is None
+
+    @property
+    def piece_numel(self) -> int:
+        """Elements that are read at once while a model is saved: a chunk at most."""
+        largest = max((chunk.spec.chunk_numel for chunk in self._manager.chunks), default=PIECE_NUMEL)
+        return min(largest, PIECE_NUMEL)
+
+    @contextlib.contextmanager
+    def streamed(self, *, is_reader: bool) -> Iterator[None]:
+        """Saves the model piece by piece: inside the block ``state_dict`` gives deferred tensors.
+
+        Writers of safetensors files (transformers', PEFT's, Accelerate's) read them as they write. All processes must
+        enter the block together. Those that do not read send the others what they have at home, until these leave the
+        block; then they run it themselves, and cannot read in it.
+
+        Args:
+            is_reader: Whether this process reads: the same parts of the same parameters as all others that do.
+
+        Raises:
+            CheckpointError: On those that do not read, if one that does has failed.
+        """
+        if self._deferred is not None:
+            yield
+            return
+        sharing = self._manager.sharing
+        if not is_reader:
+            sharing.follow(self._source_of)
+        self._deferred, self._is_reader = {}, is_reader
+        try:
+            with streamed_writing(self.piece_numel):
+                yield
+        except BaseException:
+            self._deferred = None
+            if is_reader:
+                with contextlib.suppress(CollectiveError):
+                    sharing.leave(has_failed=True)
+            raise
+        self._deferred = None
+        if is_reader:
+            sharing.leave(has_failed=False)
+
+    def deferred(self, tensor: ManagedTensor) -> DeferredTensor | None:
+        """A parameter as it is read inside ``streamed``, or ``None`` outside; names that are tied share it."""
+        if self._deferred is None:
+            return None
+        index = tensor.spec.index
+        if index not in self._deferred:
+            self._deferred[index] = DeferredTensor.make(_ChunkSource(self, tensor))
+        return self._deferred[index]
+
+    def _source_of(self, index: int) -> tuple[ManagedTensor, torch.Tensor | None, torch.dtype]:
+        tensor = self._manager.tensors[index]
+        self._manager.take_over(tensor)
+        if tensor.is_open:
+            return tensor, tensor.own(tensor.parameter.data), tensor.original_dtype
+        return tensor, self._manager.value_at_home(tensor), tensor.original_dtype
+
+    def read_part(self, tensor: ManagedTensor, start: int, stop: int) -> torch.Tensor:
+        """Elements of a flattened parameter; with several processes all take part.
+
+        Args:
+            tensor: The parameter.
+            start: The first.
+            stop: One after the last.
+
+        Returns:
+            A flat tensor on the host, in the original type, that may alias the chunk: do not write to it.
+
+        Raises:
+            EngineError: On a process that does not read the model that is being saved.
+        """
+        if self._deferred is not None and not self._is_reader:
+            raise EngineError(f"parameter '{tensor.spec.name}' is being saved by another process, not by this one")
+        _, source, dtype = self._source_of(tensor.spec.index)
+        return self._manager.sharing.part(tensor, source, dtype, start, stop, "the value")
 
     @contextlib.contextmanager
     def collected(self, *, keep: bool) -> Iterator[None]:

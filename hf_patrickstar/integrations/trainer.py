@@ -145,7 +145,7 @@ class PatrickStarTrainerMixin:
             **kwargs: As for ``Trainer.save_model``.
         """
         engine = self.patrickstar_engine
-        with contextlib.nullcontext() if engine is None else engine.weights.collected(keep=self.args.should_save):
+        with contextlib.nullcontext() if engine is None else engine.weights.streamed(is_reader=self.args.should_save):
             super().save_model(*args, **kwargs)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -37,8 +37,12 @@ class LiveWeights(Protocol):
         """Whether all processes must read together."""
         ...
 
-    def collected(self, *, keep: bool) -> contextlib.AbstractContextManager[None]:
-        """Collects all parameters, so that one process may read them alone."""
+    def streamed(self, *, is_reader: bool) -> contextlib.AbstractContextManager[None]:
+        """Saves the model piece by piece, the other processes following the one that reads."""
+        ...
+
+    def deferred(self, tensor: ManagedTensor) -> torch.Tensor | None:
+        """A parameter as it is read while the model is saved piece by piece, or ``None``."""
         ...
 
 
@@ -149,12 +153,13 @@ class ModelHooks:
             self._on_zero_grad()
 
         self._model.__dict__.update(zero_grad=zero_grad, _apply=self._apply, __reduce_ex__=_refuse_copy)
-        if self._weights.needs_all:
-            self._attach_together()
+        self._attach_methods()
 
-    def _attach_together(self) -> None:
-        """What transformers calls on a model that several processes share, or on a part, must keep them together."""
-        together = {"generate": self._generate_together, "save_pretrained": self._save_together}
+    def _attach_methods(self) -> None:
+        """Saving goes piece by piece; what processes call on a model that they share must keep them together."""
+        together: dict[str, Any] = {"save_pretrained": self._save_together}
+        if self._weights.needs_all:
+            together["generate"] = self._generate_together
         for module in self._model.modules():
             for name, keep_together in together.items():
                 is_there = hasattr(module if module is self._model else type(module), name)
@@ -171,12 +176,12 @@ class ModelHooks:
 
     def _save_together(self, save: Callable[..., Any]) -> Callable[..., Any]:
         def save_together(*args: Any, **kwargs: Any) -> Any:
-            if not self._weights.needs_all:
-                return save(*args, **kwargs)
-            is_main = self._manager.sharing.rank == 0
-            with self._weights.collected(keep=is_main):
+            is_alone = not self._weights.needs_all  # or others follow this process already
+            is_main = is_alone or self._manager.sharing.rank == 0
+            with self._weights.streamed(is_reader=is_main):
                 result = save(*args, **kwargs) if is_main else None
-            self._manager.sharing.meet("waits until the model is saved")
+            if not is_alone:
+                self._manager.sharing.meet("waits until the model is saved")
             return result
 
         return save_together
@@ -374,7 +379,7 @@ class ModelHooks:
         """
         stack = self._stack()
         tensor = self._managed.get(id(parameter))
-        if tensor is None or tensor.is_open:
+        if tensor is None or tensor.is_open or self._weights.deferred(tensor) is not None:
             return parameter
         if not stack:
             if tensor.users == 0 and self._is_attached:
@@ -426,6 +431,9 @@ class ModelHooks:
         """The value of a parameter; tied names of one ``state_dict`` call share one tensor, as they do in torch."""
         self._manager.release_borrowed()
         tensor = self._managed[id(parameter)]
+        deferred = self._weights.deferred(tensor)
+        if deferred is not None:
+            return deferred
         version, reference = self._read_cache.get(tensor.spec.index, (-1, None))
         if len(tensor.spec.aliases) and reference is not None and version == self._manager.version:
             value = reference()

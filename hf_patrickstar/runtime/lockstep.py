@@ -39,6 +39,8 @@ class Subject(enum.IntEnum):
     READ = 5
     NORM = 6
     CHECK = 7
+    FOLLOW = 8
+    LEAVE = 9
 
 
 class Phase(enum.IntEnum):
@@ -215,19 +217,40 @@ class Lockstep:
         states = {row[2] for row in rows}
         return any(state & 1 for state in states) or len(states) > 1, frozenset(found)
 
-    def agree(self, subject: Subject, index: int, what: str) -> None:
-        """Makes sure that all processes are about to do the same.
+    def agree(self, subject: Subject, payload: Sequence[int], what: str) -> None:
+        """Makes sure that all processes are about to do the same; some may follow, see ``follow_readers``.
 
         Args:
-            subject: ``READ`` or ``NORM``.
-            index: Of what.
+            subject: ``READ``, ``NORM`` or ``LEAVE``.
+            payload: Of what; three numbers at most.
             what: The same in words.
 
         Raises:
             CollectiveError: If they are not.
         """
-        if not self.is_alone and len({row[0] for row in self._payloads(subject, [index], what)}) > 1:
+        if self.is_alone:
+            return
+        messages = self._exchange(subject, payload, what, frozenset((subject, Subject.FOLLOW)))
+        if len({tuple(row[:4]) for row in messages if row[0] != Subject.FOLLOW}) > 1:
             self._mismatch(what)
+
+    def follow_readers(self) -> tuple[Subject, list[int]]:
+        """Learns what other processes, which read without this one being asked to, do next.
+
+        Returns:
+            ``READ`` or ``LEAVE``, and the numbers that they agreed on.
+
+        Raises:
+            CollectiveError: If they do different things, or nobody reads.
+        """
+        what = "follows the processes that save the model"
+        allowed = frozenset((Subject.FOLLOW, Subject.READ, Subject.LEAVE))
+        messages = self._exchange(Subject.FOLLOW, [], what, allowed)
+        readers = {tuple(row[:4]) for row in messages if row[0] != Subject.FOLLOW}
+        if len(readers) != 1:
+            self._mismatch(what)
+        subject, *payload = readers.pop()
+        return Subject(subject), payload
 
     # Inside
 

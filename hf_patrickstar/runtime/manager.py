@@ -347,11 +347,14 @@ class ChunkManager:
             tensor: The parameter.
             dtype: Type of the copy.
         """
-        source = None
-        if tensor.is_owned:
-            tensor.chunk.wait()
-            source = tensor.view(tensor.chunk.lists.get(MASTER, tensor.chunk.param))
-        return self.sharing.tensor(tensor, source, dtype, "the value")
+        return self.sharing.tensor(tensor, self.value_at_home(tensor), dtype, "the value")
+
+    def value_at_home(self, tensor: ManagedTensor) -> torch.Tensor | None:
+        """What this rank has of a parameter's value, in place: its fp32 master if there is one."""
+        if not tensor.is_owned:
+            return None
+        tensor.chunk.wait()
+        return tensor.view(tensor.chunk.lists.get(MASTER, tensor.chunk.param))
 
     def read_gradient(self, tensor: ManagedTensor, dtype: torch.dtype) -> torch.Tensor:
         """A copy of a parameter's gradient on the host; see ``read_value``."""

@@ -1,10 +1,11 @@
 """What one rank has at home and all want: values, gradients, norms, states. All processes call together."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.lockstep import Lockstep, Subject
@@ -38,35 +39,86 @@ class Sharing:
         Args:
             what: Why, for errors.
         """
-        self._lockstep.agree(Subject.READ, -2, what)
+        self._lockstep.agree(Subject.READ, [-2], what)
 
     def tensor(self, tensor: ManagedTensor, source: torch.Tensor | None, dtype: torch.dtype, name: str) -> torch.Tensor:
-        """A copy of what the owner of a parameter has, in the parameter's shape.
+        """A copy of what the owners of a parameter have, in the parameter's shape.
 
         Args:
             tensor: The parameter.
-            source: The owner's tensor; nobody looks at that of another rank.
+            source: What this rank has at home; nobody looks at it on a rank that has nothing.
             dtype: Type of the copy.
             name: What it is, for errors.
         """
-        what = f"reads {name} of parameter '{tensor.spec.name}'"
-        self._lockstep.agree(Subject.READ, tensor.spec.index, what)
-        if self.is_alone or not tensor.is_split:
-            whole = tensor.placeholder if source is None else source
-            value = whole.to(device="cpu", dtype=dtype, copy=True).contiguous()
-            self._collectives.broadcast(value, _owner(tensor), what)
-            return value
-        value = tensor.placeholder.to(device="cpu", dtype=dtype, copy=True).contiguous()
-        if source is not None:
-            tensor.own(value).copy_(source)
-        self._spread(tensor, value, what)
-        return value
+        value = self.part(tensor, source, dtype, 0, tensor.spec.numel, name)
+        if source is not None and value.untyped_storage()._cdata == source.untyped_storage()._cdata:
+            value = value.clone()
+        return value.view(tensor.spec.shape)
 
-    def _spread(self, tensor: ManagedTensor, value: torch.Tensor, what: str) -> None:
-        """Fills in the parts of other ranks."""
-        for rank, (start, stop) in enumerate(tensor.parts):
-            if stop > start:
-                self._collectives.broadcast(value.view(-1)[start:stop], rank, what)
+    def part(
+        self, tensor: ManagedTensor, source: torch.Tensor | None, dtype: torch.dtype, start: int, stop: int, name: str
+    ) -> torch.Tensor:
+        """Elements of what the owners of a parameter have.
+
+        Args:
+            tensor: The parameter.
+            source: What this rank has at home.
+            dtype: Type of the result.
+            start: The first element of the flattened parameter.
+            stop: One after the last.
+            name: What it is, for errors.
+
+        Returns:
+            A flat tensor on the host, which may alias ``source``.
+        """
+        what = f"reads {name} of parameter '{tensor.spec.name}'"
+        self._lockstep.agree(Subject.READ, [tensor.spec.index, start, stop], what)
+        return self._fetch(tensor, source, dtype, start, stop, what)
+
+    def follow(self, source_of: Callable[[int], tuple[ManagedTensor, torch.Tensor | None, torch.dtype]]) -> None:
+        """Takes part in what other processes read, until they have ended.
+
+        Args:
+            source_of: Gives the parameter of an index, what this rank has of it at home, and the type to read it in.
+
+        Raises:
+            CheckpointError: If a reader failed.
+            CollectiveError: If a process is gone, or does something else.
+        """
+        while True:
+            subject, (index, start, stop) = self._lockstep.follow_readers()
+            if subject is Subject.READ and index >= 0:
+                tensor, source, dtype = source_of(index)
+                self._fetch(tensor, source, dtype, start, stop, f"reads the value of parameter '{tensor.spec.name}'")
+            elif subject is Subject.LEAVE and not index:
+                return
+            elif subject is Subject.LEAVE:
+                raise CheckpointError("the process that saves the model failed; its own error says why")
+
+    def leave(self, *, has_failed: bool) -> None:
+        """Tells those that follow that nothing more is read.
+
+        Args:
+            has_failed: Whether that is because of an error.
+        """
+        self._lockstep.agree(Subject.LEAVE, [int(has_failed)], "has saved the model")
+
+    def _fetch(
+        self, tensor: ManagedTensor, source: torch.Tensor | None, dtype: torch.dtype, start: int, stop: int, what: str
+    ) -> torch.Tensor:
+        if self.is_alone:
+            assert source is not None
+            return source.reshape(-1)[start:stop].to(device="cpu", dtype=dtype)
+        value = torch.full((stop - start,), 0, dtype=dtype)
+        for rank, (first, last) in enumerate(tensor.parts):
+            low, high = max(first, start), min(last, stop)
+            if low < high:
+                piece = value[low - start : high - start]
+                if rank == self.rank:
+                    assert source is not None
+                    piece.copy_(source.reshape(-1)[low - first : high - first])
+                self._collectives.broadcast(piece, rank, what)
+        return value
 
     def scalars(self, found: Mapping[int, torch.Tensor], num: int) -> torch.Tensor:
         """A vector of scalars that are spread over the ranks, the same on all.
@@ -79,7 +131,7 @@ class Sharing:
             All, in fp32, on the host.
         """
         what = f"computes the norm of {num} gradients"
-        self._lockstep.agree(Subject.NORM, num, what)
+        self._lockstep.agree(Subject.NORM, [num], what)
         vector = torch.full((num,), 0.0)
         for place, scalar in found.items():
             vector[place] = scalar
@@ -99,7 +151,7 @@ class Sharing:
         if self.is_alone:
             return {index: dict(state) for index, state in own.items()}
         what = "reads the optimizer's state"
-        self._lockstep.agree(Subject.READ, -1, what)
+        self._lockstep.agree(Subject.READ, [-1], what)
         outline = {index: {key: _outline(value) for key, value in state.items()} for index, state in own.items()}
         states: dict[int, dict[str, Any]] = {}
         for rank, outlines in enumerate(self._collectives.exchange_objects(outline, what)):
@@ -114,11 +166,6 @@ class Sharing:
                     if keep:
                         _join(state, key, part, tensors[index], rank)
         return dict(sorted(states.items()))
-
-
-def _owner(tensor: ManagedTensor) -> int:
-    """The rank that has all of a tensor that is not split."""
-    return next((rank for rank, (start, stop) in enumerate(tensor.parts) if stop > start), 0)
 
 
 def _join(state: dict[str, Any], key: str, part: torch.Tensor, tensor: ManagedTensor, rank: int) -> None:

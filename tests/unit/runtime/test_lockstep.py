@@ -245,8 +245,8 @@ def test_collectives_that_differed_are_found_at_the_end(plans):
 DOINGS = {
     "asks": (lambda rank: rank.gather(4), "needs group 4 (gather) for layer 4"),
     "begins": (lambda rank: rank.begin(), "begins 'training'"),
-    "reads": (lambda rank: rank.lockstep.agree(Subject.READ, 3, "reads 'weight'"), "reads 'weight'"),
-    "norm": (lambda rank: rank.lockstep.agree(Subject.NORM, 3, "computes a norm"), "computes a norm"),
+    "reads": (lambda rank: rank.lockstep.agree(Subject.READ, [3], "reads 'weight'"), "reads 'weight'"),
+    "norm": (lambda rank: rank.lockstep.agree(Subject.NORM, [3], "computes a norm"), "computes a norm"),
     "checks": (
         lambda rank: rank.lockstep.follow(Subject.REDUCE, 3),
         "is about to reduce group 3, as planned",
@@ -272,17 +272,17 @@ def test_the_one_of_three_that_does_something_else():
 @pytest.mark.parametrize("subject", [Subject.READ, Subject.NORM])
 def test_one_subject_but_not_the_same_thing(subject):
     def same(rank):
-        rank.lockstep.agree(subject, 3, "reads 'three'")
+        rank.lockstep.agree(subject, [3], "reads 'three'")
 
     agree(same, same)
-    text = disagree(same, lambda rank: rank.lockstep.agree(subject, 4, "reads 'four'"))
+    text = disagree(same, lambda rank: rank.lockstep.agree(subject, [4], "reads 'four'"))
     assert text == "rank 0 reads 'three'; rank 1 reads 'four'"
 
 
 def test_one_process_agrees_with_itself():
     rank = Rank(0, Exchange(1))
     assert rank.lockstep.is_alone
-    rank.lockstep.agree(Subject.READ, 3, "reads")
+    rank.lockstep.agree(Subject.READ, [3], "reads")
     assert rank.collectives.whats == []
     assert not Rank(0, Exchange(2)).lockstep.is_alone
 

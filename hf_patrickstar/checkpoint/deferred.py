@@ -1,0 +1,208 @@
+"""Tensors that are read when they are needed: shape and type now, values later, a part at a time if need be.
+
+A checkpoint library renames tensors, splits and joins them, and only then reads or writes them. Given deferred tensors
+it does all that without touching a value; what comes out says how to compute each result from what is in files, or in
+chunks. So one model never exists twice, whatever the library does to it.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from hf_patrickstar.errors import EngineError
+
+
+class Source(Protocol):
+    """Where the values of a tensor are.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its type.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Elements of the flattened tensor.
+
+        Args:
+            start: The first.
+            stop: One after the last.
+
+        Returns:
+            A flat tensor on the host that may alias memory in use: do not write to it.
+        """
+        ...
+
+
+class _Cast:
+    """Another source in another type; rounding is element by element, so parts can be read."""
+
+    def __init__(self, source: Source, dtype: torch.dtype) -> None:
+        self._source = source
+        self.shape, self.dtype = source.shape, dtype
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return self._source.read(start, stop).to(self.dtype)
+
+
+class _Call:
+    """The result of a function of other tensors, some of which are deferred."""
+
+    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, place: int | None) -> None:
+        self._function, self._args, self._kwargs, self._place = function, args, kwargs, place
+
+    def compute(self, read_whole: Callable[["DeferredTensor"], torch.Tensor]) -> torch.Tensor:
+        args, kwargs = tree_map_only(DeferredTensor, read_whole, (self._args, self._kwargs))
+        result = self._function(*args, **kwargs)
+        return result if self._place is None else result[self._place]
+
+
+class DeferredTensor(torch.Tensor):
+    """A tensor without values, on the meta device, that remembers where they come from.
+
+    Functions of it give deferred tensors, ``to`` changes its type and forgets its device, and what would look at
+    values raises; ``Reader`` gives them.
+    """
+
+    recipe: "Source | _Call"
+
+    @staticmethod
+    def make(source: Source) -> "DeferredTensor":
+        """A deferred tensor of what a source has."""
+        return _wrap(torch.full(source.shape, 0, dtype=source.dtype, device="meta"), source)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        if name in (
+            "__get__",
+            "__set__",
+            "requires_grad_",
+            "data_ptr",
+            "__repr__",
+            "__format__",
+            "__hash__",
+            "__deepcopy__",
+        ):
+            if name == "__get__" and func in _ALIASES:
+                return _wrap(_bare(args[0]), args[0].recipe)
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name in _READING:
+            raise EngineError(f"'{name}' needs the values of a tensor that is not read yet; use Reader.read")
+        if name.endswith("_") and not name.endswith("__"):
+            raise EngineError(f"'{name}' would change a tensor that is not read yet")
+        if name in _KEEPING or (name == "__getitem__" and args[1] is Ellipsis):
+            return _wrap(_bare(args[0]), args[0].recipe)
+        if name in _CASTING:
+            return _cast(func, args, kwargs)
+        return _record(func, args, kwargs)
+
+
+_READING = frozenset(
+    ("numpy", "item", "tolist", "cpu", "cuda", "equal", "allclose", "__array__", "__bool__", "__float__")
+) | {"__int__", "__index__", "__reduce_ex__", "__setitem__", "share_memory_", "pin_memory"}
+_KEEPING = frozenset(("detach", "contiguous", "clone", "alias"))
+_CASTING = frozenset(("to", "float", "half", "bfloat16", "type", "type_as"))
+_ALIASES = frozenset((torch.Tensor.data.__get__,))  # type: ignore[attr-defined]
+
+
+def _bare(tensor: torch.Tensor) -> torch.Tensor:
+    """The same without its recipe: an ordinary tensor on the meta device."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach().as_subclass(torch.Tensor)
+
+
+def _wrap(meta: torch.Tensor, recipe: "Source | _Call") -> DeferredTensor:
+    tensor: DeferredTensor = torch.Tensor._make_subclass(DeferredTensor, meta)
+    tensor.recipe = recipe
+    return tensor
+
+
+def _shapes(args: Any) -> Any:
+    """Arguments without values: to find out the shape of a result."""
+    bare = tree_map_only(DeferredTensor, _bare, args)
+    return tree_map_only(torch.Tensor, lambda value: value.to("meta"), bare)
+
+
+def _cast(func: Any, args: Any, kwargs: Any) -> DeferredTensor:
+    tensor = args[0]
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*_shapes(args), **_shapes({**kwargs, "device": "meta"} if "device" in kwargs else kwargs))
+        meta = torch.full(tensor.shape, 0, dtype=result.dtype, device="meta")
+    if meta.dtype == tensor.dtype:
+        return _wrap(_bare(tensor), tensor.recipe)
+    if isinstance(tensor.recipe, _Call):
+        return _wrap(meta, _Call(torch.Tensor.to, (tensor, meta.dtype), {}, None))
+    return _wrap(meta, _Cast(tensor.recipe, meta.dtype))
+
+
+def _record(func: Any, args: Any, kwargs: Any) -> Any:
+    bare_args, bare_kwargs = _shapes((args, kwargs))
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*bare_args, **bare_kwargs)
+    if isinstance(result, torch.Tensor):
+        return _wrap(result, _Call(func, args, kwargs, None))
+    if isinstance(result, (tuple, list)) and any(isinstance(item, torch.Tensor) for item in result):
+        return type(result)(
+            _wrap(item, _Call(func, args, kwargs, place)) if isinstance(item, torch.Tensor) else item
+            for place, item in enumerate(result)
+        )
+    return result
+
+
+class Reader:
+    """Gives deferred tensors their values.
+
+    It keeps the whole tensor that it read last, for functions that cut one into many; ``close`` lets go of it.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, torch.Tensor] | None = None
+        self._lock = threading.Lock()
+
+    def read(self, tensor: torch.Tensor, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Elements of a flattened tensor; only those are read if it is as it lies in its source.
+
+        Args:
+            tensor: A deferred tensor, or an ordinary one.
+            start: The first.
+            stop: One after the last; by default all.
+
+        Returns:
+            A flat tensor on the host that may alias memory in use: do not write to it.
+        """
+        stop = tensor.numel() if stop is None else stop
+        with torch.no_grad(), torch.device("cpu"):
+            if not isinstance(tensor, DeferredTensor):
+                return tensor.detach().reshape(-1)[start:stop].cpu()
+            if isinstance(tensor.recipe, _Call):
+                with self._lock:
+                    return self._whole(tensor).reshape(-1)[start:stop]
+            return tensor.recipe.read(start, stop)
+
+    def pieces(self, tensor: torch.Tensor, piece_numel: int) -> Iterator[torch.Tensor]:
+        """All elements in order, at most so many at a time; see ``read``."""
+        for start in range(0, tensor.numel(), piece_numel):
+            yield self.read(tensor, start, min(start + piece_numel, tensor.numel()))
+
+    def close(self) -> None:
+        """Forgets what it has read."""
+        self._last = None
+
+    def _whole(self, tensor: DeferredTensor) -> torch.Tensor:
+        recipe = tensor.recipe
+        if self._last is not None and self._last[0] is recipe:
+            return self._last[1]
+        if isinstance(recipe, _Call):
+            return recipe.compute(self._whole)
+        self._last = None
+        value = recipe.read(0, tensor.numel()).view(recipe.shape)
+        self._last = (recipe, value)
+        return value

@@ -1,0 +1,326 @@
+"""Safetensors files, written and read a piece at a time.
+
+The library ``safetensors`` writes a file from tensors that are all in memory at once, and reads through a memory map,
+whose pages count as memory of the process. Chunks are written as they come, with nothing beside them in memory but one
+piece, and read straight to where they belong. The format is the library's: the same tensors make the same bytes.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors.torch
+import torch
+
+from hf_patrickstar.checkpoint.deferred import DeferredTensor, Reader
+from hf_patrickstar.errors import CheckpointError
+from hf_patrickstar.units import format_need
+
+# In the order in which the library compares types; larger ones come first in a file.
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "C64": torch.complex64,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_RANKS = {dtype: rank for rank, dtype in enumerate(_DTYPES.values())}
+_ALIGNMENT = 8
+_MOST_HEADER_NBYTES = 100_000_000
+
+_WRITING_MODULES = (
+    "safetensors.torch",
+    "transformers.modeling_utils",
+    "transformers.trainer",
+    "peft.peft_model",
+    "accelerate.utils.other",
+)
+
+PIECE_NUMEL = 2**22
+"""Elements that are in memory at once, beside the tensors themselves, when nobody asks for less."""
+
+
+class Entry(NamedTuple):
+    """One tensor of a file: its type and shape, and where its bytes begin and end in the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class SafetensorsFile:
+    """A file to read from. It is opened, and checked to be whole, when this is made.
+
+    Args:
+        path: The file.
+
+    Attributes:
+        entries: The tensors by name.
+        metadata: Texts that whoever wrote it left.
+
+    Raises:
+        CheckpointError: If it is missing, truncated, or no safetensors file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._descriptor = -1
+        try:
+            self._descriptor = os.open(self.path, os.O_RDONLY)
+            self.entries, self.metadata = self._read_header()
+        except FileNotFoundError as error:
+            raise CheckpointError(f"'{self.path}' is missing") from error
+        except OSError as error:
+            raise CheckpointError(f"'{self.path}' cannot be read: {error.strerror or error}") from error
+
+    def __del__(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+    def _read_header(self) -> tuple[dict[str, Entry], dict[str, str]]:
+        size = os.fstat(self._descriptor).st_size
+        prefix = os.pread(self._descriptor, _ALIGNMENT, 0)
+        if len(prefix) < _ALIGNMENT:
+            raise CheckpointError(f"'{self.path}' is truncated: it has {size} bytes, not even a header")
+        (length,) = struct.unpack("<Q", prefix)
+        if length > _MOST_HEADER_NBYTES:
+            raise CheckpointError(f"'{self.path}' is not a safetensors file: its header would have {length} bytes")
+        begin = _ALIGNMENT + length
+        if begin > size:
+            raise CheckpointError(f"'{self.path}' is truncated: its header ends at byte {begin}, the file at {size}")
+        try:
+            header = json.loads(os.pread(self._descriptor, length, _ALIGNMENT))
+            metadata = header.pop("__metadata__", None) or {}
+            entries = {name: self._entry(name, found, begin) for name, found in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"'{self.path}' is not a safetensors file: {error}") from error
+        end = begin
+        for name, entry in sorted(entries.items(), key=lambda item: item[1].start):
+            if entry.start != end:
+                raise CheckpointError(f"'{self.path}': tensor '{name}' begins at byte {entry.start}, not at {end}")
+            if entry.stop > size:
+                raise CheckpointError(
+                    f"'{self.path}' is truncated: tensor '{name}' ends at byte {entry.stop}, the file at {size}"
+                )
+            end = entry.stop
+        if end != size:
+            raise CheckpointError(f"'{self.path}' has {size} bytes, its tensors end at byte {end}")
+        return entries, metadata
+
+    def _entry(self, name: str, found: Mapping[str, Any], begin: int) -> Entry:
+        if found["dtype"] not in _DTYPES:
+            raise CheckpointError(f"'{self.path}': tensor '{name}' has type {found['dtype']}, which is not supported")
+        dtype, shape = _DTYPES[found["dtype"]], tuple(int(size) for size in found["shape"])
+        start, stop = (begin + int(offset) for offset in found["data_offsets"])
+        numel = torch.Size(shape).numel()
+        if stop - start != numel * dtype.itemsize:
+            raise CheckpointError(
+                f"'{self.path}': tensor '{name}' of shape {shape} in {found['dtype']} should have "
+                f"{numel * dtype.itemsize} bytes, it has {stop - start}"
+            )
+        return Entry(dtype, shape, start, stop)
+
+    def deferred(self, name: str) -> DeferredTensor:
+        """One of its tensors, to be read later."""
+        return DeferredTensor.make(_FileSource(self, name))
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements of a flattened tensor, in memory of their own, on the host.
+
+        Args:
+            name: The tensor.
+            start: The first element.
+            stop: One after the last.
+
+        Raises:
+            CheckpointError: If the file cannot be read any more.
+        """
+        dtype = self.entries[name].dtype
+        if stop <= start:
+            return torch.full((0,), 0, dtype=dtype)
+        values = torch.frombuffer(bytearray((stop - start) * dtype.itemsize), dtype=dtype)
+        self.read_into(name, start, values)
+        return values
+
+    def read_into(self, name: str, start: int, values: torch.Tensor) -> None:
+        """Reads as many elements as there is room for, without a copy.
+
+        Args:
+            name: The tensor.
+            start: The first element.
+            values: Where to, contiguous, on the host, in the tensor's own type.
+
+        Raises:
+            CheckpointError: If the file cannot be read any more.
+        """
+        entry = self.entries[name]
+        offset = entry.start + start * entry.dtype.itemsize
+        view = _bytes_of(values)
+        try:
+            while len(view):
+                count = os.preadv(self._descriptor, [view], offset)
+                if not count:
+                    raise CheckpointError(f"'{self.path}' ends at byte {offset}, in the middle of tensor '{name}'")
+                view, offset = view[count:], offset + count
+        except OSError as error:
+            raise CheckpointError(f"'{self.path}': tensor '{name}' cannot be read: {error.strerror}") from error
+
+
+class _FileSource:
+    """A tensor of a file as the source of a deferred one."""
+
+    def __init__(self, file: SafetensorsFile, name: str) -> None:
+        self._file, self._name = file, name
+        self.dtype, self.shape, *_ = file.entries[name]
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return self._file.read(self._name, start, stop)
+
+    def read_into(self, start: int, values: torch.Tensor) -> None:
+        self._file.read_into(self._name, start, values)
+
+    def __str__(self) -> str:
+        return f"'{self._file.path}'"
+
+
+def write_safetensors(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    piece_numel: int = PIECE_NUMEL,
+    is_sorted: bool = True,
+) -> int:
+    """Writes a file, to the disk itself, a piece at a time.
+
+    Args:
+        path: The file; one that is there is replaced.
+        tensors: What to write, deferred or not.
+        metadata: Texts beside them.
+        piece_numel: Elements in memory at once.
+        is_sorted: Write in the order of the library; otherwise in the order given.
+
+    Returns:
+        The bytes of the file.
+
+    Raises:
+        CheckpointError: If it cannot be written: the disk is full, say. The message has the bytes needed and free.
+    """
+    names = list(tensors)
+    if is_sorted:
+        names.sort(key=lambda name: (-_RANKS[tensors[name].dtype], name))
+    header, nbytes = _make_header(names, tensors, metadata)
+    reader = Reader()
+    with _complaining(path, len(header) + nbytes), open(path, "wb", buffering=0) as file:
+        _write_all(file, memoryview(header))
+        for name in names:
+            for piece in reader.pieces(tensors[name], piece_numel):
+                _write_all(file, _bytes_of(piece.contiguous()))
+        reader.close()
+        os.fsync(file.fileno())
+    return len(header) + nbytes
+
+
+@contextlib.contextmanager
+def streamed_writing(piece_numel: int) -> Iterator[None]:
+    """Inside the block ``safetensors.torch.save_file`` writes deferred tensors too, wherever a library has it.
+
+    Those libraries decide what is in which file under which name, and go on to do so; ordinary tensors alone are
+    written as always.
+
+    Args:
+        piece_numel: Elements in memory at once.
+    """
+    original = safetensors.torch.save_file
+
+    def save_file(tensors: Any, filename: Any, metadata: Any = None) -> None:
+        if any(isinstance(tensor, DeferredTensor) for tensor in tensors.values()):
+            write_safetensors(filename, tensors, metadata, piece_numel=piece_numel)
+        else:
+            original(tensors, filename, metadata=metadata)
+
+    places = [
+        (module, name)
+        for module in map(sys.modules.get, _WRITING_MODULES)
+        if module is not None
+        for name, value in vars(module).items()
+        if value is original
+    ]
+    for module, name in places:
+        setattr(module, name, save_file)
+    try:
+        yield
+    finally:
+        for module, name in places:
+            setattr(module, name, original)
+
+
+def _make_header(
+    names: list[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
+) -> tuple[bytes, int]:
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name in names:
+        tensor = tensors[name]
+        if tensor.dtype not in _NAMES:
+            raise CheckpointError(f"tensor '{name}' has type {tensor.dtype}, which safetensors cannot hold")
+        nbytes = tensor.numel() * tensor.dtype.itemsize
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + nbytes],
+        }
+        offset += nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text, offset
+
+
+def _bytes_of(values: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host."""
+    if not values.numel():
+        return memoryview(b"")
+    array: Any = values.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def _write_all(file: Any, view: memoryview) -> None:
+    while len(view):
+        view = view[file.write(view) :]
+
+
+@contextlib.contextmanager
+def _complaining(path: str | os.PathLike[str], nbytes: int) -> Iterator[None]:
+    """Says of a failed write what was needed and what was there."""
+    try:
+        yield
+    except OSError as error:
+        message = f"'{path}' cannot be written: {error.strerror or error}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(Path(path).parent).free
+            message += (
+                f"; the file needs {format_need(nbytes)}, {format_need(free)} are left. Make room, save to another "
+                "disk, or keep fewer checkpoints (save_total_limit)"
+            )
+        raise CheckpointError(message) from error
