@@ -8,10 +8,12 @@ Change two imports, pass ``--patrickstar``::
 
 from typing import TYPE_CHECKING, Any
 
+from hf_patrickstar.checkpoint.weight_files import deferred_weights
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.engine import PatrickStarEngine, initialize_engine
 from hf_patrickstar.errors import (
     BudgetError,
+    CheckpointError,
     ConfigError,
     DeviceMemoryError,
     EngineError,
@@ -35,6 +37,7 @@ _INTEGRATIONS = {
 
 __all__ = [
     "BudgetError",
+    "CheckpointError",
     "ConfigError",
     "DeviceMemoryError",
     "EngineError",
@@ -48,6 +51,7 @@ __all__ = [
     "PatrickStarTrainingArguments",
     "StateError",
     "__version__",
+    "deferred_weights",
     "initialize_engine",
 ]
 

@@ -64,6 +64,10 @@ class PatrickStarConfig:
             the reserve for activations that grow between two chunk accesses (PatrickStar section 8.1).
         tile_numel: Elements that the optimizer works on at a time, a multiple of 64. 2**19 elements keep a tile's
             gradient, parameter and states in the cache of common CPUs.
+        background_save: Whether checkpoints (of the Trainer, ``save_state`` and ``save_checkpoint``) write the training
+            state while training goes on. It is as consistent: the optimizer's step waits at a chunk that has not been
+            written yet. Nothing is copied. The checkpoint appears a little later, and what goes wrong is told at the
+            next one, or when training ends.
         debug_collectives: With several processes, agree on every collective before it is done, so that a process that
             does another one is named at once. Without it, processes find out when forward or backward ends.
         debug_evict_all: Evict every chunk that is not in use at every access, and fill what it leaves with NaN. Very
@@ -83,6 +87,7 @@ class PatrickStarConfig:
     pin_memory: bool | Literal["auto"] = "auto"
     warmup_fraction: float = 0.8
     tile_numel: int = 2**19
+    background_save: bool = False
     debug_collectives: bool = False
     debug_evict_all: bool = False
 
@@ -122,7 +127,7 @@ class PatrickStarConfig:
             raise ConfigError(f"tile_numel: expected at least {_QUANTUM} elements, got {tile_numel!r}")
         if tile_numel % _QUANTUM:
             raise ConfigError(f"tile_numel: expected a multiple of {_QUANTUM}, got {tile_numel!r}")
-        for name in ("debug_collectives", "debug_evict_all"):
+        for name in ("background_save", "debug_collectives", "debug_evict_all"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: expected true or false, got {getattr(self, name)!r}")
 

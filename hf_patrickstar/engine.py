@@ -6,13 +6,18 @@ found are payloads filled and hooks attached, so a construction that fails leave
 
 import contextlib
 import logging
+import os
 import weakref
 import zlib
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
+from tqdm.auto import tqdm
 
+from hf_patrickstar.checkpoint.checkpoints import Checkpoints
+from hf_patrickstar.checkpoint.deferred import DeferredTensor, Reader
+from hf_patrickstar.checkpoint.training_state import TrainingState
 from hf_patrickstar.checkpoint.weights import ChunkWeights
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.decisions import Circumstances, decide
@@ -124,7 +129,9 @@ class PatrickStarEngine:
         self.weights = ChunkWeights(self.manager)
         self.optimizer: ChunkedOptimizer | None = None
         self._attached = True
+        self.training_state: TrainingState | None = None
         self._buffer_devices: list[tuple[torch.Tensor, torch.device]] = []
+        self._unread: dict[int, torch.Tensor] = {}
         self._attach(optimizer)
         model.__dict__["patrickstar_engine"] = self
         self._decisions.explain(situation)
@@ -182,8 +189,21 @@ class PatrickStarEngine:
         """Hooks, then values: what goes wrong until the last line is undone."""
         gradients = [(parameter, parameter.grad) for parameter in self._decisions.parameters]
         try:
+            self._put_unread_aside()
             if optimizer is not None and self._kernel is not None:
                 self.optimizer = ChunkedOptimizer(optimizer, self._kernel, self.manager, self._emit)
+                collectives = self.collectives
+                self.training_state = TrainingState(
+                    self.manager, self.optimizer, collectives.rank, collectives.world_size
+                )
+            self.checkpoints = Checkpoints(
+                self.model,
+                self.manager,
+                self.weights,
+                self.training_state,
+                self.collectives,
+                self.config.background_save,
+            )
             self._hooks = ModelHooks(
                 self.model, self.manager, self.weights, self._zero_grad, self.device, training=self._training
             )
@@ -194,6 +214,8 @@ class PatrickStarEngine:
                 self.optimizer.take_inner_state()
         except BaseException:
             self.detach()
+            for index, deferred in self._unread.items():
+                torch.utils.swap_tensors(self.manager.tensors[index].parameter, deferred)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             raise
@@ -262,6 +284,40 @@ class PatrickStarEngine:
                     raise EngineError(f"a parameter of shape {tuple(parameter.shape)} is not managed by this engine")
                 tensors.append(by_parameter[id(parameter)])
         return self.weights.opened(tensors, writeback, with_grads)
+
+    def save_checkpoint(self, directory: str | os.PathLike[str]) -> None:
+        """Saves weights, as any library reads them, and the training state; all processes call it together.
+
+        Schedulers of the learning rate and random numbers are for the caller to save.
+
+        Args:
+            directory: Where to. It appears when all of it is on the disk; an older one is replaced.
+
+        Raises:
+            CheckpointError: If it cannot be written; an older one is as it was.
+        """
+        self.checkpoints.save(directory)
+
+    def load_checkpoint(self, directory: str | os.PathLike[str]) -> None:
+        """Loads what ``save_checkpoint`` or a Trainer with ``patrickstar`` saved; all processes call it together.
+
+        The number of processes, the size of chunks, budgets, devices and placement may be others than those that saved
+        it: every value is the same to the last bit. Gradients are dropped.
+
+        Args:
+            directory: Where it was saved.
+
+        Raises:
+            CheckpointError: If something is missing, damaged or does not fit; nothing has changed then.
+        """
+        found = self.checkpoints.load(directory)
+        if found.missing_keys or found.unexpected_keys:
+            logger.warning(
+                "patrickstar: '%s' has no values for %s, and has %s that the model does not know",
+                directory,
+                found.missing_keys,
+                found.unexpected_keys,
+            )
 
     def stats(self) -> dict[str, Any]:
         """Bytes and events so far.
@@ -348,6 +404,8 @@ class PatrickStarEngine:
         if opened:
             raise EngineError(f"parameter '{opened[0]}' is open in full_parameters(); detach after the block has ended")
         self._attached = False
+        if hasattr(self, "checkpoints"):
+            self.checkpoints.close()
         if hasattr(self, "_hooks"):
             self._hooks.detach()
         self.manager.discard_gradients()
@@ -422,23 +480,41 @@ class PatrickStarEngine:
             self._buffer_devices.append((buffer, buffer.device))
             buffer.data = buffer.data.to(self.device)
         self._make_equal()
-        for tensor in sorted(self.manager.tensors, key=lambda tensor: not tensor.spec.trainable):
-            parameter, chunk = tensor.parameter, tensor.chunk
+        reader = Reader()
+        order = sorted(self.manager.tensors, key=lambda tensor: not tensor.spec.trainable)
+        is_quiet = not self._unread or self.collectives.rank > 0
+        for tensor in tqdm(order, desc="Reading weights", unit="tensors", delay=1, disable=is_quiet):
+            parameter, lists = tensor.parameter, tensor.chunk.lists
+            value = self._unread.get(tensor.spec.index, parameter.data)
             if tensor.is_owned:
-                tensor.view(chunk.param).copy_(tensor.own(parameter.data))
-                if MASTER in chunk.lists:
-                    tensor.view(chunk.lists[MASTER]).copy_(tensor.own(parameter.data))
+                home = tensor.view(tensor.chunk.param)
+                source = tensor.view(lists[MASTER]) if MASTER in lists else home
+                reader.fill(source, value, tensor.part[0], self.weights.piece_numel)
+                if source is not home:
+                    home.copy_(source)
             tensor.go(TensorState.HOLD)
             parameter.data = tensor.placeholder
             parameter.grad = None
+            self._unread.pop(tensor.spec.index, None)
+
+    def _put_unread_aside(self) -> None:
+        """Parameters whose values are still to be read become ordinary ones, and stay the same objects."""
+        for tensor in self.manager.tensors:
+            parameter = tensor.parameter
+            if isinstance(parameter, DeferredTensor):
+                ordinary = torch.nn.Parameter(tensor.placeholder, requires_grad=parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, ordinary)
+                self._unread[tensor.spec.index] = ordinary
 
     def _make_equal(self) -> None:
         """Lets all processes start from the values of rank 0, wherever a sample of them differs."""
         if self.collectives.world_size == 1:
             return
         tensors = self.manager.tensors
-        samples = [_sample(tensor.parameter.data) for tensor in tensors]
+        samples = [None if t.spec.index in self._unread else _sample(t.parameter.data) for t in tensors]
         found = self.collectives.exchange_objects(samples, "comparing parameters")
+        if len({tuple(value is None for value in row) for row in found}) > 1:
+            raise EngineError("some processes deferred reading weights and others did not: all must do the same")
         different = [tensor for place, tensor in enumerate(tensors) if len({row[place] for row in found}) > 1]
         if different:
             logger.warning(

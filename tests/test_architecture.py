@@ -26,6 +26,7 @@ LEVELS = dict.fromkeys(_BASE, 0) | {
     "report": 5,
     "integrations": 6,
     "cli": 7,
+    "__main__": 8,
 }
 SIDEWAYS = {("engine", "decisions"), ("engine", "report")}
 """Imports between two parts of one level that the law allows."""

@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_patrickstar.errors import EngineError
+
+PIECE_NUMEL = 2**22
+"""Elements that are in memory at once, beside the tensors themselves, when nobody asks for less."""
 
 
 class Source(Protocol):
@@ -39,6 +42,19 @@ class Source(Protocol):
         ...
 
 
+class DirectSource(Source, Protocol):
+    """A source that can read to where values are wanted."""
+
+    def read_into(self, start: int, values: torch.Tensor) -> None:
+        """Reads as many elements as there is room for.
+
+        Args:
+            start: The first.
+            values: Where to: flat, contiguous, on the host, in the source's type.
+        """
+        ...
+
+
 class _Cast:
     """Another source in another type; rounding is element by element, so parts can be read."""
 
@@ -48,6 +64,9 @@ class _Cast:
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         return self._source.read(start, stop).to(self.dtype)
+
+    def __str__(self) -> str:
+        return str(self._source)
 
 
 class _Call:
@@ -70,11 +89,18 @@ class DeferredTensor(torch.Tensor):
     """
 
     recipe: "Source | _Call"
+    is_loadable: bool
+    """Whether it stands for a tensor on the host that is to be loaded, and says that this is its device."""
 
     @staticmethod
-    def make(source: Source) -> "DeferredTensor":
-        """A deferred tensor of what a source has."""
-        return _wrap(torch.full(source.shape, 0, dtype=source.dtype, device="meta"), source)
+    def make(source: Source, *, is_loadable: bool = False) -> "DeferredTensor":
+        """A deferred tensor of what a source has.
+
+        Args:
+            source: Where its values are.
+            is_loadable: See the attribute.
+        """
+        return _wrap(torch.full(source.shape, 0, dtype=source.dtype, device="meta"), source, is_loadable)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,8 +116,10 @@ class DeferredTensor(torch.Tensor):
             "__hash__",
             "__deepcopy__",
         ):
-            if name == "__get__" and func in _ALIASES:
-                return _wrap(_bare(args[0]), args[0].recipe)
+            if name == "__get__" and func == _DATA:
+                return _alias(args[0])
+            if name == "__get__" and func == _DEVICE and args[0].is_loadable:
+                return torch.device("cpu")
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name in _READING:
@@ -99,7 +127,7 @@ class DeferredTensor(torch.Tensor):
         if name.endswith("_") and not name.endswith("__"):
             raise EngineError(f"'{name}' would change a tensor that is not read yet")
         if name in _KEEPING or (name == "__getitem__" and args[1] is Ellipsis):
-            return _wrap(_bare(args[0]), args[0].recipe)
+            return _alias(args[0])
         if name in _CASTING:
             return _cast(func, args, kwargs)
         return _record(func, args, kwargs)
@@ -110,7 +138,8 @@ _READING = frozenset(
 ) | {"__int__", "__index__", "__reduce_ex__", "__setitem__", "share_memory_", "pin_memory"}
 _KEEPING = frozenset(("detach", "contiguous", "clone", "alias"))
 _CASTING = frozenset(("to", "float", "half", "bfloat16", "type", "type_as"))
-_ALIASES = frozenset((torch.Tensor.data.__get__,))  # type: ignore[attr-defined]
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 
 
 def _bare(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,10 +148,19 @@ def _bare(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().as_subclass(torch.Tensor)
 
 
-def _wrap(meta: torch.Tensor, recipe: "Source | _Call") -> DeferredTensor:
+def _wrap(meta: torch.Tensor, recipe: "Source | _Call", is_loadable: bool) -> DeferredTensor:
     tensor: DeferredTensor = torch.Tensor._make_subclass(DeferredTensor, meta)
-    tensor.recipe = recipe
+    tensor.recipe, tensor.is_loadable = recipe, is_loadable
     return tensor
+
+
+def _fresh(meta: torch.Tensor) -> torch.Tensor:
+    """One of the same shape with a storage of its own size: libraries count the bytes of storages."""
+    return torch.full(meta.shape, 0, dtype=meta.dtype, device="meta")
+
+
+def _alias(tensor: DeferredTensor) -> DeferredTensor:
+    return _wrap(_bare(tensor), tensor.recipe, tensor.is_loadable)
 
 
 def _shapes(args: Any) -> Any:
@@ -137,21 +175,25 @@ def _cast(func: Any, args: Any, kwargs: Any) -> DeferredTensor:
         result = func(*_shapes(args), **_shapes({**kwargs, "device": "meta"} if "device" in kwargs else kwargs))
         meta = torch.full(tensor.shape, 0, dtype=result.dtype, device="meta")
     if meta.dtype == tensor.dtype:
-        return _wrap(_bare(tensor), tensor.recipe)
+        return _alias(tensor)
     if isinstance(tensor.recipe, _Call):
-        return _wrap(meta, _Call(torch.Tensor.to, (tensor, meta.dtype), {}, None))
-    return _wrap(meta, _Cast(tensor.recipe, meta.dtype))
+        return _wrap(meta, _Call(torch.Tensor.to, (tensor, meta.dtype), {}, None), tensor.is_loadable)
+    return _wrap(meta, _Cast(tensor.recipe, meta.dtype), tensor.is_loadable)
 
 
 def _record(func: Any, args: Any, kwargs: Any) -> Any:
     bare_args, bare_kwargs = _shapes((args, kwargs))
+    deferred = [value for value in tree_leaves((args, kwargs)) if isinstance(value, DeferredTensor)]
+    is_loadable = any(value.is_loadable for value in deferred)
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*bare_args, **bare_kwargs)
     if isinstance(result, torch.Tensor):
-        return _wrap(result, _Call(func, args, kwargs, None))
+        return _wrap(_fresh(result), _Call(func, args, kwargs, None), is_loadable)
     if isinstance(result, (tuple, list)) and any(isinstance(item, torch.Tensor) for item in result):
         return type(result)(
-            _wrap(item, _Call(func, args, kwargs, place)) if isinstance(item, torch.Tensor) else item
+            _wrap(_fresh(item), _Call(func, args, kwargs, place), is_loadable)
+            if isinstance(item, torch.Tensor)
+            else item
             for place, item in enumerate(result)
         )
     return result
@@ -186,6 +228,25 @@ class Reader:
                 with self._lock:
                     return self._whole(tensor).reshape(-1)[start:stop]
             return tensor.recipe.read(start, stop)
+
+    def fill(self, values: torch.Tensor, tensor: torch.Tensor, start: int = 0, piece_numel: int = PIECE_NUMEL) -> None:
+        """Copies elements of a tensor, as many as there is room for.
+
+        Args:
+            values: Where to; contiguous, of any type, on any device.
+            tensor: A deferred tensor, or an ordinary one.
+            start: The first element, of the flattened tensor.
+            piece_numel: Elements in memory at once; where nothing has to be converted there are none.
+        """
+        flat = values.view(-1)
+        recipe = tensor.recipe if isinstance(tensor, DeferredTensor) else None
+        read_into = getattr(recipe, "read_into", None)
+        if read_into is not None and flat.device.type == "cpu" and flat.dtype == tensor.dtype:
+            read_into(start, flat)
+            return
+        for begin in range(0, flat.numel(), piece_numel):
+            end = min(begin + piece_numel, flat.numel())
+            flat[begin:end].copy_(self.read(tensor, start + begin, start + end))
 
     def pieces(self, tensor: torch.Tensor, piece_numel: int) -> Iterator[torch.Tensor]:
         """All elements in order, at most so many at a time; see ``read``."""

@@ -12,14 +12,14 @@ import os
 import shutil
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
 
-from hf_patrickstar.checkpoint.deferred import DeferredTensor, Reader
+from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Reader
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.units import format_need
 
@@ -55,9 +55,6 @@ _WRITING_MODULES = (
     "peft.peft_model",
     "accelerate.utils.other",
 )
-
-PIECE_NUMEL = 2**22
-"""Elements that are in memory at once, beside the tensors themselves, when nobody asks for less."""
 
 
 class Entry(NamedTuple):
@@ -141,9 +138,14 @@ class SafetensorsFile:
             )
         return Entry(dtype, shape, start, stop)
 
+    @staticmethod
+    def name_of(dtype: torch.dtype) -> str:
+        """The name of a type in the format."""
+        return _NAMES[dtype]
+
     def deferred(self, name: str) -> DeferredTensor:
         """One of its tensors, to be read later."""
-        return DeferredTensor.make(_FileSource(self, name))
+        return DeferredTensor.make(_FileSource(self, name), is_loadable=True)
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements of a flattened tensor, in memory of their own, on the host.
@@ -211,6 +213,7 @@ def write_safetensors(
     *,
     piece_numel: int = PIECE_NUMEL,
     is_sorted: bool = True,
+    on_written: Callable[[str], None] = lambda name: None,
 ) -> int:
     """Writes a file, to the disk itself, a piece at a time.
 
@@ -220,6 +223,7 @@ def write_safetensors(
         metadata: Texts beside them.
         piece_numel: Elements in memory at once.
         is_sorted: Write in the order of the library; otherwise in the order given.
+        on_written: Told the name of every tensor that is not needed any more.
 
     Returns:
         The bytes of the file.
@@ -237,6 +241,7 @@ def write_safetensors(
         for name in names:
             for piece in reader.pieces(tensors[name], piece_numel):
                 _write_all(file, _bytes_of(piece.contiguous()))
+            on_written(name)
         reader.close()
         os.fsync(file.fileno())
     return len(header) + nbytes

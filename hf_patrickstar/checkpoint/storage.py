@@ -10,6 +10,7 @@ where a kill came between the two renames, ``recover`` puts the older one back. 
 import contextlib
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from hf_patrickstar.errors import CheckpointError
@@ -129,3 +130,25 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace_file(path: Path, write: Callable[[Path], None]) -> None:
+    """Writes a file that exists whole or not at all.
+
+    Args:
+        path: The file; an older one is replaced at the end.
+        write: Writes it, under the name that it is given.
+
+    Raises:
+        CheckpointError: If it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}{PARTIAL}")
+    try:
+        write(temporary)
+        _sync(temporary)
+        os.replace(temporary, path)
+        _sync(path.parent)
+    except (OSError, RuntimeError) as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise CheckpointError(f"'{path}' cannot be written: {error}") from error

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from hf_patrickstar.checkpoint.deferred import DeferredTensor
-from hf_patrickstar.checkpoint.safetensors_file import PIECE_NUMEL, streamed_writing
+from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor
+from hf_patrickstar.checkpoint.safetensors_file import streamed_writing
 from hf_patrickstar.errors import CollectiveError, EngineError
 from hf_patrickstar.runtime.chunk import GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.manager import ChunkManager
@@ -40,6 +40,16 @@ class ChunkWeights:
     def needs_all(self) -> bool:
         """Whether all processes must read together now, since each has only its part."""
         return not self._manager.sharing.is_alone and self._collected is None and self._deferred is None
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether ``state_dict`` gives deferred tensors; see ``streamed``."""
+        return self._deferred is not None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another process reads the model, and this one must not; see ``streamed`` and ``collected``."""
+        return self._collected == {} or (self._deferred is not None and not self._is_reader)
 
     @property
     def piece_numel(self) -> int:

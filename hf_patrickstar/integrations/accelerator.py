@@ -12,11 +12,12 @@ from accelerate.utils import DistributedType, DynamoBackend
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import ConfigError, EngineError
+from hf_patrickstar.integrations.accelerator_checkpoints import AcceleratorCheckpoints, get_engine
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.optim.scaler import ChunkedGradScaler
 
 
-class PatrickStarAccelerator(Accelerator):
+class PatrickStarAccelerator(AcceleratorCheckpoints):
     """An ``accelerate.Accelerator`` whose prepared model and optimizer live in chunks.
 
     ``prepare(model, optimizer, ...)`` attaches an engine to the model, which stays the same object, and returns an
@@ -197,19 +198,6 @@ class PatrickStarAccelerator(Accelerator):
             )
         raise EngineError("the optimizer's parameters belong to no prepared model; prepare the model with it")
 
-    def load_state(
-        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
-    ) -> None:
-        """Loads what ``save_state`` saved. It is read on the host: no device has room for all of it.
-
-        Args:
-            input_dir: As for ``Accelerator.load_state``.
-            load_kwargs: As for ``Accelerator.load_state``.
-            **load_model_func_kwargs: As for ``Accelerator.load_state``.
-        """
-        load_model_func_kwargs.setdefault("map_location", "cpu")
-        super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
-
     # Gradients
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -271,11 +259,6 @@ class PatrickStarAccelerator(Accelerator):
                 "accelerator.prepare(model, optimizer)"
             )
         return found[0]
-
-
-def get_engine(model: torch.nn.Module) -> PatrickStarEngine | None:
-    """The engine that is attached to a model, or ``None``."""
-    return model.__dict__.get("patrickstar_engine")
 
 
 def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -1,18 +1,14 @@
 """``PatrickStarTrainer``, and the mixin that gives any other Trainer the same."""
 
-import contextlib
 import logging
-import os
 from typing import Any
 
-import torch
 from transformers import Trainer
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import ConfigError, EngineError
-from hf_patrickstar.integrations.accelerator import PatrickStarAccelerator, get_engine
+from hf_patrickstar.integrations.accelerator import PatrickStarAccelerator
+from hf_patrickstar.integrations.trainer_checkpoints import TrainerCheckpoints
 from hf_patrickstar.runtime.admission import check_model
 
 _PER_STEP = (
@@ -49,7 +45,7 @@ _AS_THEY_ARE = (
 )
 
 
-class PatrickStarTrainerMixin:
+class PatrickStarTrainerMixin(TrainerCheckpoints):
     """Makes a Trainer train in chunks when its arguments say ``patrickstar``.
 
     Put it before the Trainer class: ``class MyTrainer(PatrickStarTrainerMixin, Seq2SeqTrainer): ...``, and do the same
@@ -115,11 +111,6 @@ class PatrickStarTrainerMixin:
         logs = {f"patrickstar/{key}": (stats[key] - before.get(key, 0)) / steps for key in _PER_STEP}
         return logs | {f"patrickstar/{key}": stats[key] for key in _AS_THEY_ARE}
 
-    @property
-    def patrickstar_engine(self) -> PatrickStarEngine | None:
-        """The engine that is attached to the model, or ``None`` before the first ``train`` or ``evaluate``."""
-        return get_engine(self.model)
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward of one micro-batch, repeated if device memory does not suffice.
 
@@ -136,39 +127,6 @@ class PatrickStarTrainerMixin:
         run = super().training_step  # type: ignore[misc]
         engine = self.patrickstar_engine
         return run(*args, **kwargs) if engine is None else engine.attempt(lambda: run(*args, **kwargs))
-
-    def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """Saves the model as the Trainer does; with several processes all of them must call it.
-
-        Args:
-            *args: As for ``Trainer.save_model``.
-            **kwargs: As for ``Trainer.save_model``.
-        """
-        engine = self.patrickstar_engine
-        with contextlib.nullcontext() if engine is None else engine.weights.streamed(is_reader=self.args.should_save):
-            super().save_model(*args, **kwargs)  # type: ignore[misc]
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """One process writes the optimizer's state, of which each has its part."""
-        engine = self.patrickstar_engine
-        optimizer = None if engine is None else engine.optimizer
-        with contextlib.nullcontext() if optimizer is None else optimizer.collected(keep=self.args.should_save):
-            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """With several processes all map the one file; the Trainer would load all of it to every device."""
-        engine = self.patrickstar_engine
-        names = [os.path.join(checkpoint or "", name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME)]
-        if (
-            checkpoint is None
-            or engine is None
-            or engine.collectives.world_size == 1
-            or not all(map(os.path.isfile, names))
-        ):
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-            return
-        for item, name in zip((self.optimizer, self.lr_scheduler), names, strict=True):
-            item.load_state_dict(torch.load(name, map_location="cpu", mmap=True, weights_only=True))
 
     def patrickstar_stats(self) -> dict[str, Any]:
         """Bytes and events of the engine so far.

@@ -91,6 +91,18 @@ class Kernel(Protocol):
         """Takes over a state as ``tensor_state`` or a torch optimizer gives it."""
         ...
 
+    def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
+        """What this rank has of the state of one parameter, in place; empty before its first step."""
+        ...
+
+    def state_places(self, tensor: ManagedTensor) -> dict[str, torch.Tensor]:
+        """The tensors of a state that exist whether there is a state or not; what this rank has of them."""
+        ...
+
+    def load_own_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
+        """Takes over what this rank has of a state, beside what was written to ``state_places`` already."""
+        ...
+
 
 @dataclasses.dataclass(slots=True)
 class _Segment:
@@ -173,27 +185,32 @@ class AdamKernel:
 
     def tensor_state(self, tensor: ManagedTensor) -> dict[str, Any]:
         """``step``, ``exp_avg`` and ``exp_avg_sq`` of one parameter; empty before its first step."""
+        return {key: value.to("cpu", copy=True) for key, value in self.own_state(tensor).items()}
+
+    def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
+        """The same in place."""
         step = self._steps.get(tensor.spec.index)
-        if step is None:
-            return {}
+        return {} if step is None else {"step": torch.tensor(float(step)), **self.state_places(tensor)}
+
+    def state_places(self, tensor: ManagedTensor) -> dict[str, torch.Tensor]:
+        """``exp_avg`` and ``exp_avg_sq``, in the chunk lists."""
         lists = tensor.chunk.lists
-        return {
-            "step": torch.tensor(float(step)),
-            "exp_avg": tensor.view(lists[EXP_AVG]).to("cpu", copy=True),
-            "exp_avg_sq": tensor.view(lists[EXP_AVG_SQ]).to("cpu", copy=True),
-        }
+        return {EXP_AVG: tensor.view(lists[EXP_AVG]), EXP_AVG_SQ: tensor.view(lists[EXP_AVG_SQ])}
 
     def load_tensor_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
         """Takes over the state of one parameter; an empty state resets it."""
-        lists = tensor.chunk.lists
-        if not state:
-            self._steps.pop(tensor.spec.index, None)
-            tensor.view(lists[EXP_AVG]).zero_()
-            tensor.view(lists[EXP_AVG_SQ]).zero_()
+        for key, place in self.state_places(tensor).items() if state else ():
+            place.copy_(tensor.own(state[key]))
+        self.load_own_state(tensor, state)
+
+    def load_own_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
+        """Takes over the step of one parameter, whose averages are there already; an empty state resets all."""
+        if state:
+            self._steps[tensor.spec.index] = int(state["step"])
             return
-        self._steps[tensor.spec.index] = int(state["step"])
-        tensor.view(lists[EXP_AVG]).copy_(tensor.own(state["exp_avg"]))
-        tensor.view(lists[EXP_AVG_SQ]).copy_(tensor.own(state["exp_avg_sq"]))
+        self._steps.pop(tensor.spec.index, None)
+        for place in self.state_places(tensor).values():
+            place.zero_()
 
     def _tiles(self, chunk: Chunk, groups: Mapping[int, int]) -> Iterator[_Segment]:
         """Ranges to update, joined and cut as [Note: same bits as torch] allows."""
@@ -346,11 +363,22 @@ class PerChunkKernel:
 
     def tensor_state(self, tensor: ManagedTensor) -> dict[str, Any]:
         """The optimizer's own state of one parameter, tensors copied to the host."""
-        state = self._optimizer.state.get(self._master(tensor), {})
         return {
             key: value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-            for key, value in state.items()
+            for key, value in self.own_state(tensor).items()
         }
+
+    def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
+        """The same in place."""
+        return dict(self._optimizer.state.get(self._master(tensor), {}))
+
+    def state_places(self, tensor: ManagedTensor) -> dict[str, torch.Tensor]:
+        """None: the optimizer allocates its state."""
+        return {}
+
+    def load_own_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
+        """Takes over the state of one parameter; tensors are never spread here."""
+        self.load_tensor_state(tensor, state)
 
     def load_tensor_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
         """Takes over the state of one parameter; an empty state resets it."""

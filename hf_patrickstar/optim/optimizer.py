@@ -1,7 +1,7 @@
 """The optimizer that users, schedulers and Accelerate see: torch's interface over chunks."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -86,6 +86,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             if not chunk.spec.trainable:
                 continue
             self._manager.steps.visit_for_update(chunk)
+            chunk.wait_for_reader()
             for tensor in chunk.tensors:
                 self._manager.gradients.of(tensor)
             place = chunk.param.device
@@ -245,6 +246,27 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     # State
 
+    @property
+    def class_name(self) -> str:
+        """The class of the user's optimizer."""
+        return type(self.inner).__name__
+
+    def named_groups(self) -> list[list[str]]:
+        """The names of the parameters of each param group, in order."""
+        return [[self._by_parameter[id(p)].spec.name for p in group["params"]] for group in self.param_groups]
+
+    def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
+        """What this rank has of a parameter's state, in place; empty before its first step."""
+        return self._kernel.own_state(tensor)
+
+    def state_places(self, tensor: ManagedTensor) -> dict[str, torch.Tensor]:
+        """The tensors of a parameter's state that exist whether there is a state or not."""
+        return self._kernel.state_places(tensor)
+
+    def load_own_state(self, tensor: ManagedTensor, state: Mapping[str, Any]) -> None:
+        """Takes over what this rank has of a parameter's state, beside what was written to ``state_places``."""
+        self._kernel.load_own_state(tensor, dict(state))
+
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """The state in torch's own format, with tensors in the parameters' shapes: ``optimizer.pt`` as always.
 
@@ -331,6 +353,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         for tensor, tensor_state in pairs:
             if not tensor.spec.trainable:
                 continue
+            tensor.chunk.wait_for_reader()
             master = tensor_state.pop(MASTER, None)
             if master is not None and not self._manager.sharing.is_alone:
                 self._manager.write_value(tensor, master)  # in the copies of all ranks too
@@ -358,6 +381,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         own = {}
         for tensor in self._by_parameter.values():
             if tensor.spec.trainable and tensor.is_owned:
+                tensor.chunk.wait_for_reader()
                 own[tensor.spec.index] = self._kernel.tensor_state(tensor)
                 self._kernel.load_tensor_state(tensor, {})
         states = self._manager.sharing.states(

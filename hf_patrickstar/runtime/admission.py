@@ -54,8 +54,8 @@ def check_values(names: Sequence[str], parameters: Sequence[torch.nn.Parameter])
     for name, parameter in zip(names, parameters, strict=True):
         if parameter.device.type == "meta":
             raise EngineError(f"parameter '{name}' is on the meta device and has no value; load weights first")
-        if not parameter.numel():
-            continue
+        if not parameter.numel() or parameter.untyped_storage().device.type == "meta":
+            continue  # nothing there, or values that are still to be read
         place = (parameter.untyped_storage()._cdata, int(parameter.storage_offset()))
         other = places.setdefault(place, name)
         if other != name:

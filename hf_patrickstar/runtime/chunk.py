@@ -9,6 +9,7 @@ a copy, on every rank, and one at home, on its owner. With one process both are 
 import bisect
 import enum
 import itertools
+import threading
 
 import torch
 
@@ -185,6 +186,7 @@ class Chunk:
         "owned",
         "param",
         "rank",
+        "reader",
         "spec",
         "storage",
         "tensors",
@@ -206,6 +208,7 @@ class Chunk:
         self.num_computing = 0
         self.ticket: Ticket | None = None
         self.arrival: Ticket | None = None  # of a copy to the device that was started ahead
+        self.reader: threading.Event | None = None  # of a checkpoint that is being written from the fp32 lists
         self._offsets: list[int] = []
 
     def add(self, tensor: ManagedTensor) -> None:
@@ -298,3 +301,9 @@ class Chunk:
         if self.ticket is not None:
             self.ticket.wait()
             self.ticket = None
+
+    def wait_for_reader(self) -> None:
+        """Waits until the fp32 lists may change: a checkpoint that is written in the background has what it needs."""
+        if self.reader is not None:
+            self.reader.wait()
+            self.reader = None

@@ -371,6 +371,47 @@ class ChunkManager:
             self._keep_value(tensor, value)
             self._generation += 1
 
+    def begin_loading(self) -> None:
+        """Begins to change values at home: gradients, and copies elsewhere, are dropped.
+
+        Raises:
+            EngineError: If a parameter is open.
+        """
+        self.unwind()
+        for tensor in self.tensors:
+            if tensor.is_open:
+                self._check_usable(tensor)
+        self.discard_gradients()
+        with self._lock:
+            for tensor in self.tensors:
+                if not tensor.is_placeholder:
+                    tensor.parameter.data = tensor.placeholder
+            for chunk in self.chunks:
+                self.residency.drop(chunk)
+
+    def load_value(self, tensor: ManagedTensor, fill: Callable[[torch.Tensor], None]) -> None:
+        """Changes what this rank has at home of a parameter, between ``begin_loading`` and ``end_loading``.
+
+        Args:
+            tensor: The parameter.
+            fill: Writes the new value into what it is given: flat, fp32 if there is a master.
+        """
+        with self._lock:
+            chunk = tensor.chunk
+            chunk.wait()
+            chunk.wait_for_reader()
+            home = tensor.view(chunk.param)
+            if MASTER not in chunk.lists:
+                fill(home.view(-1))
+                return
+            master = tensor.view(chunk.lists[MASTER])
+            fill(master.view(-1))
+            home.copy_(master)
+
+    def end_loading(self) -> None:
+        """Ends ``begin_loading``: graphs of before are void."""
+        self._generation += 1
+
     def discard_gradients(self) -> None:
         """Drops all gradients; parameters that were overwritten get their value back from ``master``."""
         with self._lock:
@@ -440,6 +481,7 @@ class ChunkManager:
             self.residency.close()
             for chunk in self.chunks:
                 chunk.wait()
+                chunk.wait_for_reader()
                 for name, payload in {"param": chunk.param, **chunk.lists}.items():
                     self._pool.release(chunk.home, payload, name, keep=False)
                 chunk.lists.clear()
@@ -470,6 +512,7 @@ class ChunkManager:
         """Writes a value to ``master``, to the parameter's place and to a device copy."""
         chunk = tensor.chunk
         chunk.wait()
+        chunk.wait_for_reader()
         if tensor.is_owned:
             if MASTER in chunk.lists:
                 tensor.view(chunk.lists[MASTER]).copy_(tensor.own(value))

@@ -254,6 +254,7 @@ class Residency:
             BudgetError: If there is no room; the chunk stays where it is.
         """
         chunk.wait()
+        chunk.wait_for_reader()
         if chunk.compute is not None and not chunk.is_static and chunk.spec.world_size == 1:
             self._drop(chunk)  # a copy with the chunks of others stays true
         old = {"param": chunk.param, **chunk.lists}

@@ -29,6 +29,7 @@ from hf_patrickstar import (
     PatrickStarTrainerMixin,
     PatrickStarTrainingArguments,
 )
+from hf_patrickstar.cli.main import main
 
 
 def tight(name="gpt2", factor=1.0):
@@ -191,7 +192,10 @@ def test_checkpoints_are_interchangeable_with_the_stock_trainer(tmp_path):
     run(stock)
     run(ours)
     ours_files, stock_files = (sorted(os.listdir(tmp_path / kind / "checkpoint-2")) for kind in ("ours", "stock"))
-    assert ours_files == stock_files
+    state_files = {"optimizer-00001-of-00001.safetensors", "optimizer.index.json"}
+    assert set(ours_files) - state_files == set(stock_files) - {"optimizer.pt"}
+    assert state_files < set(ours_files)
+    assert main(["export", str(tmp_path / "ours/checkpoint-2")]) == 0
     other_stock, other_ours = pair(tmp_path, model=None, **kwargs)
     run(other_stock, resume_from_checkpoint=str(tmp_path / "ours/checkpoint-2"))
     run(other_ours, resume_from_checkpoint=str(tmp_path / "stock/checkpoint-2"))

@@ -1,0 +1,286 @@
+"""Whole checkpoints of an engine: weights as any library reads them, and the training state beside them."""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_patrickstar.checkpoint.deferred import DeferredTensor, Reader
+from hf_patrickstar.checkpoint.safetensors_file import streamed_writing
+from hf_patrickstar.checkpoint.training_state import INDEX_NAME, Loading, TrainingState
+from hf_patrickstar.checkpoint.transaction import Checkpoint, Transactions
+from hf_patrickstar.checkpoint.weight_files import deferred_weights, open_weights
+from hf_patrickstar.checkpoint.weights import ChunkWeights
+from hf_patrickstar.errors import CheckpointError
+from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.collectives import Collectives
+from hf_patrickstar.runtime.manager import ChunkManager
+
+_WEIGHTS_NAME = "model.safetensors"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FoundWeights:
+    """Weights on the disk that fit a model, and what does not.
+
+    Attributes:
+        values: By name in the model, to be read later.
+        missing_keys: Names in the model that have none.
+        unexpected_keys: Names in the files that the model does not have.
+    """
+
+    values: dict[str, torch.Tensor]
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+class Checkpoints:
+    """Saves and loads all that an engine trains.
+
+    Args:
+        model: The model.
+        manager: The manager of its chunks.
+        weights: Reads and writes its parameters.
+        state: Its training state; ``None`` if it is not trained.
+        collectives: The processes that share it.
+        in_background: Write training states while training goes on.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        manager: ChunkManager,
+        weights: ChunkWeights,
+        state: TrainingState | None,
+        collectives: Collectives,
+        in_background: bool,
+    ) -> None:
+        self.in_background = in_background
+        self._model = model
+        self._manager = manager
+        self._weights = weights
+        self._state = state
+        self._collectives = collectives
+        self._transactions = Transactions(collectives)
+
+    # Saving
+
+    def writing(self, final: str | os.PathLike[str]) -> contextlib.AbstractContextManager[Checkpoint]:
+        """Writes a checkpoint that exists whole or not at all; see ``Transactions.writing``.
+
+        Args:
+            final: Where it will be.
+        """
+        return self._transactions.writing(final)
+
+    def wait(self) -> None:
+        """Waits for what is written in the background; see ``Transactions.wait``."""
+        self._transactions.wait()
+
+    def close(self) -> None:
+        """Waits for what this process writes in the background."""
+        self._transactions.close()
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Saves weights and training state; all processes call it together.
+
+        Args:
+            directory: Where to; it appears when all of it is on the disk.
+
+        Raises:
+            CheckpointError: If it cannot be written; an older one there is as it was.
+        """
+        with self.writing(directory) as checkpoint:
+            self._save_weights(checkpoint.path)
+            self.save_state(checkpoint.path, checkpoint)
+
+    def save_state(self, directory: str | os.PathLike[str], checkpoint: Checkpoint | None = None) -> None:
+        """Saves the training state, each process its part.
+
+        Args:
+            directory: A directory that exists.
+            checkpoint: The checkpoint that it belongs to; where that is allowed, it is written in the background.
+
+        Raises:
+            CheckpointError: If it cannot be written.
+        """
+        if self._state is None:
+            return
+        if checkpoint is not None and self.in_background:
+            checkpoint.write = self._state.save_in_background(directory)
+        else:
+            self._state.save(directory)
+
+    def _save_weights(self, directory: Path) -> None:
+        is_main = self._collectives.rank == 0
+        with self._weights.streamed(is_reader=is_main):
+            if not is_main:
+                return
+            model: Any = self._model
+            if hasattr(model, "save_pretrained"):
+                model.save_pretrained(directory)
+                return
+            import safetensors.torch
+
+            with streamed_writing(self._weights.piece_numel):
+                state = model.state_dict()
+                tensors = {name: v.contiguous() for name, v in state.items() if isinstance(v, torch.Tensor)}
+                safetensors.torch.save_file(tensors, directory / _WEIGHTS_NAME, metadata={"format": "pt"})
+
+    # Loading
+
+    def load(self, directory: str | os.PathLike[str]) -> FoundWeights:
+        """Loads what ``save`` saved, in any shape: other processes, chunks, budgets, devices.
+
+        Args:
+            directory: Where it was saved.
+
+        Returns:
+            What was found.
+
+        Raises:
+            CheckpointError: If something is missing, damaged or does not fit; nothing has changed then.
+        """
+        return self.load_parts(self.find_weights(directory), directory)
+
+    def find_weights(self, directory: str | os.PathLike[str]) -> FoundWeights:
+        """Opens the weights of a directory and checks that they fit the model."""
+        return find_weights(self._model, directory)
+
+    def load_parts(
+        self, found: FoundWeights | None, state_directory: str | os.PathLike[str] | None = None
+    ) -> FoundWeights:
+        """Loads weights that were found, and a training state; all processes call it together.
+
+        Args:
+            found: The weights; ``None`` leaves them.
+            state_directory: Where the training state is; without an index of one there, and with ``None``, it stays.
+
+        Raises:
+            CheckpointError: If something does not fit, here or on another process; nothing has changed then.
+        """
+        self.wait()
+        found = found or FoundWeights({}, [], [])
+        loading: Loading | None = None
+        error: CheckpointError | None = None
+        try:
+            self._check(found)
+            if self._state is not None and state_directory is not None and has_training_state(state_directory):
+                loading = self._state.open(state_directory)
+        except CheckpointError as raised:
+            error = raised
+        texts = self._collectives.exchange_objects(None if error is None else str(error), "loading a checkpoint")
+        if error is not None:
+            raise error
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise CheckpointError(f"rank {rank} cannot load the checkpoint: {text}")
+        self._apply(found)
+        if loading is not None:
+            loading.apply()
+        return found
+
+    def _check(self, found: FoundWeights) -> None:
+        for tensor in self._manager.tensors:
+            value = _value_of(tensor, found.values)
+            if value is not None and tuple(value.shape) != tensor.spec.shape:
+                raise CheckpointError(_shape_mismatch(tensor.spec.name, value, tensor.spec.shape))
+
+    @torch.no_grad()
+    def _apply(self, found: FoundWeights) -> None:
+        if not found.values:
+            return
+        reader, piece_numel = Reader(), self._weights.piece_numel
+        self._manager.begin_loading()
+        for chunk in self._manager.chunks:
+            for tensor in chunk.owned:
+                value = _value_of(tensor, found.values)
+                if value is None:
+                    continue
+                value = value.to(tensor.original_dtype)
+                start = tensor.part[0]
+                self._manager.load_value(tensor, lambda home: reader.fill(home, value, start, piece_numel))  # noqa: B023
+        for name, buffer in self._model.named_buffers():
+            if name in found.values:
+                buffer.copy_(reader.read(found.values[name]).view(buffer.shape))
+        self._manager.end_loading()
+
+
+def has_training_state(directory: str | os.PathLike[str]) -> bool:
+    """Whether a training state of ours is there."""
+    return (Path(directory) / INDEX_NAME).is_file()
+
+
+def find_weights(model: torch.nn.Module, directory: str | os.PathLike[str]) -> FoundWeights:
+    """Opens saved weights and finds the model's names for them; nothing is read yet.
+
+    Where names in the files are not the model's own, transformers' renaming and conversion of its checkpoints is used.
+
+    Args:
+        model: The model, with an engine or without.
+        directory: Where the weights are; see ``open_weights``.
+
+    Raises:
+        CheckpointError: If a file is missing or damaged, or a shape does not fit.
+    """
+    values: dict[str, torch.Tensor] = dict(open_weights(directory))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = _persistent_buffers(model)
+    names = {**{name: tuple(parameter.shape) for name, parameter in parameters.items()}, **buffers}
+    if not all(name in names for name in values):
+        values = _converted(model, directory, values) or values
+    for name, value in values.items():
+        if name in names and tuple(value.shape) != names[name]:
+            raise CheckpointError(_shape_mismatch(name, value, names[name]))
+    held = {id(parameters[name]) for name in values if name in parameters}
+    missing = [name for name, parameter in parameters.items() if id(parameter) not in held]
+    missing += [name for name in buffers if name not in values]
+    return FoundWeights(
+        {name: value for name, value in values.items() if name in names},
+        missing,
+        [name for name in values if name not in names],
+    )
+
+
+def _persistent_buffers(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    found = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = tuple(buffer.shape)
+    return found
+
+
+def _converted(
+    model: torch.nn.Module, directory: str | os.PathLike[str], values: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor] | None:
+    """The weights under the model's names, if it is one of transformers'."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel) or not Path(directory).is_dir():
+        return None
+    kinds = {value.dtype for value in values.values() if value.is_floating_point()}
+    widest = max(kinds, key=lambda dtype: dtype.itemsize, default=torch.float32)
+    try:
+        # What is missing in the files is initialised, which must not be noticed.
+        with deferred_weights(), torch.random.fork_rng(devices=[]):
+            twin = type(model).from_pretrained(directory, config=model.config, dtype=widest)
+    except (RuntimeError, ValueError, OSError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"'{directory}' does not fit the model: {error}") from error
+    items = [*twin.named_parameters(), *twin.named_buffers()]
+    return {name: value for name, value in items if isinstance(value, DeferredTensor)}
+
+
+def _value_of(tensor: ManagedTensor, values: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    return next((values[name] for name in (tensor.spec.name, *tensor.spec.aliases) if name in values), None)
+
+
+def _shape_mismatch(name: str, value: torch.Tensor, shape: tuple[int, ...]) -> str:
+    where = str(value.recipe) if isinstance(value, DeferredTensor) else "the file"
+    return f"{where}: tensor '{name}' has shape {tuple(value.shape)}, in the model it has {shape}"

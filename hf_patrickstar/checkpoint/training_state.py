@@ -1,0 +1,435 @@
+"""What training needs beside the weights: masters and optimizer states, under the names of parameters.
+
+[Note: the format]
+Rank r of p writes ``optimizer-0000r-of-0000p.safetensors`` with what it has at home: ``exp_avg/<parameter>`` and so on,
+whole tensors in the parameter's shape, or flat parts of those that are spread over ranks; which part is in the file's
+metadata, with states that are no tensors. Rank 0 adds ``optimizer.index.json``: the files, the parameters with their
+shapes, the param groups. Nothing tells of chunks, budgets or devices, so it can be read with any of these changed, and
+by any number of processes: each looks up who wrote which elements, and reads its own.
+
+Plain safetensors and not ``torch.distributed.checkpoint``: that pickles its metadata, so that loading a checkpoint may
+run code; it wants every tensor allocated beside the chunks; and its files need torch to be read, these need nothing.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from tqdm.auto import tqdm
+
+from hf_patrickstar.checkpoint.background import BackgroundWrite
+from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL
+from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile, write_safetensors
+from hf_patrickstar.errors import CheckpointError
+from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedTensor
+from hf_patrickstar.runtime.manager import ChunkManager
+
+INDEX_NAME = "optimizer.index.json"
+_FORMAT, _VERSION = "hf_patrickstar.training_state", 1
+
+
+def shard_name(rank: int, world_size: int) -> str:
+    """The file of a rank."""
+    return f"optimizer-{rank + 1:05d}-of-{world_size:05d}.safetensors"
+
+
+class ShardedOptimizer(Protocol):
+    """What the training state needs of an optimizer over chunks."""
+
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def class_name(self) -> str:
+        """The class of the user's optimizer."""
+        ...
+
+    def named_groups(self) -> list[list[str]]:
+        """The names of the parameters of each param group."""
+        ...
+
+    def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
+        """What this rank has of a parameter's state, in place; empty before its first step."""
+        ...
+
+    def state_places(self, tensor: ManagedTensor) -> dict[str, torch.Tensor]:
+        """The tensors of a parameter's state that exist whether there is a state or not."""
+        ...
+
+    def load_own_state(self, tensor: ManagedTensor, state: Mapping[str, Any]) -> None:
+        """Takes over what this rank has of a parameter's state; what is in ``state_places`` is there already."""
+        ...
+
+
+class TrainingState:
+    """Saves and loads masters and optimizer states, each process its own part.
+
+    Args:
+        manager: The manager of the chunks.
+        optimizer: The optimizer over them.
+        rank: This process.
+        world_size: How many there are.
+    """
+
+    def __init__(self, manager: ChunkManager, optimizer: ShardedOptimizer, rank: int, world_size: int) -> None:
+        self._manager = manager
+        self._optimizer = optimizer
+        self._rank = rank
+        self._world_size = world_size
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Writes this rank's part, and on rank 0 the index. Nothing is copied; processes do not wait for each other.
+
+        Args:
+            directory: A directory that exists.
+
+        Raises:
+            CheckpointError: If it cannot be written, or a state cannot be saved without pickling it.
+        """
+        tensors, metadata, _ = self._collect()
+        write_safetensors(self._path(directory), tensors, metadata, piece_numel=self._piece_numel, is_sorted=False)
+        if self._rank == 0:
+            self.save_index(directory)
+
+    def save_in_background(self, directory: str | os.PathLike[str]) -> BackgroundWrite:
+        """Does the same while training goes on; the index is written at once.
+
+        Args:
+            directory: A directory that exists.
+
+        Raises:
+            CheckpointError: If the index cannot be written, or a state cannot be saved without pickling it.
+        """
+        if self._rank == 0:
+            self.save_index(directory)
+        tensors, metadata, chunks = self._collect()
+        return BackgroundWrite(self._path(directory), tensors, metadata, chunks, self._piece_numel)
+
+    def _path(self, directory: str | os.PathLike[str]) -> Path:
+        return Path(directory) / shard_name(self._rank, self._world_size)
+
+    def save_index(self, directory: str | os.PathLike[str]) -> None:
+        """Writes the index.
+
+        Args:
+            directory: A directory that exists.
+
+        Raises:
+            CheckpointError: If it cannot be written.
+        """
+        trainable = [tensor for tensor in self._manager.tensors if tensor.spec.trainable]
+        index = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "optimizer": self._optimizer.class_name,
+            "files": [shard_name(rank, self._world_size) for rank in range(self._world_size)],
+            "param_groups": [
+                {**_plain(group), "params": names}
+                for group, names in zip(self._optimizer.param_groups, self._optimizer.named_groups(), strict=True)
+            ],
+            "parameters": {
+                tensor.spec.name: {
+                    "shape": list(tensor.spec.shape),
+                    "dtype": str(tensor.original_dtype).removeprefix("torch."),
+                }
+                for tensor in trainable
+            },
+        }
+        try:
+            (Path(directory) / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise CheckpointError(f"'{Path(directory) / INDEX_NAME}' cannot be written: {error.strerror}") from error
+
+    @property
+    def _piece_numel(self) -> int:
+        return min(max((chunk.spec.chunk_numel for chunk in self._manager.chunks), default=PIECE_NUMEL), PIECE_NUMEL)
+
+    def owned(self) -> Iterator[ManagedTensor]:
+        """The trainable parameters of which this rank has a part at home, in the order of chunks."""
+        return (t for chunk in self._manager.chunks for t in chunk.owned if t.spec.trainable)
+
+    def _collect(self) -> tuple[dict[str, torch.Tensor], dict[str, str], dict[str, Chunk]]:
+        """What to write, in place, what is beside it, and the chunk that each tensor is in."""
+        tensors: dict[str, torch.Tensor] = {}
+        chunks: dict[str, Chunk] = {}
+        parts: dict[str, list[int]] = {}
+        values: dict[str, dict[str, Any]] = {}
+        for tensor in self.owned():
+            name = tensor.spec.name
+            state = dict(self._optimizer.own_state(tensor))
+            if tensor.original_dtype is not torch.float32:  # else the model's file has every bit of it
+                tensor.chunk.wait()
+                state[MASTER] = tensor.view(tensor.chunk.lists[MASTER])
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{key}/{name}"] = value
+                    chunks[f"{key}/{name}"] = tensor.chunk
+                    if tensor.is_split and value.dim():
+                        parts[f"{key}/{name}"] = list(tensor.part)
+                elif _is_plain(value):
+                    values.setdefault(name, {})[key] = value
+                else:
+                    raise CheckpointError(
+                        f"state '{key}' of parameter '{name}' is a {type(value).__name__}, which cannot be saved "
+                        "without pickling it; optimizers whose state is made of tensors and numbers can be saved"
+                    )
+        metadata = {"format": "pt", "rank": str(self._rank), "world_size": str(self._world_size)}
+        return tensors, {**metadata, "parts": json.dumps(parts), "values": json.dumps(values)}, chunks
+
+    # Loading
+
+    def open(self, directory: str | os.PathLike[str]) -> "Loading":
+        """Checks a saved state against this optimizer. Nothing changes until ``Loading.apply``.
+
+        Args:
+            directory: Where it was saved, by any number of processes.
+
+        Raises:
+            CheckpointError: If a file is missing or damaged, or it was saved for other parameters or groups.
+        """
+        saved = SavedState(directory)
+        self._check_groups(saved)
+        for tensor in self._manager.tensors:
+            if tensor.spec.trainable:
+                self._check_tensor(saved, tensor)
+        return Loading(self, saved, self._manager, self._optimizer)
+
+    def _check_groups(self, saved: "SavedState") -> None:
+        ours = self._optimizer.named_groups()
+        if len(ours) != len(saved.groups):
+            raise CheckpointError(
+                f"'{saved.path}' has {len(saved.groups)} param groups, this optimizer {len(ours)}; make it with the "
+                "same groups (the same weight decay, say) as the one that was saved"
+            )
+        for number, (names, group) in enumerate(zip(ours, saved.groups, strict=True)):
+            different = sorted(set(names) ^ set(group["params"]))
+            if different:
+                raise CheckpointError(
+                    f"'{saved.path}': param group {number} was saved with {len(group['params'])} parameters and has "
+                    f"{len(names)} here; '{different[0]}' is the first that is in one of them only"
+                )
+
+    def _check_tensor(self, saved: "SavedState", tensor: ManagedTensor) -> None:
+        name = tensor.spec.name
+        if name not in saved.shapes:
+            raise CheckpointError(
+                f"'{saved.path}' has no parameter '{name}': it was frozen when the state was saved, or has another name"
+            )
+        if saved.shapes[name] != tensor.spec.shape:
+            raise CheckpointError(
+                f"'{saved.path}': parameter '{name}' has shape {saved.shapes[name]}, in the model {tensor.spec.shape}"
+            )
+        needed = set(self._optimizer.state_places(tensor)) if saved.keys(name) - {MASTER} else set()
+        missing = sorted(needed - saved.keys(name))
+        if missing:
+            raise CheckpointError(
+                f"'{saved.path}' has no '{missing[0]}' of parameter '{name}': it was saved by {saved.optimizer}, this "
+                f"is {self._optimizer.class_name}"
+            )
+        for key in saved.keys(name):
+            saved.check_whole(key, name)
+
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What JSON can hold of a param group: numbers, texts, and tuples of them."""
+    plain = {}
+    for key, value in group.items():
+        if key == "params":
+            continue
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if _is_plain(value):
+            plain[key] = value
+    return plain
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return isinstance(value, (int, float, str, bool, type(None)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Piece:
+    """Elements of a flattened tensor, and where they are."""
+
+    start: int
+    stop: int
+    file: SafetensorsFile
+    key: str
+
+
+class SavedState:
+    """A training state on the disk.
+
+    Args:
+        directory: Where it was saved.
+
+    Attributes:
+        path: Its index.
+        optimizer: The class of the optimizer.
+        groups: The param groups, with the names of parameters for ``params``.
+        shapes: The shape of every parameter.
+        values: States that are no tensors, by parameter.
+
+    Raises:
+        CheckpointError: If a file is missing or damaged.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.path = Path(directory) / INDEX_NAME
+        try:
+            index = json.loads(self.path.read_text(encoding="utf-8"))
+            if index["format"] != _FORMAT or index["version"] > _VERSION:
+                raise CheckpointError(
+                    f"'{self.path}' is version {index['version']} of {index['format']}; this package reads "
+                    f"version {_VERSION} of {_FORMAT}"
+                )
+            self.optimizer = str(index["optimizer"])
+            self.groups: list[dict[str, Any]] = index["param_groups"]
+            self.shapes = {name: tuple(found["shape"]) for name, found in index["parameters"].items()}
+            names = [str(name) for name in index["files"]]
+        except FileNotFoundError as error:
+            raise CheckpointError(f"'{self.path}' is missing") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"'{self.path}' is not the index of a training state: {error}") from error
+        self.values: dict[str, dict[str, Any]] = {}
+        self._pieces: dict[str, dict[str, list[_Piece]]] = {}
+        for name in names:
+            self._add(SafetensorsFile(self.path.parent / name))
+
+    def _add(self, file: SafetensorsFile) -> None:
+        try:
+            parts = json.loads(file.metadata["parts"])
+            for name, values in json.loads(file.metadata["values"]).items():
+                self.values.setdefault(name, {}).update(values)
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"'{file.path}' is not a part of a training state: {error}") from error
+        for entry_name, entry in file.entries.items():
+            key, _, name = entry_name.partition("/")
+            start, stop = parts.get(entry_name, (0, torch.Size(entry.shape).numel()))
+            pieces = self._pieces.setdefault(name, {}).setdefault(key, [])
+            if not any((piece.start, piece.stop) == (start, stop) for piece in pieces):  # a scalar of every part
+                pieces.append(_Piece(start, stop, file, entry_name))
+
+    def keys(self, name: str) -> set[str]:
+        """The tensors that a parameter's state is made of."""
+        return set(self._pieces.get(name, {}))
+
+    def shape(self, key: str, name: str) -> tuple[int, ...]:
+        """The shape of one of them, whole."""
+        pieces = self._pieces[name][key]
+        entry = pieces[0].file.entries[pieces[0].key]
+        is_part = len(pieces) > 1 or (pieces[0].start, pieces[0].stop) != (0, torch.Size(entry.shape).numel())
+        return self.shapes[name] if is_part else entry.shape
+
+    def check_whole(self, key: str, name: str) -> None:
+        """Makes sure that every element of one of them is somewhere.
+
+        Raises:
+            CheckpointError: If not.
+        """
+        end = 0
+        numel = torch.Size(self.shape(key, name)).numel()
+        for piece in sorted(self._pieces[name][key], key=lambda piece: piece.start):
+            if piece.start > end:
+                break
+            end = max(end, piece.stop)
+        if end != numel:
+            raise CheckpointError(
+                f"'{self.path}': elements from {end} on, of {numel}, of '{key}' of parameter '{name}' are in no file"
+            )
+
+    def read(self, key: str, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements of one of them, flat, in memory of their own."""
+        pieces = self._overlapping(key, name, start, stop)
+        if len(pieces) == 1:
+            return pieces[0].file.read(pieces[0].key, start - pieces[0].start, stop - pieces[0].start)
+        dtype = pieces[0].file.entries[pieces[0].key].dtype if pieces else torch.float32
+        values = torch.full((stop - start,), 0, dtype=dtype)
+        self.read_into(key, name, start, values)
+        return values
+
+    def read_into(self, key: str, name: str, start: int, values: torch.Tensor) -> None:
+        """Reads as many elements as there is room for, to where they belong.
+
+        Args:
+            key: Which state.
+            name: Of which parameter.
+            start: The first element of it.
+            values: Flat and contiguous, of any type, on any device.
+        """
+        stop = start + values.numel()
+        for piece in self._overlapping(key, name, start, stop):
+            low, high = max(piece.start, start), min(piece.stop, stop)
+            place = values[low - start : high - start]
+            if place.device.type == "cpu" and place.dtype == piece.file.entries[piece.key].dtype:
+                piece.file.read_into(piece.key, low - piece.start, place)
+                continue
+            for begin in range(low, high, PIECE_NUMEL):
+                end = min(begin + PIECE_NUMEL, high)
+                found = piece.file.read(piece.key, begin - piece.start, end - piece.start)
+                values[begin - start : end - start].copy_(found)
+
+    def _overlapping(self, key: str, name: str, start: int, stop: int) -> Sequence[_Piece]:
+        return [piece for piece in self._pieces[name][key] if piece.start < stop and start < piece.stop]
+
+
+class Loading:
+    """A state that was checked and can be taken over.
+
+    Args:
+        state: Where to.
+        saved: Where from.
+        manager: The manager of the chunks.
+        optimizer: The optimizer over them.
+    """
+
+    def __init__(
+        self, state: TrainingState, saved: SavedState, manager: ChunkManager, optimizer: ShardedOptimizer
+    ) -> None:
+        self._state, self._saved, self._manager, self._optimizer = state, saved, manager, optimizer
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Takes the state over, one parameter after the other; gradients are dropped.
+
+        Raises:
+            CheckpointError: If a file cannot be read any more.
+        """
+        saved, optimizer = self._saved, self._optimizer
+        self._manager.begin_loading()
+        for tensor in tqdm(list(self._state.owned()), desc="Reading training state", unit="tensors", delay=1):
+            name, (start, stop) = tensor.spec.name, tensor.part
+            places = optimizer.state_places(tensor)
+            state: dict[str, Any] = dict(saved.values.get(name, {}))
+            for key in sorted(saved.keys(name)):
+                if key == MASTER:
+                    self._manager.load_value(tensor, lambda home: saved.read_into(MASTER, name, start, home))  # noqa: B023
+                elif key in places:
+                    saved.read_into(key, name, start, places[key].view(-1))
+                else:
+                    shape = saved.shape(key, name)
+                    is_part = tensor.is_split and shape == tensor.spec.shape
+                    ends = (start, stop) if is_part else (0, torch.Size(shape).numel())
+                    value = saved.read(key, name, *ends)
+                    state[key] = value if is_part else value.view(shape)
+            optimizer.load_own_state(tensor, state)
+        for group, found in zip(optimizer.param_groups, saved.groups, strict=True):
+            _update_group(group, found)
+        self._manager.end_loading()
+
+
+def _update_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Takes over what was saved of a param group; the types of what is there stay."""
+    for key, value in saved.items():
+        if key == "params":
+            continue
+        present = group.get(key)
+        if isinstance(present, torch.Tensor):
+            present.fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(value, list) and not isinstance(present, list) else value

@@ -1,0 +1,187 @@
+"""Checkpoints that several processes write together, and that exist whole or not at all."""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from hf_patrickstar.checkpoint.background import FAILED, BackgroundWrite
+from hf_patrickstar.checkpoint.storage import StagedDirectory
+from hf_patrickstar.checkpoint.training_state import shard_name
+from hf_patrickstar.errors import CheckpointError, CollectiveError
+from hf_patrickstar.runtime.collectives import Collectives
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.05
+_PATIENCE_S = 1800.0
+
+
+@dataclasses.dataclass(slots=True)
+class Checkpoint:
+    """A checkpoint that is being written.
+
+    Attributes:
+        staged: Its directory.
+        makers: The ranks that make and complete the directory, with those that write into it: one, unless machines have
+            disks of their own.
+        write: What this process still writes in the background.
+        on_commit: Called on the makers when it is complete.
+        error: Why it could not be completed in the background.
+    """
+
+    staged: StagedDirectory
+    makers: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    write: BackgroundWrite | None = None
+    on_commit: Callable[[], None] = lambda: None
+    error: BaseException | None = None
+    thread: threading.Thread | None = None
+
+    @property
+    def path(self) -> Path:
+        """Where files are written now."""
+        return self.staged.path
+
+
+class Transactions:
+    """Begins and ends checkpoints, one at a time.
+
+    Args:
+        collectives: The processes that write together.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._pending: Checkpoint | None = None
+
+    @contextlib.contextmanager
+    def writing(self, final: str | os.PathLike[str]) -> Iterator[Checkpoint]:
+        """Writes a checkpoint: what all processes write into its ``path`` appears when all have left.
+
+        They enter together. If one fails, all do, and nothing has changed.
+
+        Args:
+            final: Where it will be; an older one is replaced.
+
+        Raises:
+            CheckpointError: If it cannot be written, here or on another process, or the one before could not.
+        """
+        self.wait()
+        checkpoint = Checkpoint(StagedDirectory(final))
+        self._begin(checkpoint)
+        try:
+            yield checkpoint
+        except BaseException as error:
+            with contextlib.suppress(CollectiveError, CheckpointError):
+                self._end(checkpoint, error)
+            raise
+        self._end(checkpoint, None)
+
+    def wait(self) -> None:
+        """Waits until what is written in the background is complete; all processes call it together.
+
+        Raises:
+            CheckpointError: If it could not be written; it does not exist then.
+        """
+        checkpoint, self._pending = self._pending, None
+        if checkpoint is not None:
+            self._agree(_join(checkpoint), checkpoint, "was not written")
+
+    def close(self) -> None:
+        """Waits for what this process writes in the background, and logs what went wrong."""
+        checkpoint, self._pending = self._pending, None
+        if checkpoint is not None:
+            error = _join(checkpoint)
+            if error is not None:
+                logger.error("patrickstar: checkpoint '%s' was not written: %s", checkpoint.staged.final, error)
+
+    def _begin(self, checkpoint: Checkpoint) -> None:
+        rank, staged = self._collectives.rank, checkpoint.staged
+        error: BaseException | None = None
+        if rank == 0:
+            error = _attempt(staged.begin)
+        self._agree(error, checkpoint, "cannot be written")
+        places = self._collectives.exchange_objects(
+            "" if staged.path.is_dir() else socket.gethostname(), "looking for the directory of the checkpoint"
+        )
+        for place in dict.fromkeys(places):
+            ranks = [other for other, found in enumerate(places) if found == place]
+            checkpoint.makers[ranks[0]] = ranks
+        if len(checkpoint.makers) > 1:  # those that do not see it have disks of their own
+            is_maker = rank > 0 and rank in checkpoint.makers
+            self._agree(_attempt(staged.begin) if is_maker else None, checkpoint, "cannot be written")
+
+    def _end(self, checkpoint: Checkpoint, error: BaseException | None) -> None:
+        is_maker = self._collectives.rank in checkpoint.makers
+        try:
+            self._agree(error, checkpoint, "was not written")
+        except (CheckpointError, CollectiveError):
+            if checkpoint.write is not None:
+                checkpoint.write.join()
+            if is_maker:
+                checkpoint.staged.abandon()
+            raise
+        if checkpoint.write is not None:
+            self._pending = checkpoint
+            if is_maker:
+                checkpoint.thread = threading.Thread(
+                    target=self._commit_later, args=(checkpoint,), name="completes a checkpoint"
+                )
+                checkpoint.thread.start()
+            return
+        self._agree(_attempt(lambda: _commit(checkpoint)) if is_maker else None, checkpoint, "was not completed")
+
+    def _commit_later(self, checkpoint: Checkpoint) -> None:
+        """Completes a checkpoint when the last process has written its part: each is a file that appears."""
+        world_size = self._collectives.world_size
+        files = [checkpoint.path / shard_name(rank, world_size) for rank in checkpoint.makers[self._collectives.rank]]
+        end = time.monotonic() + _PATIENCE_S
+        while not all(file.exists() for file in files):
+            failed = [file.name for file in files if file.with_name(file.name + FAILED).exists()]
+            if failed or time.monotonic() > end:
+                reason = f"{failed[0]} could not be written" if failed else "not all processes wrote their part"
+                checkpoint.error = CheckpointError(reason)
+                checkpoint.staged.abandon()
+                return
+            time.sleep(_POLL_S)
+        checkpoint.error = _attempt(lambda: _commit(checkpoint))
+
+    def _agree(self, error: BaseException | None, checkpoint: Checkpoint, what: str) -> None:
+        """Raises on all processes what went wrong on one."""
+        text = None if error is None else f"{error}" or type(error).__name__
+        texts = self._collectives.exchange_objects(text, "completing a checkpoint")
+        if error is not None and isinstance(error, CheckpointError) and len(texts) == 1:
+            raise error
+        for rank, found in enumerate(texts):
+            if found is not None:
+                where = f" on rank {rank}" if len(texts) > 1 else ""
+                raise CheckpointError(
+                    f"checkpoint '{checkpoint.staged.final}' {what}: {found}{where}. Earlier ones are as they were"
+                ) from error
+
+
+def _attempt(function: Callable[[], None]) -> BaseException | None:
+    try:
+        function()
+    except Exception as error:
+        return error
+    return None
+
+
+def _commit(checkpoint: Checkpoint) -> None:
+    checkpoint.staged.commit()
+    checkpoint.on_commit()
+
+
+def _join(checkpoint: Checkpoint) -> BaseException | None:
+    """Waits for the threads of a checkpoint; what went wrong in them."""
+    if checkpoint.write is not None:
+        checkpoint.write.join()
+    if checkpoint.thread is not None:
+        checkpoint.thread.join()
+    return (checkpoint.write.error if checkpoint.write is not None else None) or checkpoint.error

@@ -1,0 +1,186 @@
+"""The files that a model's weights are in, opened, checked, and read when a value is needed."""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+
+from hf_patrickstar.checkpoint.deferred import DeferredTensor
+from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile
+from hf_patrickstar.errors import CheckpointError
+
+_SAFE_FILE, _SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
+_TORCH_FILE, _TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+
+class _MemorySource:
+    """A tensor in memory, or in a file that is mapped into it, as the source of a deferred one."""
+
+    def __init__(self, tensor: torch.Tensor, path: Path) -> None:
+        self._tensor, self._path = tensor, path
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return self._tensor.reshape(-1)[start:stop]
+
+    def __str__(self) -> str:
+        return f"'{self._path}'"
+
+
+def open_weights(path: str | os.PathLike[str]) -> dict[str, DeferredTensor]:
+    """Opens the weights of a saved model.
+
+    Args:
+        path: A directory with ``model.safetensors`` or ``pytorch_model.bin``, or their indices and shards, or one file.
+
+    Returns:
+        The tensors by their names in the files, to be read later.
+
+    Raises:
+        CheckpointError: If a file is missing, truncated, or has anything in it that torch will not load safely.
+    """
+    path = Path(path)
+    if path.is_file():
+        return _open_index(path) if path.name.endswith(".index.json") else _open_file(path)
+    for name in (_SAFE_FILE, _SAFE_INDEX, _TORCH_FILE, _TORCH_INDEX):
+        if (path / name).is_file():
+            return open_weights(path / name)
+    raise CheckpointError(
+        f"'{path}' has no weights: none of {_SAFE_FILE}, {_SAFE_INDEX}, {_TORCH_FILE} and {_TORCH_INDEX} is there"
+    )
+
+
+def _open_index(path: Path) -> dict[str, DeferredTensor]:
+    try:
+        shards = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files = {name: _open_file(path.parent / name) for name in sorted(set(shards.values()))}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"'{path}' is not the index of a checkpoint: {error}") from error
+    for tensor, name in shards.items():
+        if tensor not in files[name]:
+            raise CheckpointError(f"'{path}' says that tensor '{tensor}' is in '{name}', but it is not")
+    return {tensor: files[name][tensor] for tensor, name in shards.items()}
+
+
+def _open_file(path: Path) -> dict[str, DeferredTensor]:
+    if path.suffix == ".safetensors":
+        file = SafetensorsFile(path)
+        return {name: file.deferred(name) for name in file.entries}
+    return {
+        name: DeferredTensor.make(_MemorySource(tensor, path), is_loadable=True)
+        for name, tensor in load_torch_file(path).items()
+        if isinstance(tensor, torch.Tensor)
+    }
+
+
+def load_torch_file(path: Path) -> dict[str, Any]:
+    """Loads what ``torch.save`` wrote, tensors mapped and not read; nothing is unpickled but tensors and plain data.
+
+    Args:
+        path: The file.
+
+    Raises:
+        CheckpointError: If it is missing, damaged, or holds other objects.
+    """
+    try:
+        try:
+            loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except RuntimeError as error:
+            if "mmap" not in str(error):
+                raise
+            loaded = torch.load(path, map_location="cpu", weights_only=True)  # of before the zip format
+    except FileNotFoundError as error:
+        raise CheckpointError(f"'{path}' is missing") from error
+    except Exception as error:
+        raise CheckpointError(f"'{path}' cannot be loaded safely: {error}") from error
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"'{path}' holds a {type(loaded).__name__}, not a dictionary")
+    return loaded
+
+
+class _OpenedFile:
+    """What ``safetensors.safe_open`` gives, with tensors that are read later."""
+
+    def __init__(self, filename: Any, *_args: Any, **_kwargs: Any) -> None:
+        self._file = SafetensorsFile(filename)
+
+    def keys(self) -> list[str]:
+        """The names of the tensors."""
+        return list(self._file.entries)
+
+    def metadata(self) -> dict[str, str]:
+        """What was saved beside them."""
+        return self._file.metadata
+
+    def get_tensor(self, name: str) -> DeferredTensor:
+        """One tensor."""
+        return self._file.deferred(name)
+
+    def get_slice(self, name: str) -> "_OpenedSlice":
+        """One tensor, of which a part may be taken."""
+        return _OpenedSlice(self._file.deferred(name))
+
+    def __enter__(self) -> "_OpenedFile":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """Stays open as long as a tensor refers to it."""
+
+
+class _OpenedSlice:
+    """What ``get_slice`` of ``safetensors`` gives."""
+
+    def __init__(self, tensor: DeferredTensor) -> None:
+        self._tensor = tensor
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._tensor[index]
+
+    def get_shape(self) -> list[int]:
+        """Sizes of the tensor."""
+        return list(self._tensor.shape)
+
+    def get_dtype(self) -> str:
+        """Name of its type in the format."""
+        return SafetensorsFile.name_of(self._tensor.dtype)
+
+
+@contextlib.contextmanager
+def deferred_weights(enabled: bool = True) -> Iterator[None]:
+    """Inside the block ``from_pretrained`` reads no weights: the engine will, straight into chunks.
+
+    So a model never exists twice, and each of several processes reads only its own part. The model can be looked at
+    (shapes, types, names), wrapped by PEFT, and given to a Trainer or to ``prepare``; until then it has no values::
+
+        with hf_patrickstar.deferred_weights(enabled=training_args.patrickstar):
+            model = AutoModelForCausalLM.from_pretrained(name)
+
+    Args:
+        enabled: Whether to do that; otherwise nothing changes.
+
+    Raises:
+        CheckpointError: From ``from_pretrained``, if a file is truncated.
+    """
+    if not enabled:
+        yield
+        return
+    import transformers.modeling_utils as library
+
+    def load_state_dict(path: Any, *_args: Any, **_kwargs: Any) -> dict[str, DeferredTensor]:
+        return _open_file(Path(path))
+
+    places = [(library, name, _OpenedFile) for name, value in vars(library).items() if value is safetensors.safe_open]
+    replaced: list[tuple[Any, str, Any]] = [*places, (library, "load_state_dict", load_state_dict)]
+    originals = [(module, name, getattr(module, name)) for module, name, _ in replaced]
+    for module, name, value in replaced:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module, name, value in originals:
+            setattr(module, name, value)

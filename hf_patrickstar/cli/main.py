@@ -1,0 +1,54 @@
+"""``hf-patrickstar COMMAND``: one function per command."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from hf_patrickstar.checkpoint.export import OPTIMIZER_NAME, export
+from hf_patrickstar.errors import PatrickStarError
+from hf_patrickstar.units import format_nbytes
+from hf_patrickstar.version import __version__
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        arguments: What follows the name of the program; by default those of this process.
+
+    Returns:
+        The exit status: 0, or 1 if the command failed; what went wrong is told in one line.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except PatrickStarError as error:
+        print(f"hf-patrickstar {options.command}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hf-patrickstar", description="Fine-tune models that are too big for the device."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    command = commands.add_parser(
+        "export",
+        help="write the optimizer.pt of a checkpoint, for the stock Trainer",
+        description="Writes the optimizer's state of a checkpoint as the optimizer.pt that the stock Trainer reads.",
+    )
+    command.add_argument("directory", metavar="DIR", help="a checkpoint that was saved with --patrickstar")
+    command.add_argument(
+        "--output",
+        metavar="FILE",
+        help=f"where to write it; by default DIR/{OPTIMIZER_NAME}. An older file is replaced",
+    )
+    command.set_defaults(run=_export)
+    return parser
+
+
+def _export(options: argparse.Namespace) -> None:
+    path = export(options.directory, options.output)
+    print(f"{path}: {format_nbytes(path.stat().st_size)}")

@@ -1,0 +1,198 @@
+"""The Trainer's checkpoints of a model in chunks: saved piece by piece, whole or not at all, resumed in any shape."""
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+
+from hf_patrickstar.checkpoint.checkpoints import FoundWeights, find_weights, has_training_state
+from hf_patrickstar.checkpoint.export import torch_state_dict
+from hf_patrickstar.checkpoint.storage import remove_checkpoint
+from hf_patrickstar.checkpoint.transaction import Checkpoint
+from hf_patrickstar.checkpoint.weight_files import load_torch_file
+from hf_patrickstar.engine import PatrickStarEngine
+from hf_patrickstar.integrations.accelerator_checkpoints import get_engine
+
+
+class TrainerCheckpoints:
+    """What a Trainer does with checkpoints when its model has an engine; without one it does as always."""
+
+    args: Any
+    model: Any
+    accelerator: Any
+    optimizer: Any
+    lr_scheduler: Any
+    state: Any
+    _saving: Checkpoint | None = None
+    _found: FoundWeights | None = None
+
+    @property
+    def patrickstar_engine(self) -> PatrickStarEngine | None:
+        """The engine that is attached to the model, or ``None`` before the first ``train`` or ``evaluate``."""
+        return get_engine(self.model)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains as the Trainer does; when it ends, checkpoints that were begun are complete.
+
+        Args:
+            *args: As for ``Trainer.train``.
+            **kwargs: As for ``Trainer.train``.
+
+        Returns:
+            What ``Trainer.train`` returns.
+
+        Raises:
+            CheckpointError: If a checkpoint cannot be read, or cannot be written.
+        """
+        try:
+            result = super().train(*args, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            if self.patrickstar_engine is not None:
+                self.patrickstar_engine.checkpoints.close()
+            raise
+        finally:
+            self._found = None
+        if self.patrickstar_engine is not None:
+            self.patrickstar_engine.checkpoints.wait()
+        return result
+
+    # Saving
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """Saves the model as the Trainer does; with several processes all of them must call it.
+
+        Args:
+            *args: As for ``Trainer.save_model``.
+            **kwargs: As for ``Trainer.save_model``.
+
+        Raises:
+            CheckpointError: If a file cannot be written.
+        """
+        engine = self.patrickstar_engine
+        with contextlib.nullcontext() if engine is None else engine.weights.streamed(is_reader=self.args.should_save):
+            super().save_model(*args, **kwargs)  # type: ignore[misc]
+
+    def _get_output_dir(self, trial: Any) -> str:
+        if self._saving is not None:
+            return str(self._saving.path.parent)
+        return str(super()._get_output_dir(trial))  # type: ignore[misc]
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """What the Trainer writes goes to a directory aside, which is renamed when all of it is on the disk."""
+        engine = self.patrickstar_engine
+        if engine is None:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            return
+        run_dir = self._get_output_dir(trial)
+        final = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        with engine.checkpoints.writing(final) as checkpoint, self._staging(checkpoint):
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            best = self.state.best_model_checkpoint
+            if best is not None and Path(best) == checkpoint.path:
+                self.state.best_model_checkpoint = final
+                if self.args.should_save:
+                    self.state.save_to_json(str(checkpoint.path / TRAINER_STATE_NAME))
+            protected = self.state.best_model_checkpoint
+            if self.args.should_save:
+                checkpoint.on_commit = lambda: _rotate(run_dir, self.args.save_total_limit, protected)
+        if self.args.push_to_hub:
+            engine.checkpoints.wait()
+            super()._push_from_checkpoint(final)  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def _staging(self, checkpoint: Checkpoint) -> Iterator[None]:
+        self._saving = checkpoint
+        try:
+            yield
+        finally:
+            self._saving = None
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._saving is None:  # else it is pushed from its final place
+            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Each process writes what it has of the optimizer's state; one, the scheduler's, as the Trainer does."""
+        engine = self.patrickstar_engine
+        if engine is None or engine.training_state is None:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
+        os.makedirs(output_dir, exist_ok=True)
+        engine.checkpoints.save_state(output_dir, self._saving)
+        if self.args.should_save:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch asks to save the optimizer too
+                torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    # Loading
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Opens the weights and checks them; they are read when there are chunks to read them into."""
+        engine = self.patrickstar_engine
+        if not getattr(self.args, "patrickstar", False) or hasattr(self.model, "peft_config"):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+            return
+        found = find_weights(self.model, resume_from_checkpoint)
+        if engine is None:
+            self._found = found
+        else:
+            engine.checkpoints.load_parts(found)
+        self._tell_of(found)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Reads weights that were only opened before, and each process its part of the optimizer's state."""
+        engine, found = self.patrickstar_engine, self._found
+        self._found = None
+        if engine is None:
+            self._load_without_engine(checkpoint)
+            return
+        engine.checkpoints.load_parts(found, checkpoint)
+        if checkpoint is None:
+            return
+        optimizer, scheduler = (Path(checkpoint) / name for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
+        if not has_training_state(checkpoint) and optimizer.is_file():  # of a stock Trainer
+            self.optimizer.load_state_dict(load_torch_file(optimizer))
+        if scheduler.is_file():
+            self.lr_scheduler.load_state_dict(load_torch_file(scheduler))
+
+    def _load_without_engine(self, checkpoint: str | None) -> None:
+        """As the Trainer does, from a checkpoint that was saved with ``patrickstar`` too."""
+        is_ours = checkpoint is not None and has_training_state(checkpoint)
+        if not is_ours or os.path.isfile(os.path.join(str(checkpoint), OPTIMIZER_NAME)):
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        self.optimizer.load_state_dict(torch_state_dict(str(checkpoint)))
+        self.lr_scheduler.load_state_dict(load_torch_file(Path(str(checkpoint)) / SCHEDULER_NAME))
+
+    def _load_best_model(self) -> None:
+        engine, best = self.patrickstar_engine, self.state.best_model_checkpoint
+        if engine is None:
+            super()._load_best_model()  # type: ignore[misc]
+            return
+        engine.checkpoints.wait()
+        if hasattr(self.model, "peft_config") or not os.path.isdir(best):
+            super()._load_best_model()  # type: ignore[misc]
+            return
+        found = find_weights(self.model, best)
+        engine.checkpoints.load_parts(found)
+        self._tell_of(found)
+
+    def _tell_of(self, found: FoundWeights) -> None:
+        self._issue_warnings_after_load(found)  # type: ignore[attr-defined]
+
+
+def _rotate(run_dir: str, limit: int | None, best: str | None) -> None:
+    """Deletes the oldest checkpoints as the Trainer does, each in one step; the newest and the best stay."""
+    if limit is None or limit <= 0:
+        return
+    checkpoints = sort_checkpoints(run_dir, PREFIX_CHECKPOINT_DIR, use_mtime=True)
+    protected = {str(Path(path)) for path in (checkpoints[-1:] + ([best] if best is not None else []))}
+    surplus = len(checkpoints) - max(limit, len(protected))
+    for checkpoint in [path for path in checkpoints if str(Path(path)) not in protected][: max(surplus, 0)]:
+        remove_checkpoint(checkpoint)
