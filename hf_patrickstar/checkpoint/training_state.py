@@ -222,7 +222,8 @@ class TrainingState:
             raise CheckpointError(
                 f"'{saved.path}': parameter '{name}' has shape {saved.shapes[name]}, in the model {tensor.spec.shape}"
             )
-        needed = set(self._optimizer.state_places(tensor)) if saved.keys(name) - {MASTER} else set()
+        has_state = tensor.is_owned and saved.keys(name) - {MASTER}  # else its owner looks
+        needed = set(self._optimizer.state_places(tensor)) if has_state else set()
         missing = sorted(needed - saved.keys(name))
         if missing:
             raise CheckpointError(

@@ -23,7 +23,6 @@ def test_defaults():
         "warmup_fraction": 0.8,
         "tile_numel": 2**19,
         "background_save": False,
-        "background_save": False,
         "debug_collectives": False,
         "debug_evict_all": False,
     }
