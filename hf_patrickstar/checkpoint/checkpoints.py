@@ -110,10 +110,12 @@ class Checkpoints:
         """
         if self._state is None:
             return
+        rank = self._collectives.rank
+        with_index = rank == 0 if checkpoint is None else rank in checkpoint.makers
         if checkpoint is not None and self.in_background:
-            checkpoint.write = self._state.save_in_background(directory)
+            checkpoint.write = self._state.save_in_background(directory, with_index=with_index)
         else:
-            self._state.save(directory)
+            self._state.save(directory, with_index=with_index)
 
     def _save_weights(self, directory: Path) -> None:
         is_main = self._collectives.rank == 0

@@ -80,46 +80,40 @@ class TrainingState:
         self._rank = rank
         self._world_size = world_size
 
-    def save(self, directory: str | os.PathLike[str]) -> None:
-        """Writes this rank's part, and on rank 0 the index. Nothing is copied; processes do not wait for each other.
+    def save(self, directory: str | os.PathLike[str], *, with_index: bool) -> None:
+        """Writes this rank's part. Nothing is copied; processes do not wait for each other.
 
         Args:
             directory: A directory that exists.
+            with_index: Also write the index: one rank does, or one on each disk.
 
         Raises:
             CheckpointError: If it cannot be written, or a state cannot be saved without pickling it.
         """
         tensors, metadata, _ = self._collect()
         write_safetensors(self._path(directory), tensors, metadata, piece_numel=self._piece_numel, is_sorted=False)
-        if self._rank == 0:
-            self.save_index(directory)
+        if with_index:
+            self._save_index(directory)
 
-    def save_in_background(self, directory: str | os.PathLike[str]) -> BackgroundWrite:
+    def save_in_background(self, directory: str | os.PathLike[str], *, with_index: bool) -> BackgroundWrite:
         """Does the same while training goes on; the index is written at once.
 
         Args:
             directory: A directory that exists.
+            with_index: See ``save``.
 
         Raises:
             CheckpointError: If the index cannot be written, or a state cannot be saved without pickling it.
         """
-        if self._rank == 0:
-            self.save_index(directory)
+        if with_index:
+            self._save_index(directory)
         tensors, metadata, chunks = self._collect()
         return BackgroundWrite(self._path(directory), tensors, metadata, chunks, self._piece_numel)
 
     def _path(self, directory: str | os.PathLike[str]) -> Path:
         return Path(directory) / shard_name(self._rank, self._world_size)
 
-    def save_index(self, directory: str | os.PathLike[str]) -> None:
-        """Writes the index.
-
-        Args:
-            directory: A directory that exists.
-
-        Raises:
-            CheckpointError: If it cannot be written.
-        """
+    def _save_index(self, directory: str | os.PathLike[str]) -> None:
         trainable = [tensor for tensor in self._manager.tensors if tensor.spec.trainable]
         index = {
             "format": _FORMAT,
@@ -230,8 +224,8 @@ class TrainingState:
                 f"'{saved.path}' has no '{missing[0]}' of parameter '{name}': it was saved by {saved.optimizer}, this "
                 f"is {self._optimizer.class_name}"
             )
-        for key in saved.keys(name):
-            saved.check_whole(key, name)
+        if tensor.is_owned:
+            saved.check_complete(name, *tensor.part)
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -277,7 +271,7 @@ class SavedState:
         values: States that are no tensors, by parameter.
 
     Raises:
-        CheckpointError: If a file is missing or damaged.
+        CheckpointError: If the index is missing, or a file is damaged.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -299,8 +293,11 @@ class SavedState:
             raise CheckpointError(f"'{self.path}' is not the index of a training state: {error}") from error
         self.values: dict[str, dict[str, Any]] = {}
         self._pieces: dict[str, dict[str, list[_Piece]]] = {}
+        # Those of other machines may be on other disks: they are missed when something is needed that is in none.
+        self._missing = [name for name in names if not (self.path.parent / name).exists()]
         for name in names:
-            self._add(SafetensorsFile(self.path.parent / name))
+            if name not in self._missing:
+                self._add(SafetensorsFile(self.path.parent / name))
 
     def _add(self, file: SafetensorsFile) -> None:
         try:
@@ -327,22 +324,33 @@ class SavedState:
         is_part = len(pieces) > 1 or (pieces[0].start, pieces[0].stop) != (0, torch.Size(entry.shape).numel())
         return self.shapes[name] if is_part else entry.shape
 
-    def check_whole(self, key: str, name: str) -> None:
-        """Makes sure that every element of one of them is somewhere.
+    def check_complete(self, name: str, start: int, stop: int) -> None:
+        """Makes sure that the state of some elements of a parameter is there.
+
+        Args:
+            name: The parameter.
+            start: The first element.
+            stop: One after the last.
 
         Raises:
             CheckpointError: If not.
         """
-        end = 0
-        numel = torch.Size(self.shape(key, name)).numel()
-        for piece in sorted(self._pieces[name][key], key=lambda piece: piece.start):
-            if piece.start > end:
-                break
-            end = max(end, piece.stop)
-        if end != numel:
+        keys = self.keys(name)
+        if not keys and self._missing:
             raise CheckpointError(
-                f"'{self.path}': elements from {end} on, of {numel}, of '{key}' of parameter '{name}' are in no file"
+                f"'{self.path.parent / self._missing[0]}' is missing; parameter '{name}' is in no other file"
             )
+        for key in sorted(keys):
+            is_part = self.shape(key, name) == self.shapes[name]
+            end, last = (start, stop) if is_part else (0, torch.Size(self.shape(key, name)).numel())
+            for piece in sorted(self._pieces[name][key], key=lambda piece: piece.start):
+                if piece.start <= end:
+                    end = max(end, piece.stop)
+            if end < last:
+                missing = f"; {', '.join(self._missing)} is missing" if self._missing else ""
+                raise CheckpointError(
+                    f"'{self.path}': elements {end} to {last} of '{key}' of parameter '{name}' are in no file{missing}"
+                )
 
     def read(self, key: str, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements of one of them, flat, in memory of their own."""

@@ -1,0 +1,242 @@
+"""Checkpoints of several processes: read by any number of them, whole or not at all."""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import make_model
+from together import differences, engaged, hf_loss, make_optimizer, train_alone, train_together
+
+from hf_patrickstar import PatrickStarEngine, deferred_weights
+from hf_patrickstar.checkpoint import safetensors_file
+from hf_patrickstar.errors import CheckpointError
+
+pytestmark = pytest.mark.xdist_group("distributed")
+
+CONFIGS = {1: {}, 2: {"chunk_numel": 4096}, 4: {"reshard_after_forward": True}}
+
+
+def build(name, dtype, seed=None):
+    """A model that is not the one that was saved."""
+    model = make_model(name)
+    if seed is not None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 10)
+    return model.to(dtype)
+
+
+def whole_state(engine):
+    """All that is trained, by name: weights, masters, averages, steps."""
+    state = {f"weight/{key}": value.clone() for key, value in engine.model.state_dict().items()}
+    names = [name for group in engine.optimizer.named_groups() for name in group]
+    for number, found in engine.optimizer.state_dict()["state"].items():
+        state |= {f"{key}/{names[number]}": value for key, value in found.items()}
+    return state
+
+
+def groups_of(engine):
+    return [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
+
+
+def go_on(rank, folder, before, world_size, name, dtype):
+    """Loads what other processes saved, compares, trains a step and saves."""
+    model = build(name, dtype, seed=world_size)
+    optimizer = make_optimizer(model)
+    for group in optimizer.param_groups:
+        group["lr"], group["betas"] = 0.5, (0.1, 0.2)
+    with engaged(model, CONFIGS[world_size], optimizer) as engine:
+        engine.load_checkpoint(f"{folder}/{before}")
+        expected, groups = torch.load(f"{folder}/{before}.pt")
+        assert differences(expected, whole_state(engine)) == {}
+        assert groups_of(engine) == groups
+        losses, _ = train_together(engine, hf_loss(name), steps=1, first=9)
+        engine.save_checkpoint(f"{folder}/{world_size}")
+        state, groups = whole_state(engine), groups_of(engine)
+        if rank == 0:
+            torch.save((state, groups), f"{folder}/{world_size}.pt")
+        return losses
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("gpt2", torch.float32), ("gpt2", torch.bfloat16), ("mixtral", torch.float32)]
+)
+def test_any_number_of_processes_reads_the_same_state(pair, four, tmp_path, name, dtype):
+    model = build(name, dtype)
+    engine = PatrickStarEngine(model, CONFIGS[1], make_optimizer(model), device="cpu")
+    for step in range(2):
+        hf_loss(name)(model, step, 0, 0).backward()
+        engine.optimizer.step()
+    engine.save_checkpoint(tmp_path / "1")
+    torch.save((whole_state(engine), groups_of(engine)), tmp_path / "1.pt")
+    engine.detach()
+    pair.run(go_on, str(tmp_path), 1, 2, name, dtype)
+    four.run(go_on, str(tmp_path), 2, 4, name, dtype)
+    index = json.loads((tmp_path / "4" / "optimizer.index.json").read_text())
+    assert len(index["files"]) == 4
+    model = build(name, dtype, seed=3)
+    engine = PatrickStarEngine(model, {"chunk_numel": 8192}, make_optimizer(model), device="cpu")
+    engine.load_checkpoint(tmp_path / "4")
+    expected, groups = torch.load(tmp_path / "4.pt")
+    assert differences(expected, whole_state(engine)) == {}
+    assert groups_of(engine) == groups
+    engine.detach()
+    loaded = type(model).from_pretrained(tmp_path / "4", dtype=dtype).state_dict()
+    weights = {key.removeprefix("weight/"): v for key, v in expected.items() if key.startswith("weight/")}
+    assert differences(weights, loaded) == {}
+
+
+def resume(rank, folder, in_background):
+    name = "gpt2"
+    with engaged(build(name, torch.float32), {"background_save": in_background}) as engine:
+        train_together(engine, hf_loss(name), steps=2)
+        engine.save_checkpoint(f"{folder}/c")
+        losses, _ = train_together(engine, hf_loss(name), steps=2, first=2)
+        engine.checkpoints.wait()
+        engine.save_checkpoint(f"{folder}/after")
+        engine.checkpoints.wait()
+        state = whole_state(engine)
+    with engaged(build(name, torch.float32, seed=1), {"chunk_numel": 2048}) as engine:
+        engine.load_checkpoint(f"{folder}/c")
+        again, _ = train_together(engine, hf_loss(name), steps=2, first=2)
+        assert again == losses
+        assert differences(state, whole_state(engine)) == {}
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_resumed_run_is_the_uninterrupted_one(pair, tmp_path, in_background):
+    pair.run(resume, str(tmp_path), in_background)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["after", "c"]
+
+
+def read_own_part(rank, folder):
+    model = build("gpt2", torch.float32)
+    state, _, _ = reference()
+    if rank == 0:
+        model.save_pretrained(folder, max_shard_size="40KB")
+    dist.barrier()
+    counted = []
+    original = os.preadv
+
+    def preadv(descriptor, buffers, offset):
+        counted.append(sum(len(buffer) for buffer in buffers))
+        return original(descriptor, buffers, offset)
+
+    safetensors_file.os.preadv = preadv
+    try:
+        with deferred_weights():
+            model = type(model).from_pretrained(folder)
+        parameters = list(model.parameters())
+        with engaged(model) as engine:
+            own = sum(tensor.own_numel for tensor in engine.manager.tensors) * 4
+            num_read = sum(counted)
+            train_together(engine, hf_loss("gpt2"))
+            assert differences(state, engine.model.state_dict()) == {}
+    finally:
+        safetensors_file.os.preadv = original
+    assert all(left is right for left, right in zip(parameters, model.parameters(), strict=True))
+    return own, num_read
+
+
+def reference():
+    model = build("gpt2", torch.float32)
+    _, losses, norms = train_alone(model, hf_loss("gpt2"), 2)
+    return {key: value.detach().clone() for key, value in model.state_dict().items()}, losses, norms
+
+
+def test_every_process_reads_only_its_part_of_deferred_weights(pair, tmp_path):
+    found = pair.run(read_own_part, str(tmp_path))
+    assert all(num_read == own for own, num_read in found)
+    assert len({own for own, _ in found}) == 2 or found[0] == found[1]
+
+
+def fail(rank, folder, who, suffix):
+    """One rank cannot write one of its files; then there is room again."""
+    original = safetensors_file._write_all
+
+    def write_all(file, view):
+        if dist.get_rank() == who and suffix in file.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(file, view)
+
+    with engaged(build("gpt2", torch.float32)) as engine:
+        train_together(engine, hf_loss("gpt2"), steps=1)
+        engine.save_checkpoint(f"{folder}/earlier")
+        safetensors_file._write_all = write_all
+        try:
+            with pytest.raises(CheckpointError) as caught:
+                engine.save_checkpoint(f"{folder}/c")
+        finally:
+            safetensors_file._write_all = original
+        assert not Path(folder, "c").exists()
+        train_together(engine, hf_loss("gpt2"), steps=1, first=1)
+        engine.save_checkpoint(f"{folder}/c")
+        state = whole_state(engine)
+        engine.load_checkpoint(f"{folder}/earlier")
+        engine.load_checkpoint(f"{folder}/c")
+        assert differences(state, whole_state(engine)) == {}
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(("who", "suffix"), [(0, "model.safetensors"), (1, "optimizer-00002"), (0, "optimizer-00001")])
+def test_a_rank_that_cannot_write_fails_the_checkpoint_of_all(pair, tmp_path, who, suffix):
+    messages = pair.run(fail, str(tmp_path), who, suffix)
+    assert "No space left on device" in messages[who]
+    assert suffix in messages[who]
+    other = messages[1 - who]
+    assert f"on rank {who}" in other or "the process that saves the model failed" in other
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "earlier"]
+
+
+def damage(rank, folder):
+    with engaged(build("gpt2", torch.float32)) as engine:
+        engine.save_checkpoint(f"{folder}/c")
+        train_together(engine, hf_loss("gpt2"), steps=1)
+        engine.save_checkpoint(f"{folder}/d")
+        if rank == 0:
+            path = Path(folder, "d", "optimizer-00002-of-00002.safetensors")
+            path.write_bytes(path.read_bytes()[:-4])
+        dist.barrier()
+        train_together(engine, hf_loss("gpt2"), steps=1, first=1)
+        before = whole_state(engine)
+        with pytest.raises(CheckpointError, match=r"optimizer-00002-of-00002.safetensors' is truncated"):
+            engine.load_checkpoint(f"{folder}/d")
+        assert differences(before, whole_state(engine)) == {}
+
+
+def test_a_damaged_file_changes_nothing(pair, tmp_path):
+    pair.run(damage, str(tmp_path))
+
+
+def save_on_own_disks(rank, folder):
+    """Each process has a disk of its own, as on two machines."""
+    own = Path(folder, f"disk{rank}")
+    own.mkdir()
+    with engaged(build("gpt2", torch.float32)) as engine:
+        train_together(engine, hf_loss("gpt2"), steps=1)
+        engine.save_checkpoint(own / "c")
+        state = whole_state(engine)
+        train_together(engine, hf_loss("gpt2"), steps=1, first=1)
+        loading = engine.training_state.open(own / "c")
+        loading.apply()
+        found = whole_state(engine)
+        averages = {key: value for key, value in state.items() if not key.startswith("weight/")}
+        assert differences(averages, {key: found[key] for key in averages}) == {}
+    return sorted(path.name for path in (own / "c").iterdir())
+
+
+def test_processes_with_disks_of_their_own_keep_their_parts_there(pair, tmp_path):
+    first, second = pair.run(save_on_own_disks, str(tmp_path))
+    assert "model.safetensors" in first
+    assert "optimizer-00001-of-00002.safetensors" in first
+    assert second == ["optimizer-00002-of-00002.safetensors", "optimizer.index.json"]
+    model = build("gpt2", torch.float32)
+    engine = PatrickStarEngine(model, {}, make_optimizer(model), device="cpu")
+    with pytest.raises(CheckpointError, match=r"optimizer-00002-of-00002.safetensors' is missing"):
+        engine.load_checkpoint(tmp_path / "disk0" / "c")
+    engine.detach()
