@@ -3,6 +3,7 @@
 The recipes are run as ``python recipes/finetune_clm.py``, so this module is found next to them.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -16,6 +17,7 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer, HfArgumentParser, PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from hf_patrickstar import deferred_weights
 from hf_patrickstar.units import format_nbytes
 
 # One for all recipes, so that their own notes can be shown without those of every library.
@@ -475,6 +477,20 @@ def choose_length(
     if wanted > limit:
         raise ValueError(f"{option} is {wanted}, and the model takes at most {limit} tokens; lower {option}")
     return wanted
+
+
+def reading_weights(
+    args: TrainingArguments, config: Any, tokenizer: PreTrainedTokenizerBase
+) -> contextlib.AbstractContextManager[None]:
+    """Lets weights be read straight into chunks; a vocabulary that has to grow needs them in the model.
+
+    Args:
+        args: The training arguments.
+        config: Configuration of the model.
+        tokenizer: The tokenizer.
+    """
+    fits = len(tokenizer) <= config.get_text_config().vocab_size
+    return deferred_weights(enabled=getattr(args, "patrickstar", False) and fits)
 
 
 def fit_embeddings(model: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

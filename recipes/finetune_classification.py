@@ -112,7 +112,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         for name, split in splits.items()
     }
 
-    model = load_model(model_args, config)
+    with common.reading_weights(args, config, tokenizer):
+        model = load_model(model_args, config)
     common.fit_embeddings(model, tokenizer)
     regression = not labels.names
     trainer = Trainer(

@@ -69,9 +69,10 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     train_dataset = common.take(blocks["train"], data_args.max_train_samples) if args.do_train else None
     eval_dataset = common.take(blocks["validation"], data_args.max_eval_samples) if args.do_eval else None
 
-    model = AutoModelForCausalLM.from_pretrained(
-        model_args.model_name_or_path, config=config, revision=model_args.model_revision, dtype=model_args.dtype
-    )
+    with common.reading_weights(args, config, tokenizer):
+        model = AutoModelForCausalLM.from_pretrained(
+            model_args.model_name_or_path, config=config, revision=model_args.model_revision, dtype=model_args.dtype
+        )
     common.fit_embeddings(model, tokenizer)
     trainer = Trainer(
         model=model,

@@ -21,6 +21,7 @@ from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.manager import ChunkManager
 
 _WEIGHTS_NAME = "model.safetensors"
+_ADAPTER_NAME = "adapter_model.safetensors"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -147,7 +148,13 @@ class Checkpoints:
         Raises:
             CheckpointError: If something is missing, damaged or does not fit; nothing has changed then.
         """
-        return self.load_parts(self.find_weights(directory), directory)
+        adapters = adapter_directories(self._model, directory)
+        if not adapters:
+            return self.load_parts(self.find_weights(directory), directory)
+        if self._state is not None and has_training_state(directory):
+            self._state.open(directory)  # what does not fit is told before anything changes
+        _load_adapters(self._model, adapters)
+        return self.load_parts(None, directory)
 
     def find_weights(self, directory: str | os.PathLike[str]) -> FoundWeights:
         """Opens the weights of a directory and checks that they fit the model."""
@@ -215,6 +222,27 @@ class Checkpoints:
 def has_training_state(directory: str | os.PathLike[str]) -> bool:
     """Whether a training state of ours is there."""
     return (Path(directory) / INDEX_NAME).is_file()
+
+
+def adapter_directories(model: torch.nn.Module, directory: str | os.PathLike[str]) -> dict[str, Path]:
+    """Where the adapters of a PEFT model are in a checkpoint, by name; empty if there is the whole model, or none.
+
+    Args:
+        model: The model.
+        directory: The checkpoint.
+    """
+    names = getattr(model, "peft_config", None) or {}
+    places = {name: Path(directory) / ("" if name == "default" else name) for name in names}
+    return {name: path for name, path in places.items() if (path / _ADAPTER_NAME).is_file()}
+
+
+def _load_adapters(model: torch.nn.Module, adapters: Mapping[str, Path]) -> None:
+    """Adapters are small: PEFT reads them, and knows their names."""
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    for name, path in adapters.items():
+        values = load_peft_weights(str(path), device="cpu")
+        set_peft_model_state_dict(model, values, adapter_name=name)
 
 
 def find_weights(model: torch.nn.Module, directory: str | os.PathLike[str]) -> FoundWeights:

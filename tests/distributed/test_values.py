@@ -18,6 +18,7 @@ from together import (
     differences,
     engaged,
     hf_loss,
+    launched,
     make_optimizer,
     on_one_rank,
     train_alone,
@@ -311,26 +312,6 @@ def count_bytes(rank):
 def test_each_rank_has_its_part(pair):
     for peaks, owned in pair.run(count_bytes):
         assert sorted(peaks) == [0, 0, 0, owned, owned, owned]
-
-
-@contextlib.contextmanager
-def launched(rank):
-    """What a launcher tells its processes; accelerate has no state of before, and leaves none."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    world_size = str(dist.get_world_size())
-    told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        for name, value in told.items():
-            monkeypatch.setenv(name, value)
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
-        try:
-            yield
-        finally:
-            AcceleratorState._reset_state(True)
-            GradientState._reset_state()
 
 
 def loop_of_accelerate(rank):

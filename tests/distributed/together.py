@@ -4,6 +4,7 @@ import contextlib
 import gc
 import re
 
+import pytest
 import torch
 import torch.distributed as dist
 from models import make_batch, make_model
@@ -173,3 +174,23 @@ def reference_of(name, world_size, checkpointing=False, change=None, **kwargs):
     model = prepared(name, checkpointing, change)
     optimizer, losses, norms = train_alone(model, hf_loss(name), world_size, **kwargs)
     return copy_state(model), optimizer.state_dict(), losses, norms
+
+
+@contextlib.contextmanager
+def launched(rank):
+    """What a launcher tells its processes; accelerate has no state of before, and leaves none."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    world_size = str(dist.get_world_size())
+    told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for name, value in told.items():
+            monkeypatch.setenv(name, value)
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        try:
+            yield
+        finally:
+            AcceleratorState._reset_state(True)
+            GradientState._reset_state()
