@@ -8,15 +8,13 @@ import contextlib
 import logging
 import os
 import weakref
-import zlib
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
-from tqdm.auto import tqdm
 
 from hf_patrickstar.checkpoint.checkpoints import Checkpoints
-from hf_patrickstar.checkpoint.deferred import DeferredTensor, Reader
+from hf_patrickstar.checkpoint.first_values import FirstValues
 from hf_patrickstar.checkpoint.training_state import TrainingState
 from hf_patrickstar.checkpoint.weights import ChunkWeights
 from hf_patrickstar.config import PatrickStarConfig
@@ -31,7 +29,7 @@ from hf_patrickstar.memory.transfers import Transfers
 from hf_patrickstar.optim.kernels import make_kernel
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.report.statistics import Statistics
-from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedTensor
+from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.homes import Homes
 from hf_patrickstar.runtime.hooks import ModelHooks
@@ -47,8 +45,6 @@ from hf_patrickstar.states import TensorState
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-
-_SAMPLE_NUMEL = 64
 
 
 class PatrickStarEngine:
@@ -131,7 +127,7 @@ class PatrickStarEngine:
         self._attached = True
         self.training_state: TrainingState | None = None
         self._buffer_devices: list[tuple[torch.Tensor, torch.device]] = []
-        self._unread: dict[int, torch.Tensor] = {}
+        self._first_values = FirstValues(self.manager.tensors, self.collectives, self.weights.piece_numel)
         self._attach(optimizer)
         model.__dict__["patrickstar_engine"] = self
         self._decisions.explain(situation)
@@ -189,7 +185,7 @@ class PatrickStarEngine:
         """Hooks, then values: what goes wrong until the last line is undone."""
         gradients = [(parameter, parameter.grad) for parameter in self._decisions.parameters]
         try:
-            self._put_unread_aside()
+            self._first_values.begin()
             if optimizer is not None and self._kernel is not None:
                 self.optimizer = ChunkedOptimizer(optimizer, self._kernel, self.manager, self._emit)
                 collectives = self.collectives
@@ -214,8 +210,7 @@ class PatrickStarEngine:
                 self.optimizer.take_inner_state()
         except BaseException:
             self.detach()
-            for index, deferred in self._unread.items():
-                torch.utils.swap_tensors(self.manager.tensors[index].parameter, deferred)
+            self._first_values.give_back()
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             raise
@@ -470,69 +465,12 @@ class PatrickStarEngine:
                     tensor.lookup = lookup
                 chunk.add(tensor)
 
-    @torch.no_grad()
     def _move_in(self) -> None:
-        """Moves the parameters' values into their chunks, one at a time, freeing each as it goes.
-
-        Frozen ones come last: in 16-bit they have no master, and could not be given back to the last bit.
-        """
+        """Moves buffers to the device, and parameters into their chunks."""
         for buffer in self.model.buffers():
             self._buffer_devices.append((buffer, buffer.device))
             buffer.data = buffer.data.to(self.device)
-        self._make_equal()
-        reader = Reader()
-        order = sorted(self.manager.tensors, key=lambda tensor: not tensor.spec.trainable)
-        is_quiet = not self._unread or self.collectives.rank > 0
-        for tensor in tqdm(order, desc="Reading weights", unit="tensors", delay=1, disable=is_quiet):
-            parameter, lists = tensor.parameter, tensor.chunk.lists
-            value = self._unread.get(tensor.spec.index, parameter.data)
-            if tensor.is_owned:
-                home = tensor.view(tensor.chunk.param)
-                source = tensor.view(lists[MASTER]) if MASTER in lists else home
-                reader.fill(source, value, tensor.part[0], self.weights.piece_numel)
-                if source is not home:
-                    home.copy_(source)
-            tensor.go(TensorState.HOLD)
-            parameter.data = tensor.placeholder
-            parameter.grad = None
-            self._unread.pop(tensor.spec.index, None)
-
-    def _put_unread_aside(self) -> None:
-        """Parameters whose values are still to be read become ordinary ones, and stay the same objects."""
-        for tensor in self.manager.tensors:
-            parameter = tensor.parameter
-            if isinstance(parameter, DeferredTensor):
-                ordinary = torch.nn.Parameter(tensor.placeholder, requires_grad=parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, ordinary)
-                self._unread[tensor.spec.index] = ordinary
-
-    def _make_equal(self) -> None:
-        """Lets all processes start from the values of rank 0, wherever a sample of them differs."""
-        if self.collectives.world_size == 1:
-            return
-        tensors = self.manager.tensors
-        samples = [None if t.spec.index in self._unread else _sample(t.parameter.data) for t in tensors]
-        found = self.collectives.exchange_objects(samples, "comparing parameters")
-        if len({tuple(value is None for value in row) for row in found}) > 1:
-            raise EngineError("some processes deferred reading weights and others did not: all must do the same")
-        different = [tensor for place, tensor in enumerate(tensors) if len({row[place] for row in found}) > 1]
-        if different:
-            logger.warning(
-                "patrickstar: %d parameters ('%s' is the first) differ between processes; those of rank 0 are taken",
-                len(different),
-                different[0].spec.name,
-            )
-        for tensor in different:
-            self.collectives.broadcast(tensor.parameter.data, 0, f"sending parameter '{tensor.spec.name}' to all")
-        for buffer in self.model.buffers():
-            self.collectives.broadcast(buffer, 0, "sending buffers to all")
-
-
-def _sample(value: torch.Tensor) -> int:
-    """A checksum of some elements of a tensor: enough to tell different initialisations apart."""
-    flat = value.reshape(-1)
-    some = flat[:: max(flat.numel() // _SAMPLE_NUMEL, 1)].to("cpu", torch.float64)
-    return zlib.crc32(repr(some.tolist()).encode())
+        self._first_values.move_in(self.model.buffers())
 
 
 def _resolve_device(device: torch.device | str | None) -> torch.device:

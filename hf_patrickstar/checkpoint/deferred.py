@@ -239,8 +239,10 @@ class Reader:
             piece_numel: Elements in memory at once; where nothing has to be converted there are none.
         """
         flat = values.view(-1)
-        recipe = tensor.recipe if isinstance(tensor, DeferredTensor) else None
-        read_into = getattr(recipe, "read_into", None)
+        if not isinstance(tensor, DeferredTensor):
+            flat.copy_(tensor.detach().reshape(-1)[start : start + flat.numel()])
+            return
+        read_into = getattr(tensor.recipe, "read_into", None)
         if read_into is not None and flat.device.type == "cpu" and flat.dtype == tensor.dtype:
             read_into(start, flat)
             return

@@ -1,0 +1,108 @@
+"""The values that a model has when its engine is made, on their way into chunks."""
+
+import logging
+import zlib
+from collections.abc import Iterable, Sequence
+
+import torch
+from tqdm.auto import tqdm
+
+from hf_patrickstar.checkpoint.deferred import DeferredTensor, Reader
+from hf_patrickstar.errors import EngineError
+from hf_patrickstar.runtime.chunk import MASTER, ManagedTensor
+from hf_patrickstar.runtime.collectives import Collectives
+from hf_patrickstar.states import TensorState
+
+logger = logging.getLogger(__name__)
+
+_SAMPLE_NUMEL = 64
+
+
+class FirstValues:
+    """Moves values into chunks, a parameter at a time; those that nobody has read yet come straight from their files.
+
+    Args:
+        tensors: The parameters, in model order.
+        collectives: The processes that share them.
+        piece_numel: Elements in memory at once where values have to be converted.
+    """
+
+    def __init__(self, tensors: Sequence[ManagedTensor], collectives: Collectives, piece_numel: int) -> None:
+        self._tensors = tensors
+        self._collectives = collectives
+        self._piece_numel = piece_numel
+        self._unread: dict[int, torch.Tensor] = {}
+
+    def begin(self) -> None:
+        """Makes ordinary parameters of those that are still to be read; they stay the same objects."""
+        for tensor in self._tensors:
+            parameter = tensor.parameter
+            if isinstance(parameter, DeferredTensor):
+                ordinary = torch.nn.Parameter(tensor.placeholder, requires_grad=parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, ordinary)
+                self._unread[tensor.spec.index] = ordinary
+
+    def give_back(self) -> None:
+        """Undoes ``begin`` for those that have not been read."""
+        for index, deferred in self._unread.items():
+            torch.utils.swap_tensors(self._tensors[index].parameter, deferred)
+        self._unread.clear()
+
+    @torch.no_grad()
+    def move_in(self, buffers: Iterable[torch.Tensor]) -> None:
+        """Moves every value to its place, freeing each as it goes.
+
+        Frozen ones come last: in 16-bit they have no master, and could not be given back to the last bit.
+
+        Args:
+            buffers: The model's buffers: all processes start from the same.
+
+        Raises:
+            CheckpointError: If a file cannot be read any more.
+            EngineError: If some processes have values and others are still to read them.
+        """
+        self._make_equal(buffers)
+        reader = Reader()
+        order = sorted(self._tensors, key=lambda tensor: not tensor.spec.trainable)
+        is_quiet = not self._unread or self._collectives.rank > 0
+        for tensor in tqdm(order, desc="Reading weights", unit="tensors", delay=1, disable=is_quiet):
+            parameter, lists = tensor.parameter, tensor.chunk.lists
+            value = self._unread.get(tensor.spec.index, parameter.data)
+            if tensor.is_owned:
+                home = tensor.view(tensor.chunk.param)
+                place = tensor.view(lists[MASTER]) if MASTER in lists else home
+                reader.fill(place, value, tensor.part[0], self._piece_numel)
+                if place is not home:
+                    home.copy_(place)
+            tensor.go(TensorState.HOLD)
+            parameter.data = tensor.placeholder
+            parameter.grad = None
+            self._unread.pop(tensor.spec.index, None)
+
+    def _make_equal(self, buffers: Iterable[torch.Tensor]) -> None:
+        """Lets all processes start from the values of rank 0, wherever a sample of them differs."""
+        collectives, tensors = self._collectives, self._tensors
+        if collectives.world_size == 1:
+            return
+        samples = [None if t.spec.index in self._unread else _sample(t.parameter.data) for t in tensors]
+        found = collectives.exchange_objects(samples, "comparing parameters")
+        if len({tuple(value is None for value in row) for row in found}) > 1:
+            raise EngineError("some processes made the model inside deferred_weights and others did not; let all do so")
+        different = [tensor for place, tensor in enumerate(tensors) if len({row[place] for row in found}) > 1]
+        if different:
+            logger.warning(
+                "patrickstar: %d parameters ('%s' is the first) differ between processes; those of rank 0 are taken",
+                len(different),
+                different[0].spec.name,
+            )
+        for tensor in different:
+            collectives.broadcast(tensor.parameter.data, 0, f"sending parameter '{tensor.spec.name}' to all")
+        for buffer in buffers:
+            collectives.broadcast(buffer, 0, "sending buffers to all")
+
+
+def _sample(value: torch.Tensor) -> int:
+    """A checksum of some elements of a tensor: enough to tell different initialisations apart."""
+    flat = value.reshape(-1)
+    some = flat[:: max(flat.numel() // _SAMPLE_NUMEL, 1)].to("cpu", torch.float64)
+    return zlib.crc32(repr(some.tolist()).encode())
