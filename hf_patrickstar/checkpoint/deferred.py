@@ -120,11 +120,17 @@ class DeferredTensor(torch.Tensor):
                 return _alias(args[0])
             if name == "__get__" and func == _DEVICE and args[0].is_loadable:
                 return torch.device("cpu")
+            if name == "__get__" and func in _TRANSPOSED:
+                return _record(func, args, kwargs)
+            if name == "__deepcopy__":
+                return _deepcopy(*args)
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if name == "equal" and all(value.is_loadable for value in args if isinstance(value, DeferredTensor)):
+            return _equal(*args)
         if name in _READING:
             raise EngineError(f"'{name}' needs the values of a tensor that is not read yet; use Reader.read")
-        if name.endswith("_") and not name.endswith("__"):
+        if (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None:
             raise EngineError(f"'{name}' would change a tensor that is not read yet")
         if name in _KEEPING or (name == "__getitem__" and args[1] is Ellipsis):
             return _alias(args[0])
@@ -140,6 +146,7 @@ _KEEPING = frozenset(("detach", "contiguous", "clone", "alias"))
 _CASTING = frozenset(("to", "float", "half", "bfloat16", "type", "type_as"))
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+_TRANSPOSED = tuple(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH"))
 
 
 def _bare(tensor: torch.Tensor) -> torch.Tensor:
@@ -163,16 +170,43 @@ def _alias(tensor: DeferredTensor) -> DeferredTensor:
     return _wrap(_bare(tensor), tensor.recipe, tensor.is_loadable)
 
 
+def _deepcopy(tensor: DeferredTensor, memo: dict[int, Any]) -> DeferredTensor:
+    """A copy for whoever copies a module; both are read from the same place."""
+    if id(tensor) not in memo:
+        copied: Any = _alias(tensor).requires_grad_(tensor.requires_grad)
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        memo[id(tensor)] = torch.nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
+    found: DeferredTensor = memo[id(tensor)]
+    return found
+
+
+def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Compares a piece at a time: transformers asks it of tied weights that a checkpoint has under both names."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    if isinstance(left, DeferredTensor) and isinstance(right, DeferredTensor) and left.recipe is right.recipe:
+        return True
+    pairs = zip(Reader().pieces(left, PIECE_NUMEL), Reader().pieces(right, PIECE_NUMEL), strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
 def _shapes(args: Any) -> Any:
     """Arguments without values: to find out the shape of a result."""
     bare = tree_map_only(DeferredTensor, _bare, args)
     return tree_map_only(torch.Tensor, lambda value: value.to("meta"), bare)
 
 
-def _cast(func: Any, args: Any, kwargs: Any) -> DeferredTensor:
+def _cast(func: Any, args: Any, kwargs: Any) -> Any:
     tensor = args[0]
+    if func is torch.Tensor.to:  # its device, wherever it stands, is forgotten
+        others = {key: value for key, value in kwargs.items() if key != "copy"}
+        with torch._C.DisableTorchFunctionSubclass():
+            _, dtype, *_ = torch._C._nn._parse_to(*args[1:], **others)
+        args, kwargs = (tensor, dtype or tensor.dtype), {}
     with torch._C.DisableTorchFunctionSubclass():
-        result = func(*_shapes(args), **_shapes({**kwargs, "device": "meta"} if "device" in kwargs else kwargs))
+        result = func(*_shapes(args), **_shapes(kwargs))
+        if isinstance(result, str):  # the name of its type
+            return result
         meta = torch.full(tensor.shape, 0, dtype=result.dtype, device="meta")
     if meta.dtype == tensor.dtype:
         return _alias(tensor)
@@ -246,18 +280,27 @@ class Reader:
         if read_into is not None and flat.device.type == "cpu" and flat.dtype == tensor.dtype:
             read_into(start, flat)
             return
-        for begin in range(0, flat.numel(), piece_numel):
-            end = min(begin + piece_numel, flat.numel())
-            flat[begin:end].copy_(self.read(tensor, start + begin, start + end))
+        for begin, piece in self._parts(tensor, start, start + flat.numel(), piece_numel):
+            flat[begin : begin + piece.numel()].copy_(piece)
 
     def pieces(self, tensor: torch.Tensor, piece_numel: int) -> Iterator[torch.Tensor]:
         """All elements in order, at most so many at a time; see ``read``."""
-        for start in range(0, tensor.numel(), piece_numel):
-            yield self.read(tensor, start, min(start + piece_numel, tensor.numel()))
+        for _, piece in self._parts(tensor, 0, tensor.numel(), piece_numel):
+            yield piece
+
+    def _parts(
+        self, tensor: torch.Tensor, start: int, stop: int, piece_numel: int
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Elements in order and where they go. What has to be computed as a whole is computed once for all of them."""
+        if isinstance(tensor, DeferredTensor) and isinstance(tensor.recipe, _Call) and stop - start > piece_numel:
+            tensor, start, stop = self.read(tensor, start, stop), 0, stop - start
+        for begin in range(start, stop, piece_numel):
+            yield begin - start, self.read(tensor, begin, min(begin + piece_numel, stop))
 
     def close(self) -> None:
         """Forgets what it has read."""
-        self._last = None
+        with self._lock:
+            self._last = None
 
     def _whole(self, tensor: DeferredTensor) -> torch.Tensor:
         recipe = tensor.recipe
