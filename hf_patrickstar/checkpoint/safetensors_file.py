@@ -8,6 +8,7 @@ piece, and read straight to where they belong. The format is the library's: the 
 import contextlib
 import errno
 import json
+import math
 import os
 import shutil
 import struct
@@ -81,8 +82,8 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
         self._descriptor = -1
+        self.path = Path(path)
         try:
             self._descriptor = os.open(self.path, os.O_RDONLY)
             self.entries, self.metadata = self._read_header()
@@ -109,11 +110,13 @@ class SafetensorsFile:
         try:
             header = json.loads(os.pread(self._descriptor, length, _ALIGNMENT))
             metadata = header.pop("__metadata__", None) or {}
+            if not all(isinstance(text, str) for text in metadata.values()):
+                raise ValueError("its metadata are no texts")
             entries = {name: self._entry(name, found, begin) for name, found in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise CheckpointError(f"'{self.path}' is not a safetensors file: {error}") from error
         end = begin
-        for name, entry in sorted(entries.items(), key=lambda item: item[1].start):
+        for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
             if entry.start != end:
                 raise CheckpointError(f"'{self.path}': tensor '{name}' begins at byte {entry.start}, not at {end}")
             if entry.stop > size:
@@ -130,7 +133,9 @@ class SafetensorsFile:
             raise CheckpointError(f"'{self.path}': tensor '{name}' has type {found['dtype']}, which is not supported")
         dtype, shape = _DTYPES[found["dtype"]], tuple(int(size) for size in found["shape"])
         start, stop = (begin + int(offset) for offset in found["data_offsets"])
-        numel = torch.Size(shape).numel()
+        if any(size < 0 for size in shape):
+            raise CheckpointError(f"'{self.path}': tensor '{name}' has shape {shape}, which no tensor has")
+        numel = math.prod(shape)
         if stop - start != numel * dtype.itemsize:
             raise CheckpointError(
                 f"'{self.path}': tensor '{name}' of shape {shape} in {found['dtype']} should have "
@@ -233,7 +238,7 @@ def write_safetensors(
     """
     names = list(tensors)
     if is_sorted:
-        names.sort(key=lambda name: (-_RANKS[tensors[name].dtype], name))
+        names.sort(key=lambda name: (-_RANKS.get(tensors[name].dtype, 0), name))
     header, nbytes = _make_header(names, tensors, metadata)
     reader = Reader()
     with _complaining(path, len(header) + nbytes), open(path, "wb", buffering=0) as file:
@@ -284,7 +289,7 @@ def streamed_writing(piece_numel: int) -> Iterator[None]:
 def _make_header(
     names: list[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
 ) -> tuple[bytes, int]:
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata is not None else {}
     offset = 0
     for name in names:
         tensor = tensors[name]
@@ -306,7 +311,8 @@ def _bytes_of(values: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the host."""
     if not values.numel():
         return memoryview(b"")
-    array: Any = values.detach().reshape(-1).view(torch.uint8).numpy()
+    flat = values.detach().as_strided((values.numel(),), (1,))  # a single element may have any stride
+    array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array)
 
 
