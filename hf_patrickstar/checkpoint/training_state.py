@@ -224,8 +224,16 @@ class TrainingState:
                 f"'{saved.path}' has no '{missing[0]}' of parameter '{name}': it was saved by {saved.optimizer}, this "
                 f"is {self._optimizer.class_name}"
             )
-        if tensor.is_owned:
-            saved.check_complete(name, *tensor.part)
+        if not tensor.is_owned:
+            return
+        saved.check_complete(name, *tensor.part)
+        for key in saved.keys(name) & (needed | {MASTER}):
+            shape = saved.shape(key, name)
+            if shape != tensor.spec.shape:
+                raise CheckpointError(
+                    f"'{saved.path}': '{key}' of parameter '{name}' has shape {shape}, not that of the parameter, "
+                    f"{tensor.spec.shape}"
+                )
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,12 +257,13 @@ def _is_plain(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Piece:
-    """Elements of a flattened tensor, and where they are."""
+    """Elements of a flattened tensor, where they are, and whether there are others elsewhere."""
 
     start: int
     stop: int
     file: SafetensorsFile
     key: str
+    is_part: bool
 
 
 class SavedState:
@@ -301,17 +310,24 @@ class SavedState:
 
     def _add(self, file: SafetensorsFile) -> None:
         try:
-            parts = json.loads(file.metadata["parts"])
+            parts = {
+                name: (int(start), int(stop)) for name, (start, stop) in json.loads(file.metadata["parts"]).items()
+            }
             for name, values in json.loads(file.metadata["values"]).items():
                 self.values.setdefault(name, {}).update(values)
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"'{file.path}' is not a part of a training state: {error}") from error
         for entry_name, entry in file.entries.items():
             key, _, name = entry_name.partition("/")
-            start, stop = parts.get(entry_name, (0, torch.Size(entry.shape).numel()))
+            numel = torch.Size(entry.shape).numel()
+            start, stop = parts.get(entry_name, (0, numel))
+            if stop - start != numel or start < 0:
+                raise CheckpointError(
+                    f"'{file.path}': '{entry_name}' should be elements {start} to {stop}, it has {numel} elements"
+                )
             pieces = self._pieces.setdefault(name, {}).setdefault(key, [])
             if not any((piece.start, piece.stop) == (start, stop) for piece in pieces):  # a scalar of every part
-                pieces.append(_Piece(start, stop, file, entry_name))
+                pieces.append(_Piece(start, stop, file, entry_name, entry_name in parts))
 
     def keys(self, name: str) -> set[str]:
         """The tensors that a parameter's state is made of."""
@@ -320,9 +336,8 @@ class SavedState:
     def shape(self, key: str, name: str) -> tuple[int, ...]:
         """The shape of one of them, whole."""
         pieces = self._pieces[name][key]
-        entry = pieces[0].file.entries[pieces[0].key]
-        is_part = len(pieces) > 1 or (pieces[0].start, pieces[0].stop) != (0, torch.Size(entry.shape).numel())
-        return self.shapes[name] if is_part else entry.shape
+        is_part = any(piece.is_part for piece in pieces)
+        return self.shapes[name] if is_part else pieces[0].file.entries[pieces[0].key].shape
 
     def check_complete(self, name: str, start: int, stop: int) -> None:
         """Makes sure that the state of some elements of a parameter is there.
