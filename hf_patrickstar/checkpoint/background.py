@@ -6,6 +6,7 @@ the chunks in the order in which the step will come to them, and the step waits 
 Forward and backward passes, of which there are many per step where gradients accumulate, do not notice.
 """
 
+import contextlib
 import os
 import threading
 from collections.abc import Mapping
@@ -75,7 +76,8 @@ class BackgroundWrite:
             os.replace(unfinished, self.path)
         except BaseException as error:
             self.error = error
-            unfinished.with_name(self.path.name + FAILED).touch()
+            with contextlib.suppress(OSError):  # another process failed before, and the directory is gone
+                unfinished.with_name(self.path.name + FAILED).touch()
         finally:
             for event in self._events.values():
                 event.set()

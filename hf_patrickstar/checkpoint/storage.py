@@ -103,8 +103,12 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a directory with all that is in it, if it is there."""
-    shutil.rmtree(path, ignore_errors=True)
+    """Removes a directory with all that is in it, if it is there; of a link to one, the link."""
+    if path.is_symlink() or path.is_file():
+        with contextlib.suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def sync_tree(path: Path) -> None:

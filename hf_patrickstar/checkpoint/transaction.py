@@ -143,6 +143,8 @@ class Transactions:
         end = time.monotonic() + _PATIENCE_S
         while not all(file.exists() for file in files):
             failed = [file.name for file in files if file.with_name(file.name + FAILED).exists()]
+            if checkpoint.write is not None and checkpoint.write.error is not None:  # the disk may not take a mark
+                failed.append(checkpoint.write.path.name)
             if failed or time.monotonic() > end:
                 reason = f"{failed[0]} could not be written" if failed else "not all processes wrote their part"
                 checkpoint.error = CheckpointError(reason)
