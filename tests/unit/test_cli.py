@@ -1,0 +1,55 @@
+"""The command ``hf-patrickstar``: what it prints, and its exit status."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from sources import write_training_state
+
+from hf_patrickstar import __version__
+from hf_patrickstar.cli.main import main
+
+STATES = {"w": {"exp_avg": torch.ones(3), "step": torch.tensor(1.0)}}
+
+
+@pytest.mark.parametrize("output", [None, "other.pt"])
+def test_export(output, tmp_path, capsys):
+    write_training_state(tmp_path, STATES)
+    path = tmp_path / (output or "optimizer.pt")
+    assert main(["export", str(tmp_path), *([] if output is None else ["--output", str(path)])]) == 0
+    assert torch.equal(torch.load(path, weights_only=True)["state"][0]["exp_avg"], torch.ones(3))
+    out, err = capsys.readouterr()
+    assert re.fullmatch(rf"{re.escape(str(path))}: [0-9.]+ (B|KiB)\n", out)
+    assert err == ""
+
+
+def test_a_command_that_fails(tmp_path, capsys):
+    assert main(["export", str(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == f"hf-patrickstar export: '{tmp_path}/optimizer.index.json' is missing\n"
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"{__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["unknown"], ["export"], ["export", "a", "b"]])
+def test_wrong_usage(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: hf-patrickstar" in capsys.readouterr().err
+
+
+def test_as_a_module(tmp_path):
+    command = [sys.executable, "-m", "hf_patrickstar", "export", str(tmp_path)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert finished.returncode == 1
+    assert "optimizer.index.json' is missing" in finished.stderr
+    assert "Traceback" not in finished.stderr
