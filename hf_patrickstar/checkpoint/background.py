@@ -18,7 +18,23 @@ from hf_patrickstar.checkpoint.safetensors_file import write_safetensors
 from hf_patrickstar.runtime.chunk import Chunk
 
 _UNFINISHED = ".writing"
-FAILED = ".failed"
+_FAILED = ".failed"
+
+
+def nbytes_of(path: Path) -> int:
+    """How much of a file is written, by whichever process; -1 before it is begun."""
+    for name in (path, path.with_name(path.name + _UNFINISHED)):
+        with contextlib.suppress(OSError):
+            return name.stat().st_size
+    return -1
+
+
+def failure_of(path: Path) -> str | None:
+    """Why a file could not be written, by whichever process, or ``None``."""
+    try:
+        return path.with_name(path.name + _FAILED).read_text(encoding="utf-8") or f"'{path}' could not be written"
+    except OSError:
+        return None
 
 
 class BackgroundWrite:
@@ -33,7 +49,7 @@ class BackgroundWrite:
 
     Attributes:
         path: The file.
-        error: Why it could not be written; then there is a file of that name with ``.failed`` added.
+        error: Why it could not be written; then there is a file that says so, see ``failure_of``.
     """
 
     def __init__(
@@ -77,7 +93,8 @@ class BackgroundWrite:
         except BaseException as error:
             self.error = error
             with contextlib.suppress(OSError):  # another process failed before, and the directory is gone
-                unfinished.with_name(self.path.name + FAILED).touch()
+                unfinished.unlink(missing_ok=True)  # room to say so, if the disk is full
+                unfinished.with_name(self.path.name + _FAILED).write_text(str(error), encoding="utf-8")
         finally:
             for event in self._events.values():
                 event.set()

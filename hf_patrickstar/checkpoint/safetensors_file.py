@@ -6,11 +6,9 @@ piece, and read straight to where they belong. The format is the library's: the 
 """
 
 import contextlib
-import errno
 import json
 import math
 import os
-import shutil
 import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -21,8 +19,8 @@ import safetensors.torch
 import torch
 
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Reader
+from hf_patrickstar.checkpoint.storage import describe_failure
 from hf_patrickstar.errors import CheckpointError
-from hf_patrickstar.units import format_need
 
 # In the order in which the library compares types; larger ones come first in a file.
 _DTYPES = {
@@ -327,11 +325,4 @@ def _complaining(path: str | os.PathLike[str], nbytes: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        message = f"'{path}' cannot be written: {error.strerror or error}"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = shutil.disk_usage(Path(path).parent).free
-            message += (
-                f"; the file needs {format_need(nbytes)}, {format_need(free)} are left. Make room, save to another "
-                "disk, or keep fewer checkpoints (save_total_limit)"
-            )
-        raise CheckpointError(message) from error
+        raise CheckpointError(describe_failure(path, error, nbytes)) from error

@@ -1,22 +1,29 @@
 """Directories that exist whole or not at all: written aside, synced to the disk, renamed.
 
 [Note: what a kill leaves]
-A directory is written under ``.partial`` beside its final place, and renamed when every byte is on the disk. Nobody who
-looks for checkpoints looks in there. One that replaces an older one of the same name moves that to ``.replaced`` first;
+A directory is written under ``_partial`` beside its final place, and renamed when every byte is on the disk. Nobody who
+looks for checkpoints looks in there. One that replaces an older one of the same name moves that to ``_replaced`` first;
 where a kill came between the two renames, ``recover`` puts the older one back. One that is deleted is renamed into
-``.partial`` before, so that it does not die by halves.
+``_removed`` before, so that it does not die by halves; whatever is in there is deleted when the next one is begun.
+The Trainer does not upload what begins with an underscore.
 """
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from hf_patrickstar.errors import CheckpointError
+from hf_patrickstar.units import format_need
 
-PARTIAL = ".partial"
-REPLACED = ".replaced"
+PARTIAL = "_partial"
+REPLACED = "_replaced"
+REMOVED = "_removed"
+_PROBE_NBYTES = 2**18
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_OF_THE_DISK = (*_FULL, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 class StagedDirectory:
@@ -43,10 +50,11 @@ class StagedDirectory:
         """
         try:
             self.recover()
+            remove_tree(self.final.parent / REMOVED)
             remove_tree(self.path)
             self.path.mkdir(parents=True)
         except OSError as error:
-            raise CheckpointError(f"'{self.path}' cannot be made: {error.strerror or error}") from error
+            raise CheckpointError(describe_failure(self.path, error)) from error
 
     def commit(self) -> None:
         """Syncs what is in it and moves it to its final place, whole.
@@ -68,7 +76,7 @@ class StagedDirectory:
         except OSError as error:
             with contextlib.suppress(OSError):
                 self.recover()
-            raise CheckpointError(f"'{self.final}' cannot be completed: {error.strerror or error}") from error
+            raise CheckpointError(describe_failure(self.final, error)) from error
         self._tidy()
 
     def abandon(self) -> None:
@@ -94,12 +102,13 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     Args:
         path: The directory.
     """
-    staged = StagedDirectory(path)
+    path = Path(os.path.abspath(path))
+    removed = path.parent / REMOVED
     with contextlib.suppress(OSError):
-        staged.path.parent.mkdir(exist_ok=True)
-        remove_tree(staged.path)
-        os.rename(staged.final, staged.path)
-    staged.abandon()
+        removed.mkdir(exist_ok=True)
+        remove_tree(removed / path.name)
+        os.rename(path, removed / path.name)
+    remove_tree(removed)
 
 
 def remove_tree(path: Path) -> None:
@@ -109,6 +118,66 @@ def remove_tree(path: Path) -> None:
             path.unlink()
     else:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def describe_failure(path: str | os.PathLike[str], error: OSError, nbytes: int | None = None) -> str:
+    """Says why a file cannot be written, and of a full disk what was needed and what is left.
+
+    Args:
+        path: The file.
+        error: What was raised.
+        nbytes: The size that it would have, if that is known.
+    """
+    message = f"'{path}' cannot be written: {error.strerror or error}"
+    if error.errno in _FULL:
+        need = "more" if nbytes is None else format_need(nbytes)
+        free = shutil.disk_usage(_existing(Path(path))).free
+        message += (
+            f"; the file needs {need}, {format_need(free)} are left. Make room, save to another disk, or keep fewer "
+            "checkpoints (save_total_limit)"
+        )
+    return message
+
+
+def disk_error(directory: Path, error: BaseException) -> CheckpointError | None:
+    """What was wrong with the disk, where that is why something else could not write into a directory.
+
+    Args:
+        directory: The directory.
+        error: What that raised. ``torch.save`` raises no ``OSError`` when a disk is full, so it is tried out.
+
+    Returns:
+        An error that says so, or ``None`` if the reason is another.
+    """
+    if isinstance(error, CheckpointError) or not isinstance(error, (OSError, RuntimeError)):
+        return None
+    found = error if isinstance(error, OSError) else _try_out(directory)
+    if found is None or found.errno not in _OF_THE_DISK:
+        return None
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    newest = max(files, key=lambda path: path.stat().st_mtime_ns, default=directory)
+    return CheckpointError(describe_failure(found.filename or newest, found))
+
+
+def _try_out(directory: Path) -> OSError | None:
+    """Writes a file that is a little larger than what is written without a look at the room."""
+    probe = directory / ".probe"
+    try:
+        with open(probe, "wb", buffering=0) as file:
+            left = memoryview(bytes(_PROBE_NBYTES))
+            while len(left):
+                left = left[file.write(left) :]
+            os.fsync(file.fileno())
+    except OSError as error:
+        return OSError(error.errno, error.strerror)  # without the probe's name
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+    return None
+
+
+def _existing(path: Path) -> Path:
+    return next(parent for parent in (path, *path.parents) if parent.exists())
 
 
 def sync_tree(path: Path) -> None:

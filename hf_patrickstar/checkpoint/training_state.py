@@ -24,6 +24,7 @@ from tqdm.auto import tqdm
 from hf_patrickstar.checkpoint.background import BackgroundWrite
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL
 from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile, write_safetensors
+from hf_patrickstar.checkpoint.storage import describe_failure
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedTensor
 from hf_patrickstar.runtime.manager import ChunkManager
@@ -135,7 +136,7 @@ class TrainingState:
         try:
             (Path(directory) / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
-            raise CheckpointError(f"'{Path(directory) / INDEX_NAME}' cannot be written: {error.strerror}") from error
+            raise CheckpointError(describe_failure(Path(directory) / INDEX_NAME, error)) from error
 
     @property
     def _piece_numel(self) -> int:

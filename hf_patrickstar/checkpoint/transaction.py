@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hf_patrickstar.checkpoint.background import FAILED, BackgroundWrite
-from hf_patrickstar.checkpoint.storage import StagedDirectory
+from hf_patrickstar.checkpoint.background import BackgroundWrite, failure_of, nbytes_of
+from hf_patrickstar.checkpoint.storage import StagedDirectory, disk_error
 from hf_patrickstar.checkpoint.training_state import shard_name
 from hf_patrickstar.errors import CheckpointError, CollectiveError
 from hf_patrickstar.runtime.collectives import Collectives
@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _PATIENCE_S = 1800.0
+"""How long other processes may take to write nothing in the background; less when this one ends with an error."""
+_LAST_PATIENCE_S = 20.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -33,6 +35,8 @@ class Checkpoint:
         write: What this process still writes in the background.
         on_commit: Called on the makers when it is complete.
         error: Why it could not be completed in the background.
+        thread: Completes it in the background.
+        is_last: Set when this process ends; perhaps another is gone already, and will not write its part.
     """
 
     staged: StagedDirectory
@@ -41,6 +45,7 @@ class Checkpoint:
     on_commit: Callable[[], None] = lambda: None
     error: BaseException | None = None
     thread: threading.Thread | None = None
+    is_last: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     @property
     def path(self) -> Path:
@@ -76,10 +81,18 @@ class Transactions:
         self._begin(checkpoint)
         try:
             yield checkpoint
-        except BaseException as error:
-            with contextlib.suppress(CollectiveError, CheckpointError):
+        except BaseException as raised:
+            error = disk_error(checkpoint.path, raised) or raised
+            try:
                 self._end(checkpoint, error)
-            raise
+            except CheckpointError as agreed:
+                if isinstance(error, CheckpointError):
+                    error = agreed  # it says who was the first to fail
+            except CollectiveError:
+                pass
+            if error is raised:
+                raise
+            raise error from raised
         self._end(checkpoint, None)
 
     def wait(self) -> None:
@@ -89,16 +102,23 @@ class Transactions:
             CheckpointError: If it could not be written; it does not exist then.
         """
         checkpoint, self._pending = self._pending, None
-        if checkpoint is not None:
-            self._agree(_join(checkpoint), checkpoint, "was not written")
+        if checkpoint is None:
+            return
+        if checkpoint.write is not None:
+            checkpoint.write.join()
+        try:
+            # A process that has died is noticed here; its part would be waited for much longer.
+            self._collectives.exchange_objects("written", "waiting for a checkpoint")
+        except CollectiveError:
+            _leave(checkpoint)
+            raise
+        self._agree(_join(checkpoint), checkpoint, "was not written")
 
     def close(self) -> None:
         """Waits for what this process writes in the background, and logs what went wrong."""
         checkpoint, self._pending = self._pending, None
         if checkpoint is not None:
-            error = _join(checkpoint)
-            if error is not None:
-                logger.error("patrickstar: checkpoint '%s' was not written: %s", checkpoint.staged.final, error)
+            _leave(checkpoint)
 
     def _begin(self, checkpoint: Checkpoint) -> None:
         rank, staged = self._collectives.rank, checkpoint.staged
@@ -140,18 +160,21 @@ class Transactions:
         """Completes a checkpoint when the last process has written its part: each is a file that appears."""
         world_size = self._collectives.world_size
         files = [checkpoint.path / shard_name(rank, world_size) for rank in checkpoint.makers[self._collectives.rank]]
-        end = time.monotonic() + _PATIENCE_S
-        while not all(file.exists() for file in files):
-            failed = [file.name for file in files if file.with_name(file.name + FAILED).exists()]
-            if checkpoint.write is not None and checkpoint.write.error is not None:  # the disk may not take a mark
-                failed.append(checkpoint.write.path.name)
-            if failed or time.monotonic() > end:
-                reason = f"{failed[0]} could not be written" if failed else "not all processes wrote their part"
-                checkpoint.error = CheckpointError(reason)
-                checkpoint.staged.abandon()
-                return
+        known, since = 0, time.monotonic()
+        # Until nobody writes any more: only then may it be removed.
+        while not all(file.exists() or _failure(checkpoint, file) for file in files):
+            nbytes = sum(map(nbytes_of, files))
+            if nbytes != known:
+                known, since = nbytes, time.monotonic()
+            if time.monotonic() > since + (_LAST_PATIENCE_S if checkpoint.is_last.is_set() else _PATIENCE_S):
+                break
             time.sleep(_POLL_S)
-        checkpoint.error = _attempt(lambda: _commit(checkpoint))
+        missing = [_failure(checkpoint, file) or f"'{file}' was not written" for file in files if not file.exists()]
+        if not missing:
+            checkpoint.error = _attempt(lambda: _commit(checkpoint))
+            return
+        checkpoint.error = CheckpointError(missing[0])
+        checkpoint.staged.abandon()
 
     def _agree(self, error: BaseException | None, checkpoint: Checkpoint, what: str) -> None:
         """Raises on all processes what went wrong on one."""
@@ -175,9 +198,25 @@ def _attempt(function: Callable[[], None]) -> BaseException | None:
     return None
 
 
+def _failure(checkpoint: Checkpoint, file: Path) -> str | None:
+    """Why a part was not written; the disk may not have taken the mark that says so to others."""
+    write = checkpoint.write
+    if write is not None and write.path == file and write.error is not None:
+        return str(write.error)
+    return failure_of(file)
+
+
 def _commit(checkpoint: Checkpoint) -> None:
     checkpoint.staged.commit()
     checkpoint.on_commit()
+
+
+def _leave(checkpoint: Checkpoint) -> None:
+    """Waits for the threads of a checkpoint where others may be gone, and logs what went wrong."""
+    checkpoint.is_last.set()
+    error = _join(checkpoint)
+    if error is not None:
+        logger.error("patrickstar: checkpoint '%s' was not written: %s", checkpoint.staged.final, error)
 
 
 def _join(checkpoint: Checkpoint) -> BaseException | None:

@@ -3,17 +3,20 @@
 import errno
 import json
 import os
+import re
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from models import make_model
+from processes import Workers
 from together import differences, engaged, hf_loss, launched, make_optimizer, train_alone, train_together
 
 from hf_patrickstar import PatrickStarAccelerator, PatrickStarEngine, deferred_weights
-from hf_patrickstar.checkpoint import safetensors_file
-from hf_patrickstar.errors import CheckpointError
+from hf_patrickstar.checkpoint import safetensors_file, transaction
+from hf_patrickstar.errors import CheckpointError, CollectiveError
 
 pytestmark = pytest.mark.xdist_group("distributed")
 
@@ -186,11 +189,75 @@ def fail(rank, folder, who, suffix):
 @pytest.mark.parametrize(("who", "suffix"), [(0, "model.safetensors"), (1, "optimizer-00002"), (0, "optimizer-00001")])
 def test_a_rank_that_cannot_write_fails_the_checkpoint_of_all(pair, tmp_path, who, suffix):
     messages = pair.run(fail, str(tmp_path), who, suffix)
-    assert "No space left on device" in messages[who]
-    assert suffix in messages[who]
-    other = messages[1 - who]
-    assert f"on rank {who}" in other or "the process that saves the model failed" in other
+    for message in messages:
+        assert "No space left on device" in message
+        assert suffix in message
+        assert f"on rank {who}" in message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "earlier"]
+
+
+def fail_in_background(rank, folder, who):
+    """One rank cannot write its training state while training goes on."""
+    original = safetensors_file._write_all
+
+    def write_all(file, view):
+        if f"optimizer-0000{who + 1}" in file.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(file, view)
+
+    with engaged(build("gpt2", torch.float32), {"background_save": True}) as engine:
+        train_together(engine, hf_loss("gpt2"), steps=1)
+        safetensors_file._write_all = write_all
+        try:
+            engine.save_checkpoint(f"{folder}/c")
+            train_together(engine, hf_loss("gpt2"), steps=1, first=1)
+            with pytest.raises(CheckpointError) as caught:
+                engine.checkpoints.wait()
+        finally:
+            safetensors_file._write_all = original
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_all_are_told_what_failed_in_the_background(pair, tmp_path, who):
+    for message in pair.run(fail_in_background, str(tmp_path), who):
+        assert re.search(rf"optimizer-0000{who + 1}.*No space left on device; the file needs .* are left", message)
+    assert list(tmp_path.iterdir()) == []
+
+
+def lose_in_background(rank, folder, is_waiting):
+    """Rank 1 dies while it writes; rank 0 waits for the checkpoint, or fails elsewhere and closes it."""
+    transaction._LAST_PATIENCE_S = 0.5
+
+    def write_nothing(*_):
+        Path(folder, "writing").touch()
+        time.sleep(600)
+
+    model = build("gpt2", torch.float32)
+    engine = PatrickStarEngine(model, {"background_save": True}, make_optimizer(model), device="cpu")
+    if rank == 1:
+        safetensors_file._write_all = write_nothing
+    with engine.checkpoints.writing(f"{folder}/c") as checkpoint:
+        engine.checkpoints.save_state(checkpoint.path, checkpoint)
+    if rank == 1:
+        checkpoint.write.join()
+    if is_waiting:
+        with pytest.raises(CollectiveError):
+            engine.checkpoints.wait()
+    else:
+        engine.checkpoints.close()
+    return not checkpoint.thread.is_alive()
+
+
+@pytest.mark.parametrize("is_waiting", [False, True])
+def test_nobody_waits_for_what_a_dead_process_would_write(tmp_path, is_waiting):
+    with Workers(2) as workers:
+        workers.start(lose_in_background, str(tmp_path), is_waiting, timeout=60)
+        while not (tmp_path / "writing").exists():
+            time.sleep(0.05)
+        workers.kill(1)
+        assert workers.collect(60) == [True, None]
+    assert not (tmp_path / "c").exists()
 
 
 def damage(rank, folder):

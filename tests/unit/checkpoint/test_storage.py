@@ -58,7 +58,7 @@ def test_nothing_is_there_before_the_end(tmp_path):
     write(staged.path, "new")
     assert staged.final == tmp_path / "run" / "last"
     assert not staged.final.exists()
-    assert [path.name for path in (tmp_path / "run").glob("[!.]*")] == []
+    assert [path.name for path in (tmp_path / "run").glob("[!_]*")] == []
     staged.commit()
     assert contents(tmp_path / "run") == tree("last", "new")
 
@@ -137,7 +137,7 @@ def test_a_kill_after_both_renames(tmp_path, monkeypatch):
         context.setattr(storage, "remove_tree", kill)
         with pytest.raises(Killed):
             staged.commit()
-    assert (tmp_path / ".replaced").exists()
+    assert (tmp_path / "_replaced").exists()
     staged = StagedDirectory(tmp_path / "last")
     staged.recover()
     staged.abandon()
@@ -146,7 +146,7 @@ def test_a_kill_after_both_renames(tmp_path, monkeypatch):
 
 RENAMES = {
     "the older one": lambda source, target: source.endswith("run/last"),
-    "the new one": lambda source, target: target.endswith("run/last") and ".partial" in source,
+    "the new one": lambda source, target: target.endswith("run/last") and "_partial" in source,
 }
 
 
@@ -209,8 +209,8 @@ def test_a_file_in_the_way(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="cannot be made: Not a directory"):
         StagedDirectory(tmp_path / "file" / "last").begin()
-    (tmp_path / ".partial").mkdir()
-    (tmp_path / ".partial" / "last").touch()
+    (tmp_path / "_partial").mkdir()
+    (tmp_path / "_partial" / "last").touch()
     commit(tmp_path / "last", "new")
     assert contents(tmp_path) == {"file": "", **tree("last", "new")}
 
