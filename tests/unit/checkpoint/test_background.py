@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 
 from hf_patrickstar.checkpoint import background
-from hf_patrickstar.checkpoint.background import FAILED, BackgroundWrite
+from hf_patrickstar.checkpoint.background import BackgroundWrite, failure_of
 from hf_patrickstar.checkpoint.training_state import shard_name
 from hf_patrickstar.checkpoint.transaction import Transactions
 from hf_patrickstar.errors import CheckpointError
@@ -124,7 +124,7 @@ def test_a_failure(fails_at, error, tmp_path, monkeypatch):
         assert write.error is error
     assert all(event.is_set() for event in events)
     assert not path.exists()
-    assert (tmp_path / (path.name + FAILED)).exists()
+    assert failure_of(path) == (str(write.error) or f"'{path}' could not be written")
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")

@@ -159,7 +159,7 @@ def test_a_commit_that_fails_leaves_the_older_one(when, tmp_path, monkeypatch):
     write(staged.path, "new")
     with monkeypatch.context() as context:
         fail_rename(context, when, OSError(errno.EIO, os.strerror(errno.EIO)))
-        with pytest.raises(CheckpointError, match="run/last' cannot be completed: Input/output error"):
+        with pytest.raises(CheckpointError, match="run/last' cannot be written: Input/output error"):
             staged.commit()
     assert (final / "file").read_text() == "old"
     staged.abandon()
@@ -177,7 +177,7 @@ def test_a_disk_that_does_not_take_it(tmp_path, monkeypatch):
 
     with monkeypatch.context() as context:
         context.setattr(os, "fsync", fail)
-        with pytest.raises(CheckpointError, match="last' cannot be completed: No space left on device"):
+        with pytest.raises(CheckpointError, match="last' cannot be written: No space left on device"):
             staged.commit()
     staged.abandon()
     assert contents(tmp_path) == tree("last", "old")
@@ -207,7 +207,7 @@ def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
 def test_a_file_in_the_way(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="cannot be made: Not a directory"):
+    with pytest.raises(CheckpointError, match="_partial/last' cannot be written: Not a directory"):
         StagedDirectory(tmp_path / "file" / "last").begin()
     (tmp_path / "_partial").mkdir()
     (tmp_path / "_partial" / "last").touch()
@@ -223,23 +223,32 @@ def test_a_link_is_replaced_and_what_it_leads_to_is_not_touched(tmp_path):
         assert contents(tmp_path) == {**tree("last", text), **tree("target", "theirs")}
 
 
-def test_remove_checkpoint(tmp_path, monkeypatch):
+def test_remove_checkpoint(tmp_path):
     commit(tmp_path / "last", "old")
     commit(tmp_path / "other", "other")
     remove_checkpoint(tmp_path / "last")
     remove_checkpoint(tmp_path / "last")
     assert contents(tmp_path) == tree("other", "other")
 
-    def kill(*_, **__):
+
+def test_the_next_save_removes_what_a_kill_left_of_a_removal(tmp_path, monkeypatch):
+    commit(tmp_path / "old", "old")
+
+    def kill(_):
         raise Killed
 
-    with monkeypatch.context() as context:
-        context.setattr(StagedDirectory, "abandon", kill)
+    rename = os.rename
+    with monkeypatch.context() as patch:
+        # The kill comes after the directory got out of sight, before it is deleted.
+        patch.setattr(
+            storage.os, "rename", lambda *paths: (rename(*paths), patch.setattr(storage, "remove_tree", kill))
+        )
         with pytest.raises(Killed):
-            remove_checkpoint(tmp_path / "other")
-    assert not (tmp_path / "other").exists()
-    remove_checkpoint(tmp_path / "other")
-    assert contents(tmp_path) == {}
+            remove_checkpoint(tmp_path / "old")
+    assert contents(tmp_path) != {}
+    assert not (tmp_path / "old").exists()
+    commit(tmp_path / "new", "new")
+    assert contents(tmp_path) == tree("new", "new")
 
 
 def test_remove_tree_of_anything(tmp_path):
