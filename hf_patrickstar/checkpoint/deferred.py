@@ -14,8 +14,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_patrickstar.errors import EngineError
 
-PIECE_NUMEL = 2**22
-"""Elements that are in memory at once, beside the tensors themselves, when nobody asks for less."""
+PIECE_NUMEL = 2**18
+"""Elements that are in memory at once, beside the tensors themselves, when nobody asks for less.
+
+Few enough that what was converted, or came from another process, is still in the processor's cache when it is written,
+and that the allocator, which may spread a handful of pieces over the heap, stays well below two chunks.
+"""
 
 
 class Source(Protocol):
