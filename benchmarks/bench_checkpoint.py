@@ -506,7 +506,7 @@ def extra(rows, way, key):
     return [max(answer[key] for answer in rank if answer[key] is not None) for rank in ranks]
 
 
-def summarize(seen, world_size, options):
+def summarize(seen, world_size):
     """Rows of the table: per way and operation medians, ratios to plain ones, memory per rank."""
     rows = []
     for operation in ("save", "load"):
@@ -576,7 +576,7 @@ def print_rows(rows, options):
         cells += [f"{row['ratio']['median']:.2f}", " - ".join(f"{q:.2f}" for q in row["ratio"]["quartiles"])]
         cells += [", ".join(map(format_nbytes, row["extra"]))]
         cells += [f"{max(row['extra']) / options.chunk_nbytes:.2f}"]
-        print("".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
+        print("".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)), flush=True)
     for row in rows:
         if "held" in row:
             print(
@@ -594,7 +594,7 @@ def print_making(rows):
     for row in rows:
         cells = [row["processes"], row["way"], f"{row['seconds']['median']:.3f}", f"{row['ratio']['median']:.2f}"]
         cells += [", ".join(map(format_nbytes, row[key])) for key in ("over_final", "grown")]
-        print("".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
+        print("".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)), flush=True)
 
 
 def describe(options, folder):
@@ -643,10 +643,12 @@ def main():
             f"{format_nbytes(options.chunk_nbytes)}, the largest tensor {format_nbytes(options.largest_nbytes)}"
         )
         for world_size in options.processes:
-            rows += summarize(measure(world_size, options, folder), world_size, options)
-            making += summarize_making(measure_making(world_size, options, folder), world_size)
-    print_rows(rows, options)
-    print_making(making)
+            found = summarize(measure(world_size, options, folder), world_size)
+            print_rows(found, options)
+            rows += found
+            made = summarize_making(measure_making(world_size, options, folder), world_size)
+            print_making(made)
+            making += made
     problems = check(rows, making, options)
     keys = ("dtype", "parameters", "chunk_numel", "chunk_nbytes", "largest_nbytes", "repeats", "memory_repeats")
     result = {key: getattr(options, key) for key in keys} | {"filesystem": filesystem, "slack_nbytes": SLACK}
