@@ -1,5 +1,7 @@
 """Runs the stock Trainer and ours on the same data, and compares every loss and every weight."""
 
+import functools
+
 import torch
 from models import make_model, make_rows
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -74,6 +76,42 @@ def train(name, tmp_path, patrickstar_config=None, change=None, train_kwargs=Non
     trainer = cls(model=model, args=args, train_dataset=data, eval_dataset=data[:8], callbacks=[recorder, *callbacks])
     trainer.train(**(train_kwargs or {}))
     return trainer, recorder
+
+
+def tight(name="gpt2", factor=1.0):
+    """Settings with the least memory for chunks that the model can do with, or a multiple of it."""
+    return {"chunk_budget": int(_smallest_budget_of(name) * factor)}
+
+
+@functools.cache
+def _smallest_budget_of(name):
+    return smallest_budget(make_model(name))
+
+
+def make_trainer(cls, args_cls, tmp_path, model=None, name="gpt2", trainer_kwargs=None, **kwargs):
+    model = model or make_model(name)
+    if args_cls is not TrainingArguments:
+        kwargs = {"patrickstar": True, "patrickstar_config": tight(name), **kwargs}
+    data = make_rows(name, 64)
+    args = arguments(args_cls, tmp_path, **kwargs)
+    return cls(model=model, args=args, train_dataset=data, eval_dataset=data[:8], **(trainer_kwargs or {}))
+
+
+def pair(tmp_path, **kwargs):
+    """The stock Trainer and ours, with the same arguments and models of the same weights."""
+    stock = make_trainer(Trainer, TrainingArguments, tmp_path / "stock", **kwargs)
+    ours = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path / "ours", **kwargs)
+    return stock, ours
+
+
+def run(trainer, **kwargs):
+    """Trains from the same random state, whatever ran before."""
+    torch.manual_seed(11)
+    return trainer.train(**kwargs)
+
+
+def logged(trainer, key):
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
 def assert_same_weights(expected, actual):

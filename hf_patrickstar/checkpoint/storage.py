@@ -111,6 +111,20 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     remove_tree(removed)
 
 
+def remove_leftovers(parent: str | os.PathLike[str], pattern: str) -> None:
+    """Removes what killed processes left half written. Nobody may be writing such a directory now.
+
+    Args:
+        parent: Where the final places are.
+        pattern: Of the names of the directories.
+    """
+    partial = Path(parent) / PARTIAL
+    for path in partial.glob(pattern):
+        remove_tree(path)
+    with contextlib.suppress(OSError):  # others may be in there
+        partial.rmdir()
+
+
 def remove_tree(path: Path) -> None:
     """Removes a directory with all that is in it, if it is there; of a link to one, the link."""
     if path.is_symlink() or path.is_file():

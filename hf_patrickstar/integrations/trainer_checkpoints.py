@@ -3,21 +3,25 @@
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers.trainer as library
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, sort_checkpoints
 
 from hf_patrickstar.checkpoint.checkpoints import FoundWeights, find_weights, has_training_state
 from hf_patrickstar.checkpoint.export import torch_state_dict
-from hf_patrickstar.checkpoint.storage import remove_checkpoint
+from hf_patrickstar.checkpoint.storage import PARTIAL, REPLACED, remove_checkpoint, remove_leftovers
 from hf_patrickstar.checkpoint.transaction import Checkpoint
 from hf_patrickstar.checkpoint.weight_files import load_torch_file
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.integrations.accelerator_checkpoints import get_engine
+
+_URGENT = "checkpoint-is-incomplete.txt"
+"""In the directory of a checkpoint that the Trainer makes because the process is about to be killed."""
 
 
 class TrainerCheckpoints:
@@ -91,19 +95,32 @@ class TrainerCheckpoints:
             return
         run_dir = self._get_output_dir(trial)
         final = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        is_urgent = os.path.exists(os.path.join(final, _URGENT))
+        engine.checkpoints.wait()
+        if self.args.should_save:
+            remove_leftovers(run_dir, f"{PREFIX_CHECKPOINT_DIR}-*")
         with engine.checkpoints.writing(final) as checkpoint, self._staging(checkpoint):
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
-            best = self.state.best_model_checkpoint
-            if best is not None and Path(best) == checkpoint.path:
-                self.state.best_model_checkpoint = final
-                if self.args.should_save:
-                    self.state.save_to_json(str(checkpoint.path / TRAINER_STATE_NAME))
+            self._find_best(run_dir, checkpoint)
             protected = self.state.best_model_checkpoint
             if self.args.should_save:
                 checkpoint.on_commit = lambda: _rotate(run_dir, self.args.save_total_limit, protected)
-        if self.args.push_to_hub:
+        if self.args.push_to_hub or is_urgent:
             engine.checkpoints.wait()
-            super()._push_from_checkpoint(final)  # type: ignore[misc]
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(final)
+
+    def _find_best(self, run_dir: str, checkpoint: Checkpoint) -> None:
+        """Names the best checkpoint by its final place; the Trainer has looked for it where this one is written."""
+        if self.args.save_strategy == SaveStrategy.NO or not self.state.best_global_step:
+            return
+        best = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
+        is_this = self.state.best_global_step == self.state.global_step
+        if not (is_this or os.path.exists(best)) or best == self.state.best_model_checkpoint:
+            return
+        self.state.best_model_checkpoint = best
+        if self.args.should_save:
+            self.state.save_to_json(str(checkpoint.path / TRAINER_STATE_NAME))
 
     @contextlib.contextmanager
     def _staging(self, checkpoint: Checkpoint) -> Iterator[None]:
@@ -115,7 +132,27 @@ class TrainerCheckpoints:
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._saving is None:  # else it is pushed from its final place
-            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+            with _pushing_whole_files():
+                super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Pushes as the Trainer does; nothing that is only half written, by a run that was killed, say.
+
+        Args:
+            *args: As for ``Trainer.push_to_hub``.
+            **kwargs: As for ``Trainer.push_to_hub``.
+
+        Returns:
+            What ``Trainer.push_to_hub`` returns.
+        """
+        with _pushing_whole_files():
+            return super().push_to_hub(*args, **kwargs)  # type: ignore[misc]
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer deletes checkpoints here, so all must be there."""
+        if self.patrickstar_engine is not None:
+            self.patrickstar_engine.checkpoints.wait()
+        return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Each process writes what it has of the optimizer's state; one, the scheduler's, as the Trainer does."""
@@ -152,23 +189,26 @@ class TrainerCheckpoints:
         if engine is None:
             self._load_without_engine(checkpoint)
             return
-        engine.checkpoints.load_parts(found, checkpoint)
-        if checkpoint is None:
+        optimizer, scheduler = (Path(checkpoint or "") / name for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
+        if checkpoint is None or not (
+            scheduler.is_file() and (has_training_state(checkpoint) or optimizer.is_file())
+        ):  # the Trainer takes over both or none
+            engine.checkpoints.load_parts(found)
             return
-        optimizer, scheduler = (Path(checkpoint) / name for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
-        if not has_training_state(checkpoint) and optimizer.is_file():  # of a stock Trainer
+        engine.checkpoints.load_parts(found, checkpoint)
+        if not has_training_state(checkpoint):  # of a stock Trainer
             self.optimizer.load_state_dict(load_torch_file(optimizer))
-        if scheduler.is_file():
-            self.lr_scheduler.load_state_dict(load_torch_file(scheduler))
+        self.lr_scheduler.load_state_dict(load_torch_file(scheduler))
 
     def _load_without_engine(self, checkpoint: str | None) -> None:
         """As the Trainer does, from a checkpoint that was saved with ``patrickstar`` too."""
-        is_ours = checkpoint is not None and has_training_state(checkpoint)
-        if not is_ours or os.path.isfile(os.path.join(str(checkpoint), OPTIMIZER_NAME)):
+        optimizer, scheduler = (Path(checkpoint or "") / name for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
+        is_ours = checkpoint is not None and has_training_state(checkpoint) and scheduler.is_file()
+        if not is_ours or optimizer.is_file():
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         self.optimizer.load_state_dict(torch_state_dict(str(checkpoint)))
-        self.lr_scheduler.load_state_dict(load_torch_file(Path(str(checkpoint)) / SCHEDULER_NAME))
+        self.lr_scheduler.load_state_dict(load_torch_file(scheduler))
 
     def _load_best_model(self) -> None:
         engine, best = self.patrickstar_engine, self.state.best_model_checkpoint
@@ -185,6 +225,31 @@ class TrainerCheckpoints:
 
     def _tell_of(self, found: FoundWeights) -> None:
         self._issue_warnings_after_load(found)  # type: ignore[attr-defined]
+
+
+class _Uploads:
+    """The client of the hub; what is being written, or was left behind half, is not uploaded."""
+
+    def __init__(self, api: Any) -> None:
+        self._api = api
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._api, name)
+
+    def upload_folder(self, *, ignore_patterns: Sequence[str] | None = None, **kwargs: Any) -> Any:
+        """Uploads as the client does; the listing may be made later, when another checkpoint is on its way."""
+        ignored = [f"{name}/*" for name in (PARTIAL, REPLACED)]
+        return self._api.upload_folder(ignore_patterns=[*(ignore_patterns or ()), *ignored], **kwargs)
+
+
+@contextlib.contextmanager
+def _pushing_whole_files() -> Iterator[None]:
+    original = library.hf_api
+    library.hf_api = lambda: _Uploads(original())  # type: ignore[assignment,return-value]
+    try:
+        yield
+    finally:
+        library.hf_api = original
 
 
 def _rotate(run_dir: str, limit: int | None, best: str | None) -> None:

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 from models import make_batch, make_model, make_rows
-from trainers import arguments, assert_same_run, assert_same_weights, smallest_budget, train
+from trainers import arguments, assert_same_run, assert_same_weights, logged, make_trainer, pair, run, tight, train
 from transformers import (
     AutoModelForCausalLM,
     HfArgumentParser,
@@ -30,35 +30,6 @@ from hf_patrickstar import (
     PatrickStarTrainingArguments,
 )
 from hf_patrickstar.cli.main import main
-
-
-def tight(name="gpt2", factor=1.0):
-    return {"chunk_budget": int(smallest_budget(make_model(name)) * factor)}
-
-
-def make_trainer(cls, args_cls, tmp_path, model=None, name="gpt2", **kwargs):
-    model = model or make_model(name)
-    if args_cls is not TrainingArguments:
-        kwargs = {"patrickstar": True, "patrickstar_config": tight(name), **kwargs}
-    data = make_rows(name, 64)
-    args = arguments(args_cls, tmp_path, **kwargs)
-    return cls(model=model, args=args, train_dataset=data, eval_dataset=data[:8])
-
-
-def pair(tmp_path, **kwargs):
-    stock = make_trainer(Trainer, TrainingArguments, tmp_path / "stock", **kwargs)
-    ours = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path / "ours", **kwargs)
-    return stock, ours
-
-
-def run(trainer, **kwargs):
-    """Trains from the same random state, whatever ran before."""
-    torch.manual_seed(11)
-    return trainer.train(**kwargs)
-
-
-def logged(trainer, key):
-    return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
 def test_without_the_flag_it_is_the_stock_trainer(tmp_path):

@@ -1,0 +1,445 @@
+"""Checkpoints of the Trainer: when they are made, which stay, what resuming gives, what a failed one leaves."""
+
+import errno
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_files import assert_same_files, assert_same_tensors, names_in, snapshot, trainer_state
+from models import make_model
+from trainers import assert_same_weights, logged, make_trainer, run, tight
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hf_patrickstar import CheckpointError, PatrickStarTrainer, PatrickStarTrainingArguments
+from hf_patrickstar.checkpoint import background, safetensors_file
+
+SAVING = {"save_strategy": "steps", "save_steps": 2}
+BEST = {"eval_strategy": "steps", "load_best_model_at_end": True, "greater_is_better": True}  # the worst loss
+IN_BACKGROUND = [pytest.param(False, id="foreground"), pytest.param(True, id="background")]
+UNLIKE = ("training_args.bin", "trainer_state.json")  # paths; seconds and bytes
+
+
+def ours(tmp_path, is_background=False, config=None, **kwargs):
+    """Our trainer, with the least memory unless told otherwise."""
+    config = {**(tight() if config is None else config), "background_save": is_background}
+    return make_trainer(
+        PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, patrickstar_config=config, **{**SAVING, **kwargs}
+    )
+
+
+def stock(tmp_path, **kwargs):
+    return make_trainer(Trainer, TrainingArguments, tmp_path, **{**SAVING, **kwargs})
+
+
+def other_model():
+    """Of other weights than those that runs begin with."""
+    return make_model("gpt2", seed=3)
+
+
+def bf16_model(seed):
+    return make_model("gpt2", seed).to(torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run of four steps, each with a checkpoint. Tests leave its directory as it is."""
+    trainer = ours(tmp_path_factory.mktemp("whole"), save_steps=1)
+    run(trainer)
+    return trainer
+
+
+def folder_of(trainer):
+    return Path(trainer.args.output_dir)
+
+
+# Resuming in the same shape
+
+SGD = {"trainer_kwargs": {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 5e-2, "momentum": 0.9})}}
+RUNS = {
+    "bf16_model": {"bf16": True, "make": bf16_model},
+    "bf16_model_in_background": {"bf16": True, "make": bf16_model, "is_background": True},
+    "fp16": {"fp16": True},
+    "fp16_in_background": {"fp16": True, "gradient_accumulation_steps": 2, "is_background": True},
+    "momentum": SGD,
+    "momentum_bf16_in_background": {**SGD, "bf16": True, "gradient_accumulation_steps": 2, "is_background": True},
+    "adafactor": {"optim": "adafactor"},
+    "adafactor_bf16_model_in_background": {
+        "optim": "adafactor",
+        "bf16": True,
+        "make": bf16_model,
+        "is_background": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_resumed_run_saves_what_the_uninterrupted_one_saves(name, tmp_path):
+    kwargs = {"is_background": False, **RUNS[name]}
+    make = kwargs.pop("make", lambda seed: make_model("gpt2", seed))
+    whole = ours(tmp_path / "whole", model=make(0), **kwargs)
+    run(whole)
+    resumed = ours(tmp_path / "resumed", model=make(3), **kwargs)
+    run(resumed, resume_from_checkpoint=str(tmp_path / "whole/checkpoint-2"))
+    assert logged(resumed, "loss") == logged(whole, "loss")
+    assert_same_weights(whole.model, resumed.model)
+    assert_same_tensors(tmp_path / "whole/checkpoint-4", tmp_path / "resumed/checkpoint-4")
+    # What is in the index and in other files too; states may be in another order.
+    state = "optimizer-00001-of-00001.safetensors"
+    assert_same_files(tmp_path / "whole/checkpoint-4", tmp_path / "resumed/checkpoint-4", {*UNLIKE, state})
+
+
+# Resuming in another shape
+
+
+class SavedWhenBegun(TrainerCallback):
+    """Saves what a resumed run begins with."""
+
+    def __init__(self, directory):
+        self.directory = directory
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        model.patrickstar_engine.save_checkpoint(self.directory)
+
+
+SHAPES = {
+    "tight": tight(),
+    "all_fits": {"chunk_budget": 2**28},
+    "auto": {},
+    "chunk_numel": {"chunk_numel": 8192},
+    "device_budget": {"device_budget": 2**23},
+    "at_home_on_the_host": {"chunk_budget": 2**28, "placement": "host"},
+    "no_prefetch": {**tight(factor=2.0), "prefetch_depth": 0},
+}
+
+
+@pytest.mark.parametrize(("before", "precision"), [("tight", {}), ("all_fits", {"bf16": True})], ids=["fp32", "bf16"])
+def test_resuming_in_another_shape(before, precision, tmp_path):
+    """In one process every shape gives the same bits; so the loaded state, and all that follows, is the same."""
+    whole = ours(tmp_path / "whole", config=SHAPES[before], **precision)
+    run(whole)
+    for name, config in SHAPES.items():
+        if name == before:
+            continue
+        begun = SavedWhenBegun(tmp_path / name / "begun")
+        resumed = ours(
+            tmp_path / name,
+            config=config,
+            model=other_model(),
+            trainer_kwargs={"callbacks": [begun]},
+            **precision,
+        )
+        run(resumed, resume_from_checkpoint=str(tmp_path / "whole/checkpoint-2"))
+        assert_same_tensors(tmp_path / "whole/checkpoint-2", begun.directory)
+        assert logged(resumed, "loss") == logged(whole, "loss"), name
+        assert_same_tensors(tmp_path / "whole/checkpoint-4", tmp_path / name / "checkpoint-4")
+
+
+# Which checkpoints there are
+
+EPOCHS = {"per_device_train_batch_size": 32, "max_steps": -1, "num_train_epochs": 3, "eval_strategy": "epoch"}
+KEPT = {
+    "newest_two": {"save_steps": 1, "save_total_limit": 2},
+    "epochs": {**EPOCHS, "save_strategy": "epoch", "save_total_limit": 2},
+    "best_only": {**EPOCHS, "save_strategy": "best", "metric_for_best_model": "eval_loss"},
+    "none": {"save_strategy": "no"},
+    "best_and_newest": {
+        **BEST,
+        "eval_steps": 1,
+        "save_steps": 1,
+        "save_total_limit": 1,
+        "metric_for_best_model": "loss",
+    },
+    "best_of_three": {**BEST, "eval_steps": 1, "save_steps": 1, "save_total_limit": 2, "metric_for_best_model": "loss"},
+    "best_is_not_loaded": {
+        **BEST,
+        "load_best_model_at_end": False,
+        "eval_steps": 2,
+        "save_total_limit": 1,
+        "metric_for_best_model": "loss",
+    },
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_the_same_checkpoints_stay_as_with_the_stock_trainer(name, tmp_path):
+    expected = stock(tmp_path / "stock", **KEPT[name])
+    run(expected)
+    best = expected.state.best_model_checkpoint
+    for is_background in (False, True):
+        folder = tmp_path / f"ours_{is_background}"
+        actual = ours(folder, is_background, **KEPT[name])
+        run(actual)
+        assert sorted(os.listdir(folder)) == sorted(os.listdir(tmp_path / "stock"))
+        assert_same_weights(expected.model, actual.model)
+        wanted = None if best is None else str(folder / os.path.basename(best))
+        assert actual.state.best_model_checkpoint == wanted
+        for checkpoint in folder.glob("checkpoint-*"):
+            theirs = trainer_state(tmp_path / "stock" / checkpoint.name)["best_model_checkpoint"]
+            wanted = None if theirs is None else str(folder / os.path.basename(theirs))
+            assert trainer_state(checkpoint)["best_model_checkpoint"] == wanted
+
+
+def test_the_best_checkpoint_of_a_run_that_was_moved(tmp_path):
+    """Its directory is found again, as the stock Trainer finds it, and loaded at the end."""
+    kwargs = {**BEST, "eval_steps": 1, "save_steps": 1, "metric_for_best_model": "loss"}
+    for make, folder in ((stock, tmp_path / "stock"), (ours, tmp_path / "ours")):
+        run(make(folder / "old", **kwargs))
+        shutil.move(folder / "old", folder / "new")
+        resumed = make(folder / "new", **kwargs)
+        run(resumed, resume_from_checkpoint=str(folder / "new/checkpoint-2"))
+        best = str(folder / "new/checkpoint-1")
+        assert resumed.state.best_model_checkpoint == best
+        assert trainer_state(folder / "new/checkpoint-4")["best_model_checkpoint"] == best
+        assert_same_tensors(tmp_path / "stock/new/checkpoint-1", best, "model")
+        resumed.save_model(folder / "end")
+        assert_same_tensors(tmp_path / "stock/new/checkpoint-1", folder / "end", "model")
+
+
+@pytest.mark.parametrize("is_background", IN_BACKGROUND)
+def test_save_only_model(is_background, tmp_path):
+    """Resuming then begins with a fresh optimizer, as with the stock Trainer."""
+    stock_, ours_ = stock(tmp_path / "stock", save_only_model=True), None
+    run(stock_)
+    ours_ = ours(tmp_path / "ours", is_background, save_only_model=True)
+    run(ours_)
+    assert names_in(tmp_path / "stock") == names_in(tmp_path / "ours")
+    resumed = []
+    for make, folder in ((stock, tmp_path / "stock"), (ours, tmp_path / "ours")):
+        trainer = make(folder, model=other_model())
+        run(trainer, resume_from_checkpoint=str(folder / "checkpoint-2"))
+        resumed.append(trainer)
+    assert logged(resumed[0], "loss") == logged(resumed[1], "loss") != logged(ours_, "loss")
+    assert_same_weights(resumed[0].model, resumed[1].model)
+
+
+@pytest.mark.parametrize("missing", ["optimizer", "scheduler.pt"])
+def test_resuming_without_one_of_the_states(missing, tmp_path):
+    """The stock Trainer takes over both or none."""
+    losses = []
+    for make, folder in ((stock, tmp_path / "stock"), (ours, tmp_path / "ours")):
+        run(make(folder))
+        for path in (folder / "checkpoint-2").glob(f"{missing}*"):
+            path.unlink()
+        resumed = make(folder)
+        run(resumed, resume_from_checkpoint=str(folder / "checkpoint-2"))
+        losses.append(logged(resumed, "loss"))
+    assert losses[0] == losses[1]
+
+
+def leave_behind(folder):
+    """What a kill in the middle of a checkpoint leaves."""
+    rest = folder / ".partial/checkpoint-3"
+    rest.mkdir(parents=True)
+    (rest / "model.safetensors").write_bytes(b"half of it")
+    (rest / "optimizer.index.json").write_text("{}")
+
+
+@pytest.mark.parametrize("is_background", IN_BACKGROUND)
+def test_the_newest_checkpoint_is_found_among_leftovers(is_background, whole, tmp_path):
+    shutil.copytree(folder_of(whole) / "checkpoint-2", tmp_path / "checkpoint-2")
+    leave_behind(tmp_path)
+    resumed = ours(tmp_path, is_background, model=other_model())
+    run(resumed, resume_from_checkpoint=True)
+    assert logged(resumed, "loss") == logged(whole, "loss")
+    assert_same_weights(whole.model, resumed.model)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-2", "checkpoint-3", "checkpoint-4"], (
+        "the rest has been tidied away"
+    )
+
+
+# Writing while training goes on
+
+
+class LateWriting(TrainerCallback):
+    """Lets the background write nothing before the next backward pass is over, if there is one."""
+
+    def __init__(self, monkeypatch):
+        self.is_late = []
+        self._is_over, self._steps = threading.Event(), 0
+        original = background.write_safetensors
+
+        def write(*args, **kwargs):
+            self.is_late.append(self._is_over.wait(timeout=30))
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(background, "write_safetensors", write)
+
+    def on_save(self, args, state, control, **kwargs):
+        self._is_over.clear()
+        if state.global_step == state.max_steps:
+            self._is_over.set()
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self._is_over.set()
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("config", [tight(), {"chunk_budget": 2**28}], ids=["tight", "all_fits"])
+def test_what_is_written_in_the_background_is_of_the_moment_of_saving(config, precision, tmp_path, monkeypatch):
+    kwargs = {"config": config, "save_steps": 1, **precision}
+    run(ours(tmp_path / "foreground", **kwargs))
+    late = LateWriting(monkeypatch)
+    run(ours(tmp_path / "background", True, trainer_kwargs={"callbacks": [late]}, **kwargs))
+    assert late.is_late == [True] * 4
+    for step in range(1, 5):
+        folders = (tmp_path / kind / f"checkpoint-{step}" for kind in ("foreground", "background"))
+        assert_same_files(*folders, apart_from=UNLIKE)
+
+
+# A signal
+
+
+class Terminated(TrainerCallback):
+    """Gets SIGTERM at a moment of the second step, and waits until the request for a checkpoint has arrived."""
+
+    def __init__(self, moment):
+        self.manager = None
+        setattr(self, moment, self._terminate)
+
+    def _terminate(self, args, state, control, **kwargs):
+        if state.global_step == 1 and not self.manager.is_checkpoint_requested:
+            os.kill(os.getpid(), signal.SIGTERM)
+            end = time.monotonic() + 30
+            while not self.manager.is_checkpoint_requested and time.monotonic() < end:
+                time.sleep(0.01)
+
+
+def watch_manager(trainer, monkeypatch):
+    """Lets the manager of such checkpoints not wait, and looks at the checkpoint when it says that it is complete."""
+    (manager,) = (c.jit_manager for c in trainer.callback_handler.callbacks if hasattr(c, "jit_manager"))
+    manager.kill_wait, manager.completed = 0, []
+    execute, write = manager.execute_jit_checkpoint, background.write_safetensors
+
+    def slow_write(*args, **kwargs):
+        time.sleep(0.3)
+        return write(*args, **kwargs)
+
+    def watched():
+        execute()
+        manager.completed.append(names_in(trainer.args.output_dir))
+
+    monkeypatch.setattr(background, "write_safetensors", slow_write)
+    manager.execute_jit_checkpoint = watched
+    return manager
+
+
+@pytest.mark.parametrize("is_background", IN_BACKGROUND)
+@pytest.mark.parametrize("moment", ["on_step_begin", "on_step_end"])
+def test_checkpoint_on_sigterm(moment, is_background, whole, tmp_path, monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+    terminated = Terminated(moment)
+    trainer = ours(
+        tmp_path / "terminated",
+        is_background,
+        save_strategy="no",
+        enable_jit_checkpoint=True,
+        trainer_kwargs={"callbacks": [terminated]},
+    )
+    try:
+        terminated.manager = watch_manager(trainer, monkeypatch)
+        run(trainer)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert os.listdir(tmp_path / "terminated") == ["checkpoint-1"]
+    assert terminated.manager.completed == [names_in(tmp_path / "terminated")], "when it said so, all of it was there"
+    assert_same_tensors(folder_of(whole) / "checkpoint-1", tmp_path / "terminated/checkpoint-1")
+    assert names_in(folder_of(whole) / "checkpoint-1") == names_in(tmp_path / "terminated/checkpoint-1")
+    resumed = ours(tmp_path / "terminated", model=other_model())
+    run(resumed, resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4
+    if moment == "on_step_end":  # else dropout has used random numbers of the step that is repeated
+        assert_same_weights(whole.model, resumed.model)
+
+
+# Failing
+
+
+def full_disk(what, step=4):
+    """Lets the disk be full in the middle of a file of one checkpoint; returns a function that makes room again."""
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    original, torch_save, calls = safetensors_file._write_all, torch.save, []
+
+    def is_hit(path):
+        name = os.path.basename(path)
+        return f"checkpoint-{step}" in str(path) and name.startswith(what)
+
+    def write_all(file, view):
+        if is_hit(file.name):
+            calls.append(file.name)
+            if len(calls) > 3:  # in the middle of it
+                raise error
+        original(file, view)
+
+    def save(value, path, *args, **kwargs):
+        if isinstance(path, str) and is_hit(path):
+            raise error
+        torch_save(value, path, *args, **kwargs)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(safetensors_file, "_write_all", write_all)
+    patch.setattr(torch, "save", save)
+    return patch.undo
+
+
+@pytest.mark.parametrize("is_background", IN_BACKGROUND)
+@pytest.mark.parametrize("what", ["model", "optimizer-", "scheduler"])
+def test_a_full_disk(what, is_background, whole, tmp_path):
+    """No directory for the checkpoint that failed, the one before as it was, and the run goes on from there."""
+    trainer = ours(tmp_path, is_background)
+    make_room = full_disk(what)
+    try:
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            run(trainer)
+    finally:
+        make_room()
+    assert os.listdir(tmp_path) == ["checkpoint-2"]
+    assert_same_tensors(folder_of(whole) / "checkpoint-2", tmp_path / "checkpoint-2")
+    resumed = trainer if is_background else ours(tmp_path, model=other_model())
+    run(resumed, resume_from_checkpoint=True)
+    assert_same_weights(whole.model, resumed.model)
+    assert_same_tensors(folder_of(whole) / "checkpoint-4", tmp_path / "checkpoint-4")
+
+
+def test_training_goes_on_after_a_checkpoint_that_failed(whole, tmp_path):
+    """A callback that catches the error, say: nothing of the model has changed."""
+
+    class Lenient(PatrickStarTrainer):
+        failures = 0
+
+        def _save_checkpoint(self, *args, **kwargs):
+            try:
+                super()._save_checkpoint(*args, **kwargs)
+            except CheckpointError:
+                self.failures += 1
+
+    config = {**tight(), "background_save": True}
+    trainer = make_trainer(Lenient, PatrickStarTrainingArguments, tmp_path, patrickstar_config=config, **SAVING)
+    make_room = full_disk("model", step=2)
+    try:
+        run(trainer)
+    finally:
+        make_room()
+    assert trainer.failures == 1
+    assert os.listdir(tmp_path) == ["checkpoint-4"]
+    assert logged(trainer, "loss") == logged(whole, "loss")
+    assert_same_tensors(folder_of(whole) / "checkpoint-4", tmp_path / "checkpoint-4")
+
+
+def test_a_checkpoint_that_is_saved_again_and_fails_is_the_older_one(tmp_path):
+    trainer = ours(tmp_path, save_steps=4)
+    run(trainer)
+    before = snapshot(tmp_path)
+    make_room = full_disk("optimizer-")
+    try:
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            trainer._save_checkpoint(trainer.model, None)
+    finally:
+        make_room()
+    assert snapshot(tmp_path) == before
+    trainer._save_checkpoint(trainer.model, None)
+    assert snapshot(tmp_path).keys() == before.keys()

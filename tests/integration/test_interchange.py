@@ -1,0 +1,361 @@
+"""Checkpoints from and for the stock Trainer, models that are read late, and what is wrong with a checkpoint."""
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_files import (
+    STATE_INDEX,
+    assert_same_files,
+    assert_same_tensors,
+    names_in,
+    same_bits,
+    tensors_in,
+)
+from models import make_model
+from safetensors.torch import load_file, save_file
+from trainers import assert_same_weights, logged, make_trainer, run, tight
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
+
+from hf_patrickstar import CheckpointError, PatrickStarTrainer, PatrickStarTrainingArguments, deferred_weights
+from hf_patrickstar.cli.main import main
+
+SAVING = {"save_strategy": "steps", "save_steps": 2}
+SGD = {"trainer_kwargs": {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 5e-2, "momentum": 0.9})}}
+OPTIMIZERS = {"adamw": {}, "momentum": SGD, "adafactor": {"optim": "adafactor"}}
+
+
+def stock(tmp_path, **kwargs):
+    return make_trainer(Trainer, TrainingArguments, tmp_path, **{**SAVING, **kwargs})
+
+
+def ours(tmp_path, **kwargs):
+    return make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, **{**SAVING, **kwargs})
+
+
+def without_chunks(tmp_path, **kwargs):
+    return ours(tmp_path, patrickstar=False, patrickstar_config=None, **kwargs)
+
+
+# From one Trainer to the other
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_trainer_goes_on_where_the_other_one_was(name, tmp_path):
+    kwargs = OPTIMIZERS[name]
+    expected = stock(tmp_path / "stock", **kwargs)
+    run(expected)
+    run(ours(tmp_path / "ours", **kwargs))
+    exported = tmp_path / "exported"
+    shutil.copytree(tmp_path / "ours/checkpoint-2", exported)
+    assert main(["export", str(exported)]) == 0
+    before = torch.load(tmp_path / "stock/checkpoint-2/optimizer.pt", weights_only=True)["state"]
+    after = torch.load(exported / "optimizer.pt", weights_only=True)["state"]
+    assert before.keys() == after.keys()
+    for number, state in before.items():
+        assert {key: float(torch.as_tensor(value).sum()) for key, value in state.items()} == {
+            key: float(torch.as_tensor(value).sum()) for key, value in after[number].items()
+        }
+    for make, place in (
+        (ours, tmp_path / "stock/checkpoint-2"),
+        (without_chunks, tmp_path / "ours/checkpoint-2"),
+        (stock, exported),
+    ):
+        other = make(tmp_path / make.__name__, model=make_model("gpt2", seed=3), **kwargs)
+        run(other, resume_from_checkpoint=str(place))
+        assert logged(other, "loss") == logged(expected, "loss")
+        assert_same_weights(expected.model, other.model)
+
+
+class Refusing(pickle.Unpickler):
+    def find_class(self, module, name):
+        raise AssertionError(f"{module}.{name} was unpickled")
+
+
+def test_a_training_state_is_read_without_unpickling(tmp_path, monkeypatch):
+    """A directory with the state alone, as it may come from somebody else."""
+    run(ours(tmp_path / "run"))
+    place = tmp_path / "state"
+    place.mkdir()
+    for file in (tmp_path / "run/checkpoint-4").glob("*"):
+        if file.suffix in (".json", ".safetensors"):
+            shutil.copy(file, place)
+    trainer = ours(tmp_path / "other", model=make_model("gpt2", seed=3), save_strategy="no", max_steps=1)
+    run(trainer)
+    monkeypatch.setattr(pickle, "Unpickler", Refusing)
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("torch.load was called"))
+    trainer.patrickstar_engine.load_checkpoint(place)
+    trainer.patrickstar_engine.save_checkpoint(tmp_path / "again")
+    assert_same_tensors(place, tmp_path / "again")
+
+
+# What may be wrong
+
+
+def break_nothing(place):
+    pass
+
+
+def drop_a_shard(place):
+    next(place.glob("model-00002-*")).unlink()
+
+
+def truncate_the_optimizer(place):
+    file = place / "optimizer-00001-of-00001.safetensors"
+    with open(file, "r+b") as opened:
+        opened.truncate(file.stat().st_size - 100)
+
+
+def drop_the_optimizers_file(place):
+    (place / "optimizer-00001-of-00001.safetensors").unlink()
+
+
+def widen_a_tensor(place):
+    file = place / next(n for n in sorted(names_in(place)) if n.startswith("model-"))
+    tensors = load_file(file)
+    name = sorted(tensors)[0]
+    save_file({**tensors, name: torch.zeros(7, 5)}, file, metadata={"format": "pt"})
+
+
+def change_index(change):
+    def changed(place):
+        index = json.loads((place / STATE_INDEX).read_text())
+        change(index)
+        (place / STATE_INDEX).write_text(json.dumps(index))
+
+    return changed
+
+
+@change_index
+def of_another_model(index):
+    text = json.dumps(index).replace("transformer.h.", "model.layers.")
+    index.update(json.loads(text))
+
+
+@change_index
+def of_other_groups(index):
+    first, second = index["param_groups"]
+    second["params"].append(first["params"].pop(3))
+
+
+@change_index
+def of_one_group(index):
+    index["param_groups"].pop()
+
+
+@change_index
+def of_another_shape(index):
+    index["parameters"]["transformer.ln_f.weight"]["shape"] = [31]
+
+
+@change_index
+def of_a_newer_version(index):
+    index["version"] = 99
+
+
+WRONG = {
+    drop_a_shard: r"'.*model-00002-of-.*safetensors' is missing",
+    truncate_the_optimizer: r"optimizer-00001-of-00001.safetensors' is truncated: tensor '.*' ends at byte \d+",
+    drop_the_optimizers_file: r"optimizer-00001-of-00001.safetensors' is missing",
+    widen_a_tensor: r"model-00001-of-.*: tensor 'transformer.*' has shape \(7, 5\), in the model it has \(\d+",
+    of_another_model: r"optimizer.index.json': param group 0 .* '(model.layers|transformer.h).* is the first",
+    of_other_groups: r"optimizer.index.json': param group 0 .* '.*' is the first that is in one of them only",
+    of_one_group: r"optimizer.index.json' has 1 param groups, this optimizer 2",
+    of_another_shape: r"'transformer.ln_f.weight' has shape \(31,\), in the model \(32,\)",
+    of_a_newer_version: r"optimizer.index.json' is version 99",
+}
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    """A checkpoint whose model is in several files, and a trainer that has trained something else."""
+    folder = tmp_path_factory.mktemp("sharded")
+    config = {**tight(), "dtype": "bf16"}
+    trainer = ours(folder / "run", patrickstar_config=config)
+    run(trainer)
+    place = folder / "checkpoint"
+    shutil.copytree(folder / "run/checkpoint-4", place)
+    (place / "model.safetensors").unlink()
+    trainer.model.save_pretrained(place, max_shard_size="50KB")
+    other = ours(folder / "other", model=make_model("gpt2", seed=3), patrickstar_config=config)
+    run(other)
+    return place, other
+
+
+@pytest.mark.parametrize("damage", WRONG, ids=lambda damage: getattr(damage, "__name__", ""))
+def test_a_wrong_checkpoint_changes_nothing(damage, sharded, tmp_path):
+    place, trainer = sharded
+    engine = trainer.patrickstar_engine
+    engine.save_checkpoint(tmp_path / "before")
+    copy = tmp_path / "checkpoint-4"
+    shutil.copytree(place, copy)
+    if damage.__name__ == "changed":
+        damage(copy)
+    else:
+        damage(copy)
+    with pytest.raises(CheckpointError, match=WRONG[damage]):
+        engine.load_checkpoint(copy)
+    engine.save_checkpoint(tmp_path / "after")
+    assert_same_files(tmp_path / "before", tmp_path / "after")
+    # Nor does training begin with it.
+    beginner = ours(tmp_path, model=make_model("gpt2", seed=3), patrickstar_config=trainer.args.patrickstar_config)
+    with pytest.raises(CheckpointError, match=WRONG[damage]):
+        run(beginner, resume_from_checkpoint=str(copy))
+    assert_same_weights(make_model("gpt2", seed=3), beginner.model)
+
+
+def test_the_state_of_another_optimizer(sharded, tmp_path):
+    place, trainer = sharded
+    config = trainer.args.patrickstar_config
+    momentum = ours(tmp_path / "momentum", patrickstar_config=config, **SGD)
+    run(momentum)
+    with pytest.raises(CheckpointError, match=r"has no 'exp_avg' of parameter '.*': it was saved by .*SGD, this is .*AdamW"):
+        trainer.patrickstar_engine.load_checkpoint(tmp_path / "momentum/checkpoint-4")
+    momentum.patrickstar_engine.save_checkpoint(tmp_path / "before")
+    with pytest.raises(CheckpointError, match=r"it was saved by .*AdamW, this is .*SGD"):
+        momentum.patrickstar_engine.load_checkpoint(place)
+    momentum.patrickstar_engine.save_checkpoint(tmp_path / "after")
+    assert_same_files(tmp_path / "before", tmp_path / "after")
+
+
+# Models that are read late
+
+
+def saved(name, folder, **kwargs):
+    make_model(name).save_pretrained(folder, **kwargs)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral"])
+def test_training_of_a_model_that_is_read_late(name, tmp_path):
+    """The same losses and checkpoints as with ``from_pretrained`` alone, and the same parameter objects throughout."""
+    saved(name, tmp_path / "model", max_shard_size="50KB")
+    make = type(make_model(name)).from_pretrained
+    plain = ours(tmp_path / "plain", name=name, model=make(tmp_path / "model"))
+    run(plain)
+    with deferred_weights():
+        model = make(tmp_path / "model")
+    parameters = dict(model.named_parameters())
+    late = ours(tmp_path / "late", name=name, model=model)
+    run(late)
+    assert all(parameters[key] is value for key, value in late.model.named_parameters())
+    assert logged(late, "loss") == logged(plain, "loss")
+    assert_same_tensors(tmp_path / "plain/checkpoint-4", tmp_path / "late/checkpoint-4")
+    assert names_in(tmp_path / "plain/checkpoint-4") == names_in(tmp_path / "late/checkpoint-4")
+    # And such a model resumes: only the checkpoint's weights count.
+    with deferred_weights():
+        model = make(tmp_path / "model")
+    resumed = ours(tmp_path / "resumed", name=name, model=model)
+    run(resumed, resume_from_checkpoint=str(tmp_path / "late/checkpoint-2"))
+    assert logged(resumed, "loss") == logged(plain, "loss")
+    assert_same_weights(plain.model, resumed.model)
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+def test_predicting_with_a_model_that_is_read_late(precision, tmp_path):
+    saved("gpt2", tmp_path / "model")
+    with deferred_weights():
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    late = ours(tmp_path / "late", model=model, **precision)
+    expected = ours(tmp_path / "plain", **precision)
+    rows = late.eval_dataset
+    assert (late.predict(rows).predictions == expected.predict(rows).predictions).all()
+    assert late.evaluate()["eval_loss"] == expected.evaluate()["eval_loss"]
+    assert_same_weights(expected.model, late.model)
+    late.save_model(tmp_path / "saved")
+    assert_same_tensors(tmp_path / "model", tmp_path / "saved")
+
+
+def test_a_new_head_on_a_body_that_is_read_late(tmp_path):
+    saved("bert_mlm", tmp_path / "model")
+
+    def classifier(is_late):
+        torch.manual_seed(5)
+        with deferred_weights(is_late):
+            return AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", num_labels=3)
+
+    plain, late = (ours(tmp_path / str(is_late), name="bert", model=classifier(is_late)) for is_late in (False, True))
+    run(plain)
+    run(late)
+    assert logged(late, "loss") == logged(plain, "loss")
+    assert_same_tensors(tmp_path / "False/checkpoint-4", tmp_path / "True/checkpoint-4")
+
+
+# Adapters
+
+BEST = {
+    **{"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "max_steps": 6},
+    **{"metric_for_best_model": "loss", "greater_is_better": True},
+}
+
+
+def with_adapters(folder, is_late=False, seed=0):
+    peft = pytest.importorskip("peft")
+    with deferred_weights(is_late):
+        base = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(
+        r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", init_lora_weights=False, fan_in_fan_out=True
+    )
+    return peft.get_peft_model(base, config)
+
+
+def test_adapters(tmp_path):
+    """Saved, resumed, the best ones loaded; over a base that is read late too; as with the stock Trainer."""
+    base = saved("gpt2", tmp_path / "base")
+    expected = stock(tmp_path / "stock", model=with_adapters(base), **BEST)
+    run(expected)
+    for is_late in (False, True):
+        folder = tmp_path / f"late_{is_late}"
+        trainer = ours(folder, model=with_adapters(base, is_late), **BEST)
+        run(trainer)
+        assert logged(trainer, "loss") == logged(expected, "loss")
+        assert_same_weights(expected.model, trainer.model)
+        for step in (2, 6):
+            theirs, own = (place / f"checkpoint-{step}" for place in (tmp_path / "stock", folder))
+            assert_same_tensors(theirs, own, "adapter_model")
+            assert names_in(theirs) - {"optimizer.pt"} == {n for n in names_in(own) if not n.startswith("optimizer")}
+        resumed = ours(tmp_path / f"resumed_{is_late}", model=with_adapters(base, is_late, seed=1), **BEST)
+        run(resumed, resume_from_checkpoint=str(folder / "checkpoint-2"))
+        assert logged(resumed, "loss") == logged(expected, "loss")
+        assert_same_weights(expected.model, resumed.model)
+
+
+# What ``save_pretrained`` of a trained model writes
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral"])
+def test_save_pretrained_of_the_live_model(name, tmp_path):
+    trainer = ours(tmp_path / "run", name=name, save_strategy="no")
+    run(trainer)
+    live = trainer.model
+    plain = make_model(name, seed=3)
+    plain.load_state_dict(live.state_dict())
+    plain.generation_config = live.generation_config
+    state = live.state_dict()
+    nothing, half = next(iter(state)), {key: value.half() for key, value in state.items()}
+    assert nothing in half
+    for number, kwargs in enumerate(
+        ({}, {"max_shard_size": "40KB"}, {"variant": "fp16"}, {"state_dict": half}, {"save_original_format": False})
+    ):
+        folders = tmp_path / f"live_{number}", tmp_path / f"plain_{number}"
+        for model, folder in zip((live, plain), folders, strict=True):
+            model.save_pretrained(folder, **kwargs)
+        assert_same_files(*folders, apart_from={"config.json"})
+        assert len(tensors_in(folders[0])) > 10
+    assert json.loads((tmp_path / "live_0/config.json").read_text()) == json.loads(
+        (tmp_path / "plain_0/config.json").read_text()
+    )
+
+
+def test_nested_states_are_compared():
+    """The comparison that other tests rest on can say no."""
+    state = {"state": {0: {"a": torch.zeros(2)}}, "param_groups": [{"lr": 1}]}
+    assert same_bits(state, {"state": {0: {"a": torch.zeros(2)}}, "param_groups": [{"lr": 1}]})
+    assert not same_bits(state, {"state": {0: {"a": torch.ones(2)}}, "param_groups": [{"lr": 1}]})
+    assert not same_bits(state, {"state": {0: {"a": torch.zeros(2).half()}}, "param_groups": [{"lr": 1}]})
+    assert Path(os.curdir).exists()
