@@ -174,6 +174,25 @@ class Checkpoints:
         """
         self.wait()
         found = found or FoundWeights({}, [], [])
+        loading = self._open(found, state_directory)
+        self._apply(found)
+        if loading is not None:
+            loading.apply()
+        return found
+
+    def check_state(self, directory: str | os.PathLike[str]) -> None:
+        """Makes sure that a training state, if one is there, can be loaded; all processes call it together.
+
+        Args:
+            directory: Where it is.
+
+        Raises:
+            CheckpointError: If not, here or on another process.
+        """
+        self._open(FoundWeights({}, [], []), directory)
+
+    def _open(self, found: FoundWeights, state_directory: str | os.PathLike[str] | None) -> Loading | None:
+        """Checks what is to be loaded, on all processes, before any of them changes something."""
         loading: Loading | None = None
         error: CheckpointError | None = None
         try:
@@ -188,10 +207,7 @@ class Checkpoints:
         for rank, text in enumerate(texts):
             if text is not None:
                 raise CheckpointError(f"rank {rank} cannot load the checkpoint: {text}")
-        self._apply(found)
-        if loading is not None:
-            loading.apply()
-        return found
+        return loading
 
     def _check(self, found: FoundWeights) -> None:
         for tensor in self._manager.tensors:

@@ -183,9 +183,15 @@ class TrainingState:
             directory: Where it was saved, by any number of processes.
 
         Raises:
-            CheckpointError: If a file is missing or damaged, or it was saved for other parameters or groups.
+            CheckpointError: If a file is missing or damaged, or it was saved by another optimizer, or for
+                other parameters or groups.
         """
         saved = SavedState(directory)
+        if saved.optimizer != self._optimizer.class_name:
+            raise CheckpointError(
+                f"'{saved.path}' was saved by {saved.optimizer}, this is {self._optimizer.class_name}; resume with the "
+                "same optimizer, or without the training state (load the weights alone, as a model)"
+            )
         self._check_groups(saved)
         for tensor in self._manager.tensors:
             if tensor.spec.trainable:
@@ -222,8 +228,8 @@ class TrainingState:
         missing = sorted(needed - saved.keys(name))
         if missing:
             raise CheckpointError(
-                f"'{saved.path}' has no '{missing[0]}' of parameter '{name}': it was saved by {saved.optimizer}, this "
-                f"is {self._optimizer.class_name}"
+                f"'{saved.path}' has no '{missing[0]}' of parameter '{name}': {saved.optimizer} was saved with other "
+                "options than it has here"
             )
         if not tensor.is_owned:
             return

@@ -129,10 +129,14 @@ class AcceleratorCheckpoints(Accelerator):
         with contextlib.ExitStack() as stack:
             if has_training_state(input_dir):
                 stack.enter_context(self._without_chunked_optimizers())
-            found = None
-            if not self._load_model_state_pre_hook:  # else the hooks see all models, and may load them
-                place, found = self._find_weights(engine, Path(input_dir), strict)
-                stack.enter_context(self._without_model(place))
+            if self._load_model_state_pre_hook:  # they see all models, and may load them
+                engine.checkpoints.check_state(input_dir)
+                super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+                # After the weights: masters have more bits than what a hook may have loaded.
+                engine.checkpoints.load_parts(None, input_dir)
+                return
+            place, found = self._find_weights(engine, Path(input_dir), strict)
+            stack.enter_context(self._without_model(place))
             engine.checkpoints.load_parts(found, input_dir)
             super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
 

@@ -9,7 +9,7 @@ import dataclasses
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -178,13 +178,30 @@ class ModelHooks:
         def save_together(*args: Any, **kwargs: Any) -> Any:
             is_alone = not self._weights.needs_all  # or others follow this process already
             is_main = is_alone or self._manager.sharing.rank == 0
-            with self._weights.streamed(is_reader=is_main):
+            with self._weights.streamed(is_reader=is_main), self._parameters_as_saved(save.__self__):  # type: ignore[attr-defined]
                 result = save(*args, **kwargs) if is_main else None
             if not is_alone:
                 self._manager.sharing.meet("waits until the model is saved")
             return result
 
         return save_together
+
+    @contextlib.contextmanager
+    def _parameters_as_saved(self, module: torch.nn.Module) -> Iterator[None]:
+        """What is written into a model's configuration about its type is that of the files, not that of the chunks."""
+        parameters = module.parameters
+
+        def as_saved(*args: Any, **kwargs: Any) -> Iterator[torch.Tensor]:
+            for parameter in parameters(*args, **kwargs):
+                tensor = self._managed.get(id(parameter))
+                deferred = None if tensor is None else self._weights.deferred(tensor)
+                yield parameter if deferred is None else deferred
+
+        module.__dict__["parameters"] = as_saved
+        try:
+            yield
+        finally:
+            module.__dict__.pop("parameters", None)
 
     def detach(self) -> None:
         """Removes every hook; the model's attributes are as they were before ``attach``."""
