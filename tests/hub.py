@@ -1,9 +1,10 @@
-"""A model hub on this machine: as much of the hub's protocol as the ordinary client needs to read repositories.
+"""A model hub on this machine: as much of its protocol as the ordinary client needs to read and push repositories.
 
-Files are served from ``root/models/OWNER/NAME`` and ``root/datasets/OWNER/NAME``. What a client asked for is kept in
-``requests`` as ``(method, path, status)``.
+Files are served from ``root/models/OWNER/NAME`` and ``root/datasets/OWNER/NAME``, and pushed to there. What a client
+asked for is kept in ``requests`` as ``(method, path, status)``, what it pushed in ``pushes`` as ``(message, paths)``.
 """
 
+import base64
 import hashlib
 import json
 import re
@@ -25,6 +26,7 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.root = Path(root)
         self.requests = []
+        self.pushes = []
 
     @property
     def url(self):
@@ -60,15 +62,19 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         length = int(self.headers.get("Content-Length", 0))
-        self._answer(urllib.parse.parse_qs(self.rfile.read(length).decode()))
+        self._answer(self.rfile.read(length))
 
     def log_message(self, *args):
         pass
 
-    def _answer(self, form=None):
+    def _answer(self, body=None):
         path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
-        if match := _API.fullmatch(path):
-            self._answer_api(form, **match.groupdict())
+        if path == "/api/repos/create":
+            self._create(json.loads(body))
+        elif path == "/api/validate-yaml":
+            self._send_json(None, {"errors": [], "warnings": []})
+        elif match := _API.fullmatch(path):
+            self._answer_api(body, **match.groupdict())
         elif match := _FILE.fullmatch(path):
             self._answer_file(**match.groupdict())
         else:
@@ -85,7 +91,24 @@ class _Handler(BaseHTTPRequestHandler):
             return folder
         return None
 
-    def _answer_api(self, form, type, repo, verb, rest):
+    def _create(self, asked):
+        repo = f"{asked.get('organization') or 'somebody'}/{asked['name']}"
+        (self.server.root / "models" / repo).mkdir(parents=True, exist_ok=True)
+        self._send_json(repo, {"url": f"{self.server.url}/{repo}"})
+
+    def _commit(self, folder, repo, body):
+        """Takes the files of a push; none of them goes by way of large file storage."""
+        lines = [json.loads(line) for line in body.splitlines()]
+        files = {line["value"]["path"]: line["value"]["content"] for line in lines if line["key"] == "file"}
+        assert len(files) == len(lines) - 1, "only added files are understood"
+        for path, content in files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(base64.b64decode(content))
+        self.server.pushes.append((lines[0]["value"]["summary"], sorted(files)))
+        url = f"{self.server.url}/{repo}/commit/{commit_of(repo)}"
+        self._send_json(repo, {"commitUrl": url, "commitOid": commit_of(repo)})
+
+    def _answer_api(self, body, type, repo, verb, rest):
         revision, _, inner = (rest or "main").partition("/")
         folder = self._folder(type, repo, revision)
         if folder is None:
@@ -100,7 +123,13 @@ class _Handler(BaseHTTPRequestHandler):
             query = urllib.parse.parse_qs(urllib.parse.urlsplit(self.path).query)
             recursive = query.get("recursive", ["false"])[0].lower() == "true"
             self._send_json(repo, _tree(folder, folder / inner, recursive))
-        elif verb == "paths-info" and form is not None:
+        elif verb == "preupload":
+            modes = {"uploadMode": "regular", "shouldIgnore": False}
+            self._send_json(repo, {"files": [{"path": f["path"], **modes} for f in json.loads(body)["files"]]})
+        elif verb == "commit":
+            self._commit(folder, repo, body)
+        elif verb == "paths-info" and body is not None:
+            form = urllib.parse.parse_qs(body.decode())
             paths = [folder / path for path in form.get("paths", [])]
             self._send_json(repo, [_entry(folder, path) for path in paths if path.exists()])
         else:
