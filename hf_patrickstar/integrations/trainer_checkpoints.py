@@ -3,18 +3,17 @@
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers.trainer as library
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, sort_checkpoints
 
 from hf_patrickstar.checkpoint.checkpoints import FoundWeights, find_weights, has_training_state
 from hf_patrickstar.checkpoint.export import torch_state_dict
-from hf_patrickstar.checkpoint.storage import PARTIAL, REPLACED, remove_checkpoint, remove_leftovers
+from hf_patrickstar.checkpoint.storage import remove_checkpoint, remove_leftovers
 from hf_patrickstar.checkpoint.transaction import Checkpoint
 from hf_patrickstar.checkpoint.weight_files import load_torch_file
 from hf_patrickstar.engine import PatrickStarEngine
@@ -132,21 +131,7 @@ class TrainerCheckpoints:
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._saving is None:  # else it is pushed from its final place
-            with _pushing_whole_files():
-                super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
-
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Pushes as the Trainer does; nothing that is only half written, by a run that was killed, say.
-
-        Args:
-            *args: As for ``Trainer.push_to_hub``.
-            **kwargs: As for ``Trainer.push_to_hub``.
-
-        Returns:
-            What ``Trainer.push_to_hub`` returns.
-        """
-        with _pushing_whole_files():
-            return super().push_to_hub(*args, **kwargs)  # type: ignore[misc]
+            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer deletes checkpoints here, so all must be there."""
@@ -225,31 +210,6 @@ class TrainerCheckpoints:
 
     def _tell_of(self, found: FoundWeights) -> None:
         self._issue_warnings_after_load(found)  # type: ignore[attr-defined]
-
-
-class _Uploads:
-    """The client of the hub; what is being written, or was left behind half, is not uploaded."""
-
-    def __init__(self, api: Any) -> None:
-        self._api = api
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._api, name)
-
-    def upload_folder(self, *, ignore_patterns: Sequence[str] | None = None, **kwargs: Any) -> Any:
-        """Uploads as the client does; the listing may be made later, when another checkpoint is on its way."""
-        ignored = [f"{name}/*" for name in (PARTIAL, REPLACED)]
-        return self._api.upload_folder(ignore_patterns=[*(ignore_patterns or ()), *ignored], **kwargs)
-
-
-@contextlib.contextmanager
-def _pushing_whole_files() -> Iterator[None]:
-    original = library.hf_api
-    library.hf_api = lambda: _Uploads(original())  # type: ignore[assignment,return-value]
-    try:
-        yield
-    finally:
-        library.hf_api = original
 
 
 def _rotate(run_dir: str, limit: int | None, best: str | None) -> None:

@@ -17,6 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_patrickstar import CheckpointError, PatrickStarTrainer, PatrickStarTrainingArguments
 from hf_patrickstar.checkpoint import background, safetensors_file
+from hf_patrickstar.checkpoint.storage import PARTIAL
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 BEST = {"eval_strategy": "steps", "load_best_model_at_end": True, "greater_is_better": True}  # the worst loss
@@ -233,7 +234,7 @@ def test_resuming_without_one_of_the_states(missing, tmp_path):
 
 def leave_behind(folder):
     """What a kill in the middle of a checkpoint leaves."""
-    rest = folder / ".partial/checkpoint-3"
+    rest = folder / PARTIAL / "checkpoint-3"
     rest.mkdir(parents=True)
     (rest / "model.safetensors").write_bytes(b"half of it")
     (rest / "optimizer.index.json").write_text("{}")

@@ -9,6 +9,7 @@ from trainers import make_trainer, run, tight
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
+from hf_patrickstar.checkpoint.storage import PARTIAL
 
 
 @pytest.fixture
@@ -47,11 +48,11 @@ def test_the_same_files_arrive_as_from_the_stock_trainer(strategy, is_background
     stock = train(Trainer, TrainingArguments, tmp_path / "stock", hub_model_id="me/stock", **kwargs)
     stock.push_to_hub()
     expected, hub.pushes[:] = list(hub.pushes), []
-    rest = tmp_path / "ours/.partial/checkpoint-9"
+    rest = tmp_path / "ours" / PARTIAL / "checkpoint-9"
     rest.mkdir(parents=True)
     (rest / "model.safetensors").write_bytes(b"half of it")
-    (tmp_path / "ours/.partial/other").mkdir()
-    (tmp_path / "ours/.partial/other/file").write_bytes(b"of somebody else")
+    (rest.parent / "other").mkdir()
+    (rest.parent / "other/file").write_bytes(b"of somebody else")
     config = {**tight(), "background_save": is_background}
     ours = train(
         PatrickStarTrainer,
