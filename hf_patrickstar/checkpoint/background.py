@@ -91,10 +91,10 @@ class BackgroundWrite:
             )
             os.replace(unfinished, self.path)
         except BaseException as error:
-            self.error = error
             with contextlib.suppress(OSError):  # another process failed before, and the directory is gone
                 unfinished.unlink(missing_ok=True)  # room to say so, if the disk is full
                 unfinished.with_name(self.path.name + _FAILED).write_text(str(error), encoding="utf-8")
+            self.error = error  # from here on the directory may be removed: nothing may be put into it
         finally:
             for event in self._events.values():
                 event.set()
