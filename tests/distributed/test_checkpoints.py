@@ -228,17 +228,13 @@ def test_all_are_told_what_failed_in_the_background(pair, tmp_path, who):
 def lose_in_background(rank, folder, is_waiting):
     """Rank 1 dies while it writes; rank 0 waits for the checkpoint, or fails elsewhere and closes it."""
     transaction._LAST_PATIENCE_S = 0.5
-
-    def write_nothing(*_):
-        Path(folder, "writing").touch()
-        time.sleep(600)
-
     model = build("gpt2", torch.float32)
     engine = PatrickStarEngine(model, {"background_save": True}, make_optimizer(model), device="cpu")
     if rank == 1:
-        safetensors_file._write_all = write_nothing
+        safetensors_file._write_all = lambda *_: time.sleep(600)
     with engine.checkpoints.writing(f"{folder}/c") as checkpoint:
         engine.checkpoints.save_state(checkpoint.path, checkpoint)
+    Path(folder, f"rank{rank}-goes-on").touch()
     if rank == 1:
         checkpoint.write.join()
     if is_waiting:
@@ -253,7 +249,7 @@ def lose_in_background(rank, folder, is_waiting):
 def test_nobody_waits_for_what_a_dead_process_would_write(tmp_path, is_waiting):
     with Workers(2) as workers:
         workers.start(lose_in_background, str(tmp_path), is_waiting, timeout=60)
-        while not (tmp_path / "writing").exists():
+        while len(list(tmp_path.glob("rank*"))) < 2:
             time.sleep(0.05)
         workers.kill(1)
         assert workers.collect(60) == [True, None]
