@@ -185,12 +185,12 @@ class PatrickStarEngine:
         """Hooks, then values: what goes wrong until the last line is undone."""
         gradients = [(parameter, parameter.grad) for parameter in self._decisions.parameters]
         try:
-            self._first_values.begin()
+            self._first_values.begin(self.model)
             if optimizer is not None and self._kernel is not None:
                 self.optimizer = ChunkedOptimizer(optimizer, self._kernel, self.manager, self._emit)
                 collectives = self.collectives
                 self.training_state = TrainingState(
-                    self.manager, self.optimizer, collectives.rank, collectives.world_size
+                    self.manager, self.optimizer, collectives.rank, collectives.world_size, self._is_in_model_file
                 )
             self.checkpoints = Checkpoints(
                 self.model,
@@ -306,13 +306,8 @@ class PatrickStarEngine:
             CheckpointError: If something is missing, damaged or does not fit; nothing has changed then.
         """
         found = self.checkpoints.load(directory)
-        if found.missing_keys or found.unexpected_keys:
-            logger.warning(
-                "patrickstar: '%s' has no values for %s, and has %s that the model does not know",
-                directory,
-                found.missing_keys,
-                found.unexpected_keys,
-            )
+        if found.unexpected_keys:
+            logger.warning("patrickstar: '%s' has %s, which the model does not know", directory, found.unexpected_keys)
 
     def stats(self) -> dict[str, Any]:
         """Bytes and events so far.
@@ -417,6 +412,12 @@ class PatrickStarEngine:
         self.collectives.close()
         for name in ("patrickstar_engine", "backward"):
             self.model.__dict__.pop(name, None)
+
+    def _is_in_model_file(self, tensor: ManagedTensor) -> bool:
+        """Whether saving the model saves a parameter: PEFT saves adapters alone, and some models leave out names."""
+        left_out = getattr(self.model, "_keys_to_ignore_on_save", None) or ()
+        names = {tensor.spec.name, *tensor.spec.aliases}
+        return not hasattr(self.model, "peft_config") and not names <= set(left_out)
 
     def _emit(self, event: Event) -> None:
         self._statistics.record(event)

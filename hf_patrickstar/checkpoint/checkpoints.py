@@ -2,15 +2,17 @@
 
 import contextlib
 import dataclasses
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from hf_patrickstar.checkpoint.deferred import DeferredTensor, Reader
-from hf_patrickstar.checkpoint.safetensors_file import streamed_writing
+from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile, streamed_writing
+from hf_patrickstar.checkpoint.storage import StagedDirectory
 from hf_patrickstar.checkpoint.training_state import INDEX_NAME, Loading, TrainingState
 from hf_patrickstar.checkpoint.transaction import Checkpoint, Transactions
 from hf_patrickstar.checkpoint.weight_files import deferred_weights, open_weights
@@ -19,6 +21,10 @@ from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.manager import ChunkManager
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 _WEIGHTS_NAME = "model.safetensors"
 _ADAPTER_NAME = "adapter_model.safetensors"
@@ -132,6 +138,8 @@ class Checkpoints:
             with streamed_writing(self._weights.piece_numel):
                 state = model.state_dict()
                 tensors = {name: v.contiguous() for name, v in state.items() if isinstance(v, torch.Tensor)}
+                for name in state.keys() - tensors.keys():
+                    logger.warning("patrickstar: '%s' of the model is no tensor and is not saved", name)
                 safetensors.torch.save_file(tensors, directory / _WEIGHTS_NAME, metadata={"format": "pt"})
 
     # Loading
@@ -148,17 +156,84 @@ class Checkpoints:
         Raises:
             CheckpointError: If something is missing, damaged or does not fit; nothing has changed then.
         """
-        adapters = adapter_directories(self._model, directory)
-        if not adapters:
-            return self.load_parts(self.find_weights(directory), directory)
-        if self._state is not None and has_training_state(directory):
-            self._state.open(directory)  # what does not fit is told before anything changes
-        _load_adapters(self._model, adapters)
-        return self.load_parts(None, directory)
+        self.wait()
+        if self._collectives.rank == 0:
+            StagedDirectory(directory).recover()
+        if self.together(lambda: bool(adapter_directories(self._model, directory))):
+            self.check_state(directory)
+            self._load_adapters(directory)
+            return self.load_parts(None, directory)
+        found = self.together(lambda: self._find_all(directory))
+        return self.load_parts(found, directory)
 
-    def find_weights(self, directory: str | os.PathLike[str]) -> FoundWeights:
-        """Opens the weights of a directory and checks that they fit the model."""
-        return find_weights(self._model, directory)
+    def load_weights(self, path: str | os.PathLike[str]) -> FoundWeights:
+        """Loads weights alone; all processes call it together.
+
+        Args:
+            path: A directory or a file; see ``open_weights``.
+
+        Returns:
+            What was found.
+
+        Raises:
+            CheckpointError: If something is missing, damaged or does not fit, here or on another process; nothing has
+                changed then.
+        """
+        self.wait()
+        return self.load_parts(self.together(lambda: find_weights(self._model, path)))
+
+    def _find_all(self, directory: str | os.PathLike[str]) -> FoundWeights:
+        """The weights, of which none may be missing."""
+        found = find_weights(self._model, directory)
+        names = dict(self._model.named_parameters(remove_duplicate=False))
+        missing = [name for name in found.missing_keys if name in names]
+        if missing:
+            raise CheckpointError(f"'{directory}' has no value for '{missing[0]}', and {len(missing) - 1} more")
+        return found
+
+    def _load_adapters(self, directory: str | os.PathLike[str]) -> None:
+        """Adapters are small: PEFT reads them, and knows their names."""
+        from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+
+        def check() -> None:
+            for name, path in adapter_directories(self._model, directory).items():
+                file = SafetensorsFile(path / _ADAPTER_NAME)
+                for key, value in get_peft_model_state_dict(self._model, adapter_name=name).items():
+                    if key not in file.entries:
+                        raise CheckpointError(f"'{file.path}' has no tensor '{key}'")
+                    if file.entries[key].shape != tuple(value.shape):
+                        raise CheckpointError(_shape_mismatch(key, file.deferred(key), tuple(value.shape)))
+
+        with self._weights.streamed(is_reader=True):  # names and shapes without values
+            self.together(check)
+        self._manager.begin_loading()
+        for name, path in adapter_directories(self._model, directory).items():
+            set_peft_model_state_dict(self._model, load_peft_weights(str(path), device="cpu"), adapter_name=name)
+
+    def together(self, function: Callable[[], _T]) -> _T:
+        """Calls what may fail on one process alone, so that all raise then; all processes call it together.
+
+        Args:
+            function: Does nothing with the other processes.
+
+        Returns:
+            What it returned.
+
+        Raises:
+            CheckpointError: If it raised that, here or on another process.
+        """
+        error: CheckpointError | None = None
+        try:
+            result = function()
+        except CheckpointError as raised:
+            error = raised
+        texts = self._collectives.exchange_objects(None if error is None else str(error), "loading a checkpoint")
+        if error is not None:
+            raise error
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise CheckpointError(f"rank {rank} cannot load the checkpoint: {text}")
+        return result
 
     def load_parts(
         self, found: FoundWeights | None, state_directory: str | os.PathLike[str] | None = None
@@ -193,21 +268,14 @@ class Checkpoints:
 
     def _open(self, found: FoundWeights, state_directory: str | os.PathLike[str] | None) -> Loading | None:
         """Checks what is to be loaded, on all processes, before any of them changes something."""
-        loading: Loading | None = None
-        error: CheckpointError | None = None
-        try:
+
+        def open_all() -> Loading | None:
             self._check(found)
-            if self._state is not None and state_directory is not None and has_training_state(state_directory):
-                loading = self._state.open(state_directory)
-        except CheckpointError as raised:
-            error = raised
-        texts = self._collectives.exchange_objects(None if error is None else str(error), "loading a checkpoint")
-        if error is not None:
-            raise error
-        for rank, text in enumerate(texts):
-            if text is not None:
-                raise CheckpointError(f"rank {rank} cannot load the checkpoint: {text}")
-        return loading
+            if self._state is None or state_directory is None or not has_training_state(state_directory):
+                return None
+            return self._state.open(state_directory)
+
+        return self.together(open_all)
 
     def _check(self, found: FoundWeights) -> None:
         for tensor in self._manager.tensors:
@@ -250,15 +318,6 @@ def adapter_directories(model: torch.nn.Module, directory: str | os.PathLike[str
     names = getattr(model, "peft_config", None) or {}
     places = {name: Path(directory) / ("" if name == "default" else name) for name in names}
     return {name: path for name, path in places.items() if (path / _ADAPTER_NAME).is_file()}
-
-
-def _load_adapters(model: torch.nn.Module, adapters: Mapping[str, Path]) -> None:
-    """Adapters are small: PEFT reads them, and knows their names."""
-    from peft import load_peft_weights, set_peft_model_state_dict
-
-    for name, path in adapters.items():
-        values = load_peft_weights(str(path), device="cpu")
-        set_peft_model_state_dict(model, values, adapter_name=name)
 
 
 def find_weights(model: torch.nn.Module, directory: str | os.PathLike[str]) -> FoundWeights:

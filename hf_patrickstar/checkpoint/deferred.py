@@ -6,7 +6,7 @@ chunks. So one model never exists twice, whatever the library does to it.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -79,6 +79,11 @@ class _Call:
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, place: int | None) -> None:
         self._function, self._args, self._kwargs, self._place = function, args, kwargs, place
 
+    def leaf(self) -> Any:
+        """The first source that it needs."""
+        first = next(v for v in tree_leaves((self._args, self._kwargs)) if isinstance(v, DeferredTensor))
+        return first.recipe.leaf() if isinstance(first.recipe, _Call) else first.recipe
+
     def compute(self, read_whole: Callable[["DeferredTensor"], torch.Tensor]) -> torch.Tensor:
         args, kwargs = tree_map_only(DeferredTensor, read_whole, (self._args, self._kwargs))
         result = self._function(*args, **kwargs)
@@ -88,8 +93,8 @@ class _Call:
 class DeferredTensor(torch.Tensor):
     """A tensor without values, on the meta device, that remembers where they come from.
 
-    Functions of it give deferred tensors, ``to`` changes its type and forgets its device, and what would look at
-    values raises; ``Reader`` gives them.
+    Functions of it give deferred tensors, ``to`` changes its type and forgets its device. What looks at values gets
+    them if they are in memory, and raises if they are still in files; ``Reader`` gives them a part at a time.
     """
 
     recipe: "Source | _Call"
@@ -122,6 +127,8 @@ class DeferredTensor(torch.Tensor):
         ):
             if name == "__get__" and func == _DATA:
                 return _alias(args[0])
+            if name == "__set__" and func == _SET_DATA:
+                _take_recipe(*args)
             if name == "__get__" and func == _DEVICE and args[0].is_loadable:
                 return torch.device("cpu")
             if name == "__get__" and func in _TRANSPOSED:
@@ -132,10 +139,11 @@ class DeferredTensor(torch.Tensor):
                 return func(*args, **kwargs)
         if name == "equal" and all(value.is_loadable for value in args if isinstance(value, DeferredTensor)):
             return _equal(*args)
-        if name in _READING:
-            raise EngineError(f"'{name}' needs the values of a tensor that is not read yet; use Reader.read")
-        if (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None:
+        is_assigned = name == "__setitem__" and isinstance(args[0], DeferredTensor)
+        if is_assigned or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None:
             raise EngineError(f"'{name}' would change a tensor that is not read yet")
+        if name in _READING:
+            return _read_now(name, func, args, kwargs)
         if name in _KEEPING or (name == "__getitem__" and args[1] is Ellipsis):
             return _alias(args[0])
         if name in _CASTING:
@@ -149,6 +157,7 @@ _READING = frozenset(
 _KEEPING = frozenset(("detach", "contiguous", "clone", "alias"))
 _CASTING = frozenset(("to", "float", "half", "bfloat16", "type", "type_as"))
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 _TRANSPOSED = tuple(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH"))
 
@@ -172,6 +181,29 @@ def _fresh(meta: torch.Tensor) -> torch.Tensor:
 
 def _alias(tensor: DeferredTensor) -> DeferredTensor:
     return _wrap(_bare(tensor), tensor.recipe, tensor.is_loadable)
+
+
+def _take_recipe(tensor: DeferredTensor, value: torch.Tensor) -> None:
+    """``tensor.data = value``: what casts a model in place does that."""
+    if not isinstance(value, DeferredTensor):
+        raise EngineError(
+            "values were assigned to a parameter of deferred_weights, which would be lost when it is read; change it "
+            "after the engine was made, in full_parameters(), or load the model without deferred_weights"
+        )
+    tensor.recipe, tensor.is_loadable = value.recipe, value.is_loadable
+
+
+def _read_now(name: str, function: Any, args: Any, kwargs: Any) -> Any:
+    """What looks at values gets those that are in memory; of files they are read by the engine alone."""
+    deferred = [value for value in tree_leaves((args, kwargs)) if isinstance(value, DeferredTensor)]
+    if any(value.is_loadable for value in deferred):
+        raise EngineError(
+            f"'{name}' needs the values of a parameter of deferred_weights, which is not read yet; give the model to a "
+            "Trainer with patrickstar, or to prepare(), first, or load it without deferred_weights"
+        )
+    reader = Reader()
+    args, kwargs = tree_map_only(DeferredTensor, lambda value: reader.read(value).view(value.shape), (args, kwargs))
+    return function(*args, **kwargs)
 
 
 def _deepcopy(tensor: DeferredTensor, memo: dict[int, Any]) -> DeferredTensor:
@@ -235,6 +267,21 @@ def _record(func: Any, args: Any, kwargs: Any) -> Any:
             for place, item in enumerate(result)
         )
     return result
+
+
+def in_reading_order(names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names in the order given, but what is made of one source comes together, so that it is read once.
+
+    Args:
+        names: The names, those of one type in a row.
+        tensors: The tensors, deferred or not.
+    """
+    groups: dict[Any, list[str]] = {}
+    for name in names:
+        recipe = getattr(tensors[name], "recipe", None)
+        key = (id(recipe.leaf()), tensors[name].dtype) if isinstance(recipe, _Call) else name
+        groups.setdefault(key, []).append(name)
+    return [name for group in groups.values() for name in group]
 
 
 class Reader:

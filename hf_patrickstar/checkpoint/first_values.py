@@ -33,8 +33,22 @@ class FirstValues:
         self._piece_numel = piece_numel
         self._unread: dict[int, torch.Tensor] = {}
 
-    def begin(self) -> None:
-        """Makes ordinary parameters of those that are still to be read; they stay the same objects."""
+    def begin(self, model: torch.nn.Module) -> None:
+        """Makes ordinary parameters of those that are still to be read; they stay the same objects.
+
+        Buffers are small, and are read at once.
+
+        Args:
+            model: The model.
+
+        Raises:
+            CheckpointError: If a file cannot be read any more.
+        """
+        reader = Reader()
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if isinstance(buffer, DeferredTensor):
+                    module._buffers[name] = reader.read(buffer).view(buffer.shape).clone()
         for tensor in self._tensors:
             parameter = tensor.parameter
             if isinstance(parameter, DeferredTensor):

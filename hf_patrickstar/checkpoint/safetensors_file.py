@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import safetensors.torch
 import torch
 
-from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Reader
+from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Reader, in_reading_order
 from hf_patrickstar.checkpoint.storage import describe_failure
 from hf_patrickstar.errors import CheckpointError
 
@@ -226,7 +226,7 @@ def write_safetensors(
         tensors: What to write, deferred or not.
         metadata: Texts beside them.
         piece_numel: Elements in memory at once.
-        is_sorted: Write in the order of the library; otherwise in the order given.
+        is_sorted: Write in the order of the library (what is made of one tensor together); otherwise in that given.
         on_written: Told the name of every tensor that is not needed any more.
 
     Returns:
@@ -237,7 +237,7 @@ def write_safetensors(
     """
     names = list(tensors)
     if is_sorted:
-        names.sort(key=lambda name: (-_RANKS.get(tensors[name].dtype, 0), name))
+        names = in_reading_order(sorted(names, key=lambda n: (-_RANKS.get(tensors[n].dtype, 0), n)), tensors)
     header, nbytes = _make_header(names, tensors, metadata)
     reader = Reader()
     with _complaining(path, len(header) + nbytes), open(path, "wb", buffering=0) as file:

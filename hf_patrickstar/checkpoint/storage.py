@@ -3,14 +3,16 @@
 [Note: what a kill leaves]
 A directory is written under ``_partial`` beside its final place, and renamed when every byte is on the disk. Nobody who
 looks for checkpoints looks in there. One that replaces an older one of the same name moves that to ``_replaced`` first;
-where a kill came between the two renames, ``recover`` puts the older one back. One that is deleted is renamed into
-``_removed`` before, so that it does not die by halves; whatever is in there is deleted when the next one is begun.
+where a kill came between the two renames, ``recover`` puts the older one back. What else was in the older one (logs, or
+whatever somebody put there) goes over to the new one, and only then is the rest deleted. One that is deleted is renamed
+into ``_removed`` before, so that it does not die by halves; whatever is in there is deleted when the next one is begun.
 The Trainer does not upload what begins with an underscore.
 """
 
 import contextlib
 import errno
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +23,12 @@ from hf_patrickstar.units import format_need
 PARTIAL = "_partial"
 REPLACED = "_replaced"
 REMOVED = "_removed"
+_OF_CHECKPOINTS = re.compile(
+    r"(model|pytorch_model|adapter_\w+|optimizer|scheduler|scaler|sampler|rng_state|random_states|dl_state_dict|"
+    r"custom_checkpoint|trainer_state|training_args|checkpoint-is-incomplete)\b|"
+    r"(model|pytorch_model|optimizer|scheduler|sampler|rng_state|random_states|dl_state_dict|custom_checkpoint)[-_]\d"
+)
+"""Names of files of checkpoints; those of an older one must not be taken for those of the new one."""
 _PROBE_NBYTES = 2**18
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _OF_THE_DISK = (*_FULL, errno.EFBIG, errno.EIO, errno.EROFS)
@@ -48,6 +56,11 @@ class StagedDirectory:
         Raises:
             CheckpointError: If it cannot be made.
         """
+        if Path.cwd().is_relative_to(self.final) or os.path.ismount(self.final):
+            kind = "the root of a disk" if os.path.ismount(self.final) else "the current directory, or around it"
+            raise CheckpointError(
+                f"'{self.final}' is {kind} and cannot be replaced; give the checkpoint one of its own"
+            )
         try:
             self.recover()
             remove_tree(self.final.parent / REMOVED)
@@ -72,7 +85,7 @@ class StagedDirectory:
             os.rename(self.path, self.final)
             _sync(self.final.parent)
             if is_replacing:
-                remove_tree(self._replaced)
+                self._clear_replaced()
         except OSError as error:
             with contextlib.suppress(OSError):
                 self.recover()
@@ -88,6 +101,15 @@ class StagedDirectory:
         """Puts an older directory back whose replacement did not arrive; see [Note: what a kill leaves]."""
         if self._replaced.exists() and not self.final.exists():
             os.rename(self._replaced, self.final)
+        self._clear_replaced()
+
+    def _clear_replaced(self) -> None:
+        """Lets what no checkpoint has go over to the new directory, and removes the rest of the older one."""
+        if self._replaced.is_dir() and not self._replaced.is_symlink():
+            for path in self._replaced.iterdir():
+                is_stale = path.is_file() and _OF_CHECKPOINTS.match(path.name)
+                if not is_stale and not os.path.lexists(self.final / path.name):
+                    os.rename(path, self.final / path.name)
         remove_tree(self._replaced)
 
     def _tidy(self) -> None:

@@ -13,11 +13,13 @@ run code; it wants every tensor allocated beside the chunks; and its files need 
 
 import dataclasses
 import json
+import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy
 import torch
 from tqdm.auto import tqdm
 
@@ -28,6 +30,8 @@ from hf_patrickstar.checkpoint.storage import describe_failure
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedTensor
 from hf_patrickstar.runtime.manager import ChunkManager
+
+logger = logging.getLogger(__name__)
 
 INDEX_NAME = "optimizer.index.json"
 _FORMAT, _VERSION = "hf_patrickstar.training_state", 1
@@ -73,9 +77,18 @@ class TrainingState:
         optimizer: The optimizer over them.
         rank: This process.
         world_size: How many there are.
+        is_in_model_file: Whether a parameter is saved with the model; otherwise its master is saved here.
     """
 
-    def __init__(self, manager: ChunkManager, optimizer: ShardedOptimizer, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        manager: ChunkManager,
+        optimizer: ShardedOptimizer,
+        rank: int,
+        world_size: int,
+        is_in_model_file: Callable[[ManagedTensor], bool] = lambda tensor: True,
+    ) -> None:
+        self._is_in_model_file = is_in_model_file
         self._manager = manager
         self._optimizer = optimizer
         self._rank = rank
@@ -155,8 +168,8 @@ class TrainingState:
         for tensor in self.owned():
             name = tensor.spec.name
             state = dict(self._optimizer.own_state(tensor))
-            if tensor.original_dtype is not torch.float32:  # else the model's file has every bit of it
-                tensor.chunk.wait()
+            tensor.chunk.wait()
+            if tensor.original_dtype is not torch.float32 or not self._is_in_model_file(tensor):
                 state[MASTER] = tensor.view(tensor.chunk.lists[MASTER])
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
@@ -245,15 +258,19 @@ class TrainingState:
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
     """What JSON can hold of a param group: numbers, texts, and tuples of them."""
-    plain = {}
-    for key, value in group.items():
-        if key == "params":
-            continue
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            value = value.item()
-        if _is_plain(value):
-            plain[key] = value
+    plain = {key: _simplified(value) for key, value in group.items() if key != "params"}
+    for key in [key for key, value in plain.items() if not _is_plain(value)]:
+        kind = type(plain.pop(key)).__name__
+        logger.warning("patrickstar: '%s' of a param group is a %s and is not saved; it stays when loading", key, kind)
     return plain
+
+
+def _simplified(value: Any) -> Any:
+    """Numbers of torch and numpy as numbers."""
+    if isinstance(value, (tuple, list)):
+        return [_simplified(item) for item in value]
+    numel = value.numel() if isinstance(value, torch.Tensor) else getattr(value, "size", None)
+    return value.item() if isinstance(value, (torch.Tensor, numpy.generic, numpy.ndarray)) and numel == 1 else value
 
 
 def _is_plain(value: Any) -> bool:

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from hf_patrickstar.runtime.collectives import Collectives
 
 logger = logging.getLogger(__name__)
 
+_MARK = ".mark"
 _POLL_S = 0.05
 _PATIENCE_S = 1800.0
 """How long other processes may take to write nothing in the background; less when this one ends with an error."""
@@ -122,13 +124,20 @@ class Transactions:
 
     def _begin(self, checkpoint: Checkpoint) -> None:
         rank, staged = self._collectives.rank, checkpoint.staged
-        error: BaseException | None = None
+        own, mark = uuid.uuid4().hex, staged.path / _MARK
+
+        def begin() -> None:
+            staged.begin()
+            mark.write_text(own)
+
+        self._agree(_attempt(begin) if rank == 0 else None, checkpoint, "cannot be written")
+        what = "looking for the directory of the checkpoint"
+        wanted = self._collectives.exchange_objects(own, what)[0]
+        # One that a kill left on a disk of its own is not that of rank 0.
+        is_seen = mark.is_file() and mark.read_text() == wanted
+        places = self._collectives.exchange_objects("" if is_seen else socket.gethostname(), what)
         if rank == 0:
-            error = _attempt(staged.begin)
-        self._agree(error, checkpoint, "cannot be written")
-        places = self._collectives.exchange_objects(
-            "" if staged.path.is_dir() else socket.gethostname(), "looking for the directory of the checkpoint"
-        )
+            mark.unlink()
         for place in dict.fromkeys(places):
             ranks = [other for other, found in enumerate(places) if found == place]
             checkpoint.makers[ranks[0]] = ranks
@@ -154,7 +163,12 @@ class Transactions:
                 )
                 checkpoint.thread.start()
             return
-        self._agree(_attempt(lambda: _commit(checkpoint)) if is_maker else None, checkpoint, "was not completed")
+        try:
+            self._agree(_attempt(lambda: _commit(checkpoint)) if is_maker else None, checkpoint, "was not completed")
+        except CheckpointError:
+            if is_maker:
+                checkpoint.staged.abandon()
+            raise
 
     def _commit_later(self, checkpoint: Checkpoint) -> None:
         """Completes a checkpoint when the last process has written its part: each is a file that appears."""
@@ -172,9 +186,10 @@ class Transactions:
         missing = [_failure(checkpoint, file) or f"'{file}' was not written" for file in files if not file.exists()]
         if not missing:
             checkpoint.error = _attempt(lambda: _commit(checkpoint))
-            return
-        checkpoint.error = CheckpointError(missing[0])
-        checkpoint.staged.abandon()
+        else:
+            checkpoint.error = CheckpointError(missing[0])
+        if checkpoint.error is not None:
+            checkpoint.staged.abandon()
 
     def _agree(self, error: BaseException | None, checkpoint: Checkpoint, what: str) -> None:
         """Raises on all processes what went wrong on one."""

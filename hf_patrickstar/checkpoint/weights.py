@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -97,7 +98,8 @@ class ChunkWeights:
             return None
         index = tensor.spec.index
         if index not in self._deferred:
-            self._deferred[index] = DeferredTensor.make(_ChunkSource(self, tensor))
+            made: Any = torch.nn.Parameter(DeferredTensor.make(_ChunkSource(self, tensor)), requires_grad=False)
+            self._deferred[index] = made
         return self._deferred[index]
 
     def _source_of(self, index: int) -> tuple[ManagedTensor, torch.Tensor | None, torch.dtype]:

@@ -71,7 +71,7 @@ class AcceleratorCheckpoints(Accelerator):
                     stack.enter_context(engine.weights.collected(keep=self.is_main_process))
                 self._save_others(checkpoint, safe_serialization, **kwargs)
             engine.checkpoints.save_state(checkpoint.path, checkpoint)
-            if is_numbered and self.is_main_process:
+            if is_numbered:
                 checkpoint.on_commit = lambda: self._rotate(final.parent)
         return final
 
@@ -135,7 +135,8 @@ class AcceleratorCheckpoints(Accelerator):
                 # After the weights: masters have more bits than what a hook may have loaded.
                 engine.checkpoints.load_parts(None, input_dir)
                 return
-            place, found = self._find_weights(engine, Path(input_dir), strict)
+            directory = Path(input_dir)
+            place, found = engine.checkpoints.together(lambda: self._find_weights(engine, directory, strict))
             stack.enter_context(self._without_model(place))
             engine.checkpoints.load_parts(found, input_dir)
             super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)

@@ -17,6 +17,7 @@ from hf_patrickstar.checkpoint.storage import remove_checkpoint, remove_leftover
 from hf_patrickstar.checkpoint.transaction import Checkpoint
 from hf_patrickstar.checkpoint.weight_files import load_torch_file
 from hf_patrickstar.engine import PatrickStarEngine
+from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.integrations.accelerator_checkpoints import get_engine
 
 _URGENT = "checkpoint-is-incomplete.txt"
@@ -33,7 +34,7 @@ class TrainerCheckpoints:
     lr_scheduler: Any
     state: Any
     _saving: Checkpoint | None = None
-    _found: FoundWeights | None = None
+    _found: FoundWeights | CheckpointError | None = None
 
     @property
     def patrickstar_engine(self) -> PatrickStarEngine | None:
@@ -98,12 +99,16 @@ class TrainerCheckpoints:
         engine.checkpoints.wait()
         if self.args.should_save:
             remove_leftovers(run_dir, f"{PREFIX_CHECKPOINT_DIR}-*")
-        with engine.checkpoints.writing(final) as checkpoint, self._staging(checkpoint):
-            super()._save_checkpoint(model, trial)  # type: ignore[misc]
-            self._find_best(run_dir, checkpoint)
-            protected = self.state.best_model_checkpoint
-            if self.args.should_save:
+        best = self.state.best_model_checkpoint
+        try:
+            with engine.checkpoints.writing(final) as checkpoint, self._staging(checkpoint):
+                super()._save_checkpoint(model, trial)  # type: ignore[misc]
+                self._find_best(run_dir, checkpoint)
+                protected = self.state.best_model_checkpoint
                 checkpoint.on_commit = lambda: _rotate(run_dir, self.args.save_total_limit, protected)
+        except BaseException:
+            self.state.best_model_checkpoint = best
+            raise
         if self.args.push_to_hub or is_urgent:
             engine.checkpoints.wait()
         if self.args.push_to_hub:
@@ -160,12 +165,16 @@ class TrainerCheckpoints:
         if not getattr(self.args, "patrickstar", False) or hasattr(self.model, "peft_config"):
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
             return
-        found = find_weights(self.model, resume_from_checkpoint)
-        if engine is None:
-            self._found = found
-        else:
-            engine.checkpoints.load_parts(found)
-        self._tell_of(found)
+        if engine is not None:
+            self._tell_of(engine.checkpoints.load_weights(resume_from_checkpoint))
+            return
+        try:
+            self._found = find_weights(self.model, resume_from_checkpoint)
+            self._tell_of(self._found)
+        except CheckpointError as error:
+            if self.args.world_size == 1:
+                raise
+            self._found = error  # all raise it together, when they can talk to each other
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Reads weights that were only opened before, and each process its part of the optimizer's state."""
@@ -174,16 +183,24 @@ class TrainerCheckpoints:
         if engine is None:
             self._load_without_engine(checkpoint)
             return
+        checkpoints = engine.checkpoints
+        weights = checkpoints.together(lambda: _without_error(found))
         optimizer, scheduler = (Path(checkpoint or "") / name for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
         if checkpoint is None or not (
             scheduler.is_file() and (has_training_state(checkpoint) or optimizer.is_file())
         ):  # the Trainer takes over both or none
-            engine.checkpoints.load_parts(found)
+            checkpoints.load_parts(weights)
             return
-        engine.checkpoints.load_parts(found, checkpoint)
-        if not has_training_state(checkpoint):  # of a stock Trainer
-            self.optimizer.load_state_dict(load_torch_file(optimizer))
-        self.lr_scheduler.load_state_dict(load_torch_file(scheduler))
+        schedule = checkpoints.together(lambda: load_torch_file(scheduler))
+        is_stock = not has_training_state(checkpoint)
+        state = checkpoints.together(lambda: load_torch_file(optimizer) if is_stock else {})
+        checkpoints.load_parts(weights, checkpoint)
+        if is_stock:
+            try:
+                self.optimizer.load_state_dict(state)
+            except ValueError as error:
+                raise CheckpointError(f"'{optimizer}': {error}") from error
+        self.lr_scheduler.load_state_dict(schedule)
 
     def _load_without_engine(self, checkpoint: str | None) -> None:
         """As the Trainer does, from a checkpoint that was saved with ``patrickstar`` too."""
@@ -204,12 +221,16 @@ class TrainerCheckpoints:
         if hasattr(self.model, "peft_config") or not os.path.isdir(best):
             super()._load_best_model()  # type: ignore[misc]
             return
-        found = find_weights(self.model, best)
-        engine.checkpoints.load_parts(found)
-        self._tell_of(found)
+        self._tell_of(engine.checkpoints.load_weights(best))
 
     def _tell_of(self, found: FoundWeights) -> None:
         self._issue_warnings_after_load(found)  # type: ignore[attr-defined]
+
+
+def _without_error(found: FoundWeights | CheckpointError | None) -> FoundWeights | None:
+    if isinstance(found, CheckpointError):
+        raise found
+    return found
 
 
 def _rotate(run_dir: str, limit: int | None, best: str | None) -> None:

@@ -396,8 +396,11 @@ class ModelHooks:
         """
         stack = self._stack()
         tensor = self._managed.get(id(parameter))
-        if tensor is None or tensor.is_open or self._weights.deferred(tensor) is not None:
+        if tensor is None or tensor.is_open:
             return parameter
+        deferred = self._weights.deferred(tensor)
+        if deferred is not None:
+            return deferred
         if not stack:
             if tensor.users == 0 and self._is_attached:
                 self._manager.acquire(tensor, "code outside of every forward that reads a parameter")

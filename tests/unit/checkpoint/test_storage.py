@@ -71,9 +71,45 @@ def test_a_relative_path(tmp_path, monkeypatch):
 
 def test_an_older_one_is_replaced(tmp_path):
     commit(tmp_path / "last", "old")
-    (tmp_path / "last" / "of the old one").touch()
+    for name in ("model-00002-of-00002.safetensors", "optimizer.pt", "random_states_3.pkl", "notes"):
+        (tmp_path / "last" / name).touch()
+    (tmp_path / "last" / "logs").mkdir()
+    (tmp_path / "last" / "logs" / "events").write_text("old")
     commit(tmp_path / "last", "new")
-    assert contents(tmp_path) == tree("last", "new")
+    theirs = {"last/notes": "", "last/logs": None, "last/logs/events": "old"}
+    assert contents(tmp_path) == tree("last", "new") | theirs
+
+
+def test_what_others_put_there_survives_a_kill(tmp_path, monkeypatch):
+    commit(tmp_path / "last", "old")
+    (tmp_path / "last" / "notes").touch()
+
+    def kill(_):
+        raise Killed
+
+    with monkeypatch.context() as context:
+        context.setattr(StagedDirectory, "_clear_replaced", kill)
+        staged = StagedDirectory(tmp_path / "last")
+        with pytest.raises(Killed):
+            staged.begin()
+        remove_tree(staged.path)
+        staged.path.mkdir(parents=True)
+        write(staged.path, "new")
+        with pytest.raises(Killed):
+            staged.commit()
+    staged.recover()
+    staged.abandon()
+    assert contents(tmp_path) == tree("last", "new") | {"last/notes": ""}
+
+
+def test_the_current_directory_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "last" / "inside").mkdir(parents=True)
+    (tmp_path / "last" / "mine").touch()
+    for folder in ("last", "last/inside"):
+        monkeypatch.chdir(tmp_path / folder)
+        with pytest.raises(CheckpointError, match="is the current directory, or around it and cannot be replaced"):
+            StagedDirectory(tmp_path / "last").begin()
+    assert (tmp_path / "last" / "mine").exists()
 
 
 def test_abandoned(tmp_path):

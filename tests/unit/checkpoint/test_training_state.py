@@ -292,7 +292,7 @@ def test_a_state_of_another_optimizer(tmp_path):
     engine = make_engine(torch.optim.Adagrad)
     train(engine)
     engine.training_state.save(tmp_path, with_index=True)
-    with pytest.raises(CheckpointError, match="no 'exp_avg' of parameter 'w': it was saved by Adagrad, this is AdamW"):
+    with pytest.raises(CheckpointError, match="was saved by Adagrad, this is AdamW; resume with the same"):
         make_engine().training_state.open(tmp_path)
 
 
