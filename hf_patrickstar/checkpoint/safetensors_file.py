@@ -19,7 +19,7 @@ import safetensors.torch
 import torch
 
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Reader, in_reading_order
-from hf_patrickstar.checkpoint.storage import describe_failure
+from hf_patrickstar.checkpoint.storage import describe_failure, replace_file
 from hf_patrickstar.errors import CheckpointError
 
 # In the order in which the library compares types; larger ones come first in a file.
@@ -268,7 +268,9 @@ def streamed_writing(piece_numel: int) -> Iterator[None]:
 
     def save_file(tensors: Any, filename: Any, metadata: Any = None) -> None:
         if any(isinstance(tensor, DeferredTensor) for tensor in tensors.values()):
-            write_safetensors(filename, tensors, metadata, piece_numel=piece_numel)
+            replace_file(
+                Path(filename), lambda path: write_safetensors(path, tensors, metadata, piece_numel=piece_numel)
+            )
         else:
             original(tensors, filename, metadata=metadata)
 

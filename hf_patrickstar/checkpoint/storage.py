@@ -241,7 +241,7 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace_file(path: Path, write: Callable[[Path], None]) -> None:
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Writes a file that exists whole or not at all.
 
     Args:
@@ -251,7 +251,7 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
     Raises:
         CheckpointError: If it cannot be written.
     """
-    temporary = path.with_name(f".{path.name}{PARTIAL}")
+    temporary = path.with_name(f"_{path.name}.partial")
     try:
         write(temporary)
         _sync(temporary)
@@ -260,4 +260,7 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
     except (OSError, RuntimeError) as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise CheckpointError(f"'{path}' cannot be written: {error}") from error
+        text = str(error).replace(str(temporary), str(path))
+        raise CheckpointError(
+            text if isinstance(error, CheckpointError) else f"'{path}' cannot be written: {text}"
+        ) from error

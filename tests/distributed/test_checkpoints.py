@@ -305,6 +305,48 @@ def test_processes_with_disks_of_their_own_keep_their_parts_there(pair, tmp_path
     engine.detach()
 
 
+def save_beside_leftovers(rank, folder):
+    """A kill has left its half of a checkpoint on the disk of the second machine."""
+    own = Path(folder, f"disk{rank}")
+    (own / "_partial" / "c").mkdir(parents=True)
+    (own / "_partial" / "c" / "junk").touch()
+    with engaged(build("gpt2", torch.float32)) as engine:
+        engine.save_checkpoint(own / "c")
+    return sorted(str(path.relative_to(own)) for path in own.rglob("*"))
+
+
+def test_leftovers_on_another_disk_are_not_taken_for_the_directory(pair, tmp_path):
+    first, second = pair.run(save_beside_leftovers, str(tmp_path))
+    assert "c/model.safetensors" in first
+    assert second == ["c", "c/optimizer-00002-of-00002.safetensors", "c/optimizer.index.json"]
+    assert not [name for name in first if "junk" in name or "_partial" in name]
+
+
+def load_where_one_has_nothing(rank, folder):
+    messages = []
+    with engaged(build("gpt2", torch.float32)) as engine:
+        engine.save_checkpoint(f"{folder}/c")
+        place = f"{folder}/c" if rank == 0 else f"{folder}/nowhere"
+        for load in (engine.load_checkpoint, engine.checkpoints.load_weights, engine.checkpoints.check_state):
+            if load == engine.checkpoints.check_state and rank == 1:
+                place = f"{folder}/damaged"
+                os.makedirs(place)
+                Path(place, "optimizer.index.json").write_text("{}")
+            with pytest.raises(CheckpointError) as caught:
+                load(place)
+            messages.append(str(caught.value))
+        train_together(engine, hf_loss("gpt2"), steps=1)
+    return messages
+
+
+def test_what_one_process_cannot_load_none_loads(pair, tmp_path):
+    first, second = pair.run(load_where_one_has_nothing, str(tmp_path))
+    for other, own in zip(first, second, strict=True):
+        assert other == f"rank 1 cannot load the checkpoint: {own}"
+    assert "nowhere' has no weights" in second[0]
+    assert "is not the index of a training state" in second[2]
+
+
 def accelerate_step(accelerator, model, optimizer, step, rank):
     loss = hf_loss("gpt2")(model, step, 0, rank)
     accelerator.backward(loss)

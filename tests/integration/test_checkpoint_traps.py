@@ -1,5 +1,6 @@
 """What checkpoints must not do: delete what is not theirs, mix two of them, or take values for others."""
 
+import errno
 import threading
 
 import pytest
@@ -179,4 +180,22 @@ def test_a_checkpoint_without_one_of_the_parameters(tmp_path):
     with pytest.raises(CheckpointError, match=r"has no value for 'transformer.wpe.weight'"):
         engine.load_checkpoint(tmp_path / "c")
     assert_same(before, state_of(engine))
+    engine.detach()
+
+
+def test_a_full_disk_leaves_the_model_that_was_there(tmp_path, monkeypatch):
+    engine, original = engage(make_model("gpt2")), safetensors_file._write_all
+    engine.model.save_pretrained(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    step(engine)
+
+    def write_all(file, view):
+        if file.tell() > 1000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(file, view)
+
+    monkeypatch.setattr(safetensors_file, "_write_all", write_all)
+    with pytest.raises(CheckpointError, match=r"/model.safetensors' cannot be written: No space left.*the file needs"):
+        engine.model.save_pretrained(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     engine.detach()
