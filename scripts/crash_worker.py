@@ -31,7 +31,6 @@ from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
 VOCAB, LENGTH, ROWS = 96, 16, 64
 CHUNK_BUDGET = 60_000
 """Bytes: less than the parameters have in any precision, so that chunks come and go."""
-COLLECTIVE_TIMEOUT_S = 60
 END_TIMEOUT_S = 120.0
 
 
@@ -175,7 +174,6 @@ def train(orders: Orders, rank: int, reporter: _Reporter) -> None:
         weight_decay=0.1,
         max_grad_norm=0.5,
         lr_scheduler_type="cosine",
-        ddp_timeout=COLLECTIVE_TIMEOUT_S,
         disable_tqdm=True,
         report_to=[],
         seed=7,
