@@ -366,7 +366,7 @@ def full_disk(what, step=4):
     original, torch_save, calls = safetensors_file._write_all, torch.save, []
 
     def is_hit(path):
-        name = os.path.basename(path)
+        name = os.path.basename(path).removeprefix("_")  # which a file has while it is written
         return f"checkpoint-{step}" in str(path) and name.startswith(what)
 
     def write_all(file, view):
