@@ -79,7 +79,7 @@ class FirstValues:
         reader = Reader()
         order = sorted(self._tensors, key=lambda tensor: not tensor.spec.trainable)
         is_quiet = not self._unread or self._collectives.rank > 0
-        for tensor in tqdm(order, desc="Reading weights", unit="tensors", delay=1, disable=is_quiet):
+        for tensor in tqdm(order, desc="Reading weights", unit="tensors", delay=2, disable=is_quiet):
             parameter, lists = tensor.parameter, tensor.chunk.lists
             value = self._unread.get(tensor.spec.index, parameter.data)
             if tensor.is_owned:

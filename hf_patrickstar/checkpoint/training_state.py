@@ -91,7 +91,7 @@ class TrainingState:
         self._is_in_model_file = is_in_model_file
         self._manager = manager
         self._optimizer = optimizer
-        self._rank = rank
+        self.rank = rank
         self._world_size = world_size
 
     def save(self, directory: str | os.PathLike[str], *, with_index: bool) -> None:
@@ -125,7 +125,7 @@ class TrainingState:
         return BackgroundWrite(self._path(directory), tensors, metadata, chunks, self._piece_numel)
 
     def _path(self, directory: str | os.PathLike[str]) -> Path:
-        return Path(directory) / shard_name(self._rank, self._world_size)
+        return Path(directory) / shard_name(self.rank, self._world_size)
 
     def _save_index(self, directory: str | os.PathLike[str]) -> None:
         trainable = [tensor for tensor in self._manager.tensors if tensor.spec.trainable]
@@ -184,7 +184,7 @@ class TrainingState:
                         f"state '{key}' of parameter '{name}' is a {type(value).__name__}, which cannot be saved "
                         "without pickling it; optimizers whose state is made of tensors and numbers can be saved"
                     )
-        metadata = {"format": "pt", "rank": str(self._rank), "world_size": str(self._world_size)}
+        metadata = {"format": "pt", "rank": str(self.rank), "world_size": str(self._world_size)}
         return tensors, {**metadata, "parts": json.dumps(parts), "values": json.dumps(values)}, chunks
 
     # Loading
@@ -450,7 +450,8 @@ class Loading:
         """
         saved, optimizer = self._saved, self._optimizer
         self._manager.begin_loading()
-        for tensor in tqdm(list(self._state.owned()), desc="Reading training state", unit="tensors", delay=1):
+        tensors, is_quiet = list(self._state.owned()), self._state.rank > 0
+        for tensor in tqdm(tensors, desc="Reading training state", unit="tensors", delay=2, disable=is_quiet):
             name, (start, stop) = tensor.spec.name, tensor.part
             places = optimizer.state_places(tensor)
             state: dict[str, Any] = dict(saved.values.get(name, {}))
