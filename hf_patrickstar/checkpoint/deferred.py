@@ -5,8 +5,9 @@ it does all that without touching a value; what comes out says how to compute ea
 chunks. So one model never exists twice, whatever the library does to it.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -56,6 +57,14 @@ class DirectSource(Source, Protocol):
             start: The first.
             values: Where to: flat, contiguous, on the host, in the source's type.
         """
+        ...
+
+
+class StreamedSource(Source, Protocol):
+    """A source that had better be told at once of all pieces that will be read."""
+
+    def stream(self, start: int, stop: int, piece_numel: int) -> Generator[torch.Tensor, None, None]:
+        """Elements in order, so many at a time; see ``read``. Who does not want the rest closes it at once."""
         ...
 
 
@@ -334,16 +343,26 @@ class Reader:
         for begin, piece in self._parts(tensor, start, start + flat.numel(), piece_numel):
             flat[begin : begin + piece.numel()].copy_(piece)
 
-    def pieces(self, tensor: torch.Tensor, piece_numel: int) -> Iterator[torch.Tensor]:
-        """All elements in order, at most so many at a time; see ``read``."""
-        for _, piece in self._parts(tensor, 0, tensor.numel(), piece_numel):
-            yield piece
+    def pieces(self, tensor: torch.Tensor, piece_numel: int) -> Generator[torch.Tensor, None, None]:
+        """All elements in order, at most so many at a time; see ``read``. Who does not want the rest closes it."""
+        with contextlib.closing(self._parts(tensor, 0, tensor.numel(), piece_numel)) as parts:
+            for _, piece in parts:
+                yield piece
 
     def _parts(
         self, tensor: torch.Tensor, start: int, stop: int, piece_numel: int
-    ) -> Iterator[tuple[int, torch.Tensor]]:
+    ) -> Generator[tuple[int, torch.Tensor], None, None]:
         """Elements in order and where they go. What has to be computed as a whole is computed once for all of them."""
-        if isinstance(tensor, DeferredTensor) and isinstance(tensor.recipe, _Call) and stop - start > piece_numel:
+        recipe = getattr(tensor, "recipe", None)
+        stream = getattr(recipe, "stream", None)
+        if stream is not None and stop > start:
+            with torch.no_grad(), torch.device("cpu"), contextlib.closing(stream(start, stop, piece_numel)) as pieces:
+                begin = 0
+                for piece in pieces:
+                    yield begin, piece
+                    begin += piece.numel()
+            return
+        if isinstance(recipe, _Call) and stop - start > piece_numel:
             tensor, start, stop = self.read(tensor, start, stop), 0, stop - start
         for begin in range(start, stop, piece_numel):
             yield begin - start, self.read(tensor, begin, min(begin + piece_numel, stop))

@@ -244,10 +244,11 @@ def write_safetensors(
         _write_all(file, memoryview(header))
         begun = 0
         for name in names:
-            for piece in reader.pieces(tensors[name], piece_numel):
-                _write_all(file, _bytes_of(piece.contiguous()))
-                del piece  # else the next one is made beside it, and the allocator spreads them
-                begun = _begin_writeback(file, begun)
+            with contextlib.closing(reader.pieces(tensors[name], piece_numel)) as pieces:
+                for piece in pieces:
+                    _write_all(file, _bytes_of(piece.contiguous()))
+                    del piece  # else the next one is made beside it, and the allocator spreads them
+                    begun = _begin_writeback(file, begun)
             on_written(name)
         reader.close()
         os.fsync(file.fileno())

@@ -1,7 +1,7 @@
 """Full parameters of a live model: read from and written to chunks, in the type that the model was loaded in."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +21,11 @@ class _ChunkSource:
         self.shape, self.dtype = tensor.spec.shape, tensor.original_dtype
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        return self._weights.read_part(self._tensor, start, stop)
+        (value,) = self.stream(start, stop, max(stop - start, 1))
+        return value
+
+    def stream(self, start: int, stop: int, piece_numel: int) -> Generator[torch.Tensor, None, None]:
+        return self._weights.read_parts(self._tensor, start, stop, piece_numel)
 
 
 class ChunkWeights:
@@ -109,16 +113,19 @@ class ChunkWeights:
             return tensor, tensor.own(tensor.parameter.data), tensor.original_dtype
         return tensor, self._manager.value_at_home(tensor), tensor.original_dtype
 
-    def read_part(self, tensor: ManagedTensor, start: int, stop: int) -> torch.Tensor:
-        """Elements of a flattened parameter; with several processes all take part.
+    def read_parts(
+        self, tensor: ManagedTensor, start: int, stop: int, piece_numel: int
+    ) -> Generator[torch.Tensor, None, None]:
+        """Elements of a flattened parameter, in pieces; with several processes all take part.
 
         Args:
             tensor: The parameter.
             start: The first.
             stop: One after the last.
+            piece_numel: Elements at once.
 
         Returns:
-            A flat tensor on the host, in the original type, that may alias the chunk: do not write to it.
+            Gives flat tensors on the host, in the original type, that may alias the chunk: do not write to them.
 
         Raises:
             EngineError: On a process that does not read the model that is being saved.
@@ -126,7 +133,7 @@ class ChunkWeights:
         if self._deferred is not None and not self._is_reader:
             raise EngineError(f"parameter '{tensor.spec.name}' is being saved by another process, not by this one")
         _, source, dtype = self._source_of(tensor.spec.index)
-        return self._manager.sharing.part(tensor, source, dtype, start, stop, "the value")
+        return self._manager.sharing.parts(tensor, source, dtype, (start, stop), piece_numel, "the value")
 
     @contextlib.contextmanager
     def collected(self, *, keep: bool) -> Iterator[None]:

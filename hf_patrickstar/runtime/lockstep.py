@@ -217,28 +217,30 @@ class Lockstep:
         states = {row[2] for row in rows}
         return any(state & 1 for state in states) or len(states) > 1, frozenset(found)
 
-    def agree(self, subject: Subject, payload: Sequence[int], what: str) -> None:
+    def agree(self, subject: Subject, payload: Sequence[int], what: str) -> list[int]:
         """Makes sure that all processes are about to do the same; some may follow, see ``follow_readers``.
 
         Args:
             subject: ``READ``, ``NORM`` or ``LEAVE``.
-            payload: Of what; three numbers at most.
+            payload: Of what; four numbers at most.
             what: The same in words.
+
+        Returns:
+            The ranks that do it; the others follow.
 
         Raises:
             CollectiveError: If they are not.
         """
         if self.is_alone:
-            return
+            return [0]
         messages = self._exchange(subject, payload, what, frozenset((subject, Subject.FOLLOW)))
-        if len({tuple(row[:4]) for row in messages if row[0] != Subject.FOLLOW}) > 1:
-            self._mismatch(what)
+        return self._readers(messages, what)[1]
 
-    def follow_readers(self) -> tuple[Subject, list[int]]:
+    def follow_readers(self) -> tuple[Subject, list[int], list[int]]:
         """Learns what other processes, which read without this one being asked to, do next.
 
         Returns:
-            ``READ`` or ``LEAVE``, and the numbers that they agreed on.
+            ``READ`` or ``LEAVE``, the four numbers that they agreed on, and their ranks.
 
         Raises:
             CollectiveError: If they do different things, or nobody reads.
@@ -246,13 +248,17 @@ class Lockstep:
         what = "follows the processes that save the model"
         allowed = frozenset((Subject.FOLLOW, Subject.READ, Subject.LEAVE))
         messages = self._exchange(Subject.FOLLOW, [], what, allowed)
-        readers = {tuple(row[:4]) for row in messages if row[0] != Subject.FOLLOW}
-        if len(readers) != 1:
-            self._mismatch(what)
-        subject, *payload = readers.pop()
-        return Subject(subject), payload
+        (subject, *payload), readers = self._readers(messages, what)
+        return Subject(subject), payload, readers
 
     # Inside
+
+    def _readers(self, messages: list[list[int]], what: str) -> tuple[list[int], list[int]]:
+        """What those do that do not follow, all the same, and who they are."""
+        readers = [rank for rank, row in enumerate(messages) if row[0] != Subject.FOLLOW]
+        if len({tuple(messages[rank][:5]) for rank in readers}) != 1:
+            self._mismatch(what)
+        return messages[readers[0]][:5], readers
 
     def _payloads(self, subject: Subject, payload: Sequence[int], what: str) -> list[list[int]]:
         """What all ranks say on one subject."""

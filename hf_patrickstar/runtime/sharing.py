@@ -1,6 +1,6 @@
 """What one rank has at home and all want: values, gradients, norms, states. All processes call together."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,22 +58,47 @@ class Sharing:
     def part(
         self, tensor: ManagedTensor, source: torch.Tensor | None, dtype: torch.dtype, start: int, stop: int, name: str
     ) -> torch.Tensor:
-        """Elements of what the owners of a parameter have.
+        """Elements of what the owners of a parameter have; see ``parts``."""
+        (value,) = self.parts(tensor, source, dtype, (start, stop), max(stop - start, 1), name)
+        return value
+
+    def parts(
+        self,
+        tensor: ManagedTensor,
+        source: torch.Tensor | None,
+        dtype: torch.dtype,
+        place: tuple[int, int],
+        piece_numel: int,
+        name: str,
+    ) -> Generator[torch.Tensor, None, None]:
+        """Elements of what the owners of a parameter have, in order, in pieces. Who does not want the rest closes it.
 
         Args:
             tensor: The parameter.
             source: What this rank has at home.
             dtype: Type of the result.
-            start: The first element of the flattened parameter.
-            stop: One after the last.
+            place: The first element of the flattened parameter, and one after the last.
+            piece_numel: Elements at once.
             name: What it is, for errors.
 
-        Returns:
-            A flat tensor on the host, which may alias ``source``.
+        Yields:
+            Flat tensors on the host, which may alias ``source``; one that is empty if there is no element.
         """
+        start, stop = place
         what = f"reads {name} of parameter '{tensor.spec.name}'"
-        self._lockstep.agree(Subject.READ, [tensor.spec.index, start, stop], what)
-        return self._fetch(tensor, source, dtype, start, stop, what)
+        readers = self._lockstep.agree(Subject.READ, [tensor.spec.index, start, stop, piece_numel], what)
+        begins = iter(range(start, max(stop, start + 1), piece_numel))
+
+        def fetch(begin: int) -> torch.Tensor:
+            return self._fetch(tensor, source, dtype, begin, min(begin + piece_numel, stop), what, readers)
+
+        try:
+            for begin in begins:
+                yield fetch(begin)
+        except GeneratorExit:
+            for begin in begins:  # whoever reads has failed, but the others send all of it
+                fetch(begin)
+            raise
 
     def follow(self, source_of: Callable[[int], tuple[ManagedTensor, torch.Tensor | None, torch.dtype]]) -> None:
         """Takes part in what other processes read, until they have ended.
@@ -86,10 +111,12 @@ class Sharing:
             CollectiveError: If a process is gone, or does something else.
         """
         while True:
-            subject, (index, start, stop) = self._lockstep.follow_readers()
+            subject, (index, start, stop, piece_numel), readers = self._lockstep.follow_readers()
             if subject is Subject.READ and index >= 0:
                 tensor, source, dtype = source_of(index)
-                self._fetch(tensor, source, dtype, start, stop, f"reads the value of parameter '{tensor.spec.name}'")
+                what = f"reads the value of parameter '{tensor.spec.name}'"
+                for begin in range(start, max(stop, start + 1), piece_numel):
+                    self._fetch(tensor, source, dtype, begin, min(begin + piece_numel, stop), what, readers)
             elif subject is Subject.LEAVE and not index:
                 return
             elif subject is Subject.LEAVE:
@@ -104,21 +131,32 @@ class Sharing:
         self._lockstep.agree(Subject.LEAVE, [int(has_failed)], "has saved the model")
 
     def _fetch(
-        self, tensor: ManagedTensor, source: torch.Tensor | None, dtype: torch.dtype, start: int, stop: int, what: str
+        self,
+        tensor: ManagedTensor,
+        source: torch.Tensor | None,
+        dtype: torch.dtype,
+        start: int,
+        stop: int,
+        what: str,
+        readers: list[int],
     ) -> torch.Tensor:
-        if self.is_alone:
-            assert source is not None
-            return source.reshape(-1)[start:stop].to(device="cpu", dtype=dtype)
-        value = torch.full((stop - start,), 0, dtype=dtype)
+        first, last = tensor.part
+        if readers == [self.rank] and first <= start and stop <= last and source is not None:
+            return source.reshape(-1)[start - first : stop - first].to(device="cpu", dtype=dtype)
+        value: torch.Tensor | None = None
         for rank, (first, last) in enumerate(tensor.parts):
             low, high = max(first, start), min(last, stop)
-            if low < high:
-                piece = value[low - start : high - start]
-                if rank == self.rank:
-                    assert source is not None
-                    piece.copy_(source.reshape(-1)[low - first : high - first])
+            is_wanted = readers != [rank]  # what only its owner reads stays there
+            if low >= high or not (is_wanted or rank == self.rank):
+                continue
+            value = torch.full((stop - start,), 0, dtype=dtype) if value is None else value
+            piece = value[low - start : high - start]
+            if rank == self.rank:
+                assert source is not None
+                piece.copy_(source.reshape(-1)[low - first : high - first])
+            if is_wanted:
                 self._collectives.broadcast(piece, rank, what)
-        return value
+        return torch.full((stop - start,), 0, dtype=dtype) if value is None else value
 
     def scalars(self, found: Mapping[int, torch.Tensor], num: int) -> torch.Tensor:
         """A vector of scalars that are spread over the ranks, the same on all.
