@@ -19,9 +19,10 @@ reset before) and as a thread samples private ones (RssAnon, every few ms, in ro
 larger of the two, of all rounds but the first, is reported and checked. A chunk is here ``chunk_numel`` elements of the
 narrowest list: 4 bytes each in fp32, 2 in bf16.
 
-Limits: saving reaches 80 % of the plain speed, and takes 2 chunks; loading takes 1 chunk and the largest tensor, and so
-does making an engine from deferred weights, over the memory that the engine has in the end. 4 MiB are allowed on top
-for what the allocator, Python and the sampling thread do meanwhile.
+Limits: saving reaches 80 % of the plain speed (of one process; that of several, whose messages and copies share the
+cores with the plain one's copy to the page cache, is reported), and takes 2 chunks; loading takes 1 chunk and the
+largest tensor, and so does making an engine from deferred weights, over the memory that the engine has in the end.
+4 MiB are allowed on top for what the allocator, Python and the sampling thread do meanwhile.
 """
 
 import contextlib
@@ -556,7 +557,8 @@ def check(rows, making, options):
             if max(row["extra"]) > allowed:
                 problems.append(f"{where} takes {format_nbytes(max(row['extra']))}, not {format_nbytes(allowed)}")
         ratio = row["ratio"]["median"]
-        if row["way"] == "patrickstar" and row["operation"] == "save" and ratio < SPEED_LIMIT:
+        is_checked = row["way"] == "patrickstar" and row["operation"] == "save" and row["processes"] == 1
+        if is_checked and ratio < SPEED_LIMIT:
             problems.append(f"{where} reaches {ratio:.2f} of the speed of a plain write")
     for row in making:
         if row["way"] == "deferred" and max(row["over_final"]) > limits["load"]:

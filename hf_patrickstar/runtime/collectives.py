@@ -328,6 +328,30 @@ class Collectives:
 
         self._in_place(tensor, what, operate)
 
+    def begin_broadcast(self, tensor: torch.Tensor, source: int, what: str) -> Callable[[], None]:
+        """Begins to overwrite a tensor by that of one rank.
+
+        Args:
+            tensor: A contiguous tensor of the same shape and type on every rank, on the host.
+            source: The rank whose values all get.
+            what: What it is for, for error messages.
+
+        Returns:
+            Waits for its end.
+        """
+        if self.world_size == 1 or not tensor.numel():
+            return lambda: None
+        with self._naming(what):
+            work = dist.broadcast(
+                tensor.view(-1).view(torch.uint8), group=self._control, group_src=source, async_op=True
+            )
+
+        def wait() -> None:
+            with self._naming(what):
+                work.wait()
+
+        return wait
+
     def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
         """Overwrites a tensor by its sum over all ranks, and waits for it; the library's order of addition.
 

@@ -1,5 +1,6 @@
 """What one rank has at home and all want: values, gradients, norms, states. All processes call together."""
 
+import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -84,21 +85,9 @@ class Sharing:
         Yields:
             Flat tensors on the host, which may alias ``source``; one that is empty if there is no element.
         """
-        start, stop = place
         what = f"reads {name} of parameter '{tensor.spec.name}'"
-        readers = self._lockstep.agree(Subject.READ, [tensor.spec.index, start, stop, piece_numel], what)
-        begins = iter(range(start, max(stop, start + 1), piece_numel))
-
-        def fetch(begin: int) -> torch.Tensor:
-            return self._fetch(tensor, source, dtype, begin, min(begin + piece_numel, stop), what, readers)
-
-        try:
-            for begin in begins:
-                yield fetch(begin)
-        except GeneratorExit:
-            for begin in begins:  # whoever reads has failed, but the others send all of it
-                fetch(begin)
-            raise
+        readers = self._lockstep.agree(Subject.READ, [tensor.spec.index, *place, piece_numel], what)
+        yield from self._pieces(tensor, source, dtype, place, piece_numel, what, readers)
 
     def follow(self, source_of: Callable[[int], tuple[ManagedTensor, torch.Tensor | None, torch.dtype]]) -> None:
         """Takes part in what other processes read, until they have ended.
@@ -115,8 +104,8 @@ class Sharing:
             if subject is Subject.READ and index >= 0:
                 tensor, source, dtype = source_of(index)
                 what = f"reads the value of parameter '{tensor.spec.name}'"
-                for begin in range(start, max(stop, start + 1), piece_numel):
-                    self._fetch(tensor, source, dtype, begin, min(begin + piece_numel, stop), what, readers)
+                for _ in self._pieces(tensor, source, dtype, (start, stop), piece_numel, what, readers):
+                    pass
             elif subject is Subject.LEAVE and not index:
                 return
             elif subject is Subject.LEAVE:
@@ -130,7 +119,34 @@ class Sharing:
         """
         self._lockstep.agree(Subject.LEAVE, [int(has_failed)], "has saved the model")
 
-    def _fetch(
+    def _pieces(
+        self,
+        tensor: ManagedTensor,
+        source: torch.Tensor | None,
+        dtype: torch.dtype,
+        place: tuple[int, int],
+        piece_numel: int,
+        what: str,
+        readers: list[int],
+    ) -> Generator[torch.Tensor, None, None]:
+        """One piece after the other; the next one is on its way while the one before is used."""
+        start, stop = place
+
+        def begin_piece(begin: int) -> tuple[torch.Tensor, Sequence[Callable[[], None]]]:
+            return self._begin_piece(tensor, source, dtype, begin, min(begin + piece_numel, stop), what, readers)
+
+        begins = iter(range(start, max(stop, start + 1), piece_numel))
+        on_their_way = [begin_piece(next(begins))]
+        try:
+            while on_their_way:
+                on_their_way += [begin_piece(begin) for begin in itertools.islice(begins, 1)]
+                yield _arrived(*on_their_way.pop(0))
+        except GeneratorExit:  # whoever reads has failed, but the others send all of it
+            for piece in itertools.chain(on_their_way, map(begin_piece, begins)):
+                _arrived(*piece)
+            raise
+
+    def _begin_piece(
         self,
         tensor: ManagedTensor,
         source: torch.Tensor | None,
@@ -139,11 +155,13 @@ class Sharing:
         stop: int,
         what: str,
         readers: list[int],
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, Sequence[Callable[[], None]]]:
+        """A piece, and what to wait for before it is complete."""
         first, last = tensor.part
         if readers == [self.rank] and first <= start and stop <= last and source is not None:
-            return source.reshape(-1)[start - first : stop - first].to(device="cpu", dtype=dtype)
+            return source.reshape(-1)[start - first : stop - first].to(device="cpu", dtype=dtype), ()
         value: torch.Tensor | None = None
+        waits = []
         for rank, (first, last) in enumerate(tensor.parts):
             low, high = max(first, start), min(last, stop)
             is_wanted = readers != [rank]  # what only its owner reads stays there
@@ -155,8 +173,8 @@ class Sharing:
                 assert source is not None
                 piece.copy_(source.reshape(-1)[low - first : high - first])
             if is_wanted:
-                self._collectives.broadcast(piece, rank, what)
-        return torch.full((stop - start,), 0, dtype=dtype) if value is None else value
+                waits.append(self._collectives.begin_broadcast(piece, rank, what))
+        return torch.full((stop - start,), 0, dtype=dtype) if value is None else value, waits
 
     def scalars(self, found: Mapping[int, torch.Tensor], num: int) -> torch.Tensor:
         """A vector of scalars that are spread over the ranks, the same on all.
@@ -204,6 +222,12 @@ class Sharing:
                     if keep:
                         _join(state, key, part, tensors[index], rank)
         return dict(sorted(states.items()))
+
+
+def _arrived(value: torch.Tensor, waits: Sequence[Callable[[], None]]) -> torch.Tensor:
+    for wait in waits:
+        wait()
+    return value
 
 
 def _join(state: dict[str, Any], key: str, part: torch.Tensor, tensor: ManagedTensor, rank: int) -> None:
