@@ -102,27 +102,38 @@ class Checkpoints:
             CheckpointError: If it cannot be written; an older one there is as it was.
         """
         with self.writing(directory) as checkpoint:
+            self.begin_state(checkpoint)
             self._save_weights(checkpoint.path)
-            self.save_state(checkpoint.path, checkpoint)
+            self.end_state(checkpoint)
 
-    def save_state(self, directory: str | os.PathLike[str], checkpoint: Checkpoint | None = None) -> None:
-        """Saves the training state, each process its part.
+    def begin_state(self, checkpoint: Checkpoint) -> None:
+        """Begins to save the training state, each process its part; meanwhile the model may be saved.
 
         Args:
-            directory: A directory that exists.
-            checkpoint: The checkpoint that it belongs to; where that is allowed, it is written in the background.
+            checkpoint: The checkpoint that it belongs to.
 
         Raises:
             CheckpointError: If it cannot be written.
         """
-        if self._state is None:
+        if self._state is not None:
+            with_index = self._collectives.rank in checkpoint.makers
+            checkpoint.write = self._state.save_in_background(checkpoint.path, with_index=with_index)
+
+    def end_state(self, checkpoint: Checkpoint) -> None:
+        """Waits until it is saved; where it may be saved in the background, training goes on meanwhile.
+
+        Args:
+            checkpoint: The checkpoint.
+
+        Raises:
+            CheckpointError: If it cannot be written.
+        """
+        if checkpoint.write is None or self.in_background:
             return
-        rank = self._collectives.rank
-        with_index = rank == 0 if checkpoint is None else rank in checkpoint.makers
-        if checkpoint is not None and self.in_background:
-            checkpoint.write = self._state.save_in_background(directory, with_index=with_index)
-        else:
-            self._state.save(directory, with_index=with_index)
+        write, checkpoint.write = checkpoint.write, None
+        write.join()
+        if write.error is not None:
+            raise write.error
 
     def _save_weights(self, directory: Path) -> None:
         is_main = self._collectives.rank == 0

@@ -60,6 +60,7 @@ class AcceleratorCheckpoints(Accelerator):
         if not is_numbered and output_dir is None:
             raise ValueError("save_state needs output_dir, or automatic_checkpoint_naming")
         with engine.checkpoints.writing(final) as checkpoint:
+            engine.checkpoints.begin_state(checkpoint)
             others = [found for found in map(get_engine, self._models) if found not in (None, engine)]
             with contextlib.ExitStack() as stack, self._without_chunked_optimizers():
                 for other in others:
@@ -70,7 +71,7 @@ class AcceleratorCheckpoints(Accelerator):
                 else:
                     stack.enter_context(engine.weights.collected(keep=self.is_main_process))
                 self._save_others(checkpoint, safe_serialization, **kwargs)
-            engine.checkpoints.save_state(checkpoint.path, checkpoint)
+            engine.checkpoints.end_state(checkpoint)
             if is_numbered:
                 checkpoint.on_commit = lambda: self._rotate(final.parent)
         return final

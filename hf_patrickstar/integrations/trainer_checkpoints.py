@@ -102,6 +102,8 @@ class TrainerCheckpoints:
         best = self.state.best_model_checkpoint
         try:
             with engine.checkpoints.writing(final) as checkpoint, self._staging(checkpoint):
+                if not self.args.save_only_model:
+                    engine.checkpoints.begin_state(checkpoint)
                 super()._save_checkpoint(model, trial)  # type: ignore[misc]
                 self._find_best(run_dir, checkpoint)
                 protected = self.state.best_model_checkpoint
@@ -151,7 +153,10 @@ class TrainerCheckpoints:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
         os.makedirs(output_dir, exist_ok=True)
-        engine.checkpoints.save_state(output_dir, self._saving)
+        if self._saving is None:
+            engine.training_state.save(output_dir, with_index=self.args.process_index == 0)
+        else:
+            engine.checkpoints.end_state(self._saving)  # begun before the model
         if self.args.should_save:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch asks to save the optimizer too

@@ -233,7 +233,7 @@ def lose_in_background(rank, folder, is_waiting):
     if rank == 1:
         safetensors_file._write_all = lambda *_: time.sleep(600)
     with engine.checkpoints.writing(f"{folder}/c") as checkpoint:
-        engine.checkpoints.save_state(checkpoint.path, checkpoint)
+        engine.checkpoints.begin_state(checkpoint)
     Path(folder, f"rank{rank}-goes-on").touch()
     if rank == 1:
         checkpoint.write.join()
