@@ -8,7 +8,7 @@ chunks. So one model never exists twice, whatever the library does to it.
 import contextlib
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -47,6 +47,7 @@ class Source(Protocol):
         ...
 
 
+@runtime_checkable
 class DirectSource(Source, Protocol):
     """A source that can read to where values are wanted."""
 
@@ -60,6 +61,7 @@ class DirectSource(Source, Protocol):
         ...
 
 
+@runtime_checkable
 class StreamedSource(Source, Protocol):
     """A source that had better be told at once of all pieces that will be read."""
 
@@ -336,9 +338,8 @@ class Reader:
         if not isinstance(tensor, DeferredTensor):
             flat.copy_(tensor.detach().reshape(-1)[start : start + flat.numel()])
             return
-        read_into = getattr(tensor.recipe, "read_into", None)
-        if read_into is not None and flat.device.type == "cpu" and flat.dtype == tensor.dtype:
-            read_into(start, flat)
+        if isinstance(tensor.recipe, DirectSource) and flat.device.type == "cpu" and flat.dtype == tensor.dtype:
+            tensor.recipe.read_into(start, flat)
             return
         for begin, piece in self._parts(tensor, start, start + flat.numel(), piece_numel):
             flat[begin : begin + piece.numel()].copy_(piece)
@@ -354,10 +355,9 @@ class Reader:
     ) -> Generator[tuple[int, torch.Tensor], None, None]:
         """Elements in order and where they go. What has to be computed as a whole is computed once for all of them."""
         recipe = getattr(tensor, "recipe", None)
-        stream = getattr(recipe, "stream", None)
-        if stream is not None and stop > start:
-            with torch.no_grad(), torch.device("cpu"), contextlib.closing(stream(start, stop, piece_numel)) as pieces:
-                begin = 0
+        if isinstance(recipe, StreamedSource) and stop > start:
+            begin = 0
+            with contextlib.closing(recipe.stream(start, stop, piece_numel)) as pieces:
                 for piece in pieces:
                     yield begin, piece
                     begin += piece.numel()

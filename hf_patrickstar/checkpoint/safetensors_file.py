@@ -226,7 +226,7 @@ def write_safetensors(
         tensors: What to write, deferred or not.
         metadata: Texts beside them.
         piece_numel: Elements in memory at once.
-        is_sorted: Write in the order of the library (what is made of one tensor together); otherwise in that given.
+        is_sorted: Place them in the order of the library; otherwise in the order given.
         on_written: Told the name of every tensor that is not needed any more.
 
     Returns:
@@ -237,18 +237,19 @@ def write_safetensors(
     """
     names = list(tensors)
     if is_sorted:
-        names = in_reading_order(sorted(names, key=lambda n: (-_RANKS.get(tensors[n].dtype, 0), n)), tensors)
-    header, nbytes = _make_header(names, tensors, metadata)
+        names.sort(key=lambda name: (-_RANKS.get(tensors[name].dtype, 0), name))
+    header, offsets, nbytes = _make_header(names, tensors, metadata)
     reader = Reader()
     with _complaining(path, len(header) + nbytes), open(path, "wb", buffering=0) as file:
         _write_all(file, memoryview(header))
-        begun = 0
-        for name in names:
+        waiting = 0
+        for name in in_reading_order(names, tensors):
+            file.seek(len(header) + offsets[name])
             with contextlib.closing(reader.pieces(tensors[name], piece_numel)) as pieces:
                 for piece in pieces:
                     _write_all(file, _bytes_of(piece.contiguous()))
+                    waiting = _begin_writeback(file, waiting + piece.numel() * piece.dtype.itemsize)
                     del piece  # else the next one is made beside it, and the allocator spreads them
-                    begun = _begin_writeback(file, begun)
             on_written(name)
         reader.close()
         os.fsync(file.fileno())
@@ -293,13 +294,16 @@ def streamed_writing(piece_numel: int) -> Iterator[None]:
 
 def _make_header(
     names: list[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
-) -> tuple[bytes, int]:
+) -> tuple[bytes, dict[str, int], int]:
+    """The header, where each tensor begins after it, and the bytes of all."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata is not None else {}
     offset = 0
+    offsets = {}
     for name in names:
         tensor = tensors[name]
         if tensor.dtype not in _NAMES:
             raise CheckpointError(f"tensor '{name}' has type {tensor.dtype}, which safetensors cannot hold")
+        offsets[name] = offset
         nbytes = tensor.numel() * tensor.dtype.itemsize
         header[name] = {
             "dtype": _NAMES[tensor.dtype],
@@ -309,7 +313,7 @@ def _make_header(
         offset += nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    return struct.pack("<Q", len(text)) + text, offset
+    return struct.pack("<Q", len(text)) + text, offsets, offset
 
 
 def _bytes_of(values: torch.Tensor) -> memoryview:
@@ -326,17 +330,16 @@ def _write_all(file: Any, view: memoryview) -> None:
         view = view[file.write(view) :]
 
 
-def _begin_writeback(file: Any, begun: int) -> int:
-    """Lets the disk work while the rest is still to come, not in fsync alone; returns up to which byte it was told to.
+def _begin_writeback(file: Any, waiting: int) -> int:
+    """Lets the disk work while the rest is still to come, not in fsync alone; returns how many bytes wait after it.
 
-    On Linux this advice begins to write the pages of a range, and waits for nothing. If it cannot, fsync does it all.
+    On Linux this advice begins to write the pages of a file, and waits for nothing. If it cannot, fsync does it all.
     """
-    written: int = file.tell()
-    if written - begun < _WRITEBACK_NBYTES or not hasattr(os, "posix_fadvise"):
-        return begun
+    if waiting < _WRITEBACK_NBYTES or not hasattr(os, "posix_fadvise"):
+        return waiting
     with contextlib.suppress(OSError):
-        os.posix_fadvise(file.fileno(), begun, written - begun, os.POSIX_FADV_DONTNEED)
-    return written
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return 0
 
 
 @contextlib.contextmanager

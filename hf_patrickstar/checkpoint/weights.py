@@ -11,6 +11,7 @@ from hf_patrickstar.checkpoint.safetensors_file import streamed_writing
 from hf_patrickstar.errors import CollectiveError, EngineError
 from hf_patrickstar.runtime.chunk import GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.runtime.sharing import Held
 
 
 class _ChunkSource:
@@ -81,7 +82,7 @@ class ChunkWeights:
             return
         sharing = self._manager.sharing
         if not is_reader:
-            sharing.follow(self._source_of)
+            sharing.follow(lambda index: self._held(self._manager.tensors[index]))
         self._deferred, self._is_reader = {}, is_reader
         try:
             with streamed_writing(self.piece_numel):
@@ -106,12 +107,11 @@ class ChunkWeights:
             self._deferred[index] = made
         return self._deferred[index]
 
-    def _source_of(self, index: int) -> tuple[ManagedTensor, torch.Tensor | None, torch.dtype]:
-        tensor = self._manager.tensors[index]
+    def _held(self, tensor: ManagedTensor) -> Held:
         self._manager.take_over(tensor)
-        if tensor.is_open:
-            return tensor, tensor.own(tensor.parameter.data), tensor.original_dtype
-        return tensor, self._manager.value_at_home(tensor), tensor.original_dtype
+        is_open = tensor.is_open
+        source = tensor.own(tensor.parameter.data) if is_open else self._manager.value_at_home(tensor)
+        return Held(tensor, source, tensor.original_dtype)
 
     def read_parts(
         self, tensor: ManagedTensor, start: int, stop: int, piece_numel: int
@@ -132,8 +132,7 @@ class ChunkWeights:
         """
         if self._deferred is not None and not self._is_reader:
             raise EngineError(f"parameter '{tensor.spec.name}' is being saved by another process, not by this one")
-        _, source, dtype = self._source_of(tensor.spec.index)
-        return self._manager.sharing.parts(tensor, source, dtype, (start, stop), piece_numel, "the value")
+        return self._manager.sharing.parts(self._held(tensor), (start, stop), piece_numel, "the value")
 
     @contextlib.contextmanager
     def collected(self, *, keep: bool) -> Iterator[None]:

@@ -23,7 +23,7 @@ from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.homes import Homes
 from hf_patrickstar.runtime.lockstep import Lockstep, Phase
 from hf_patrickstar.runtime.reducer import Reducer
-from hf_patrickstar.runtime.sharing import Sharing
+from hf_patrickstar.runtime.sharing import Held, Sharing
 from hf_patrickstar.runtime.steps import Steps
 from hf_patrickstar.schedule.trace import Shapes
 from hf_patrickstar.states import Stage, TensorState
@@ -347,7 +347,7 @@ class ChunkManager:
             tensor: The parameter.
             dtype: Type of the copy.
         """
-        return self.sharing.tensor(tensor, self.value_at_home(tensor), dtype, "the value")
+        return self.sharing.tensor(Held(tensor, self.value_at_home(tensor), dtype), "the value")
 
     def value_at_home(self, tensor: ManagedTensor) -> torch.Tensor | None:
         """What this rank has of a parameter's value, in place: its fp32 master if there is one."""
@@ -358,7 +358,7 @@ class ChunkManager:
 
     def read_gradient(self, tensor: ManagedTensor, dtype: torch.dtype) -> torch.Tensor:
         """A copy of a parameter's gradient on the host; see ``read_value``."""
-        return self.sharing.tensor(tensor, self.gradients.of(tensor), dtype, "the gradient")
+        return self.sharing.tensor(Held(tensor, self.gradients.of(tensor), dtype), "the gradient")
 
     def write_value(self, tensor: ManagedTensor, value: torch.Tensor) -> None:
         """Changes the value of a parameter, in every place where it is; a gradient that it holds is kept.

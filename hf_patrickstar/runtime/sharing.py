@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,6 +10,20 @@ from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.lockstep import Lockstep, Subject
+
+
+class Held(NamedTuple):
+    """What one rank has of a parameter.
+
+    Attributes:
+        tensor: The parameter.
+        source: What this rank has at home, in place; nobody looks at it on a rank that has nothing.
+        dtype: The type to read it in.
+    """
+
+    tensor: ManagedTensor
+    source: torch.Tensor | None
+    dtype: torch.dtype
 
 
 class Sharing:
@@ -42,58 +56,42 @@ class Sharing:
         """
         self._lockstep.agree(Subject.READ, [-2], what)
 
-    def tensor(self, tensor: ManagedTensor, source: torch.Tensor | None, dtype: torch.dtype, name: str) -> torch.Tensor:
+    def tensor(self, held: Held, name: str) -> torch.Tensor:
         """A copy of what the owners of a parameter have, in the parameter's shape.
 
         Args:
-            tensor: The parameter.
-            source: What this rank has at home; nobody looks at it on a rank that has nothing.
-            dtype: Type of the copy.
+            held: The parameter, and what this rank has of it.
             name: What it is, for errors.
         """
-        value = self.part(tensor, source, dtype, 0, tensor.spec.numel, name)
-        if source is not None and value.untyped_storage()._cdata == source.untyped_storage()._cdata:
+        numel = held.tensor.spec.numel
+        (value,) = self.parts(held, (0, numel), max(numel, 1), name)
+        if held.source is not None and value.untyped_storage()._cdata == held.source.untyped_storage()._cdata:
             value = value.clone()
-        return value.view(tensor.spec.shape)
-
-    def part(
-        self, tensor: ManagedTensor, source: torch.Tensor | None, dtype: torch.dtype, start: int, stop: int, name: str
-    ) -> torch.Tensor:
-        """Elements of what the owners of a parameter have; see ``parts``."""
-        (value,) = self.parts(tensor, source, dtype, (start, stop), max(stop - start, 1), name)
-        return value
+        return value.view(held.tensor.spec.shape)
 
     def parts(
-        self,
-        tensor: ManagedTensor,
-        source: torch.Tensor | None,
-        dtype: torch.dtype,
-        place: tuple[int, int],
-        piece_numel: int,
-        name: str,
+        self, held: Held, place: tuple[int, int], piece_numel: int, name: str
     ) -> Generator[torch.Tensor, None, None]:
         """Elements of what the owners of a parameter have, in order, in pieces. Who does not want the rest closes it.
 
         Args:
-            tensor: The parameter.
-            source: What this rank has at home.
-            dtype: Type of the result.
+            held: The parameter, and what this rank has of it.
             place: The first element of the flattened parameter, and one after the last.
             piece_numel: Elements at once.
             name: What it is, for errors.
 
         Yields:
-            Flat tensors on the host, which may alias ``source``; one that is empty if there is no element.
+            Flat tensors on the host, which may alias the source; one that is empty if there is no element.
         """
-        what = f"reads {name} of parameter '{tensor.spec.name}'"
-        readers = self._lockstep.agree(Subject.READ, [tensor.spec.index, *place, piece_numel], what)
-        yield from self._pieces(tensor, source, dtype, place, piece_numel, what, readers)
+        index, what = held.tensor.spec.index, _reading(held, name)
+        readers = self._lockstep.agree(Subject.READ, [index, *place, piece_numel], what)
+        yield from self._pieces(held, place, piece_numel, what, readers)
 
-    def follow(self, source_of: Callable[[int], tuple[ManagedTensor, torch.Tensor | None, torch.dtype]]) -> None:
+    def follow(self, held_of: Callable[[int], Held]) -> None:
         """Takes part in what other processes read, until they have ended.
 
         Args:
-            source_of: Gives the parameter of an index, what this rank has of it at home, and the type to read it in.
+            held_of: Gives the parameter of an index, and what this rank has of it.
 
         Raises:
             CheckpointError: If a reader failed.
@@ -102,9 +100,8 @@ class Sharing:
         while True:
             subject, (index, start, stop, piece_numel), readers = self._lockstep.follow_readers()
             if subject is Subject.READ and index >= 0:
-                tensor, source, dtype = source_of(index)
-                what = f"reads the value of parameter '{tensor.spec.name}'"
-                for _ in self._pieces(tensor, source, dtype, (start, stop), piece_numel, what, readers):
+                held = held_of(index)
+                for _ in self._pieces(held, (start, stop), piece_numel, _reading(held, "the value"), readers):
                     pass
             elif subject is Subject.LEAVE and not index:
                 return
@@ -120,20 +117,13 @@ class Sharing:
         self._lockstep.agree(Subject.LEAVE, [int(has_failed)], "has saved the model")
 
     def _pieces(
-        self,
-        tensor: ManagedTensor,
-        source: torch.Tensor | None,
-        dtype: torch.dtype,
-        place: tuple[int, int],
-        piece_numel: int,
-        what: str,
-        readers: list[int],
+        self, held: Held, place: tuple[int, int], piece_numel: int, what: str, readers: list[int]
     ) -> Generator[torch.Tensor, None, None]:
         """One piece after the other; the next one is on its way while the one before is used."""
         start, stop = place
 
         def begin_piece(begin: int) -> tuple[torch.Tensor, Sequence[Callable[[], None]]]:
-            return self._begin_piece(tensor, source, dtype, begin, min(begin + piece_numel, stop), what, readers)
+            return self._begin_piece(held, begin, min(begin + piece_numel, stop), what, readers)
 
         begins = iter(range(start, max(stop, start + 1), piece_numel))
         on_their_way = [begin_piece(next(begins))]
@@ -147,34 +137,27 @@ class Sharing:
             raise
 
     def _begin_piece(
-        self,
-        tensor: ManagedTensor,
-        source: torch.Tensor | None,
-        dtype: torch.dtype,
-        start: int,
-        stop: int,
-        what: str,
-        readers: list[int],
+        self, held: Held, start: int, stop: int, what: str, readers: list[int]
     ) -> tuple[torch.Tensor, Sequence[Callable[[], None]]]:
         """A piece, and what to wait for before it is complete."""
+        tensor, source, dtype = held
         first, last = tensor.part
         if readers == [self.rank] and first <= start and stop <= last and source is not None:
             return source.reshape(-1)[start - first : stop - first].to(device="cpu", dtype=dtype), ()
-        value: torch.Tensor | None = None
+        value = torch.full((stop - start,), 0, dtype=dtype)
         waits = []
         for rank, (first, last) in enumerate(tensor.parts):
             low, high = max(first, start), min(last, stop)
-            is_wanted = readers != [rank]  # what only its owner reads stays there
-            if low >= high or not (is_wanted or rank == self.rank):
+            is_sent = readers != [rank]  # what only its owner reads stays there
+            if low >= high or not (is_sent or rank == self.rank):
                 continue
-            value = torch.full((stop - start,), 0, dtype=dtype) if value is None else value
             piece = value[low - start : high - start]
             if rank == self.rank:
                 assert source is not None
                 piece.copy_(source.reshape(-1)[low - first : high - first])
-            if is_wanted:
+            if is_sent:
                 waits.append(self._collectives.begin_broadcast(piece, rank, what))
-        return torch.full((stop - start,), 0, dtype=dtype) if value is None else value, waits
+        return value, waits
 
     def scalars(self, found: Mapping[int, torch.Tensor], num: int) -> torch.Tensor:
         """A vector of scalars that are spread over the ranks, the same on all.
@@ -222,6 +205,10 @@ class Sharing:
                     if keep:
                         _join(state, key, part, tensors[index], rank)
         return dict(sorted(states.items()))
+
+
+def _reading(held: Held, name: str) -> str:
+    return f"reads {name} of parameter '{held.tensor.spec.name}'"
 
 
 def _arrived(value: torch.Tensor, waits: Sequence[Callable[[], None]]) -> torch.Tensor:

@@ -351,7 +351,7 @@ def test_save_pretrained_of_the_live_model(name, tmp_path):
                 kwargs = {"state_dict": {key: value.half() for key, value in live.state_dict().items()}}
             model.save_pretrained(folder, **kwargs)
         assert_same_tensors(folders[1], folders[0])
-        if name != "mixtral":  # whose tensors are made of others, and written in the order of those
+        if (name, number) != ("mixtral", 1):
             assert_same_files(*folders)
     assert len(list((tmp_path / "live_1").glob("*.safetensors"))) > 3
     assert all(value.dtype == torch.float16 for value in tensors_in(tmp_path / "live_3").values())
