@@ -1,0 +1,222 @@
+"""Runs the same code on a plain model and on one in chunks: what it notes, and what it leaves, must be the same bits.
+
+A *pattern* is a function of a model, its optimizer and a ``Notes`` object, written as for plain torch. ``both`` calls
+it twice, compares every note, trains two more steps and compares losses, parameters, buffers and optimizer states.
+"""
+
+import contextlib
+import copy
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from hf_patrickstar import PatrickStarEngine
+
+VOCAB, WIDTH, DEPTH = 24, 16, 34
+
+
+class Block(nn.Module):
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class Tower(nn.Module):
+    """Many small layers, a tied embedding, a parameter of its own and a buffer: 10.8 k parameters."""
+
+    def __init__(self, depth=DEPTH):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(depth)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("offset", torch.full((WIDTH,), 0.5))
+
+    def forward(self, ids):
+        x = self.embedding(ids) + self.offset
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x) * self.scale)
+
+
+def make_tower(seed=0):
+    torch.manual_seed(seed)
+    return Tower()
+
+
+def make_adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def make_ids(step=0, size=4, length=6):
+    return torch.randint(0, VOCAB, (size, length), generator=torch.Generator().manual_seed(100 + step))
+
+
+def loss_of(model, step=0):
+    """The loss of a batch: the next token of each."""
+    ids = make_ids(step)
+    logits = model(ids[:, :-1])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+def train(model, optimizer, steps=1, first=0, loss=loss_of):
+    """Steps of an ordinary loop; returns the losses."""
+    losses = []
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        value = loss(model, step)
+        value.backward()
+        optimizer.step()
+        losses.append(value.detach().clone())
+    optimizer.zero_grad()
+    return losses
+
+
+class Notes:
+    """What a pattern saw: tensors, arrays, numbers, texts, in order."""
+
+    def __init__(self):
+        self.rows = []
+
+    def __call__(self, name, value):
+        """Notes a value as it is now. Of a tensor its values, type and whether it requires a gradient are compared."""
+        self.rows.append((name, _as_noted(value)))
+
+
+def _as_noted(value):
+    if isinstance(value, torch.Tensor):
+        # Through torch's own functions: a parameter must answer them as any other does.
+        return "tensor", value.dtype, value.requires_grad, value.detach().clone().cpu()
+    if isinstance(value, numpy.ndarray):
+        return "array", value.dtype, None, torch.from_numpy(value.copy())
+    if isinstance(value, dict):
+        return {key: _as_noted(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_noted(item) for item in value]
+    return value
+
+
+def _assert_same(name, plain, ours):
+    if isinstance(plain, dict):
+        assert list(plain) == list(ours), name
+        for key in plain:
+            _assert_same(f"{name}[{key!r}]", plain[key], ours[key])
+    elif isinstance(plain, list):
+        assert len(plain) == len(ours), name
+        for place, (left, right) in enumerate(zip(plain, ours, strict=True)):
+            _assert_same(f"{name}[{place}]", left, right)
+    elif isinstance(plain, tuple) and len(plain) == 4 and isinstance(plain[3], torch.Tensor):
+        assert plain[:3] == ours[:3], f"{name}: {plain[:3]} became {ours[:3]}"
+        assert plain[3].shape == ours[3].shape, f"{name}: shape {tuple(plain[3].shape)} became {tuple(ours[3].shape)}"
+        assert same_bits(plain[3], ours[3]), f"{name}: differs by {_difference(plain[3], ours[3])}"
+    else:
+        assert plain == ours or (plain != plain and ours != ours), f"{name}: {plain!r} became {ours!r}"
+
+
+def same_bits(left, right):
+    """Whether two tensors are the same, NaN where NaN is."""
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    return bool(((left == right) | ((left != left) & (right != right))).all())
+
+
+def _difference(left, right):
+    return float((left.double() - right.double()).abs().max()) if left.numel() else 0.0
+
+
+def assert_same_model(plain, ours):
+    """Parameters, buffers, and which of them there are."""
+    left, right = plain.state_dict(), ours.state_dict()
+    assert list(left) == list(right)
+    for key, value in left.items():
+        assert same_bits(value, right[key].to(value.device)), f"{key}: differs by {_difference(value, right[key])}"
+
+
+def assert_same_optimizer(plain, ours):
+    left, right = plain.state_dict(), ours.state_dict()
+    _assert_same("param_groups", _as_noted(left["param_groups"]), _as_noted(right["param_groups"]))
+    assert sorted(left["state"]) == sorted(right["state"])
+    for key, state in left["state"].items():
+        for name, value in state.items():
+            theirs = right["state"][key][name]
+            if isinstance(value, torch.Tensor):
+                assert same_bits(value.float(), torch.as_tensor(theirs).float()), f"state {key} {name}"
+            else:
+                assert value == theirs, f"state {key} {name}"
+
+
+TIGHT = {"chunk_numel": 320, "chunk_budget": 4096}
+"""Less than a tenth of the Tower's bytes in fp32: three chunks, which one module uses at once."""
+ROOMY = {}
+POISONED = {**TIGHT, "debug_evict_all": True}
+CONFIGS = {"tight": TIGHT, "roomy": ROOMY, "poisoned": POISONED}
+
+
+class Both:
+    """See ``both`` in ``conftest.py``: a fixture of every budget.
+
+    Args:
+        config: The engine's settings; ``None`` runs two plain models, to try a pattern itself.
+    """
+
+    def __init__(self, config):
+        self.config = config
+
+    def __call__(
+        self, pattern, make=make_tower, make_optimizer=make_adamw, loss=loss_of, more=2, settings=None, **engine_kwargs
+    ):
+        """Runs a pattern on both models.
+
+        Args:
+            pattern: ``pattern(model, optimizer, note)``.
+            make: Makes the model; called twice, and must make the same.
+            make_optimizer: Makes a torch optimizer of a model.
+            loss: What the steps after the pattern minimise.
+            more: How many steps follow.
+            settings: Settings of the engine beside those of the budget.
+            engine_kwargs: Passed to ``PatrickStarEngine``.
+
+        Returns:
+            The plain model and ours, after all that.
+        """
+        plain, ours = make(), make()
+        optimizer, our_optimizer = make_optimizer(plain), make_optimizer(ours)
+        if self.config is not None:
+            our_optimizer = PatrickStarEngine(
+                ours, {**self.config, **(settings or {})}, our_optimizer, **engine_kwargs
+            ).optimizer
+        notes = []
+        for model, its_optimizer in ((plain, optimizer), (ours, our_optimizer)):
+            torch.manual_seed(7)
+            note = Notes()
+            kept = pattern(model, its_optimizer, note)  # what it returns stays alive meanwhile
+            if more:
+                note("losses afterwards", train(model, its_optimizer, more, first=50, loss=loss))
+            notes.append(note.rows)
+            del kept
+        for (name, left), (other, right) in zip(*notes, strict=True):
+            assert name == other
+            _assert_same(name, left, right)
+        assert_same_model(plain, ours)
+        assert_same_optimizer(optimizer, our_optimizer)
+        return plain, ours
+
+
+@contextlib.contextmanager
+def raises_in_both(*exceptions, match=None):
+    """For what plain torch refuses too: the same kind of error is expected of both."""
+    with pytest.raises(exceptions, match=match):
+        yield
+
+
+def copy_of(model):
+    """A plain copy of a plain model, or of one in chunks."""
+    return copy.deepcopy(model)
