@@ -87,7 +87,6 @@ class PatrickStarEngine:
         self.model = model
         self.config = PatrickStarConfig.from_any(config)
         self.device = _resolve_device(device)
-        self._training = optimizer is not None
         self._num_micro_batches = max(gradient_accumulation_steps, 1)
         self._statistics = Statistics()
         self._listener = listener
@@ -163,8 +162,9 @@ class PatrickStarEngine:
             self._num_micro_batches,
             self.collectives,
             lockstep,
+            config.keep_gradients,
         )
-        manager.manages_gradients = self._training
+        manager.has_optimizer = self._kernel is not None
         if self._kernel is not None:
             widens = decisions.widens_gradients
             manager.homes = Homes(
@@ -200,12 +200,11 @@ class PatrickStarEngine:
                 self.collectives,
                 self.config.background_save,
             )
-            self._hooks = ModelHooks(
-                self.model, self.manager, self.weights, self._zero_grad, self.device, training=self._training
-            )
+            self._hooks = ModelHooks(self.model, self.manager, self.weights, self._zero_grad, self.device)
             self._recovery = Recovery(self.manager, self._hooks.unwind, self.device, self.model.buffers)
             self._hooks.attach()
             self._move_in()
+            self._hooks.bind()
             if self.optimizer is not None:
                 self.optimizer.take_inner_state()
         except BaseException:
@@ -269,15 +268,14 @@ class PatrickStarEngine:
         Raises:
             EngineError: If one of the parameters is not managed.
         """
-        self.manager.release_borrowed()
         tensors = self.manager.tensors
         if parameters is not None:
-            by_parameter = {id(tensor.parameter): tensor for tensor in tensors}
             tensors = []
             for parameter in parameters:
-                if id(parameter) not in by_parameter:
+                tensor = self.manager.find(parameter)
+                if tensor is None:
                     raise EngineError(f"a parameter of shape {tuple(parameter.shape)} is not managed by this engine")
-                tensors.append(by_parameter[id(parameter)])
+                tensors.append(tensor)
         return self.weights.opened(tensors, writeback, with_grads)
 
     def save_checkpoint(self, directory: str | os.PathLike[str]) -> None:
@@ -398,12 +396,15 @@ class PatrickStarEngine:
             self.checkpoints.close()
         if hasattr(self, "_hooks"):
             self._hooks.detach()
+        self.manager.sync()
         self.manager.discard_gradients()
         if self.optimizer is not None:
             self.optimizer.give_back_state()
         for tensor in self.manager.tensors:
             if tensor.state is not TensorState.FREE:  # else construction failed before it was moved in
-                tensor.parameter.data = self.weights.read(tensor).to(tensor.device)
+                value = self.weights.read(tensor).to(tensor.device)
+                tensor.unbind()
+                tensor.parameter.data = value
         for buffer, device in self._buffer_devices:
             buffer.data = buffer.data.to(device)
         self.manager.close()
@@ -424,9 +425,8 @@ class PatrickStarEngine:
         if self._listener is not None:
             self._listener(event)
 
-    def _zero_grad(self) -> None:
-        if self.optimizer is not None:
-            self.optimizer.zero_grad()
+    def _zero_grad(self, set_to_none: bool) -> None:
+        self.manager.zero_gradients(self.manager.tensors, set_to_none=set_to_none)
 
     # Payloads
 
@@ -455,12 +455,13 @@ class PatrickStarEngine:
         """Ties every parameter to its place; nothing is moved yet."""
         decisions = self._decisions
         placements = decisions.choice.layout.placements
-        nan = torch.full((), float("nan"), dtype=decisions.dtype, device=self.device)
         lookup = "home" if decisions.embeddings.is_final else "auto"
         for chunk in chunks:
             for index in chunk.spec.tensor_indices:
                 spec = decisions.tensors[index]
                 offset = placements[index].offset_numel
+                # One each: that distinct parameters are distinct storages is how libraries find tied ones.
+                nan = torch.full((), float("nan"), dtype=decisions.dtype, device=self.device)
                 tensor = ManagedTensor(spec, decisions.parameters[index], offset, nan.expand(spec.shape))
                 if index in decisions.embeddings.tensor_indices:
                     tensor.lookup = lookup

@@ -307,7 +307,7 @@ class Checkpoints:
                     continue
                 value = value.to(tensor.original_dtype)
                 start = tensor.part[0]
-                self._manager.load_value(tensor, lambda home: reader.fill(home, value, start, piece_numel))  # noqa: B023
+                self._manager.values.load(tensor, lambda home: reader.fill(home, value, start, piece_numel))  # noqa: B023
         for name, buffer in self._model.named_buffers():
             if name in found.values:
                 buffer.copy_(reader.read(found.values[name]).view(buffer.shape))

@@ -9,7 +9,7 @@ import torch
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor
 from hf_patrickstar.checkpoint.safetensors_file import streamed_writing
 from hf_patrickstar.errors import CollectiveError, EngineError
-from hf_patrickstar.runtime.chunk import GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.sharing import Held
 
@@ -108,9 +108,9 @@ class ChunkWeights:
         return self._deferred[index]
 
     def _held(self, tensor: ManagedTensor) -> Held:
-        self._manager.take_over(tensor)
+        self._manager.mirrors.sync_value(tensor)
         is_open = tensor.is_open
-        source = tensor.own(tensor.parameter.data) if is_open else self._manager.value_at_home(tensor)
+        source = tensor.own(tensor.parameter.data) if is_open else self._manager.values.at_home(tensor)
         return Held(tensor, source, tensor.original_dtype)
 
     def read_parts(
@@ -173,21 +173,16 @@ class ChunkWeights:
             if tensor.spec.index not in self._collected:
                 raise EngineError(f"parameter '{tensor.spec.name}' was collected for another process, not for this one")
             return self._collected[tensor.spec.index]
-        self._manager.take_over(tensor)
+        self._manager.mirrors.sync_value(tensor)
         if tensor.is_open:
             return tensor.parameter.data.to(device="cpu", dtype=tensor.original_dtype, copy=True)
-        return self._manager.read_value(tensor, tensor.original_dtype)
+        return self._manager.values.read(tensor, tensor.original_dtype)
 
-    def write(self, tensor: ManagedTensor, value: torch.Tensor) -> None:
-        """Changes the value of a parameter. A gradient that it holds is kept.
-
-        Args:
-            tensor: The parameter.
-            value: The new value, in the parameter's shape; any floating type, any device.
-        """
-        self._manager.write_value(tensor, value)
-        if tensor.is_open and tensor.parameter.data is not value:
-            tensor.parameter.data.copy_(value)
+    def hand_out(self, tensor: ManagedTensor) -> torch.Tensor:
+        """The same, for ``state_dict``: a tensor that follows the parameter, and is followed; see [Note: mirrors]."""
+        if self._collected is not None or tensor.is_open:
+            return self.read(tensor)
+        return self._manager.mirrors.hand_out_value(tensor, tensor.original_dtype, on_host=True).detach()
 
     @contextlib.contextmanager
     def opened(self, tensors: Iterable[ManagedTensor], writeback: bool, with_grads: bool) -> Iterator[None]:
@@ -206,7 +201,7 @@ class ChunkWeights:
         opened = [tensor for tensor in tensors if not tensor.is_open]
         gradients: dict[int, tuple[torch.Tensor, int]] = {}
         for tensor in opened:
-            tensor.parameter.data = self.read(tensor)
+            tensor.open(self.read(tensor))
             tensor.is_open = True
             if with_grads and self._manager.gradients.has(tensor):
                 handed = self._manager.read_gradient(tensor, tensor.original_dtype)
@@ -231,21 +226,16 @@ class ChunkWeights:
         value, gradient = tensor.parameter.data, tensor.parameter.grad
         tensor.is_open = False
         tensor.parameter.grad = None
-        tensor.parameter.data = tensor.placeholder
+        tensor.dematerialize()
         if not writeback or tuple(value.shape) != tensor.spec.shape:
             return
         before = self.read(tensor)
         if value.dtype != before.dtype or not torch.equal(value.cpu(), before):
-            self.write(tensor, value)
+            self._manager.write(tensor, value)
         if not with_grads or (handed is not None and gradient is handed[0] and gradient._version == handed[1]):
             return
-        home = self._manager.gradients.of(tensor)
+        self._manager.mirrors.drop_gradient(tensor)
         if gradient is None:
             self._manager.gradients.drop(tensor)
-        elif not tensor.is_owned:
-            tensor.gradient = GradientPlace.REMOTE
-        elif home is None:
-            self._manager.set_gradient(tensor, gradient.to(tensor.chunk.param))
         else:
-            home.copy_(tensor.own(gradient))
-            tensor.gradient_norm = None
+            self._manager.gradients.put(tensor, tensor.own(gradient).to(tensor.chunk.param.dtype))

@@ -56,7 +56,7 @@ class StreamTicket:
 
     def join(self) -> None:
         """Blocks the compute stream, not the host."""
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        torch.cuda.current_stream(self.device).wait_event(self._event)
 
 
 class ThreadTicket:
@@ -105,7 +105,7 @@ class Transfers:
 
     def __init__(self, device: torch.device, copy: Callable[[list[Any]], None] = copy_bytes) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._device = device
+        self.device = device
         self._copy = copy
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
         self._in_flight: collections.deque[tuple[torch.cuda.Event, torch.Tensor, int]] = collections.deque()
@@ -122,7 +122,7 @@ class Transfers:
             A ticket, or ``None`` if the copy is complete.
         """
         if self._stream is not None:
-            return StreamTicket(self._copy_on_stream(source, target), self._device)
+            return StreamTicket(self._copy_on_stream(source, target), self.device)
         if type(source) is not torch.Tensor:  # a fake tensor has no bytes
             target.copy_(source)
             return None
@@ -152,7 +152,7 @@ class Transfers:
         if self._stream is None:
             target.copy_(source)
             return None
-        ticket = StreamTicket(self._copy_on_stream(source, target), self._device)
+        ticket = StreamTicket(self._copy_on_stream(source, target), self.device)
         ticket.join()
         return ticket
 
@@ -162,7 +162,7 @@ class Transfers:
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             yield
 
@@ -179,7 +179,7 @@ class Transfers:
         if self._stream is None:
             target.copy_(source)
             return None
-        return StreamTicket(self._copy_on_stream(source, target), self._device)
+        return StreamTicket(self._copy_on_stream(source, target), self.device)
 
     def to_host(self, source: torch.Tensor, target: torch.Tensor) -> Ticket | None:
         """Copies device -> host.
@@ -195,20 +195,20 @@ class Transfers:
             target.copy_(source)
             return None
         event = self._copy_on_stream(source, target)
-        self._keep(source, event, torch.cuda.current_stream(self._device))
-        return StreamTicket(event, self._device)
+        self._keep(source, event, torch.cuda.current_stream(self.device))
+        return StreamTicket(event, self.device)
 
     def settle(self) -> None:
         """Lets go of gradients in flight: whatever the compute stream does next comes after their copies."""
         if self._in_flight:
-            torch.cuda.current_stream(self._device).wait_event(self._in_flight[-1][0])
+            torch.cuda.current_stream(self.device).wait_event(self._in_flight[-1][0])
             self._in_flight.clear()
             self._in_flight_nbytes = 0
 
     def _copy_on_stream(self, source: torch.Tensor, target: torch.Tensor) -> torch.cuda.Event:
         """Copies on the side stream, after all that the compute stream was told so far."""
         assert self._stream is not None
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=source.is_pinned() or target.is_pinned())
             event = torch.cuda.Event()

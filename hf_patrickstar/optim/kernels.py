@@ -24,6 +24,7 @@ EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
 WORKSPACE = "workspace"
 _DEVICE_TILE_NUMEL = 2**24
+_AT_HOME = frozenset({GradientPlace.PARAM, GradientPlace.LIST})
 
 
 class Kernel(Protocol):
@@ -180,7 +181,7 @@ class AdamKernel:
             self._adam(master[part], gradient, chunk.lists[EXP_AVG][part], chunk.lists[EXP_AVG_SQ][part], segment)
             param[part].copy_(master[part])
         for tensor in chunk.owned:
-            if tensor.gradient is not GradientPlace.NONE and tensor.spec.index in groups:
+            if tensor.gradient in _AT_HOME and tensor.spec.index in groups:
                 self._steps[tensor.spec.index] = self._steps.get(tensor.spec.index, 0) + 1
 
     def tensor_state(self, tensor: ManagedTensor) -> dict[str, Any]:
@@ -217,7 +218,7 @@ class AdamKernel:
         joined: list[_Segment] = []
         for tensor in chunk.owned:
             group = groups.get(tensor.spec.index)
-            if group is None or tensor.gradient is GradientPlace.NONE or not tensor.own_numel:
+            if group is None or tensor.gradient not in _AT_HOME or not tensor.own_numel:
                 continue
             step = self._steps.get(tensor.spec.index, 0)
             start = tensor.home_offset_numel
@@ -336,7 +337,7 @@ class PerChunkKernel:
 
     def update(self, chunk: Chunk, groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
         """Updates one chunk; see ``Kernel.update``."""
-        work = [t for t in chunk.owned if t.spec.index in groups and t.gradient is not GradientPlace.NONE]
+        work = [t for t in chunk.owned if t.spec.index in groups and t.gradient in _AT_HOME]
         if not work:
             return
         param_groups = self._optimizer.param_groups

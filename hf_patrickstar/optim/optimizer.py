@@ -9,7 +9,7 @@ import torch
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.events import Listener, StepFinished
 from hf_patrickstar.optim.kernels import Kernel, place_state
-from hf_patrickstar.runtime.chunk import MASTER, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.chunk import MASTER, ManagedTensor
 from hf_patrickstar.runtime.gradients import gradient_norm
 from hf_patrickstar.runtime.manager import ChunkManager
 
@@ -35,8 +35,6 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._manager = manager
         self._emit = emit
         self._by_parameter = {id(tensor.parameter): tensor for tensor in manager.tensors}
-        self._coefficient: torch.Tensor | None = None
-        self._inverse_scale: torch.Tensor | None = None
         self._num_steps = 0
         self._collected: dict[int, dict[str, Any]] | None = None
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))
@@ -74,48 +72,57 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._groups = self._index_groups()
-        self._manager.release_borrowed()
-        for tensor in self._manager.tensors:
-            self._manager.take_over(tensor)
-        coefficient = self._take_coefficient()
+        manager, gradients = self._manager, self._manager.gradients
+        manager.release_borrowed()
+        manager.sync()
+        factor = gradients.take_factor()
         on_device: dict[torch.device, torch.Tensor] = {}  # one copy per tier, not one per chunk
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made on the inner one asks for it
         self._kernel.begin_step()
-        self._manager.begin_update()
-        for chunk in self._manager.chunks:
-            if not chunk.spec.trainable:
-                continue
-            self._manager.steps.visit_for_update(chunk)
+        manager.begin_update()
+        trained = [chunk for chunk in manager.chunks if chunk.spec.trainable]
+        keeps = gradients.must_keep and gradients.try_to_keep(trained)
+        for chunk in trained:
+            manager.steps.visit_for_update(chunk)
             chunk.wait_for_reader()
-            for tensor in chunk.tensors:
-                self._manager.gradients.of(tensor)
             place = chunk.param.device
-            if coefficient is not None and place not in on_device:
-                on_device[place] = coefficient.to(place)
-            self._kernel.update(chunk, self._groups, on_device.get(place))
-            self._restore_left_alone(chunk.tensors)
-            self._manager.finish_update(chunk)
-        self._manager.steps.finish_update()
-        self._manager.finish_step()
+            if factor is not None and place not in on_device:
+                on_device[place] = factor.to(place)
+            for tensor in chunk.tensors:
+                gradients.make_ready(tensor)
+                if tensor.spec.index not in self._groups:
+                    self._leave_alone(tensor, on_device.get(place))
+            chunk.wait()
+            with gradients.lock:
+                self._kernel.update(chunk, self._groups, on_device.get(place))
+                manager.finish_update(chunk, self._groups, keeps=keeps)
+        manager.steps.finish_update()
+        manager.finish_step()
         self._num_steps += 1
         self._emit(StepFinished(self._num_steps, skipped=False))
         self._kernel.end_step()
         return loss
 
-    def _restore_left_alone(self, tensors: Iterable[ManagedTensor]) -> None:
-        """Parameters with a gradient that no group holds keep their value."""
-        for tensor in tensors:
-            if tensor.gradient is GradientPlace.PARAM and tensor.spec.index not in self._groups:
-                self._manager.gradients.restore_value(tensor)
+    def _leave_alone(self, tensor: ManagedTensor, factor: torch.Tensor | None) -> None:
+        """A gradient that no group holds stays, and so does the value of its parameter."""
+        if factor is not None:
+            self._manager.gradients.multiply(tensor, factor)
+            self._manager.mirrors.refresh_gradient(tensor)
+        self._manager.gradients.move_to_list(tensor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients; a parameter whose place held one has its value again."""
-        self._coefficient = self._inverse_scale = None
-        self._manager.discard_gradients()
+        """Drops the gradients of the parameters in its groups; one whose place held a gradient has its value again.
+
+        Args:
+            set_to_none: If false, gradients that were there are zeros from now on, and move parameters as zeros do.
+        """
+        self._groups = self._index_groups()
+        tensors = [tensor for tensor in self._manager.tensors if tensor.spec.index in self._groups]
+        self._manager.zero_gradients(tensors, set_to_none=set_to_none)
 
     def skip_step(self) -> None:
         """Drops a step: gradients that overflowed are discarded, parameters keep their values."""
-        self.zero_grad()
+        self._manager.discard_gradients()
         self._emit(StepFinished(self._num_steps, skipped=True))
 
     # Norm, clipping and unscaling
@@ -138,6 +145,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             self._manager.gradients.records_norms = True
         norms: dict[int, torch.Tensor] = {}
         num_places = 0
+        self._manager.mirrors.sync_gradients()
         for tensor in tensors:
             if not self._manager.gradients.has(tensor):
                 continue
@@ -160,7 +168,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         else:
             return torch.tensor(0.0)
         total = torch.linalg.vector_norm(together, norm_type)
-        return total if self._inverse_scale is None else total * self._inverse_scale.to(total.device)
+        inverse_scale = self._manager.gradients.inverse_scale
+        return total if inverse_scale is None else total * inverse_scale.to(total.device)
 
     @torch.no_grad()
     def clip_grad_norm_(
@@ -184,21 +193,16 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             return total
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         chosen = {tensor.spec.index for tensor in tensors}
-        left_out = (t for t in self._manager.tensors if t.spec.index not in chosen)
-        if any(tensor.gradient is not GradientPlace.NONE for tensor in left_out):
+        gradients = self._manager.gradients
+        left_out = any(gradients.has(tensor) for tensor in self._manager.tensors if tensor.spec.index not in chosen)
+        if left_out or self._manager.mirrors.has_gradients:
             for tensor in tensors:
-                self._multiply_gradient(tensor, coefficient)
+                gradients.multiply(tensor, coefficient)
+                self._manager.mirrors.refresh_gradient(tensor)
         else:
-            self._coefficient = coefficient if self._coefficient is None else self._coefficient * coefficient
+            before = gradients.coefficient
+            gradients.coefficient = coefficient if before is None else before * coefficient
         return total
-
-    def _multiply_gradient(self, tensor: ManagedTensor, coefficient: torch.Tensor) -> None:
-        if tensor.chunk.param.dtype is not torch.float32:
-            self._manager.gradients.move_to_list(tensor)
-        gradient = self._manager.gradients.of(tensor)
-        if gradient is not None:
-            gradient.mul_(coefficient.to(gradient.device))
-            tensor.gradient_norm = None
 
     @torch.no_grad()
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[torch.Tensor] | None = None) -> None:
@@ -209,13 +213,16 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             parameters: Parameters whose gradients are clipped; all by default.
         """
         limit = float(clip_value)
-        if self._inverse_scale is not None:
-            limit /= float(self._inverse_scale)
+        inverse_scale = self._manager.gradients.inverse_scale
+        if inverse_scale is not None:
+            limit /= float(inverse_scale)
+        self._manager.mirrors.sync_gradients()
         for tensor in self._manager.tensors if parameters is None else self._find(parameters):
             gradient = self._manager.gradients.of(tensor)
             if gradient is not None:
                 gradient.clamp_(-limit, limit)
                 tensor.gradient_norm = None
+                self._manager.mirrors.refresh_gradient(tensor)
 
     def unscale(self, inverse_scale: torch.Tensor) -> torch.Tensor:
         """Tells that gradients carry a loss scale; the next step removes it as it reads them.
@@ -226,15 +233,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         Returns:
             The norm of the unscaled gradients; not finite if one of them overflowed.
         """
-        self._inverse_scale = inverse_scale
+        self._manager.gradients.inverse_scale = inverse_scale
         return self.grad_norm()
-
-    def _take_coefficient(self) -> torch.Tensor | None:
-        coefficient, scale = self._coefficient, self._inverse_scale
-        self._coefficient = self._inverse_scale = None
-        if coefficient is None or scale is None:
-            return scale if coefficient is None else coefficient
-        return coefficient * scale.to(coefficient.device)
 
     def owns(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether any of these is a parameter of the model."""
@@ -356,13 +356,11 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             tensor.chunk.wait_for_reader()
             master = tensor_state.pop(MASTER, None)
             if master is not None and not self._manager.sharing.is_alone:
-                self._manager.write_value(tensor, master)  # in the copies of all ranks too
+                self._manager.write(tensor, master)  # in the copies of all ranks too
             if not tensor.is_owned:
                 continue
             if master is not None and self._manager.sharing.is_alone:
-                tensor.view(tensor.chunk.lists[MASTER]).copy_(master)
-                if tensor.gradient is not GradientPlace.PARAM:
-                    self._manager.gradients.restore_value(tensor)
+                self._manager.write(tensor, master)
             self._kernel.load_tensor_state(tensor, tensor_state)
 
     @torch.no_grad()

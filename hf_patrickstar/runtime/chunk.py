@@ -10,6 +10,7 @@ import bisect
 import enum
 import itertools
 import threading
+from typing import Any
 
 import torch
 
@@ -17,6 +18,13 @@ from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.memory.transfers import Ticket
+from hf_patrickstar.runtime.live_parameter import (
+    acquired_type,
+    can_answer,
+    released_type,
+    set_raw_data,
+    storage_key,
+)
 from hf_patrickstar.states import TensorState, check_transition
 
 MASTER = "master"
@@ -30,13 +38,17 @@ class GradientPlace(enum.Enum):
     ``PARAM``: over the parameter's own place in the ``param`` list (gradient reuse, PatrickStar section 6.2).
     ``LIST``: in the accumulation list. What a backward has not settled yet is aside, in autograd's own tensor, because
     a use of the value, or another part of the gradient, is outstanding in the graph. ``REMOTE``: on the rank that has
-    the parameter at home.
+    the parameter at home. ``ZERO``: all zeros, written nowhere yet. ``KEPT``: after a step, in the tensor that a user
+    still refers to. ``CONSUMED``: it was there before the step, and is nowhere now.
     """
 
     NONE = "none"
     PARAM = "param"
     LIST = "list"
     REMOTE = "remote"
+    ZERO = "zero"
+    KEPT = "kept"
+    CONSUMED = "consumed"
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -71,19 +83,25 @@ class ManagedTensor:
         "gradient",
         "gradient_norm",
         "home_offset_numel",
+        "is_bound",
         "is_looked_up",
+        "is_materialized",
         "is_open",
         "is_owned",
         "is_split",
+        "kept",
         "lookup",
         "lookup_nbytes",
         "num_saved",
+        "num_writes",
         "offset_numel",
         "original_dtype",
+        "original_type",
         "parameter",
         "part",
         "parts",
         "placeholder",
+        "read_at",
         "spec",
         "state",
         "strides",
@@ -104,12 +122,17 @@ class ManagedTensor:
         self.placeholder = placeholder
         self.strides = contiguous_strides(spec.shape)
         self.original_dtype = parameter.dtype
+        self.original_type = type(parameter)
+        self.is_bound = False  # whether the parameter answers while it has no value
         self.device = parameter.device
         self.chunk: Chunk
         self.state = TensorState.FREE
         self.users = 0
         self.version = 0
+        self.num_writes = 0  # changes of the value that void graphs
+        self.read_at = -1  # the number of the step in which its value was read last
         self.is_open = False
+        self.is_materialized = False  # whether the parameter itself has its value now, and not a placeholder
         self.is_looked_up = False
         self.lookup = "device"  # or "home", or "auto": at home until it is decided
         self.lookup_nbytes = 0
@@ -118,6 +141,42 @@ class ManagedTensor:
         self.gradient = GradientPlace.NONE
         self.gradient_norm: torch.Tensor | None = None
         self.aside: torch.Tensor | None = None
+        self.kept: torch.Tensor | None = None
+
+    def bind(self, live: Any) -> None:
+        """Makes the parameter answer; see [Note: a parameter that answers]."""
+        self.is_bound = can_answer(self.parameter)
+        if self.is_bound:
+            self.original_type = type(self.parameter)
+            self.parameter.__dict__["_live"] = live
+            self.parameter.__class__ = released_type(self.original_type)
+
+    def materialize(self, value: torch.Tensor) -> None:
+        """Gives the parameter a value, so that torch computes with it."""
+        if self.is_bound:
+            self.parameter.__class__ = acquired_type(self.original_type)
+        set_raw_data(self.parameter, value)
+        self.is_materialized = True
+
+    def dematerialize(self) -> None:
+        """Takes the value away; the parameter answers by itself from now on."""
+        set_raw_data(self.parameter, self.placeholder)
+        self.is_materialized = False
+        if self.is_bound:
+            self.parameter.__class__ = released_type(self.original_type)
+
+    def open(self, value: torch.Tensor) -> None:
+        """Makes it an ordinary parameter for a while, with a value of its own."""
+        if self.is_bound:
+            self.parameter.__class__ = self.original_type
+        set_raw_data(self.parameter, value)
+
+    def unbind(self) -> None:
+        """Makes it an ordinary parameter again, for good; it keeps what data it has."""
+        if self.is_bound:
+            self.parameter.__class__ = self.original_type
+            self.parameter.__dict__.pop("_live", None)
+            self.is_bound = False
 
     def view(self, payload: torch.Tensor) -> torch.Tensor:
         """What this rank has of the tensor, in a payload of any list at home: in its shape, or flat if it is split."""
@@ -151,7 +210,7 @@ class ManagedTensor:
     @property
     def is_placeholder(self) -> bool:
         """Whether the parameter is what management left; false if somebody assigned ``parameter.data``."""
-        return self.parameter.untyped_storage()._cdata == self.placeholder.untyped_storage()._cdata
+        return storage_key(self.parameter) == self.placeholder.untyped_storage()._cdata
 
     def go(self, state: TensorState) -> None:
         """Takes a state.

@@ -8,13 +8,21 @@ the value is written again. So no way of calling forward and backward can lose a
 
 With several processes what comes here is the average that the owner of a parameter gets. A copy on the device never
 holds a gradient, so only a gather, which sends values from home, has to bring them back.
+
+[Note: gradients after the step]
+In torch a gradient stays until ``zero_grad``. A step that leaves gradients where they are needs room for them beside the
+values; nearly everybody calls ``zero_grad`` next, and then it is for nothing. So gradients are kept, in the accumulation
+list, until ``zero_grad`` was called for the first time; from then on the step consumes them. What is asked for all the
+same, by ``parameter.grad`` or by a backward that would add to it, is an error and not a wrong number.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Literal
 
 import torch
 
+from hf_patrickstar.errors import BudgetError, EngineError
 from hf_patrickstar.events import GradientStored, Listener, ValueRestored
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
@@ -34,12 +42,15 @@ class Gradients:
         make_room: Evicts copies until so many bytes are free on the device.
         accumulate: Whether gradients go to the accumulation list at once: several micro-batches make a step.
         is_alone: Whether there is only one process.
+        keeps: Whether gradients stay after a step: see ``keep_gradients`` of the configuration.
 
     Attributes:
         accumulate: See above.
         records_norms: Compute the norm of a gradient when it is stored.
         attempts: Knows which gradients a repeated micro-batch must not count again.
         lock: Held while places change.
+        coefficient: What all gradients are to be multiplied with (clipping), if that has not been done yet.
+        inverse_scale: The same for the loss scale.
     """
 
     def __init__(
@@ -50,25 +61,31 @@ class Gradients:
         make_room: Callable[[int], None],
         accumulate: bool,
         is_alone: bool,
+        keeps: bool | Literal["auto"],
     ) -> None:
         self.accumulate = accumulate
         self.records_norms = False
         self.attempts = Attempts()
         self.lock = threading.RLock()
+        self.coefficient: torch.Tensor | None = None
+        self.inverse_scale: torch.Tensor | None = None
         self._pool = pool
         self._transfers = transfers
         self._emit = emit
         self._make_room = make_room
         self._is_alone = is_alone
+        self._keeps = keeps
+        self._was_zeroed = False
+
+    # Finding them
 
     def of(self, tensor: ManagedTensor) -> torch.Tensor | None:
         """The gradient of a parameter that is at home on this rank, in the parameter's shape, or ``None``.
 
-        fp32 in the accumulation list, the parameter's type otherwise. It aliases the list: writing changes it.
+        fp32 in the accumulation list, the parameter's type otherwise. It aliases its place: writing changes it.
         """
         with self.lock:
-            if tensor.aside is not None:
-                self.settle(tensor)
+            self.make_ready(tensor)
             tensor.chunk.wait()
             if tensor.gradient is GradientPlace.PARAM:
                 return tensor.view(tensor.chunk.param)
@@ -79,7 +96,20 @@ class Gradients:
     @staticmethod
     def has(tensor: ManagedTensor) -> bool:
         """Whether a parameter has a gradient, here or on the rank where it is at home."""
-        return tensor.aside is not None or tensor.gradient is not GradientPlace.NONE
+        return tensor.aside is not None or tensor.gradient not in (GradientPlace.NONE, GradientPlace.CONSUMED)
+
+    def make_ready(self, tensor: ManagedTensor) -> None:
+        """Brings a gradient that is elsewhere to a place at home, where the optimizer finds it."""
+        if tensor.aside is not None:
+            self.settle(tensor)
+        if tensor.gradient is GradientPlace.ZERO and tensor.is_owned:
+            self._write_zero(tensor)
+        elif tensor.gradient is GradientPlace.KEPT:
+            kept, tensor.kept, tensor.gradient = tensor.kept, None, GradientPlace.NONE
+            assert kept is not None
+            self.put(tensor, tensor.own(kept))
+
+    # Storing them
 
     def place(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
         """Takes a finished gradient to its place, or puts it aside while the value that is there is still needed.
@@ -87,7 +117,11 @@ class Gradients:
         Args:
             tensor: Whose gradient it is.
             gradient: The gradient of one backward, in the parameter's shape and type.
+
+        Raises:
+            EngineError: If torch would add it to a gradient that is not there any more.
         """
+        self.check_addable(tensor)
         is_needed = tensor.num_saved > 0 or tensor.users > 0
         if tensor.aside is not None:
             tensor.aside = tensor.aside + gradient.to(tensor.aside.device)
@@ -101,15 +135,60 @@ class Gradients:
 
     def add(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
         """Adds a gradient to what is there; an attempt that fails before it is there has not counted it."""
+        self.check_addable(tensor)
         before = tensor.gradient
-        if before is GradientPlace.PARAM:
+        if before is GradientPlace.KEPT:
+            self.make_ready(tensor)
+        if tensor.gradient is GradientPlace.PARAM:
             self.move_to_list(tensor)
         is_needed = self._is_alone and (tensor.num_saved > 0 or tensor.users > 0)
-        if self.accumulate or tensor.gradient is GradientPlace.LIST or is_needed:
+        has_master = MASTER in tensor.chunk.lists
+        if self.accumulate or tensor.gradient is GradientPlace.LIST or is_needed or not has_master:
             self._add_to_list(tensor, gradient)
         else:
             self._write_over_parameter(tensor, gradient)
         self.attempts.note_placed(tensor.spec.index, before)
+
+    def put(self, tensor: ManagedTensor, own: torch.Tensor) -> None:
+        """Replaces a gradient by one that is given; what this rank has of it.
+
+        Args:
+            tensor: The parameter.
+            own: The values, in the shape that ``ManagedTensor.view`` gives; not changed.
+        """
+        with self.lock:
+            tensor.gradient_norm = None
+            if not tensor.is_owned:
+                tensor.gradient = GradientPlace.REMOTE
+                return
+            home = self.of(tensor)
+            is_wider = own.dtype.itemsize > tensor.chunk.param.dtype.itemsize
+            if home is None and not is_wider:
+                tensor.gradient = GradientPlace.NONE
+                self.add(tensor, own)
+            elif home is None or (is_wider and tensor.gradient is not GradientPlace.LIST):
+                if home is None:
+                    tensor.gradient = GradientPlace.NONE
+                else:
+                    self.move_to_list(tensor)
+                tensor.chunk.wait()
+                tensor.view(self._list(tensor.chunk)).copy_(own)
+                tensor.gradient = GradientPlace.LIST
+            else:
+                home.copy_(own)
+
+    def check_addable(self, tensor: ManagedTensor) -> None:
+        """Makes sure that what torch would add a gradient to is there.
+
+        Raises:
+            EngineError: If a step has consumed it.
+        """
+        if tensor.gradient is GradientPlace.ZERO:
+            tensor.gradient = GradientPlace.NONE  # and zero plus a gradient is that gradient
+        elif tensor.gradient is GradientPlace.CONSUMED:
+            if self._keeps == "auto":
+                raise EngineError(consumed(tensor, "zero_grad was not called since: torch would add this one to it"))
+            tensor.gradient = GradientPlace.NONE
 
     def settle(self, tensor: ManagedTensor) -> None:
         """Finds a place for a gradient that was put aside; if there is none it still is where it was."""
@@ -134,21 +213,105 @@ class Gradients:
         for tensor in chunk.owned:
             self.move_to_list(tensor)
 
-    def drop(self, tensor: ManagedTensor) -> None:
-        """Drops the gradient of one parameter; its value is in its place again."""
+    # Scaling them
+
+    def take_factor(self) -> torch.Tensor | None:
+        """What gradients are still to be multiplied with; whoever takes it does so."""
+        coefficient, scale = self.coefficient, self.inverse_scale
+        self.coefficient = self.inverse_scale = None
+        if coefficient is None or scale is None:
+            return scale if coefficient is None else coefficient
+        return coefficient * scale.to(coefficient.device)
+
+    def multiply(self, tensor: ManagedTensor, factor: torch.Tensor) -> None:
+        """Multiplies a gradient, in fp32."""
+        if not self.has(tensor):
+            return
+        self.make_ready(tensor)
+        if tensor.chunk.param.dtype is not torch.float32:
+            self.move_to_list(tensor)
+        gradient = self.of(tensor)
+        if gradient is not None:
+            gradient.mul_(factor.to(gradient.device))
+            tensor.gradient_norm = None
+
+    # Keeping and dropping them
+
+    @property
+    def must_keep(self) -> bool:
+        """Whether the optimizer's step leaves gradients as they are; see [Note: gradients after the step]."""
+        return self._keeps is True or (self._keeps == "auto" and not self._was_zeroed)
+
+    def try_to_keep(self, chunks: Iterable[Chunk]) -> bool:
+        """Moves the gradients of chunks to the accumulation list, where a step leaves them; whether there was room.
+
+        Raises:
+            BudgetError: If there is none and they were asked for.
+        """
+        try:
+            for chunk in chunks:
+                for tensor in chunk.owned:
+                    self.make_ready(tensor)
+                    self.move_to_list(tensor)
+        except BudgetError:
+            if self._keeps is True:
+                raise
+            return False
+        return True
+
+    def note_zeroed(self, chunks: Iterable[Chunk]) -> None:
+        """Learns that gradients are zeroed after, or before, each step: from now on a step consumes them."""
+        if self._was_zeroed:
+            return
+        self._was_zeroed = True
+        if self._keeps == "auto" and not self.accumulate:
+            for chunk in chunks:
+                if GRADIENT in chunk.lists and not any(t.gradient is GradientPlace.LIST for t in chunk.tensors):
+                    self._pool.release(chunk.home, chunk.lists.pop(GRADIENT), GRADIENT, keep=False)
+
+    def drop(self, tensor: ManagedTensor, *, to_zero: bool = False) -> None:
+        """Drops the gradient of one parameter; its value is in its place again.
+
+        Args:
+            tensor: The parameter.
+            to_zero: Whether a gradient that was there, also before the last step, is zero from now on.
+        """
         with self.lock:
+            was_there = self.has(tensor) or tensor.gradient is GradientPlace.CONSUMED
             if tensor.gradient is GradientPlace.PARAM:
                 self.restore_value(tensor)
             self.forget(tensor)
+            if to_zero and was_there:
+                tensor.gradient = GradientPlace.ZERO if tensor.is_owned else GradientPlace.REMOTE
 
     def forget(self, tensor: ManagedTensor) -> None:
         """Forgets a gradient whose place holds the value again, or is about to."""
         tensor.gradient = GradientPlace.NONE
         tensor.gradient_norm = None
         tensor.aside = None
+        tensor.kept = None
         tensor.crossing_nbytes = 0
         if tensor.state in (TensorState.HOLD_AFTER_FWD, TensorState.HOLD_AFTER_BWD):
             tensor.go(TensorState.HOLD)
+
+    def finish_update(self, tensor: ManagedTensor, handed_out: torch.Tensor | None, *, keeps: bool) -> None:
+        """Ends the optimizer's step for a parameter that had a gradient.
+
+        Args:
+            tensor: The parameter.
+            handed_out: The gradient, if somebody still refers to what was handed out of it.
+            keeps: Whether it was left in the accumulation list.
+        """
+        gradient = tensor.gradient
+        if keeps and gradient is not GradientPlace.PARAM:
+            return
+        self.forget(tensor)
+        if handed_out is not None and self._is_alone:
+            tensor.kept, tensor.gradient = handed_out, GradientPlace.KEPT
+        else:
+            tensor.gradient = GradientPlace.CONSUMED
+
+    # Places
 
     def restore_value(self, tensor: ManagedTensor) -> None:
         """Writes the parameter's place from ``master``, at home and in a device copy if there is one."""
@@ -180,6 +343,13 @@ class Gradients:
         tensor.gradient = GradientPlace.PARAM
         self._emit(GradientStored(chunk.spec.index, tensor.spec.index, tensor.take_crossing()))
 
+    def _write_zero(self, tensor: ManagedTensor) -> None:
+        chunk = tensor.chunk
+        chunk.wait()
+        in_list = self.accumulate or MASTER not in chunk.lists
+        tensor.view(self._list(chunk) if in_list else chunk.param).zero_()
+        tensor.gradient = GradientPlace.LIST if in_list else GradientPlace.PARAM
+
     def _add_to_list(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
         chunk = tensor.chunk
         chunk.wait()
@@ -201,6 +371,15 @@ class Gradients:
                 self._make_room(numel * torch.float32.itemsize)
             chunk.lists[GRADIENT] = self._pool.allocate(chunk.home, numel, torch.float32, GRADIENT)
         return chunk.lists[GRADIENT]
+
+
+def consumed(tensor: ManagedTensor, why: str) -> str:
+    """The message where a gradient is missed that a step has consumed."""
+    return (
+        f"the gradient of parameter '{tensor.spec.name}' was consumed by optimizer.step(), and {why}. Call "
+        "optimizer.zero_grad() after the step, read gradients before it, or set keep_gradients=true, which takes 4 bytes "
+        "per trainable parameter"
+    )
 
 
 def gradient_norm(gradient: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:

@@ -7,7 +7,8 @@ them. So a device copy is never dirty: evicting one drops it and copies nothing,
 gradients, and after the optimizer has changed a home its device copy is stale and is dropped.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
+from typing import Literal
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -21,29 +22,15 @@ from hf_patrickstar.runtime.chunk import MASTER, Chunk, GradientPlace, ManagedTe
 from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.homes import Homes
+from hf_patrickstar.runtime.live_parameter import raw_data, requires_grad, set_raw_grad
 from hf_patrickstar.runtime.lockstep import Lockstep, Phase
+from hf_patrickstar.runtime.mirrors import Mirrors
 from hf_patrickstar.runtime.reducer import Reducer
 from hf_patrickstar.runtime.sharing import Held, Sharing
 from hf_patrickstar.runtime.steps import Steps
+from hf_patrickstar.runtime.values import Values, same_bits
 from hf_patrickstar.schedule.trace import Shapes
 from hf_patrickstar.states import Stage, TensorState
-
-
-class SavedView:
-    """What autograd keeps of an operand that lives in a chunk: where it was, not what it was."""
-
-    __slots__ = ("generation", "offset", "size", "stride", "tensor")
-
-    def __init__(self, tensor: ManagedTensor, view: torch.Tensor, generation: int) -> None:
-        self.tensor = tensor
-        self.size = view.size()
-        self.stride = view.stride()
-        self.offset = view.storage_offset()
-        self.generation = generation
-        tensor.num_saved += 1
-
-    def __del__(self) -> None:
-        self.tensor.num_saved -= 1
 
 
 class ChunkManager:
@@ -58,6 +45,7 @@ class ChunkManager:
         num_micro_batches: Micro-batches per step; with more than one, gradients go to the accumulation list at once.
         collectives: Averages gradients over processes.
         lockstep: Keeps processes in the same order of collectives.
+        keeps_gradients: Whether gradients stay after a step; see ``keep_gradients`` of the configuration.
     """
 
     def __init__(
@@ -70,6 +58,7 @@ class ChunkManager:
         num_micro_batches: int,
         collectives: Collectives,
         lockstep: Lockstep,
+        keeps_gradients: bool | Literal["auto"] = "auto",
     ) -> None:
         self.chunks = chunks
         self.steps = steps
@@ -77,26 +66,37 @@ class ChunkManager:
         self.tensors: list[ManagedTensor] = sorted(
             (tensor for chunk in chunks for tensor in chunk.tensors), key=lambda tensor: tensor.spec.index
         )
-        self.manages_gradients = True  # an engine for evaluation leaves them to torch
-        self.borrowed: list[ManagedTensor] = []  # acquired by code outside of every forward
+        self._by_parameter = {id(tensor.parameter): tensor for tensor in self.tensors}
+        self.borrowed: list[ManagedTensor] = []  # acquired by code in backward that no forward is around
+        self._watched: set[ManagedTensor] = set()
+        self.num_steps = 0  # of the optimizer
+        self.has_optimizer = True
         self.step_peaks = (0, 0, 0)  # bytes in the last step: chunks on the device, all on the device, on the host
         self._num_micro_batches = num_micro_batches
         self._micro_batch = 0
         self._pool = pool
         self._transfers = transfers
         self._emit = emit
-        self._generation = 0
         self.homes: Homes | None = None
         self.unwind: Callable[[], None] = lambda: None  # ends forwards that were interrupted
-        self.gradients = Gradients(pool, transfers, emit, residency.make_room, num_micro_batches > 1, lockstep.is_alone)
+        self.gradients = Gradients(
+            pool, transfers, emit, residency.make_room, num_micro_batches > 1, lockstep.is_alone, keeps_gradients
+        )
         self._lock = self.gradients.lock
         self._list_names = {name for chunk in chunks for name in chunk.lists}
         self.sharing = Sharing(collectives, lockstep)
+        self.values = Values(self.gradients, self.sharing, transfers, residency.device)
+        self.mirrors = Mirrors(self.values, self.gradients)
         self._is_alone = lockstep.is_alone
         self._reducer = Reducer(chunks, pool, transfers, collectives, residency.make_room, self._deliver)
         residency.before_gather = self.gradients.bring_values_back
+        residency.before_drop = self.look_for_writes
         residency.gradient_peak = self._reducer.take_peak
         lockstep.reduce = self._reduce
+
+    def find(self, parameter: torch.Tensor) -> ManagedTensor | None:
+        """The managed parameter that a parameter is, or ``None``."""
+        return self._by_parameter.get(id(parameter))
 
     # Steps
 
@@ -109,24 +109,27 @@ class ChunkManager:
             present: Tensors on the device that are there already and are not chunks.
         """
         self._forget_failed_backward()
+        self.sync()
         if self.residency.tracer.step is None:
             self.steps.settle()
             kind, is_last = self._kind_of_step()
             kind = f"{kind}:{name}" if name else kind
             if self.homes is not None:
                 self.homes.prepare("training", shapes)
-            updated = frozenset(chunk.spec.index for chunk in self.chunks if chunk.spec.trainable and is_last)
-            self.steps.begin_step(kind, shapes, present, updated, self._generation)
+            updates = is_last and self.has_optimizer
+            updated = frozenset(chunk.spec.index for chunk in self.chunks if chunk.spec.trainable and updates)
+            self.steps.begin_step(kind, shapes, present, updated, self.version)
 
     def begin_evaluation(self, name: str, shapes: Shapes, present: Iterable[torch.Tensor]) -> None:
         """Begins a forward without gradients, between steps or inside of one; see ``begin_forward``."""
         self._forget_failed_backward()
         self.release_borrowed()
+        self.sync()
         self.steps.settle()
         if self.homes is not None:
             self.homes.prepare("", shapes)
         kind = f"evaluation:{name}" if name else "evaluation"
-        self.steps.begin_interlude(kind, shapes, present, self._generation)
+        self.steps.begin_interlude(kind, shapes, present, self.version)
 
     def _forget_failed_backward(self) -> None:
         """Drops the step whose backward raised: one that has begun and neither runs nor has ended."""
@@ -146,31 +149,34 @@ class ChunkManager:
 
     # Access and release of parameters
 
-    def acquire(self, tensor: ManagedTensor, module_name: str) -> None:
+    def acquire(self, tensor: ManagedTensor, module_name: str, *, is_alias: bool = False) -> None:
         """Gives a parameter its value, on the compute device, until it is released as often as it was acquired.
 
         Args:
             tensor: The parameter.
             module_name: Who asks, for errors.
+            is_alias: Only keep its chunk on the device: whoever asks looks into that, and the parameter stays released.
 
         Raises:
             BudgetError: If its chunk cannot be brought to the device.
-            EngineError: If the parameter is open (``full_parameters``), was unfrozen since the engine was made, or was
-                replaced by a tensor of another shape.
+            EngineError: If the parameter is open (``full_parameters``), or was unfrozen since the engine was made.
         """
         if torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
             # A payload made there could never be trained with, or would be a wrapper without storage.
             with torch.inference_mode(False), temporarily_clear_interpreter_stack():
-                return self.acquire(tensor, module_name)
+                return self.acquire(tensor, module_name, is_alias=is_alias)
         with self._lock:
             if tensor.users == 0:
-                self._check_usable(tensor)
+                self.check_usable(tensor)
+                self.mirrors.sync_value(tensor)
             payload = self._reach(tensor, module_name)
+            tensor.read_at = self.num_steps
+            if not is_alias and not tensor.is_materialized:
+                tensor.materialize(tensor.view_copy(payload))
+                tensor.version = tensor.parameter._version
             if tensor.users == 0:
-                tensor.parameter.data = tensor.view_copy(payload)
                 tensor.go(TensorState.COMPUTE)
                 tensor.chunk.num_computing += 1
-                tensor.version = tensor.parameter._version
             tensor.users += 1
         return None
 
@@ -182,16 +188,55 @@ class ChunkManager:
         with self._lock:
             tensor.users -= 1
             if tensor.users == 0:
-                value, storage = tensor.parameter.data, tensor.chunk.storage
-                assert storage is not None
-                assigned = value.untyped_storage()._cdata != storage._cdata
-                if tuple(value.shape) == tensor.spec.shape:  # another shape stays, and is refused at the next use
-                    tensor.parameter.data = tensor.placeholder
-                    if assigned or tensor.parameter._version != tensor.version:
-                        self._keep_value(tensor, value)
+                if tensor.is_materialized:
+                    self._take_back(tensor)
                 tensor.chunk.num_computing -= 1
                 tensor.go(stage.to_released())
         return None
+
+    def _take_back(self, tensor: ManagedTensor) -> None:
+        """Ends a parameter's having a value, and takes over what was written to it meanwhile."""
+        value, storage = raw_data(tensor.parameter), tensor.chunk.storage
+        assert storage is not None
+        if tuple(value.shape) != tensor.spec.shape:
+            return  # another shape stays, and is refused at the next use
+        version = tensor.parameter._version
+        tensor.dematerialize()
+        if value.untyped_storage()._cdata != storage._cdata or version != tensor.version:
+            self.write(tensor, value, voids_graphs=False)
+        elif tensor in self._watched:
+            self._look_for_writes(tensor)
+
+    def watch(self, tensor: ManagedTensor) -> None:
+        """Looks for what is written to a device copy without a trace: by ``.data``, or a view that outlives its use."""
+        self._watched.add(tensor)
+
+    def _look_for_writes(self, tensor: ManagedTensor) -> None:
+        chunk = tensor.chunk
+        if chunk.compute is not None and (tensor.is_owned and tensor.gradient is not GradientPlace.PARAM):
+            value = tensor.view_copy(chunk.compute)
+            home = self.values.own_part(tensor, value.dtype) if MASTER not in chunk.lists else self._master(tensor)
+            if not same_bits(tensor.own(value).to(home.device), home):
+                self.write(tensor, value, voids_graphs=False)
+        if not chunk.is_aliased:  # else it may still be written to
+            self._watched.discard(tensor)
+
+    def _master(self, tensor: ManagedTensor) -> torch.Tensor:
+        """The value in the parameter's type, from ``master``: a static chunk has no other place to compare with."""
+        return tensor.view(tensor.chunk.lists[MASTER]).to(tensor.chunk.param.dtype)
+
+    def look_for_writes(self, chunk: Chunk | None = None) -> None:
+        """Takes over what was written to device copies without a trace.
+
+        Args:
+            chunk: The chunk whose copy is about to be dropped; all by default.
+        """
+        if self._watched:
+            with self._lock:
+                for tensor in [t for t in self._watched if chunk is None or t.chunk is chunk]:
+                    self._look_for_writes(tensor)
+                    if chunk is not None:
+                        self._watched.discard(tensor)
 
     def release_borrowed(self) -> None:
         """Takes back parameters that were read outside of every forward."""
@@ -199,33 +244,15 @@ class ChunkManager:
             while self.borrowed:
                 self.release(self.borrowed.pop(), Stage.FORWARD)
 
-    def pack(self, view: torch.Tensor) -> "torch.Tensor | SavedView":
-        """Replaces an operand that autograd wants to keep by its address, if it lives in a chunk."""
-        chunk = self.residency.find(view.untyped_storage()._cdata)
-        if chunk is None or view.dtype is not chunk.param.dtype:
-            # Of an output that is saved by its own operator the tensor itself would be a cycle that nobody collects.
-            return view.detach()
-        return SavedView(chunk.tensor_at(int(view.storage_offset())), view, self._generation)
+    def reach(self, tensor: ManagedTensor, who: str) -> torch.Tensor:
+        """The payload to compute with, with this parameter's value; while it is aliased its chunk cannot leave.
 
-    def unpack(self, saved: "torch.Tensor | SavedView") -> torch.Tensor:
-        """Brings back an operand of backward.
-
-        The result aliases the chunk, and while it is alive the chunk cannot be evicted.
-
-        Raises:
-            EngineError: If the optimizer changed the parameter since forward.
+        Args:
+            tensor: The parameter.
+            who: Who asks, for errors.
         """
-        if isinstance(saved, torch.Tensor):
-            return saved
         with self._lock:
-            tensor = saved.tensor
-            if saved.generation != self._generation:
-                raise EngineError(
-                    f"parameter '{tensor.spec.name}' was changed by the optimizer between this forward and its "
-                    "backward; call backward before the optimizer's step"
-                )
-            payload = self._reach(tensor, f"the backward of a use of '{tensor.spec.name}'")
-            return payload.as_strided(saved.size, saved.stride, saved.offset)
+            return self._reach(tensor, who)
 
     # Gradients
 
@@ -242,16 +269,30 @@ class ChunkManager:
                 gradient = gradient.to_dense()
             if not tensor.spec.trainable:
                 raise EngineError(_unfrozen(tensor))
+            if tensor.read_at < self.num_steps - 1:
+                raise EngineError(
+                    f"a gradient arrived for parameter '{tensor.spec.name}', whose value was not read in this step nor in "
+                    "the one before: what computed with it went around torch's functions and found NaN in its place; "
+                    "let it read the parameter inside of the forward of the module that owns it, or in full_parameters()"
+                )
+            self.mirrors.sync_gradient(tensor)
+            self.gradients.check_addable(tensor)
             if not self._is_alone:
                 self._reducer.store(tensor, gradient)
             elif not self.gradients.attempts.is_counted(tensor.spec.index):
                 if not (is_at_home or tensor.chunk.is_static):
                     tensor.crossing_nbytes += gradient.numel() * gradient.dtype.itemsize
                 self.gradients.place(tensor, gradient)
+                self.mirrors.refresh_gradient(tensor)
             if tensor.users == 0 and tensor.state is not TensorState.HOLD_AFTER_BWD:
                 tensor.go(TensorState.HOLD_AFTER_BWD)
             if not self._is_alone and self._reducer.is_complete(tensor.chunk):
                 self.residency.offer(tensor.chunk, self._reducer.is_complete)
+
+    def begin_backward(self) -> None:
+        """Begins a backward; called from within, by whatever comes first."""
+        self.in_backward = True
+        self.sync()
 
     def end_backward(self) -> None:
         """Settles what backward left: gradients put aside, and tensors that got none."""
@@ -282,7 +323,7 @@ class ChunkManager:
             self._transfers.settle()
             dropped = self.gradients.attempts.undo()
             for tensor in self.tensors:
-                tensor.parameter.grad = None
+                set_raw_grad(tensor.parameter, None)
                 tensor.aside, tensor.crossing_nbytes = None, 0
                 if tensor.spec.index in dropped:
                     self.gradients.drop(tensor)
@@ -298,7 +339,9 @@ class ChunkManager:
         """
         with self._lock:
             if tensor.users == 0:
-                self._check_usable(tensor)
+                self.check_usable(tensor)
+                self.mirrors.sync_value(tensor)
+            tensor.read_at = self.num_steps
             if tensor.gradient is GradientPlace.PARAM:
                 self.gradients.move_to_list(tensor)
             tensor.chunk.wait()
@@ -310,66 +353,30 @@ class ChunkManager:
         """Ends a lookup of so many bytes; an embedding with ``max_norm`` writes to the rows that it reads."""
         tensor.lookup_nbytes += nbytes
         if leaf._version != version:
-            with self._lock:
-                self._keep_value(tensor, leaf.detach())
-
-    def take_over(self, tensor: ManagedTensor) -> None:
-        """Takes over what somebody assigned to ``parameter.data`` or ``parameter.grad`` behind the engine's back.
-
-        Raises:
-            EngineError: If the shape is another one.
-        """
-        if tensor.users or tensor.is_open or tensor.state is TensorState.FREE:
-            return
-        if not tensor.is_placeholder:
-            self._check_usable(tensor)
-        gradient = tensor.parameter.grad
-        if gradient is not None and tensor.spec.trainable and self.manages_gradients:
-            tensor.parameter.grad = None
-            self.set_gradient(tensor, gradient.to(tensor.chunk.param.dtype))
-
-    def set_gradient(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
-        """Takes a gradient that somebody computed outside of backward; with several processes its owner's counts."""
-        if self._is_alone:
-            self.store_gradient(tensor, gradient)
-        elif tensor.is_owned:
-            with self._lock:
-                self.gradients.add(tensor, tensor.own(gradient))
-        else:
-            tensor.gradient = GradientPlace.REMOTE
-
-    def read_value(self, tensor: ManagedTensor, dtype: torch.dtype) -> torch.Tensor:
-        """A copy of a parameter's value on the host: from the fp32 master if there is one.
-
-        With several processes all must call it, for the same parameter.
-
-        Args:
-            tensor: The parameter.
-            dtype: Type of the copy.
-        """
-        return self.sharing.tensor(Held(tensor, self.value_at_home(tensor), dtype), "the value")
-
-    def value_at_home(self, tensor: ManagedTensor) -> torch.Tensor | None:
-        """What this rank has of a parameter's value, in place: its fp32 master if there is one."""
-        if not tensor.is_owned:
-            return None
-        tensor.chunk.wait()
-        return tensor.view(tensor.chunk.lists.get(MASTER, tensor.chunk.param))
+            self.write(tensor, leaf.detach(), voids_graphs=False)
 
     def read_gradient(self, tensor: ManagedTensor, dtype: torch.dtype) -> torch.Tensor:
-        """A copy of a parameter's gradient on the host; see ``read_value``."""
+        """A copy of a parameter's gradient on the host; with several processes all call it together."""
+        self.mirrors.sync_gradient(tensor)
         return self.sharing.tensor(Held(tensor, self.gradients.of(tensor), dtype), "the gradient")
 
-    def write_value(self, tensor: ManagedTensor, value: torch.Tensor) -> None:
-        """Changes the value of a parameter, in every place where it is; a gradient that it holds is kept.
+    def write(self, tensor: ManagedTensor, value: torch.Tensor, *, voids_graphs: bool = True) -> None:
+        """Changes the value of a parameter, in every place where it is; see ``Values.write``."""
+        self.values.write(tensor, value, voids_graphs=voids_graphs)
+        self.mirrors.refresh_value(tensor)
 
-        Args:
-            tensor: The parameter.
-            value: The new value, in the parameter's shape; any floating type, any device.
-        """
-        with self._lock:
-            self._keep_value(tensor, value)
-            self._generation += 1
+    def sync(self) -> None:
+        """Takes over what users wrote without a trace, before values are used."""
+        self.look_for_writes()
+        self.mirrors.sync()
+
+    def apply_factor(self) -> None:
+        """Multiplies gradients with what the optimizer's step would multiply them with: somebody looks at them."""
+        factor = self.gradients.take_factor()
+        if factor is not None:
+            for tensor in self.tensors:
+                self.gradients.multiply(tensor, factor)
+                self.mirrors.refresh_gradient(tensor)
 
     def begin_loading(self) -> None:
         """Begins to change values at home: gradients, and copies elsewhere, are dropped.
@@ -380,48 +387,46 @@ class ChunkManager:
         self.unwind()
         for tensor in self.tensors:
             if tensor.is_open:
-                self._check_usable(tensor)
+                self.check_usable(tensor)
+        self.sync()
         self.discard_gradients()
         with self._lock:
-            for tensor in self.tensors:
-                if not tensor.is_placeholder:
-                    tensor.parameter.data = tensor.placeholder
             for chunk in self.chunks:
                 self.residency.drop(chunk)
 
-    def load_value(self, tensor: ManagedTensor, fill: Callable[[torch.Tensor], None]) -> None:
-        """Changes what this rank has at home of a parameter, between ``begin_loading`` and ``end_loading``.
-
-        Args:
-            tensor: The parameter.
-            fill: Writes the new value into what it is given: flat, fp32 if there is a master.
-        """
-        with self._lock:
-            chunk = tensor.chunk
-            chunk.wait()
-            chunk.wait_for_reader()
-            home = tensor.view(chunk.param)
-            if MASTER not in chunk.lists:
-                fill(home.view(-1))
-                return
-            master = tensor.view(chunk.lists[MASTER])
-            fill(master.view(-1))
-            home.copy_(master)
-
     def end_loading(self) -> None:
         """Ends ``begin_loading``: graphs of before are void."""
-        self._generation += 1
+        self.values.version += 1
+        for tensor in self.tensors:
+            tensor.num_writes += 1
+            self.mirrors.refresh_value(tensor)
 
-    def discard_gradients(self) -> None:
-        """Drops all gradients; parameters that were overwritten get their value back from ``master``."""
+    def zero_gradients(self, tensors: Iterable[ManagedTensor], *, set_to_none: bool) -> None:
+        """What ``zero_grad`` means for some parameters; see [Note: gradients after the step]."""
+        self.discard_gradients(tensors, to_zero=not set_to_none)
+        self.gradients.note_zeroed(self.chunks)
+
+    def discard_gradients(self, tensors: Iterable[ManagedTensor] | None = None, *, to_zero: bool = False) -> None:
+        """Drops gradients; parameters that were overwritten get their value back from ``master``.
+
+        Args:
+            tensors: Whose; all by default.
+            to_zero: Whether those that were there are zero from now on.
+        """
         with self._lock:
             self._forget_failed_backward()
             self.release_borrowed()
             self.steps.settle()
+            self.gradients.coefficient = self.gradients.inverse_scale = None
             if self.residency.tracer.step is None:
                 self._micro_batch = 0
-            for tensor in self.tensors:
-                self.gradients.drop(tensor)
+            for tensor in self.tensors if tensors is None else tensors:
+                self.mirrors.sync_gradient(tensor)
+                handed = self.mirrors.kept_gradient(tensor) if to_zero else None
+                self.mirrors.drop_gradient(tensor)
+                self.gradients.drop(tensor, to_zero=to_zero)
+                if handed is not None:
+                    handed.zero_()  # in place, as torch does it
 
     # What the optimizer and the checkpoints do at the chunk's home
 
@@ -434,11 +439,20 @@ class ChunkManager:
                     self.residency.drop(chunk)
             self.steps.begin_update()
 
-    def finish_update(self, chunk: Chunk) -> None:
-        """Ends the optimizer's work on a chunk: no gradients, new values at home."""
+    def finish_update(self, chunk: Chunk, updated: Container[int], *, keeps: bool) -> None:
+        """Ends the optimizer's work on a chunk: new values at home.
+
+        Args:
+            chunk: The chunk.
+            updated: Indices of the parameters that the optimizer has; gradients of others stay.
+            keeps: Whether gradients stay too, in the accumulation list.
+        """
         with self._lock:
             for tensor in chunk.tensors:
-                self.gradients.forget(tensor)
+                if tensor.spec.index in updated and self.gradients.has(tensor):
+                    tensor.num_writes += 1
+                    self.gradients.finish_update(tensor, self.mirrors.kept_gradient(tensor), keeps=keeps)
+                    self.mirrors.refresh_value(tensor)
 
     @property
     def in_backward(self) -> bool:
@@ -457,12 +471,13 @@ class ChunkManager:
 
     @property
     def version(self) -> int:
-        """Counts the changes of values; a graph built at an earlier version is void."""
-        return self._generation
+        """Counts the changes of values: the same on all processes."""
+        return self.values.version
 
     def finish_step(self) -> None:
         """Tells that the optimizer has changed the values, and lets chunks move to better homes."""
-        self._generation += 1
+        self.values.version += 1
+        self.num_steps += 1
         num_micro_batches, self._micro_batch = self._micro_batch, 0
         ledger = self.residency.ledger
         self.step_peaks = (ledger.step_peak(Tier.DEVICE), ledger.total_step_peak, ledger.step_peak(Tier.HOST))
@@ -476,6 +491,7 @@ class ChunkManager:
     def close(self) -> None:
         """Gives every payload back. Parameters must have their own storage again by then."""
         with self._lock:
+            self.mirrors.close()
             self._transfers.settle()
             self._reducer.close()
             self.residency.close()
@@ -491,38 +507,19 @@ class ChunkManager:
 
     # Inside
 
-    def _check_usable(self, tensor: ManagedTensor) -> None:
+    def check_usable(self, tensor: ManagedTensor) -> None:
+        """Refuses to use a parameter that is open, or that says that it is trained and cannot be.
+
+        Raises:
+            EngineError: If so.
+        """
         if tensor.is_open:
             raise EngineError(
                 f"parameter '{tensor.spec.name}' is open in full_parameters(); run the model after the block has ended"
             )
-        if tensor.parameter.requires_grad and not tensor.spec.trainable and MASTER in self._list_names:
-            raise EngineError(_unfrozen(tensor))
-        if not tensor.is_placeholder:
-            value = tensor.parameter.data
-            if tuple(value.shape) != tensor.spec.shape:
-                raise EngineError(
-                    f"parameter '{tensor.spec.name}' was replaced by a tensor of shape {tuple(value.shape)}, it had "
-                    f"{tensor.spec.shape}; call model.patrickstar_engine.detach() before changing the model"
-                )
-            tensor.parameter.data = tensor.placeholder
-            self.write_value(tensor, value)
-
-    def _keep_value(self, tensor: ManagedTensor, value: torch.Tensor) -> None:
-        """Writes a value to ``master``, to the parameter's place and to a device copy."""
-        chunk = tensor.chunk
-        chunk.wait()
-        chunk.wait_for_reader()
-        if tensor.is_owned:
-            if MASTER in chunk.lists:
-                tensor.view(chunk.lists[MASTER]).copy_(tensor.own(value))
-            if tensor.gradient is GradientPlace.PARAM:
-                self.gradients.move_to_list(tensor)
-            tensor.view(chunk.param).copy_(tensor.own(value))
-        if self._is_alone:
-            self.gradients.refresh_copy(tensor)
-        elif chunk.compute is not None:
-            tensor.view_copy(chunk.compute).copy_(value)
+        if not tensor.spec.trainable and torch.is_grad_enabled() and requires_grad(tensor.parameter):
+            if MASTER in self._list_names:
+                raise EngineError(_unfrozen(tensor))
 
     def _reach(self, tensor: ManagedTensor, who: str) -> torch.Tensor:
         """The payload to compute with, holding this tensor's value."""

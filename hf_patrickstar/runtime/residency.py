@@ -63,6 +63,7 @@ class Residency:
 
     Attributes:
         give_up_margin: Makes room by moving chunks out of the device margin; whether any moved.
+        before_drop: Called with a chunk before its copy is dropped: something may have been written to it.
         before_gather: Called with a group before this rank's chunk is sent to others: it must hold values.
         gradient_peak: Tells the most bytes of gradients on the device since it was asked last.
     """
@@ -85,6 +86,7 @@ class Residency:
         self.chunks = chunks
         self.give_up_margin: Callable[[], bool] = lambda: False
         self.before_gather: Callable[[Chunk], None] = lambda chunk: None
+        self.before_drop: Callable[[Chunk], None] = lambda chunk: None
         self.gradient_peak: Callable[[], int] = lambda: 0
         self.tracer = Tracer(
             (chunk.copy_nbytes for chunk in chunks), self._close_moment, lambda: self.gradient_peak(), agree
@@ -93,6 +95,7 @@ class Residency:
         self.waiting_s = 0.0
         self.ledger = pool.ledger
         self._pool = pool
+        self.device = transfers.device
         self._transfers = transfers
         self._meter = meter
         self._policy = policy
@@ -340,7 +343,7 @@ class Residency:
                 else:
                     chunk.note(self._transfers.to_device(chunk.param, payload))
             except BaseException:
-                self._drop(chunk)  # it holds nothing
+                self._drop(chunk, is_filled=False)
                 raise
         self._emit(ChunkLoaded(chunk.spec.index, chunk.param_nbytes if chunk.home is Tier.HOST else 0, ahead))
 
@@ -486,6 +489,7 @@ class Residency:
     def _evict_everything(self, exclude: Chunk) -> None:
         for chunk in self._evictable(exclude):
             assert chunk.compute is not None
+            self.before_drop(chunk)
             chunk.compute.fill_(float("nan"))
             self._evict(chunk)
 
@@ -493,9 +497,11 @@ class Residency:
         self._drop(chunk)
         self._emit(ChunkEvicted(chunk.spec.index, chunk.copy_nbytes))
 
-    def _drop(self, chunk: Chunk) -> None:
+    def _drop(self, chunk: Chunk, *, is_filled: bool = True) -> None:
         if chunk.arrival is not None:
             self._await(chunk)
+        if is_filled:
+            self.before_drop(chunk)
         aliased = chunk.is_aliased
         del self._copies[chunk.spec.index]
         payload, key = chunk.clear_compute()

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import pickle
 
 import pytest
 import torch
@@ -73,6 +72,7 @@ def test_parameters_used_anywhere(config):
         optimizer.step()
         engine.optimizer.step()
         optimizer.zero_grad()
+        engine.optimizer.zero_grad()
         assert_equal(plain, managed)
 
 
@@ -98,6 +98,7 @@ def test_any_order_of_calls_keeps_every_gradient(steps):
         optimizer.step()
         optimizer.zero_grad()
         engine.optimizer.step()
+        engine.optimizer.zero_grad()
         assert_equal(plain, managed)
     assert engine.manager.tensors[0].gradient is GradientPlace.NONE
 
@@ -151,6 +152,7 @@ def test_stale_device_copies_are_dropped():
         optimizer.step()
         optimizer.zero_grad()
         engine.optimizer.step()
+        engine.optimizer.zero_grad()
     stats = engine.stats()
     assert stats["chunk_evictions"] == 0
     assert stats["chunk_invalidations"] > 0
@@ -171,6 +173,7 @@ def test_frozen_and_unused_parameters():
         optimizer.step()
         optimizer.zero_grad()
         engine.optimizer.step()
+        engine.optimizer.zero_grad()
     assert_equal(plain, managed)
     assert torch.equal(managed.state_dict()["never.weight"], before)
     states = engine.optimizer.state_dict()["state"]
@@ -248,8 +251,11 @@ def test_metadata_stays_truthful():
     assert {name: p.shape for name, p in model.named_parameters()} == shapes
     assert model.num_parameters() == count
     assert model.dtype is torch.bfloat16 is engine.dtype
-    assert all(p.isnan().all() for p in model.parameters()), "whoever reads unmanaged gets NaN, loudly"
-    assert all(p.untyped_storage().nbytes() <= 4 for p in model.parameters())
+    held = [tensor.placeholder for tensor in engine.manager.tensors]
+    assert all(value.isnan().all() for value in held), "code that goes around torch's functions gets NaN, loudly"
+    assert all(value.untyped_storage().nbytes() <= 4 for value in held)
+    assert not any(p.isnan().any() for p in model.parameters())
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
 
 
 def test_full_parameters():
@@ -275,7 +281,9 @@ def test_full_parameters():
                 assert torch.equal(parameter.grad, other.grad), name
                 parameter.grad.mul_(2)
                 other.grad.mul_(2)
-    assert all(parameter.grad is None for parameter in managed.parameters())
+    for (name, parameter), other in zip(plain.named_parameters(), managed.parameters(), strict=True):
+        assert (parameter.grad is None) is (other.grad is None), name
+        assert parameter.grad is None or torch.equal(parameter.grad, other.grad), name
     torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
     engine.optimizer.clip_grad_norm_(None, 0.01)
     optimizer.step()
@@ -324,10 +332,7 @@ def test_detach_gives_the_model_back(dtype):
 def test_what_an_attached_model_refuses():
     model = Borrower()
     PatrickStarEngine(model, HARSH, adamw(model))
-    before = model.state_dict()
-    for copying in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(EngineError, match=r"state_dict\(\)"):
-            copying(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(EngineError, match="detach"):
         model.half()
     with pytest.raises(EngineError, match="detach"):
@@ -547,6 +552,7 @@ def test_one_step_under_fake_tensors(dtype):
     for _ in range(2):
         real(**{key: torch.zeros(2, 16, dtype=torch.long) for key in batch}).loss.backward()
         real_engine.optimizer.step()
+        real.zero_grad()
     differing = {"host_budget_nbytes", "device_budget_nbytes", "late_prefetches", "waiting_seconds", "chunk_hits"}
     fake, stats = engine.stats(), real_engine.stats()
     assert {key: fake[key] for key in fake.keys() - differing} == {key: stats[key] for key in stats.keys() - differing}

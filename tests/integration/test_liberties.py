@@ -99,8 +99,10 @@ def test_gradients_in_full_parameters():
         optimizer.step()
     assert_equal(pair)
     with managed.patrickstar_engine.full_parameters(with_grads=True):
-        managed[2].weight.grad = torch.ones(WIDTH, WIDTH)
+        assert managed[0].bias.grad is not None
     plain.zero_grad()
+    managed.zero_grad()
+    managed[2].weight.grad = torch.ones(WIDTH, WIDTH)
     plain[2].weight.grad = torch.ones(WIDTH, WIDTH)
     for _, optimizer in pair:
         optimizer.step()

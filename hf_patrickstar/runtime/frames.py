@@ -1,0 +1,87 @@
+"""Which forwards are running, on which thread, and what their modules hold."""
+
+import dataclasses
+import threading
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.states import Stage
+
+
+class Lookup(NamedTuple):
+    """An embedding weight that is read at its home: a leaf stands in for the parameter while its module runs."""
+
+    tensor: ManagedTensor
+    leaf: torch.Tensor
+    version: int
+
+
+@dataclasses.dataclass(slots=True)
+class Frame:
+    """A module whose forward is running, and the parameters that it holds.
+
+    Attributes:
+        module: The module.
+        stage: What the engine is doing meanwhile.
+        acquired: Parameters that are released when the forward ends.
+        lookups: Embeddings that are looked up at home, by the identity of the parameter.
+        replaced: Parameters that a copy stands in for: the dictionary of their module, their name, and they.
+        saved_tensors: The hooks that were entered with it, if it is the outermost.
+        handled: The exception that its caller was handling when it began.
+    """
+
+    module: torch.nn.Module
+    stage: Stage
+    acquired: list[ManagedTensor] = dataclasses.field(default_factory=list)
+    lookups: dict[int, Lookup] = dataclasses.field(default_factory=dict)
+    replaced: list[tuple[dict[str, Any], str, torch.Tensor]] = dataclasses.field(default_factory=list)
+    saved_tensors: Any = None
+    handled: BaseException | None = None
+
+
+class Frames:
+    """The forwards of one engine that are running, innermost last, for each thread."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    @property
+    def stack(self) -> list[Frame]:
+        """Those of this thread; the list itself."""
+        stack: list[Frame] | None = getattr(self._local, "stack", None)
+        if stack is None:
+            stack = self._local.stack = []
+        return stack
+
+    def end(self, frame: Frame) -> None:
+        """Puts parameters back that copies stood in for."""
+        for parameters, name, parameter in frame.replaced:
+            parameters[name] = parameter
+        frame.replaced.clear()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread is inside of a forward or backward."""
+        return bool(self.stack) or torch._C._current_graph_task_id() != -1
+
+    @property
+    def stage(self) -> Stage:
+        """What this thread is doing."""
+        return self.stack[-1].stage if self.stack else current_stage()
+
+    def find_lookup(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The leaf that stands in for a parameter that is looked up at home just now."""
+        for frame in reversed(self.stack):
+            lookup = frame.lookups.get(id(parameter))
+            if lookup is not None:
+                return lookup.leaf
+        return None
+
+
+def current_stage() -> Stage:
+    """What begins when a module is called now."""
+    if torch._C._current_graph_task_id() != -1:
+        return Stage.BACKWARD
+    return Stage.FORWARD if torch.is_grad_enabled() else Stage.EVALUATION

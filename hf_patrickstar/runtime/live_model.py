@@ -1,0 +1,209 @@
+"""What users call on a live model beside its forward: state dictionaries, saving, copies, moves, ``zero_grad``."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from hf_patrickstar.errors import EngineError
+from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.live_tensor import LiveServices
+
+_HOOK_DICTIONARIES = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks"),
+    *("_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_backward_hooks"),
+    *("_load_state_dict_post_hooks", "_backward_pre_hooks", "_state_dict_pre_hooks"),
+)
+
+
+class LiveModel:
+    """Keeps the model the user's own while an engine is attached.
+
+    Args:
+        model: The model.
+        services: What its parameters share.
+        on_zero_grad: Called with ``set_to_none`` by ``model.zero_grad()``.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, services: LiveServices, on_zero_grad: Callable[[bool], None]
+    ) -> None:
+        self._model = model
+        self._manager = services.manager
+        self._weights = services.weights
+        self._on_zero_grad = on_zero_grad
+        self._installed: dict[torch.nn.Module, set[str]] = {}
+        self._hook_ids: frozenset[int] = frozenset()
+        self._read_cache: dict[int, tuple[int, Any]] = {}
+
+    # Attributes of modules
+
+    def attach(self, hook_ids: Iterable[int]) -> None:
+        """Replaces methods on the modules; ``detach`` takes them away again.
+
+        Args:
+            hook_ids: Identities of the engine's own hooks: copies of a module do not get them.
+        """
+        self._hook_ids = frozenset(hook_ids)
+        self._install(self._model, "zero_grad", self._zero_grad)
+        together: dict[str, Any] = {"save_pretrained": self._save_together}
+        if self._weights.needs_all:
+            together["generate"] = self._generate_together
+        for module in self._model.modules():
+            self._install(module, "_apply", _bound(self._apply, module))
+            self._install(module, "__reduce_ex__", _bound(self._reduce, module))
+            for name, keep_together in together.items():
+                # A model's parts, PEFT's for example, answer for methods of what is inside of them.
+                is_there = hasattr(module if module is self._model else type(module), name)
+                if is_there and name not in module.__dict__:
+                    self._install(module, name, keep_together(getattr(module, name)))
+
+    def _install(self, module: torch.nn.Module, name: str, method: Any) -> None:
+        module.__dict__[name] = method
+        self._installed.setdefault(module, set()).add(name)
+
+    def detach(self) -> None:
+        """Takes the methods away."""
+        for module, names in self._installed.items():
+            for name in names:
+                module.__dict__.pop(name, None)
+        self._installed.clear()
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        self._on_zero_grad(set_to_none)
+        for parameter in self._model.parameters():
+            gradient = None if self._manager.find(parameter) is not None else parameter.grad
+            if gradient is not None and set_to_none:
+                parameter.grad = None
+            elif gradient is not None:
+                gradient.detach_().zero_()
+
+    # Copies
+
+    def _reduce(self, module: torch.nn.Module, protocol: Any) -> Any:
+        """``copy.deepcopy`` and ``pickle``: an ordinary module, without what the engine has put there."""
+        reduced = type(module).__reduce_ex__(module, protocol)
+        if not (isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], dict)):
+            return reduced
+        ours = self._installed.get(module, set()) | {"patrickstar_engine", "backward"}
+        state = {name: value for name, value in reduced[2].items() if name not in ours}
+        for name in _HOOK_DICTIONARIES:
+            hooks = state.get(name)
+            if hooks and not self._hook_ids.isdisjoint(hooks):
+                state[name] = type(hooks)((key, value) for key, value in hooks.items() if key not in self._hook_ids)
+        return (*reduced[:2], state, *reduced[3:])
+
+    # Moves
+
+    def _apply(
+        self, module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> torch.nn.Module:
+        """``model.to(...)`` and its kin: buffers follow; what would move or change parameters in chunks is refused."""
+        modules = list(module.modules()) if recurse else [module]
+        managed: list[ManagedTensor] = []
+        for part in modules:
+            found = (self._manager.find(parameter) for parameter in part._parameters.values() if parameter is not None)
+            managed += [tensor for tensor in found if tensor is not None]
+        for tensor in managed:
+            placeholder = tensor.placeholder.reshape(-1)[:1]
+            changed = function(placeholder)
+            if changed.dtype != placeholder.dtype or changed.device != placeholder.device:
+                raise EngineError(
+                    f"parameter '{tensor.spec.name}' cannot be moved to {changed.device} as {changed.dtype} while it is "
+                    "in a chunk; call model.patrickstar_engine.detach() first, or change a copy (copy.deepcopy)"
+                )
+        for part in modules:
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    part._buffers[name] = function(buffer)
+            for parameter in part._parameters.values():
+                if parameter is not None and self._manager.find(parameter) is None:
+                    parameter.data = function(parameter.data)
+        return module
+
+    # State dictionaries
+
+    def fill_state_dict(self, module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+        """Puts values into the state dictionary of one module."""
+        for name, parameter in module._parameters.items():
+            key = prefix + name
+            tensor = None if parameter is None else self._manager.find(parameter)
+            if tensor is not None and key in state_dict and state_dict[key] is not parameter:
+                state_dict[key] = self._read(tensor)
+
+    def _read(self, tensor: ManagedTensor) -> torch.Tensor:
+        """The value of a parameter; tied names of one ``state_dict`` call share one tensor, as they do in torch."""
+        deferred = self._weights.deferred(tensor)
+        if deferred is not None:
+            return deferred
+        version, reference = self._read_cache.get(tensor.spec.index, (-1, None))
+        if len(tensor.spec.aliases) and reference is not None and version == self._manager.version:
+            value = reference()
+            if value is not None:
+                if self._weights.needs_all:  # others may not have kept theirs
+                    self._weights.read(tensor)
+                return value
+        value = self._weights.hand_out(tensor)
+        self._read_cache[tensor.spec.index] = (self._manager.version, weakref.ref(value))
+        return value
+
+    def check_loading(
+        self, module: torch.nn.Module, state_dict: Any, prefix: str, metadata: Any, *_: Any
+    ) -> None:
+        """Refuses ``load_state_dict(assign=True)``.
+
+        Raises:
+            EngineError: If it was asked for.
+        """
+        if metadata.get("assign_to_params_buffers", False):
+            raise EngineError("load_state_dict(assign=True) replaces parameters that are in chunks; leave assign out")
+
+    # Saving
+
+    def _generate_together(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        def generate_together(*args: Any, **kwargs: Any) -> Any:
+            # A process whose texts are complete goes on until those of all are.
+            return generate(*args, **{**kwargs, "synced_gpus": True})
+
+        return generate_together
+
+    def _save_together(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        def save_together(*args: Any, **kwargs: Any) -> Any:
+            is_alone = not self._weights.needs_all  # or others follow this process already
+            is_main = is_alone or self._manager.sharing.rank == 0
+            with self._weights.streamed(is_reader=is_main), self._parameters_as_saved(save.__self__):  # type: ignore[attr-defined]
+                result = save(*args, **kwargs) if is_main else None
+            if not is_alone:
+                self._manager.sharing.meet("waits until the model is saved")
+            return result
+
+        return save_together
+
+    @contextlib.contextmanager
+    def _parameters_as_saved(self, module: torch.nn.Module) -> Iterator[None]:
+        """What is written into a model's configuration about its type is that of the files, not that of the chunks."""
+        parameters = module.parameters
+
+        def as_saved(*args: Any, **kwargs: Any) -> Iterator[torch.Tensor]:
+            for parameter in parameters(*args, **kwargs):
+                tensor = self._manager.find(parameter)
+                deferred = None if tensor is None else self._weights.deferred(tensor)
+                yield parameter if deferred is None else deferred
+
+        module.__dict__["parameters"] = as_saved
+        try:
+            yield
+        finally:
+            module.__dict__.pop("parameters", None)
+
+
+def _bound(method: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
+    """A method of a module; the module is not kept alive by its own attribute."""
+    this = weakref.ref(module)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return method(this(), *args, **kwargs)
+
+    return call

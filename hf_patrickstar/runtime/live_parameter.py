@@ -1,0 +1,457 @@
+"""Parameters that answer while their value is in a chunk.
+
+[Note: a parameter that answers]
+While no module computes with a parameter its tensor is a placeholder: NaN in the right shape and type, without memory.
+Its class is then ``ReleasedParameter``, whose ``__torch_function__`` brings the value, or the gradient, for the length of
+one call: shapes and flags are answered without it, functions get the value, functions that write reach every place where
+the value is, and ``.grad`` is the gradient. While a module runs its parameters are ``AcquiredParameter``: they have
+their value, and torch treats them as it treats any ``nn.Parameter``; only ``.data`` and ``.grad`` are noticed.
+The object stays the same; only its class changes, as torch does it when an ``UninitializedParameter`` is materialised.
+
+Code that goes around ``__torch_function__`` (an extension in C++ that was handed a released parameter) finds NaN.
+"""
+
+import copy
+import functools
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_iter, tree_map_only
+
+RAW = torch._C.DisableTorchFunctionSubclass
+"""A context in which a released parameter shows its placeholder."""
+
+_Base = torch._C.TensorBase
+
+
+class Access(Protocol):
+    """One call's access to one released parameter.
+
+    Attributes:
+        value: What the called function gets in place of the parameter.
+    """
+
+    value: torch.Tensor
+
+    def needs_copy(self, results: list[torch.Tensor]) -> bool:
+        """Whether the results of the call look into memory that they may not; then ``value`` is a copy now."""
+        ...
+
+    def make_room(self) -> None:
+        """Makes ``value`` a copy that needs no chunk on the device, if it can."""
+        ...
+
+    def finish(self, func: Any, result: Any) -> None:
+        """Takes over what the call has written; called once, after it returned."""
+        ...
+
+    def end(self) -> None:
+        """Lets go of the value; called once, whatever happened."""
+        ...
+
+
+class Live(Protocol):
+    """What answers for one parameter."""
+
+    def access(self, func: Any, *, is_graph: bool) -> Access:
+        """Begins the access of one call.
+
+        Args:
+            func: What is called.
+            is_graph: Whether autograd will record the call.
+        """
+        ...
+
+    def get_grad(self) -> torch.Tensor | None:
+        """The gradient."""
+        ...
+
+    def set_grad(self, gradient: torch.Tensor | None) -> None:
+        """Replaces the gradient, or drops it."""
+        ...
+
+    def assign(self, value: torch.Tensor) -> None:
+        """What ``parameter.data = value`` means."""
+        ...
+
+    def note_data_is_out(self) -> None:
+        """Called when ``.data`` is read while the parameter is computed with."""
+        ...
+
+    def copy_from(self, source: torch.Tensor, is_graph: bool) -> bool:
+        """What ``parameter.copy_(source)`` means, if that is more than to write the parameter's own type."""
+        ...
+
+    def detached_for_state_dict(self) -> torch.Tensor:
+        """What ``_save_to_state_dict`` gets; it is replaced later."""
+        ...
+
+    def host_value(self) -> torch.Tensor:
+        """The value on the host, in the type that the model was loaded in; it may alias the chunk."""
+        ...
+
+
+class LiveMixin:
+    """What acquired and released parameters have in common: their copies are ordinary parameters."""
+
+    _live: Live
+
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
+        """Whoever makes a parameter from the type of one gets an ordinary one."""
+        return original_type(cls)(data, requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = self.__copy__()
+        return memo[id(self)]
+
+    def __copy__(self) -> Any:
+        return original_type(type(self))(self._live.host_value().clone(), requires_grad(self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        parameter = original_type(type(self))(self._live.host_value(), requires_grad(self))
+        state = {name: value for name, value in self.__dict__.items() if name != "_live"}
+        if state:
+            arguments = (parameter.data, parameter.requires_grad, OrderedDict(), state)
+            return torch._utils._rebuild_parameter_with_state, arguments
+        return torch._utils._rebuild_parameter, (parameter.data, parameter.requires_grad, OrderedDict())
+
+
+class AcquiredMixin(LiveMixin):
+    """A parameter that has its value: ``torch.nn.Parameter`` in all but two properties."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The value, detached; what is written to it counts."""
+        self._live.note_data_is_out()
+        return _Base.data.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Assigns a value; the engine takes it over when the module that computes with it has ended."""
+        _Base.data.__set__(self, value)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient of this step so far."""
+        return self._live.get_grad()
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        """Replaces the gradient."""
+        self._live.set_grad(gradient)
+
+
+class ReleasedMixin(LiveMixin):
+    """A parameter whose value is in a chunk; see [Note: a parameter that answers]."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in WITHOUT_VALUE:
+            with RAW():
+                return func(*args, **(kwargs or {}))
+        own = _OWN_ANSWERS.get(func)
+        if own is not None:
+            return own(*args, **(kwargs or {}))
+        return call_with_values(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        access = self._live.access(torch.Tensor.__repr__, is_graph=False)
+        try:
+            return repr(original_type(type(self))(access.value, requires_grad(self)))
+        finally:
+            access.end()
+
+    # Asked for so often, in loops over all parameters, that the way through torch would be felt.
+
+    @property
+    def shape(self) -> torch.Size:
+        """As of any tensor."""
+        with RAW():
+            return _Base.shape.__get__(self)
+
+    @property
+    def requires_grad(self) -> bool:
+        """As of any tensor."""
+        with RAW():
+            return _Base.requires_grad.__get__(self)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        """As of any leaf."""
+        with RAW():
+            _Base.requires_grad.__set__(self, value)
+
+    def numel(self) -> int:
+        """As of any tensor."""
+        with RAW():
+            return _Base.numel(self)
+
+
+@functools.cache
+def acquired_type(original: type) -> type:
+    """The class of a parameter of a class while it has its value."""
+    return type(original.__name__, (AcquiredMixin, original), {"_original": original, "__module__": original.__module__})
+
+
+@functools.cache
+def released_type(original: type) -> type:
+    """The class of a parameter of a class while its value is in a chunk."""
+    return type(original.__name__, (ReleasedMixin, original), {"_original": original, "__module__": original.__module__})
+
+
+def original_type(cls: type) -> Any:
+    """The class that a parameter had, and will have again."""
+    return getattr(cls, "_original", cls)
+
+
+def can_answer(parameter: torch.Tensor) -> bool:
+    """Whether a parameter's class can be changed: fake tensors, which have no values anyway, need theirs."""
+    return isinstance(parameter, torch.nn.Parameter) and issubclass(type(parameter), torch.nn.Parameter)
+
+
+# What is really there, placeholder or not
+
+
+def raw_data(parameter: torch.Tensor) -> torch.Tensor:
+    """``parameter.data`` as torch has it."""
+    with RAW():
+        return _Base.data.__get__(parameter)
+
+
+def set_raw_data(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Assigns ``parameter.data`` as torch does."""
+    with RAW():
+        _Base.data.__set__(parameter, value)
+
+
+def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """``parameter.grad`` as autograd has it."""
+    with RAW():
+        return _Base.grad.__get__(parameter)
+
+
+def set_raw_grad(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Assigns ``parameter.grad`` as autograd does."""
+    with RAW():
+        _Base.grad.__set__(parameter, gradient)
+
+
+def requires_grad(parameter: torch.Tensor) -> bool:
+    """Whether a parameter says that it is trained."""
+    with RAW():
+        return bool(_Base.requires_grad.__get__(parameter))
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The address of a tensor's storage object, which, unlike a data pointer, fake tensors have too."""
+    with RAW():
+        return tensor.untyped_storage()._cdata
+
+
+# Calls
+
+
+def call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a function of torch with values in place of released parameters.
+
+    Args:
+        func: The function.
+        args: Its arguments, parameters somewhere among them.
+        kwargs: Its named arguments.
+
+    Returns:
+        What it returns; where that is one of the values itself (of a function that writes in place, say), the parameter.
+    """
+    leaves = list(tree_iter((args, kwargs)))
+    is_graph = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and requires_grad(x) for x in leaves)
+    released = {id(leaf): leaf for leaf in leaves if isinstance(leaf, ReleasedMixin)}
+    accesses: dict[int, Access] = {}
+    try:
+        for key, parameter in released.items():
+            try:
+                accesses[key] = parameter._live.access(func, is_graph=is_graph)
+            except MemoryError:  # of the device, which the chunks of all of them do not fit
+                for access in accesses.values():
+                    access.make_room()
+                accesses[key] = parameter._live.access(func, is_graph=is_graph)
+        result = _substituted(func, args, kwargs, accesses)
+        found = [leaf for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor)]
+        if any([access.needs_copy(found) for access in accesses.values()]):  # a list, so that each one is asked
+            result = _substituted(func, args, kwargs, accesses)
+        for access in accesses.values():
+            access.finish(func, result)
+        owners = {id(access.value): released[key] for key, access in accesses.items()}
+        if any(id(leaf) in owners for leaf in tree_iter(result)):
+            result = tree_map_only(torch.Tensor, lambda tensor: owners.get(id(tensor), tensor), result)
+        return result
+    finally:
+        for access in reversed(accesses.values()):
+            access.end()
+
+
+def _substituted(func: Any, args: Any, kwargs: Any, accesses: dict[int, Access]) -> Any:
+    def substitute(tensor: torch.Tensor) -> torch.Tensor:
+        access = accesses.get(id(tensor))
+        return tensor if access is None else access.value
+
+    args, kwargs = tree_map_only(torch.Tensor, substitute, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _named(owner: Any, names: str) -> set[Any]:
+    return {getattr(owner, name) for name in names.split() if hasattr(owner, name)}
+
+
+def _properties(names: str, accessor: str = "__get__") -> set[Any]:
+    return {getattr(getattr(torch.Tensor, name), accessor) for name in names.split() if hasattr(torch.Tensor, name)}
+
+
+WITHOUT_VALUE = frozenset(
+    _properties(
+        "shape dtype device layout ndim requires_grad is_leaf grad_fn _grad_fn output_nr names name is_cpu is_cuda is_xpu "
+        "is_mps is_hpu is_ipu is_mtia is_maia is_vulkan is_mkldnn is_nested is_quantized is_meta is_sparse is_sparse_csr "
+        "itemsize nbytes retains_grad _version _base _backward_hooks _post_accumulate_grad_hooks grad_dtype volatile _cdata"
+    )
+    | _properties("requires_grad names _backward_hooks _post_accumulate_grad_hooks grad_dtype", "__set__")
+    | _named(
+        torch.Tensor,
+        "dim size numel nelement element_size ndimension is_floating_point is_complex is_signed is_inference is_conj is_neg "
+        "get_device requires_grad_ detach_ register_hook register_post_accumulate_grad_hook retain_grad __len__ has_names "
+        "storage_offset _is_view is_pinned is_shared is_same_size is_distributed is_coalesced _is_zerotensor new_empty "
+        "new_zeros new_ones new_full new_tensor new_empty_strided new",
+    )
+    | _named(
+        torch,
+        "is_floating_point is_complex is_signed is_inference is_conj is_neg numel get_device is_same_size result_type "
+        "zeros_like ones_like empty_like full_like rand_like randn_like randint_like is_distributed",
+    )
+)
+"""Functions that need shapes and flags alone, or that mean the parameter itself and not its value."""
+
+
+def _is_called_by(function: Any) -> bool:
+    """Whether the Python code that has called into torch is that of a function."""
+    return sys._getframe(3).f_code is function.__code__
+
+
+def _detach(parameter: Any) -> torch.Tensor:
+    if _is_called_by(torch.nn.Module._save_to_state_dict):
+        return parameter._live.detached_for_state_dict()
+    if not _is_called_by(torch.nn.Parameter.__new__):
+        return call_with_values(torch.Tensor.detach, (parameter,), {})
+    # ``nn.Parameter(parameter)`` insists on the type that it was given, and returns this.
+    value = call_with_values(torch.Tensor.detach, (parameter,), {})
+    made: Any = torch.Tensor._make_subclass(type(parameter), value)
+    made._live = _Orphan(made)
+    return made
+
+
+class _Orphan:
+    """Answers for a parameter that was made from a released one: it has its own value, and becomes an ordinary one."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._parameter = parameter
+
+    def access(self, func: Any, *, is_graph: bool) -> "_Orphan":
+        self._become_ordinary()
+        return self
+
+    @property
+    def value(self) -> torch.Tensor:
+        return self._parameter
+
+    def needs_copy(self, results: list[torch.Tensor]) -> bool:
+        return False
+
+    def make_room(self) -> None:
+        pass
+
+    def finish(self, func: Any, result: Any) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    def get_grad(self) -> torch.Tensor | None:
+        return self._become_ordinary().grad
+
+    def set_grad(self, gradient: torch.Tensor | None) -> None:
+        self._become_ordinary().grad = gradient
+
+    def assign(self, value: torch.Tensor) -> None:
+        self._become_ordinary().data = value
+
+    def copy_from(self, source: torch.Tensor, is_graph: bool) -> bool:
+        self._become_ordinary()
+        return False
+
+    def detached_for_state_dict(self) -> torch.Tensor:
+        return self._become_ordinary().detach()
+
+    def host_value(self) -> torch.Tensor:
+        return self._become_ordinary().detach()
+
+    def note_data_is_out(self) -> None:
+        pass
+
+    def _become_ordinary(self) -> Any:
+        parameter: Any = self._parameter
+        parameter.__class__ = original_type(type(parameter))
+        parameter.__dict__.pop("_live", None)
+        return parameter
+
+
+def _copy_(parameter: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+    is_ours = isinstance(parameter, ReleasedMixin) and isinstance(source, torch.Tensor)
+    if is_ours and parameter._live.copy_from(source, torch.is_grad_enabled() and requires_grad(parameter)):
+        return parameter
+    return call_with_values(torch.Tensor.copy_, (parameter, source, *args), kwargs)
+
+
+def _strides(func: Any) -> Callable[..., Any]:
+    """Parameters in chunks are contiguous; placeholders are not."""
+
+    def answer(parameter: Any, *args: Any, **kwargs: Any) -> Any:
+        return func(torch.full(parameter.shape, 0, device="meta"), *args, **kwargs)
+
+    return answer
+
+
+def _undisturbed(func: Any) -> Callable[..., Any]:
+    """Lets a function that runs a whole backward have the parameters themselves.
+
+    What it calls must still meet ``__torch_function__``, so that it cannot be switched off meanwhile.
+    """
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        released = {id(leaf): leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, ReleasedMixin)}
+        classes = {key: type(parameter) for key, parameter in released.items()}
+        for key, parameter in released.items():
+            parameter.__class__ = acquired_type(original_type(classes[key]))
+        try:
+            return func(*args, **kwargs)
+        finally:
+            for key, parameter in released.items():
+                parameter.__class__ = classes[key]
+
+    return answer
+
+
+_OWN_ANSWERS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.grad.__get__: lambda parameter: parameter._live.get_grad(),
+    torch.Tensor.grad.__set__: lambda parameter, gradient: parameter._live.set_grad(gradient),
+    torch.Tensor.grad.__delete__: lambda parameter: parameter._live.set_grad(None),
+    torch.Tensor.data.__set__: lambda parameter, value: parameter._live.assign(value),
+    torch.Tensor.detach: _detach,
+    torch.Tensor.copy_: _copy_,
+    torch.Tensor.stride: _strides(torch.Tensor.stride),
+    torch.Tensor.is_contiguous: _strides(torch.Tensor.is_contiguous),
+    torch.Tensor.__format__: lambda parameter, spec: object.__format__(parameter, spec),
+    torch.autograd.grad: _undisturbed(torch.autograd.grad),
+}

@@ -1,0 +1,416 @@
+"""What answers for a parameter whose value is in a chunk: how one call gets at its value, and its gradient."""
+
+import contextlib
+import dataclasses
+from typing import Any, Protocol
+
+import torch
+
+from hf_patrickstar.errors import EngineError
+from hf_patrickstar.runtime.chunk import GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.frames import Frames
+from hf_patrickstar.runtime.gradients import consumed
+from hf_patrickstar.runtime.live_parameter import (
+    WITHOUT_VALUE,
+    Access,
+    raw_data,
+    raw_grad,
+    requires_grad,
+    set_raw_grad,
+    storage_key,
+)
+from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.runtime.operands import Operands
+from hf_patrickstar.runtime.values import as_it_is
+from hf_patrickstar.states import Stage
+
+_DATA = torch.Tensor.data.__get__
+_ADDRESSES = frozenset({torch.Tensor.data_ptr, torch.Tensor.__cuda_array_interface__.__get__})
+_EXPORTS = _ADDRESSES | {
+    *(torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.untyped_storage, torch.Tensor.storage),
+    *(torch.Tensor._typed_storage, torch.Tensor.__dlpack__, torch.Tensor.is_set_to),
+}
+"""Functions that give away memory itself."""
+
+_WITHOUT_GRAPH = _EXPORTS | {
+    *(_DATA, torch.Tensor.detach, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__bool__, torch.Tensor.__float__),
+    *(torch.Tensor.__int__, torch.Tensor.__index__, torch.equal, torch.Tensor.equal, torch.Tensor.__repr__),
+}
+"""Functions that autograd does not record, whatever their operands."""
+
+_CHANGES_OF_SHAPE = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("t_ transpose_ squeeze_ unsqueeze_ swapaxes_ swapdims_ as_strided_ resize_ resize_as_ set_").split()
+)
+_SHARING = frozenset({torch.Tensor.share_memory_})
+
+
+class LiveWeights(Protocol):
+    """Reads and writes full parameters; what makes ``state_dict`` and ``load_state_dict`` truthful."""
+
+    def read(self, tensor: ManagedTensor) -> torch.Tensor:
+        """The parameter's value, on the host, in the type that the model was loaded in."""
+        ...
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether all processes must read together."""
+        ...
+
+    def streamed(self, *, is_reader: bool) -> contextlib.AbstractContextManager[None]:
+        """Saves the model piece by piece, the other processes following the one that reads."""
+        ...
+
+    def deferred(self, tensor: ManagedTensor) -> torch.Tensor | None:
+        """A parameter as it is read while the model is saved piece by piece, or ``None``."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LiveServices:
+    """What all parameters of one engine share.
+
+    Attributes:
+        manager: Gives and takes values.
+        weights: Reads full parameters.
+        frames: Which forwards are running.
+        operands: What autograd keeps.
+    """
+
+    manager: ChunkManager
+    weights: LiveWeights
+    frames: Frames
+    operands: Operands
+
+
+class LiveTensor:
+    """Answers for one parameter; see ``live_parameter.Live``.
+
+    Args:
+        tensor: The parameter.
+        services: What all parameters share.
+    """
+
+    __slots__ = ("services", "tensor")
+
+    def __init__(self, tensor: ManagedTensor, services: LiveServices) -> None:
+        self.tensor = tensor
+        self.services = services
+
+    def access(self, func: Any, *, is_graph: bool) -> Access:
+        """See ``Live.access``.
+
+        Raises:
+            EngineError: If the function needs memory that other processes share.
+        """
+        services, tensor = self.services, self.tensor
+        deferred = services.weights.deferred(tensor)
+        if deferred is not None:
+            return _FixedAccess(deferred)
+        if func in _SHARING:
+            raise EngineError(
+                f"parameter '{tensor.spec.name}' is in a chunk and cannot be moved to shared memory; share a copy of the "
+                "model (copy.deepcopy), or call model.patrickstar_engine.detach() first"
+            )
+        is_graph = is_graph and func not in _WITHOUT_GRAPH
+        if services.frames.stack:
+            leaf = services.frames.find_lookup(tensor.parameter)
+            return _FixedAccess(leaf) if leaf is not None else _InsideAccess(tensor, services, func)
+        if services.frames.is_inside and (is_graph or not services.manager.sharing.is_alone):
+            return _InsideAccess(tensor, services, func)
+        return _GraphAccess(tensor, services) if is_graph else _ValueAccess(tensor, services, func)
+
+    def assign(self, value: torch.Tensor) -> None:
+        """Takes a value over, and follows the tensor that it came in: in torch both are the same memory from now on.
+
+        Raises:
+            EngineError: If the shape is another one.
+        """
+        manager, tensor = self.services.manager, self.tensor
+        value = value.detach()
+        if tuple(value.shape) != tensor.spec.shape:
+            raise EngineError(
+                f"parameter '{tensor.spec.name}' was replaced by a tensor of shape {tuple(value.shape)}, it had "
+                f"{tensor.spec.shape}; call model.patrickstar_engine.detach() before changing the model"
+            )
+        with manager.gradients.lock:
+            manager.mirrors.drop_values(tensor)
+            manager.write(tensor, value, voids_graphs=False)
+            if value.dtype == tensor.chunk.param.dtype:
+                manager.mirrors.add_value(tensor, value)
+
+    def copy_from(self, source: torch.Tensor, is_graph: bool) -> bool:
+        """Gives the fp32 master of a 16-bit parameter all bits of what is copied into it."""
+        manager, tensor = self.services.manager, self.tensor
+        is_wider = source.dtype.itemsize > tensor.chunk.param.dtype.itemsize and source.is_floating_point()
+        if is_graph or not is_wider or self.services.frames.is_inside:
+            return False
+        with manager.gradients.lock:
+            manager.mirrors.sync_value(tensor)
+            manager.write(tensor, source.detach().expand(tensor.spec.shape))
+        return True
+
+    def note_data_is_out(self) -> None:
+        """Remembers to compare: what is written to ``.data`` leaves no trace."""
+        self.services.manager.watch(self.tensor)
+
+    def detached_for_state_dict(self) -> torch.Tensor:
+        """The placeholder."""
+        return raw_data(self.tensor.parameter)
+
+    def host_value(self) -> torch.Tensor:
+        """The value on the host, in the type that the model was loaded in; it may alias the chunk."""
+        manager, tensor = self.services.manager, self.tensor
+        manager.mirrors.sync_value(tensor)
+        return manager.values.host_alias(tensor, tensor.original_dtype)
+
+    # The gradient
+
+    def get_grad(self) -> torch.Tensor | None:
+        """The gradient: autograd's own in the middle of a backward, otherwise what is at home.
+
+        Raises:
+            EngineError: If it was consumed by a step.
+        """
+        manager, tensor = self.services.manager, self.tensor
+        own = raw_grad(tensor.parameter)
+        if own is not None or not tensor.spec.trainable:
+            return own
+        with manager.gradients.lock:
+            if tensor.gradient is GradientPlace.CONSUMED:
+                return ConsumedGradient.make(tensor)
+            if not manager.gradients.has(tensor):
+                return None
+            manager.apply_factor()
+            return manager.mirrors.hand_out_gradient(tensor)
+
+    def set_grad(self, gradient: torch.Tensor | None) -> None:
+        """Replaces the gradient, or drops it.
+
+        Raises:
+            EngineError: If the shape or the type is another one.
+        """
+        manager, tensor = self.services.manager, self.tensor
+        is_autograds = raw_grad(tensor.parameter) is not None or not tensor.spec.trainable
+        if is_autograds:
+            set_raw_grad(tensor.parameter, gradient)
+            return
+        if gradient is None:
+            manager.mirrors.drop_gradient(tensor)
+            manager.gradients.drop(tensor)
+            return
+        if isinstance(gradient, ConsumedGradient):
+            return  # what was read is written back
+        types = (tensor.chunk.param.dtype, torch.float32)
+        if tuple(gradient.shape) != tensor.spec.shape or gradient.dtype not in types:
+            raise EngineError(
+                f"the gradient of parameter '{tensor.spec.name}' must have shape {tensor.spec.shape} and type "
+                f"{types[0]}, got {tuple(gradient.shape)} and {gradient.dtype}"
+            )
+        manager.apply_factor()
+        manager.mirrors.assign_gradient(tensor, gradient)
+
+
+class ConsumedGradient(torch.Tensor):
+    """Stands where a gradient was before the optimizer's step consumed it: there, but not to be read."""
+
+    _tensor: ManagedTensor
+
+    @staticmethod
+    def make(tensor: ManagedTensor) -> "ConsumedGradient":
+        """The one of a parameter."""
+        gradient = torch.Tensor._make_subclass(ConsumedGradient, tensor.placeholder)
+        gradient._tensor = tensor
+        return gradient
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        own = args[0] if args and isinstance(args[0], cls) else None
+        if func in WITHOUT_VALUE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if own is not None and func is torch.Tensor.zero_:
+            own._tensor.gradient = GradientPlace.ZERO if own._tensor.is_owned else GradientPlace.REMOTE
+            return own
+        name = own._tensor if own is not None else next(a._tensor for a in args if isinstance(a, cls))
+        raise EngineError(consumed(name, f"'{getattr(func, '__name__', func)}' was called on it"))
+
+
+class _FixedAccess:
+    """To something that stands in for the parameter."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+    def needs_copy(self, results: list[torch.Tensor]) -> bool:
+        return False
+
+    def make_room(self) -> None:
+        pass
+
+    def finish(self, func: Any, result: Any) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+class _InsideAccess:
+    """Inside of a forward or backward: the chunk comes to the device, as for a module's own parameters.
+
+    Checkpointing keeps a frozen operand of a recomputation as the very object that it was given, which would be released
+    again when backward comes to use it. So there functions get an alias of the chunk instead of the parameter.
+    """
+
+    def __init__(self, tensor: ManagedTensor, services: LiveServices, func: Any) -> None:
+        self._tensor = tensor
+        self._manager = services.manager
+        self._stack = services.frames.stack
+        self._stage = services.frames.stage
+        self._is_kept = func in _EXPORTS
+        is_alias = self._stage is Stage.BACKWARD and not requires_grad(tensor.parameter)
+        self._manager.acquire(tensor, "code that reads a parameter of another module", is_alias=is_alias)
+        chunk = tensor.chunk
+        assert chunk.compute is not None
+        self.value = tensor.view_copy(chunk.compute) if is_alias else tensor.parameter
+
+    def needs_copy(self, results: list[torch.Tensor]) -> bool:
+        """No copy: what aliases the chunk keeps it on the device. What is written through it is looked for later."""
+        storage = self._tensor.chunk.storage
+        assert storage is not None
+        self._is_kept |= any(result is self.value for result in results)
+        if any(_is_over(result, storage._cdata) for result in results if result is not self.value):
+            self._manager.watch(self._tensor)
+        return False
+
+    def make_room(self) -> None:
+        pass
+
+    def finish(self, func: Any, result: Any) -> None:
+        pass
+
+    def end(self) -> None:
+        if not self._is_kept:
+            self._manager.release(self._tensor, self._stage)
+        elif self._stack:
+            self._stack[-1].acquired.append(self._tensor)
+        else:
+            self._manager.borrowed.append(self._tensor)
+
+
+class _GraphAccess:
+    """Between forward and backward, recorded by autograd: the parameter itself, and its operand kept as numbers.
+
+    A view of it would pin its chunk for as long as the graph lives. So what aliases the parameter is made from a copy,
+    which is a part of the graph.
+    """
+
+    def __init__(self, tensor: ManagedTensor, services: LiveServices) -> None:
+        self._tensor = tensor
+        self._manager = services.manager
+        self._manager.acquire(tensor, "code outside of every forward that computes with a parameter")
+        self._kept = services.operands.kept_as_numbers()
+        self._kept.__enter__()
+        self._is_held, self._is_copy, self._is_mirror = True, False, False
+        self.value: torch.Tensor = tensor.parameter
+
+    def needs_copy(self, results: list[torch.Tensor]) -> bool:
+        key = storage_key(self.value)
+        if self._is_mirror or not any(_is_over(result, key) for result in results if result is not self.value):
+            return False
+        self._is_mirror = True
+        needs_copy = not self._is_copy
+        self._copy()
+        self._manager.mirrors.add_value(self._tensor, self.value.detach())
+        return needs_copy
+
+    def _copy(self) -> None:
+        if not self._is_copy:
+            self.value, self._is_copy = self.value.clone(), True
+
+    def make_room(self) -> None:
+        """A copy, which is a part of the graph: the chunks of all parameters of a call may be more than fit."""
+        self._copy()
+        self._release()
+
+    def finish(self, func: Any, result: Any) -> None:
+        pass
+
+    def end(self) -> None:
+        self._kept.__exit__(None, None, None)
+        self._release()
+
+    def _release(self) -> None:
+        if self._is_held:
+            self._is_held = False
+            self._manager.release(self._tensor, Stage.FORWARD)
+
+
+class _ValueAccess:
+    """Between forward and backward, not recorded: the value where it is, or a mirror of it; see [Note: mirrors]."""
+
+    def __init__(self, tensor: ManagedTensor, services: LiveServices, func: Any) -> None:
+        self._tensor = tensor
+        self._manager = manager = services.manager
+        self._lock = manager.gradients.lock
+        self._lock.acquire()
+        try:
+            manager.check_usable(tensor)
+            manager.mirrors.sync_unused(but=tensor)
+            manager.mirrors.sync_value(tensor, keeps_unused=True)
+            tensor.read_at = manager.num_steps
+            self._is_private = func in _EXPORTS
+            self._changes_shape = func in _CHANGES_OF_SHAPE
+            if self._is_private:
+                self._use(manager.mirrors.hand_out_value(tensor, is_held=func in _ADDRESSES))
+            elif self._changes_shape:
+                self._use(manager.values.look(tensor).clone())
+            else:
+                self._use(manager.values.look(tensor))
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _use(self, value: torch.Tensor) -> None:
+        """Lets the call have a value: a leaf that requires a gradient if the parameter does, since views of it say so."""
+        with as_it_is():
+            self.value = value.detach().requires_grad_(requires_grad(self._tensor.parameter))
+        self._version = self.value._version
+
+    def needs_copy(self, results: list[torch.Tensor]) -> bool:
+        key = storage_key(self.value)
+        if self._is_private or not any(_is_over(result, key) for result in results if result is not self.value):
+            return False
+        self._is_private = True
+        if key not in _places(self._tensor):
+            self._manager.mirrors.add_value(self._tensor, self.value.detach())
+            return False
+        self._use(self._manager.mirrors.hand_out_value(self._tensor))
+        return True
+
+    def make_room(self) -> None:
+        pass
+
+    def finish(self, func: Any, result: Any) -> None:
+        if self._changes_shape:
+            self._tensor.parameter._live.assign(self.value)
+        elif self.value._version != self._version:
+            self._manager.write(self._tensor, self.value.detach())
+
+    def end(self) -> None:
+        self._lock.release()
+
+
+def _places(tensor: ManagedTensor) -> set[int]:
+    """The storages of the chunk that a parameter is in."""
+    chunk = tensor.chunk
+    payloads = [chunk.param, *chunk.lists.values(), *([chunk.compute] if chunk.compute is not None else [])]
+    return {payload.untyped_storage()._cdata for payload in payloads}
+
+
+def _is_over(result: torch.Tensor, key: int) -> bool:
+    """Whether a tensor looks into a storage; some kinds of tensors have none."""
+    try:
+        return storage_key(result) == key
+    except (RuntimeError, NotImplementedError):
+        return False

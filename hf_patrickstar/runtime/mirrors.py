@@ -1,0 +1,306 @@
+"""What was handed out of a parameter or its gradient, and may be written to, or read, later.
+
+[Note: mirrors]
+In torch ``parameter.data``, a view, ``numpy()`` and ``parameter.grad`` are the memory of the parameter: who keeps one sees
+every later change, and what is written to one counts. The memory of a chunk cannot be handed out, since the place of a
+value may hold a gradient next. So a copy is, and the engine keeps the two the same: before it uses the value it compares
+and takes over what was written, and when it has changed the value it writes to the copy. A copy that nobody else refers
+to any more is compared once more and freed. With several processes what was handed out does not follow (each process
+has a part of the value, and they need not keep the same), but what is written to it counts until the next change.
+"""
+
+import weakref
+
+import torch
+
+from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.gradients import Gradients
+from hf_patrickstar.runtime.sharing import Held
+from hf_patrickstar.runtime.values import Values, as_it_is, same_bits
+
+
+class Mirror:
+    """A tensor that users look into, in place of a parameter or its gradient.
+
+    Args:
+        tensor: The parameter.
+        value: What was handed out; users have aliases of it.
+        is_held: Whether it must outlive its last reference, because only its address was asked for.
+    """
+
+    def __init__(self, tensor: ManagedTensor, value: torch.Tensor, *, is_held: bool) -> None:
+        self.tensor = tensor
+        self.value = value
+        self.is_held = is_held
+        self.storage = value.untyped_storage()
+        self.alias: weakref.ref[torch.Tensor] | None = None
+
+
+class Mirrors:
+    """All that was handed out of the parameters of one engine; see [Note: mirrors].
+
+    Args:
+        values: Reads and writes values.
+        gradients: Has the gradients.
+    """
+
+    def __init__(self, values: Values, gradients: Gradients) -> None:
+        self._values = values
+        self._gradients = gradients
+        self._lock = gradients.lock
+        self._of_values: dict[int, list[Mirror]] = {}
+        self._of_gradients: dict[int, Mirror] = {}
+        self._num_own: dict[int, int] = {}  # how many of a storage's users are mirrors
+
+    # Values
+
+    def hand_out_value(
+        self, tensor: ManagedTensor, dtype: torch.dtype | None = None, *, on_host: bool = False, is_held: bool = False
+    ) -> torch.Tensor:
+        """A copy of the value that stays the same as the value.
+
+        Args:
+            tensor: The parameter.
+            dtype: The type; by default the one that is computed with.
+            on_host: Whether it shall be on the host; by default it is on the compute device.
+            is_held: Whether it must outlive its last reference.
+        """
+        with self._lock, as_it_is(), torch.no_grad():
+            self.sync_value(tensor, keeps_unused=True)
+            wanted = dtype or tensor.chunk.param.dtype
+            device = torch.device("cpu") if on_host else self._values.device
+            known = self._of_values.get(tensor.spec.index, ()) if self._values.sharing.is_alone else ()
+            for mirror in known:  # other processes may not have theirs any more
+                if mirror.value.dtype == wanted and mirror.value.device == device and mirror.value.is_contiguous():
+                    mirror.is_held |= is_held
+                    return mirror.value
+            value = self._values.read(tensor, wanted) if on_host else self._values.look(tensor).clone()
+            return self.add_value(tensor, value, is_held=is_held)
+
+    def add_value(self, tensor: ManagedTensor, value: torch.Tensor, *, is_held: bool = False) -> torch.Tensor:
+        """Lets a tensor that has a parameter's value stay the same as the value.
+
+        Args:
+            tensor: The parameter.
+            value: The tensor, which users have or will have.
+            is_held: Whether it must outlive its last reference.
+
+        Returns:
+            The tensor.
+        """
+        with self._lock:
+            mirror = Mirror(tensor, value, is_held=is_held)
+            self._enter(mirror)
+            self._of_values.setdefault(tensor.spec.index, []).append(mirror)
+            return value
+
+    def sync_value(self, tensor: ManagedTensor, *, keeps_unused: bool = False) -> None:
+        """Takes over what was written to a parameter's mirrors, and drops those that nobody uses.
+
+        Args:
+            tensor: The parameter.
+            keeps_unused: Do not drop them: the next call may ask for the same memory again.
+        """
+        mirrors = self._of_values.get(tensor.spec.index)
+        if not mirrors:
+            return
+        with self._lock, as_it_is(), torch.no_grad():
+            for mirror in list(mirrors):
+                self._take_over_value(mirror)
+                if not (keeps_unused or self._is_used(mirror)):
+                    mirrors.remove(mirror)
+                    self._leave(mirror)
+            if not mirrors:
+                self._of_values.pop(tensor.spec.index, None)
+
+    def _take_over_value(self, mirror: Mirror) -> None:
+        tensor = mirror.tensor
+        if not tensor.is_owned:
+            return
+        home = self._values.own_part(tensor, mirror.value.dtype)
+        if not same_bits(tensor.own(mirror.value).to(home.device), home):
+            self._values.write(tensor, mirror.value, voids_graphs=False)
+            self.refresh_value(tensor, but=mirror)
+
+    def refresh_value(self, tensor: ManagedTensor, *, but: Mirror | None = None) -> None:
+        """Lets the mirrors of a parameter follow a change of its value.
+
+        Args:
+            tensor: The parameter.
+            but: The mirror that the change came from.
+        """
+        mirrors = self._of_values.get(tensor.spec.index, ())
+        if not mirrors:
+            return
+        with self._lock, as_it_is(), torch.no_grad():
+            if not self._values.sharing.is_alone:
+                for mirror in list(mirrors):
+                    if mirror is not but:
+                        self._of_values[tensor.spec.index].remove(mirror)
+                        self._leave(mirror)
+                return
+            for mirror in mirrors:
+                if mirror is not but:
+                    mirror.value.copy_(self._values.own_part(tensor, mirror.value.dtype))
+
+    def drop_values(self, tensor: ManagedTensor) -> None:
+        """Takes over what was written to a parameter's mirrors; from now on they are tensors of their own."""
+        self.sync_value(tensor)
+        for mirror in self._of_values.pop(tensor.spec.index, ()):
+            self._leave(mirror)
+
+    # Gradients
+
+    def hand_out_gradient(self, tensor: ManagedTensor) -> torch.Tensor:
+        """The gradient as an ordinary tensor: the same one as long as somebody refers to it.
+
+        fp16 gradients are handed out in fp32, since who unscales them would lose the small ones otherwise.
+
+        Args:
+            tensor: A parameter that has a gradient.
+        """
+        with self._lock, as_it_is(), torch.no_grad():
+            self.sync_gradient(tensor)
+            mirror = self._of_gradients.get(tensor.spec.index)
+            if mirror is None or not self._values.sharing.is_alone:
+                mirror = self._mirror_gradient(tensor, mirror)
+            known = mirror.alias() if mirror.alias is not None else None
+            alias = known if known is not None else mirror.value.detach()
+            mirror.alias = weakref.ref(alias)
+            return alias
+
+    def _mirror_gradient(self, tensor: ManagedTensor, known: Mirror | None) -> Mirror:
+        home = self._gradients.of(tensor)
+        dtype = tensor.chunk.param.dtype if home is None else home.dtype
+        wanted = torch.float32 if dtype is torch.float16 else dtype
+        if self._values.sharing.is_alone:
+            assert home is not None
+            value = home.to(wanted, copy=True)
+        else:
+            value = self._values.sharing.tensor(Held(tensor, home, wanted), "the gradient")
+        if known is not None:
+            known.value.copy_(value)
+            return known
+        mirror = Mirror(tensor, value, is_held=False)
+        self._enter(mirror)
+        self._of_gradients[tensor.spec.index] = mirror
+        return mirror
+
+    def assign_gradient(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
+        """Makes a tensor the gradient of a parameter: its values, and what is written to it later.
+
+        Args:
+            tensor: The parameter.
+            gradient: In the parameter's shape.
+        """
+        with self._lock, as_it_is(), torch.no_grad():
+            self.drop_gradient(tensor)
+            self._gradients.drop(tensor)
+            self._gradients.put(tensor, tensor.own(gradient.detach()))
+            mirror = Mirror(tensor, gradient.detach(), is_held=False)
+            mirror.alias = weakref.ref(gradient)
+            self._enter(mirror)
+            self._of_gradients[tensor.spec.index] = mirror
+
+    def sync_gradient(self, tensor: ManagedTensor) -> None:
+        """Takes over what was written to a gradient that was handed out; drops it if nobody uses it."""
+        mirror = self._of_gradients.get(tensor.spec.index)
+        if mirror is None:
+            return
+        with self._lock, as_it_is(), torch.no_grad():
+            home = self._gradients.of(tensor)
+            if home is not None:
+                own = tensor.own(mirror.value)
+                if not same_bits(home.to(own.dtype), own.to(home.device)):
+                    self._gradients.put(tensor, own)
+            if not self._is_used(mirror):
+                self.drop_gradient(tensor)
+
+    def refresh_gradient(self, tensor: ManagedTensor) -> None:
+        """Lets a gradient that was handed out follow a change: what another backward added, or clipping."""
+        mirror = self._of_gradients.get(tensor.spec.index)
+        if mirror is None:
+            return
+        with self._lock, as_it_is(), torch.no_grad():
+            home = self._gradients.of(tensor)
+            if self._values.sharing.is_alone and home is not None:
+                mirror.value.copy_(home)
+            else:
+                self.drop_gradient(tensor)
+
+    def drop_gradient(self, tensor: ManagedTensor) -> None:
+        """Forgets a gradient that was handed out; whoever has it keeps it."""
+        mirror = self._of_gradients.pop(tensor.spec.index, None)
+        if mirror is not None:
+            self._leave(mirror)
+
+    def kept_gradient(self, tensor: ManagedTensor) -> torch.Tensor | None:
+        """The gradient of a parameter, if somebody still refers to what was handed out."""
+        mirror = self._of_gradients.get(tensor.spec.index)
+        return None if mirror is None or not self._is_used(mirror) else mirror.value
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a gradient is handed out."""
+        return bool(self._of_gradients)
+
+    # All
+
+    def sync(self) -> None:
+        """Takes over what was written to anything that was handed out; the engine is about to use values."""
+        if not self._of_values and not self._of_gradients:
+            return
+        with self._lock:
+            tensors = [mirrors[0].tensor for mirrors in self._of_values.values()]
+            for mirrors in self._of_values.values():
+                for mirror in mirrors:
+                    mirror.is_held = False
+            for tensor in tensors:
+                self.sync_value(tensor)
+            self.sync_gradients()
+
+    def sync_gradients(self) -> None:
+        """The same of gradients alone."""
+        for mirror in list(self._of_gradients.values()):
+            self.sync_gradient(mirror.tensor)
+
+    def sync_unused(self, but: ManagedTensor) -> None:
+        """Takes over, and frees, what nobody refers to any more.
+
+        Args:
+            but: A parameter whose mirrors stay.
+        """
+        if not self._of_values and not self._of_gradients:
+            return
+        with self._lock:
+            for mirror in [mirror for mirrors in self._of_values.values() for mirror in mirrors]:
+                if mirror.tensor is not but and not self._is_used(mirror):
+                    self.sync_value(mirror.tensor)
+            for mirror in list(self._of_gradients.values()):
+                if not self._is_used(mirror):
+                    self.sync_gradient(mirror.tensor)
+
+    def close(self) -> None:
+        """Forgets everything."""
+        self._of_values.clear()
+        self._of_gradients.clear()
+        self._num_own.clear()
+
+    # Inside
+
+    def _enter(self, mirror: Mirror) -> None:
+        key = mirror.storage._cdata
+        self._num_own[key] = self._num_own.get(key, 0) + 1
+
+    def _leave(self, mirror: Mirror) -> None:
+        key = mirror.storage._cdata
+        self._num_own[key] -= 1
+        if not self._num_own[key]:
+            del self._num_own[key]
+
+    def _is_used(self, mirror: Mirror) -> bool:
+        """Whether anybody else has what was handed out: each mirror is one user of its storage, and the storage's own
+        Python object, which all mirrors over it share, is one more.
+        """
+        key = mirror.storage._cdata
+        return mirror.is_held or torch._C._storage_Use_Count(key) > self._num_own[key] + 1

@@ -1,0 +1,193 @@
+"""The values of parameters: read from, and written to, every place where they are."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from hf_patrickstar.memory.transfers import Transfers
+from hf_patrickstar.runtime.chunk import MASTER, Chunk, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.gradients import Gradients
+from hf_patrickstar.runtime.sharing import Held, Sharing
+
+
+class Values:
+    """Reads and writes the values of parameters where no module computes with them.
+
+    Args:
+        gradients: Knows which places hold gradients; its lock is held while values change.
+        sharing: Reads what other ranks have at home.
+        transfers: How bytes cross.
+        device: The compute device.
+
+    Attributes:
+        version: Counts changes of values.
+    """
+
+    def __init__(self, gradients: Gradients, sharing: Sharing, transfers: Transfers, device: torch.device) -> None:
+        self.version = 0
+        self.sharing = sharing
+        self.device = device
+        self._gradients = gradients
+        self._transfers = transfers
+        self._lock = gradients.lock
+
+    # Reading
+
+    def at_home(self, tensor: ManagedTensor) -> torch.Tensor | None:
+        """What this rank has of a parameter's value, in place: its fp32 master if there is one."""
+        if not tensor.is_owned:
+            return None
+        tensor.chunk.wait()
+        return tensor.view(tensor.chunk.lists.get(MASTER, tensor.chunk.param))
+
+    def own_part(self, tensor: ManagedTensor, dtype: torch.dtype) -> torch.Tensor:
+        """What this rank has of a parameter's value, in a type; in place where that is possible."""
+        chunk = tensor.chunk
+        chunk.wait()
+        if dtype == chunk.param.dtype and tensor.gradient is not GradientPlace.PARAM:
+            return tensor.view(chunk.param)
+        return tensor.view(chunk.lists.get(MASTER, chunk.param)).to(dtype)
+
+    def read(self, tensor: ManagedTensor, dtype: torch.dtype) -> torch.Tensor:
+        """A copy of a parameter's value on the host: from the fp32 master if there is one.
+
+        With several processes all must call it, for the same parameter.
+
+        Args:
+            tensor: The parameter.
+            dtype: Type of the copy.
+        """
+        with as_it_is():
+            return self.sharing.tensor(Held(tensor, self.at_home(tensor), dtype), "the value")
+
+    def look(self, tensor: ManagedTensor) -> torch.Tensor:
+        """The value on the compute device, in the type that is computed with; in place where that is possible.
+
+        With several processes all must call it, for the same parameter.
+        """
+        chunk = tensor.chunk
+        dtype = chunk.param.dtype
+        with as_it_is():
+            if not self.sharing.is_alone:
+                return self.read(tensor, dtype).to(self.device)
+            is_near = chunk.param.device == self.device
+            if not is_near and chunk.compute is not None and chunk.arrival is None:
+                return tensor.view_copy(chunk.compute)
+            # Whoever gets it may write to it, which a checkpoint that is being written must not see.
+            return self.own_part(tensor, dtype).to(self.device, copy=chunk.reader is not None)
+
+    def host_alias(self, tensor: ManagedTensor, dtype: torch.dtype) -> torch.Tensor:
+        """The value on the host, without a copy if it is there in this type: a tensor whose storage is it alone.
+
+        It is only true until the parameter changes.
+        """
+        with as_it_is():
+            if self.sharing.is_alone and tensor.spec.numel:
+                own = self.own_part(tensor, dtype)
+                if own.device.type == "cpu" and type(own) is torch.Tensor:
+                    flat = own.detach().reshape(-1).view(torch.uint8)
+                    return torch.from_numpy(flat.numpy()).view(dtype).view(tensor.spec.shape)
+            return self.read(tensor, dtype)
+
+    # Writing
+
+    def write(self, tensor: ManagedTensor, value: torch.Tensor, *, voids_graphs: bool = True) -> None:
+        """Changes the value of a parameter, in every place where it is; a gradient that it holds is kept.
+
+        Where the new value has less bits than the fp32 master, elements that are the old value rounded keep theirs.
+
+        Args:
+            tensor: The parameter.
+            value: The new value, in the parameter's shape; any floating type, any device. It may be one of the places.
+            voids_graphs: Whether a backward that needs the old value is refused from now on, as torch refuses it after
+                a change in place; changes through ``.data`` go unnoticed there, and so here.
+        """
+        with self._lock, as_it_is(), torch.no_grad():
+            chunk = tensor.chunk
+            chunk.wait()
+            chunk.wait_for_reader()
+            if tensor.is_owned:
+                own = tensor.own(value)
+                if MASTER in chunk.lists:
+                    _write_master(tensor.view(chunk.lists[MASTER]), own)
+                if tensor.gradient is not GradientPlace.PARAM:
+                    _copy(tensor.view(chunk.param), own)
+            self._follow(tensor, value)
+            tensor.num_writes += voids_graphs
+            self.version += 1
+
+    def _follow(self, tensor: ManagedTensor, value: torch.Tensor) -> None:
+        """Makes a device copy of the chunk, if there is one, follow."""
+        chunk = tensor.chunk
+        if chunk.compute is None or chunk.is_static:
+            return
+        if self.sharing.is_alone and tensor.gradient is not GradientPlace.PARAM:
+            self._gradients.refresh_copy(tensor)
+        else:
+            _copy(tensor.view_copy(chunk.compute), value)
+
+    def load(self, tensor: ManagedTensor, fill: Callable[[torch.Tensor], None]) -> None:
+        """Changes what this rank has at home of a parameter that has no gradient and no copy.
+
+        Args:
+            tensor: The parameter.
+            fill: Writes the new value into what it is given: flat, fp32 if there is a master.
+        """
+        with self._lock:
+            chunk = tensor.chunk
+            chunk.wait()
+            chunk.wait_for_reader()
+            home = tensor.view(chunk.param)
+            if MASTER not in chunk.lists:
+                fill(home.view(-1))
+                return
+            master = tensor.view(chunk.lists[MASTER])
+            fill(master.view(-1))
+            home.copy_(master)
+
+    def note_update(self, chunk: Chunk, indices: Any) -> None:
+        """Notes that the optimizer has changed these parameters of a chunk."""
+        for tensor in chunk.tensors:
+            tensor.num_writes += tensor.spec.index in indices
+
+
+def _write_master(master: torch.Tensor, value: torch.Tensor) -> None:
+    if value.dtype.itemsize < master.dtype.itemsize:
+        value = value.to(master.device)
+        value = torch.where(differs(master.to(value.dtype), value), value.to(master.dtype), master)
+    _copy(master, value)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    if target.data_ptr() != source.data_ptr() or not target.numel():
+        target.copy_(source)
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    return value.view(_INTEGERS[value.dtype.itemsize])
+
+
+def differs(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Where two tensors of one type have different bits."""
+    return _bits(left) != _bits(right)
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors of one type have the same bits; NaN equals itself, and 0 is not -0."""
+    return torch.equal(_bits(left), _bits(right))
+
+
+@contextmanager
+def as_it_is() -> Iterator[None]:
+    """Leaves inference mode and function transforms: tensors that are made inside are ordinary ones."""
+    if not torch.is_inference_mode_enabled() and torch._C._functorch.peek_interpreter_stack() is None:
+        yield
+        return
+    with torch.inference_mode(False), temporarily_clear_interpreter_stack():
+        yield
