@@ -108,7 +108,7 @@ class ChunkWeights:
         return self._deferred[index]
 
     def _held(self, tensor: ManagedTensor) -> Held:
-        self._manager.mirrors.sync_value(tensor)
+        self._manager.take_over(tensor)
         is_open = tensor.is_open
         source = tensor.own(tensor.parameter.data) if is_open else self._manager.values.at_home(tensor)
         return Held(tensor, source, tensor.original_dtype)
@@ -173,7 +173,7 @@ class ChunkWeights:
             if tensor.spec.index not in self._collected:
                 raise EngineError(f"parameter '{tensor.spec.name}' was collected for another process, not for this one")
             return self._collected[tensor.spec.index]
-        self._manager.mirrors.sync_value(tensor)
+        self._manager.take_over(tensor)
         if tensor.is_open:
             return tensor.parameter.data.to(device="cpu", dtype=tensor.original_dtype, copy=True)
         return self._manager.values.read(tensor, tensor.original_dtype)

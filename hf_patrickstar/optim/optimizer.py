@@ -75,6 +75,10 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         manager, gradients = self._manager, self._manager.gradients
         manager.release_borrowed()
         manager.sync()
+        for tensor in manager.tensors:
+            manager.take_over(tensor)
+            if tensor.spec.index in self._groups:
+                gradients.check_complete(tensor)
         factor = gradients.take_factor()
         on_device: dict[torch.device, torch.Tensor] = {}  # one copy per tier, not one per chunk
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made on the inner one asks for it
@@ -147,6 +151,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         num_places = 0
         self._manager.mirrors.sync_gradients()
         for tensor in tensors:
+            self._manager.gradients.check_complete(tensor)
             if not self._manager.gradients.has(tensor):
                 continue
             place = num_places + (tensor.chunk.rank if tensor.is_split else 0)

@@ -39,7 +39,8 @@ class GradientPlace(enum.Enum):
     ``LIST``: in the accumulation list. What a backward has not settled yet is aside, in autograd's own tensor, because
     a use of the value, or another part of the gradient, is outstanding in the graph. ``REMOTE``: on the rank that has
     the parameter at home. ``ZERO``: all zeros, written nowhere yet. ``KEPT``: after a step, in the tensor that a user
-    still refers to. ``CONSUMED``: it was there before the step, and is nowhere now.
+    still refers to. ``CONSUMED``: it was there before the step, and is nowhere now. ``INCOMPLETE``: torch would have added
+    another one to a consumed gradient.
     """
 
     NONE = "none"
@@ -49,6 +50,7 @@ class GradientPlace(enum.Enum):
     ZERO = "zero"
     KEPT = "kept"
     CONSUMED = "consumed"
+    INCOMPLETE = "incomplete"
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

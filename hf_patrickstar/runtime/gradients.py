@@ -32,6 +32,9 @@ from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace,
 from hf_patrickstar.states import TensorState
 
 
+_NOWHERE = frozenset({GradientPlace.NONE, GradientPlace.CONSUMED, GradientPlace.INCOMPLETE})
+
+
 class Gradients:
     """Finds places for gradients.
 
@@ -96,7 +99,7 @@ class Gradients:
     @staticmethod
     def has(tensor: ManagedTensor) -> bool:
         """Whether a parameter has a gradient, here or on the rank where it is at home."""
-        return tensor.aside is not None or tensor.gradient not in (GradientPlace.NONE, GradientPlace.CONSUMED)
+        return tensor.aside is not None or tensor.gradient not in _NOWHERE
 
     def make_ready(self, tensor: ManagedTensor) -> None:
         """Brings a gradient that is elsewhere to a place at home, where the optimizer finds it."""
@@ -117,11 +120,7 @@ class Gradients:
         Args:
             tensor: Whose gradient it is.
             gradient: The gradient of one backward, in the parameter's shape and type.
-
-        Raises:
-            EngineError: If torch would add it to a gradient that is not there any more.
         """
-        self.check_addable(tensor)
         is_needed = tensor.num_saved > 0 or tensor.users > 0
         if tensor.aside is not None:
             tensor.aside = tensor.aside + gradient.to(tensor.aside.device)
@@ -134,8 +133,16 @@ class Gradients:
             self.add(tensor, gradient)
 
     def add(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
-        """Adds a gradient to what is there; an attempt that fails before it is there has not counted it."""
-        self.check_addable(tensor)
+        """Adds a gradient to what is there; an attempt that fails before it is there has not counted it.
+
+        A gradient that torch would add to one that a step has consumed is dropped: the sum is not known any more.
+        """
+        if tensor.gradient is GradientPlace.CONSUMED:
+            tensor.gradient = GradientPlace.NONE if self._keeps is False else GradientPlace.INCOMPLETE
+        if tensor.gradient is GradientPlace.INCOMPLETE:
+            return
+        if tensor.gradient is GradientPlace.ZERO:
+            tensor.gradient = GradientPlace.NONE  # and zero plus a gradient is that gradient
         before = tensor.gradient
         if before is GradientPlace.KEPT:
             self.make_ready(tensor)
@@ -148,6 +155,11 @@ class Gradients:
         else:
             self._write_over_parameter(tensor, gradient)
         self.attempts.note_placed(tensor.spec.index, before)
+
+    def note_remote(self, tensor: ManagedTensor) -> None:
+        """Notes that a gradient was added on the rank that has the parameter at home."""
+        is_lost = tensor.gradient in (GradientPlace.CONSUMED, GradientPlace.INCOMPLETE) and self._keeps is not False
+        tensor.gradient = GradientPlace.INCOMPLETE if is_lost else GradientPlace.REMOTE
 
     def put(self, tensor: ManagedTensor, own: torch.Tensor) -> None:
         """Replaces a gradient by one that is given; what this rank has of it.
@@ -177,18 +189,14 @@ class Gradients:
             else:
                 home.copy_(own)
 
-    def check_addable(self, tensor: ManagedTensor) -> None:
-        """Makes sure that what torch would add a gradient to is there.
+    def check_complete(self, tensor: ManagedTensor) -> None:
+        """Makes sure that a gradient that is about to be used is all of it.
 
         Raises:
-            EngineError: If a step has consumed it.
+            EngineError: If torch would have added it to one that a step has consumed.
         """
-        if tensor.gradient is GradientPlace.ZERO:
-            tensor.gradient = GradientPlace.NONE  # and zero plus a gradient is that gradient
-        elif tensor.gradient is GradientPlace.CONSUMED:
-            if self._keeps == "auto":
-                raise EngineError(consumed(tensor, "zero_grad was not called since: torch would add this one to it"))
-            tensor.gradient = GradientPlace.NONE
+        if tensor.gradient is GradientPlace.INCOMPLETE:
+            raise EngineError(consumed(tensor, "zero_grad was not called since: torch would have added the next one to it"))
 
     def settle(self, tensor: ManagedTensor) -> None:
         """Finds a place for a gradient that was put aside; if there is none it still is where it was."""
@@ -277,7 +285,7 @@ class Gradients:
             to_zero: Whether a gradient that was there, also before the last step, is zero from now on.
         """
         with self.lock:
-            was_there = self.has(tensor) or tensor.gradient is GradientPlace.CONSUMED
+            was_there = self.has(tensor) or tensor.gradient is not GradientPlace.NONE
             if tensor.gradient is GradientPlace.PARAM:
                 self.restore_value(tensor)
             self.forget(tensor)

@@ -44,8 +44,12 @@ class Access(Protocol):
         """Makes ``value`` a copy that needs no chunk on the device, if it can."""
         ...
 
-    def finish(self, func: Any, result: Any) -> None:
+    def finish(self) -> None:
         """Takes over what the call has written; called once, after it returned."""
+        ...
+
+    def note_returned(self) -> None:
+        """Called if a call that does not write returned the value itself: it may go around torch's functions now."""
         ...
 
     def end(self) -> None:
@@ -56,12 +60,13 @@ class Access(Protocol):
 class Live(Protocol):
     """What answers for one parameter."""
 
-    def access(self, func: Any, *, is_graph: bool) -> Access:
+    def access(self, func: Any, *, is_graph: bool, writes: bool = False) -> Access:
         """Begins the access of one call.
 
         Args:
             func: What is called.
             is_graph: Whether autograd will record the call.
+            writes: Whether it may write to the value.
         """
         ...
 
@@ -271,28 +276,44 @@ def call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
     leaves = list(tree_iter((args, kwargs)))
     is_graph = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and requires_grad(x) for x in leaves)
     released = {id(leaf): leaf for leaf in leaves if isinstance(leaf, ReleasedMixin)}
+    written = _written(getattr(func, "__name__", ""), args, kwargs)
     accesses: dict[int, Access] = {}
     try:
         for key, parameter in released.items():
             try:
-                accesses[key] = parameter._live.access(func, is_graph=is_graph)
+                accesses[key] = parameter._live.access(func, is_graph=is_graph, writes=key in written)
             except MemoryError:  # of the device, which the chunks of all of them do not fit
                 for access in accesses.values():
                     access.make_room()
-                accesses[key] = parameter._live.access(func, is_graph=is_graph)
+                accesses[key] = parameter._live.access(func, is_graph=is_graph, writes=key in written)
         result = _substituted(func, args, kwargs, accesses)
-        found = [leaf for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor)]
+        values = {id(access.value) for access in accesses.values()}
+        found = [leaf for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor) and id(leaf) not in values]
         if any([access.needs_copy(found) for access in accesses.values()]):  # a list, so that each one is asked
             result = _substituted(func, args, kwargs, accesses)
         for access in accesses.values():
-            access.finish(func, result)
+            access.finish()
         owners = {id(access.value): released[key] for key, access in accesses.items()}
-        if any(id(leaf) in owners for leaf in tree_iter(result)):
+        returned = values & {id(leaf) for leaf in tree_iter(result)}
+        if returned:
+            for access in accesses.values():
+                if id(access.value) in returned and not written:
+                    access.note_returned()
             result = tree_map_only(torch.Tensor, lambda tensor: owners.get(id(tensor), tensor), result)
         return result
     finally:
         for access in reversed(accesses.values()):
             access.end()
+
+
+def _written(name: str, args: Any, kwargs: Any) -> set[int]:
+    """Identities of what a function writes to, as far as its name tells; some leave no other trace."""
+    if name.startswith("__"):
+        is_in_place = name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__"))
+    else:
+        is_in_place = name.endswith("_")
+    first = args[:1] or tuple(kwargs.values())[:1]
+    return {id(leaf) for leaf in tree_iter((first if is_in_place else (), kwargs.get("out")))}
 
 
 def _substituted(func: Any, args: Any, kwargs: Any, accesses: dict[int, Access]) -> Any:
@@ -358,7 +379,7 @@ class _Orphan:
     def __init__(self, parameter: torch.Tensor) -> None:
         self._parameter = parameter
 
-    def access(self, func: Any, *, is_graph: bool) -> "_Orphan":
+    def access(self, func: Any, *, is_graph: bool, writes: bool = False) -> "_Orphan":
         self._become_ordinary()
         return self
 
@@ -372,7 +393,10 @@ class _Orphan:
     def make_room(self) -> None:
         pass
 
-    def finish(self, func: Any, result: Any) -> None:
+    def note_returned(self) -> None:
+        pass
+
+    def finish(self) -> None:
         pass
 
     def end(self) -> None:

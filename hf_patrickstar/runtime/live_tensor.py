@@ -97,7 +97,7 @@ class LiveTensor:
         self.tensor = tensor
         self.services = services
 
-    def access(self, func: Any, *, is_graph: bool) -> Access:
+    def access(self, func: Any, *, is_graph: bool, writes: bool = False) -> Access:
         """See ``Live.access``.
 
         Raises:
@@ -113,12 +113,16 @@ class LiveTensor:
                 "model (copy.deepcopy), or call model.patrickstar_engine.detach() first"
             )
         is_graph = is_graph and func not in _WITHOUT_GRAPH
-        if services.frames.stack:
-            leaf = services.frames.find_lookup(tensor.parameter)
-            return _FixedAccess(leaf) if leaf is not None else _InsideAccess(tensor, services, func)
-        if services.frames.is_inside and (is_graph or not services.manager.sharing.is_alone):
+        is_inside = services.frames.is_inside
+        leaf = services.frames.find_lookup(tensor.parameter) if is_inside else None
+        if leaf is not None:
+            return _FixedAccess(leaf)
+        if is_inside and not services.manager.sharing.is_alone:  # there others may do something else meanwhile
             return _InsideAccess(tensor, services, func)
-        return _GraphAccess(tensor, services) if is_graph else _ValueAccess(tensor, services, func)
+        if is_inside and (is_graph or (services.frames.stack and not writes and func not in _WITHOUT_GRAPH)):
+            return _InsideAccess(tensor, services, func)
+        is_graph = is_graph and not is_inside
+        return _GraphAccess(tensor, services) if is_graph else _ValueAccess(tensor, services, func, writes=writes)
 
     def assign(self, value: torch.Tensor) -> None:
         """Takes a value over, and follows the tensor that it came in: in torch both are the same memory from now on.
@@ -126,18 +130,9 @@ class LiveTensor:
         Raises:
             EngineError: If the shape is another one.
         """
-        manager, tensor = self.services.manager, self.tensor
-        value = value.detach()
-        if tuple(value.shape) != tensor.spec.shape:
-            raise EngineError(
-                f"parameter '{tensor.spec.name}' was replaced by a tensor of shape {tuple(value.shape)}, it had "
-                f"{tensor.spec.shape}; call model.patrickstar_engine.detach() before changing the model"
-            )
-        with manager.gradients.lock:
-            manager.mirrors.drop_values(tensor)
-            manager.write(tensor, value, voids_graphs=False)
-            if value.dtype == tensor.chunk.param.dtype:
-                manager.mirrors.add_value(tensor, value)
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"Variable data has to be a tensor, but got {type(value).__name__}")
+        self.services.manager.assign(self.tensor, value.detach())
 
     def copy_from(self, source: torch.Tensor, is_graph: bool) -> bool:
         """Gives the fp32 master of a 16-bit parameter all bits of what is copied into it."""
@@ -146,7 +141,7 @@ class LiveTensor:
         if is_graph or not is_wider or self.services.frames.is_inside:
             return False
         with manager.gradients.lock:
-            manager.mirrors.sync_value(tensor)
+            manager.take_over(tensor)
             manager.write(tensor, source.detach().expand(tensor.spec.shape))
         return True
 
@@ -161,7 +156,7 @@ class LiveTensor:
     def host_value(self) -> torch.Tensor:
         """The value on the host, in the type that the model was loaded in; it may alias the chunk."""
         manager, tensor = self.services.manager, self.tensor
-        manager.mirrors.sync_value(tensor)
+        manager.take_over(tensor)
         return manager.values.host_alias(tensor, tensor.original_dtype)
 
     # The gradient
@@ -177,7 +172,7 @@ class LiveTensor:
         if own is not None or not tensor.spec.trainable:
             return own
         with manager.gradients.lock:
-            if tensor.gradient is GradientPlace.CONSUMED:
+            if tensor.gradient in (GradientPlace.CONSUMED, GradientPlace.INCOMPLETE):
                 return ConsumedGradient.make(tensor)
             if not manager.gradients.has(tensor):
                 return None
@@ -248,7 +243,10 @@ class _FixedAccess:
     def make_room(self) -> None:
         pass
 
-    def finish(self, func: Any, result: Any) -> None:
+    def note_returned(self) -> None:
+        pass
+
+    def finish(self) -> None:
         pass
 
     def end(self) -> None:
@@ -267,7 +265,7 @@ class _InsideAccess:
         self._manager = services.manager
         self._stack = services.frames.stack
         self._stage = services.frames.stage
-        self._is_kept = func in _EXPORTS
+        self._is_held, self._is_kept = True, func in _EXPORTS
         is_alias = self._stage is Stage.BACKWARD and not requires_grad(tensor.parameter)
         self._manager.acquire(tensor, "code that reads a parameter of another module", is_alias=is_alias)
         chunk = tensor.chunk
@@ -277,19 +275,29 @@ class _InsideAccess:
     def needs_copy(self, results: list[torch.Tensor]) -> bool:
         """No copy: what aliases the chunk keeps it on the device. What is written through it is looked for later."""
         storage = self._tensor.chunk.storage
-        assert storage is not None
-        self._is_kept |= any(result is self.value for result in results)
-        if any(_is_over(result, storage._cdata) for result in results if result is not self.value):
+        if self._is_held and storage is not None and any(_is_over(result, storage._cdata) for result in results):
             self._manager.watch(self._tensor)
         return False
 
     def make_room(self) -> None:
-        pass
+        """A copy: the chunks of all parameters of a call may be more than fit."""
+        if self._is_held:
+            self.value = self.value.clone()
+            self._release()
 
-    def finish(self, func: Any, result: Any) -> None:
+    def note_returned(self) -> None:
+        self._is_kept = True
+
+    def finish(self) -> None:
         pass
 
     def end(self) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        if not self._is_held:
+            return
+        self._is_held = False
         if not self._is_kept:
             self._manager.release(self._tensor, self._stage)
         elif self._stack:
@@ -316,7 +324,7 @@ class _GraphAccess:
 
     def needs_copy(self, results: list[torch.Tensor]) -> bool:
         key = storage_key(self.value)
-        if self._is_mirror or not any(_is_over(result, key) for result in results if result is not self.value):
+        if self._is_mirror or not any(_is_over(result, key) for result in results):
             return False
         self._is_mirror = True
         needs_copy = not self._is_copy
@@ -333,7 +341,10 @@ class _GraphAccess:
         self._copy()
         self._release()
 
-    def finish(self, func: Any, result: Any) -> None:
+    def note_returned(self) -> None:
+        pass
+
+    def finish(self) -> None:
         pass
 
     def end(self) -> None:
@@ -349,15 +360,16 @@ class _GraphAccess:
 class _ValueAccess:
     """Between forward and backward, not recorded: the value where it is, or a mirror of it; see [Note: mirrors]."""
 
-    def __init__(self, tensor: ManagedTensor, services: LiveServices, func: Any) -> None:
+    def __init__(self, tensor: ManagedTensor, services: LiveServices, func: Any, *, writes: bool) -> None:
         self._tensor = tensor
+        self._writes = writes
         self._manager = manager = services.manager
         self._lock = manager.gradients.lock
         self._lock.acquire()
         try:
             manager.check_usable(tensor)
             manager.mirrors.sync_unused(but=tensor)
-            manager.mirrors.sync_value(tensor, keeps_unused=True)
+            manager.take_over(tensor, keeps_unused=True)
             tensor.read_at = manager.num_steps
             self._is_private = func in _EXPORTS
             self._changes_shape = func in _CHANGES_OF_SHAPE
@@ -374,12 +386,13 @@ class _ValueAccess:
     def _use(self, value: torch.Tensor) -> None:
         """Lets the call have a value: a leaf that requires a gradient if the parameter does, since views of it say so."""
         with as_it_is():
-            self.value = value.detach().requires_grad_(requires_grad(self._tensor.parameter))
+            # Not detach(): all parameters of a chunk share the version of its payload.
+            self.value = value.data.requires_grad_(requires_grad(self._tensor.parameter))
         self._version = self.value._version
 
     def needs_copy(self, results: list[torch.Tensor]) -> bool:
         key = storage_key(self.value)
-        if self._is_private or not any(_is_over(result, key) for result in results if result is not self.value):
+        if self._is_private or not any(_is_over(result, key) for result in results):
             return False
         self._is_private = True
         if key not in _places(self._tensor):
@@ -391,10 +404,13 @@ class _ValueAccess:
     def make_room(self) -> None:
         pass
 
-    def finish(self, func: Any, result: Any) -> None:
+    def note_returned(self) -> None:
+        pass
+
+    def finish(self) -> None:
         if self._changes_shape:
             self._tensor.parameter._live.assign(self.value)
-        elif self.value._version != self._version:
+        elif self._writes or self.value._version != self._version:
             self._manager.write(self._tensor, self.value.detach())
 
     def end(self) -> None:

@@ -168,7 +168,7 @@ class ChunkManager:
         with self._lock:
             if tensor.users == 0:
                 self.check_usable(tensor)
-                self.mirrors.sync_value(tensor)
+                self.take_over(tensor)
             payload = self._reach(tensor, module_name)
             tensor.read_at = self.num_steps
             if not is_alias and not tensor.is_materialized:
@@ -276,7 +276,6 @@ class ChunkManager:
                     "let it read the parameter inside of the forward of the module that owns it, or in full_parameters()"
                 )
             self.mirrors.sync_gradient(tensor)
-            self.gradients.check_addable(tensor)
             if not self._is_alone:
                 self._reducer.store(tensor, gradient)
             elif not self.gradients.attempts.is_counted(tensor.spec.index):
@@ -303,7 +302,7 @@ class ChunkManager:
                 self._reducer.settle(found)
                 for index in found:
                     if not self.tensors[index].is_owned:
-                        self.tensors[index].gradient = GradientPlace.REMOTE
+                        self.gradients.note_remote(self.tensors[index])
             self.in_backward = False
             for tensor in self.tensors:
                 if tensor.aside is not None:
@@ -340,7 +339,7 @@ class ChunkManager:
         with self._lock:
             if tensor.users == 0:
                 self.check_usable(tensor)
-                self.mirrors.sync_value(tensor)
+                self.take_over(tensor)
             tensor.read_at = self.num_steps
             if tensor.gradient is GradientPlace.PARAM:
                 self.gradients.move_to_list(tensor)
@@ -364,6 +363,40 @@ class ChunkManager:
         """Changes the value of a parameter, in every place where it is; see ``Values.write``."""
         self.values.write(tensor, value, voids_graphs=voids_graphs)
         self.mirrors.refresh_value(tensor)
+
+    def take_over(self, tensor: ManagedTensor, *, keeps_unused: bool = False) -> None:
+        """Takes over what a user wrote to one parameter without a trace: to what was handed out, or around torch's functions.
+
+        Args:
+            tensor: The parameter.
+            keeps_unused: As for ``Mirrors.sync_value``.
+        """
+        if not (tensor.is_materialized or tensor.is_open or tensor.is_placeholder):
+            value = raw_data(tensor.parameter)
+            tensor.dematerialize()
+            self.assign(tensor, value)
+        self.mirrors.sync_value(tensor, keeps_unused=keeps_unused)
+
+    def assign(self, tensor: ManagedTensor, value: torch.Tensor) -> None:
+        """What ``parameter.data = value`` means: in torch both are the same memory from now on.
+
+        Args:
+            tensor: The parameter.
+            value: A tensor that requires no gradient.
+
+        Raises:
+            EngineError: If the shape is another one.
+        """
+        if tuple(value.shape) != tensor.spec.shape:
+            raise EngineError(
+                f"parameter '{tensor.spec.name}' was replaced by a tensor of shape {tuple(value.shape)}, it had "
+                f"{tensor.spec.shape}; call model.patrickstar_engine.detach() before changing the model"
+            )
+        with self._lock:
+            self.mirrors.drop_values(tensor)
+            self.write(tensor, value, voids_graphs=False)
+            if value.dtype == tensor.chunk.param.dtype:
+                self.mirrors.add_value(tensor, value)
 
     def sync(self) -> None:
         """Takes over what users wrote without a trace, before values are used."""

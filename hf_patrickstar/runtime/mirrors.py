@@ -273,9 +273,9 @@ class Mirrors:
         if not self._of_values and not self._of_gradients:
             return
         with self._lock:
-            for mirror in [mirror for mirrors in self._of_values.values() for mirror in mirrors]:
-                if mirror.tensor is not but and not self._is_used(mirror):
-                    self.sync_value(mirror.tensor)
+            for mirrors in list(self._of_values.values()):
+                if mirrors[0].tensor is not but and not all(self._is_used(mirror) for mirror in mirrors):
+                    self.sync_value(mirrors[0].tensor)
             for mirror in list(self._of_gradients.values()):
                 if not self._is_used(mirror):
                     self.sync_gradient(mirror.tensor)

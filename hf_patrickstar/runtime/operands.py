@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from hf_patrickstar.errors import EngineError
-from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.live_parameter import RAW, LiveMixin, storage_key
 from hf_patrickstar.runtime.manager import ChunkManager
 
@@ -33,10 +34,10 @@ class SavedView:
         self.tensor.num_saved -= 1
 
 
-class _GivenBack(NamedTuple):
-    """What is kept of an operand that the hooks of somebody else gave back as they got it."""
+class _Kept(NamedTuple):
+    """What the hooks of somebody else gave back, with numbers in place of what lives in chunks."""
 
-    value: "torch.Tensor | SavedView"
+    value: Any
 
 
 class Operands:
@@ -56,7 +57,7 @@ class Operands:
         """Inside, autograd keeps numbers in place of operands that live in chunks.
 
         Where somebody else's hooks are in force (offloading of activations, checkpointing of the whole model) they are
-        asked for every operand, as they are in torch; numbers are kept of those that they give back as they got them.
+        asked for every operand, as they are in torch; numbers are kept of what they give back that lives in a chunk.
         Under ``torch.func`` hooks are not possible.
         """
         if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -77,12 +78,13 @@ class Operands:
                 shown = view.detach() if isinstance(view, LiveMixin) else view
             theirs = pack(shown)
             if theirs is shown:
-                return _GivenBack(self.pack(view))
-            is_ours = isinstance(theirs, torch.Tensor) and self._manager.residency.find(storage_key(theirs))
-            return _GivenBack(self.pack(theirs)) if is_ours else theirs
+                return _Kept(self.pack(view))
+            in_chunks = [t for t in tree_iter(theirs) if isinstance(t, torch.Tensor) and self._find(t) is not None]
+            return _Kept(tree_map_only(torch.Tensor, self.pack, theirs)) if in_chunks else theirs
 
         def unpack_both(kept: Any) -> torch.Tensor:
-            return unpack(self.unpack(kept.value) if isinstance(kept, _GivenBack) else kept)
+            self.notice_backward()
+            return unpack(tree_map_only(SavedView, self.unpack, kept.value) if isinstance(kept, _Kept) else kept)
 
         return pack_both, unpack_both
 
@@ -95,12 +97,16 @@ class Operands:
                 return SavedView(tensor, tensor.spec.shape, tensor.strides, tensor.offset_numel, manager.num_steps)
             with RAW():
                 view = view.detach()
-        chunk = manager.residency.find(view.untyped_storage()._cdata)
+        chunk = self._find(view)
         if chunk is None or view.dtype is not chunk.param.dtype:
             # Of an output that is saved by its own operator the tensor itself would be a cycle that nobody collects.
             return view.detach()
         offset = int(view.storage_offset())
         return SavedView(chunk.tensor_at(offset), view.size(), view.stride(), offset, manager.num_steps)
+
+    def _find(self, tensor: torch.Tensor) -> Chunk | None:
+        """The chunk that a tensor looks into."""
+        return self._manager.residency.find(storage_key(tensor))
 
     def unpack(self, saved: torch.Tensor | SavedView) -> torch.Tensor:
         """Brings back an operand of backward.
