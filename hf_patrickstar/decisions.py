@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import logging
 import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -17,9 +19,10 @@ from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pool import pinned_nbytes
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernels import Kernel
-from hf_patrickstar.runtime.admission import check_model, check_values, choose_dtype, is_recomputed
+from hf_patrickstar.runtime.admission import check_model, check_values, choose_dtype, is_left_out, is_recomputed
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER
 from hf_patrickstar.runtime.collectives import Collectives
+from hf_patrickstar.runtime.live_parameter import LiveMixin
 from hf_patrickstar.schedule.placement import ChunkBytes, HomePlan, plan_homes
 from hf_patrickstar.units import format_nbytes
 
@@ -42,7 +45,8 @@ class Circumstances:
         device: The compute device.
         ledger: The budgets; nothing is booked yet.
         collectives: The processes that share the model data.
-        kernel: What updates chunks; ``None`` in an engine for evaluation.
+        kernels: What updates chunks, one for each optimizer.
+        optimizer_of: Which optimizer holds a parameter, by the parameter's identity.
         num_micro_batches: Micro-batches per step.
         pinned: Whether host chunks that move are page-locked.
         is_metered: Whether non-model data counts against the device budget.
@@ -52,7 +56,8 @@ class Circumstances:
     device: torch.device
     ledger: Ledger
     collectives: Collectives
-    kernel: Kernel | None
+    kernels: Sequence[Kernel]
+    optimizer_of: Mapping[int, int]
     num_micro_batches: int
     pinned: bool
     is_metered: bool
@@ -72,7 +77,7 @@ class Decisions:
         chunk_nbytes: Bytes of this rank's chunks over all lists.
         homes: Where they are at home.
         workspace_nbytes: Bytes of scratch space that the optimizer needs on a tier.
-        trainable_lists: The lists that trainable chunks have beside ``param``.
+        lists: The lists that trainable chunks have beside ``param``, by the index of their optimizer; -1 is none.
         widens_gradients: Whether the optimizer finds 16-bit gradients; an accumulation list is fp32 already.
     """
 
@@ -85,12 +90,12 @@ class Decisions:
     chunk_nbytes: list[ChunkBytes]
     homes: HomePlan
     workspace_nbytes: int
-    trainable_lists: tuple[str, ...]
+    lists: Mapping[int, tuple[str, ...]]
     widens_gradients: bool
 
     def list_names(self, spec: ChunkSpec) -> tuple[str, ...]:
         """The fp32 lists of a chunk."""
-        return self.trainable_lists if spec.trainable else ()
+        return self.lists[spec.optimizer_index] if spec.trainable else ()
 
     def explain(self, situation: Circumstances) -> None:
         """Logs one line per decision that ``auto`` made."""
@@ -134,13 +139,12 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
         EngineError: If the model cannot be managed.
     """
     config, ledger, collectives = situation.config, situation.ledger, situation.collectives
-    tensors, modules, parameters = collect_specs(model, is_recomputed)
-    _check(model, tensors, parameters, is_training=situation.kernel is not None)
+    tensors, modules, parameters = collect(model, situation.optimizer_of)
+    _check(model, tensors, parameters, is_training=bool(situation.kernels))
     dtype, reason = choose_dtype(model, config.dtype, precision, parameters)
-    lists = _trainable_lists(situation, dtype, parameters)
-    state_itemsize = torch.float32.itemsize * len(lists)
+    lists = _lists(situation, dtype, parameters)
     limit = _chunk_limit(situation, parameters)
-    total = sum(align(spec.numel) * (dtype.itemsize + spec.trainable * state_itemsize) for spec in tensors)
+    total = sum(align(spec.numel) * (dtype.itemsize + _state_itemsize(spec, lists)) for spec in tensors)
     total = -(-total // collectives.world_size)
     share = int(limit * _UNMEASURED_SHARE) if situation.is_metered else limit
     if ledger.chunk_budget is not None:
@@ -151,10 +155,10 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
     choice = _choose_layout(situation, tensors, modules, dtype, embeddings.apart, limit, most)
     widens = dtype is not torch.float32 and situation.num_micro_batches == 1
     workspace = 0
-    if situation.kernel is not None and widens:
-        largest = max(spec.chunk_numel for spec in choice.layout.chunks if spec.trainable)
-        workspace = situation.kernel.workspace_numel(largest) * torch.float32.itemsize
-    nbytes = _chunk_bytes(choice, dtype, state_itemsize, situation.pinned, embeddings)
+    for number, kernel in enumerate(situation.kernels if widens else ()):
+        own = [spec.chunk_numel for spec in choice.layout.chunks if spec.is_updated and spec.optimizer_index == number]
+        workspace += kernel.workspace_numel(max(own, default=0)) * torch.float32.itemsize
+    nbytes = chunk_bytes(choice.layout.chunks, dtype, lists, situation.pinned, embeddings)
     homes = plan_homes(
         nbytes,
         share,
@@ -167,6 +171,30 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
         # Both tiers are the same memory: what the home takes is not there for the compute tier.
         ledger.lower_limit(Tier.DEVICE, max(ledger.limit(Tier.DEVICE) - total, choice.working_set_nbytes))
     return Decisions(tensors, parameters, dtype, reason, choice, embeddings, nbytes, homes, workspace, lists, widens)
+
+
+def collect(
+    model: torch.nn.Module,
+    optimizer_of: Mapping[int, int],
+    find: Callable[[torch.Tensor], Any] = lambda parameter: None,
+) -> tuple[list[TensorSpec], list[ModuleSpec], list[torch.nn.Parameter]]:
+    """The parameters of a model that can be managed now, and who updates them; see ``collect_specs``.
+
+    Args:
+        model: The model.
+        optimizer_of: Which optimizer holds a parameter, by the parameter's identity.
+        find: Tells whether a parameter is managed by this engine; those of other engines are left to them.
+    """
+
+    def leave_out(parameter: torch.Tensor) -> bool:
+        return is_left_out(parameter) or (isinstance(parameter, LiveMixin) and find(parameter) is None)
+
+    tensors, modules, parameters = collect_specs(model, is_recomputed, leave_out)
+    tensors = [
+        dataclasses.replace(spec, optimizer_index=optimizer_of.get(id(parameter), -1))
+        for spec, parameter in zip(tensors, parameters, strict=True)
+    ]
+    return tensors, modules, parameters
 
 
 def _check(
@@ -182,13 +210,20 @@ def _check(
     check_values([spec.name for spec in tensors], parameters)
 
 
-def _trainable_lists(
+def _lists(
     situation: Circumstances, dtype: torch.dtype, parameters: list[torch.nn.Parameter]
-) -> tuple[str, ...]:
-    if situation.kernel is None:  # masters are kept only where the model could not be restored without them
-        return () if {parameter.dtype for parameter in parameters} == {dtype} else (MASTER,)
-    lists = situation.kernel.list_names
-    return (*lists, GRADIENT) if situation.num_micro_batches > 1 else lists
+) -> dict[int, tuple[str, ...]]:
+    """The fp32 lists of the chunks of each optimizer."""
+    # Without an optimizer masters are kept only where the model could not be restored without them.
+    lists: dict[int, tuple[str, ...]] = {-1: () if {parameter.dtype for parameter in parameters} == {dtype} else (MASTER,)}
+    for number, kernel in enumerate(situation.kernels):
+        lists[number] = (*kernel.list_names, GRADIENT) if situation.num_micro_batches > 1 else kernel.list_names
+    return lists
+
+
+def _state_itemsize(spec: TensorSpec | ChunkSpec, lists: Mapping[int, tuple[str, ...]]) -> int:
+    """Bytes of all fp32 lists for one element."""
+    return torch.float32.itemsize * len(lists[spec.optimizer_index]) if spec.trainable else 0
 
 
 def _agree(situation: Circumstances, tensors: list[TensorSpec], dtype: torch.dtype, limit: int) -> int:
@@ -197,10 +232,10 @@ def _agree(situation: Circumstances, tensors: list[TensorSpec], dtype: torch.dty
     settings = {key: value for key, value in situation.config.to_dict().items() if not key.endswith("_budget")}
     settings["micro_batches"] = situation.num_micro_batches
     parts = {
-        "models": [(spec.name, spec.shape, spec.trainable) for spec in tensors],
+        "models": [(spec.name, spec.shape, spec.trainable, spec.optimizer_index) for spec in tensors],
         "types of parameters": str(dtype),
         "settings": sorted(settings.items()),
-        "optimizers": type(situation.kernel).__name__,
+        "optimizers": [type(kernel).__name__ for kernel in situation.kernels],
     }
     checksums = [zlib.crc32(repr(part).encode()) for part in parts.values()]
     rows = collectives.exchange([limit, *checksums], "comparing models and settings")
@@ -260,7 +295,7 @@ def _choose_layout(
         narrow, wide = collectives.staging_numel(chunk_numel, dtype)
         return narrow * dtype.itemsize + wide * torch.float32.itemsize
 
-    splits = world_size > 1 and (situation.kernel is None or situation.kernel.splits_tensors)
+    splits = world_size > 1 and all(kernel.splits_tensors for kernel in situation.kernels)
     if config.chunk_numel != "auto":
         numel = int(config.chunk_numel)
         return fixed_layout(tensors, modules, numel, dtype.itemsize, limit, apart, usable, world_size, staging, splits)
@@ -274,14 +309,26 @@ def _choose_layout(
     return search_layout(tensors, modules, dtype.itemsize, most, apart, usable, world_size, staging, splits)
 
 
-def _chunk_bytes(
-    choice: ChunkSizeChoice, dtype: torch.dtype, state_itemsize: int, pinned: bool, embeddings: EmbeddingChoice
+def chunk_bytes(
+    specs: Iterable[ChunkSpec],
+    dtype: torch.dtype,
+    lists: Mapping[int, tuple[str, ...]],
+    pinned: bool,
+    embeddings: EmbeddingChoice,
 ) -> list[ChunkBytes]:
+    """The bytes of chunks over all their lists.
+
+    Args:
+        specs: The chunks.
+        dtype: Type of the ``param`` list.
+        lists: The fp32 lists, by the index of the optimizer.
+        pinned: Whether host chunks that move are page-locked.
+        embeddings: Which embeddings are looked up at home.
+    """
     chunks = []
-    for spec in choice.layout.chunks:
+    for spec in specs:
         nbytes = spec.chunk_numel * dtype.itemsize
         host = pinned_nbytes(nbytes) if pinned and not spec.on_host else nbytes
-        state = spec.chunk_numel * state_itemsize * spec.trainable
         stays = bool(embeddings.tensor_indices & set(spec.tensor_indices))
-        chunks.append(ChunkBytes(spec.index, nbytes, host, state, stays))
+        chunks.append(ChunkBytes(spec.index, nbytes, host, spec.chunk_numel * _state_itemsize(spec, lists), stays))
     return chunks

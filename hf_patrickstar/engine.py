@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,16 +18,19 @@ from hf_patrickstar.checkpoint.first_values import FirstValues
 from hf_patrickstar.checkpoint.training_state import TrainingState
 from hf_patrickstar.checkpoint.weights import ChunkWeights
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.decisions import Circumstances, decide
+from hf_patrickstar.decisions import Circumstances, chunk_bytes, decide
 from hf_patrickstar.errors import ConfigError, EngineError, PatrickStarError
 from hf_patrickstar.events import Event, Listener
+from hf_patrickstar.layout.packing import ChunkSpec
+from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.meters import CudaMeter, Meter, StorageMeter, UnmeteredTier
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier, resolve_budgets
 from hf_patrickstar.memory.transfers import Transfers
-from hf_patrickstar.optim.kernels import make_kernel
-from hf_patrickstar.optim.optimizer import ChunkedOptimizer
+from hf_patrickstar.membership import Membership, Parts, holders
+from hf_patrickstar.optim.kernels import Kernel, make_kernel
+from hf_patrickstar.optim.optimizer import ChunkedOptimizer, OptimizerSet
 from hf_patrickstar.report.statistics import Statistics
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives
@@ -56,8 +59,9 @@ class PatrickStarEngine:
     Args:
         model: The model, on the host or on the compute device.
         config: Settings; a ``PatrickStarConfig``, dictionary, JSON text or path.
-        optimizer: A torch optimizer over the model's parameters; state that it has is taken over. ``None`` makes an
-            engine for evaluation: parameters only, no masters unless they are needed to restore the model.
+        optimizer: A torch optimizer over the model's parameters, or several, each with its own; state that they have is
+            taken over. ``None`` makes an engine for evaluation, or for an optimizer that comes later: parameters only,
+            no masters unless they are needed to restore the model.
         device: The compute device; by default the current CUDA device if there is one, else the CPU tier.
         gradient_accumulation_steps: Micro-batches per step. More than one gives gradients a list of their own from
             the start (+4 bytes per parameter). It is a hint: any pattern of calls is computed right.
@@ -76,7 +80,7 @@ class PatrickStarEngine:
         self,
         model: torch.nn.Module,
         config: Any = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         *,
         device: torch.device | str | None = None,
         gradient_accumulation_steps: int = 1,
@@ -103,15 +107,15 @@ class PatrickStarEngine:
         pinned = self.config.pin_memory if self.config.pin_memory != "auto" else self.device.type == "cuda"
         pinned = bool(pinned) and torch.cuda.is_available()
         self._pool = PayloadPool(self.ledger, self.device, pinned)
-        self._kernel = None
-        if optimizer is not None:
-            self._kernel = make_kernel(optimizer, self._pool, self.config.tile_numel, self.device.type != "cpu")
+        given = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*optimizer]
+        self._kernels: list[Kernel] = [self._make_kernel(item) for item in given]
         situation = Circumstances(
             self.config,
             self.device,
             self.ledger,
             self.collectives,
-            self._kernel,
+            self._kernels,
+            holders(given),
             self._num_micro_batches,
             pinned,
             is_metered,
@@ -122,14 +126,70 @@ class PatrickStarEngine:
         self._bind(chunks)
         self.manager = self._make_manager(chunks)
         self.weights = ChunkWeights(self.manager)
-        self.optimizer: ChunkedOptimizer | None = None
+        self.optimizers: list[ChunkedOptimizer] = []
         self._attached = True
-        self.training_state: TrainingState | None = None
         self._buffer_devices: list[tuple[torch.Tensor, torch.device]] = []
         self._first_values = FirstValues(self.manager.tensors, self.collectives, self.weights.piece_numel)
-        self._attach(optimizer)
+        self._attach(given)
         model.__dict__["patrickstar_engine"] = self
         self._decisions.explain(situation)
+
+    @property
+    def optimizer(self) -> ChunkedOptimizer | None:
+        """The optimizer over chunks, the first one if there are several; ``None`` in an engine without one."""
+        return self.optimizers[0] if self.optimizers else None
+
+    @property
+    def training_state(self) -> TrainingState | None:
+        """Masters and optimizer states, as checkpoints have them; ``None`` in an engine without an optimizer."""
+        return self.checkpoints.state if self.optimizers else None
+
+    def _make_kernel(self, optimizer: torch.optim.Optimizer) -> Kernel:
+        return make_kernel(optimizer, self._pool, self.config.tile_numel, self.device.type != "cpu")
+
+    def _make_optimizer(self, optimizer: torch.optim.Optimizer, kernel: Kernel, number: int) -> ChunkedOptimizer:
+        return ChunkedOptimizer(optimizer, kernel, self.manager, self._emit, number, lambda: self._follow_model(True))
+
+    def _make_membership(self) -> Membership:
+        decisions = self._decisions
+
+        def reserve() -> None:
+            for kernel in self._kernels:
+                kernel.release()
+            self._reserve(self.manager.chunks)
+
+        return Membership(
+            Parts(
+                model=self.model,
+                manager=self.manager,
+                hooks=self._hooks,
+                weights=self.weights,
+                optimizers=self.optimizers,
+                collectives=self.collectives,
+                make_chunk=self._make_chunk,
+                make_tensor=self._make_tensor,
+                nbytes_of=lambda specs: chunk_bytes(
+                    specs, decisions.dtype, decisions.lists, self._pool.pins_memory, decisions.embeddings
+                ),
+                reserve=reserve,
+                splits_tensors=lambda: all(kernel.splits_tensors for kernel in self._kernels),
+            ),
+            decisions,
+        )
+
+    def follow_model(self) -> None:
+        """Adapts to what has changed in the model or the param groups, as every forward and step does by itself.
+
+        With several processes all of them call it together.
+
+        Raises:
+            BudgetError: If there is no room for what is new; nothing has changed then.
+        """
+        self._follow_model(True)
+
+    def _follow_model(self, is_training: bool) -> None:
+        if self._attached and hasattr(self, "_membership"):
+            self._membership.follow(is_training=is_training)
 
     def _make_meter(self) -> Meter:
         if self.device.type == "cuda":
@@ -164,49 +224,60 @@ class PatrickStarEngine:
             lockstep,
             config.keep_gradients,
         )
-        manager.has_optimizer = self._kernel is not None
-        if self._kernel is not None:
-            widens = decisions.widens_gradients
+        if self._kernels:
+            follows = all(kernel.follows_homes for kernel in self._kernels)
             manager.homes = Homes(
                 chunks,
                 decisions.chunk_nbytes,
                 residency,
-                self._kernel.reserve if widens else lambda chunks, *also: None,
+                self._reserve,
                 decisions.workspace_nbytes,
                 config.prefetch_depth,
-                None if config.placement == "host" or not self._kernel.follows_homes else self._rates(),
+                self._rates() if follows and config.placement != "host" else None,
             )
         return manager
+
+    def _reserve(self, chunks: Sequence[Chunk], *also: Tier) -> None:
+        """Lets the kernels allocate their workspace, if they have to widen gradients."""
+        for number, kernel in enumerate(self._kernels if self._decisions.widens_gradients else ()):
+            kernel.reserve([chunk for chunk in chunks if chunk.spec.optimizer_index == number], *also)
 
     def _rates(self) -> Rates:
         return CPU_TIER if self.device.type == "cpu" else ACCELERATOR
 
-    def _attach(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def _attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Hooks, then values: what goes wrong until the last line is undone."""
         gradients = [(parameter, parameter.grad) for parameter in self._decisions.parameters]
         try:
             self._first_values.begin(self.model)
-            if optimizer is not None and self._kernel is not None:
-                self.optimizer = ChunkedOptimizer(optimizer, self._kernel, self.manager, self._emit)
-                collectives = self.collectives
-                self.training_state = TrainingState(
-                    self.manager, self.optimizer, collectives.rank, collectives.world_size, self._is_in_model_file
-                )
+            for number, (optimizer, kernel) in enumerate(zip(optimizers, self._kernels, strict=True)):
+                self.optimizers.append(self._make_optimizer(optimizer, kernel, number))
+            collectives = self.collectives
+            state = TrainingState(
+                self.manager,
+                OptimizerSet(self.optimizers),
+                collectives.rank,
+                collectives.world_size,
+                self._is_in_model_file,
+            )
             self.checkpoints = Checkpoints(
                 self.model,
                 self.manager,
                 self.weights,
-                self.training_state,
+                state,
                 self.collectives,
                 self.config.background_save,
             )
-            self._hooks = ModelHooks(self.model, self.manager, self.weights, self._zero_grad, self.device)
+            self._hooks = ModelHooks(
+                self.model, self.manager, self.weights, self._zero_grad, self._follow_model, self.device
+            )
+            self._membership = self._make_membership()
             self._recovery = Recovery(self.manager, self._hooks.unwind, self.device, self.model.buffers)
             self._hooks.attach()
             self._move_in()
             self._hooks.bind()
-            if self.optimizer is not None:
-                self.optimizer.take_inner_state()
+            for optimizer in self.optimizers:
+                optimizer.take_inner_state()
         except BaseException:
             self.detach()
             self._first_values.give_back()
@@ -335,7 +406,7 @@ class PatrickStarEngine:
             bytes of parameters and gradients that this one sent, and the short agreements beside them.
             ``num_chunks``, ``chunk_numel``, ``chunk_utilisation``: the layout.
         """
-        layout, residency, homes = self._decisions.choice.layout, self.manager.residency, self.manager.homes
+        layout, residency, homes = self._membership.layout, self.manager.residency, self.manager.homes
         return {
             "device_peak_nbytes": self.ledger.peak(Tier.DEVICE),
             "device_total_peak_nbytes": self.ledger.total_peak,
@@ -398,8 +469,8 @@ class PatrickStarEngine:
             self._hooks.detach()
         self.manager.sync()
         self.manager.discard_gradients()
-        if self.optimizer is not None:
-            self.optimizer.give_back_state()
+        for optimizer in self.optimizers:
+            optimizer.give_back_state()
         for tensor in self.manager.tensors:
             if tensor.state is not TensorState.FREE:  # else construction failed before it was moved in
                 value = self.weights.read(tensor).to(tensor.device)
@@ -408,8 +479,8 @@ class PatrickStarEngine:
         for buffer, device in self._buffer_devices:
             buffer.data = buffer.data.to(device)
         self.manager.close()
-        if self._kernel is not None:
-            self._kernel.release()
+        for kernel in self._kernels:
+            kernel.release()
         self.collectives.close()
         for name in ("patrickstar_engine", "backward"):
             self.model.__dict__.pop(name, None)
@@ -433,23 +504,26 @@ class PatrickStarEngine:
     def _allocate(self) -> list[Chunk]:
         """Allocates every payload at home; if one does not fit, all are given back."""
         decisions = self._decisions
-        chunks = []
+        chunks: list[Chunk] = []
         try:
             for spec in decisions.choice.layout.chunks:
                 home = Tier.DEVICE if spec.index in decisions.homes.device_homed else Tier.HOST
-                chunk = Chunk(spec, home, self.collectives.rank)
-                numel = spec.chunk_numel
-                moves = home is Tier.HOST and not spec.on_host
-                chunk.param = self._pool.allocate(home, numel, decisions.dtype, "param", pinned=moves, zero=True)
-                for name in decisions.list_names(spec):
-                    chunk.lists[name] = self._pool.allocate(home, numel, torch.float32, name, zero=True)
-                chunks.append(chunk)
-            if self._kernel is not None and decisions.widens_gradients:
-                self._kernel.reserve(chunks)
+                chunks.append(self._make_chunk(spec, home))
+            self._reserve(chunks)
         except PatrickStarError:
             chunks.clear()
             raise
         return chunks
+
+    def _make_chunk(self, spec: ChunkSpec, home: Tier) -> Chunk:
+        """Allocates the payloads of one chunk."""
+        decisions = self._decisions
+        chunk = Chunk(spec, home, self.collectives.rank)
+        moves = home is Tier.HOST and not spec.on_host
+        chunk.param = self._pool.allocate(home, spec.chunk_numel, decisions.dtype, "param", pinned=moves, zero=True)
+        for name in decisions.list_names(spec):
+            chunk.lists[name] = self._pool.allocate(home, spec.chunk_numel, torch.float32, name, zero=True)
+        return chunk
 
     def _bind(self, chunks: list[Chunk]) -> None:
         """Ties every parameter to its place; nothing is moved yet."""
@@ -458,14 +532,16 @@ class PatrickStarEngine:
         lookup = "home" if decisions.embeddings.is_final else "auto"
         for chunk in chunks:
             for index in chunk.spec.tensor_indices:
-                spec = decisions.tensors[index]
                 offset = placements[index].offset_numel
-                # One each: that distinct parameters are distinct storages is how libraries find tied ones.
-                nan = torch.full((), float("nan"), dtype=decisions.dtype, device=self.device)
-                tensor = ManagedTensor(spec, decisions.parameters[index], offset, nan.expand(spec.shape))
+                tensor = self._make_tensor(decisions.tensors[index], decisions.parameters[index], offset)
                 if index in decisions.embeddings.tensor_indices:
                     tensor.lookup = lookup
                 chunk.add(tensor)
+
+    def _make_tensor(self, spec: TensorSpec, parameter: torch.nn.Parameter, offset_numel: int) -> ManagedTensor:
+        # A placeholder for each: that distinct parameters are distinct storages is how libraries find tied ones.
+        nan = torch.full((), float("nan"), dtype=self._decisions.dtype, device=self.device)
+        return ManagedTensor(spec, parameter, offset_numel, nan.expand(spec.shape))
 
     def _move_in(self) -> None:
         """Moves buffers to the device, and parameters into their chunks."""

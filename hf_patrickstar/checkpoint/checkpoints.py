@@ -52,7 +52,7 @@ class Checkpoints:
         model: The model.
         manager: The manager of its chunks.
         weights: Reads and writes its parameters.
-        state: Its training state; ``None`` if it is not trained.
+        state: Its training state; empty if no optimizer trains it.
         collectives: The processes that share it.
         in_background: Write training states while training goes on.
     """
@@ -62,7 +62,7 @@ class Checkpoints:
         model: torch.nn.Module,
         manager: ChunkManager,
         weights: ChunkWeights,
-        state: TrainingState | None,
+        state: TrainingState,
         collectives: Collectives,
         in_background: bool,
     ) -> None:
@@ -70,7 +70,7 @@ class Checkpoints:
         self._model = model
         self._manager = manager
         self._weights = weights
-        self._state = state
+        self.state = state
         self._collectives = collectives
         self._transactions = Transactions(collectives)
 
@@ -115,9 +115,9 @@ class Checkpoints:
         Raises:
             CheckpointError: If it cannot be written.
         """
-        if self._state is not None:
+        if not self.state.is_empty:
             with_index = self._collectives.rank in checkpoint.makers
-            checkpoint.write = self._state.save_in_background(checkpoint.path, with_index=with_index)
+            checkpoint.write = self.state.save_in_background(checkpoint.path, with_index=with_index)
 
     def end_state(self, checkpoint: Checkpoint) -> None:
         """Waits until it is saved; where it may be saved in the background, training goes on meanwhile.
@@ -282,9 +282,9 @@ class Checkpoints:
 
         def open_all() -> Loading | None:
             self._check(found)
-            if self._state is None or state_directory is None or not has_training_state(state_directory):
+            if self.state.is_empty or state_directory is None or not has_training_state(state_directory):
                 return None
-            return self._state.open(state_directory)
+            return self.state.open(state_directory)
 
         return self.together(open_all)
 

@@ -43,13 +43,16 @@ def shard_name(rank: int, world_size: int) -> str:
 
 
 class ShardedOptimizer(Protocol):
-    """What the training state needs of an optimizer over chunks."""
+    """What the training state needs of the optimizers over chunks, as if they were one."""
 
-    param_groups: list[dict[str, Any]]
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The param groups."""
+        ...
 
     @property
     def class_name(self) -> str:
-        """The class of the user's optimizer."""
+        """The class of the user's optimizer, or the classes."""
         ...
 
     def named_groups(self) -> list[list[str]]:
@@ -94,6 +97,11 @@ class TrainingState:
         self.rank = rank
         self._world_size = world_size
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no optimizer, and so nothing to save."""
+        return not self._optimizer.param_groups
+
     def save(self, directory: str | os.PathLike[str], *, with_index: bool) -> None:
         """Writes this rank's part. Nothing is copied; processes do not wait for each other.
 
@@ -128,7 +136,7 @@ class TrainingState:
         return Path(directory) / shard_name(self.rank, self._world_size)
 
     def _save_index(self, directory: str | os.PathLike[str]) -> None:
-        trainable = [tensor for tensor in self._manager.tensors if tensor.spec.trainable]
+        trainable = [tensor for tensor in self._manager.tensors if tensor.chunk.spec.is_updated]
         index = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -156,8 +164,8 @@ class TrainingState:
         return min(max((chunk.spec.chunk_numel for chunk in self._manager.chunks), default=PIECE_NUMEL), PIECE_NUMEL)
 
     def owned(self) -> Iterator[ManagedTensor]:
-        """The trainable parameters of which this rank has a part at home, in the order of chunks."""
-        return (t for chunk in self._manager.chunks for t in chunk.owned if t.spec.trainable)
+        """The parameters with optimizer states of which this rank has a part at home, in the order of chunks."""
+        return (t for chunk in self._manager.chunks if chunk.spec.is_updated for t in chunk.owned)
 
     def _collect(self) -> tuple[dict[str, torch.Tensor], dict[str, str], dict[str, Chunk]]:
         """What to write, in place, what is beside it, and the chunk that each tensor is in."""
@@ -207,7 +215,7 @@ class TrainingState:
             )
         self._check_groups(saved)
         for tensor in self._manager.tensors:
-            if tensor.spec.trainable:
+            if tensor.chunk.spec.is_updated:
                 self._check_tensor(saved, tensor)
         return Loading(self, saved, self._manager, self._optimizer)
 

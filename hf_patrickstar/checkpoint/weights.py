@@ -82,7 +82,7 @@ class ChunkWeights:
             return
         sharing = self._manager.sharing
         if not is_reader:
-            sharing.follow(lambda index: self._held(self._manager.tensors[index]))
+            sharing.follow(lambda index: self._held(self._manager.by_index[index]))
         self._deferred, self._is_reader = {}, is_reader
         try:
             with streamed_writing(self.piece_numel):

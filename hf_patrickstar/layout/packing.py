@@ -6,7 +6,7 @@ equal size, gathered into one contiguous buffer and reduced together. Rank r own
 masters and optimizer states, so a tensor lies as a whole in one of the p chunks, here called bins. Padding is gathered,
 too, which is why groups are made from neighbours in the model, but hardly any are left open:
 
-- The current group of a kind (trainable or frozen) takes a tensor into its first bin with room.
+- The current group of a kind (frozen, or trained by one optimizer) takes a tensor into its first bin with room.
 - A tensor larger than the bins makes the bins of the current group as large as itself. Where the group is too full for
   that, and where no bin has room, the next group begins. What follows fills the bins beside a large tensor.
 - The last group, one that a large tensor closed, and one before a group that was filled backwards are cut: to the
@@ -64,9 +64,10 @@ class ChunkSpec:
         capacity_numel: Elements of the whole buffer, that of all ranks.
         used_numel: Elements of tensors in it.
         tensor_indices: The tensors in it, in offset order.
-        trainable: Whether its tensors have masters and optimizer states. A chunk never mixes both kinds.
+        trainable: Whether its tensors receive gradients. A chunk never mixes both kinds.
         on_host: Whether it holds an embedding alone that may be looked up on the host, and then never moves.
         world_size: Processes that share it.
+        optimizer_index: Which optimizer updates it, and so which lists it has; -1 if none does.
     """
 
     index: int
@@ -76,6 +77,12 @@ class ChunkSpec:
     trainable: bool
     on_host: bool = False
     world_size: int = 1
+    optimizer_index: int = 0
+
+    @property
+    def is_updated(self) -> bool:
+        """Whether an optimizer changes its tensors."""
+        return self.trainable and self.optimizer_index >= 0
 
     @property
     def chunk_numel(self) -> int:
@@ -132,7 +139,7 @@ class _OpenChunk:
     """A chunk that is being filled."""
 
     capacity_numel: int
-    trainable: bool
+    kind: tuple[bool, int]
     on_host: bool = False
     end_numel: int = 0
     tensors: list[tuple[int, int]] = dataclasses.field(default_factory=list)
@@ -142,20 +149,25 @@ class _OpenChunk:
         self.end_numel += align(spec.numel)
 
 
+def _kind(spec: TensorSpec) -> tuple[bool, int]:
+    """Tensors of different kinds have different lists, and are never in one chunk."""
+    return spec.trainable, spec.optimizer_index if spec.trainable else -1
+
+
 def _fill_chunks(tensors: Sequence[TensorSpec], chunk_numel: int, on_host: frozenset[int]) -> list[_OpenChunk]:
     """Chunks for one process, ordered by their first tensor."""
     closed: list[_OpenChunk] = []
-    current: dict[bool, _OpenChunk] = {}
+    current: dict[tuple[bool, int], _OpenChunk] = {}
     for spec in tensors:
         numel = align(spec.numel)
         if spec.index in on_host or numel > chunk_numel:
-            own = _OpenChunk(numel, spec.trainable, on_host=spec.index in on_host)
+            own = _OpenChunk(numel, _kind(spec), on_host=spec.index in on_host)
             own.add(spec)
             closed.append(own)
             continue
-        chunk = current.get(spec.trainable)
+        chunk = current.get(_kind(spec))
         if chunk is None or chunk.end_numel + numel > chunk_numel:
-            chunk = current[spec.trainable] = _OpenChunk(chunk_numel, spec.trainable)
+            chunk = current[_kind(spec)] = _OpenChunk(chunk_numel, _kind(spec))
             closed.append(chunk)
         chunk.add(spec)
     for chunk in current.values():
@@ -209,9 +221,9 @@ class _OpenGroup:
                 return group
         return self
 
-    def as_chunk(self, trainable: bool) -> _OpenChunk:
+    def as_chunk(self, kind: tuple[bool, int]) -> _OpenChunk:
         """All bins in a row; the tensors of each in model order."""
-        chunk = _OpenChunk(self.bin_numel * len(self.bins), trainable)
+        chunk = _OpenChunk(self.bin_numel * len(self.bins), kind)
         for place, own in enumerate(self.bins):
             chunk.end_numel = place * self.bin_numel
             for spec in sorted(own, key=lambda spec: spec.index):
@@ -258,14 +270,14 @@ def _pack_groups(tensors: Sequence[TensorSpec], chunk_numel: int, world_size: in
     spread = {spec.index for spec in tensors if splits and spec.numel > chunk_numel}
     for spec in tensors:
         if spec.index in spread:
-            group = _OpenChunk(world_size * align(-(-spec.numel // world_size)), spec.trainable)
+            group = _OpenChunk(world_size * align(-(-spec.numel // world_size)), _kind(spec))
             group.add(spec)
             chunks.append(group)
-    for trainable in (True, False):
-        specs = [spec for spec in tensors if spec.trainable == trainable and spec.index not in spread]
+    for kind in dict.fromkeys(_kind(spec) for spec in tensors):
+        specs = [spec for spec in tensors if _kind(spec) == kind and spec.index not in spread]
         groups = _fill_groups(specs, chunk_numel, world_size)
         closed = _close_last(groups, specs, chunk_numel) if groups else []
-        chunks += [group.as_chunk(trainable) for group in closed]
+        chunks += [group.as_chunk(kind) for group in closed]
     return sorted(chunks, key=lambda chunk: min(index for index, _ in chunk.tensors))
 
 
@@ -278,8 +290,8 @@ def pack(
 ) -> Layout:
     """Packs tensors into chunks, in model order (PatrickStar section 6.1).
 
-    Trainable and frozen tensors go to different chunks, since only the former have masters and optimizer states. A
-    tensor larger than a chunk, and a tensor computed on the host, gets a chunk of its own size. The last chunk of
+    Trainable and frozen tensors go to different chunks, since only the former have masters and optimizer states, and so
+    do tensors of different optimizers. A tensor larger than a chunk, and a tensor computed on the host, gets a chunk of its own size. The last chunk of
     each kind is cut to what it holds. For several processes see [Note: communication groups].
 
     Args:
@@ -313,5 +325,6 @@ def pack(
         used = sum(tensors[tensor_index].numel for tensor_index, _ in chunk.tensors)
         indices = tuple(tensor_index for tensor_index, _ in chunk.tensors)
         capacity = max(chunk.capacity_numel, ALIGNMENT_NUMEL)
-        chunks.append(ChunkSpec(index, capacity, used, indices, chunk.trainable, chunk.on_host, world_size))
+        trainable, optimizer_index = chunk.kind
+        chunks.append(ChunkSpec(index, capacity, used, indices, trainable, chunk.on_host, world_size, optimizer_index))
     return Layout(tuple(tensors), tuple(chunks), tuple(p for p in placements if p is not None), chunk_numel)

@@ -31,8 +31,9 @@ class TensorSpec:
         name: Its first qualified name.
         aliases: Every other qualified name of the same parameter (tied weights, shared modules).
         shape: Its shape.
-        trainable: Whether it receives gradients and optimizer states.
+        trainable: Whether it receives gradients.
         owners: For ``name`` and each alias, the index in ``model.modules()`` order of the module that owns it there.
+        optimizer_index: Which of the engine's optimizers updates it, if it is trainable; -1 if none does.
     """
 
     index: int
@@ -41,6 +42,7 @@ class TensorSpec:
     trainable: bool
     aliases: tuple[str, ...] = ()
     owners: tuple[int, ...] = ()
+    optimizer_index: int = 0
 
     @property
     def numel(self) -> int:
@@ -64,13 +66,16 @@ class ModuleSpec:
 
 
 def collect_specs(
-    model: ModuleLike, is_recomputed: Callable[[Any], bool] = lambda module: False
+    model: ModuleLike,
+    is_recomputed: Callable[[Any], bool] = lambda module: False,
+    is_left_out: Callable[[Any], bool] = lambda parameter: False,
 ) -> tuple[list[TensorSpec], list[ModuleSpec], list[Any]]:
     """Lists a model's parameters in model order, each once, and the modules that own them.
 
     Args:
         model: A ``torch.nn.Module``; its parameters may be on the meta device.
         is_recomputed: Tells whether a module is recomputed as one segment in backward.
+        is_left_out: Tells of a parameter whether it is not to be placed: one that has no shape yet, say.
 
     Returns:
         The tensor specs, the module specs, and the parameters in the order of the tensor specs.
@@ -88,7 +93,7 @@ def collect_specs(
         module_index = module_indices.setdefault(id(module), len(module_indices))
         own: list[int] = []
         for name, parameter in module._parameters.items():
-            if parameter is None:
+            if parameter is None or is_left_out(parameter):
                 continue
             index = order.setdefault(id(parameter), len(parameters))
             if index == len(parameters):
@@ -109,7 +114,7 @@ def collect_specs(
     modules = [dataclasses.replace(m, tensor_indices=_held_during(m.name, held, lent)) for m in modules]
     for module_name, module in model.named_modules():
         if is_recomputed(module):
-            inside = sorted({order[id(parameter)] for parameter in module.parameters()})
+            inside = sorted({order[id(parameter)] for parameter in module.parameters() if id(parameter) in order})
             modules.append(ModuleSpec(module_name, type(module).__name__, tuple(inside)))
     specs = [
         TensorSpec(

@@ -1,92 +1,185 @@
 """The optimizer that users, schedulers and Accelerate see: torch's interface over chunks."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from hf_patrickstar.errors import EngineError
 from hf_patrickstar.events import Listener, StepFinished
 from hf_patrickstar.optim.kernels import Kernel, place_state
-from hf_patrickstar.runtime.chunk import MASTER, ManagedTensor
+from hf_patrickstar.optim.state import StateView
+from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedTensor
 from hf_patrickstar.runtime.gradients import gradient_norm
 from hf_patrickstar.runtime.manager import ChunkManager
+
+_HOOKS = (
+    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks"),
+    *("_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks"),
+    "_optimizer_load_state_dict_post_hooks",
+)
 
 
 class ChunkedOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose parameters, gradients and states live in chunks.
 
-    ``param_groups`` is the very list of the optimizer that it was made from, so schedulers made on either one work.
+    ``param_groups``, ``defaults`` and the hooks are those of the optimizer that it was made from, so schedulers made on
+    either one work; what else that one has, methods and attributes, is reachable through this one. Parameters in its
+    groups that are in no chunk (of a module that the engine does not know, say) are updated by that optimizer itself.
 
     Args:
         optimizer: The user's optimizer; its class and groups say what a step does.
         kernel: How a chunk is updated.
         manager: The manager of the chunks.
         emit: Told of every step.
-
-    Raises:
-        EngineError: If a parameter of the optimizer is not one of the model's.
+        index: Its number among the optimizers of the engine.
+        follow_model: Lets the engine follow changes of the model, or of param groups, before a step.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, kernel: Kernel, manager: ChunkManager, emit: Listener) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        kernel: Kernel,
+        manager: ChunkManager,
+        emit: Listener,
+        index: int = 0,
+        follow_model: Callable[[], None] = lambda: None,
+    ) -> None:
         self.inner = optimizer
-        self._kernel = kernel
+        self.index = index
+        self.kernel = kernel
         self._manager = manager
         self._emit = emit
-        self._by_parameter = {id(tensor.parameter): tensor for tensor in manager.tensors}
+        self._follow_model = follow_model
         self._num_steps = 0
         self._collected: dict[int, dict[str, Any]] | None = None
-        super().__init__(optimizer.param_groups, dict(optimizer.defaults))
+        # Groups of its own, since torch replaces their lists, which some optimizers (LBFGS) keep.
+        super().__init__([{**group, "params": [*group["params"]]} for group in optimizer.param_groups], {})
         self.param_groups = optimizer.param_groups
+        self.defaults = optimizer.defaults
+        for name in _HOOKS:
+            if hasattr(optimizer, name):
+                setattr(self, name, getattr(optimizer, name))
         self._groups = self._index_groups()
 
     def _index_groups(self) -> dict[int, int]:
-        groups = {}
+        """The param group of each parameter that this optimizer updates in its chunk, by index."""
+        groups: dict[int, int] = {}
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
-                tensor = self._by_parameter.get(id(parameter))
-                if tensor is None:
-                    raise EngineError(
-                        f"the optimizer's param group {number} holds a parameter of shape {tuple(parameter.shape)} "
-                        "that is not one of the model's; make the optimizer from model.parameters()"
-                    )
-                if tensor.spec.trainable:
+                tensor = self._manager.find(parameter)
+                if tensor is not None and self._updates(tensor):
                     groups[tensor.spec.index] = number
         return groups
+
+    def _updates(self, tensor: ManagedTensor) -> bool:
+        return tensor.chunk.spec.is_updated and tensor.chunk.spec.optimizer_index == self.index
+
+    @property
+    def _tensors(self) -> list[ManagedTensor]:
+        """The parameters in its groups that are in chunks of its own, in model order."""
+        return [tensor for tensor in self._manager.tensors if tensor.spec.index in self._groups]
+
+    @property
+    def _others(self) -> list[torch.Tensor]:
+        """The parameters in its groups that are in no chunk."""
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        return [parameter for parameter in parameters if self._manager.find(parameter) is None]
+
+    # What the user's optimizer has beside
+
+    def __getattr__(self, name: str) -> Any:
+        inner = self.__dict__.get("inner")
+        if inner is None or name.startswith("__"):
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        found = getattr(inner, name)
+        if not callable(found) or getattr(found, "__self__", None) is not inner:
+            return found
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            """Calls a method of the user's optimizer, which finds fp32 masters in its groups."""
+            self._manager.sync()
+            with self.kernel.lent(self._tensors) as changed:
+                result = found(*args, **kwargs)
+            for tensor in changed:
+                self._manager.follow_master(tensor)
+            return result
+
+        return call
+
+    def __repr__(self) -> str:
+        return repr(self.inner)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._as_ordinary().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = copy.deepcopy(self._as_ordinary(), memo)
+        return memo[id(self)]
+
+    def _as_ordinary(self) -> torch.optim.Optimizer:
+        """The user's optimizer with copies of its states, over the model's own parameters."""
+        ordinary = copy.copy(self.inner)
+        states = self._all_states()
+        ordinary.state = type(self.inner.state)(self.inner.state.default_factory)  # type: ignore[attr-defined]
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            tensor = self._manager.find(parameter)
+            state = states.get(tensor.spec.index, {}) if tensor is not None else self.inner.state.get(parameter, {})
+            if state:
+                ordinary.state[parameter] = {key: value for key, value in state.items() if key != MASTER}
+        return ordinary
 
     # A step
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Updates every parameter that has a gradient, and consumes the gradients.
+        """Updates every parameter that has a gradient.
+
+        The gradients are left, or consumed, as [Note: gradients after the step] says.
 
         Args:
-            closure: Evaluates the model again and returns the loss; called first, with gradients enabled.
+            closure: Evaluates the model again and returns the loss, with gradients enabled.
 
         Returns:
             What ``closure`` returned, or ``None``.
+
+        Raises:
+            EngineError: If a gradient is not known, because torch would have added it to one that a step has consumed.
         """
         loss = None
-        if closure is not None:
+        if closure is not None and not self.kernel.updates_at_once:
             with torch.enable_grad():
                 loss = closure()
+            closure = None
+        self._follow_model()
         self._groups = self._index_groups()
-        manager, gradients = self._manager, self._manager.gradients
+        manager = self._manager
         manager.release_borrowed()
         manager.sync()
-        for tensor in manager.tensors:
+        for tensor in self._tensors:
             manager.take_over(tensor)
-            if tensor.spec.index in self._groups:
-                gradients.check_complete(tensor)
-        factor = gradients.take_factor()
-        on_device: dict[torch.device, torch.Tensor] = {}  # one copy per tier, not one per chunk
+            manager.gradients.check_complete(tensor)
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made on the inner one asks for it
-        self._kernel.begin_step()
-        manager.begin_update()
-        trained = [chunk for chunk in manager.chunks if chunk.spec.trainable]
-        keeps = gradients.must_keep and gradients.try_to_keep(trained)
-        for chunk in trained:
+        if self.kernel.updates_at_once:
+            loss = self.kernel.update_at_once(self._tensors, self._present, manager.follow_master, closure)
+        chunks = [chunk for chunk in manager.chunks if chunk.spec.is_updated and chunk.spec.optimizer_index == self.index]
+        self._update(chunks, manager.gradients.take_factor())
+        if not self.kernel.updates_at_once:
+            self.kernel.update_others(self._others)
+        self._num_steps += 1
+        self._emit(StepFinished(self._num_steps, skipped=False))
+        self.kernel.end_step()
+        return loss
+
+    def _update(self, chunks: Sequence[Chunk], factor: torch.Tensor | None) -> None:
+        manager, gradients = self._manager, self._manager.gradients
+        on_device: dict[torch.device, torch.Tensor] = {}  # one copy per tier, not one per chunk
+        self.kernel.begin_step()
+        manager.begin_update(chunks)
+        keeps = gradients.must_keep and gradients.try_to_keep(chunks)
+        for chunk in chunks:
             manager.steps.visit_for_update(chunk)
             chunk.wait_for_reader()
             place = chunk.param.device
@@ -98,14 +191,22 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                     self._leave_alone(tensor, on_device.get(place))
             chunk.wait()
             with gradients.lock:
-                self._kernel.update(chunk, self._groups, on_device.get(place))
+                self.kernel.update(chunk, self._groups, on_device.get(place))
                 manager.finish_update(chunk, self._groups, keeps=keeps)
         manager.steps.finish_update()
         manager.finish_step()
-        self._num_steps += 1
-        self._emit(StepFinished(self._num_steps, skipped=False))
-        self._kernel.end_step()
-        return loss
+
+    def _present(self) -> torch.Tensor | None:
+        """Makes gradients ready for an optimizer that uses all at once; returns what they are to be multiplied with."""
+        self._manager.mirrors.sync_gradients()
+        gradients = self._manager.gradients
+        for tensor in self._tensors:
+            gradients.check_complete(tensor)
+            gradients.make_ready(tensor)
+            if tensor.chunk.param.dtype is not torch.float32:
+                gradients.move_to_list(tensor)
+            tensor.chunk.wait()
+        return gradients.take_factor()
 
     def _leave_alone(self, tensor: ManagedTensor, factor: torch.Tensor | None) -> None:
         """A gradient that no group holds stays, and so does the value of its parameter."""
@@ -121,12 +222,18 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             set_to_none: If false, gradients that were there are zeros from now on, and move parameters as zeros do.
         """
         self._groups = self._index_groups()
-        tensors = [tensor for tensor in self._manager.tensors if tensor.spec.index in self._groups]
-        self._manager.zero_gradients(tensors, set_to_none=set_to_none)
+        self._manager.zero_gradients(self._tensors, set_to_none=set_to_none)
+        for parameter in self._others:
+            if parameter.grad is not None and set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()
 
     def skip_step(self) -> None:
         """Drops a step: gradients that overflowed are discarded, parameters keep their values."""
         self._manager.discard_gradients()
+        for parameter in self._others:
+            parameter.grad = None
         self._emit(StepFinished(self._num_steps, skipped=True))
 
     # Norm, clipping and unscaling
@@ -136,36 +243,46 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """The norm of all gradients together, computed as ``torch.nn.utils.get_total_norm`` does.
 
         Args:
-            parameters: Parameters to look at; all by default. Those without a gradient are passed over.
+            parameters: Parameters to look at; by default all of the model, and all others in the groups. Those without
+                a gradient are passed over.
             norm_type: Order of the norm.
 
         Returns:
             A scalar fp32 tensor; unscaled if the gradients were scaled and ``unscale`` was called.
         """
-        return self._norm(self._manager.tensors if parameters is None else self._find(parameters), norm_type)
+        return self._norm(self._find(parameters), norm_type)
 
-    def _norm(self, tensors: Iterable[ManagedTensor], norm_type: float) -> torch.Tensor:
+    def _find(self, parameters: Iterable[torch.Tensor] | None) -> list[ManagedTensor | torch.Tensor]:
+        """Parameters in chunks as such, others as they are; each once."""
+        if parameters is None:
+            return [*self._manager.tensors, *self._others]
+        found = {id(parameter): self._manager.find(parameter) or parameter for parameter in parameters}
+        return list(found.values())
+
+    def _norm(self, items: Iterable[ManagedTensor | torch.Tensor], norm_type: float) -> torch.Tensor:
+        manager, gradients = self._manager, self._manager.gradients
         if norm_type == 2.0:
-            self._manager.gradients.records_norms = True
+            gradients.records_norms = True
         norms: dict[int, torch.Tensor] = {}
         num_places = 0
-        self._manager.mirrors.sync_gradients()
-        for tensor in tensors:
-            self._manager.gradients.check_complete(tensor)
-            if not self._manager.gradients.has(tensor):
+        manager.mirrors.sync_gradients()
+        inverse_scale = gradients.inverse_scale
+        for item in items:
+            if not isinstance(item, ManagedTensor):
+                if item.grad is not None:
+                    norm = gradient_norm(item.grad, norm_type)
+                    norms[num_places] = norm if inverse_scale is None else norm / inverse_scale.to(norm.device)
+                    num_places += 1
                 continue
-            place = num_places + (tensor.chunk.rank if tensor.is_split else 0)
-            num_places += len(tensor.parts) if tensor.is_split else 1  # parts of a norm make up its norm
-            gradient = self._manager.gradients.of(tensor)
-            if gradient is None:
+            gradients.check_complete(item)
+            if not gradients.has(item):
                 continue
-            norm = tensor.gradient_norm
-            if norm is None or norm_type != 2.0:
-                norm = gradient_norm(gradient, norm_type)
-                if norm_type == 2.0:
-                    tensor.gradient_norm = norm
-            norms[place] = norm
-        sharing = self._manager.sharing
+            place = num_places + (item.chunk.rank if item.is_split else 0)
+            num_places += len(item.parts) if item.is_split else 1  # parts of a norm make up its norm
+            gradient = gradients.of(item)
+            if gradient is not None:
+                norms[place] = _norm_of(item, gradient, norm_type)
+        sharing = manager.sharing
         if not sharing.is_alone:
             together = sharing.scalars(norms, num_places)
         elif norms:
@@ -173,7 +290,6 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         else:
             return torch.tensor(0.0)
         total = torch.linalg.vector_norm(together, norm_type)
-        inverse_scale = self._manager.gradients.inverse_scale
         return total if inverse_scale is None else total * inverse_scale.to(total.device)
 
     @torch.no_grad()
@@ -182,7 +298,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """Clips by global norm, without a pass over the gradients: the next step multiplies them as it reads them.
 
-        If some gradients are left out, those that are not are multiplied at once instead, in fp32.
+        If some gradients are left out, or were handed out, those that are clipped are multiplied at once instead, in
+        fp32.
 
         Args:
             parameters: Parameters whose gradients are clipped together; all by default.
@@ -192,19 +309,22 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         Returns:
             The norm before clipping, a scalar fp32 tensor.
         """
-        tensors = self._manager.tensors if parameters is None else self._find(parameters)
-        total = self._norm(tensors, norm_type)
+        items = self._find(parameters)
+        total = self._norm(items, norm_type)
         if float(max_norm) == float("inf"):
             return total
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        chosen = {tensor.spec.index for tensor in tensors}
-        gradients = self._manager.gradients
-        left_out = any(gradients.has(tensor) for tensor in self._manager.tensors if tensor.spec.index not in chosen)
-        if left_out or self._manager.mirrors.has_gradients:
-            for tensor in tensors:
-                gradients.multiply(tensor, coefficient)
-                self._manager.mirrors.refresh_gradient(tensor)
-        else:
+        manager, gradients = self._manager, self._manager.gradients
+        chosen = {item.spec.index for item in items if isinstance(item, ManagedTensor)}
+        left_out = any(gradients.has(tensor) for tensor in manager.tensors if tensor.spec.index not in chosen)
+        for item in items:
+            if not isinstance(item, ManagedTensor):
+                if item.grad is not None:
+                    item.grad.mul_(coefficient.to(item.grad.device))
+            elif left_out or manager.mirrors.has_gradients:
+                gradients.multiply(item, coefficient)
+                manager.mirrors.refresh_gradient(item)
+        if not (left_out or manager.mirrors.has_gradients):
             before = gradients.coefficient
             gradients.coefficient = coefficient if before is None else before * coefficient
         return total
@@ -217,17 +337,20 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             clip_value: The bound.
             parameters: Parameters whose gradients are clipped; all by default.
         """
-        limit = float(clip_value)
-        inverse_scale = self._manager.gradients.inverse_scale
-        if inverse_scale is not None:
-            limit /= float(inverse_scale)
-        self._manager.mirrors.sync_gradients()
-        for tensor in self._manager.tensors if parameters is None else self._find(parameters):
-            gradient = self._manager.gradients.of(tensor)
+        manager, limit = self._manager, float(clip_value)
+        if manager.gradients.coefficient is not None:
+            manager.apply_factor()
+        manager.mirrors.sync_gradients()
+        scale = manager.gradients.inverse_scale
+        for item in self._find(parameters):
+            is_scaled = isinstance(item, ManagedTensor) and scale is not None
+            gradient = manager.gradients.of(item) if isinstance(item, ManagedTensor) else item.grad
             if gradient is not None:
-                gradient.clamp_(-limit, limit)
-                tensor.gradient_norm = None
-                self._manager.mirrors.refresh_gradient(tensor)
+                own_limit = limit / float(scale) if is_scaled and scale is not None else limit
+                gradient.clamp_(-own_limit, own_limit)
+            if isinstance(item, ManagedTensor):
+                item.gradient_norm = None
+                manager.mirrors.refresh_gradient(item)
 
     def unscale(self, inverse_scale: torch.Tensor) -> torch.Tensor:
         """Tells that gradients carry a loss scale; the next step removes it as it reads them.
@@ -238,18 +361,30 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         Returns:
             The norm of the unscaled gradients; not finite if one of them overflowed.
         """
+        for parameter in self._others:
+            if parameter.grad is not None:
+                parameter.grad.mul_(inverse_scale.to(parameter.grad.device))
         self._manager.gradients.inverse_scale = inverse_scale
         return self.grad_norm()
 
     def owns(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether any of these is a parameter of the model."""
-        return any(id(parameter) in self._by_parameter for parameter in parameters)
-
-    def _find(self, parameters: Iterable[torch.Tensor]) -> list[ManagedTensor]:
-        found = (self._by_parameter.get(id(parameter)) for parameter in parameters)
-        return [tensor for tensor in found if tensor is not None]
+        return any(self._manager.find(parameter) is not None for parameter in parameters)
 
     # State
+
+    @property
+    def state(self) -> Any:
+        """The states by parameter, as in torch; what is written to them counts. With several processes: what is here."""
+        return StateView(self.kernel, self._manager, self.inner.state, self._updates)
+
+    @state.setter
+    def state(self, states: Mapping[Any, Any]) -> None:
+        """Replaces all states."""
+        if "kernel" in self.__dict__ and not isinstance(states, StateView):
+            view = self.state
+            view.clear()
+            view.update(states)
 
     @property
     def class_name(self) -> str:
@@ -257,20 +392,21 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         return type(self.inner).__name__
 
     def named_groups(self) -> list[list[str]]:
-        """The names of the parameters of each param group, in order."""
-        return [[self._by_parameter[id(p)].spec.name for p in group["params"]] for group in self.param_groups]
+        """The names of the parameters in chunks of each param group, in order."""
+        found = ([self._manager.find(parameter) for parameter in group["params"]] for group in self.param_groups)
+        return [[tensor.spec.name for tensor in tensors if tensor is not None] for tensors in found]
 
     def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
         """What this rank has of a parameter's state, in place; empty before its first step."""
-        return self._kernel.own_state(tensor)
+        return self.kernel.own_state(tensor)
 
     def state_places(self, tensor: ManagedTensor) -> dict[str, torch.Tensor]:
         """The tensors of a parameter's state that exist whether there is a state or not."""
-        return self._kernel.state_places(tensor)
+        return self.kernel.state_places(tensor)
 
     def load_own_state(self, tensor: ManagedTensor, state: Mapping[str, Any]) -> None:
         """Takes over what this rank has of a parameter's state, beside what was written to ``state_places``."""
-        self._kernel.load_own_state(tensor, dict(state))
+        self.kernel.load_own_state(tensor, dict(state))
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """The state in torch's own format, with tensors in the parameters' shapes: ``optimizer.pt`` as always.
@@ -279,32 +415,37 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         bit. Tensors are copies on the host. With several processes all of them must call it, and all get all of it;
         see ``collected``.
         """
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
         states = self._all_states() if self._collected is None else self._collected
-        numbers: dict[int, int] = {}
-        state: dict[int, dict[str, Any]] = {}
-        groups = []
+        parameters = {id(p): p for group in self.param_groups for p in group["params"]}
+        numbers = {key: number for number, key in enumerate(parameters)}
+        packed: dict[str, Any] = {"state": {}, "param_groups": []}
         for group in self.param_groups:
-            for parameter in group["params"]:
-                numbers.setdefault(id(parameter), len(numbers))
-            packed = {key: value for key, value in group.items() if key != "params"}
-            packed["params"] = [numbers[id(parameter)] for parameter in group["params"]]
-            groups.append(packed)
-        for key, number in numbers.items():
-            tensor_state = states.get(self._by_parameter[key].spec.index)
-            if tensor_state:
-                state[number] = tensor_state
-        return {"state": state, "param_groups": groups}
+            plain = {key: value for key, value in group.items() if key != "params"}
+            packed["param_groups"].append({**plain, "params": [numbers[id(p)] for p in group["params"]]})
+        for key, parameter in parameters.items():
+            tensor = self._manager.find(parameter)
+            state = self.inner.state.get(parameter) if tensor is None else states.get(tensor.spec.index)
+            if state:
+                packed["state"][numbers[key]] = state
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            replaced = hook(self, packed)
+            packed = packed if replaced is None else replaced
+        return packed
 
     def _all_states(self, *, keep: bool = True) -> dict[int, dict[str, Any]]:
         """The state of every parameter, from all ranks, by tensor index; only taken part in without ``keep``."""
-        states = {}
-        for tensor in self._by_parameter.values():
-            state = self._kernel.tensor_state(tensor) if tensor.spec.trainable and tensor.is_owned else {}
+        own = {}
+        for tensor in self._manager.tensors:
+            if not (self._updates(tensor) and tensor.is_owned):
+                continue
+            state = self.kernel.tensor_state(tensor)
             if state and tensor.original_dtype is not torch.float32:
                 state[MASTER] = tensor.view(tensor.chunk.lists[MASTER]).to("cpu", copy=True)
-            states[tensor.spec.index] = state
-        own = {index: state for index, state in states.items() if state}
-        return self._manager.sharing.states(own, self._manager.tensors, keep=keep)
+            if state:
+                own[tensor.spec.index] = state
+        return self._manager.sharing.states(own, self._manager.by_index, keep=keep)
 
     @contextlib.contextmanager
     def collected(self, *, keep: bool) -> Iterator[None]:
@@ -331,6 +472,10 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: If groups or shapes do not match; nothing has changed then.
         """
+        state_dict = {**state_dict}
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
         saved = state_dict["param_groups"]
         ours = [len(group["params"]) for group in self.param_groups]
         theirs = [len(group["params"]) for group in saved]
@@ -343,71 +488,138 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         pairs = []
         for number, parameter in zip(numbers, parameters, strict=True):
-            tensor = self._by_parameter[id(parameter)]
-            tensor_state = dict(state_dict["state"].get(number, {}))
-            for key, value in tensor_state.items():
-                shaped = isinstance(value, torch.Tensor) and key in (MASTER, "exp_avg", "exp_avg_sq")
-                if shaped and tuple(value.shape) != tensor.spec.shape:
-                    raise ValueError(
-                        f"optimizer state '{key}' of parameter '{tensor.spec.name}' has shape {tuple(value.shape)}, "
-                        f"the parameter has {tensor.spec.shape}"
-                    )
-            pairs.append((tensor, tensor_state))
+            state = dict(state_dict["state"].get(number, {}))
+            tensor = self._manager.find(parameter)
+            if tensor is not None:
+                _check_shapes(tensor, state)
+            pairs.append((parameter, tensor, state))
         for group, saved_group in zip(self.param_groups, saved, strict=True):
             group.update({key: value for key, value in saved_group.items() if key != "params"})
-        for tensor, tensor_state in pairs:
-            if not tensor.spec.trainable:
-                continue
-            tensor.chunk.wait_for_reader()
-            master = tensor_state.pop(MASTER, None)
-            if master is not None and not self._manager.sharing.is_alone:
-                self._manager.write(tensor, master)  # in the copies of all ranks too
-            if not tensor.is_owned:
-                continue
-            if master is not None and self._manager.sharing.is_alone:
-                self._manager.write(tensor, master)
-            self._kernel.load_tensor_state(tensor, tensor_state)
+        for parameter, tensor, state in pairs:
+            if tensor is not None:
+                self.load_state(tensor, state)
+            elif state:
+                self.inner.state[parameter] = copy.deepcopy(state)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def load_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
+        """Takes over the state of one parameter, as torch has it; with several processes all call it together."""
+        if not self._updates(tensor):
+            return
+        state = dict(state)
+        tensor.chunk.wait_for_reader()
+        master = state.pop(MASTER, None)
+        if master is not None:
+            self._manager.write(tensor, master)  # in the copies of all ranks too
+        if tensor.is_owned:
+            self.kernel.load_tensor_state(tensor, state)
 
     @torch.no_grad()
-    def take_inner_state(self) -> None:
-        """Moves the state that the user's optimizer has, if it was used before, into chunks."""
-        for parameter in [parameter for group in self.param_groups for parameter in group["params"]]:
-            tensor = self._by_parameter[id(parameter)]
-            if parameter in self.inner.state and tensor.spec.trainable:
-                state = self.inner.state.pop(parameter)
-                if tensor.is_owned:
-                    self._kernel.load_tensor_state(tensor, state)
+    def take_inner_state(self, tensor: ManagedTensor | None = None) -> None:
+        """Moves the state that the user's optimizer has, if it was used before, into chunks.
+
+        Args:
+            tensor: Of which parameter; of all by default.
+        """
+        for item in self._tensors if tensor is None else [tensor]:
+            state = self.inner.state.get(item.parameter)
+            if state and self._updates(item) and item.is_owned:
+                self.inner.state.pop(item.parameter)
+                self.kernel.load_tensor_state(item, state)
 
     @torch.no_grad()
-    def give_back_state(self) -> None:
-        """Gives the user's optimizer its state, as ordinary tensors beside the parameters, to go on without us."""
+    def give_back_state(self, tensor: ManagedTensor | None = None) -> None:
+        """Gives the user's optimizer its state, as ordinary tensors beside the parameters, to go on without us.
+
+        Args:
+            tensor: Of which parameter; of all by default.
+        """
+        chosen = [item for item in ([tensor] if tensor else self._manager.tensors) if self._updates(item)]
         own = {}
-        for tensor in self._by_parameter.values():
-            if tensor.spec.trainable and tensor.is_owned:
-                tensor.chunk.wait_for_reader()
-                own[tensor.spec.index] = self._kernel.tensor_state(tensor)
-                self._kernel.load_tensor_state(tensor, {})
-        states = self._manager.sharing.states(
-            {index: state for index, state in own.items() if state}, self._manager.tensors
-        )
-        for parameter in [parameter for group in self.param_groups for parameter in group["params"]]:
-            tensor = self._by_parameter[id(parameter)]
-            state = states.get(tensor.spec.index)
+        for item in chosen:
+            if item.is_owned:
+                item.chunk.wait_for_reader()
+                state = self.kernel.tensor_state(item)
+                self.kernel.load_tensor_state(item, {})
+                if state:
+                    own[item.spec.index] = state
+        states = self._manager.sharing.states(own, self._manager.by_index)
+        for item in chosen:
+            state = states.get(item.spec.index)
             if state:
-                group = self.param_groups[self._groups[tensor.spec.index]]
-                self.inner.state[parameter] = {
-                    key: place_state(key, value, tensor.device, group) for key, value in state.items()
+                number = self._groups.get(item.spec.index)
+                group = self.param_groups[number] if number is not None else {}
+                self.inner.state[item.parameter] = {
+                    key: place_state(key, value, item.device, group) for key, value in state.items()
                 }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of parameters that the model already has.
+        """Adds a group; the engine gives its parameters places with optimizer states before the next step."""
+        if "_groups" not in self.__dict__:  # torch's own constructor
+            super().add_param_group(param_group)
+            return
+        self.inner.add_param_group(param_group)
+        self._manager.has_new_groups = True
 
-        Raises:
-            EngineError: If a parameter is not one of the model's.
-        """
-        super().add_param_group(param_group)
-        if hasattr(self, "_groups"):
-            self._groups = self._index_groups()
+
+class OptimizerSet:
+    """The optimizers of one engine as if they were one, for checkpoints.
+
+    Args:
+        optimizers: The optimizers; the list may grow.
+    """
+
+    def __init__(self, optimizers: Sequence[ChunkedOptimizer]) -> None:
+        self._optimizers = optimizers
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of all."""
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    @property
+    def class_name(self) -> str:
+        """The classes of the users' optimizers."""
+        return "+".join(optimizer.class_name for optimizer in self._optimizers)
+
+    def named_groups(self) -> list[list[str]]:
+        """The names of the parameters of each param group."""
+        return [names for optimizer in self._optimizers for names in optimizer.named_groups()]
+
+    def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
+        """See ``ChunkedOptimizer.own_state``."""
+        return self._of(tensor).own_state(tensor)
+
+    def state_places(self, tensor: ManagedTensor) -> dict[str, torch.Tensor]:
+        """See ``ChunkedOptimizer.state_places``."""
+        return self._of(tensor).state_places(tensor)
+
+    def load_own_state(self, tensor: ManagedTensor, state: Mapping[str, Any]) -> None:
+        """See ``ChunkedOptimizer.load_own_state``."""
+        self._of(tensor).load_own_state(tensor, state)
+
+    def _of(self, tensor: ManagedTensor) -> ChunkedOptimizer:
+        return self._optimizers[tensor.chunk.spec.optimizer_index]
+
+
+def _check_shapes(tensor: ManagedTensor, state: Mapping[str, Any]) -> None:
+    for key, value in state.items():
+        shaped = isinstance(value, torch.Tensor) and key in (MASTER, "exp_avg", "exp_avg_sq")
+        if shaped and tuple(value.shape) != tensor.spec.shape:
+            raise ValueError(
+                f"optimizer state '{key}' of parameter '{tensor.spec.name}' has shape {tuple(value.shape)}, "
+                f"the parameter has {tensor.spec.shape}"
+            )
+
+
+def _norm_of(tensor: ManagedTensor, gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """The norm of one gradient; that of order 2 is remembered."""
+    if norm_type != 2.0:
+        return gradient_norm(gradient, norm_type)
+    if tensor.gradient_norm is None:
+        tensor.gradient_norm = gradient_norm(gradient)
+    return tensor.gradient_norm
 
 
 def _stack(norms: list[torch.Tensor]) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Which models can be managed, and in which type; everything that is refused is refused before anything changes."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -30,6 +31,8 @@ def check_model(model: torch.nn.Module) -> None:
                 "model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
             )
     for name, parameter in model.named_parameters():
+        if is_left_out(parameter):
+            continue
         if type(parameter).__name__ in ("Params4bit", "Int8Params"):
             raise ConfigError(
                 f"parameter '{name}' is quantized by bitsandbytes ({type(parameter).__name__}), which the engine does "
@@ -102,6 +105,11 @@ def choose_dtype(
                 "16-bit parameters; train in fp32 (dtype='fp32', without --bf16 and --fp16)"
             )
     return dtype, reason
+
+
+def is_left_out(parameter: Any) -> bool:
+    """Whether a parameter has no place in a chunk yet: a lazy one, whose shape its first forward tells."""
+    return torch.nn.parameter.is_lazy(parameter)
 
 
 def is_recomputed(module: torch.nn.Module) -> bool:

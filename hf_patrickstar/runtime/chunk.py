@@ -7,6 +7,7 @@ a copy, on every rank, and one at home, on its owner. With one process both are 
 """
 
 import bisect
+import dataclasses
 import enum
 import itertools
 import threading
@@ -19,6 +20,7 @@ from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.memory.transfers import Ticket
 from hf_patrickstar.runtime.live_parameter import (
+    LiveMixin,
     acquired_type,
     can_answer,
     released_type,
@@ -86,6 +88,7 @@ class ManagedTensor:
         "gradient_norm",
         "home_offset_numel",
         "is_bound",
+        "is_given_up",
         "is_looked_up",
         "is_materialized",
         "is_open",
@@ -134,6 +137,7 @@ class ManagedTensor:
         self.num_writes = 0  # changes of the value that void graphs
         self.read_at = -1  # the number of the step in which its value was read last
         self.is_open = False
+        self.is_given_up = False  # somebody gave the parameter another shape: it is an ordinary one
         self.is_materialized = False  # whether the parameter itself has its value now, and not a placeholder
         self.is_looked_up = False
         self.lookup = "device"  # or "home", or "auto": at home until it is decided
@@ -152,6 +156,11 @@ class ManagedTensor:
             self.original_type = type(self.parameter)
             self.parameter.__dict__["_live"] = live
             self.parameter.__class__ = released_type(self.original_type)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the parameter is of the class that the engine gave it; ``swap_tensors`` takes it away, for example."""
+        return not self.is_bound or isinstance(self.parameter, LiveMixin) or self.is_open
 
     def materialize(self, value: torch.Tensor) -> None:
         """Gives the parameter a value, so that torch computes with it."""
@@ -287,9 +296,28 @@ class Chunk:
             self.owned.append(tensor)
         self._offsets.append(tensor.offset_numel)
 
+    def remove(self, tensor: ManagedTensor) -> None:
+        """Removes a tensor; its place stays unused."""
+        place = self.tensors.index(tensor)
+        del self.tensors[place], self._offsets[place]
+        if tensor in self.owned:
+            self.owned.remove(tensor)
+
     def tensor_at(self, offset_numel: int) -> ManagedTensor:
         """The tensor that holds the element at an offset."""
         return self.tensors[max(bisect.bisect_right(self._offsets, offset_numel) - 1, 0)]
+
+    def retire(self) -> None:
+        """Makes it nothing: its payloads were given back, its number stays."""
+        self.spec = dataclasses.replace(self.spec, capacity_numel=0, used_numel=0, tensor_indices=(), trainable=False)
+        self.home = Tier.HOST
+        self.param = self.param[:0].clone()
+        self.lists.clear()
+
+    @property
+    def is_retired(self) -> bool:
+        """Whether nothing is in it any more."""
+        return not self.spec.capacity_numel
 
     @property
     def is_static(self) -> bool:

@@ -68,6 +68,16 @@ class Homes:
         elif self._rates is not None and any(key.startswith("training") for key in tracer.traces):
             self._fill_margin()
 
+    def note_chunks(self, nbytes: Sequence[ChunkBytes]) -> None:
+        """Takes note of chunks that came or went.
+
+        Args:
+            nbytes: The bytes of each, over all lists.
+        """
+        self._nbytes = list(nbytes)
+        self.in_margin = {index for index in self.in_margin if not self._chunks[index].is_retired}
+        self._num_seen = -1
+
     def prepare(self, kind: str, shapes: Shapes) -> None:
         """Leaves the margin before a step is recorded that may need more memory than any before it.
 
@@ -181,7 +191,7 @@ class Homes:
         traces = [trace for key, trace in self._residency.tracer.traces.items() if key.startswith("training")]
         taken = sum(self._nbytes[index].device_nbytes for index in inside)
         budget = None if ledger.chunk_budget is None else ledger.chunk_budget - fixed - taken
-        updated = frozenset(chunk.spec.index for chunk in self._chunks if chunk.spec.trainable)
+        updated = frozenset(chunk.spec.index for chunk in self._chunks if chunk.spec.is_updated)
         at_home = inside | kept
         crossing = [c.param_nbytes * c.spec.trainable * (c.spec.index not in at_home) for c in self._chunks]
         # What others have at home comes over the network, wherever the own part is.

@@ -5,6 +5,7 @@ post-accumulate-grad hook, and every parameter a class that answers while it has
 """
 
 import dataclasses
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Mapping
@@ -32,6 +33,7 @@ class ModelHooks:
         manager: What they call.
         weights: Reads and writes full parameters.
         on_zero_grad: Called with ``set_to_none`` by ``model.zero_grad()``.
+        follow_model: Called with whether it is for training before an outermost forward.
         device: The compute device.
     """
 
@@ -41,13 +43,18 @@ class ModelHooks:
         manager: ChunkManager,
         weights: LiveWeights,
         on_zero_grad: Callable[[bool], None],
+        follow_model: Callable[[bool], None],
         device: torch.device,
     ) -> None:
         self._model = model
         self._manager = manager
         self._device = device
-        self._handles: list[Any] = []
-        self._names = {module: name or type(model).__name__ for name, module in model.named_modules()}
+        self._follow_model = follow_model
+        self._of_modules: dict[torch.nn.Module, tuple[tuple[int, ...], list[Any]]] = {}  # parameters held, and hooks
+        self._of_tensors: dict[int, Any] = {}
+        self._of_model: list[Any] = []
+        self._structure: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
+        self._names: dict[torch.nn.Module, str] = {}
         self._frames = Frames()
         self._operands = Operands(manager)
         self._services = LiveServices(manager, weights, self._frames, self._operands)
@@ -59,9 +66,40 @@ class ModelHooks:
 
     def attach(self) -> None:
         """Registers everything."""
-        for module in self._model.modules():
-            if any(True for _ in module.parameters()):
-                self._attach_module(module)
+        self._attach_modules()
+        for tensor in self._manager.tensors:
+            self._attach_tensor(tensor)
+        self._is_attached = True
+        if self._manager.dtype is not torch.float32:
+            self._of_model.append(self._model.register_forward_pre_hook(self._cast_inputs, with_kwargs=True))
+        self._live_model.attach(self._hook_ids())
+
+    def _hook_ids(self) -> set[int]:
+        handles = [handle for _, own in self._of_modules.values() for handle in own]
+        return {handle.id for handle in (*handles, *self._of_model)}
+
+    def _attach_modules(self) -> None:
+        """Registers the hooks of modules that are new or hold other parameters; removes those of modules that are gone."""
+        self._names = {module: name or type(self._model).__name__ for name, module in self._model.named_modules()}
+        held = {module: self._held_by(module) for module in self._names if any(True for _ in module.parameters())}
+        for module in [module for module in self._of_modules if module not in held]:
+            self._detach_module(module)
+        for module, own in held.items():
+            indices = tuple(tensor.spec.index for tensor in own)
+            if module in self._of_modules and self._of_modules[module][0] != indices:
+                self._detach_module(module)
+            if module not in self._of_modules:
+                self._of_modules[module] = indices, self._attach_module(module, tuple(own))
+        places = [places for module in self._names for places in (module._parameters, module._modules)]
+        self._structure = [(place, tuple(place.values())) for place in places]
+
+    def _detach_module(self, module: torch.nn.Module) -> None:
+        for handle in self._of_modules.pop(module)[1]:
+            handle.remove()
+
+    def _attach_tensor(self, tensor: ManagedTensor) -> None:
+        if not tensor.spec.trainable:
+            return
         # The garbage collector cannot see through a parameter's hooks: a strong reference would be a leak.
         this = weakref.ref(self)
 
@@ -70,13 +108,11 @@ class ModelHooks:
             if hooks is not None:
                 hooks._store_gradient(parameter)
 
-        for tensor in self._manager.tensors:
-            if tensor.spec.trainable:
-                self._handles.append(tensor.parameter.register_post_accumulate_grad_hook(store))
-        self._is_attached = True
-        if self._manager.dtype is not torch.float32:
-            self._handles.append(self._model.register_forward_pre_hook(self._cast_inputs, with_kwargs=True))
-        self._live_model.attach(handle.id for handle in self._handles)
+        parameter: Any = tensor.parameter
+        needs_grad = requires_grad(parameter)
+        parameter.requires_grad_(True)  # torch takes no such hook of a parameter that is frozen for the moment
+        self._of_tensors[tensor.spec.index] = parameter.register_post_accumulate_grad_hook(store)
+        parameter.requires_grad_(needs_grad)
 
     def bind(self) -> None:
         """Lets parameters answer; their values are in chunks now."""
@@ -88,14 +124,52 @@ class ModelHooks:
         self._is_attached = False
         self.unwind()
         self._manager.release_borrowed()
-        for handle in self._handles:
+        for module in list(self._of_modules):
+            self._detach_module(module)
+        for handle in (*self._of_tensors.values(), *self._of_model):
             handle.remove()
-        self._handles.clear()
+        self._of_tensors.clear()
+        self._of_model.clear()
         self._live_model.detach()
 
-    def _attach_module(self, module: torch.nn.Module) -> None:
+    # Changes of the model
+
+    def may_have_changed(self, is_training: bool) -> bool:
+        """Whether the model may consist of other modules or parameters than when that was looked at last.
+
+        Args:
+            is_training: Whether a frozen parameter that says that it requires a gradient counts.
+        """
+        for place, before in self._structure:
+            if len(place) != len(before) or not all(map(operator.is_, place.values(), before)):
+                return True
+        with RAW():
+            for tensor in self._manager.tensors:
+                if tensor.is_given_up or not tensor.is_ours:
+                    return True
+                if is_training and not tensor.spec.trainable and tensor.parameter.requires_grad:
+                    return True
+        return self._manager.has_new_groups
+
+    def refresh(self) -> None:
+        """Registers hooks anew where modules hold other parameters now."""
+        self._attach_modules()
+        self._live_model.refresh(self._hook_ids())
+        self._manager.has_new_groups = False
+
+    def take_in(self, tensor: ManagedTensor) -> None:
+        """Lets a new parameter answer, and its gradients arrive."""
+        self._attach_tensor(tensor)
+        tensor.bind(LiveTensor(tensor, self._services))
+
+    def let_go(self, tensor: ManagedTensor) -> None:
+        """Removes the hook of a parameter that is given back."""
+        handle = self._of_tensors.pop(tensor.spec.index, None)
+        if handle is not None:
+            handle.remove()
+
+    def _attach_module(self, module: torch.nn.Module, own: tuple[ManagedTensor, ...]) -> list[Any]:
         manager, frames, name = self._manager, self._frames, self._names[module]
-        own = tuple(self._held_by(module))
         # One with a buffer (a scale, say) computes with it on the device.
         is_embedding = (
             isinstance(module, torch.nn.Embedding) and len(own) == 1 and not any(True for _ in module.buffers())
@@ -137,13 +211,16 @@ class ModelHooks:
                 self._leave_outermost(frame)
             return _to(output, self._device) if frame.lookups and self._device.type != "cpu" else None
 
-        self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(after, always_call=True))
+        handles: list[Any] = [
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+            module.register_forward_hook(after, always_call=True),
+        ]
         if own:
             # torch marks this hook with an attribute, which a bound method cannot carry.
             fill = self._live_model.fill_state_dict
-            self._handles.append(module.register_state_dict_post_hook(lambda *args: fill(*args)))
-            self._handles.append(module.register_load_state_dict_pre_hook(self._live_model.check_loading))
+            handles.append(module.register_state_dict_post_hook(lambda *args: fill(*args)))
+            handles.append(module.register_load_state_dict_pre_hook(self._live_model.check_loading))
+        return handles
 
     def _held_by(self, module: torch.nn.Module) -> list[ManagedTensor]:
         """What a module computes with itself, instead of calling the module that owns it."""
@@ -220,6 +297,7 @@ class ModelHooks:
             _refuse_reentrant(name)
             return
         frame.handled = sys.exc_info()[1]
+        self._follow_model(frame.stage is Stage.FORWARD)
         inputs = _tensors_in((args, kwargs))
         shapes = input_shapes([tensor.shape for tensor in inputs])
         present = (*inputs, *self._model.buffers())

@@ -46,12 +46,23 @@ class LiveModel:
         Args:
             hook_ids: Identities of the engine's own hooks: copies of a module do not get them.
         """
-        self._hook_ids = frozenset(hook_ids)
         self._install(self._model, "zero_grad", self._zero_grad)
+        self.refresh(hook_ids)
+
+    def refresh(self, hook_ids: Iterable[int]) -> None:
+        """Does the same for modules that have come, and undoes it for those that are gone.
+
+        Args:
+            hook_ids: As for ``attach``.
+        """
+        self._hook_ids = frozenset(hook_ids)
         together: dict[str, Any] = {"save_pretrained": self._save_together}
         if self._weights.needs_all:
             together["generate"] = self._generate_together
-        for module in self._model.modules():
+        modules = set(self._model.modules())
+        for module in [module for module in self._installed if module not in modules]:
+            self._uninstall(module)
+        for module in modules - (self._installed.keys() - {self._model}):
             self._install(module, "_apply", _bound(self._apply, module))
             self._install(module, "__reduce_ex__", _bound(self._reduce, module))
             for name, keep_together in together.items():
@@ -66,10 +77,12 @@ class LiveModel:
 
     def detach(self) -> None:
         """Takes the methods away."""
-        for module, names in self._installed.items():
-            for name in names:
-                module.__dict__.pop(name, None)
-        self._installed.clear()
+        for module in list(self._installed):
+            self._uninstall(module)
+
+    def _uninstall(self, module: torch.nn.Module) -> None:
+        for name in self._installed.pop(module):
+            module.__dict__.pop(name, None)
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         self._on_zero_grad(set_to_none)

@@ -99,10 +99,14 @@ class Lockstep:
         self.gather: Callable[[int], None] = lambda index: None
         self.reduce: Callable[[int], None] = lambda index: None
         self._collectives = collectives
-        self._num_words = -(-num_tensors // _BITS)
-        self._length = 12 + max(_MOST_SHAPE_NUMBERS + 1, self._num_words)
         self._checks_all = checks_all
         self._checksum = 0
+        self.note_tensors(num_tensors)
+
+    def note_tensors(self, num_tensors: int) -> None:
+        """Takes note of how many parameters there are: messages have room for all of them."""
+        self._num_words = -(-num_tensors // _BITS)
+        self._length = 12 + max(_MOST_SHAPE_NUMBERS + 1, self._num_words)
 
     @property
     def is_alone(self) -> bool:

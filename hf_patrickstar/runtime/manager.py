@@ -7,7 +7,7 @@ them. So a device copy is never dirty: evicting one drops it and copies nothing,
 gradients, and after the optimizer has changed a home its device copy is stale and is dropped.
 """
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -29,6 +29,7 @@ from hf_patrickstar.runtime.reducer import Reducer
 from hf_patrickstar.runtime.sharing import Held, Sharing
 from hf_patrickstar.runtime.steps import Steps
 from hf_patrickstar.runtime.values import Values, same_bits
+from hf_patrickstar.schedule.placement import ChunkBytes
 from hf_patrickstar.schedule.trace import Shapes
 from hf_patrickstar.states import Stage, TensorState
 
@@ -66,11 +67,13 @@ class ChunkManager:
         self.tensors: list[ManagedTensor] = sorted(
             (tensor for chunk in chunks for tensor in chunk.tensors), key=lambda tensor: tensor.spec.index
         )
-        self._by_parameter = {id(tensor.parameter): tensor for tensor in self.tensors}
+        self.by_index: dict[int, ManagedTensor] = {}
+        self._by_parameter: dict[int, ManagedTensor] = {}
+        self.index_tensors(self.tensors)
         self.borrowed: list[ManagedTensor] = []  # acquired by code in backward that no forward is around
+        self.has_new_groups = False  # param groups were changed: parameters may need other lists
         self._watched: set[ManagedTensor] = set()
         self.num_steps = 0  # of the optimizer
-        self.has_optimizer = True
         self.step_peaks = (0, 0, 0)  # bytes in the last step: chunks on the device, all on the device, on the host
         self._num_micro_batches = num_micro_batches
         self._micro_batch = 0
@@ -88,11 +91,88 @@ class ChunkManager:
         self.values = Values(self.gradients, self.sharing, transfers, residency.device)
         self.mirrors = Mirrors(self.values, self.gradients)
         self._is_alone = lockstep.is_alone
+        self._lockstep = lockstep
         self._reducer = Reducer(chunks, pool, transfers, collectives, residency.make_room, self._deliver)
         residency.before_gather = self.gradients.bring_values_back
         residency.before_drop = self.look_for_writes
         residency.gradient_peak = self._reducer.take_peak
         lockstep.reduce = self._reduce
+
+    def index_tensors(self, tensors: Sequence[ManagedTensor]) -> None:
+        """Takes note of which parameters there are.
+
+        Args:
+            tensors: All, in model order.
+        """
+        self.tensors[:] = tensors
+        self.by_index = {tensor.spec.index: tensor for tensor in tensors}
+        self._by_parameter = {id(tensor.parameter): tensor for tensor in tensors}
+
+    # Changes of the model
+
+    def begin_change(self) -> None:
+        """Begins to add and remove parameters: no step runs, and nothing that was written is missed."""
+        self.unwind()
+        self.sync()
+        self.steps.forget_step()
+
+    def add_chunks(self, chunks: Sequence[Chunk]) -> None:
+        """Adds chunks at the end of the chunk list."""
+        self.chunks.extend(chunks)
+        self.residency.note_chunks()
+
+    def give_up(self, tensor: ManagedTensor, value: torch.Tensor) -> None:
+        """Lets go of a parameter that somebody gave another shape; the engine takes it in again when it is used.
+
+        Args:
+            tensor: The parameter.
+            value: What it has now.
+        """
+        self.mirrors.drop_values(tensor)
+        self.mirrors.drop_gradient(tensor)
+        self.gradients.drop(tensor)
+        tensor.is_given_up = True
+        tensor.unbind()
+        tensor.parameter.data = value
+        self._by_parameter.pop(id(tensor.parameter), None)
+
+    def remove(self, tensor: ManagedTensor) -> None:
+        """Removes a parameter, which is an ordinary one again; its chunk is freed if no other is in it."""
+        with self._lock:
+            self.mirrors.drop_values(tensor)
+            self.mirrors.drop_gradient(tensor)
+            self.gradients.drop(tensor)
+            self._watched.discard(tensor)
+            tensor.num_writes += 1  # a graph of before cannot find its operands any more
+            chunk = tensor.chunk
+            chunk.remove(tensor)
+            self._by_parameter.pop(id(tensor.parameter), None)
+            if not chunk.tensors:
+                self.retire(chunk)
+
+    def retire(self, chunk: Chunk) -> None:
+        """Frees a chunk that has become empty; its number is not used again."""
+        chunk.wait()
+        chunk.wait_for_reader()
+        self.residency.forget(chunk)
+        for name, payload in {"param": chunk.param, **chunk.lists}.items():
+            self._pool.release(chunk.home, payload, name, keep=False)
+        chunk.retire()
+
+    def end_change(self, nbytes: Sequence[ChunkBytes]) -> None:
+        """Ends it: whatever was recorded is of no use any more.
+
+        Args:
+            nbytes: The bytes of every chunk over all lists.
+        """
+        self._list_names = {name for chunk in self.chunks for name in chunk.lists}
+        self.residency.tracer.forget_chunks([chunk.copy_nbytes for chunk in self.chunks])
+        self.residency.note_chunks()
+        self._reducer.note_chunks()
+        self._lockstep.note_tensors(max(self.by_index, default=-1) + 1)
+        if self.homes is not None:
+            self.homes.note_chunks(nbytes)
+        self.values.version += 1
 
     def find(self, parameter: torch.Tensor) -> ManagedTensor | None:
         """The managed parameter that a parameter is, or ``None``."""
@@ -116,8 +196,7 @@ class ChunkManager:
             kind = f"{kind}:{name}" if name else kind
             if self.homes is not None:
                 self.homes.prepare("training", shapes)
-            updates = is_last and self.has_optimizer
-            updated = frozenset(chunk.spec.index for chunk in self.chunks if chunk.spec.trainable and updates)
+            updated = frozenset(chunk.spec.index for chunk in self.chunks if chunk.spec.is_updated and is_last)
             self.steps.begin_step(kind, shapes, present, updated, self.version)
 
     def begin_evaluation(self, name: str, shapes: Shapes, present: Iterable[torch.Tensor]) -> None:
@@ -188,10 +267,10 @@ class ChunkManager:
         with self._lock:
             tensor.users -= 1
             if tensor.users == 0:
-                if tensor.is_materialized:
-                    self._take_back(tensor)
                 tensor.chunk.num_computing -= 1
                 tensor.go(stage.to_released())
+                if tensor.is_materialized:
+                    self._take_back(tensor)
         return None
 
     def _take_back(self, tensor: ManagedTensor) -> None:
@@ -199,7 +278,8 @@ class ChunkManager:
         value, storage = raw_data(tensor.parameter), tensor.chunk.storage
         assert storage is not None
         if tuple(value.shape) != tensor.spec.shape:
-            return  # another shape stays, and is refused at the next use
+            self.give_up(tensor, value)
+            return
         version = tensor.parameter._version
         tensor.dematerialize()
         if value.untyped_storage()._cdata != storage._cdata or version != tensor.version:
@@ -301,8 +381,8 @@ class ChunkManager:
                 found = self.steps.end_phase(Phase.BACKWARD, self._reducer.unreduced, self._reducer.found)
                 self._reducer.settle(found)
                 for index in found:
-                    if not self.tensors[index].is_owned:
-                        self.gradients.note_remote(self.tensors[index])
+                    if not self.by_index[index].is_owned:
+                        self.gradients.note_remote(self.by_index[index])
             self.in_backward = False
             for tensor in self.tensors:
                 if tensor.aside is not None:
@@ -364,6 +444,10 @@ class ChunkManager:
         self.values.write(tensor, value, voids_graphs=voids_graphs)
         self.mirrors.refresh_value(tensor)
 
+    def follow_master(self, tensor: ManagedTensor) -> None:
+        """Lets the value of a parameter follow a change of its fp32 master."""
+        self.write(tensor, tensor.view(tensor.chunk.lists[MASTER]))
+
     def take_over(self, tensor: ManagedTensor, *, keeps_unused: bool = False) -> None:
         """Takes over what a user wrote to one parameter without a trace: to what was handed out, or around torch's functions.
 
@@ -384,14 +468,10 @@ class ChunkManager:
             tensor: The parameter.
             value: A tensor that requires no gradient.
 
-        Raises:
-            EngineError: If the shape is another one.
         """
         if tuple(value.shape) != tensor.spec.shape:
-            raise EngineError(
-                f"parameter '{tensor.spec.name}' was replaced by a tensor of shape {tuple(value.shape)}, it had "
-                f"{tensor.spec.shape}; call model.patrickstar_engine.detach() before changing the model"
-            )
+            self.give_up(tensor, value)
+            return
         with self._lock:
             self.mirrors.drop_values(tensor)
             self.write(tensor, value, voids_graphs=False)
@@ -463,13 +543,16 @@ class ChunkManager:
 
     # What the optimizer and the checkpoints do at the chunk's home
 
-    def begin_update(self) -> None:
-        """Begins the optimizer's step: copies of what it will change are dropped, which makes room for its work."""
+    def begin_update(self, chunks: Iterable[Chunk]) -> None:
+        """Begins an optimizer's step: copies of what it will change are dropped, which makes room for its work.
+
+        Args:
+            chunks: What it will change.
+        """
         self.unwind()
         with self._lock:
-            for chunk in self.chunks:
-                if chunk.spec.trainable:
-                    self.residency.drop(chunk)
+            for chunk in chunks:
+                self.residency.drop(chunk)
             self.steps.begin_update()
 
     def finish_update(self, chunk: Chunk, updated: Container[int], *, keeps: bool) -> None:
@@ -528,7 +611,7 @@ class ChunkManager:
             self._transfers.settle()
             self._reducer.close()
             self.residency.close()
-            for chunk in self.chunks:
+            for chunk in (chunk for chunk in self.chunks if not chunk.is_retired):
                 chunk.wait()
                 chunk.wait_for_reader()
                 for name, payload in {"param": chunk.param, **chunk.lists}.items():

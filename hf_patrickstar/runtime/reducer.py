@@ -48,13 +48,26 @@ class Reducer:
         self._make_room = make_room
         self._deliver = deliver
         self._chunks = chunks
-        self._num_expected = [sum(tensor.spec.trainable for tensor in chunk.tensors) for chunk in chunks]
+        self._num_expected: list[int] = []
         self._buffers: dict[int, torch.Tensor] = {}
         self._stored: dict[int, set[int]] = {}
         self._held: list[tuple[ManagedTensor, torch.Tensor]] = []
         self._used_nbytes = self._peak_nbytes = 0
-        self._staging = self._reserve()
         self._under_way: tuple[Chunk, torch.Tensor, set[int], Ticket] | None = None
+        self._staging: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        self.note_chunks()
+
+    def note_chunks(self) -> None:
+        """Takes note of which parameters are in which chunks."""
+        self._num_expected = [sum(tensor.spec.trainable for tensor in chunk.tensors) for chunk in self._chunks]
+        self._release_staging()
+        self._staging = self._reserve()
+
+    def _release_staging(self) -> None:
+        for buffer in self._staging:
+            if buffer is not None:
+                self._pool.release(Tier.DEVICE, buffer, STAGING, keep=False)
+        self._staging = (None, None)
 
     def _reserve(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Scratch space in which slices of other ranks arrive."""
@@ -162,10 +175,7 @@ class Reducer:
     def close(self) -> None:
         """Gives every buffer back."""
         self.forget()
-        for buffer in self._staging:
-            if buffer is not None:
-                self._pool.release(Tier.DEVICE, buffer, STAGING, keep=False)
-        self._staging = (None, None)
+        self._release_staging()
 
     def _buffer(self, chunk: Chunk) -> torch.Tensor:
         index = chunk.spec.index

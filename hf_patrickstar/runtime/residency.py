@@ -276,6 +276,20 @@ class Residency:
         nbytes = sum(payload.nbytes for payload in new.values())
         self._emit(ChunkRehomed(chunk.spec.index, to_device=home is Tier.DEVICE, nbytes=nbytes))
 
+    def note_chunks(self) -> None:
+        """Takes note of chunks that came or went."""
+        for chunk in self.chunks:
+            if chunk.is_static and chunk.compute is None:
+                self._by_storage[chunk.set_compute(chunk.param)] = chunk
+        self._moves = any(not (chunk.is_static or chunk.is_retired) for chunk in self.chunks)
+
+    def forget(self, chunk: Chunk) -> None:
+        """Drops what a chunk is computed with, because the chunk is about to go."""
+        if chunk.spec.index in self._copies:
+            self._drop(chunk)
+        elif chunk.compute is not None:
+            del self._by_storage[chunk.clear_compute()[1]]
+
     def pin(self, chunk: Chunk) -> None:
         """Moves a chunk that is at home on the host into pinned memory, if that is wanted and there is room for it."""
         if self._pool.pins_memory and not chunk.param.is_pinned():

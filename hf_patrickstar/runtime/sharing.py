@@ -178,13 +178,13 @@ class Sharing:
         return vector
 
     def states(
-        self, own: Mapping[int, Mapping[str, Any]], tensors: Sequence[ManagedTensor], *, keep: bool = True
+        self, own: Mapping[int, Mapping[str, Any]], tensors: Mapping[int, ManagedTensor], *, keep: bool = True
     ) -> dict[int, dict[str, Any]]:
         """The optimizer states of all ranks together.
 
         Args:
             own: Those of this rank, by tensor index.
-            tensors: All tensors.
+            tensors: All tensors, by index.
             keep: Whether this rank wants them; else it only takes part, and holds one tensor of others at a time.
         """
         if self.is_alone:

@@ -198,6 +198,15 @@ class Tracer:
         self.traces.clear()
         self._lost_in_a_row.clear()
 
+    def forget_chunks(self, chunk_nbytes: Iterable[int]) -> None:
+        """Drops every trace, because there are other chunks now.
+
+        Args:
+            chunk_nbytes: Bytes of every chunk's ``param`` payload, by chunk index.
+        """
+        self._chunk_nbytes = tuple(chunk_nbytes)
+        self.discard()
+
     def _close_moment(self, step: Step) -> None:
         if len(step.non_model_nbytes) < len(step.visits):
             step.non_model_nbytes.append(self._non_model_peak())

@@ -1,0 +1,324 @@
+"""Keeps what the engine manages the same as what the model consists of, while the model changes.
+
+[Note: following the model]
+Layers are unfrozen, adapters added and merged, embeddings resized, modules replaced. Before a forward and before a step
+the engine compares what it manages with what is there. A parameter that is gone is given back: an ordinary parameter
+with its value, its gradient, and its state in the user's optimizer. One that is new gets a place in chunks of its own
+kind at the end of the chunk list, with whatever value, gradient and state it has; so does one that needs other lists
+from now on. What stays is not touched, chunks that have become empty are freed, and traces are recorded anew.
+"""
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from hf_patrickstar.checkpoint.first_values import FirstValues
+from hf_patrickstar.checkpoint.weights import ChunkWeights
+from hf_patrickstar.decisions import Decisions, collect
+from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.layout.packing import ChunkSpec, Layout, Placement, pack
+from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.optim.optimizer import ChunkedOptimizer
+from hf_patrickstar.runtime.admission import check_values
+from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
+from hf_patrickstar.runtime.collectives import Collectives
+from hf_patrickstar.runtime.hooks import ModelHooks
+from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.schedule.placement import ChunkBytes
+from hf_patrickstar.units import format_need
+
+logger = logging.getLogger(__name__)
+
+
+def holders(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, int]:
+    """Which optimizer holds a parameter, the first if several do, by the parameter's identity."""
+    found: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                found.setdefault(id(parameter), number)
+    return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parts:
+    """What is adapted.
+
+    Attributes:
+        model: The model.
+        manager: The manager of its chunks.
+        hooks: Its hooks.
+        weights: Reads its parameters.
+        optimizers: The optimizers over chunks; the list may grow.
+        collectives: The processes that share it.
+        make_chunk: Allocates a chunk, or raises ``BudgetError``.
+        make_tensor: Makes a managed parameter from a spec, the parameter and its offset.
+        nbytes_of: Tells the bytes of chunks over all lists.
+        reserve: Lets the kernels allocate their workspace anew.
+        splits_tensors: Tells whether a parameter may be spread over processes.
+    """
+
+    model: torch.nn.Module
+    manager: ChunkManager
+    hooks: ModelHooks
+    weights: ChunkWeights
+    optimizers: Sequence[ChunkedOptimizer]
+    collectives: Collectives
+    make_chunk: Callable[[ChunkSpec, Tier], Chunk]
+    make_tensor: Callable[[TensorSpec, torch.nn.Parameter, int], ManagedTensor]
+    nbytes_of: Callable[[Iterable[ChunkSpec]], list[ChunkBytes]]
+    reserve: Callable[[], None]
+    splits_tensors: Callable[[], bool]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Change:
+    """What is different.
+
+    Attributes:
+        specs: All parameters of the model as it is, in model order; those that stay keep their index.
+        modules: The modules that own them, by places in ``specs``.
+        parameters: The parameters.
+        new: Places of those that need a place in a chunk.
+        gone: What is managed and not there any more.
+    """
+
+    specs: list[TensorSpec]
+    modules: list[ModuleSpec]
+    parameters: list[torch.nn.Parameter]
+    new: list[int]
+    gone: list[ManagedTensor]
+
+
+class Membership:
+    """Follows changes of the model; see [Note: following the model].
+
+    Args:
+        parts: What is adapted.
+        decisions: What was decided when the engine was made.
+    """
+
+    def __init__(self, parts: Parts, decisions: Decisions) -> None:
+        self._parts = parts
+        self._decisions = decisions
+        self._next_index = len(decisions.tensors)
+        self.layout: Layout = decisions.choice.layout
+
+    @torch.no_grad()
+    def follow(self, *, is_training: bool) -> None:
+        """Adapts to what has changed, if anything has; with several processes all call it together.
+
+        Args:
+            is_training: Whether gradients will be computed: only then a frozen parameter that says that it requires one
+                is unfrozen, since adapters are switched on for a mere evaluation too.
+
+        Raises:
+            BudgetError: If there is no room for what is new; nothing has changed then.
+            EngineError: If a new parameter cannot be managed.
+        """
+        if not self._parts.hooks.may_have_changed(is_training) or _is_functional_call():
+            return
+        change = self._compare(is_training)
+        if change.new or change.gone:
+            self._adapt(change)
+        elif any(self._is_renamed(spec) for spec in change.specs):
+            self._rename(change)
+        self._parts.hooks.refresh()
+
+    def _compare(self, is_training: bool) -> _Change:
+        manager = self._parts.manager
+        held = holders(item.inner for item in self._parts.optimizers)
+        specs, modules, parameters = collect(self._parts.model, held, manager.find)
+        found: list[TensorSpec] = []
+        new: list[int] = []
+        for place, (spec, parameter) in enumerate(zip(specs, parameters, strict=True)):
+            tensor = manager.find(parameter)
+            if tensor is None or self._must_move(tensor, spec, is_training):
+                new.append(place)
+                found.append(dataclasses.replace(spec, index=self._next_index + len(new) - 1))
+            else:
+                kept = tensor.spec
+                found.append(
+                    dataclasses.replace(
+                        spec, index=kept.index, trainable=kept.trainable, optimizer_index=kept.optimizer_index
+                    )
+                )
+        present = {id(parameter) for parameter in parameters}
+        gone = [t for t in manager.tensors if t.is_given_up or id(t.parameter) not in present]
+        return _Change(found, modules, parameters, new, gone)
+
+    @staticmethod
+    def _must_move(tensor: ManagedTensor, spec: TensorSpec, is_training: bool) -> bool:
+        """Whether a parameter needs other lists than its chunk has."""
+        if spec.trainable and not tensor.spec.trainable:
+            return is_training
+        joins = spec.trainable and spec.optimizer_index >= 0 and spec.optimizer_index != tensor.spec.optimizer_index
+        return joins
+
+    def _is_renamed(self, spec: TensorSpec) -> bool:
+        return self._parts.manager.by_index[spec.index].spec != spec
+
+    def _rename(self, change: _Change) -> None:
+        by_index = self._parts.manager.by_index
+        for spec in change.specs:
+            by_index[spec.index].spec = spec
+        self._parts.manager.index_tensors([by_index[spec.index] for spec in change.specs])
+
+    # Adapting
+
+    def _adapt(self, change: _Change) -> None:
+        parts, manager = self._parts, self._parts.manager
+        for place in change.new:
+            check_values([change.specs[place].name], [change.parameters[place]])
+        manager.begin_change()
+        layout = self._pack([change.specs[place] for place in change.new])
+        chunks = self._allocate(layout, change)
+        for tensor in change.gone:
+            self._give_back(tensor)
+        logger.info(
+            "patrickstar: the model has changed: %d parameters are new or need other lists, %d are gone; %d chunks were "
+            "added",
+            len(change.new),
+            len(change.gone),
+            len(chunks),
+        )
+        placements = {placement.tensor_index: placement for placement in layout.placements}
+        parameters = {change.specs[place].index: change.parameters[place] for place in change.new}
+        made: dict[int, ManagedTensor] = {}
+        for chunk in chunks:
+            for index in chunk.spec.tensor_indices:
+                spec = next(spec for spec in change.specs if spec.index == index)
+                made[index] = self._take_in(spec, parameters[index], placements[index], chunk)
+        self._next_index += len(change.new)
+        tensors = [made.get(spec.index) or manager.by_index[spec.index] for spec in change.specs]
+        for spec, tensor in zip(change.specs, tensors, strict=True):
+            tensor.spec = spec
+        manager.index_tensors(tensors)
+        manager.end_change(parts.nbytes_of(chunk.spec for chunk in manager.chunks))
+        parts.reserve()
+        self._update_layout()
+
+    def _pack(self, specs: Sequence[TensorSpec]) -> Layout:
+        """New chunks, with indices after those that there are."""
+        world_size, first = self._parts.collectives.world_size, len(self._parts.manager.chunks)
+        local = [dataclasses.replace(spec, index=place) for place, spec in enumerate(specs)]
+        splits = world_size > 1 and self._parts.splits_tensors()
+        layout = pack(local, self._decisions.choice.layout.chunk_numel, frozenset(), world_size, splits)
+        chunks = [
+            dataclasses.replace(
+                chunk, index=first + chunk.index, tensor_indices=tuple(specs[place].index for place in chunk.tensor_indices)
+            )
+            for chunk in layout.chunks
+        ]
+        placements = [
+            Placement(specs[found.tensor_index].index, first + found.chunk_index, found.offset_numel)
+            for found in layout.placements
+        ]
+        return Layout(tuple(specs), tuple(chunks), tuple(placements), layout.chunk_numel)
+
+    def _allocate(self, layout: Layout, change: _Change) -> list[Chunk]:
+        """Allocates the new chunks, on the device if everything lives there and they fit; all or none."""
+        parts, manager = self._parts, self._parts.manager
+        self._check_working_sets(layout, change)
+        ledger = manager.residency.ledger
+        need = sum(found.device_nbytes for found in parts.nbytes_of(layout.chunks))
+        is_static = all(chunk.is_static for chunk in manager.chunks if chunk.tensors)
+        is_static = is_static and need <= ledger.available(Tier.DEVICE)
+        is_static = all(found[0] for found in parts.collectives.exchange([int(is_static)], "placing new parameters"))
+        chunks: list[Chunk] = []
+        try:
+            for spec in layout.chunks:
+                chunks.append(parts.make_chunk(spec, Tier.DEVICE if is_static else Tier.HOST))
+        except BudgetError:
+            for chunk in chunks:
+                manager.retire(chunk)
+            raise
+        manager.add_chunks(chunks)
+        return chunks
+
+    def _check_working_sets(self, layout: Layout, change: _Change) -> None:
+        """Makes sure that every module's chunks fit the device together."""
+        manager, ledger = self._parts.manager, self._parts.manager.residency.ledger
+        sizes = {chunk.spec.index: chunk.copy_nbytes for chunk in manager.chunks}
+        sizes |= {spec.index: spec.capacity_numel * self._decisions.dtype.itemsize for spec in layout.chunks}
+        places = {tensor.spec.index: tensor.chunk.spec.index for tensor in manager.tensors}
+        places |= {placement.tensor_index: placement.chunk_index for placement in layout.placements}
+        limit = ledger.limit(Tier.DEVICE)
+        setting = "device_budget"
+        if ledger.chunk_budget is not None and ledger.chunk_budget < limit:
+            limit, setting = ledger.chunk_budget, "chunk_budget"
+        for module in change.modules:
+            chunks = {places[change.specs[place].index] for place in module.tensor_indices}
+            need = sum(sizes[index] for index in chunks)
+            if need > limit:
+                raise BudgetError(
+                    f"{setting} is too small for module '{module.name}' ({module.class_name}), which is new or has "
+                    f"changed: its chunks need {format_need(need)} on the compute device at once, {format_need(limit)} are "
+                    f"available for chunks. Raise {setting}, or make a new engine (detach() and prepare the model again), "
+                    "which chooses smaller chunks"
+                )
+
+    def _give_back(self, tensor: ManagedTensor) -> None:
+        """Makes a parameter an ordinary one, with its value, gradient and state of the optimizer."""
+        parts, manager = self._parts, self._parts.manager
+        optimizer = self._optimizer_of(tensor)
+        if optimizer is not None:
+            optimizer.give_back_state(tensor)
+        if not tensor.is_given_up:
+            gradient = None
+            if manager.gradients.has(tensor):
+                gradient = manager.read_gradient(tensor, tensor.original_dtype).to(tensor.placeholder.device)
+            value = parts.weights.read(tensor).to(tensor.placeholder.device)
+            parts.hooks.let_go(tensor)
+            tensor.unbind()
+            tensor.parameter.data = value
+            tensor.parameter.grad = gradient
+        manager.remove(tensor)
+
+    def _take_in(
+        self, spec: TensorSpec, parameter: torch.nn.Parameter, placement: Placement, chunk: Chunk
+    ) -> ManagedTensor:
+        """Gives a parameter its place, and brings along what it has."""
+        parts, manager = self._parts, self._parts.manager
+        before = manager.find(parameter)
+        if before is not None:
+            self._give_back(before)
+        gradient, parameter.grad = parameter.grad, None
+        tensor = parts.make_tensor(spec, parameter, placement.offset_numel)
+        chunk.add(tensor)
+        FirstValues([tensor], parts.collectives, parts.weights.piece_numel).move_in(())
+        parts.hooks.take_in(tensor)
+        optimizer = self._optimizer_of(tensor)
+        if optimizer is not None:
+            optimizer.take_inner_state(tensor)
+        if gradient is not None and spec.trainable:
+            manager.mirrors.assign_gradient(tensor, gradient)
+        return tensor
+
+    def _optimizer_of(self, tensor: ManagedTensor) -> ChunkedOptimizer | None:
+        spec = tensor.chunk.spec
+        return self._parts.optimizers[spec.optimizer_index] if spec.is_updated else None
+
+    def _update_layout(self) -> None:
+        manager = self._parts.manager
+        live = [chunk.spec for chunk in manager.chunks if chunk.tensors]
+        placements = [
+            Placement(tensor.spec.index, tensor.chunk.spec.index, tensor.offset_numel) for tensor in manager.tensors
+        ]
+        specs = tuple(tensor.spec for tensor in manager.tensors)
+        self.layout = Layout(specs, tuple(live), tuple(placements), self.layout.chunk_numel)
+
+
+def _is_functional_call() -> bool:
+    """Whether ``torch.func.functional_call`` has put other tensors in place of the parameters for one call."""
+    code = torch.nn.utils.stateless._functional_call.__code__
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
