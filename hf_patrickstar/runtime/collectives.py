@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from hf_patrickstar.errors import CollectiveError, ConfigError
 from hf_patrickstar.memory.transfers import Ticket
 from hf_patrickstar.runtime.rollcall import Member, RollCall, describe_self
+from hf_patrickstar.runtime.tickets import DeviceTicket, GlooTicket, Users
 from hf_patrickstar.units import KIB, MIB
 
 _ROUND_NBYTES = 2 * MIB
@@ -24,8 +24,6 @@ _NUM_PIECES = 2
 _TILE_NUMEL = 64 * KIB
 """Elements that are widened to fp32 at a time."""
 _ALIGNMENT_NUMEL = 64
-_LINGER_S = 1.0
-"""How long gloo may look into a buffer after it is done; much longer than it ever does."""
 
 
 class Collectives:
@@ -141,8 +139,8 @@ class Collectives:
             A ticket.
         """
         if self.world_size == 1:
-            return _WorkTicket((), what, self._failure)
-        users = _Users(buffer)
+            return GlooTicket((), what, self._failure)
+        users = Users(buffer)
         slices = self._slices(buffer)
         with self._naming(what):
             self.num_all_gathers += 1
@@ -150,13 +148,13 @@ class Collectives:
             if not self._is_gloo:
                 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
                 work = gather(buffer, slices[self.rank], group=self._group, async_op=True)
-                return _StreamTicket(work, self._device, what, self._failure)
+                return DeviceTicket(work, self._device, what, self._failure)
             # Straight into place: the library's own goes through a flat copy, at a third of the speed.
             works = [
                 dist.broadcast(part, group=self._group, group_src=owner, async_op=True)
                 for owner, part in enumerate(slices)
             ]
-            return _WorkTicket(works, what, self._failure, users)
+            return GlooTicket(works, what, self._failure, users)
 
     @property
     def is_asynchronous(self) -> bool:
@@ -199,7 +197,7 @@ class Collectives:
             A ticket; on gloo it is done.
         """
         if self.world_size == 1:
-            return _WorkTicket((), what, self._failure)
+            return GlooTicket((), what, self._failure)
         slices = self._slices(buffer)
         with self._naming(what):
             self.num_reduce_scatters += 1
@@ -207,9 +205,9 @@ class Collectives:
             if not self._is_gloo:
                 scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
                 work = scatter(slices[self.rank], buffer, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
-                return _StreamTicket(work, self._device, what, self._failure)
+                return DeviceTicket(work, self._device, what, self._failure)
             self._reduce_in_rounds(slices, staging)
-            return _WorkTicket((), what, self._failure)
+            return GlooTicket((), what, self._failure)
 
     def _reduce_in_rounds(
         self, slices: Sequence[torch.Tensor], staging: tuple[torch.Tensor | None, torch.Tensor | None]
@@ -420,89 +418,6 @@ def _leave() -> None:
     """
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-class _WorkTicket:
-    """Collectives of gloo that may still be under way, or nothing at all."""
-
-    __slots__ = ("_fail", "_users", "_what", "_works")
-
-    def __init__(
-        self,
-        works: Sequence[Any],
-        what: str,
-        fail: Callable[[str, Exception], CollectiveError],
-        users: "_Users | None" = None,
-    ) -> None:
-        self._works = works
-        self._what = what
-        self._fail = fail
-        self._users = users
-
-    @property
-    def is_done(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def wait(self) -> None:
-        try:
-            for work in self._works:
-                work.wait()
-                del work  # which holds the buffer, too
-        except RuntimeError as error:
-            raise self._fail(self._what, error) from error
-        self._works = ()
-        if self._users is not None:
-            self._users.wait()
-            self._users = None
-
-    join = wait
-
-
-class _Users:
-    """How many look into a buffer, before gloo does.
-
-    Its threads let go of a buffer a moment after they have said that they are done with it. Whoever counts aliases then
-    would find one that is none, on one rank and not on another.
-    """
-
-    __slots__ = ("_num", "_storage")
-
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self._storage = buffer.untyped_storage()
-        self._num = torch._C._storage_Use_Count(self._storage._cdata)
-
-    def wait(self) -> None:
-        deadline = time.monotonic() + _LINGER_S
-        while torch._C._storage_Use_Count(self._storage._cdata) > self._num and time.monotonic() < deadline:
-            time.sleep(0)
-
-
-class _StreamTicket:
-    """A collective on a stream of the device."""
-
-    __slots__ = ("_device", "_fail", "_what", "_work")
-
-    def __init__(
-        self, work: Any, device: torch.device, what: str, fail: Callable[[str, Exception], CollectiveError]
-    ) -> None:
-        self._work = work
-        self._device = device
-        self._what = what
-        self._fail = fail
-
-    @property
-    def is_done(self) -> bool:
-        return bool(self._work.is_completed())
-
-    def wait(self) -> None:
-        self.join()
-        torch.cuda.current_stream(self._device).synchronize()
-
-    def join(self) -> None:
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise self._fail(self._what, error) from error
 
 
 def _backend(group: "dist.ProcessGroup", device: torch.device) -> Any:
