@@ -15,18 +15,14 @@ _LINGER_S = 1.0
 class GlooTicket:
     """Collectives of gloo that may still be under way, or nothing at all."""
 
-    __slots__ = ("_fail", "_users", "_what", "_works")
+    __slots__ = ("_users", "_wait", "_what", "_works")
 
     def __init__(
-        self,
-        works: Sequence[Any],
-        what: str,
-        fail: Callable[[str, Exception], CollectiveError],
-        users: "Users | None" = None,
+        self, works: Sequence[Any], what: str, wait: Callable[[Any, str], None], users: "Users | None" = None
     ) -> None:
         self._works = works
         self._what = what
-        self._fail = fail
+        self._wait = wait
         self._users = users
 
     @property
@@ -40,12 +36,9 @@ class GlooTicket:
         Raises:
             CollectiveError: If the collective failed.
         """
-        try:
-            for work in self._works:
-                work.wait()
-                del work  # which holds the buffer, too
-        except RuntimeError as error:
-            raise self._fail(self._what, error) from error
+        for work in self._works:
+            self._wait(work, self._what)
+            del work  # which holds the buffer, too
         self._works = ()
         if self._users is not None:
             self._users.wait()
