@@ -395,6 +395,8 @@ class PatrickStarEngine:
         opened = [tensor.spec.name for tensor in self.manager.tensors if tensor.is_open]
         if opened:
             raise EngineError(f"parameter '{opened[0]}' is open in full_parameters(); detach after the block has ended")
+        if self.model.__dict__.get("patrickstar_engine") is self:  # else it was never whole
+            self.manager.sharing.enter("detaches the engine")
         self._attached = False
         if hasattr(self, "checkpoints"):
             self.checkpoints.close()

@@ -169,6 +169,7 @@ class ModelHooks:
 
     def _generate_together(self, generate: Callable[..., Any]) -> Callable[..., Any]:
         def generate_together(*args: Any, **kwargs: Any) -> Any:
+            self._manager.sharing.enter("generates")
             # A process whose texts are complete goes on until those of all are.
             return generate(*args, **{**kwargs, "synced_gpus": True})
 
