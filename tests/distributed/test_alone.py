@@ -104,7 +104,7 @@ def detach(engine, folder):
 
 
 CALLS = {
-    read_an_attribute: "needs group 0 (gather) for code outside of every forward that reads a parameter",
+    read_an_attribute: "needs group 0 (gather) for code outside of every forward that ",
     read_all: "reads the value of parameter 'transformer.wte.weight'",
     open_parameters: "reads the value of parameter 'transformer.wte.weight'",
     read_states: "reads the optimizer's state",
