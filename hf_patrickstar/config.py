@@ -72,6 +72,11 @@ class PatrickStarConfig:
             state while training goes on. It is as consistent: the optimizer's step waits at a chunk that has not been
             written yet. Nothing is copied. The checkpoint appears a little later, and what goes wrong is told at the
             next one, or when training ends.
+        process_wait_s: With several processes, how many seconds one of them waits for the others to come to what all
+            must call together (reading parameters, evaluation, saving) before it raises ``CollectiveError``; it warns
+            after ten. Less finds a mistake sooner; more is right where one process takes long outside of the engine,
+            as with a slow file system or an evaluation that it prepares alone. With 0 or ``None`` only the timeout of
+            the process group ends such a wait, as it does all others.
         debug_collectives: With several processes, agree on every collective before it is done, so that a process that
             does another one is named at once. Without it, processes find out when forward or backward ends.
         debug_evict_all: Evict every chunk that is not in use at every access, and fill what it leaves with NaN. Very
@@ -93,6 +98,7 @@ class PatrickStarConfig:
     tile_numel: int = 2**19
     keep_gradients: bool | Literal["auto"] = "auto"
     background_save: bool = False
+    process_wait_s: float | None = 60.0
     debug_collectives: bool = False
     debug_evict_all: bool = False
 
@@ -132,6 +138,10 @@ class PatrickStarConfig:
             raise ConfigError(f"tile_numel: expected at least {_QUANTUM} elements, got {tile_numel!r}")
         if tile_numel % _QUANTUM:
             raise ConfigError(f"tile_numel: expected a multiple of {_QUANTUM}, got {tile_numel!r}")
+        wait_s = self.process_wait_s
+        is_number = isinstance(wait_s, (int, float)) and not isinstance(wait_s, bool)
+        if wait_s is not None and not (is_number and 0 <= wait_s < float("inf")):
+            raise ConfigError(f"process_wait_s: expected a number of seconds, 0 or more, or null, got {wait_s!r}")
         for name in ("background_save", "debug_collectives", "debug_evict_all"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: expected true or false, got {getattr(self, name)!r}")

@@ -238,7 +238,7 @@ def _agree(situation: Circumstances, tensors: list[TensorSpec], dtype: torch.dty
         "optimizers": [type(kernel).__name__ for kernel in situation.kernels],
     }
     checksums = [zlib.crc32(repr(part).encode()) for part in parts.values()]
-    rows = collectives.exchange([limit, *checksums], "comparing models and settings")
+    rows = collectives.exchange([limit, *checksums], "compares models and settings")
     for place, name in enumerate(parts, 1):
         if len({row[place] for row in rows}) > 1:
             ranks = [rank for rank, row in enumerate(rows) if row[place] != rows[0][place]]

@@ -41,6 +41,7 @@ from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.recovery import Recovery
 from hf_patrickstar.runtime.residency import MovePolicy, Residency
 from hf_patrickstar.runtime.steps import Steps
+from hf_patrickstar.runtime.vigil import Patience
 from hf_patrickstar.schedule.eviction import Chooser
 from hf_patrickstar.schedule.margin import ACCELERATOR, CPU_TIER, Rates
 from hf_patrickstar.states import TensorState
@@ -94,7 +95,8 @@ class PatrickStarEngine:
         self._num_micro_batches = max(gradient_accumulation_steps, 1)
         self._statistics = Statistics()
         self._listener = listener
-        self.collectives = Collectives.connect(process_group, self.device)
+        patience = Patience.of(self.config.process_wait_s)
+        self.collectives = Collectives.connect(process_group, self.device, patience)
         budgets = resolve_budgets(
             self.device, self.config.device_budget, self.config.host_budget, self.collectives.local_world_size
         )
@@ -462,6 +464,8 @@ class PatrickStarEngine:
         opened = [tensor.spec.name for tensor in self.manager.tensors if tensor.is_open]
         if opened:
             raise EngineError(f"parameter '{opened[0]}' is open in full_parameters(); detach after the block has ended")
+        if self.model.__dict__.get("patrickstar_engine") is self:  # else it was never whole
+            self.manager.sharing.enter("detaches the engine")
         self._attached = False
         if hasattr(self, "checkpoints"):
             self.checkpoints.close()

@@ -37,7 +37,7 @@ class EngineError(PatrickStarError, RuntimeError):
 
 
 class CollectiveError(PatrickStarError, RuntimeError):
-    """A collective failed, or ranks disagree; the group of processes is of no use any more.
+    """A collective failed, ranks disagree, or one was left alone; the group of processes is of no use any more.
 
     The message says which collective on which rank, who is gone or did not answer, and what to do.
     """

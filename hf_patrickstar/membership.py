@@ -228,7 +228,7 @@ class Membership:
         need = sum(found.device_nbytes for found in parts.nbytes_of(layout.chunks))
         is_static = all(chunk.is_static for chunk in manager.chunks if chunk.tensors)
         is_static = is_static and need <= ledger.available(Tier.DEVICE)
-        is_static = all(found[0] for found in parts.collectives.exchange([int(is_static)], "placing new parameters"))
+        is_static = all(found[0] for found in parts.collectives.exchange([int(is_static)], "places new parameters"))
         chunks: list[Chunk] = []
         try:
             for spec in layout.chunks:

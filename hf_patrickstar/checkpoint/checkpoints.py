@@ -72,7 +72,7 @@ class Checkpoints:
         self._weights = weights
         self.state = state
         self._collectives = collectives
-        self._transactions = Transactions(collectives)
+        self._transactions = Transactions(collectives, manager.sharing.enter)
 
     # Saving
 
@@ -167,6 +167,7 @@ class Checkpoints:
         Raises:
             CheckpointError: If something is missing, damaged or does not fit; nothing has changed then.
         """
+        self._manager.sharing.enter("loads a checkpoint")
         self.wait()
         if self._collectives.rank == 0:
             StagedDirectory(directory).recover()
@@ -190,6 +191,7 @@ class Checkpoints:
             CheckpointError: If something is missing, damaged or does not fit, here or on another process; nothing has
                 changed then.
         """
+        self._manager.sharing.enter("loads weights")
         self.wait()
         return self.load_parts(self.together(lambda: find_weights(self._model, path)))
 
@@ -238,7 +240,7 @@ class Checkpoints:
             result = function()
         except CheckpointError as raised:
             error = raised
-        texts = self._collectives.exchange_objects(None if error is None else str(error), "loading a checkpoint")
+        texts = self._collectives.exchange_objects(None if error is None else str(error), "loads a checkpoint")
         if error is not None:
             raise error
         for rank, text in enumerate(texts):
@@ -264,6 +266,7 @@ class Checkpoints:
         self._apply(found)
         if loading is not None:
             loading.apply()
+        self._manager.sharing.meet("loads a checkpoint")  # a disk of one may be slower
         return found
 
     def check_state(self, directory: str | os.PathLike[str]) -> None:

@@ -92,6 +92,7 @@ class FirstValues:
             parameter.data = tensor.placeholder
             parameter.grad = None
             self._unread.pop(tensor.spec.index, None)
+        self._collectives.exchange_objects(None, "reads the weights")  # a disk of one may be slower
 
     def _make_equal(self, buffers: Iterable[torch.Tensor]) -> None:
         """Lets all processes start from the values of rank 0, wherever a sample of them differs."""
@@ -99,7 +100,7 @@ class FirstValues:
         if collectives.world_size == 1:
             return
         samples = [None if t.spec.index in self._unread else _sample(t.parameter.data) for t in tensors]
-        found = collectives.exchange_objects(samples, "comparing parameters")
+        found = collectives.exchange_objects(samples, "compares parameters")
         if len({tuple(value is None for value in row) for row in found}) > 1:
             raise EngineError("some processes made the model inside deferred_weights and others did not; let all do so")
         different = [tensor for place, tensor in enumerate(tensors) if len({row[place] for row in found}) > 1]
@@ -110,9 +111,9 @@ class FirstValues:
                 different[0].spec.name,
             )
         for tensor in different:
-            collectives.broadcast(tensor.parameter.data, 0, f"sending parameter '{tensor.spec.name}' to all")
+            collectives.broadcast(tensor.parameter.data, 0, f"sends parameter '{tensor.spec.name}' to all")
         for buffer in buffers:
-            collectives.broadcast(buffer, 0, "sending buffers to all")
+            collectives.broadcast(buffer, 0, "sends buffers to all")
 
 
 def _sample(value: torch.Tensor) -> int:

@@ -60,10 +60,12 @@ class Transactions:
 
     Args:
         collectives: The processes that write together.
+        enter: Makes sure that all of them are about to do what it is given in words.
     """
 
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, collectives: Collectives, enter: Callable[[str], None] = lambda what: None) -> None:
         self._collectives = collectives
+        self._enter = enter
         self._pending: Checkpoint | None = None
 
     @contextlib.contextmanager
@@ -78,6 +80,7 @@ class Transactions:
         Raises:
             CheckpointError: If it cannot be written, here or on another process, or the one before could not.
         """
+        self._enter("saves a checkpoint")
         self.wait()
         checkpoint = Checkpoint(StagedDirectory(final))
         self._begin(checkpoint)
@@ -110,7 +113,7 @@ class Transactions:
             checkpoint.write.join()
         try:
             # A process that has died is noticed here; its part would be waited for much longer.
-            self._collectives.exchange_objects("written", "waiting for a checkpoint")
+            self._collectives.exchange_objects("written", "waits for a checkpoint")
         except CollectiveError:
             _leave(checkpoint)
             raise
@@ -131,7 +134,7 @@ class Transactions:
             mark.write_text(own)
 
         self._agree(_attempt(begin) if rank == 0 else None, checkpoint, "cannot be written")
-        what = "looking for the directory of the checkpoint"
+        what = "looks for the directory of the checkpoint"
         wanted = self._collectives.exchange_objects(own, what)[0]
         # One that a kill left on a disk of its own is not that of rank 0.
         is_seen = mark.is_file() and mark.read_text() == wanted
@@ -194,7 +197,7 @@ class Transactions:
     def _agree(self, error: BaseException | None, checkpoint: Checkpoint, what: str) -> None:
         """Raises on all processes what went wrong on one."""
         text = None if error is None else f"{error}" or type(error).__name__
-        texts = self._collectives.exchange_objects(text, "completing a checkpoint")
+        texts = self._collectives.exchange_objects(text, "completes a checkpoint")
         if error is not None and isinstance(error, CheckpointError) and len(texts) == 1:
             raise error
         for rank, found in enumerate(texts):

@@ -81,6 +81,7 @@ class ChunkWeights:
             yield
             return
         sharing = self._manager.sharing
+        sharing.enter("saves the model")
         if not is_reader:
             sharing.follow(lambda index: self._held(self._manager.by_index[index]))
         self._deferred, self._is_reader = {}, is_reader
@@ -132,7 +133,9 @@ class ChunkWeights:
         """
         if self._deferred is not None and not self._is_reader:
             raise EngineError(f"parameter '{tensor.spec.name}' is being saved by another process, not by this one")
-        return self._manager.sharing.parts(self._held(tensor), (start, stop), piece_numel, "the value")
+        is_patient = True if self.is_streaming else None  # the others have come to save, and a disk may be slow
+        held, place = self._held(tensor), (start, stop)
+        return self._manager.sharing.parts(held, place, piece_numel, "the value", is_patient=is_patient)
 
     @contextlib.contextmanager
     def collected(self, *, keep: bool) -> Iterator[None]:
@@ -210,6 +213,8 @@ class ChunkWeights:
         try:
             yield
         finally:
+            if opened and writeback:
+                self._manager.sharing.meet("leaves full_parameters()")
             reshaped = [tensor.spec.name for tensor in opened if tensor.parameter.shape != tensor.spec.shape]
             for tensor in opened:
                 self._close(tensor, writeback, with_grads, gradients.get(tensor.spec.index))

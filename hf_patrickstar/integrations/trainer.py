@@ -128,6 +128,24 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         engine = self.patrickstar_engine
         return run(*args, **kwargs) if engine is None else engine.attempt(lambda: run(*args, **kwargs))
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates or predicts as the Trainer does; with several processes all of them must call it.
+
+        Args:
+            *args: As for ``Trainer.evaluation_loop``.
+            **kwargs: As for ``Trainer.evaluation_loop``.
+
+        Returns:
+            What ``Trainer.evaluation_loop`` returns.
+
+        Raises:
+            CollectiveError: If other processes do not come, or do something else.
+        """
+        engine = self.patrickstar_engine
+        if engine is not None:  # the Trainer gathers something before it calls the model, and would wait in there
+            engine.manager.sharing.enter("evaluates")
+        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+
     def patrickstar_stats(self) -> dict[str, Any]:
         """Bytes and events of the engine so far.
 

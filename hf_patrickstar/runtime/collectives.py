@@ -2,7 +2,7 @@
 
 import atexit
 import contextlib
-import time
+import pickle
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -14,6 +14,8 @@ import torch.distributed as dist
 from hf_patrickstar.errors import CollectiveError, ConfigError
 from hf_patrickstar.memory.transfers import Ticket
 from hf_patrickstar.runtime.rollcall import Member, RollCall, describe_self
+from hf_patrickstar.runtime.tickets import DeviceTicket, GlooTicket, Users
+from hf_patrickstar.runtime.vigil import Patience, Vigil
 from hf_patrickstar.units import KIB, MIB
 
 _ROUND_NBYTES = 2 * MIB
@@ -24,8 +26,9 @@ _NUM_PIECES = 2
 _TILE_NUMEL = 64 * KIB
 """Elements that are widened to fp32 at a time."""
 _ALIGNMENT_NUMEL = 64
-_LINGER_S = 1.0
-"""How long gloo may look into a buffer after it is done; much longer than it ever does."""
+_AT_ONCE = timedelta(milliseconds=1)
+_NOBODY_SENDS = 2**31 - 1
+"""The tag of a message that never comes."""
 
 
 class Collectives:
@@ -74,14 +77,18 @@ class Collectives:
         self._control = control
         self._is_gloo = group is not None and _backend(group, device).name() == "gloo"
         self._roll_call: RollCall | None = None
+        self._vigil: Vigil | None = None
 
     @classmethod
-    def connect(cls, group: "dist.ProcessGroup | None", device: torch.device) -> "Collectives":
+    def connect(
+        cls, group: "dist.ProcessGroup | None", device: torch.device, patience: Patience | None = None
+    ) -> "Collectives":
         """Joins the other processes; every one of them calls this.
 
         Args:
             group: The processes, or ``None`` for the default group, if there is one.
             device: The compute device.
+            patience: How long to wait for the others.
 
         Returns:
             What to talk to them with. It has a group of its own for messages, with the timeout of ``group``; only a
@@ -112,22 +119,23 @@ class Collectives:
             # Processes outside of a part do not come to make another group of it.
             control = data if is_part and is_gloo else _new_control(data, device, is_part)
         except RuntimeError as error:
-            raise CollectiveError(_complain("connect", rank, world_size, "", error)) from error
+            raise CollectiveError(_complain("connects", rank, world_size, "", error)) from error
         collectives = cls(rank, world_size, device, data, control)
         if is_gloo:
             atexit.register(_leave)
-        collectives._introduce()
+        collectives._introduce(patience or Patience())
         return collectives
 
-    def _introduce(self) -> None:
+    def _introduce(self, patience: Patience) -> None:
         """Tells the others who this process is, and prepares for the day when one of them is missing."""
-        told = self.exchange_objects((tuple(describe_self()), uuid.uuid4().hex), "connect")
+        told = self.exchange_objects((tuple(describe_self()), uuid.uuid4().hex), "connects")
         self.num_messages = 0
         members = [Member(*member) for member, _ in told]
         self.local_world_size = sum(member.host == members[self.rank].host for member in members)
         # The number that rank 0 drew keeps the keys apart from those of every other connection over this store.
         store = dist.PrefixStore(f"hf_patrickstar/rollcall/{told[0][1]}", dist.distributed_c10d._get_default_store())
         self._roll_call = RollCall(self.rank, members, store)
+        self._vigil = Vigil(self.rank, self._roll_call, store, patience, self._hang_up)
 
     def all_gather(self, buffer: torch.Tensor, what: str) -> Ticket:
         """Starts to fill in the slices of the other ranks.
@@ -141,8 +149,8 @@ class Collectives:
             A ticket.
         """
         if self.world_size == 1:
-            return _WorkTicket((), what, self._failure)
-        users = _Users(buffer)
+            return GlooTicket((), what, self._wait)
+        users = Users(buffer)
         slices = self._slices(buffer)
         with self._naming(what):
             self.num_all_gathers += 1
@@ -150,13 +158,13 @@ class Collectives:
             if not self._is_gloo:
                 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
                 work = gather(buffer, slices[self.rank], group=self._group, async_op=True)
-                return _StreamTicket(work, self._device, what, self._failure)
+                return DeviceTicket(work, self._device, what, self._failure)
             # Straight into place: the library's own goes through a flat copy, at a third of the speed.
             works = [
                 dist.broadcast(part, group=self._group, group_src=owner, async_op=True)
                 for owner, part in enumerate(slices)
             ]
-            return _WorkTicket(works, what, self._failure, users)
+            return GlooTicket(works, what, self._wait, users)
 
     @property
     def is_asynchronous(self) -> bool:
@@ -199,7 +207,7 @@ class Collectives:
             A ticket; on gloo it is done.
         """
         if self.world_size == 1:
-            return _WorkTicket((), what, self._failure)
+            return GlooTicket((), what, self._wait)
         slices = self._slices(buffer)
         with self._naming(what):
             self.num_reduce_scatters += 1
@@ -207,9 +215,9 @@ class Collectives:
             if not self._is_gloo:
                 scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
                 work = scatter(slices[self.rank], buffer, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
-                return _StreamTicket(work, self._device, what, self._failure)
+                return DeviceTicket(work, self._device, what, self._failure)
             self._reduce_in_rounds(slices, staging)
-            return _WorkTicket((), what, self._failure)
+            return GlooTicket((), what, self._wait)
 
     def _reduce_in_rounds(
         self, slices: Sequence[torch.Tensor], staging: tuple[torch.Tensor | None, torch.Tensor | None]
@@ -274,12 +282,13 @@ class Collectives:
                 total.add_(widened.copy_(tile))
             tiles[self.rank].copy_(total.div_(self.world_size))
 
-    def exchange(self, message: Sequence[int], what: str) -> list[list[int]]:
+    def exchange(self, message: Sequence[int], what: str, *, is_patient: bool = True) -> list[list[int]]:
         """Tells all ranks some numbers, and waits for theirs.
 
         Args:
             message: As many integers on every rank.
-            what: What they are for, for error messages.
+            what: What this rank is about to do, as a verb phrase, for warnings and errors.
+            is_patient: Whether to wait as long as the process group does; else this rank gives up earlier.
 
         Returns:
             The messages by rank.
@@ -291,27 +300,39 @@ class Collectives:
         with self._naming(what):
             self.num_messages += 1
             if own:
-                # Sending to each directly is twice as fast on idle cores, and many times slower on busy ones.
-                dist.all_gather(list(rows.unbind()), rows[self.rank].clone(), group=self._control)
+                self._swap(rows, what, is_patient)
         return rows.tolist()
 
     def exchange_objects(self, value: Any, what: str) -> list[Any]:
-        """Tells all ranks something that can be pickled, and waits for theirs.
+        """Tells all ranks something that can be pickled, and waits for theirs, as long as the process group does.
 
         Args:
             value: What to tell.
-            what: What it is for, for error messages.
+            what: What this rank is about to do, as a verb phrase, for warnings and errors.
 
         Returns:
             The values by rank.
         """
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = torch.tensor([[own.numel()]] * self.world_size)
         with self._naming(what):
             self.num_messages += 1
-            dist.all_gather_object(values, value, group=self._control)
-        return values
+            self._swap(sizes, what, is_patient=True)
+            rows = torch.full((self.world_size, int(sizes.max())), 0, dtype=torch.uint8)
+            rows[self.rank, : own.numel()] = own
+            self._swap(rows, what, is_patient=True)
+        return [pickle.loads(row[:size].numpy()) for row, size in zip(rows, sizes, strict=True)]
+
+    def _swap(self, rows: torch.Tensor, what: str, is_patient: bool) -> None:
+        """Fills in the rows of the other ranks, and waits for them."""
+        # Sending to each directly is twice as fast on idle cores, and many times slower on busy ones.
+        work = dist.all_gather(list(rows.unbind()), rows[self.rank].clone(), group=self._control, async_op=True)
+        if self._vigil is None:
+            work.wait()
+        else:
+            self._vigil.wait(work, what, is_message=True, is_patient=is_patient)
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
         """Overwrites a tensor by that of one rank, and waits for it.
@@ -373,6 +394,20 @@ class Collectives:
             if not tensor.is_contiguous():
                 tensor.copy_(packed)
 
+    def _hang_up(self, with_data: bool) -> None:
+        """Closes this rank's connections for messages: what is under way there fails, here and on the others.
+
+        Args:
+            with_data: Also those for data, on gloo.
+        """
+        for group in (self._control, self._group if with_data and self._is_gloo else None):
+            others = range(self.world_size) if group is not None else ()
+            for other in set(others) - {self.rank}:
+                nothing = torch.full((1,), 0)
+                with contextlib.suppress(RuntimeError):  # gloo closes all when a receive takes too long
+                    work: Any = dist.irecv(nothing, group=group, group_src=other, tag=_NOBODY_SENDS)
+                    work.wait(_AT_ONCE)
+
     def close(self) -> None:
         """Gives back the group for messages; data can still be sent over the group that was given."""
         control, self._control = self._control, None
@@ -395,11 +430,25 @@ class Collectives:
         nbytes = max(_MIN_PIECE_NBYTES, nbytes)
         return min(slice_numel, nbytes // dtype.itemsize // _ALIGNMENT_NUMEL * _ALIGNMENT_NUMEL)
 
+    def _wait(self, work: Any, what: str) -> None:
+        """Waits for data that is under way on gloo."""
+        try:
+            if self._vigil is None:
+                work.wait()
+            else:
+                self._vigil.wait(work, what)
+        except CollectiveError:
+            raise
+        except RuntimeError as error:
+            raise self._failure(what, error) from error
+
     @contextlib.contextmanager
     def _naming(self, what: str) -> Iterator[None]:
         """Says what failed, and because of whom."""
         if self._control is None:
             raise CollectiveError(f"{what}: the collectives of rank {self.rank} are closed")
+        if self._vigil is not None and self._vigil.verdict:
+            raise CollectiveError(f"{what}: {self._vigil.verdict}")
         try:
             yield
         except (CollectiveError, torch.OutOfMemoryError):
@@ -408,6 +457,9 @@ class Collectives:
             raise self._failure(what, error) from error
 
     def _failure(self, what: str, error: Exception) -> CollectiveError:
+        if self._vigil is not None and self._vigil.ask():
+            self._hang_up(False)  # others may wait for this rank, and for nobody else
+            return CollectiveError(f"{what}: {self._vigil.verdict}")
         finding = "" if self._roll_call is None else self._roll_call.hold()
         return CollectiveError(_complain(what, self.rank, self.world_size, finding, error))
 
@@ -420,89 +472,6 @@ def _leave() -> None:
     """
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-class _WorkTicket:
-    """Collectives of gloo that may still be under way, or nothing at all."""
-
-    __slots__ = ("_fail", "_users", "_what", "_works")
-
-    def __init__(
-        self,
-        works: Sequence[Any],
-        what: str,
-        fail: Callable[[str, Exception], CollectiveError],
-        users: "_Users | None" = None,
-    ) -> None:
-        self._works = works
-        self._what = what
-        self._fail = fail
-        self._users = users
-
-    @property
-    def is_done(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def wait(self) -> None:
-        try:
-            for work in self._works:
-                work.wait()
-                del work  # which holds the buffer, too
-        except RuntimeError as error:
-            raise self._fail(self._what, error) from error
-        self._works = ()
-        if self._users is not None:
-            self._users.wait()
-            self._users = None
-
-    join = wait
-
-
-class _Users:
-    """How many look into a buffer, before gloo does.
-
-    Its threads let go of a buffer a moment after they have said that they are done with it. Whoever counts aliases then
-    would find one that is none, on one rank and not on another.
-    """
-
-    __slots__ = ("_num", "_storage")
-
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self._storage = buffer.untyped_storage()
-        self._num = torch._C._storage_Use_Count(self._storage._cdata)
-
-    def wait(self) -> None:
-        deadline = time.monotonic() + _LINGER_S
-        while torch._C._storage_Use_Count(self._storage._cdata) > self._num and time.monotonic() < deadline:
-            time.sleep(0)
-
-
-class _StreamTicket:
-    """A collective on a stream of the device."""
-
-    __slots__ = ("_device", "_fail", "_what", "_work")
-
-    def __init__(
-        self, work: Any, device: torch.device, what: str, fail: Callable[[str, Exception], CollectiveError]
-    ) -> None:
-        self._work = work
-        self._device = device
-        self._what = what
-        self._fail = fail
-
-    @property
-    def is_done(self) -> bool:
-        return bool(self._work.is_completed())
-
-    def wait(self) -> None:
-        self.join()
-        torch.cuda.current_stream(self._device).synchronize()
-
-    def join(self) -> None:
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise self._fail(self._what, error) from error
 
 
 def _backend(group: "dist.ProcessGroup", device: torch.device) -> Any:

@@ -177,6 +177,7 @@ class LiveModel:
 
     def _generate_together(self, generate: Callable[..., Any]) -> Callable[..., Any]:
         def generate_together(*args: Any, **kwargs: Any) -> Any:
+            self._manager.sharing.enter("generates")
             # A process whose texts are complete goes on until those of all are.
             return generate(*args, **{**kwargs, "synced_gpus": True})
 

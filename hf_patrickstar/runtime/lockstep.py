@@ -13,6 +13,16 @@ A collective in which not every process takes part never ends, and data may lead
   before that, and every process learns which parameters got one anywhere.
 
 Messages have one length, so that processes which do different things find out, and say which, instead of waiting.
+
+Whoever waits for a message gives up after a while where all should have come at once, see [Note: who gives up]. That is
+where nobody knows yet that the others come at all:
+
+| subject | gives up |
+|---|---|
+| `BEGIN` of an evaluation, `GATHER` between steps, `READ`, `NORM`, `ENTER` | yes |
+| `BEGIN` of training: its batch may take long | no |
+| `GATHER`, `REDUCE`, `CHECK`, `END` of a step: all have begun it | no |
+| `READ`, `LEAVE`, `FOLLOW` while the model is saved, `MEET`: all have entered, and a disk may be slow | no |
 """
 
 import dataclasses
@@ -41,6 +51,8 @@ class Subject(enum.IntEnum):
     CHECK = 7
     FOLLOW = 8
     LEAVE = 9
+    ENTER = 10
+    MEET = 11
 
 
 class Phase(enum.IntEnum):
@@ -52,6 +64,9 @@ class Phase(enum.IntEnum):
 
 
 _ASKING = frozenset({Subject.GATHER, Subject.REDUCE, Subject.END})
+_FOLLOWED = frozenset({Subject.READ, Subject.LEAVE})
+_ALONE = frozenset({Subject.READ, Subject.NORM, Subject.ENTER})
+"""What may be said without the others having come."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,6 +111,7 @@ class Lockstep:
     """
 
     def __init__(self, collectives: Collectives, num_tensors: int, checks_all: bool) -> None:
+        self.in_step: Callable[[], bool] = lambda: True
         self.gather: Callable[[int], None] = lambda index: None
         self.reduce: Callable[[int], None] = lambda index: None
         self._collectives = collectives
@@ -131,7 +147,9 @@ class Lockstep:
         header = [_checksum(what), version, int(is_readable), room.free_nbytes, most, room.floor_nbytes]
         header.append(_checksum(repr(room.resident)))
         header += [_checksum(repr([len(shape) for shape in shapes])), traces]
-        rows = self._payloads(Subject.BEGIN, [*header, len(flat), *flat], f"begins '{what}'")
+        payload = [*header, len(flat), *flat]
+        is_training = what.startswith("training")
+        rows = self._payloads(Subject.BEGIN, payload, f"begins '{what}'", is_patient=is_training)
         if len({tuple(row[:2]) for row in rows}) > 1:
             self._mismatch(f"begins '{what}' after change {version} of the parameters")
         structures = {row[7] for row in rows}
@@ -181,7 +199,7 @@ class Lockstep:
             CollectiveError: If it fails, or another process does something that goes without it.
         """
         what = f"needs group {index} ({subject.name.lower()}) for {who}"
-        self._serve(self._exchange(subject, [index], what, _ASKING))
+        self._serve(self._exchange(subject, [index], what, _ASKING, is_patient=self.in_step()))
 
     def end(
         self, phase: Phase, is_lost: bool, indices: Sequence[int] = (), *, is_recorded: bool = False
@@ -221,13 +239,16 @@ class Lockstep:
         states = {row[2] for row in rows}
         return any(state & 1 for state in states) or len(states) > 1, frozenset(found)
 
-    def agree(self, subject: Subject, payload: Sequence[int], what: str) -> list[int]:
+    def agree(
+        self, subject: Subject, payload: Sequence[int], what: str, *, is_patient: bool | None = None
+    ) -> list[int]:
         """Makes sure that all processes are about to do the same; some may follow, see ``follow_readers``.
 
         Args:
-            subject: ``READ``, ``NORM`` or ``LEAVE``.
+            subject: ``READ``, ``NORM``, ``LEAVE``, ``ENTER`` or ``MEET``.
             payload: Of what; four numbers at most.
             what: The same in words.
+            is_patient: Whether all are known to come; by default as the table above says.
 
         Returns:
             The ranks that do it; the others follow.
@@ -237,7 +258,8 @@ class Lockstep:
         """
         if self.is_alone:
             return [0]
-        messages = self._exchange(subject, payload, what, frozenset((subject, Subject.FOLLOW)))
+        allowed = frozenset((subject, Subject.FOLLOW)) if subject in _FOLLOWED else frozenset((subject,))
+        messages = self._exchange(subject, payload, what, allowed, is_patient=is_patient)
         return self._readers(messages, what)[1]
 
     def follow_readers(self) -> tuple[Subject, list[int], list[int]]:
@@ -250,8 +272,7 @@ class Lockstep:
             CollectiveError: If they do different things, or nobody reads.
         """
         what = "follows the processes that save the model"
-        allowed = frozenset((Subject.FOLLOW, Subject.READ, Subject.LEAVE))
-        messages = self._exchange(Subject.FOLLOW, [], what, allowed)
+        messages = self._exchange(Subject.FOLLOW, [], what, _FOLLOWED | {Subject.FOLLOW})
         (subject, *payload), readers = self._readers(messages, what)
         return Subject(subject), payload, readers
 
@@ -264,16 +285,28 @@ class Lockstep:
             self._mismatch(what)
         return messages[readers[0]][:5], readers
 
-    def _payloads(self, subject: Subject, payload: Sequence[int], what: str) -> list[list[int]]:
+    def _payloads(
+        self, subject: Subject, payload: Sequence[int], what: str, *, is_patient: bool = True
+    ) -> list[list[int]]:
         """What all ranks say on one subject."""
-        return [found for _, *found in self._exchange(subject, payload, what, frozenset({subject}))]
+        messages = self._exchange(subject, payload, what, frozenset({subject}), is_patient=is_patient)
+        return [found for _, *found in messages]
 
     def _exchange(
-        self, subject: Subject, payload: Sequence[int], what: str, allowed: frozenset[Subject]
+        self,
+        subject: Subject,
+        payload: Sequence[int],
+        what: str,
+        allowed: frozenset[Subject],
+        *,
+        is_patient: bool | None = None,
     ) -> list[list[int]]:
         """Sends a message and gets those of all ranks: the subject, then the payload."""
         message = [int(subject), *payload]
-        messages = self._collectives.exchange([*message, *[0] * (self._length - len(message))], what)
+        message += [0] * (self._length - len(message))
+        if is_patient is None:
+            is_patient = subject not in _ALONE
+        messages = self._collectives.exchange(message, what, is_patient=is_patient)
         if not {found[0] for found in messages} <= allowed:
             self._mismatch(what)
         return messages
@@ -288,7 +321,7 @@ class Lockstep:
         (self.gather if subject is Subject.GATHER else self.reduce)(index)
 
     def _mismatch(self, what: str) -> None:
-        doings = self._collectives.exchange_objects(what, "naming what each rank does")
+        doings = self._collectives.exchange_objects(what, "says what it does")
         listing = "; ".join(f"rank {rank} {doing}" for rank, doing in enumerate(doings))
         raise CollectiveError(
             f"the processes do not do the same: {listing}. Forward, backward, the optimizer's step, evaluation, saving "

@@ -125,7 +125,7 @@ class Reducer:
         for tensor in chunk.tensors:
             if tensor.spec.index not in stored:
                 tensor.view_copy(buffer).zero_()
-        ticket = self._collectives.reduce_scatter(buffer, self._staging, f"reduce_scatter of group {index}")
+        ticket = self._collectives.reduce_scatter(buffer, self._staging, f"reduces group {index}")
         self._finish()
         self._under_way = (chunk, buffer, stored, ticket)
         if not self._collectives.is_asynchronous:

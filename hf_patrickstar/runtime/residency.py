@@ -80,7 +80,7 @@ class Residency:
         lockstep: Lockstep,
     ) -> None:
         def agree(trace: Trace) -> Trace:
-            found = collectives.exchange_objects(trace.to_json(), f"agreement on the trace '{trace.key}'")
+            found = collectives.exchange_objects(trace.to_json(), f"agrees on the trace '{trace.key}'")
             return trace if len(found) == 1 else common_trace([Trace.from_json(text) for text in found])
 
         self.chunks = chunks
@@ -104,6 +104,7 @@ class Residency:
         self._collectives = collectives
         self._lockstep = lockstep
         lockstep.gather = self._gather
+        lockstep.in_step = lambda: self.in_backward or self.tracer.step is not None
         self._reached: Chunk | None = None
         self.in_backward = False
         self._tick = 0
@@ -350,7 +351,7 @@ class Residency:
                 if chunk.spec.world_size > 1:
                     chunk.note(self._transfers.to_slice(chunk.param, chunk.own_slice(payload)))
                     with self._transfers.beside():
-                        chunk.arrival = self._collectives.all_gather(payload, f"all_gather of group {chunk.spec.index}")
+                        chunk.arrival = self._collectives.all_gather(payload, f"gathers group {chunk.spec.index}")
                 elif ahead:
                     chunk.arrival = self._transfers.fetch(chunk.param, payload)
                     chunk.note(chunk.arrival)
@@ -426,7 +427,7 @@ class Residency:
             return
         if chunk.arrival is not None:
             self._await(chunk)
-        chunk.arrival = self._collectives.all_gather(chunk.compute, f"all_gather of group {index}")
+        chunk.arrival = self._collectives.all_gather(chunk.compute, f"gathers group {index}")
 
     def _await(self, chunk: Chunk) -> bool:
         """Lets the compute device wait for a copy that was started ahead; returns whether it had to."""

@@ -25,6 +25,10 @@ class Store(Protocol):
         """Whether all keys are set."""
         ...
 
+    def get(self, key: str) -> bytes:
+        """The value of a key that is set."""
+        ...
+
 
 class Member(NamedTuple):
     """One process of the group.
@@ -56,6 +60,9 @@ class RollCall:
         members: All processes by rank.
         store: Where ranks answer; nobody else uses these keys.
         patience_s: How long to wait for answers.
+
+    Attributes:
+        others: The other ranks.
     """
 
     def __init__(self, rank: int, members: Sequence[Member], store: Store, patience_s: float = _PATIENCE_S) -> None:
@@ -64,10 +71,15 @@ class RollCall:
         self._store = store
         self._patience_s = patience_s
         self._neighbours = _find_neighbours(rank, members)
-        self._unheard = {other for other in range(len(members)) if other != rank}
+        self.others = [other for other in range(len(members)) if other != rank]
+        self._unheard = set(self.others)
         self._ended: list[int] = []
         self._is_store_gone = False
         self._finding = ""
+
+    def find_ended(self) -> dict[int, str]:
+        """The other ranks of this host whose processes have ended, each with a clause that says so; nobody is asked."""
+        return {other: self._describe_end(other) for other in self._find_ended()}
 
     def hold(self) -> str:
         """Asks, for some seconds at most.
@@ -114,12 +126,15 @@ class RollCall:
     def _find_ended(self) -> list[int]:
         return [other for other, process in self._neighbours.items() if not _is_running(process)]
 
+    def _describe_end(self, other: int) -> str:
+        member = self._members[other]
+        return f"rank {other} has ended (process {member.pid} on {member.host})"
+
     def _describe(self) -> str:
         """Puts what was found into words."""
         parts = []
         for other in self._ended:
-            member = self._members[other]
-            parts.append(f"Rank {other} has ended (process {member.pid} on {member.host}).")
+            parts.append(f"R{self._describe_end(other)[1:]}.")
         silent = sorted(self._unheard)
         if self._is_store_gone:
             parts.append(

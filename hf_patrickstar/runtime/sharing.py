@@ -1,6 +1,7 @@
 """What one rank has at home and all want: values, gradients, norms, states. All processes call together."""
 
 import itertools
+import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -48,13 +49,21 @@ class Sharing:
         """This process."""
         return self._collectives.rank
 
-    def meet(self, what: str) -> None:
-        """Waits for all processes.
+    def enter(self, what: str) -> None:
+        """Begins what all processes must call together; one that is alone is told so, see ``Lockstep``.
 
         Args:
-            what: Why, for errors.
+            what: What it is, as a verb phrase, for warnings and errors.
         """
-        self._lockstep.agree(Subject.READ, [-2], what)
+        self._lockstep.agree(Subject.ENTER, [zlib.crc32(what.encode())], what)
+
+    def meet(self, what: str) -> None:
+        """Waits for all processes, which come when they have done what they do.
+
+        Args:
+            what: What that is, as a verb phrase, for warnings and errors.
+        """
+        self._lockstep.agree(Subject.MEET, [], what)
 
     def tensor(self, held: Held, name: str) -> torch.Tensor:
         """A copy of what the owners of a parameter have, in the parameter's shape.
@@ -70,7 +79,7 @@ class Sharing:
         return value.view(held.tensor.spec.shape)
 
     def parts(
-        self, held: Held, place: tuple[int, int], piece_numel: int, name: str
+        self, held: Held, place: tuple[int, int], piece_numel: int, name: str, *, is_patient: bool | None = None
     ) -> Generator[torch.Tensor, None, None]:
         """Elements of what the owners of a parameter have, in order, in pieces. Who does not want the rest closes it.
 
@@ -79,12 +88,13 @@ class Sharing:
             place: The first element of the flattened parameter, and one after the last.
             piece_numel: Elements at once.
             name: What it is, for errors.
+            is_patient: Whether all are known to come; see ``Lockstep.agree``.
 
         Yields:
             Flat tensors on the host, which may alias the source; one that is empty if there is no element.
         """
         index, what = held.tensor.spec.index, _reading(held, name)
-        readers = self._lockstep.agree(Subject.READ, [index, *place, piece_numel], what)
+        readers = self._lockstep.agree(Subject.READ, [index, *place, piece_numel], what, is_patient=is_patient)
         yield from self._pieces(held, place, piece_numel, what, readers)
 
     def follow(self, held_of: Callable[[int], Held]) -> None:

@@ -37,11 +37,12 @@ class FakeCollectives:
     def __init__(self, rank, exchange):
         self.rank, self.world_size = rank, exchange.world_size
         self.place = exchange
-        self.whats = []
+        self.whats, self.patient = [], []
 
-    def exchange(self, message, what):
+    def exchange(self, message, what, *, is_patient=True):
         assert all(-(2**63) <= number < 2**63 for number in message), "64 bits"
         self.whats.append(what)
+        self.patient.append(is_patient)
         self.place.lengths.add(len(message))
         return [list(row) for row in self.place.swap(self.rank, list(message))]
 
@@ -430,3 +431,63 @@ def test_a_whole_step():
         *[("reduce", index) for index in (1, 2)],
     ]
     assert results == [(False, frozenset({1, 2}))] * 2
+
+
+# How long to wait
+
+
+def enter(subject, **settings):
+    return lambda rank: rank.lockstep.agree(subject, [], "does it", **settings)
+
+
+def evaluate(rank):
+    rank.begin("evaluation:inner")
+    rank.gather(1)
+    rank.end(Phase.EVALUATION)
+
+
+def train(rank):
+    rank.begin("training first")
+    rank.gather(1)
+    rank.end(Phase.FORWARD)
+    rank.reduce(1)
+    rank.end(Phase.BACKWARD)
+
+
+@pytest.mark.parametrize(
+    ("doing", "patient"),
+    [
+        (train, [True] * 5),
+        (evaluate, [False, True, True]),
+        (enter(Subject.READ), [False]),
+        (enter(Subject.NORM), [False]),
+        (enter(Subject.ENTER), [False]),
+        (enter(Subject.MEET), [True]),
+        (enter(Subject.LEAVE), [True]),
+        (enter(Subject.READ, is_patient=True), [True]),
+    ],
+)
+def test_who_may_be_alone_gives_up(doing, patient):
+    ranks, results = run(doing, doing)
+    assert not any(isinstance(result, Exception) for result in results)
+    assert [rank.collectives.patient for rank in ranks] == [patient] * 2
+
+
+def test_who_follows_does_not_give_up():
+    ranks, _ = run(lambda rank: rank.lockstep.follow_readers(), enter(Subject.READ, is_patient=True))
+    assert [rank.collectives.patient for rank in ranks] == [[True], [True]]
+
+
+def test_between_steps_nobody_has_said_that_he_comes():
+    def read(rank):
+        rank.lockstep.in_step = lambda: False
+        rank.gather(1)
+
+    ranks, _ = run(read, read)
+    assert [rank.collectives.patient for rank in ranks] == [[False], [False]]
+
+
+@pytest.mark.parametrize("subject", [Subject.NORM, Subject.ENTER, Subject.MEET])
+def test_who_follows_follows_only_readers(subject):
+    text = disagree(lambda rank: rank.lockstep.follow_readers(), enter(subject))
+    assert text == "rank 0 follows the processes that save the model; rank 1 does it"

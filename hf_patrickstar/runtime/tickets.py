@@ -1,0 +1,102 @@
+"""Collectives that are under way: what to wait for before their buffers are used."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hf_patrickstar.errors import CollectiveError
+
+_LINGER_S = 1.0
+"""How long gloo may look into a buffer after it is done; much longer than it ever does."""
+
+
+class GlooTicket:
+    """Collectives of gloo that may still be under way, or nothing at all."""
+
+    __slots__ = ("_users", "_wait", "_what", "_works")
+
+    def __init__(
+        self, works: Sequence[Any], what: str, wait: Callable[[Any, str], None], users: "Users | None" = None
+    ) -> None:
+        self._works = works
+        self._what = what
+        self._wait = wait
+        self._users = users
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the host may use the buffer."""
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        """Blocks until it may; nobody else looks into it then.
+
+        Raises:
+            CollectiveError: If the collective failed.
+        """
+        for work in self._works:
+            self._wait(work, self._what)
+            del work  # which holds the buffer, too
+        self._works = ()
+        if self._users is not None:
+            self._users.wait()
+            self._users = None
+
+    join = wait
+
+
+class Users:
+    """How many look into a buffer, before gloo does.
+
+    Its threads let go of a buffer a moment after they have said that they are done with it. Whoever counts aliases then
+    would find one that is none, on one rank and not on another.
+    """
+
+    __slots__ = ("_num", "_storage")
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._storage = buffer.untyped_storage()
+        self._num = torch._C._storage_Use_Count(self._storage._cdata)
+
+    def wait(self) -> None:
+        """Blocks until no others do, or for a second."""
+        deadline = time.monotonic() + _LINGER_S
+        while torch._C._storage_Use_Count(self._storage._cdata) > self._num and time.monotonic() < deadline:
+            time.sleep(0)
+
+
+class DeviceTicket:
+    """A collective on a stream of the device."""
+
+    __slots__ = ("_device", "_fail", "_what", "_work")
+
+    def __init__(
+        self, work: Any, device: torch.device, what: str, fail: Callable[[str, Exception], CollectiveError]
+    ) -> None:
+        self._work = work
+        self._device = device
+        self._what = what
+        self._fail = fail
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is complete, as far as the host can tell."""
+        return bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        """Blocks until the host may use the buffer."""
+        self.join()
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def join(self) -> None:
+        """Makes whatever the device does next come after it.
+
+        Raises:
+            CollectiveError: If the collective failed.
+        """
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._fail(self._what, error) from error

@@ -1,0 +1,339 @@
+"""What all processes must call together, called by some of them alone."""
+
+import contextlib
+import logging
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import gpt2
+from processes import ENVIRONMENT, Workers
+
+from hf_patrickstar.engine import PatrickStarEngine
+from hf_patrickstar.errors import CollectiveError
+
+LIMIT_S = 1.0
+SOON_S = 5.0
+"""Much less than any timeout of a process group here."""
+
+
+def make_engine(limit_s=LIMIT_S):
+    model = gpt2()
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return PatrickStarEngine(model, {"chunk_numel": 4096, "process_wait_s": limit_s}, inner, device="cpu")
+
+
+def make_ids(rank):
+    return torch.randint(3, 96, (2, 8), generator=torch.Generator().manual_seed(rank))
+
+
+def learn(engine, rank):
+    ids = make_ids(rank)
+    engine.model(input_ids=ids, labels=ids).loss.backward()
+
+
+@contextlib.contextmanager
+def heard():
+    """What is logged as a warning."""
+    texts = []
+
+    class Keeper(logging.Handler):
+        def emit(self, record):
+            texts.append(record.getMessage())
+
+    keeper = Keeper(logging.WARNING)
+    logging.getLogger("hf_patrickstar").addHandler(keeper)
+    try:
+        yield texts
+    finally:
+        logging.getLogger("hf_patrickstar").removeHandler(keeper)
+
+
+# The calls
+
+
+def read_an_attribute(engine, folder):
+    return engine.model.lm_head.weight.float().sum()
+
+
+def read_all(engine, folder):
+    return engine.model.state_dict()
+
+
+def open_parameters(engine, folder):
+    with engine.full_parameters():
+        pass
+
+
+def read_states(engine, folder):
+    return engine.optimizer.state_dict()
+
+
+def find_the_norm(engine, folder):
+    return engine.optimizer.grad_norm()
+
+
+@torch.no_grad()
+def evaluate(engine, folder):
+    return engine.model(input_ids=make_ids(0)).logits
+
+
+def generate(engine, folder):
+    return engine.model.generate(make_ids(0), max_new_tokens=2, do_sample=False)
+
+
+def save_the_model(engine, folder):
+    engine.model.save_pretrained(folder)
+
+
+def save_all(engine, folder):
+    engine.save_checkpoint(folder)
+
+
+def load_all(engine, folder):
+    engine.load_checkpoint(folder)
+
+
+def detach(engine, folder):
+    engine.detach()
+
+
+CALLS = {
+    read_an_attribute: "needs group 0 (gather) for code outside of every forward that ",
+    read_all: "reads the value of parameter 'transformer.wte.weight'",
+    open_parameters: "reads the value of parameter 'transformer.wte.weight'",
+    read_states: "reads the optimizer's state",
+    find_the_norm: "computes the norm of ",
+    evaluate: "begins 'evaluation'",
+    generate: "generates",
+    save_the_model: "saves the model",
+    save_all: "saves a checkpoint",
+    load_all: "loads a checkpoint",
+    detach: "detaches the engine",
+}
+
+
+def line_of(call):
+    """Where a call stands: the last line of its function, or what the ``with`` statement says."""
+    with open(__file__) as file:
+        lines = file.read().splitlines()
+    number = next(place for place, line in enumerate(lines, 1) if line.startswith(f"def {call.__name__}(")) + 1
+    return f"{__file__}:{number} in {call.__name__}: {lines[number - 1].strip()}"
+
+
+def call_alone(rank, call, alone, folder, limit_s=LIMIT_S):
+    """Some call it; the others wait outside of the engine. Then all go on."""
+    engine = make_engine(limit_s)
+    learn(engine, rank)
+    dist.barrier()
+    own, warnings, begin = "", [], time.monotonic()
+    if rank in alone:
+        with heard() as warnings, pytest.raises(CollectiveError) as caught:
+            call(engine, folder)
+        own = str(caught.value)
+    dist.barrier()
+    waited_s, begin = time.monotonic() - begin, time.monotonic()
+    nexts = []
+    for following in (lambda: learn(engine, rank), lambda: engine.model.state_dict(), engine.detach):
+        with pytest.raises(CollectiveError) as caught:
+            following()
+        nexts.append(str(caught.value))
+    return own, warnings, nexts, (waited_s, time.monotonic() - begin)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_one_of_two_is_warned_and_gives_up_and_the_other_is_told(pair, tmp_path, call):
+    (own, warnings, nexts, times), (_, _, told, _) = pair.run(call_alone, call, [0], str(tmp_path / "saved"))
+    (warning,) = warnings
+    what, where = CALLS[call], line_of(call)
+    for text in (warning, own):
+        assert what in text
+        assert where in text
+        assert "rank 1 has not come" in text
+    assert warning.startswith("patrickstar: rank 0 ")
+    assert f"after {LIMIT_S:g} s (process_wait_s)" in warning
+    assert f"rank 0 gave up after {LIMIT_S:g} s: " in own
+    for word in ("all processes", "process_wait_s", "last checkpoint"):
+        assert word in own
+    story = own[own.index("rank 0 gave up") :]
+    assert [text.endswith(story) for text in (*nexts, *told)] == [True] * 6
+    assert told[0].startswith("begins 'training': ")
+    assert LIMIT_S <= times[0] < SOON_S
+    assert times[1] < SOON_S
+
+
+def test_the_other_of_two(pair, tmp_path):
+    """One that would only follow rank 0 is alone too."""
+    (_, _, told, _), (own, (warning,), _, _) = pair.run(call_alone, save_the_model, [1], str(tmp_path / "saved"))
+    for text in (warning, own):
+        assert "rank 0 has not come" in text
+        assert line_of(save_the_model) in text
+    assert "rank 1 gave up" in told[0]
+
+
+@pytest.mark.parametrize("alone", [[0], [2], [0, 1], [1, 3]])
+def test_some_of_four(four, tmp_path, alone):
+    limit_s = LIMIT_S if len(alone) == 1 else 3 * LIMIT_S  # both are to be there when one warns
+    results = four.run(call_alone, read_all, alone, str(tmp_path), limit_s)
+    missing = [rank for rank in range(4) if rank not in alone]
+    who = f"ranks {', '.join(map(str, missing))} have not come"
+    for rank, (own, warnings, nexts, times) in enumerate(results):
+        assert len(warnings) == (rank in alone)
+        assert bool(own) == (rank in alone)
+        for text in (*warnings, *nexts, own or nexts[0]):
+            assert who in text
+            assert CALLS[read_all] in text
+        for text in (*nexts, own or nexts[0]):
+            assert re.search(rf"rank \d gave up after {limit_s:g} s", text)
+        assert max(times) < SOON_S, rank
+
+
+def read_while_others_train(rank):
+    engine = make_engine()
+    dist.barrier()
+    begin = time.monotonic()
+    if rank == 3:
+        dist.barrier()
+    with pytest.raises(CollectiveError) as caught:
+        learn(engine, rank) if rank else engine.model.state_dict()
+    if rank < 3:
+        dist.barrier()
+    return str(caught.value), time.monotonic() - begin
+
+
+def test_those_that_would_wait_longer_are_told(four):
+    """Ranks 1 and 2 begin to train, and wait for rank 3 alone as far as they know."""
+    (own, _), *others = four.run(read_while_others_train)
+    assert "rank 3 has not come; rank 1 begins 'training' (called at " in own
+    for text, seconds in others:
+        assert text == f"begins 'training': {own}"
+        assert seconds < SOON_S
+
+
+# Waiting that is right
+
+
+def come_late(rank, limit_s):
+    """To a training step, and to what one does longer than others."""
+    engine = make_engine(limit_s)
+    with heard() as warnings:
+        if rank == 1:
+            time.sleep(2 * LIMIT_S)
+        learn(engine, rank)
+        engine.optimizer.step()
+        with engine.full_parameters():
+            if rank == 1:
+                time.sleep(1.5 * LIMIT_S)
+        with engine.weights.streamed(is_reader=rank == 0):
+            if rank == 0:
+                time.sleep(1.5 * LIMIT_S)
+        engine.model.state_dict()
+        engine.detach()
+    return warnings
+
+
+def test_a_step_and_those_that_are_busy_are_waited_for(pair):
+    warnings, others = pair.run(come_late, LIMIT_S)
+    assert len(warnings) == 2
+    assert re.match(r"patrickstar: rank 0 begins 'training' .* in learn: engine.model\(input_ids=ids, ", warnings[0])
+    assert "leaves full_parameters()" in warnings[1]
+    assert all("rank 1 has not come" in text and "process group" in text for text in warnings)
+    (other,) = others
+    assert "follows the processes that save the model" in other
+    assert "rank 0 has not come" in other
+
+
+def come_very_late(rank):
+    engine = make_engine(0)
+    with heard() as warnings:
+        if rank == 1:
+            time.sleep(1.5 * LIMIT_S)
+        evaluate(engine, None)
+    engine.detach()
+    return warnings
+
+
+def test_without_a_limit_all_are_waited_for(pair):
+    assert pair.run(come_very_late) == [[], []]
+
+
+def wait_inside_a_step(rank):
+    """Rank 0 follows its plan to a gather of all; the other does something else, and then gives up."""
+    engine = make_engine()
+    for _ in range(2):
+        learn(engine, rank)
+        engine.optimizer.step()
+    if rank == 1:  # before its first gather
+        engine.model.transformer.h[0].register_forward_pre_hook(lambda *_: read_states(engine, None))
+    with pytest.raises(CollectiveError) as caught:
+        learn(engine, rank)
+    with pytest.raises(RuntimeError, match="clos"):  # what rank 0 sent over this group is given up too
+        dist.barrier()
+    return str(caught.value)
+
+
+def test_one_that_waits_for_data_is_told_too():
+    with Workers(2) as workers:
+        text, own = workers.run(wait_inside_a_step)
+    assert "rank 1 gave up after 1 s: it reads the optimizer's state" in own
+    assert own in text
+
+
+# Processes that end
+
+SCRIPT = """
+import sys, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from hf_patrickstar.engine import PatrickStarEngine
+from hf_patrickstar.errors import CollectiveError
+
+rank, wait = int(sys.argv[1]), sys.argv[3]
+dist.init_process_group(
+    "gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2, timeout=timedelta(seconds=200)
+)
+model = torch.nn.Linear(4, 4)
+engine = PatrickStarEngine(model, {"process_wait_s": 0.5}, torch.optim.AdamW(model.parameters()), device="cpu")
+if rank == 0:
+    engine.model.state_dict()
+if wait == "barrier":
+    try:
+        dist.barrier()
+    except RuntimeError:
+        pass
+else:
+    time.sleep(3)
+engine.model(torch.ones(1, 4))
+"""
+
+
+@pytest.mark.parametrize("wait", ["barrier", "sleep"])
+def test_one_that_gave_up_can_leave(tmp_path, wait):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    begin = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, str(tmp_path / "script.py"), str(rank), str(tmp_path / "store"), wait],
+                    env={**os.environ, **ENVIRONMENT, "PYTHONPATH": ":".join(sys.path)},
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for rank in range(2)
+        ]
+        texts = [process.communicate(timeout=100)[1] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1]
+    assert time.monotonic() - begin < 60
+    story = "rank 0 gave up after 0.5 s: it reads the value of parameter 'weight' (called at "
+    story += f"{tmp_path}/script.py:16 in <module>: engine.model.state_dict()), and rank 1 has not come"
+    for text in texts:
+        assert story in text.splitlines()[-1]
+    assert "CollectiveError: begins 'training': rank 0 gave up" in texts[1]

@@ -1,0 +1,70 @@
+"""Which line of the user's a call comes from."""
+
+import runpy
+import threading
+
+import pytest
+import torch
+
+from hf_patrickstar.runtime.callers import find_caller
+
+
+def in_library(name, text, **scope):
+    """A function of some library."""
+    exec(f"def function(*_):\n    {text}", scope | {"__name__": name}, scope)
+    return scope["function"]
+
+
+def line_of(found):
+    """The number of the line, and the rest."""
+    path, _, rest = found.partition(":")
+    number, _, rest = rest.partition(" ")
+    assert path == __file__
+    return int(number), rest
+
+
+def test_the_line_the_function_and_what_it_says():
+    number = test_the_line_the_function_and_what_it_says.__code__.co_firstlineno
+    found = find_caller()
+    assert line_of(found) == (number + 2, "in test_the_line_the_function_and_what_it_says: found = find_caller()")
+
+
+@pytest.mark.parametrize("name", ["hf_patrickstar.engine", "transformers.trainer", "peft", "contextlib", "numpy.x"])
+def test_libraries_between_are_passed_over(name):
+    found = []
+    module = torch.nn.Identity()
+    module.register_forward_hook(in_library(name, "found.append(find_caller())", found=found, find_caller=find_caller))
+    module(torch.ones(1))
+    assert line_of(found[0])[1] == "in test_libraries_between_are_passed_over: module(torch.ones(1))"
+
+
+def test_the_innermost_of_several():
+    def inner():
+        return sorted([2, 1], key=lambda _: found.append(find_caller()) or 0)
+
+    found = []
+    inner()
+    assert line_of(found[0])[1].startswith("in <lambda>: return sorted(")
+
+
+@pytest.mark.parametrize("name", ["__main__", "transformers_of_mine", "my.torch"])
+def test_scripts_and_modules_of_users(tmp_path, name):
+    path = tmp_path / "script.py"
+    path.write_text("from hf_patrickstar.runtime.callers import find_caller\n\nfound = find_caller()\n")
+    found = runpy.run_path(str(path), run_name=name)["found"]
+    assert found == f"{path}:3 in <module>: found = find_caller()"
+
+
+def test_code_without_a_file():
+    scope = {"__name__": "__main__", "find_caller": find_caller}
+    exec("found = find_caller()", scope)
+    assert scope["found"] == "<string>:1 in <module>"
+
+
+def test_a_thread_of_a_library_has_no_line():
+    found = []
+    function = in_library("torch.autograd", "found.append(find_caller())", found=found, find_caller=find_caller)
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+    assert found == [""]
