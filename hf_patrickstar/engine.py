@@ -74,7 +74,8 @@ class PatrickStarEngine:
     Raises:
         ConfigError: If a setting cannot work for this model.
         BudgetError: If a budget is too small; the message says for what, and by how much.
-        EngineError: If the model cannot be managed (no trainable parameter, meta parameters, an engine attached).
+        EngineError: If the model cannot be managed (no trainable parameter, meta parameters, an engine attached), or an
+            optimizer is not one over its parameters.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class PatrickStarEngine:
         pinned = bool(pinned) and torch.cuda.is_available()
         self._pool = PayloadPool(self.ledger, self.device, pinned)
         given = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*optimizer]
+        _check_optimizers(model, given)
         self._kernels: list[Kernel] = [self._make_kernel(item) for item in given]
         situation = Circumstances(
             self.config,
@@ -553,6 +555,17 @@ class PatrickStarEngine:
             self._buffer_devices.append((buffer, buffer.device))
             buffer.data = buffer.data.to(self.device)
         self._first_values.move_in(self.model.buffers())
+
+
+def _check_optimizers(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Refuses an optimizer that was made for another model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    for optimizer in optimizers:
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise EngineError(
+                f"of the parameters of the {type(optimizer).__name__} not one is the model's "
+                f"({type(model).__name__}); make the optimizer from model.parameters()"
+            )
 
 
 def _resolve_device(device: torch.device | str | None) -> torch.device:

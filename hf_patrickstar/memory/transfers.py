@@ -56,7 +56,7 @@ class StreamTicket:
 
     def join(self) -> None:
         """Blocks the compute stream, not the host."""
-        torch.cuda.current_stream(self.device).wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 class ThreadTicket:

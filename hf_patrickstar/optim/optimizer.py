@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from hf_patrickstar.optim.state import StateView
 from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedTensor
 from hf_patrickstar.runtime.gradients import gradient_norm
 from hf_patrickstar.runtime.manager import ChunkManager
+
+logger = logging.getLogger(__name__)
 
 _HOOKS = (
     *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks"),
@@ -48,7 +51,6 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.inner = optimizer
         self.index = index
-        self.kernel = kernel
         self._manager = manager
         self._emit = emit
         self._follow_model = follow_model
@@ -56,6 +58,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._collected: dict[int, dict[str, Any]] | None = None
         # Groups of its own, since torch replaces their lists, which some optimizers (LBFGS) keep.
         super().__init__([{**group, "params": [*group["params"]]} for group in optimizer.param_groups], {})
+        self.kernel = kernel  # not before: torch's constructor sets an empty state
         self.param_groups = optimizer.param_groups
         self.defaults = optimizer.defaults
         for name in _HOOKS:
@@ -524,9 +527,16 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """
         for item in self._tensors if tensor is None else [tensor]:
             state = self.inner.state.get(item.parameter)
-            if state and self._updates(item) and item.is_owned:
-                self.inner.state.pop(item.parameter)
-                self.kernel.load_tensor_state(item, state)
+            if not state or not self._updates(item) or not item.is_owned:
+                continue
+            try:
+                _check_shapes(item, state)
+            except ValueError as error:
+                logger.warning("patrickstar: %s; it begins anew", error)
+                del self.inner.state[item.parameter]
+                continue
+            self.inner.state.pop(item.parameter)
+            self.kernel.load_tensor_state(item, state)
 
     @torch.no_grad()
     def give_back_state(self, tensor: ManagedTensor | None = None) -> None:

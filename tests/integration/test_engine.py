@@ -491,14 +491,6 @@ def test_initialize_engine():
         initialize_engine(lambda: make_model("gpt2").requires_grad_(False))
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.LBFGS])
-def test_refused_optimizers(optimizer_class):
-    model = Borrower()
-    with pytest.raises(ConfigError, match="LBFGS"):
-        PatrickStarEngine(model, {}, optimizer_class(model.parameters()))
-    assert not any(parameter.isnan().any() for parameter in model.parameters())
-
-
 def test_refused_models():
     model = Borrower()
     PatrickStarEngine(model, {}, adamw(model))
@@ -511,7 +503,7 @@ def test_refused_models():
     stranger = Borrower()
     other = Borrower()
     before = copy.deepcopy(other.state_dict())
-    with pytest.raises(EngineError, match="not one of the model's"):
+    with pytest.raises(EngineError, match="of the parameters of the AdamW not one is the model's"):
         PatrickStarEngine(other, {}, adamw(stranger))
     assert_equal_dict(other.state_dict(), before)
     assert "patrickstar_engine" not in vars(other)

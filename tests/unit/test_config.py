@@ -22,6 +22,7 @@ def test_defaults():
         "pin_memory": "auto",
         "warmup_fraction": 0.8,
         "tile_numel": 2**19,
+        "keep_gradients": "auto",
         "background_save": False,
         "process_wait_s": 60.0,
         "debug_collectives": False,
