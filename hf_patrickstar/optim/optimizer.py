@@ -151,6 +151,10 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         Raises:
             EngineError: If a gradient is not known, because torch would have added it to one that a step has consumed.
         """
+        with self._manager.turns.taken("optimizer.step()"):
+            return self._step(closure)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None and not self.kernel.updates_at_once:
             with torch.enable_grad():

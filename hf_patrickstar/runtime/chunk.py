@@ -164,17 +164,17 @@ class ManagedTensor:
 
     def materialize(self, value: torch.Tensor) -> None:
         """Gives the parameter a value, so that torch computes with it."""
-        if self.is_bound:
-            self.parameter.__class__ = acquired_type(self.original_type)
         set_raw_data(self.parameter, value)
+        if self.is_bound:  # after it has a value, and until it has none: another thread may use it at any moment
+            self.parameter.__class__ = acquired_type(self.original_type)
         self.is_materialized = True
 
     def dematerialize(self) -> None:
         """Takes the value away; the parameter answers by itself from now on."""
-        set_raw_data(self.parameter, self.placeholder)
-        self.is_materialized = False
         if self.is_bound:
             self.parameter.__class__ = released_type(self.original_type)
+        set_raw_data(self.parameter, self.placeholder)
+        self.is_materialized = False
 
     def open(self, value: torch.Tensor) -> None:
         """Makes it an ordinary parameter for a while, with a value of its own."""

@@ -297,12 +297,18 @@ class ModelHooks:
             _refuse_reentrant(name)
             return
         frame.handled = sys.exc_info()[1]
-        self._follow_model(frame.stage is Stage.FORWARD)
-        inputs = _tensors_in((args, kwargs))
-        shapes = input_shapes([tensor.shape for tensor in inputs])
-        present = (*inputs, *self._model.buffers())
-        begin = self._manager.begin_evaluation if frame.stage is Stage.EVALUATION else self._manager.begin_forward
-        begin("" if frame.module is self._model else name, shapes, present)
+        self._manager.turns.take(f"the forward of {name}")
+        try:
+            self._follow_model(frame.stage is Stage.FORWARD)
+            inputs = _tensors_in((args, kwargs))
+            shapes = input_shapes([tensor.shape for tensor in inputs])
+            present = (*inputs, *self._model.buffers())
+            begin = self._manager.begin_evaluation if frame.stage is Stage.EVALUATION else self._manager.begin_forward
+            begin("" if frame.module is self._model else name, shapes, present)
+        except BaseException:
+            self._manager.turns.give_up()
+            raise
+        frame.has_turn = True
         frame.saved_tensors = self._operands.kept_as_numbers()
         frame.saved_tensors.__enter__()
 
@@ -310,12 +316,20 @@ class ModelHooks:
         if frame.saved_tensors is not None:
             frame.saved_tensors.__exit__(None, None, None)
         has_failed = sys.exc_info()[1] is not frame.handled
-        if frame.stage is Stage.EVALUATION:
-            self._manager.steps.end_interlude(is_whole=not has_failed)
-        elif frame.stage is Stage.FORWARD and has_failed:
-            self._manager.steps.forget_step()
-        elif frame.stage is Stage.FORWARD:
-            self._manager.steps.end_forward()
+        try:
+            if frame.stage is Stage.EVALUATION:
+                self._manager.steps.end_interlude(is_whole=not has_failed)
+            elif frame.stage is Stage.FORWARD and has_failed:
+                self._manager.steps.forget_step()
+            elif frame.stage is Stage.FORWARD:
+                self._manager.steps.end_forward()
+        finally:
+            self._end_turn(frame)
+
+    def _end_turn(self, frame: Frame) -> None:
+        if frame.has_turn:
+            frame.has_turn = False
+            self._manager.turns.give_up()
 
     @property
     def is_running(self) -> bool:
@@ -333,6 +347,7 @@ class ModelHooks:
                 self._manager.release(tensor, frame.stage)
             if frame.saved_tensors is not None:
                 frame.saved_tensors.__exit__(None, None, None)
+            self._end_turn(frame)
 
     # Backward
 

@@ -7,13 +7,14 @@ them. So a device copy is never dirty: evicting one drops it and copies nothing,
 gradients, and after the optimizer has changed a home its device copy is stale and is dropped.
 """
 
+import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Literal
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from hf_patrickstar.errors import EngineError
+from hf_patrickstar.errors import DeviceMemoryError, EngineError
 from hf_patrickstar.events import Listener
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
@@ -28,6 +29,7 @@ from hf_patrickstar.runtime.mirrors import Mirrors
 from hf_patrickstar.runtime.reducer import Reducer
 from hf_patrickstar.runtime.sharing import Held, Sharing
 from hf_patrickstar.runtime.steps import Steps
+from hf_patrickstar.runtime.turns import Turns, is_backward_elsewhere, pauses_s
 from hf_patrickstar.runtime.values import Values, same_bits
 from hf_patrickstar.schedule.placement import ChunkBytes
 from hf_patrickstar.schedule.trace import Shapes
@@ -81,6 +83,7 @@ class ChunkManager:
         self._transfers = transfers
         self._emit = emit
         self.homes: Homes | None = None
+        self.turns = Turns()
         self.unwind: Callable[[], None] = lambda: None  # ends forwards that were interrupted
         self.gradients = Gradients(
             pool, transfers, emit, residency.make_room, num_micro_batches > 1, lockstep.is_alone, keeps_gradients
@@ -212,7 +215,7 @@ class ChunkManager:
 
     def _forget_failed_backward(self) -> None:
         """Drops the step whose backward raised: one that has begun and neither runs nor has ended."""
-        if self.in_backward and torch._C._current_graph_task_id() == -1:
+        if self.in_backward and torch._C._current_graph_task_id() == -1 and not is_backward_elsewhere():
             self.in_backward = False
             self._reducer.forget()
             self.steps.forget_step()
@@ -244,20 +247,29 @@ class ChunkManager:
             # A payload made there could never be trained with, or would be a wrapper without storage.
             with torch.inference_mode(False), temporarily_clear_interpreter_stack():
                 return self.acquire(tensor, module_name, is_alias=is_alias)
-        with self._lock:
-            if tensor.users == 0:
-                self.check_usable(tensor)
-                self.take_over(tensor)
-            payload = self._reach(tensor, module_name)
-            tensor.read_at = self.num_steps
-            if not is_alias and not tensor.is_materialized:
-                tensor.materialize(tensor.view_copy(payload))
-                tensor.version = tensor.parameter._version
-            if tensor.users == 0:
-                tensor.go(TensorState.COMPUTE)
-                tensor.chunk.num_computing += 1
-            tensor.users += 1
+        for pause_s in pauses_s():
+            try:
+                with self._lock:
+                    return self._acquire(tensor, module_name, is_alias)
+            except DeviceMemoryError:
+                if not pause_s:
+                    raise
+                time.sleep(pause_s)
         return None
+
+    def _acquire(self, tensor: ManagedTensor, module_name: str, is_alias: bool) -> None:
+        if tensor.users == 0:
+            self.check_usable(tensor)
+            self.take_over(tensor)
+        payload = self._reach(tensor, module_name)
+        tensor.read_at = self.num_steps
+        if not is_alias and not tensor.is_materialized:
+            tensor.materialize(tensor.view_copy(payload))
+            tensor.version = tensor.parameter._version
+        if tensor.users == 0:
+            tensor.go(TensorState.COMPUTE)
+            tensor.chunk.num_computing += 1
+        tensor.users += 1
 
     def release(self, tensor: ManagedTensor, stage: Stage) -> None:
         """Ends one acquisition; after the last, the parameter is a placeholder again."""
@@ -370,30 +382,37 @@ class ChunkManager:
 
     def begin_backward(self) -> None:
         """Begins a backward; called from within, by whatever comes first."""
+        self.turns.take_backward()
         self.in_backward = True
         self.sync()
 
     def end_backward(self) -> None:
         """Settles what backward left: gradients put aside, and tensors that got none."""
-        with self._lock:
-            self.release_borrowed()
-            if not self._is_alone:
-                found = self.steps.end_phase(Phase.BACKWARD, self._reducer.unreduced, self._reducer.found)
-                self._reducer.settle(found)
-                for index in found:
-                    if not self.by_index[index].is_owned:
-                        self.gradients.note_remote(self.by_index[index])
-            self.in_backward = False
-            for tensor in self.tensors:
-                if tensor.aside is not None:
-                    self.gradients.settle(tensor)
-                if tensor.state is TensorState.HOLD_AFTER_FWD or (
-                    tensor.state is TensorState.HOLD_AFTER_BWD and tensor.gradient is not GradientPlace.PARAM
-                ):
-                    tensor.go(TensorState.HOLD)
-            self._transfers.settle()
-            self._micro_batch += 1
-            self.steps.finish_step()
+        try:
+            with self._lock:
+                self._end_backward()
+        finally:
+            self.turns.give_up_backward()
+
+    def _end_backward(self) -> None:
+        self.release_borrowed()
+        if not self._is_alone:
+            found = self.steps.end_phase(Phase.BACKWARD, self._reducer.unreduced, self._reducer.found)
+            self._reducer.settle(found)
+            for index in found:
+                if not self.by_index[index].is_owned:
+                    self.gradients.note_remote(self.by_index[index])
+        self.in_backward = False
+        for tensor in self.tensors:
+            if tensor.aside is not None:
+                self.gradients.settle(tensor)
+            if tensor.state is TensorState.HOLD_AFTER_FWD or (
+                tensor.state is TensorState.HOLD_AFTER_BWD and tensor.gradient is not GradientPlace.PARAM
+            ):
+                tensor.go(TensorState.HOLD)
+        self._transfers.settle()
+        self._micro_batch += 1
+        self.steps.finish_step()
 
     def undo_attempt(self) -> None:
         """Takes back what a failed attempt at a micro-batch left, and begins the next; see ``Attempts``."""

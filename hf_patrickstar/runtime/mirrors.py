@@ -18,6 +18,9 @@ from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.sharing import Held
 from hf_patrickstar.runtime.values import Values, as_it_is, same_bits
 
+_SCAN_AT = 8
+"""With so many parameters handed out, look for all that nobody uses any more; with fewer, at the last one alone."""
+
 
 class Mirror:
     """A tensor that users look into, in place of a parameter or its gradient.
@@ -49,6 +52,8 @@ class Mirrors:
         self._lock = gradients.lock
         self._of_values: dict[int, list[Mirror]] = {}
         self._of_gradients: dict[int, Mirror] = {}
+        self._last: ManagedTensor | None = None
+        self._scan_at = _SCAN_AT
         self._num_own: dict[int, int] = {}  # how many of a storage's users are mirrors
 
     # Values
@@ -294,15 +299,30 @@ class Mirrors:
         Args:
             but: A parameter whose mirrors stay.
         """
-        if not self._of_values and not self._of_gradients:
+        num_tensors = len(self._of_values) + len(self._of_gradients)
+        if not num_tensors:
             return
         with self._lock:
+            last, self._last = self._last, but
+            if num_tensors < self._scan_at:  # a scan per access would be quadratic in a loop over all parameters
+                self._sync_if_unused(last)
+                return
             for mirrors in list(self._of_values.values()):
-                if mirrors[0].tensor is not but and not all(self._is_used(mirror) for mirror in mirrors):
-                    self.sync_value(mirrors[0].tensor)
+                if mirrors[0].tensor is not but:
+                    self._sync_if_unused(mirrors[0].tensor)
             for mirror in list(self._of_gradients.values()):
-                if not self._is_used(mirror):
-                    self.sync_gradient(mirror.tensor)
+                self._sync_if_unused(mirror.tensor)
+            self._scan_at = max(_SCAN_AT, 2 * (len(self._of_values) + len(self._of_gradients)))
+
+    def _sync_if_unused(self, tensor: ManagedTensor | None) -> None:
+        if tensor is None:
+            return
+        mirrors = self._of_values.get(tensor.spec.index, ())
+        if mirrors and not all(self._is_used(mirror) for mirror in mirrors):
+            self.sync_value(tensor)
+        gradient = self._of_gradients.get(tensor.spec.index)
+        if gradient is not None and not self._is_used(gradient):
+            self.sync_gradient(tensor)
 
     def close(self) -> None:
         """Forgets everything."""
