@@ -61,6 +61,19 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(list(products))) if shape else ()
 
 
+class Epoch:
+    """The time in which a parameter has the same memory for torch: until somebody assigns other data to it.
+
+    Attributes:
+        value: What it was at the end, for graphs that were made in it; ``None`` while it lasts.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: torch.Tensor | None = None
+
+
 class ManagedTensor:
     """One parameter under management.
 
@@ -84,6 +97,7 @@ class ManagedTensor:
         "chunk",
         "crossing_nbytes",
         "device",
+        "epoch",
         "gradient",
         "gradient_norm",
         "home_offset_numel",
@@ -144,6 +158,7 @@ class ManagedTensor:
         self.lookup_nbytes = 0
         self.crossing_nbytes = 0  # of gradients that are not in their place yet
         self.num_saved = 0
+        self.epoch = Epoch()
         self.gradient = GradientPlace.NONE
         self.gradient_norm: torch.Tensor | None = None
         self.aside: torch.Tensor | None = None

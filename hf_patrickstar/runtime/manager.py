@@ -19,7 +19,7 @@ from hf_patrickstar.events import Listener
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.memory.transfers import Transfers
-from hf_patrickstar.runtime.chunk import MASTER, Chunk, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.chunk import MASTER, Chunk, Epoch, GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.homes import Homes
@@ -294,7 +294,10 @@ class ChunkManager:
             return
         version = tensor.parameter._version
         tensor.dematerialize()
-        if value.untyped_storage()._cdata != storage._cdata or version != tensor.version:
+        is_other = value.untyped_storage()._cdata != storage._cdata
+        if is_other or version != tensor.version:
+            if is_other:
+                self._end_epoch(tensor)
             self.write(tensor, value, voids_graphs=False)
         elif tensor in self._watched:
             self._look_for_writes(tensor)
@@ -493,9 +496,16 @@ class ChunkManager:
             return
         with self._lock:
             self.mirrors.drop_values(tensor)
+            self._end_epoch(tensor)
             self.write(tensor, value, voids_graphs=False)
             if value.dtype == tensor.chunk.param.dtype:
                 self.mirrors.add_value(tensor, value)
+
+    def _end_epoch(self, tensor: ManagedTensor) -> None:
+        """Keeps what graphs of before need, as torch keeps memory that a parameter had."""
+        if tensor.num_saved:
+            tensor.epoch.value = self.values.look(tensor).clone()
+            tensor.epoch = Epoch()
 
     def sync(self) -> None:
         """Takes over what users wrote without a trace, before values are used."""
