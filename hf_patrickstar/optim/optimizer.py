@@ -115,7 +115,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         return repr(self.inner)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._as_ordinary().__reduce_ex__(protocol)
+        # That of protocol 1 can be read by all, and leaves it to us what the class is.
+        return self._as_ordinary().__reduce_ex__(1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hf_patrickstar.errors import EngineError
+from hf_patrickstar.runtime import captures
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.live_tensor import LiveServices
 
@@ -47,6 +48,7 @@ class LiveModel:
             hook_ids: Identities of the engine's own hooks: copies of a module do not get them.
         """
         self._install(self._model, "zero_grad", self._zero_grad)
+        captures.attach(self)
         self.refresh(hook_ids)
 
     def refresh(self, hook_ids: Iterable[int]) -> None:
@@ -77,6 +79,7 @@ class LiveModel:
 
     def detach(self) -> None:
         """Takes the methods away."""
+        captures.detach(self)
         for module in list(self._installed):
             self._uninstall(module)
 

@@ -110,11 +110,14 @@ class LiveMixin:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            memo[id(self)] = self.__copy__()
+            memo[id(self)] = original_type(type(self))(self._live.host_value().clone(), requires_grad(self))
         return memo[id(self)]
 
     def __copy__(self) -> Any:
-        return original_type(type(self))(self._live.host_value().clone(), requires_grad(self))
+        """As in torch: the same memory, and the same attributes."""
+        made = original_type(type(self))(self.data, requires_grad(self))
+        made.__dict__.update((name, value) for name, value in self.__dict__.items() if name != "_live")
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         parameter = original_type(type(self))(self._live.host_value(), requires_grad(self))
