@@ -165,17 +165,6 @@ class LiveModel:
         self._read_cache[tensor.spec.index] = (self._manager.version, weakref.ref(value))
         return value
 
-    def check_loading(
-        self, module: torch.nn.Module, state_dict: Any, prefix: str, metadata: Any, *_: Any
-    ) -> None:
-        """Refuses ``load_state_dict(assign=True)``.
-
-        Raises:
-            EngineError: If it was asked for.
-        """
-        if metadata.get("assign_to_params_buffers", False):
-            raise EngineError("load_state_dict(assign=True) replaces parameters that are in chunks; leave assign out")
-
     # Saving
 
     def _generate_together(self, generate: Callable[..., Any]) -> Callable[..., Any]:

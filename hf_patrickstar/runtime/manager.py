@@ -242,7 +242,8 @@ class ChunkManager:
         """
         if torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
             # A payload made there could never be trained with, or would be a wrapper without storage.
-            with torch.inference_mode(False), temporarily_clear_interpreter_stack():
+            is_graph = torch.is_grad_enabled()
+            with torch.inference_mode(False), torch.set_grad_enabled(is_graph), temporarily_clear_interpreter_stack():
                 return self.acquire(tensor, module_name, is_alias=is_alias)
         with self._lock:
             if tensor.users == 0:
