@@ -9,6 +9,7 @@ from now on. What stays is not touched, chunks that have become empty are freed,
 """
 
 import dataclasses
+import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -58,7 +59,7 @@ class Parts:
         make_chunk: Allocates a chunk, or raises ``BudgetError``.
         make_tensor: Makes a managed parameter from a spec, the parameter and its offset.
         nbytes_of: Tells the bytes of chunks over all lists.
-        reserve: Lets the kernels allocate their workspace anew.
+        reserve: Lets the kernels allocate their workspace anew, for so many chunks, or raises ``BudgetError``.
         splits_tensors: Tells whether a parameter may be spread over processes.
     """
 
@@ -71,7 +72,7 @@ class Parts:
     make_chunk: Callable[[ChunkSpec, Tier], Chunk]
     make_tensor: Callable[[TensorSpec, torch.nn.Parameter, int], ManagedTensor]
     nbytes_of: Callable[[Iterable[ChunkSpec]], list[ChunkBytes]]
-    reserve: Callable[[], None]
+    reserve: Callable[[Sequence[Chunk]], None]
     splits_tensors: Callable[[], bool]
 
 
@@ -175,8 +176,7 @@ class Membership:
         for place in change.new:
             check_values([change.specs[place].name], [change.parameters[place]])
         manager.begin_change()
-        layout = self._pack([change.specs[place] for place in change.new])
-        chunks = self._allocate(layout, change)
+        layout, chunks = self._allocate(change)
         for tensor in change.gone:
             self._give_back(tensor)
         logger.info(
@@ -199,46 +199,86 @@ class Membership:
             tensor.spec = spec
         manager.index_tensors(tensors)
         manager.end_change(parts.nbytes_of(chunk.spec for chunk in manager.chunks))
-        parts.reserve()
         self._update_layout()
 
-    def _pack(self, specs: Sequence[TensorSpec]) -> Layout:
-        """New chunks, with indices after those that there are."""
-        world_size, first = self._parts.collectives.world_size, len(self._parts.manager.chunks)
-        local = [dataclasses.replace(spec, index=place) for place, spec in enumerate(specs)]
-        splits = world_size > 1 and self._parts.splits_tensors()
-        layout = pack(local, self._decisions.choice.layout.chunk_numel, frozenset(), world_size, splits)
-        chunks = [
-            dataclasses.replace(
-                chunk, index=first + chunk.index, tensor_indices=tuple(specs[place].index for place in chunk.tensor_indices)
-            )
-            for chunk in layout.chunks
-        ]
-        placements = [
-            Placement(specs[found.tensor_index].index, first + found.chunk_index, found.offset_numel)
-            for found in layout.placements
-        ]
-        return Layout(tuple(specs), tuple(chunks), tuple(placements), layout.chunk_numel)
+    def _pack(self, specs: Sequence[TensorSpec], *, apart: bool) -> Layout:
+        """New chunks, with indices after those that there are.
 
-    def _allocate(self, layout: Layout, change: _Change) -> list[Chunk]:
-        """Allocates the new chunks, on the device if everything lives there and they fit; all or none."""
+        Args:
+            specs: What goes into them.
+            apart: Whether each module gets chunks of its own, so that as few as possible are needed at once.
+        """
+        first, pieces = len(self._parts.manager.chunks), [list(specs)]
+        if apart:
+            pieces = [list(own) for _, own in itertools.groupby(specs, key=lambda spec: spec.owners[:1])]
+        world_size, chunk_numel = self._parts.collectives.world_size, self._decisions.choice.layout.chunk_numel
+        splits = world_size > 1 and self._parts.splits_tensors()
+        chunks: list[ChunkSpec] = []
+        placements: list[Placement] = []
+        for piece in pieces:
+            local = [dataclasses.replace(spec, index=place) for place, spec in enumerate(piece)]
+            layout, begin = pack(local, chunk_numel, frozenset(), world_size, splits), first + len(chunks)
+            placements += [
+                Placement(piece[found.tensor_index].index, begin + found.chunk_index, found.offset_numel)
+                for found in layout.placements
+            ]
+            for chunk in layout.chunks:
+                indices = tuple(piece[place].index for place in chunk.tensor_indices)
+                chunks.append(dataclasses.replace(chunk, index=begin + chunk.index, tensor_indices=indices))
+        return Layout(tuple(specs), tuple(chunks), tuple(placements), chunk_numel)
+
+    def _allocate(self, change: _Change) -> tuple[Layout, list[Chunk]]:
+        """Places what is new, and allocates its chunks, with all that can fail; on all processes or on none.
+
+        Raises:
+            BudgetError: If there is no room; everything is as it was.
+        """
+        parts, chunks = self._parts, list[Chunk]()
+        specs, error = [change.specs[place] for place in change.new], None
+        layout = self._pack(specs, apart=False)
+        try:
+            self._check_working_sets(layout, change)
+        except BudgetError as too_large:
+            error = too_large
+        if not self._agree(error is None):
+            layout, error = self._pack(specs, apart=True), None
+        try:
+            self._check_working_sets(layout, change)
+            self._fill(chunks, layout, change)
+            parts.reserve([*parts.manager.chunks, *chunks])
+        except BudgetError as too_large:
+            error = too_large
+        if not self._agree(error is None):
+            for chunk in chunks:
+                parts.manager.retire(chunk)
+            parts.reserve(parts.manager.chunks)
+            raise error or BudgetError("another process has no room for parameters of the model that are new")
+        parts.manager.add_chunks(chunks)
+        return layout, chunks
+
+    def _agree(self, is_possible: bool) -> bool:
+        """Whether something is possible on all processes."""
+        rows = self._parts.collectives.exchange([int(is_possible)], "places new parameters")
+        return all(found[0] for found in rows)
+
+    def _fill(self, chunks: list[Chunk], layout: Layout, change: _Change) -> None:
+        """Allocates chunks, on the device if everything lives there and they fit."""
         parts, manager = self._parts, self._parts.manager
-        self._check_working_sets(layout, change)
-        ledger = manager.residency.ledger
         need = sum(found.device_nbytes for found in parts.nbytes_of(layout.chunks))
         is_static = all(chunk.is_static for chunk in manager.chunks if chunk.tensors)
-        is_static = is_static and need <= ledger.available(Tier.DEVICE)
-        is_static = all(found[0] for found in parts.collectives.exchange([int(is_static)], "places new parameters"))
-        chunks: list[Chunk] = []
-        try:
-            for spec in layout.chunks:
-                chunks.append(parts.make_chunk(spec, Tier.DEVICE if is_static else Tier.HOST))
-        except BudgetError:
-            for chunk in chunks:
-                manager.retire(chunk)
-            raise
-        manager.add_chunks(chunks)
-        return chunks
+        is_static = is_static and need <= manager.residency.ledger.available(Tier.DEVICE)
+        with_gradients = {
+            change.specs[place].index for place in change.new if self._brings_gradient(change.parameters[place])
+        }
+        for spec in layout.chunks:
+            chunk = parts.make_chunk(spec, Tier.DEVICE if is_static else Tier.HOST)
+            chunks.append(chunk)
+            if not with_gradients.isdisjoint(spec.tensor_indices):
+                manager.gradients.reserve(chunk)
+
+    def _brings_gradient(self, parameter: torch.nn.Parameter) -> bool:
+        tensor = self._parts.manager.find(parameter)
+        return parameter.grad is not None if tensor is None else self._parts.manager.gradients.has(tensor)
 
     def _check_working_sets(self, layout: Layout, change: _Change) -> None:
         """Makes sure that every module's chunks fit the device together."""

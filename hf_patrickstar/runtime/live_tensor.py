@@ -195,6 +195,7 @@ class LiveTensor:
             if not manager.gradients.has(tensor):
                 return None
             manager.apply_factor()
+            manager.gradients.note_read()
             return manager.mirrors.hand_out_gradient(tensor)
 
     def set_grad(self, gradient: torch.Tensor | None) -> None:
