@@ -132,6 +132,9 @@ class Membership:
 
     def _compare(self, is_training: bool) -> _Change:
         manager = self._parts.manager
+        for tensor in manager.tensors:
+            if not tensor.is_ours:
+                manager.give_up_swapped(tensor)
         held = holders(item.inner for item in self._parts.optimizers)
         specs, modules, parameters = collect(self._parts.model, held, manager.find)
         found: list[TensorSpec] = []

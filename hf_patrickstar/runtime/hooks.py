@@ -111,6 +111,8 @@ class ModelHooks:
         needs_grad = requires_grad(parameter)
         parameter.requires_grad_(True)  # torch takes no such hook of a parameter that is frozen for the moment
         self._of_tensors[tensor.spec.index] = parameter.register_post_accumulate_grad_hook(store)
+        # torch.utils.swap_tensors takes what calls the hooks along, and leaves them here.
+        parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
         parameter.requires_grad_(needs_grad)
 
     def bind(self) -> None:

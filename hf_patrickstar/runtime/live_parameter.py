@@ -102,11 +102,25 @@ class Live(Protocol):
         """A view of all of the parameter that autograd takes for one, made by ``func(parameter, parameter)``."""
         ...
 
+    def value_for(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The value for a tensor that was exchanged with the parameter; ``None`` for the parameter itself."""
+        ...
+
 
 class LiveMixin:
     """What acquired and released parameters have in common: their copies are ordinary parameters."""
 
-    _live: Live
+    @property
+    def _live(self) -> Live:
+        """What answers for it; ``torch.utils.swap_tensors`` may have brought that of another parameter here."""
+        live: Live = self.__dict__["_live"]
+        value = live.value_for(self)  # type: ignore[arg-type]
+        if value is None:
+            return live
+        orphan = _Orphan(self)  # type: ignore[arg-type]
+        orphan.host_value()
+        set_raw_data(self, value)  # type: ignore[arg-type]
+        return orphan
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
         """Whoever makes a parameter from the type of one gets an ordinary one."""
@@ -376,7 +390,7 @@ def _detach(parameter: Any) -> torch.Tensor:
     # ``nn.Parameter(parameter)`` insists on the type that it was given, and returns this.
     value = call_with_values(torch.Tensor.detach, (parameter,), {})
     made: Any = torch.Tensor._make_subclass(type(parameter), value)
-    made._live = _Orphan(made)
+    made.__dict__["_live"] = _Orphan(made)
     return made
 
 
@@ -433,6 +447,9 @@ class _Orphan:
         return func(parameter, parameter)
 
     def note_data_is_out(self) -> None:
+        pass
+
+    def value_for(self, parameter: torch.Tensor) -> None:
         pass
 
     def _become_ordinary(self) -> Any:

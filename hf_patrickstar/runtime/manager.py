@@ -136,6 +136,19 @@ class ChunkManager:
         tensor.parameter.data = value
         self._by_parameter.pop(id(tensor.parameter), None)
 
+    def give_up_swapped(self, tensor: ManagedTensor) -> None:
+        """Lets go of a parameter that was exchanged for another tensor (``torch.utils.swap_tensors``).
+
+        It is an ordinary one, and the other tensor is what answers for the value in the chunk: that gets it.
+
+        Args:
+            tensor: A parameter that is not ours any more.
+        """
+        if not tensor.is_given_up:
+            self.mirrors.sync_value(tensor)
+            tensor.live.kept = self.values.read(tensor, tensor.original_dtype).to(tensor.device)
+            self.give_up(tensor, raw_data(tensor.parameter))
+
     def remove(self, tensor: ManagedTensor) -> None:
         """Removes a parameter, which is an ordinary one again; its chunk is freed if no other is in it."""
         with self._lock:
@@ -456,7 +469,9 @@ class ChunkManager:
             tensor: The parameter.
             keeps_unused: As for ``Mirrors.sync_value``.
         """
-        if not (tensor.is_materialized or tensor.is_open or tensor.is_placeholder):
+        if not tensor.is_ours:
+            self.give_up_swapped(tensor)
+        elif not (tensor.is_materialized or tensor.is_open or tensor.is_placeholder):
             value = raw_data(tensor.parameter)
             tensor.dematerialize()
             self.assign(tensor, value)
