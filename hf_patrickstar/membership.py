@@ -28,6 +28,7 @@ from hf_patrickstar.runtime.admission import check_values
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.hooks import ModelHooks
+from hf_patrickstar.runtime.live_parameter import raw_grad
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.schedule.placement import ChunkBytes
 from hf_patrickstar.units import format_need
@@ -132,9 +133,8 @@ class Membership:
 
     def _compare(self, is_training: bool) -> _Change:
         manager = self._parts.manager
-        for tensor in manager.tensors:
-            if not tensor.is_ours:
-                manager.give_up_swapped(tensor)
+        for swapped in [tensor for tensor in manager.tensors if not tensor.is_ours]:
+            manager.give_up_swapped(swapped)
         held = holders(item.inner for item in self._parts.optimizers)
         specs, modules, parameters = collect(self._parts.model, held, manager.find)
         found: list[TensorSpec] = []
@@ -183,8 +183,8 @@ class Membership:
         for tensor in change.gone:
             self._give_back(tensor)
         logger.info(
-            "patrickstar: the model has changed: %d parameters are new or need other lists, %d are gone; %d chunks were "
-            "added",
+            "patrickstar: the model has changed: %d parameters are new or need other lists, %d are gone; %d chunks "
+            "were added",
             len(change.new),
             len(change.gone),
             len(chunks),
@@ -281,7 +281,8 @@ class Membership:
 
     def _brings_gradient(self, parameter: torch.nn.Parameter) -> bool:
         tensor = self._parts.manager.find(parameter)
-        return parameter.grad is not None if tensor is None else self._parts.manager.gradients.has(tensor)
+        is_there = tensor is not None and self._parts.manager.gradients.has(tensor)
+        return is_there or raw_grad(parameter) is not None
 
     def _check_working_sets(self, layout: Layout, change: _Change) -> None:
         """Makes sure that every module's chunks fit the device together."""
@@ -300,9 +301,9 @@ class Membership:
             if need > limit:
                 raise BudgetError(
                     f"{setting} is too small for module '{module.name}' ({module.class_name}), which is new or has "
-                    f"changed: its chunks need {format_need(need)} on the compute device at once, {format_need(limit)} are "
-                    f"available for chunks. Raise {setting}, or make a new engine (detach() and prepare the model again), "
-                    "which chooses smaller chunks"
+                    f"changed: its chunks need {format_need(need)} on the compute device at once, {format_need(limit)} "
+                    f"are available for chunks. Raise {setting}, or make a new engine (detach() and prepare the model "
+                    "again), which chooses smaller chunks"
                 )
 
     def _give_back(self, tensor: ManagedTensor) -> None:
@@ -312,7 +313,7 @@ class Membership:
         if optimizer is not None:
             optimizer.give_back_state(tensor)
         if not tensor.is_given_up:
-            gradient = None
+            gradient = raw_grad(tensor.parameter)  # of a graph that was made when it had no place for one
             if manager.gradients.has(tensor):
                 gradient = manager.read_gradient(tensor, tensor.original_dtype).to(tensor.placeholder.device)
             value = parts.weights.read(tensor).to(tensor.placeholder.device)

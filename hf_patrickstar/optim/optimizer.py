@@ -552,8 +552,10 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """Drops a state of a shape that the parameter does not have any more; until its next update it is kept."""
         state = self.inner.state.get(tensor.parameter)
         if state and self._manager.gradients.has(tensor) and not _has_shapes(tensor, state):
-            name = tensor.spec.name
-            logger.warning("patrickstar: parameter '%s' has another shape than its optimizer state, which begins anew", name)
+            logger.warning(
+                "patrickstar: parameter '%s' has another shape than its optimizer state, which begins anew",
+                tensor.spec.name,
+            )
             del self.inner.state[tensor.parameter]
 
     def _leave_given_up(self) -> None:

@@ -50,7 +50,7 @@ class ModelHooks:
         self._manager = manager
         self._device = device
         self._follow_model = follow_model
-        self._of_modules: dict[torch.nn.Module, tuple[list[ManagedTensor], list[Any]]] = {}  # parameters held, and hooks
+        self._of_modules: dict[torch.nn.Module, tuple[list[ManagedTensor], list[Any]]] = {}  # what they hold, and hooks
         self._of_tensors: dict[int, Any] = {}
         self._of_model: list[Any] = []
         self._structure: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
@@ -79,7 +79,7 @@ class ModelHooks:
         return {handle.id for handle in (*handles, *self._of_model)}
 
     def _attach_modules(self) -> None:
-        """Registers the hooks of modules that are new, and tells the others what they hold; removes those of modules that are gone."""
+        """Registers hooks of modules that are new, removes those of modules that are gone; others learn what they hold."""
         self._names = {module: name or type(self._model).__name__ for name, module in self._model.named_modules()}
         held = {module: self._held_by(module) for module in self._names if any(True for _ in module.parameters())}
         for module in [module for module in self._of_modules if module not in held]:

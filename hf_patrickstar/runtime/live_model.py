@@ -28,9 +28,7 @@ class LiveModel:
         on_zero_grad: Called with ``set_to_none`` by ``model.zero_grad()``.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, services: LiveServices, on_zero_grad: Callable[[bool], None]
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, services: LiveServices, on_zero_grad: Callable[[bool], None]) -> None:
         self._model = model
         self._manager = services.manager
         self._weights = services.weights
@@ -233,9 +231,7 @@ def _changes(function: Callable[[torch.Tensor], torch.Tensor], tensor: ManagedTe
 
 
 @torch.no_grad()
-def _apply_to(
-    parameter: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor], *, is_managed: bool
-) -> None:
+def _apply_to(parameter: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor], *, is_managed: bool) -> None:
     """Applies a function to a parameter and its gradient."""
     value, gradient = function(parameter), parameter.grad
     if value is not parameter:

@@ -261,6 +261,7 @@ class ChunkManager:
         with self._lock:
             if tensor.users == 0:
                 self.check_usable(tensor)
+                self._check_unfrozen(tensor)
                 self.take_over(tensor)
             payload = self._reach(tensor, module_name)
             tensor.read_at = self.num_steps
@@ -638,7 +639,7 @@ class ChunkManager:
     # Inside
 
     def check_usable(self, tensor: ManagedTensor) -> None:
-        """Refuses to use a parameter that is open, or that says that it is trained and cannot be.
+        """Refuses to use a parameter that is open.
 
         Raises:
             EngineError: If so.
@@ -647,9 +648,18 @@ class ChunkManager:
             raise EngineError(
                 f"parameter '{tensor.spec.name}' is open in full_parameters(); run the model after the block has ended"
             )
-        if not tensor.spec.trainable and torch.is_grad_enabled() and requires_grad(tensor.parameter):
-            if MASTER in self._list_names:
-                raise EngineError(_unfrozen(tensor))
+
+    def _check_unfrozen(self, tensor: ManagedTensor) -> None:
+        """Refuses to compute with a parameter whose gradient would stay on this process, and not be averaged.
+
+        One that is unfrozen between forwards is adopted by then. Alone, autograd keeps the gradient of any other.
+
+        Raises:
+            EngineError: If so.
+        """
+        is_unfrozen = not tensor.spec.trainable and torch.is_grad_enabled() and requires_grad(tensor.parameter)
+        if is_unfrozen and not self._is_alone and MASTER in self._list_names:
+            raise EngineError(_unfrozen(tensor))
 
     def _reach(self, tensor: ManagedTensor, who: str) -> torch.Tensor:
         """The payload to compute with, holding this tensor's value."""
@@ -670,6 +680,6 @@ class ChunkManager:
 
 def _unfrozen(tensor: ManagedTensor) -> str:
     return (
-        f"parameter '{tensor.spec.name}' was frozen when the engine was made and has no optimizer state; to train it, "
-        "call model.patrickstar_engine.detach(), set requires_grad, and prepare the model again"
+        f"parameter '{tensor.spec.name}' was unfrozen inside of a forward, where the processes cannot agree on a place for "
+        "its gradient; set requires_grad before the model is called"
     )
