@@ -157,10 +157,10 @@ class PatrickStarEngine:
     def _make_membership(self) -> Membership:
         decisions = self._decisions
 
-        def reserve() -> None:
+        def reserve(chunks: Sequence[Chunk]) -> None:
             for kernel in self._kernels:
                 kernel.release()
-            self._reserve(self.manager.chunks)
+            self._reserve(chunks)
 
         return Membership(
             Parts(
@@ -527,8 +527,13 @@ class PatrickStarEngine:
         chunk = Chunk(spec, home, self.collectives.rank)
         moves = home is Tier.HOST and not spec.on_host
         chunk.param = self._pool.allocate(home, spec.chunk_numel, decisions.dtype, "param", pinned=moves, zero=True)
-        for name in decisions.list_names(spec):
-            chunk.lists[name] = self._pool.allocate(home, spec.chunk_numel, torch.float32, name, zero=True)
+        try:
+            for name in decisions.list_names(spec):
+                chunk.lists[name] = self._pool.allocate(home, spec.chunk_numel, torch.float32, name, zero=True)
+        except PatrickStarError:
+            for name, payload in {"param": chunk.param, **chunk.lists}.items():
+                self._pool.release(home, payload, name, keep=False)
+            raise
         return chunk
 
     def _bind(self, chunks: list[Chunk]) -> None:

@@ -109,6 +109,7 @@ class ManagedTensor:
         "is_owned",
         "is_split",
         "kept",
+        "live",
         "lookup",
         "lookup_nbytes",
         "num_saved",
@@ -143,6 +144,7 @@ class ManagedTensor:
         self.original_dtype = parameter.dtype
         self.original_type = type(parameter)
         self.is_bound = False  # whether the parameter answers while it has no value
+        self.live: Any = None  # what answers then
         self.device = parameter.device
         self.chunk: Chunk
         self.state = TensorState.FREE
@@ -168,6 +170,7 @@ class ManagedTensor:
         """Makes the parameter answer; see [Note: a parameter that answers]."""
         self.is_bound = can_answer(self.parameter)
         if self.is_bound:
+            self.live = live
             self.original_type = type(self.parameter)
             self.parameter.__dict__["_live"] = live
             self.parameter.__class__ = released_type(self.original_type)
@@ -199,10 +202,10 @@ class ManagedTensor:
 
     def unbind(self) -> None:
         """Makes it an ordinary parameter again, for good; it keeps what data it has."""
-        if self.is_bound:
+        if self.is_bound and self.is_ours:
             self.parameter.__class__ = self.original_type
             self.parameter.__dict__.pop("_live", None)
-            self.is_bound = False
+        self.is_bound = False
 
     def view(self, payload: torch.Tensor) -> torch.Tensor:
         """What this rank has of the tensor, in a payload of any list at home: in its shape, or flat if it is split."""

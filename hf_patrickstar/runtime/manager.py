@@ -139,6 +139,19 @@ class ChunkManager:
         tensor.parameter.data = value
         self._by_parameter.pop(id(tensor.parameter), None)
 
+    def give_up_swapped(self, tensor: ManagedTensor) -> None:
+        """Lets go of a parameter that was exchanged for another tensor (``torch.utils.swap_tensors``).
+
+        It is an ordinary one, and the other tensor is what answers for the value in the chunk: that gets it.
+
+        Args:
+            tensor: A parameter that is not ours any more.
+        """
+        if not tensor.is_given_up:
+            self.mirrors.sync_value(tensor)
+            tensor.live.kept = self.values.read(tensor, tensor.original_dtype).to(tensor.device)
+            self.give_up(tensor, raw_data(tensor.parameter))
+
     def remove(self, tensor: ManagedTensor) -> None:
         """Removes a parameter, which is an ordinary one again; its chunk is freed if no other is in it."""
         with self._lock:
@@ -245,7 +258,8 @@ class ChunkManager:
         """
         if torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
             # A payload made there could never be trained with, or would be a wrapper without storage.
-            with torch.inference_mode(False), temporarily_clear_interpreter_stack():
+            is_graph = torch.is_grad_enabled()
+            with torch.inference_mode(False), torch.set_grad_enabled(is_graph), temporarily_clear_interpreter_stack():
                 return self.acquire(tensor, module_name, is_alias=is_alias)
         for pause_s in pauses_s():
             try:
@@ -260,6 +274,7 @@ class ChunkManager:
     def _acquire(self, tensor: ManagedTensor, module_name: str, is_alias: bool) -> None:
         if tensor.users == 0:
             self.check_usable(tensor)
+            self._check_unfrozen(tensor)
             self.take_over(tensor)
         payload = self._reach(tensor, module_name)
         tensor.read_at = self.num_steps
@@ -477,7 +492,9 @@ class ChunkManager:
             tensor: The parameter.
             keeps_unused: As for ``Mirrors.sync_value``.
         """
-        if not (tensor.is_materialized or tensor.is_open or tensor.is_placeholder):
+        if not tensor.is_ours:
+            self.give_up_swapped(tensor)
+        elif not (tensor.is_materialized or tensor.is_open or tensor.is_placeholder):
             value = raw_data(tensor.parameter)
             tensor.dematerialize()
             self.assign(tensor, value)
@@ -651,7 +668,7 @@ class ChunkManager:
     # Inside
 
     def check_usable(self, tensor: ManagedTensor) -> None:
-        """Refuses to use a parameter that is open, or that says that it is trained and cannot be.
+        """Refuses to use a parameter that is open.
 
         Raises:
             EngineError: If so.
@@ -660,9 +677,18 @@ class ChunkManager:
             raise EngineError(
                 f"parameter '{tensor.spec.name}' is open in full_parameters(); run the model after the block has ended"
             )
-        if not tensor.spec.trainable and torch.is_grad_enabled() and requires_grad(tensor.parameter):
-            if MASTER in self._list_names:
-                raise EngineError(_unfrozen(tensor))
+
+    def _check_unfrozen(self, tensor: ManagedTensor) -> None:
+        """Refuses to compute with a parameter whose gradient would stay on this process, and not be averaged.
+
+        One that is unfrozen between forwards is adopted by then. Alone, autograd keeps the gradient of any other.
+
+        Raises:
+            EngineError: If so.
+        """
+        is_unfrozen = not tensor.spec.trainable and torch.is_grad_enabled() and requires_grad(tensor.parameter)
+        if is_unfrozen and not self._is_alone and MASTER in self._list_names:
+            raise EngineError(_unfrozen(tensor))
 
     def _reach(self, tensor: ManagedTensor, who: str) -> torch.Tensor:
         """The payload to compute with, holding this tensor's value."""
@@ -683,6 +709,6 @@ class ChunkManager:
 
 def _unfrozen(tensor: ManagedTensor) -> str:
     return (
-        f"parameter '{tensor.spec.name}' was frozen when the engine was made and has no optimizer state; to train it, "
-        "call model.patrickstar_engine.detach(), set requires_grad, and prepare the model again"
+        f"parameter '{tensor.spec.name}' was unfrozen inside of a forward, where the processes cannot agree on a place for "
+        "its gradient; set requires_grad before the model is called"
     )
