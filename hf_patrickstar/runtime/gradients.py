@@ -223,6 +223,11 @@ class Gradients:
 
     # Scaling them
 
+    @property
+    def has_factor(self) -> bool:
+        """Whether there is something that they are still to be multiplied with."""
+        return self.coefficient is not None or self.inverse_scale is not None
+
     def take_factor(self) -> torch.Tensor | None:
         """What gradients are still to be multiplied with; whoever takes it does so."""
         coefficient, scale = self.coefficient, self.inverse_scale
