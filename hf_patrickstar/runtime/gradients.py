@@ -54,6 +54,7 @@ class Gradients:
         lock: Held while places change.
         coefficient: What all gradients are to be multiplied with (clipping), if that has not been done yet.
         inverse_scale: The same for the loss scale.
+        is_watched: Whether somebody is known to look at them between the step and ``zero_grad``.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Gradients:
         self._is_alone = is_alone
         self._keeps = keeps
         self._was_zeroed = False
+        self.is_watched = False
 
     # Finding them
 
@@ -253,7 +255,7 @@ class Gradients:
     @property
     def must_keep(self) -> bool:
         """Whether the optimizer's step leaves gradients as they are; see [Note: gradients after the step]."""
-        return self._keeps is True or (self._keeps == "auto" and not self._was_zeroed)
+        return self._keeps is True or (self._keeps == "auto" and (self.is_watched or not self._was_zeroed))
 
     def try_to_keep(self, chunks: Iterable[Chunk]) -> bool:
         """Moves the gradients of chunks to the accumulation list, where a step leaves them; whether there was room.
@@ -277,7 +279,7 @@ class Gradients:
         if self._was_zeroed:
             return
         self._was_zeroed = True
-        if self._keeps == "auto" and not self.accumulate:
+        if self._keeps == "auto" and not (self.accumulate or self.is_watched):
             for chunk in chunks:
                 if GRADIENT in chunk.lists and not any(t.gradient is GradientPlace.LIST for t in chunk.tensors):
                     self._pool.release(chunk.home, chunk.lists.pop(GRADIENT), GRADIENT, keep=False)
