@@ -19,7 +19,7 @@ from hf_patrickstar.checkpoint.training_state import TrainingState
 from hf_patrickstar.checkpoint.weights import ChunkWeights
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.decisions import Circumstances, chunk_bytes, decide, list_names
-from hf_patrickstar.errors import ConfigError, EngineError, PatrickStarError
+from hf_patrickstar.errors import BudgetError, ConfigError, EngineError, PatrickStarError
 from hf_patrickstar.events import Event, Listener
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import TensorSpec
@@ -583,8 +583,13 @@ class PatrickStarEngine:
         chunk = Chunk(spec, home, self.collectives.rank)
         moves = home is Tier.HOST and not spec.on_host
         chunk.param = self._pool.allocate(home, spec.chunk_numel, decisions.dtype, "param", pinned=moves, zero=True)
-        for name in decisions.list_names(spec):
-            chunk.lists[name] = self._pool.allocate(home, spec.chunk_numel, torch.float32, name, zero=True)
+        try:
+            for name in decisions.list_names(spec):
+                chunk.lists[name] = self._pool.allocate(home, spec.chunk_numel, torch.float32, name, zero=True)
+        except BudgetError:
+            for name, payload in {"param": chunk.param, **chunk.lists}.items():
+                self._pool.release(home, payload, name, keep=False)
+            raise
         return chunk
 
     def _bind(self, chunks: list[Chunk]) -> None:
