@@ -144,7 +144,8 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
     _check(model, tensors, parameters, is_training=bool(situation.kernels))
     dtype, reason = choose_dtype(model, config.dtype, precision, parameters)
     # Without an optimizer masters are kept only where the model could not be restored without them.
-    lists: dict[int, tuple[str, ...]] = {-1: () if {parameter.dtype for parameter in parameters} == {dtype} else (MASTER,)}
+    is_restorable = {parameter.dtype for parameter in parameters} == {dtype}
+    lists: dict[int, tuple[str, ...]] = {-1: () if is_restorable else (MASTER,)}
     for number, kernel in enumerate(situation.kernels):
         lists[number] = list_names(kernel, situation.num_micro_batches)
     limit = _chunk_limit(situation, parameters)

@@ -23,12 +23,12 @@ from hf_patrickstar.errors import BudgetError, ConfigError, EngineError, Patrick
 from hf_patrickstar.events import Event, Listener
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import TensorSpec
+from hf_patrickstar.membership import Membership, Parts, holders
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.meters import CudaMeter, Meter, StorageMeter, UnmeteredTier
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier, resolve_budgets
 from hf_patrickstar.memory.transfers import Transfers
-from hf_patrickstar.membership import Membership, Parts, holders
 from hf_patrickstar.optim.kernels import Kernel, make_kernel
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer, OptimizerSet
 from hf_patrickstar.report.statistics import Statistics

@@ -13,7 +13,13 @@ from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import ConfigError, EngineError
 from hf_patrickstar.integrations.accelerator_checkpoints import AcceleratorCheckpoints, get_engine
-from hf_patrickstar.integrations.accelerator_optimizers import PreparedOptimizer, families, held_by, innermost, unwrapped
+from hf_patrickstar.integrations.accelerator_optimizers import (
+    PreparedOptimizer,
+    families,
+    held_by,
+    innermost,
+    unwrapped,
+)
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.optim.scaler import ChunkedGradScaler
 from hf_patrickstar.runtime.together import Together, roots_of

@@ -126,9 +126,8 @@ class AcceleratorCheckpoints(Accelerator):
         engines = self._trained_engines()
         for engine in engines:
             engine.checkpoints.wait()
-        if engines:
-            if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
-                input_dir = str(self._newest_directory())
+        if engines and input_dir is None and self.project_configuration.automatic_checkpoint_naming:
+            input_dir = str(self._newest_directory())
         if not engines or input_dir is None or not os.path.isdir(input_dir):
             super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
             return
@@ -261,8 +260,8 @@ def _save_training_state(engine: PatrickStarEngine, directory: Path, checkpoint:
 def _check_presence(directory: Path) -> None:
     if not has_training_state(directory):
         raise CheckpointError(
-            f"'{directory}' has no training state: the checkpoint was saved with other models or optimizers prepared, or "
-            "with fewer; prepare the same ones, in the same order"
+            f"'{directory}' has no training state: the checkpoint was saved with other models or optimizers prepared, "
+            "or with fewer; prepare the same ones, in the same order"
         )
 
 

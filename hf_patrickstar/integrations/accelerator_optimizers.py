@@ -19,6 +19,8 @@ class PreparedOptimizer(AcceleratedOptimizer):
         scaler: Scales losses, with fp16.
     """
 
+    optimizer: Any
+
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: Any = None) -> None:
         super().__init__(optimizer, device_placement=False, scaler=scaler)
 

@@ -447,6 +447,23 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """Takes over what this rank has of a parameter's state, beside what was written to ``state_places``."""
         self.kernel.load_own_state(tensor, dict(state))
 
+    def other_states(self) -> dict[int, dict[str, Any]]:
+        """The states of what it updates outside of its chunks, by place in its groups; empty before the first step."""
+        others = {id(parameter) for parameter in self._others}
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        return {n: self.inner.state.get(p, {}) for n, p in enumerate(parameters) if id(p) in others}
+
+    def load_other_states(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Replaces them; what is not given begins anew."""
+        parameters = [(p, group) for group in self.param_groups for p in group["params"]]
+        for number in self.other_states():
+            parameter, group = parameters[number]
+            self.inner.state.pop(parameter, None)
+            if states.get(number):
+                device = parameter.device
+                state = {key: place_state(key, value, device, group) for key, value in states[number].items()}
+                self.inner.state[parameter] = state
+
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """The state in torch's own format, with tensors in the parameters' shapes: ``optimizer.pt`` as always.
 
@@ -647,6 +664,24 @@ class OptimizerSet:
     def load_own_state(self, tensor: ManagedTensor, state: Mapping[str, Any]) -> None:
         """See ``ChunkedOptimizer.load_own_state``."""
         self._of(tensor).load_own_state(tensor, state)
+
+    def other_states(self) -> dict[str, dict[str, Any]]:
+        """The states of what they update outside of chunks, by the optimizer's number and the place in its groups."""
+        return {
+            f"{number}.{place}": state
+            for number, optimizer in enumerate(self._optimizers)
+            for place, state in optimizer.other_states().items()
+        }
+
+    def other_places(self) -> set[str]:
+        """The places that such states may have."""
+        return set(self.other_states())
+
+    def load_other_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """See ``ChunkedOptimizer.load_other_states``."""
+        for number, optimizer in enumerate(self._optimizers):
+            places = {place: states.get(f"{number}.{place}", {}) for place in optimizer.other_states()}
+            optimizer.load_other_states(places)
 
     def _of(self, tensor: ManagedTensor) -> ChunkedOptimizer:
         return self._optimizers[tensor.chunk.spec.optimizer_index]

@@ -1,4 +1,4 @@
-"""Several models and optimizers, and models without one, in two processes: as one process of plain torch that averages."""
+"""Several models and optimizers, and models without one, in two processes: as one of plain torch that averages."""
 
 import copy
 import itertools
@@ -161,7 +161,8 @@ def add_optimizers(rank, config):
         plain.zero_grad()
 
     def make_optimizers(model):
-        return torch.optim.Adam(model[:3].parameters(), 1e-2), torch.optim.SGD(model[2:].parameters(), 0.1, momentum=0.9)
+        first = torch.optim.Adam(model[:3].parameters(), 1e-2)
+        return first, torch.optim.SGD(model[2:].parameters(), 0.1, momentum=0.9)
 
     expected, inner = make_optimizers(plain), make_optimizers(model)
     ours = []

@@ -1,4 +1,4 @@
-"""Several models and optimizers: prepared in any order, in one call or in several; bit for bit against plain Accelerate."""
+"""Several models and optimizers, in any order, in one call or in several: bit for bit against plain Accelerate."""
 
 import copy
 import itertools
@@ -192,7 +192,7 @@ def test_a_second_optimizer_takes_over(accelerated):
 
 
 def test_optimizers_come_while_gradients_wait(accelerated):
-    """A model that is prepared alone, a plain optimizer, then a prepared one of a part, and one more of another part."""
+    """A model that is prepared alone, a plain optimizer, then a prepared one of a part, and one of another part."""
 
     def script(make, note):
         accelerator = make()
@@ -332,6 +332,45 @@ def test_all_is_saved_and_loaded(accelerated, tmp_path, is_safe):
             note_all(note, *loaded)
             steps(loaded_by, loaded[:3], loaded[4:], note, 3)
             note_all(note, *loaded)
+
+    accelerated(script)
+
+
+def test_states_outside_of_chunks_are_saved_and_loaded(accelerated, tmp_path):
+    """Of a parameter of no model, and of those that another optimizer has in its chunks."""
+
+    def prepare(accelerator):
+        encoder, decoder = make_encoder(), make_decoder()
+        scale = nn.Parameter(torch.ones(()))
+        first = torch.optim.Adam([*encoder[:10].parameters(), scale], 1e-2)
+        second = torch.optim.SGD(encoder[6:].parameters(), 0.05, momentum=0.9)
+        return [*accelerator.prepare(encoder, decoder, first, second, adam(decoder)), scale]
+
+    def train(accelerator, parts, note, first, count):
+        encoder, decoder, *optimizers, scale = parts
+        for step in range(first, first + count):
+            loss = (decoder(encoder(batch(step)) * scale) - batch(step)).square().mean()
+            accelerator.backward(loss)
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            note("loss", loss.detach())
+
+    def script(make, note):
+        accelerator = make()
+        parts = prepare(accelerator)
+        train(accelerator, parts, note, 0, 3)
+        accelerator.save_state(str(tmp_path / "state"))
+        kept = parts[-1].detach().clone()
+        train(accelerator, parts, note, 3, 2)
+        for loaded_by in (accelerator, make()):
+            loaded = parts if loaded_by is accelerator else prepare(loaded_by)
+            loaded_by.load_state(str(tmp_path / "state"))
+            loaded[-1].data.copy_(kept)  # no model has it, so it is not saved
+            note_all(note, *loaded[:-1])
+            train(loaded_by, loaded, note, 3, 3)
+            note_all(note, *loaded[:-1])
 
     accelerated(script)
 
