@@ -75,7 +75,8 @@ class ChunkManager:
         self.borrowed: list[ManagedTensor] = []  # acquired by code in backward that no forward is around
         self.has_new_groups = False  # param groups were changed: parameters may need other lists
         self._watched: set[ManagedTensor] = set()
-        self.num_steps = 0  # of the optimizer
+        self.num_steps = 0  # of all optimizers
+        self.num_optimizers = 1  # that take a step each before the next forward
         self.step_peaks = (0, 0, 0)  # bytes in the last step: chunks on the device, all on the device, on the host
         self._num_micro_batches = num_micro_batches
         self._micro_batch = 0
@@ -379,7 +380,7 @@ class ChunkManager:
                 gradient = gradient.to_dense()
             if not tensor.spec.trainable:
                 raise EngineError(_unfrozen(tensor))
-            if tensor.read_at < self.num_steps - 1:
+            if tensor.read_at < self.num_steps - self.num_optimizers:
                 raise EngineError(
                     f"a gradient arrived for parameter '{tensor.spec.name}', whose value was not read in this step nor in "
                     "the one before: what computed with it went around torch's functions and found NaN in its place; "
@@ -576,10 +577,15 @@ class ChunkManager:
             self._forget_failed_backward()
             self.release_borrowed()
             self.steps.settle()
+            chosen = None if tensors is None else list(tensors)
+            if chosen is not None and self.gradients.has_factor:
+                dropped = {tensor.spec.index for tensor in chosen}
+                if any(self.gradients.has(tensor) for tensor in self.tensors if tensor.spec.index not in dropped):
+                    self.apply_factor()  # those of another optimizer, say, are clipped all the same
             self.gradients.coefficient = self.gradients.inverse_scale = None
             if self.residency.tracer.step is None:
                 self._micro_batch = 0
-            for tensor in self.tensors if tensors is None else tensors:
+            for tensor in self.tensors if chosen is None else chosen:
                 self.mirrors.sync_gradient(tensor)
                 if not (to_zero and self.mirrors.zero_gradient(tensor)):
                     self.mirrors.drop_gradient(tensor)

@@ -110,6 +110,8 @@ class Mirrors:
             return
         with self._lock, as_it_is(), torch.no_grad():
             for mirror in list(mirrors):
+                if mirror not in mirrors:
+                    continue  # dropped since another one was taken over
                 self._take_over_value(mirror)
                 if not (keeps_unused or self._is_used(mirror)):
                     mirrors.remove(mirror)
@@ -142,6 +144,8 @@ class Mirrors:
                     if mirror is not but:
                         self._of_values[tensor.spec.index].remove(mirror)
                         self._leave(mirror)
+                if not mirrors:
+                    self._of_values.pop(tensor.spec.index, None)
                 return
             for mirror in mirrors:
                 if mirror is not but:
