@@ -108,6 +108,7 @@ def evaluate_in_between(rank, config):
             expected_optimizer.step()
             expected_optimizer.zero_grad()
             engine.optimizer.step()
+            engine.optimizer.zero_grad()
         assert differences(copy_state(expected), model.state_dict()) == {}
 
 

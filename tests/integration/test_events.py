@@ -59,6 +59,7 @@ def words(events):
 def train_step(model, engine):
     model(torch.randn(2, WIDTH)).square().mean().backward()
     engine.optimizer.step()
+    engine.optimizer.zero_grad()
 
 
 BACKWARD_OF_FOUR = ["gradient 3", "gradient 2", "evict 2", "load 1", "gradient 1", "gradient 0", "drop 1", "drop 3"]
@@ -175,6 +176,7 @@ def test_peaks_are_the_formula(dtype, accumulation):
             model(**make_batch("gpt2", seed=10 * step + micro)).loss.backward()
         engine.optimizer.clip_grad_norm_(None, 1.0)
         engine.optimizer.step()
+        engine.optimizer.zero_grad()
         with torch.no_grad():
             model(**make_batch("gpt2"))
     stats = engine.stats()
@@ -199,6 +201,7 @@ def test_nothing_leaks_over_many_steps():
     for step in range(12):
         model(**make_batch("gpt2", seed=step)).loss.backward()
         engine.optimizer.step()
+        engine.optimizer.zero_grad()
         if step > 2:
             seen.add((engine.ledger.used(Tier.HOST), engine.ledger.used(Tier.DEVICE)))
         assert all(tensor.num_saved == 0 and tensor.users == 0 for tensor in engine.manager.tensors)

@@ -161,6 +161,7 @@ def test_steps_of_somebody_who_handles_an_error_are_recorded():
                 model(torch.randn(4, 16))
             model(torch.randn(4, 16)).sum().backward()
             engine.optimizer.step()
+            engine.optimizer.zero_grad()
     kinds = sorted(key.split("/")[0] for key in engine.manager.residency.tracer.traces)
     assert kinds == ["evaluation", "optimizer", "training"]
     assert engine.stats()["lost_steps"] == 0
@@ -291,6 +292,7 @@ def test_an_interrupt_inside_a_module_and_then_a_step():
         model(x)
     handle.remove()
     engine.optimizer.step()
+    engine.optimizer.zero_grad()
     model(x).sum().backward()
     engine.optimizer.step()
     assert engine.stats()["steps"] == 2
@@ -363,6 +365,7 @@ def test_inputs_that_cannot_be_seen_are_measured_in_every_step():
     for rows in (4, 4, 64, 4):
         model(Hidden(torch.randn(rows, 16))).backward()
         engine.optimizer.step()
+        engine.optimizer.zero_grad()
         assert engine.stats()["device_total_peak_nbytes"] <= budget
     assert engine.stats()["device_total_peak_nbytes"] > 6 * 64 * 16 * 4, "the large step was seen"
 
