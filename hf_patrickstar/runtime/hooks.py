@@ -339,8 +339,14 @@ class ModelHooks:
     def _store_gradient(self, parameter: torch.Tensor) -> None:
         self._operands.notice_backward()
         gradient, tensor = raw_grad(parameter), self._manager.find(parameter)
-        if gradient is not None and tensor is not None:
-            set_raw_grad(parameter, None)
+        if gradient is None or tensor is None:
+            return
+        set_raw_grad(parameter, None)
+        if gradient.requires_grad and self._manager.sharing.is_alone:  # backward(create_graph=True)
+            before = parameter.grad
+            self._manager.store_gradient(tensor, gradient.detach())
+            self._manager.mirrors.follow_recorded(tensor, gradient if before is None else before + gradient)
+        else:
             self._manager.store_gradient(tensor, gradient)
 
 

@@ -98,6 +98,10 @@ class Live(Protocol):
         """The value on the host, in the type that the model was loaded in; it may alias the chunk."""
         ...
 
+    def view_whole(self, func: Any) -> torch.Tensor:
+        """A view of all of the parameter that autograd takes for one, made by ``func(parameter, parameter)``."""
+        ...
+
 
 class LiveMixin:
     """What acquired and released parameters have in common: their copies are ordinary parameters."""
@@ -421,6 +425,10 @@ class _Orphan:
     def host_value(self) -> torch.Tensor:
         return self._become_ordinary().detach()
 
+    def view_whole(self, func: Any) -> torch.Tensor:
+        parameter = self._become_ordinary()
+        return func(parameter, parameter)
+
     def note_data_is_out(self) -> None:
         pass
 
@@ -436,6 +444,17 @@ def _copy_(parameter: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
     if is_ours and parameter._live.copy_from(source, torch.is_grad_enabled() and requires_grad(parameter)):
         return parameter
     return call_with_values(torch.Tensor.copy_, (parameter, source, *args), kwargs)
+
+
+def _view_whole(func: Any) -> Callable[..., Any]:
+    """``parameter.view_as(parameter)`` is how one asks for the node of autograd where its gradient will arrive."""
+
+    def answer(parameter: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
+        if parameter is other and torch.is_grad_enabled() and requires_grad(parameter):
+            return parameter._live.view_whole(func)
+        return call_with_values(func, (parameter, other, *args), kwargs)
+
+    return answer
 
 
 def _strides(func: Any) -> Callable[..., Any]:
@@ -477,5 +496,9 @@ _OWN_ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.stride: _strides(torch.Tensor.stride),
     torch.Tensor.is_contiguous: _strides(torch.Tensor.is_contiguous),
     torch.Tensor.__format__: lambda parameter, spec: object.__format__(parameter, spec),
+    torch.Tensor.view_as: _view_whole(torch.Tensor.view_as),
+    torch.Tensor.expand_as: _view_whole(torch.Tensor.expand_as),
     torch.autograd.grad: _undisturbed(torch.autograd.grad),
+    torch.autograd.backward: _undisturbed(torch.autograd.backward),
+    torch.Tensor.backward: _undisturbed(torch.Tensor.backward),
 }

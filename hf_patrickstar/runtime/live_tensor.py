@@ -11,11 +11,13 @@ from hf_patrickstar.runtime.chunk import GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.frames import Frames
 from hf_patrickstar.runtime.gradients import consumed
 from hf_patrickstar.runtime.live_parameter import (
+    RAW,
     WITHOUT_VALUE,
     Access,
     raw_data,
     raw_grad,
     requires_grad,
+    set_raw_data,
     set_raw_grad,
     storage_key,
 )
@@ -159,6 +161,22 @@ class LiveTensor:
         manager.take_over(tensor)
         return manager.values.host_alias(tensor, tensor.original_dtype)
 
+    def view_whole(self, func: Any) -> torch.Tensor:
+        """Lends the parameter a mirror as its storage while the view is made."""
+        manager, tensor = self.services.manager, self.tensor
+        parameter = tensor.parameter
+        with manager.gradients.lock, torch.no_grad():
+            manager.take_over(tensor, keeps_unused=True)
+            value = manager.mirrors.hand_out_value(tensor)
+            placeholder = raw_data(parameter)
+            set_raw_data(parameter, value)
+            try:
+                with torch.enable_grad(), RAW():
+                    result = func(parameter, parameter)
+            finally:
+                set_raw_data(parameter, placeholder)
+        return result
+
     # The gradient
 
     def get_grad(self) -> torch.Tensor | None:
@@ -196,6 +214,12 @@ class LiveTensor:
             return
         if isinstance(gradient, ConsumedGradient):
             return  # what was read is written back
+        if not isinstance(gradient, torch.Tensor):
+            raise TypeError(
+                f"the gradient of parameter '{tensor.spec.name}' must be a tensor or None, got {type(gradient).__name__}"
+            )
+        if gradient is tensor.parameter:
+            raise EngineError(f"parameter '{tensor.spec.name}' cannot be its own gradient")
         types = (tensor.chunk.param.dtype, torch.float32)
         if tuple(gradient.shape) != tensor.spec.shape or gradient.dtype not in types:
             raise EngineError(

@@ -535,11 +535,9 @@ class ChunkManager:
                 self._micro_batch = 0
             for tensor in self.tensors if tensors is None else tensors:
                 self.mirrors.sync_gradient(tensor)
-                handed = self.mirrors.kept_gradient(tensor) if to_zero else None
-                self.mirrors.drop_gradient(tensor)
+                if not (to_zero and self.mirrors.zero_gradient(tensor)):
+                    self.mirrors.drop_gradient(tensor)
                 self.gradients.drop(tensor, to_zero=to_zero)
-                if handed is not None:
-                    handed.zero_()  # in place, as torch does it
 
     # What the optimizer and the checkpoints do at the chunk's home
 

@@ -9,11 +9,11 @@ to any more is compared once more and freed. With several processes what was han
 has a part of the value, and they need not keep the same), but what is written to it counts until the next change.
 """
 
-import weakref
+import sys
 
 import torch
 
-from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.chunk import GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.sharing import Held
 from hf_patrickstar.runtime.values import Values, as_it_is, same_bits
@@ -33,7 +33,6 @@ class Mirror:
         self.value = value
         self.is_held = is_held
         self.storage = value.untyped_storage()
-        self.alias: weakref.ref[torch.Tensor] | None = None
 
 
 class Mirrors:
@@ -164,10 +163,7 @@ class Mirrors:
             mirror = self._of_gradients.get(tensor.spec.index)
             if mirror is None or not self._values.sharing.is_alone:
                 mirror = self._mirror_gradient(tensor, mirror)
-            known = mirror.alias() if mirror.alias is not None else None
-            alias = known if known is not None else mirror.value.detach()
-            mirror.alias = weakref.ref(alias)
-            return alias
+            return mirror.value
 
     def _mirror_gradient(self, tensor: ManagedTensor, known: Mirror | None) -> Mirror:
         home = self._gradients.of(tensor)
@@ -197,10 +193,24 @@ class Mirrors:
             self.drop_gradient(tensor)
             self._gradients.drop(tensor)
             self._gradients.put(tensor, tensor.own(gradient.detach()))
-            mirror = Mirror(tensor, gradient.detach(), is_held=False)
-            mirror.alias = weakref.ref(gradient)
-            self._enter(mirror)
-            self._of_gradients[tensor.spec.index] = mirror
+            self._follow_gradient(tensor, gradient)
+
+    def follow_recorded(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
+        """Makes a tensor that has the values of a parameter's gradient, and a graph, what is handed out of it.
+
+        Args:
+            tensor: The parameter.
+            gradient: What a backward has computed that is recorded itself (``create_graph``).
+        """
+        with self._lock:
+            self.drop_gradient(tensor)
+            self._follow_gradient(tensor, gradient)
+
+    def _follow_gradient(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
+        # With a graph it has more than its values, which are at home.
+        mirror = Mirror(tensor, gradient, is_held=gradient.requires_grad)
+        self._enter(mirror)
+        self._of_gradients[tensor.spec.index] = mirror
 
     def sync_gradient(self, tensor: ManagedTensor) -> None:
         """Takes over what was written to a gradient that was handed out; drops it if nobody uses it."""
@@ -208,9 +218,14 @@ class Mirrors:
         if mirror is None:
             return
         with self._lock, as_it_is(), torch.no_grad():
-            home = self._gradients.of(tensor)
+            if mirror.value.untyped_storage()._cdata != mirror.storage._cdata:  # gradient.data = value
+                self._leave(mirror)
+                mirror.storage = mirror.value.untyped_storage()
+                self._enter(mirror)
+            is_zero = tensor.gradient is GradientPlace.ZERO and not mirror.value.any()
+            home = None if is_zero else self._gradients.of(tensor)
             if home is not None:
-                own = tensor.own(mirror.value)
+                own = tensor.own(mirror.value.detach())
                 if not same_bits(home.to(own.dtype), own.to(home.device)):
                     self._gradients.put(tensor, own)
             if not self._is_used(mirror):
@@ -223,10 +238,19 @@ class Mirrors:
             return
         with self._lock, as_it_is(), torch.no_grad():
             home = self._gradients.of(tensor)
-            if self._values.sharing.is_alone and home is not None:
+            if self._values.sharing.is_alone and home is not None and 0 not in mirror.value.stride():
                 mirror.value.copy_(home)
             else:
                 self.drop_gradient(tensor)
+
+    def zero_gradient(self, tensor: ManagedTensor) -> bool:
+        """Writes zeros to a gradient that somebody has, and goes on following it; whether there is one."""
+        mirror = self._of_gradients.get(tensor.spec.index)
+        if mirror is None or not self._values.sharing.is_alone or not self._is_used(mirror):
+            return False
+        mirror.is_held = False
+        mirror.value.detach_().requires_grad_(False).zero_()
+        return True
 
     def drop_gradient(self, tensor: ManagedTensor) -> None:
         """Forgets a gradient that was handed out; whoever has it keeps it."""
@@ -299,8 +323,11 @@ class Mirrors:
             del self._num_own[key]
 
     def _is_used(self, mirror: Mirror) -> bool:
-        """Whether anybody else has what was handed out: each mirror is one user of its storage, and the storage's own
-        Python object, which all mirrors over it share, is one more.
+        """Whether anybody else has what was handed out, or looks into it.
+
+        Each mirror is one user of its storage, and the storage's own Python object, which all mirrors over it share, is
+        one more; of the tensor itself the mirror and the call below have a reference.
         """
         key = mirror.storage._cdata
-        return mirror.is_held or torch._C._storage_Use_Count(key) > self._num_own[key] + 1
+        is_looked_into = torch._C._storage_Use_Count(key) > self._num_own[key] + 1
+        return mirror.is_held or is_looked_into or sys.getrefcount(mirror.value) > 2

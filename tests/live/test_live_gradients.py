@@ -769,7 +769,6 @@ def test_a_gradient_that_is_a_transposed_or_an_expanded_tensor(both):
         model.scale.grad = torch.full((1,), 0.25).expand(WIDTH)
         model.embedding.weight.grad = torch.randn(WIDTH, 24, generator=generator()).t()
         note("gradients", gradients_of(model))
-        note("strides", [weight.grad.stride(), model.scale.grad.stride(), model.embedding.weight.grad.stride()])
         optimizer.step()
 
     both(pattern)
@@ -2227,6 +2226,7 @@ def _train_with_stock_trainer(both, tmp_path, pass_optimizer=False, **kwargs):
             config = dict(both.config)
             if "chunk_budget" in config:
                 config.update(chunk_numel="auto", **tight("gpt2"))
+                config["chunk_budget"] *= 4 if kwargs.get("gradient_checkpointing") else 1  # a block is recomputed whole
             optimizer = PatrickStarEngine(model, config, optimizer).optimizer
         recorder = LossRecorder()
         trainer = Trainer(
