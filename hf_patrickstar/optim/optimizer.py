@@ -40,6 +40,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         follow_model: Lets the engine follow changes of the model, or of param groups, before a step.
     """
 
+    _step_supports_amp_scaling = False  # or a scaler leaves the scale to the inner one, whose step this is not
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,

@@ -57,9 +57,9 @@ def words(events):
 
 
 def train_step(model, engine):
+    engine.optimizer.zero_grad()
     model(torch.randn(2, WIDTH)).square().mean().backward()
     engine.optimizer.step()
-    engine.optimizer.zero_grad()
 
 
 BACKWARD_OF_FOUR = ["gradient 3", "gradient 2", "evict 2", "load 1", "gradient 1", "gradient 0", "drop 1", "drop 3"]
@@ -172,11 +172,11 @@ def test_peaks_are_the_formula(dtype, accumulation):
         model, config, torch.optim.AdamW(model.parameters(), fused=True), gradient_accumulation_steps=accumulation
     )
     for step in range(3):
+        engine.optimizer.zero_grad()
         for micro in range(accumulation):
             model(**make_batch("gpt2", seed=10 * step + micro)).loss.backward()
         engine.optimizer.clip_grad_norm_(None, 1.0)
         engine.optimizer.step()
-        engine.optimizer.zero_grad()
         with torch.no_grad():
             model(**make_batch("gpt2"))
     stats = engine.stats()
