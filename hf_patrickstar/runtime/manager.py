@@ -25,7 +25,7 @@ from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.homes import Homes
 from hf_patrickstar.runtime.live_parameter import raw_data, requires_grad, set_raw_grad
 from hf_patrickstar.runtime.lockstep import Lockstep, Phase
-from hf_patrickstar.runtime.mirrors import Mirrors
+from hf_patrickstar.runtime.mirrors import Mirrors, checksum_of
 from hf_patrickstar.runtime.reducer import Reducer
 from hf_patrickstar.runtime.sharing import Held, Sharing
 from hf_patrickstar.runtime.steps import Steps
@@ -74,7 +74,7 @@ class ChunkManager:
         self.index_tensors(self.tensors)
         self.borrowed: list[ManagedTensor] = []  # acquired by code in backward that no forward is around
         self.has_new_groups = False  # param groups were changed: parameters may need other lists
-        self._watched: set[ManagedTensor] = set()
+        self._watched: dict[ManagedTensor, int] = {}  # with a checksum of the copy, if there are several processes
         self.num_steps = 0  # of all optimizers
         self.num_optimizers = 1  # that take a step each before the next forward
         self.step_peaks = (0, 0, 0)  # bytes in the last step: chunks on the device, all on the device, on the host
@@ -159,7 +159,7 @@ class ChunkManager:
             self.mirrors.drop_values(tensor)
             self.mirrors.drop_gradient(tensor)
             self.gradients.drop(tensor)
-            self._watched.discard(tensor)
+            self._watched.pop(tensor, None)
             tensor.num_writes += 1  # a graph of before cannot find its operands any more
             chunk = tensor.chunk
             chunk.remove(tensor)
@@ -320,17 +320,28 @@ class ChunkManager:
 
     def watch(self, tensor: ManagedTensor) -> None:
         """Looks for what is written to a device copy without a trace: by ``.data``, or a view that outlives its use."""
-        self._watched.add(tensor)
+        if tensor not in self._watched:
+            self._watched[tensor] = self._checksum_of_copy(tensor)
+
+    def _checksum_of_copy(self, tensor: ManagedTensor) -> int:
+        """With several processes all find out by it what was written, wherever the value is at home."""
+        compute = tensor.chunk.compute
+        return 0 if self._is_alone or compute is None else checksum_of(tensor.view_copy(compute))
 
     def _look_for_writes(self, tensor: ManagedTensor) -> None:
         chunk = tensor.chunk
-        if chunk.compute is not None and (tensor.is_owned and tensor.gradient is not GradientPlace.PARAM):
+        if chunk.compute is not None and (tensor.gradient is not GradientPlace.PARAM or not self._is_alone):
             value = tensor.view_copy(chunk.compute)
-            home = self.values.own_part(tensor, value.dtype) if MASTER not in chunk.lists else self._master(tensor)
-            if not same_bits(tensor.own(value).to(home.device), home):
+            if self._is_alone:
+                home = self.values.own_part(tensor, value.dtype) if MASTER not in chunk.lists else self._master(tensor)
+                is_written = not same_bits(value.to(home.device), home)
+            else:
+                before, self._watched[tensor] = self._watched[tensor], self._checksum_of_copy(tensor)
+                is_written = before != self._watched[tensor]
+            if is_written:
                 self.write(tensor, value, voids_graphs=False)
         if not chunk.is_aliased:  # else it may still be written to
-            self._watched.discard(tensor)
+            self._watched.pop(tensor, None)
 
     def _master(self, tensor: ManagedTensor) -> torch.Tensor:
         """The value in the parameter's type, from ``master``: a static chunk has no other place to compare with."""
@@ -347,7 +358,7 @@ class ChunkManager:
                 for tensor in [t for t in self._watched if chunk is None or t.chunk is chunk]:
                     self._look_for_writes(tensor)
                     if chunk is not None:
-                        self._watched.discard(tensor)
+                        self._watched.pop(tensor, None)
 
     def release_borrowed(self) -> None:
         """Takes back parameters that were read outside of every forward."""
@@ -421,6 +432,7 @@ class ChunkManager:
             for index in found:
                 if not self.by_index[index].is_owned:
                     self.gradients.note_remote(self.by_index[index])
+                self.mirrors.drop_gradient(self.by_index[index])
         self.in_backward = False
         for tensor in self.tensors:
             if tensor.aside is not None:
@@ -710,7 +722,9 @@ class ChunkManager:
         """Takes an average over processes to its place at home."""
         if tensor.chunk.home is Tier.HOST:
             tensor.crossing_nbytes += average.numel() * average.dtype.itemsize
+        self.mirrors.sync_gradient(tensor)
         self.gradients.add(tensor, average)
+        self.mirrors.drop_gradient(tensor)
 
 
 def _unfrozen(tensor: ManagedTensor) -> str:
