@@ -113,7 +113,9 @@ class PatrickStarEngine:
         pinned = self.config.pin_memory if self.config.pin_memory != "auto" else self.device.type == "cuda"
         pinned = bool(pinned) and torch.cuda.is_available()
         self._pool = PayloadPool(self.ledger, self.device, pinned)
-        given = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*optimizer]
+        given = (
+            [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*optimizer]
+        )
         _check_optimizers(model, given)
         self._kernels: list[Kernel] = [self._make_kernel(item) for item in given]
         situation = Circumstances(

@@ -475,7 +475,9 @@ class TorchKernel:
                 tensor.view(chunk.param).copy_(tensor.view(chunk.lists[MASTER]))
             self._book_state(tensor)
 
-    def _step_on(self, work: Sequence[ManagedTensor], groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
+    def _step_on(
+        self, work: Sequence[ManagedTensor], groups: Mapping[int, int], coefficient: torch.Tensor | None
+    ) -> None:
         """Runs the optimizer's step on the masters of a part of the parameters."""
         param_groups = self._optimizer.param_groups
         with self._swapped(work):

@@ -202,7 +202,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made on the inner one asks for it
         if self.kernel.updates_at_once:
             loss = self.kernel.update_at_once(self._tensors, self._present, manager.follow_master, closure)
-        chunks = [chunk for chunk in manager.chunks if chunk.spec.is_updated and chunk.spec.optimizer_index == self.index]
+        chunks = [
+            chunk for chunk in manager.chunks if chunk.spec.is_updated and chunk.spec.optimizer_index == self.index
+        ]
         self._update(chunks, manager.gradients.take_factor())
         if not self.kernel.updates_at_once:
             self.kernel.update_others(self._others)

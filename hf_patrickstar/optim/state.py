@@ -110,7 +110,9 @@ class ParameterState(MutableMapping[str, Any]):
         self._kernel.load_tensor_state(self._tensor, {**self._complete(), key: value})
 
     def __delitem__(self, key: str) -> None:
-        raise KeyError(f"'{key}' is a part of what the optimizer keeps of '{self._tensor.spec.name}' and cannot go alone")
+        raise KeyError(
+            f"'{key}' is a part of what the optimizer keeps of '{self._tensor.spec.name}' and cannot go alone"
+        )
 
     def _complete(self) -> dict[str, Any]:
         places = {key: torch.full(place.shape, 0.0) for key, place in self._kernel.state_places(self._tensor).items()}

@@ -202,7 +202,9 @@ class Gradients:
             EngineError: If torch would have added it to one that a step has consumed.
         """
         if tensor.gradient is GradientPlace.INCOMPLETE:
-            raise EngineError(consumed(tensor, "zero_grad was not called since: torch would have added the next one to it"))
+            raise EngineError(
+                consumed(tensor, "zero_grad was not called since: torch would have added the next one to it")
+            )
 
     def settle(self, tensor: ManagedTensor) -> None:
         """Finds a place for a gradient that was put aside; if there is none it still is where it was."""

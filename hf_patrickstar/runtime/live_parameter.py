@@ -222,13 +222,17 @@ class ReleasedMixin(LiveMixin):
 @functools.cache
 def acquired_type(original: type) -> type:
     """The class of a parameter of a class while it has its value."""
-    return type(original.__name__, (AcquiredMixin, original), {"_original": original, "__module__": original.__module__})
+    return type(
+        original.__name__, (AcquiredMixin, original), {"_original": original, "__module__": original.__module__}
+    )
 
 
 @functools.cache
 def released_type(original: type) -> type:
     """The class of a parameter of a class while its value is in a chunk."""
-    return type(original.__name__, (ReleasedMixin, original), {"_original": original, "__module__": original.__module__})
+    return type(
+        original.__name__, (ReleasedMixin, original), {"_original": original, "__module__": original.__module__}
+    )
 
 
 def original_type(cls: type) -> Any:
@@ -335,7 +339,9 @@ def _needs_copies(result: Any, accesses: Collection[Access]) -> bool:
 def _written(name: str, args: Any, kwargs: Any) -> set[int]:
     """Identities of what a function writes to, as far as its name tells; some leave no other trace."""
     if name.startswith("__"):
-        is_in_place = name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__"))
+        is_in_place = name == "__setitem__" or (
+            name.startswith("__i") and name not in ("__invert__", "__int__", "__index__")
+        )
     else:
         is_in_place = name.endswith("_")
     first = args[:1] or tuple(kwargs.values())[:1]

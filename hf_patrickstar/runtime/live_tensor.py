@@ -35,7 +35,14 @@ _EXPORTS = _ADDRESSES | {
 """Functions that give away memory itself."""
 
 _WITHOUT_GRAPH = _EXPORTS | {
-    *(_DATA, torch.Tensor.detach, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__bool__, torch.Tensor.__float__),
+    *(
+        _DATA,
+        torch.Tensor.detach,
+        torch.Tensor.tolist,
+        torch.Tensor.item,
+        torch.Tensor.__bool__,
+        torch.Tensor.__float__,
+    ),
     *(torch.Tensor.__int__, torch.Tensor.__index__, torch.equal, torch.Tensor.equal, torch.Tensor.__repr__),
 }
 """Functions that autograd does not record, whatever their operands."""

@@ -52,7 +52,9 @@ def test_a_wait_that_is_too_long_names_both_threads():
     turns = Turns(limit_s=0.05)
     with turns.taken("the forward of A"):
         join = in_thread(lambda: turns.take("the forward of B"))
-        with pytest.raises(EngineError, match="thread 'other' cannot begin the forward of B: thread 'MainThread' has been"):
+        with pytest.raises(
+            EngineError, match="thread 'other' cannot begin the forward of B: thread 'MainThread' has been"
+        ):
             join()
     turns.take("again")
     turns.give_up()
