@@ -117,6 +117,14 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     # What the user's optimizer has beside
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What a script sets belongs to its optimizer, unless it is ours."""
+        is_ours = "_groups" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name)
+        if is_ours:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.inner, name, value)
+
     def __getattr__(self, name: str) -> Any:
         inner = self.__dict__.get("inner")
         if inner is None or name.startswith("__"):

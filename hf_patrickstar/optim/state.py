@@ -42,6 +42,10 @@ class StateView(MutableMapping[Any, Any]):
             return self._others[key]
         return ParameterState(self._kernel, tensor)
 
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The state of a parameter, or the default; asking does not make one."""
+        return self[key] if key in self else default
+
     def __setitem__(self, key: Any, state: Any) -> None:
         tensor = self._find(key)
         if tensor is None:
@@ -113,6 +117,10 @@ class ParameterState(MutableMapping[str, Any]):
         raise KeyError(
             f"'{key}' is a part of what the optimizer keeps of '{self._tensor.spec.name}' and cannot go alone"
         )
+
+    def clear(self) -> None:
+        """Forgets the state: the optimizer begins again with this parameter."""
+        self._kernel.load_tensor_state(self._tensor, {})
 
     def _complete(self) -> dict[str, Any]:
         places = {key: torch.full(place.shape, 0.0) for key, place in self._kernel.state_places(self._tensor).items()}

@@ -199,8 +199,10 @@ class Gradients:
         """Makes sure that a gradient that is about to be used is all of it.
 
         Raises:
-            EngineError: If torch would have added it to one that a step has consumed.
+            EngineError: If a step has consumed it, or torch would have added it to one that a step has consumed.
         """
+        if tensor.gradient is GradientPlace.CONSUMED and self._keeps is not False:
+            raise EngineError(consumed(tensor, "it is used again: torch would still have it"))
         if tensor.gradient is GradientPlace.INCOMPLETE:
             raise EngineError(
                 consumed(tensor, "zero_grad was not called since: torch would have added the next one to it")

@@ -304,6 +304,24 @@ def test_unfreezing_gives_a_parameter_masters_and_states():
         assert_equal(pair)
 
 
+def test_a_consumed_gradient_is_missed_and_not_taken_for_none():
+    model = make_layers()
+    optimizer = PatrickStarEngine(model, MOVING, adamw(model)).optimizer
+    for _ in range(2):
+        model(batch()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model(batch()).sum().backward()
+    optimizer.step()
+    for use in (optimizer.step, optimizer.grad_norm):
+        with pytest.raises(EngineError, match="consumed by optimizer.step.*torch would still have it"):
+            use()
+    optimizer.zero_grad()
+    optimizer.step()
+    model(batch()).sum().backward()
+    optimizer.step()
+
+
 def test_an_interrupted_forward_leaves_nothing_behind():
     class Interrupt(nn.Module):
         armed = False
