@@ -23,6 +23,7 @@ from hf_patrickstar.runtime.admission import check_model, check_values, choose_d
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER
 from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.live_parameter import LiveMixin
+from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.placement import ChunkBytes, HomePlan, plan_homes
 from hf_patrickstar.units import format_nbytes
 
@@ -90,7 +91,7 @@ class Decisions:
     chunk_nbytes: list[ChunkBytes]
     homes: HomePlan
     workspace_nbytes: int
-    lists: Mapping[int, tuple[str, ...]]
+    lists: dict[int, tuple[str, ...]]
     widens_gradients: bool
 
     def list_names(self, spec: ChunkSpec) -> tuple[str, ...]:
@@ -142,7 +143,11 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
     tensors, modules, parameters = collect(model, situation.optimizer_of)
     _check(model, tensors, parameters, is_training=bool(situation.kernels))
     dtype, reason = choose_dtype(model, config.dtype, precision, parameters)
-    lists = _lists(situation, dtype, parameters)
+    # Without an optimizer masters are kept only where the model could not be restored without them.
+    is_restorable = {parameter.dtype for parameter in parameters} == {dtype}
+    lists: dict[int, tuple[str, ...]] = {-1: () if is_restorable else (MASTER,)}
+    for number, kernel in enumerate(situation.kernels):
+        lists[number] = list_names(kernel, situation.num_micro_batches)
     limit = _chunk_limit(situation, parameters)
     total = sum(align(spec.numel) * (dtype.itemsize + _state_itemsize(spec, lists)) for spec in tensors)
     total = -(-total // collectives.world_size)
@@ -200,7 +205,7 @@ def collect(
 def _check(
     model: torch.nn.Module, tensors: list[TensorSpec], parameters: list[torch.nn.Parameter], *, is_training: bool
 ) -> None:
-    if "patrickstar_engine" in model.__dict__:
+    if any("patrickstar_engine" in root.__dict__ for root in roots_of(model)):
         raise EngineError("an engine is attached to this model already; call its detach() first")
     if is_training and not any(spec.trainable for spec in tensors):
         raise EngineError(
@@ -210,15 +215,14 @@ def _check(
     check_values([spec.name for spec in tensors], parameters)
 
 
-def _lists(
-    situation: Circumstances, dtype: torch.dtype, parameters: list[torch.nn.Parameter]
-) -> dict[int, tuple[str, ...]]:
-    """The fp32 lists of the chunks of each optimizer."""
-    # Without an optimizer masters are kept only where the model could not be restored without them.
-    lists: dict[int, tuple[str, ...]] = {-1: () if {parameter.dtype for parameter in parameters} == {dtype} else (MASTER,)}
-    for number, kernel in enumerate(situation.kernels):
-        lists[number] = (*kernel.list_names, GRADIENT) if situation.num_micro_batches > 1 else kernel.list_names
-    return lists
+def list_names(kernel: Kernel, num_micro_batches: int) -> tuple[str, ...]:
+    """The fp32 lists of the chunks that a kernel updates.
+
+    Args:
+        kernel: The kernel.
+        num_micro_batches: Micro-batches per step; more than one are added up in a list of their own.
+    """
+    return (*kernel.list_names, GRADIENT) if num_micro_batches > 1 else kernel.list_names
 
 
 def _state_itemsize(spec: TensorSpec | ChunkSpec, lists: Mapping[int, tuple[str, ...]]) -> int:

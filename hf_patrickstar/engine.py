@@ -18,17 +18,17 @@ from hf_patrickstar.checkpoint.first_values import FirstValues
 from hf_patrickstar.checkpoint.training_state import TrainingState
 from hf_patrickstar.checkpoint.weights import ChunkWeights
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.decisions import Circumstances, chunk_bytes, decide
-from hf_patrickstar.errors import ConfigError, EngineError, PatrickStarError
+from hf_patrickstar.decisions import Circumstances, chunk_bytes, decide, list_names
+from hf_patrickstar.errors import BudgetError, ConfigError, EngineError, PatrickStarError
 from hf_patrickstar.events import Event, Listener
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import TensorSpec
+from hf_patrickstar.membership import Membership, Parts, holders
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.meters import CudaMeter, Meter, StorageMeter, UnmeteredTier
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier, resolve_budgets
 from hf_patrickstar.memory.transfers import Transfers
-from hf_patrickstar.membership import Membership, Parts, holders
 from hf_patrickstar.optim.kernels import Kernel, make_kernel
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer, OptimizerSet
 from hf_patrickstar.report.statistics import Statistics
@@ -41,9 +41,11 @@ from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.recovery import Recovery
 from hf_patrickstar.runtime.residency import MovePolicy, Residency
 from hf_patrickstar.runtime.steps import Steps
+from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.runtime.vigil import Patience
 from hf_patrickstar.schedule.eviction import Chooser
 from hf_patrickstar.schedule.margin import ACCELERATOR, CPU_TIER, Rates
+from hf_patrickstar.schedule.placement import ChunkBytes
 from hf_patrickstar.states import TensorState
 
 logger = logging.getLogger(__name__)
@@ -58,7 +60,8 @@ class PatrickStarEngine:
     While the engine is attached a parameter has its shape and type but no storage, except while it is computed with.
 
     Args:
-        model: The model, on the host or on the compute device.
+        model: The model, on the host or on the compute device; several that share an optimizer are given as one
+            ``Together`` and stay models of their own.
         config: Settings; a ``PatrickStarConfig``, dictionary, JSON text or path.
         optimizer: A torch optimizer over the model's parameters, or several, each with its own; state that they have is
             taken over. ``None`` makes an engine for evaluation, or for an optimizer that comes later: parameters only,
@@ -135,7 +138,8 @@ class PatrickStarEngine:
         self._buffer_devices: list[tuple[torch.Tensor, torch.device]] = []
         self._first_values = FirstValues(self.manager.tensors, self.collectives, self.weights.piece_numel)
         self._attach(given)
-        model.__dict__["patrickstar_engine"] = self
+        for part in (model, *roots_of(model)):
+            part.__dict__["patrickstar_engine"] = self
         self._decisions.explain(situation)
 
     @property
@@ -152,11 +156,13 @@ class PatrickStarEngine:
         return make_kernel(optimizer, self._pool, self.config.tile_numel, self.device.type != "cpu")
 
     def _make_optimizer(self, optimizer: torch.optim.Optimizer, kernel: Kernel, number: int) -> ChunkedOptimizer:
-        return ChunkedOptimizer(optimizer, kernel, self.manager, self._emit, number, lambda: self._follow_model(True))
+        def follow() -> None:
+            self._follow_model(True)
+
+        self.manager.num_optimizers = number + 1
+        return ChunkedOptimizer(optimizer, kernel, self.manager, self._emit, number, follow, self.optimizers)
 
     def _make_membership(self) -> Membership:
-        decisions = self._decisions
-
         def reserve(chunks: Sequence[Chunk]) -> None:
             for kernel in self._kernels:
                 kernel.release()
@@ -172,13 +178,11 @@ class PatrickStarEngine:
                 collectives=self.collectives,
                 make_chunk=self._make_chunk,
                 make_tensor=self._make_tensor,
-                nbytes_of=lambda specs: chunk_bytes(
-                    specs, decisions.dtype, decisions.lists, self._pool.pins_memory, decisions.embeddings
-                ),
+                nbytes_of=self._nbytes_of,
                 reserve=reserve,
                 splits_tensors=lambda: all(kernel.splits_tensors for kernel in self._kernels),
             ),
-            decisions,
+            self._decisions,
         )
 
     def follow_model(self) -> None:
@@ -190,6 +194,44 @@ class PatrickStarEngine:
             BudgetError: If there is no room for what is new; nothing has changed then.
         """
         self._follow_model(True)
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> ChunkedOptimizer:
+        """Lets one more optimizer train the model: its parameters get places with its states, and keep their gradients.
+
+        A parameter that another optimizer of the engine holds already stays in its place; this one updates it there.
+        With several processes all of them call it together.
+
+        Args:
+            optimizer: A torch optimizer over the model's parameters; a state that it has is taken over.
+
+        Returns:
+            The optimizer over chunks.
+
+        Raises:
+            BudgetError: If there is no room; nothing has changed then.
+            EngineError: If it has none of the model's parameters.
+        """
+        _check_optimizers(self.model, [optimizer])
+        kernel, number = self._make_kernel(optimizer), len(self._kernels)
+        chunked = self._make_optimizer(optimizer, kernel, number)
+        self._kernels.append(kernel)
+        self.optimizers.append(chunked)
+        self._decisions.lists[number] = list_names(kernel, self._num_micro_batches)
+        self.manager.has_new_groups = True
+        try:
+            self.follow_model()
+        except BaseException:
+            if not any(chunk.tensors and chunk.spec.optimizer_index == number for chunk in self.manager.chunks):
+                self._kernels.pop()
+                self.optimizers.pop()
+                self.manager.num_optimizers, self.manager.has_new_groups = number, False
+            raise
+        if self.manager.homes is None:
+            self.manager.homes = self._make_homes(self.manager)
+        elif not kernel.follows_homes:
+            self.manager.homes.stay()
+        chunked.take_inner_state()
+        return chunked
 
     def _follow_model(self, is_training: bool) -> None:
         if self._attached and hasattr(self, "_membership"):
@@ -229,17 +271,26 @@ class PatrickStarEngine:
             config.keep_gradients,
         )
         if self._kernels:
-            follows = all(kernel.follows_homes for kernel in self._kernels)
-            manager.homes = Homes(
-                chunks,
-                decisions.chunk_nbytes,
-                residency,
-                self._reserve,
-                decisions.workspace_nbytes,
-                config.prefetch_depth,
-                self._rates() if follows and config.placement != "host" else None,
-            )
+            manager.homes = self._make_homes(manager)
         return manager
+
+    def _make_homes(self, manager: ChunkManager) -> Homes:
+        """Lets chunks move to better homes, if every optimizer follows."""
+        decisions, config = self._decisions, self.config
+        follows = all(kernel.follows_homes for kernel in self._kernels)
+        return Homes(
+            manager.chunks,
+            self._nbytes_of(chunk.spec for chunk in manager.chunks),
+            manager.residency,
+            self._reserve,
+            decisions.workspace_nbytes,
+            config.prefetch_depth,
+            self._rates() if follows and config.placement != "host" else None,
+        )
+
+    def _nbytes_of(self, specs: Iterable[ChunkSpec]) -> list[ChunkBytes]:
+        decisions = self._decisions
+        return chunk_bytes(specs, decisions.dtype, decisions.lists, self._pool.pins_memory, decisions.embeddings)
 
     def _reserve(self, chunks: Sequence[Chunk], *also: Tier) -> None:
         """Lets the kernels allocate their workspace, if they have to widen gradients."""
@@ -272,9 +323,7 @@ class PatrickStarEngine:
                 self.collectives,
                 self.config.background_save,
             )
-            self._hooks = ModelHooks(
-                self.model, self.manager, self.weights, self._zero_grad, self._follow_model, self.device
-            )
+            self._hooks = ModelHooks(self.model, self.manager, self.weights, self._follow_model, self.device)
             self._membership = self._make_membership()
             self._recovery = Recovery(self.manager, self._hooks.unwind, self.device, self.model.buffers)
             self._hooks.attach()
@@ -364,6 +413,7 @@ class PatrickStarEngine:
         Raises:
             CheckpointError: If it cannot be written; an older one is as it was.
         """
+        self.follow_model()
         self.checkpoints.save(directory)
 
     def load_checkpoint(self, directory: str | os.PathLike[str]) -> None:
@@ -378,6 +428,7 @@ class PatrickStarEngine:
         Raises:
             CheckpointError: If something is missing, damaged or does not fit; nothing has changed then.
         """
+        self.follow_model()
         found = self.checkpoints.load(directory)
         if found.unexpected_keys:
             logger.warning("patrickstar: '%s' has %s, which the model does not know", directory, found.unexpected_keys)
@@ -478,7 +529,8 @@ class PatrickStarEngine:
         for optimizer in self.optimizers:
             optimizer.give_back_state()
         for tensor in self.manager.tensors:
-            if tensor.state is not TensorState.FREE:  # else construction failed before it was moved in
+            # Else construction failed before it was moved in, or somebody gave it a value of another shape since.
+            if tensor.state is not TensorState.FREE and not tensor.is_given_up:
                 value = self.weights.read(tensor).to(tensor.device)
                 tensor.unbind()
                 tensor.parameter.data = value
@@ -488,22 +540,26 @@ class PatrickStarEngine:
         for kernel in self._kernels:
             kernel.release()
         self.collectives.close()
-        for name in ("patrickstar_engine", "backward"):
-            self.model.__dict__.pop(name, None)
+        for part in (self.model, *roots_of(self.model)):
+            for name in ("patrickstar_engine", "backward"):
+                part.__dict__.pop(name, None)
 
     def _is_in_model_file(self, tensor: ManagedTensor) -> bool:
         """Whether saving the model saves a parameter: PEFT saves adapters alone, and some models leave out names."""
-        left_out = getattr(self.model, "_keys_to_ignore_on_save", None) or ()
         names = {tensor.spec.name, *tensor.spec.aliases}
-        return not hasattr(self.model, "peft_config") and not names <= set(left_out)
+        roots = roots_of(self.model)
+        for place, root in enumerate(roots):
+            prefix = "" if root is self.model else f"{place}."
+            own = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+            left_out = getattr(root, "_keys_to_ignore_on_save", None) or ()
+            if not hasattr(root, "peft_config") and not own <= set(left_out):
+                return True
+        return False
 
     def _emit(self, event: Event) -> None:
         self._statistics.record(event)
         if self._listener is not None:
             self._listener(event)
-
-    def _zero_grad(self, set_to_none: bool) -> None:
-        self.manager.zero_gradients(self.manager.tensors, set_to_none=set_to_none)
 
     # Payloads
 

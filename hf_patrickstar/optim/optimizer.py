@@ -38,7 +38,11 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         emit: Told of every step.
         index: Its number among the optimizers of the engine.
         follow_model: Lets the engine follow changes of the model, or of param groups, before a step.
+        peers: All optimizers of the engine; the list may grow.
     """
+
+    _step_supports_amp_scaling = False
+    """Whatever the user's optimizer says: a ``torch.amp.GradScaler`` unscales for us."""
 
     def __init__(
         self,
@@ -48,12 +52,14 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         emit: Listener,
         index: int = 0,
         follow_model: Callable[[], None] = lambda: None,
+        peers: Sequence["ChunkedOptimizer"] = (),
     ) -> None:
         self.inner = optimizer
         self.index = index
         self._manager = manager
         self._emit = emit
         self._follow_model = follow_model
+        self._peers = peers
         self._num_steps = 0
         self._collected: dict[int, dict[str, Any]] | None = None
         # Groups of its own, since torch replaces their lists, which some optimizers (LBFGS) keep.
@@ -91,9 +97,23 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     @property
     def _others(self) -> list[torch.Tensor]:
-        """The parameters in its groups that are in no chunk."""
+        """The parameters in its groups that are in no chunk of its own: in none, or in those of another optimizer."""
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
-        return [parameter for parameter in parameters if self._manager.find(parameter) is None]
+        found = ((parameter, self._manager.find(parameter)) for parameter in parameters)
+        return [p for p, tensor in found if tensor is None or (tensor.spec.trainable and not self._updates(tensor))]
+
+    @property
+    def _is_beside_others(self) -> bool:
+        """Whether there are gradients that are none of its own."""
+        has = self._manager.gradients.has
+        return any(has(tensor) for tensor in self._manager.tensors if not self._updates(tensor))
+
+    @property
+    def _is_wanted_by_peers(self) -> bool:
+        """Whether another optimizer holds one of its parameters too, and may still need the gradient."""
+        theirs = (p for peer in self._peers if peer is not self for group in peer.param_groups for p in group["params"])
+        found = (self._manager.find(parameter) for parameter in theirs)
+        return any(tensor is not None and tensor.spec.index in self._groups for tensor in found)
 
     # What the user's optimizer has beside
 
@@ -135,7 +155,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         ordinary.state = type(self.inner.state)(self.inner.state.default_factory)  # type: ignore[attr-defined]
         for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
             tensor = self._manager.find(parameter)
-            state = states.get(tensor.spec.index, {}) if tensor is not None else self.inner.state.get(parameter, {})
+            is_ours = tensor is not None and self._updates(tensor)
+            state = states.get(tensor.spec.index) if tensor is not None and is_ours else self.inner.state.get(parameter)
             if state:
                 ordinary.state[parameter] = {key: value for key, value in state.items() if key != MASTER}
         return ordinary
@@ -157,6 +178,10 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         Raises:
             EngineError: If a gradient is not known, because torch would have added it to one that a step has consumed.
         """
+        with self._manager.turns.taken("optimizer.step()"):
+            return self._step(closure)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None and not self.kernel.updates_at_once:
             with torch.enable_grad():
@@ -172,6 +197,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             manager.take_over(tensor)
             manager.gradients.check_complete(tensor)
             self._begin_anew(tensor)
+        if manager.gradients.has_factor and self._is_beside_others:
+            manager.apply_factor()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made on the inner one asks for it
         if self.kernel.updates_at_once:
             loss = self.kernel.update_at_once(self._tensors, self._present, manager.follow_master, closure)
@@ -189,7 +216,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         on_device: dict[torch.device, torch.Tensor] = {}  # one copy per tier, not one per chunk
         self.kernel.begin_step()
         manager.begin_update(chunks)
-        keeps = gradients.must_keep and gradients.try_to_keep(chunks)
+        keeps = (gradients.must_keep or self._is_wanted_by_peers) and gradients.try_to_keep(chunks)
         for chunk in chunks:
             manager.steps.visit_for_update(chunk)
             chunk.wait_for_reader()
@@ -237,7 +264,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         found = (self._manager.find(parameter) for group in self.param_groups for parameter in group["params"])
         tensors = {tensor.spec.index: tensor for tensor in found if tensor is not None}  # also what has just joined
         self._manager.zero_gradients(tensors.values(), set_to_none=set_to_none)
-        for parameter in self._others:
+        for parameter in (p for p in self._others if self._manager.find(p) is None):
             if parameter.grad is not None and set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
@@ -245,7 +272,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def skip_step(self) -> None:
         """Drops a step: gradients that overflowed are discarded, parameters keep their values."""
-        self._manager.discard_gradients()
+        self._groups = self._index_groups()
+        self._manager.discard_gradients(self._tensors if self._is_beside_others else None)
         for parameter in self._others:
             parameter.grad = None
         self._emit(StepFinished(self._num_steps, skipped=True))
@@ -269,7 +297,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     def _find(self, parameters: Iterable[torch.Tensor] | None) -> list[ManagedTensor | torch.Tensor]:
         """Parameters in chunks as such, others as they are; each once."""
         if parameters is None:
-            return [*self._manager.tensors, *self._others]
+            return [*self._manager.tensors, *(p for p in self._others if self._manager.find(p) is None)]
         found = {id(parameter): self._manager.find(parameter) or parameter for parameter in parameters}
         return list(found.values())
 
@@ -378,8 +406,16 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         for parameter in self._others:
             if parameter.grad is not None:
                 parameter.grad.mul_(inverse_scale.to(parameter.grad.device))
-        self._manager.gradients.inverse_scale = inverse_scale
-        return self.grad_norm()
+        manager = self._manager
+        self._groups = self._index_groups()
+        if not self._is_beside_others:
+            manager.gradients.inverse_scale = inverse_scale
+            return self.grad_norm()
+        manager.mirrors.sync_gradients()
+        for tensor in self._tensors:
+            manager.gradients.multiply(tensor, inverse_scale)
+            manager.mirrors.refresh_gradient(tensor)
+        return self.grad_norm([parameter for group in self.param_groups for parameter in group["params"]])
 
     def owns(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether any of these is a parameter of the model."""
@@ -424,6 +460,23 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """Takes over what this rank has of a parameter's state, beside what was written to ``state_places``."""
         self.kernel.load_own_state(tensor, dict(state))
 
+    def other_states(self) -> dict[int, dict[str, Any]]:
+        """The states of what it updates outside of its chunks, by place in its groups; empty before the first step."""
+        others = {id(parameter) for parameter in self._others}
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        return {n: self.inner.state.get(p, {}) for n, p in enumerate(parameters) if id(p) in others}
+
+    def load_other_states(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Replaces them; what is not given begins anew."""
+        parameters = [(p, group) for group in self.param_groups for p in group["params"]]
+        for number in self.other_states():
+            parameter, group = parameters[number]
+            self.inner.state.pop(parameter, None)
+            if states.get(number):
+                device = parameter.device
+                state = {key: place_state(key, value, device, group) for key, value in states[number].items()}
+                self.inner.state[parameter] = state
+
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """The state in torch's own format, with tensors in the parameters' shapes: ``optimizer.pt`` as always.
 
@@ -443,7 +496,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             packed["param_groups"].append({**plain, "params": [numbers[id(p)] for p in group["params"]]})
         for key, parameter in parameters.items():
             tensor = self._manager.find(parameter)
-            state = None if tensor is None else states.get(tensor.spec.index)
+            is_ours = tensor is not None and self._updates(tensor)
+            state = states.get(tensor.spec.index) if tensor is not None and is_ours else None
             state = state or self.inner.state.get(parameter)
             if state:
                 packed["state"][numbers[key]] = state
@@ -514,7 +568,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         for group, saved_group in zip(self.param_groups, saved, strict=True):
             group.update({key: value for key, value in saved_group.items() if key != "params"})
         for parameter, tensor, state in pairs:
-            if tensor is not None:
+            if tensor is not None and (self._updates(tensor) or not tensor.spec.trainable):
                 self.load_state(tensor, state)
             elif state:
                 self.inner.state[parameter] = copy.deepcopy(state)
@@ -540,6 +594,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         Args:
             tensor: Of which parameter; of all by default.
         """
+        if tensor is None:
+            self._groups = self._index_groups()
         for item in self._tensors if tensor is None else [tensor]:
             state = self.inner.state.get(item.parameter)
             if not state or not self._updates(item) or not item.is_owned:
@@ -634,6 +690,24 @@ class OptimizerSet:
     def load_own_state(self, tensor: ManagedTensor, state: Mapping[str, Any]) -> None:
         """See ``ChunkedOptimizer.load_own_state``."""
         self._of(tensor).load_own_state(tensor, state)
+
+    def other_states(self) -> dict[str, dict[str, Any]]:
+        """The states of what they update outside of chunks, by the optimizer's number and the place in its groups."""
+        return {
+            f"{number}.{place}": state
+            for number, optimizer in enumerate(self._optimizers)
+            for place, state in optimizer.other_states().items()
+        }
+
+    def other_places(self) -> set[str]:
+        """The places that such states may have."""
+        return set(self.other_states())
+
+    def load_other_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """See ``ChunkedOptimizer.load_other_states``."""
+        for number, optimizer in enumerate(self._optimizers):
+            places = {place: states.get(f"{number}.{place}", {}) for place in optimizer.other_states()}
+            optimizer.load_other_states(places)
 
     def _of(self, tensor: ManagedTensor) -> ChunkedOptimizer:
         return self._optimizers[tensor.chunk.spec.optimizer_index]

@@ -55,6 +55,7 @@ class Gradients:
         lock: Held while places change.
         coefficient: What all gradients are to be multiplied with (clipping), if that has not been done yet.
         inverse_scale: The same for the loss scale.
+        is_watched: Whether somebody is known to look at them between the step and ``zero_grad``.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Gradients:
         self._was_zeroed = False
         self._is_after_step = False  # whether a step has left the gradients that there are
         self._was_read_late = False
+        self.is_watched = False
 
     # Finding them
 
@@ -227,6 +229,11 @@ class Gradients:
 
     # Scaling them
 
+    @property
+    def has_factor(self) -> bool:
+        """Whether there is something that they are still to be multiplied with."""
+        return self.coefficient is not None or self.inverse_scale is not None
+
     def take_factor(self) -> torch.Tensor | None:
         """What gradients are still to be multiplied with; whoever takes it does so."""
         coefficient, scale = self.coefficient, self.inverse_scale
@@ -252,7 +259,8 @@ class Gradients:
     @property
     def must_keep(self) -> bool:
         """Whether the optimizer's step leaves gradients as they are; see [Note: gradients after the step]."""
-        return self._keeps is True or (self._keeps == "auto" and (self._was_read_late or not self._was_zeroed))
+        wanted = self.is_watched or self._was_read_late or not self._was_zeroed
+        return self._keeps is True or (self._keeps == "auto" and wanted)
 
     def note_step(self) -> None:
         """Learns that the gradients that there are were used by a step."""

@@ -21,6 +21,7 @@ from hf_patrickstar.runtime.live_parameter import RAW, raw_grad, requires_grad, 
 from hf_patrickstar.runtime.live_tensor import LiveServices, LiveTensor, LiveWeights
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.operands import Operands
+from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.trace import input_shapes
 from hf_patrickstar.states import Stage
 
@@ -32,7 +33,6 @@ class ModelHooks:
         model: The model.
         manager: What they call.
         weights: Reads and writes full parameters.
-        on_zero_grad: Called with ``set_to_none`` by ``model.zero_grad()``.
         follow_model: Called with whether it is for training before an outermost forward.
         device: The compute device.
     """
@@ -42,11 +42,11 @@ class ModelHooks:
         model: torch.nn.Module,
         manager: ChunkManager,
         weights: LiveWeights,
-        on_zero_grad: Callable[[bool], None],
         follow_model: Callable[[bool], None],
         device: torch.device,
     ) -> None:
         self._model = model
+        self._roots = roots_of(model)
         self._manager = manager
         self._device = device
         self._follow_model = follow_model
@@ -58,7 +58,7 @@ class ModelHooks:
         self._frames = Frames()
         self._operands = Operands(manager)
         self._services = LiveServices(manager, weights, self._frames, self._operands)
-        self._live_model = LiveModel(model, self._services, on_zero_grad)
+        self._live_model = LiveModel(model, self._services)
         self._is_attached = False
         manager.unwind = self.unwind
 
@@ -71,7 +71,8 @@ class ModelHooks:
             self._attach_tensor(tensor)
         self._is_attached = True
         if self._manager.dtype is not torch.float32:
-            self._of_model.append(self._model.register_forward_pre_hook(self._cast_inputs, with_kwargs=True))
+            for root in self._roots:
+                self._of_model.append(root.register_forward_pre_hook(self._cast_inputs, with_kwargs=True))
         self._live_model.attach(self._hook_ids())
 
     def _hook_ids(self) -> set[int]:
@@ -176,7 +177,7 @@ class ModelHooks:
 
         def before(_module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             stack = frames.stack
-            if stack and _module is self._model:
+            if stack and (_module is self._model or (_module in self._roots and stack[0].module is _module)):
                 self.unwind()  # of a forward that was interrupted: torch runs no hooks after a KeyboardInterrupt
             frame = Frame(_module, current_stage())
             if not stack:
@@ -294,12 +295,18 @@ class ModelHooks:
             _refuse_reentrant(name)
             return
         frame.handled = sys.exc_info()[1]
-        self._follow_model(frame.stage is Stage.FORWARD)
-        inputs = _tensors_in((args, kwargs))
-        shapes = input_shapes([tensor.shape for tensor in inputs])
-        present = (*inputs, *self._model.buffers())
-        begin = self._manager.begin_evaluation if frame.stage is Stage.EVALUATION else self._manager.begin_forward
-        begin("" if frame.module is self._model else name, shapes, present)
+        self._manager.turns.take(f"the forward of {name}")
+        try:
+            self._follow_model(frame.stage is Stage.FORWARD)
+            inputs = _tensors_in((args, kwargs))
+            shapes = input_shapes([tensor.shape for tensor in inputs])
+            present = (*inputs, *self._model.buffers())
+            begin = self._manager.begin_evaluation if frame.stage is Stage.EVALUATION else self._manager.begin_forward
+            begin("" if frame.module is self._model else name, shapes, present)
+        except BaseException:
+            self._manager.turns.give_up()
+            raise
+        frame.has_turn = True
         frame.saved_tensors = self._operands.kept_as_numbers()
         frame.saved_tensors.__enter__()
 
@@ -307,12 +314,20 @@ class ModelHooks:
         if frame.saved_tensors is not None:
             frame.saved_tensors.__exit__(None, None, None)
         has_failed = sys.exc_info()[1] is not frame.handled
-        if frame.stage is Stage.EVALUATION:
-            self._manager.steps.end_interlude(is_whole=not has_failed)
-        elif frame.stage is Stage.FORWARD and has_failed:
-            self._manager.steps.forget_step()
-        elif frame.stage is Stage.FORWARD:
-            self._manager.steps.end_forward()
+        try:
+            if frame.stage is Stage.EVALUATION:
+                self._manager.steps.end_interlude(is_whole=not has_failed)
+            elif frame.stage is Stage.FORWARD and has_failed:
+                self._manager.steps.forget_step()
+            elif frame.stage is Stage.FORWARD:
+                self._manager.steps.end_forward()
+        finally:
+            self._end_turn(frame)
+
+    def _end_turn(self, frame: Frame) -> None:
+        if frame.has_turn:
+            frame.has_turn = False
+            self._manager.turns.give_up()
 
     @property
     def is_running(self) -> bool:
@@ -330,6 +345,7 @@ class ModelHooks:
                 self._manager.release(tensor, frame.stage)
             if frame.saved_tensors is not None:
                 frame.saved_tensors.__exit__(None, None, None)
+            self._end_turn(frame)
 
     # Backward
 

@@ -11,6 +11,7 @@ from hf_patrickstar.errors import EngineError
 from hf_patrickstar.runtime import captures
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.live_tensor import LiveServices, cannot_share
+from hf_patrickstar.runtime.together import roots_of
 
 _HOOK_DICTIONARIES = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks"),
@@ -25,14 +26,13 @@ class LiveModel:
     Args:
         model: The model.
         services: What its parameters share.
-        on_zero_grad: Called with ``set_to_none`` by ``model.zero_grad()``.
     """
 
-    def __init__(self, model: torch.nn.Module, services: LiveServices, on_zero_grad: Callable[[bool], None]) -> None:
+    def __init__(self, model: torch.nn.Module, services: LiveServices) -> None:
         self._model = model
+        self._roots = roots_of(model)
         self._manager = services.manager
         self._weights = services.weights
-        self._on_zero_grad = on_zero_grad
         self._installed: dict[torch.nn.Module, set[str]] = {}
         self._hook_ids: frozenset[int] = frozenset()
         self._read_cache: dict[int, tuple[int, Any]] = {}
@@ -45,7 +45,8 @@ class LiveModel:
         Args:
             hook_ids: Identities of the engine's own hooks: copies of a module do not get them.
         """
-        self._install(self._model, "zero_grad", self._zero_grad)
+        for root in self._roots:
+            self._install(root, "zero_grad", _bound(self._zero_grad, root))
         captures.attach(self)
         self.refresh(hook_ids)
 
@@ -62,12 +63,12 @@ class LiveModel:
         modules = set(self._model.modules())
         for module in [module for module in self._installed if module not in modules]:
             self._uninstall(module)
-        for module in modules - (self._installed.keys() - {self._model}):
+        for module in modules - (self._installed.keys() - {*self._roots}):
             self._install(module, "_apply", _bound(self._apply, module))
             self._install(module, "__reduce_ex__", _bound(self._reduce, module))
             for name, keep_together in together.items():
                 # A model's parts, PEFT's for example, answer for methods of what is inside of them.
-                is_there = hasattr(module if module is self._model else type(module), name)
+                is_there = hasattr(module if module in self._roots else type(module), name)
                 if is_there and name not in module.__dict__:
                     self._install(module, name, keep_together(getattr(module, name)))
 
@@ -85,10 +86,12 @@ class LiveModel:
         for name in self._installed.pop(module):
             module.__dict__.pop(name, None)
 
-    def _zero_grad(self, set_to_none: bool = True) -> None:
-        self._on_zero_grad(set_to_none)
-        for parameter in self._model.parameters():
-            gradient = None if self._manager.find(parameter) is not None else parameter.grad
+    def _zero_grad(self, module: torch.nn.Module, set_to_none: bool = True) -> None:
+        parameters = list(module.parameters())
+        found = [self._manager.find(parameter) for parameter in parameters]
+        self._manager.zero_gradients([tensor for tensor in found if tensor is not None], set_to_none=set_to_none)
+        for parameter, tensor in zip(parameters, found, strict=True):
+            gradient = None if tensor is not None else parameter.grad
             if gradient is not None and set_to_none:
                 parameter.grad = None
             elif gradient is not None:

@@ -15,7 +15,7 @@ import copy
 import functools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import torch
@@ -308,14 +308,12 @@ def call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
                     access.make_room()
                 accesses[key] = parameter._live.access(func, is_graph=is_graph, writes=key in written)
         result = _substituted(func, args, kwargs, accesses)
-        values = {id(access.value) for access in accesses.values()}
-        found = [leaf for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor) and id(leaf) not in values]
-        if any([access.needs_copy(found) for access in accesses.values()]):  # a list, so that each one is asked
+        if _needs_copies(result, accesses.values()):
             result = _substituted(func, args, kwargs, accesses)
         for access in accesses.values():
             access.finish()
         owners = {id(access.value): released[key] for key, access in accesses.items()}
-        returned = values & {id(leaf) for leaf in tree_iter(result)}
+        returned = owners.keys() & {id(leaf) for leaf in tree_iter(result)}
         if returned:
             for access in accesses.values():
                 if id(access.value) in returned and not written:
@@ -325,6 +323,13 @@ def call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
     finally:
         for access in reversed(accesses.values()):
             access.end()
+
+
+def _needs_copies(result: Any, accesses: Collection[Access]) -> bool:
+    """Whether a call must be repeated on copies, since what it returned looks into a chunk."""
+    values = {id(access.value) for access in accesses}
+    found = [leaf for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor) and id(leaf) not in values]
+    return any([access.needs_copy(found) for access in accesses])  # a list, so that each one is asked
 
 
 def _written(name: str, args: Any, kwargs: Any) -> set[int]:

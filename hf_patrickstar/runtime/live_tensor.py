@@ -444,6 +444,7 @@ class _ValueAccess:
             self._manager.write(self._tensor, self.value.detach())
 
     def end(self) -> None:
+        del self.value  # before another thread counts who looks into the chunk
         self._lock.release()
 
 

@@ -277,11 +277,15 @@ def test_two_models_on_one_accelerator():
         optimizer.step()
         plain_optimizer.step()
         assert_equal([(plain, None), (model, None)])
-    with pytest.raises(EngineError, match="belong to 0 prepared models"):
-        accelerator.clip_grad_norm_(teacher.parameters(), 1.0)
-    both = [*prepared[0][0].parameters(), *prepared[1][0].parameters()]
-    with pytest.raises(EngineError, match="belong to 2 prepared models"):
-        accelerator.clip_grad_norm_(both, 1.0)
+    assert accelerator.clip_grad_norm_(teacher.parameters(), 1.0) == 0.0
+    norms = []
+    for models in ([model for model, _ in prepared], [pair[0][0] for pair in pairs]):
+        for model in models:
+            model(x).square().sum().backward()
+        parameters = [parameter for model in models for parameter in model.parameters()]
+        clip = torch.nn.utils.clip_grad_norm_ if norms else accelerator.clip_grad_norm_
+        norms.append(clip(parameters, 0.1))
+    assert torch.equal(*norms)
 
 
 def test_unfreezing_gives_a_parameter_masters_and_states():
