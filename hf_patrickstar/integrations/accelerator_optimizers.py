@@ -21,6 +21,10 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
     optimizer: Any
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy steps by itself: a scheduler has put a ``step`` of this optimizer on it, which a copy would call."""
+        return {name: value for name, value in super().__getstate__().items() if name not in ("step", "_opt_called")}
+
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: Any = None) -> None:
         super().__init__(optimizer, device_placement=False, scaler=scaler)
 

@@ -80,7 +80,7 @@ class ModelHooks:
         return {handle.id for handle in (*handles, *self._of_model)}
 
     def _attach_modules(self) -> None:
-        """Registers hooks of modules that are new, removes those of modules that are gone; others learn what they hold."""
+        """Registers hooks of modules that are new, removes those of modules that are gone, and notes what all hold."""
         self._names = {module: name or type(self._model).__name__ for name, module in self._model.named_modules()}
         held = {module: self._held_by(module) for module in self._names if any(True for _ in module.parameters())}
         for module in [module for module in self._of_modules if module not in held]:

@@ -10,7 +10,7 @@ import torch
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.runtime import captures
 from hf_patrickstar.runtime.chunk import ManagedTensor
-from hf_patrickstar.runtime.live_tensor import LiveServices
+from hf_patrickstar.runtime.live_tensor import LiveServices, cannot_share
 from hf_patrickstar.runtime.together import roots_of
 
 _HOOK_DICTIONARIES = (
@@ -117,7 +117,7 @@ class LiveModel:
     def _apply(
         self, module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> torch.nn.Module:
-        """``model.to(...)`` and its kin, in torch's order: other values are written, other types and devices refused."""
+        """``model.to(...)`` and its kin, in torch's order: other values are written, another type or device refused."""
         modules = list(_children_first(module)) if recurse else [module]
         stay = set()
         for parameter in (parameter for part in modules for parameter in part._parameters.values()):
@@ -221,16 +221,19 @@ def _changes(function: Callable[[torch.Tensor], torch.Tensor], tensor: ManagedTe
     """Whether a function does anything to a parameter: ``model.to`` calls it for what is there already.
 
     Raises:
-        EngineError: If it would move the parameter, or give it another type or shape.
+        EngineError: If it would move or share the parameter, or give it another type or shape.
     """
     probe = tensor.placeholder.new_full((1,) * len(tensor.spec.shape), 0)
     changed = function(probe)
     if (changed.dtype, changed.device, changed.shape) != (probe.dtype, probe.device, probe.shape):
         raise EngineError(
-            f"parameter '{tensor.spec.name}' cannot be moved to {changed.device} as {changed.dtype} while it is "
-            "in a chunk; call model.patrickstar_engine.detach() first, or change a copy (copy.deepcopy)"
+            f"parameter '{tensor.spec.name}' cannot get another device, type or shape while it is in a chunk (it would "
+            f"be {changed.dtype} on {changed.device}); call model.patrickstar_engine.detach() first, or change a "
+            "copy (copy.deepcopy)"
         )
-    return changed is not probe or probe._version > 0 or (probe.device.type == "cpu" and probe.is_shared())
+    if probe.device.type == "cpu" and probe.is_shared():
+        raise EngineError(cannot_share(tensor))
+    return changed is not probe or probe._version > 0
 
 
 @torch.no_grad()

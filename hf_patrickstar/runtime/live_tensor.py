@@ -125,10 +125,7 @@ class LiveTensor:
         if deferred is not None:
             return _FixedAccess(deferred)
         if func in _SHARING:
-            raise EngineError(
-                f"parameter '{tensor.spec.name}' is in a chunk and cannot be moved to shared memory; share a copy of the "
-                "model (copy.deepcopy), or call model.patrickstar_engine.detach() first"
-            )
+            raise EngineError(cannot_share(tensor))
         is_graph = is_graph and func not in _WITHOUT_GRAPH
         is_inside = services.frames.is_inside
         leaf = services.frames.find_lookup(tensor.parameter) if is_inside else None
@@ -456,6 +453,14 @@ class _ValueAccess:
     def end(self) -> None:
         del self.value  # before another thread counts who looks into the chunk
         self._lock.release()
+
+
+def cannot_share(tensor: ManagedTensor) -> str:
+    """The message where a parameter should go to memory that other processes share."""
+    return (
+        f"parameter '{tensor.spec.name}' is in a chunk and cannot be moved to shared memory; share a copy of the model "
+        "(copy.deepcopy), or call model.patrickstar_engine.detach() first"
+    )
 
 
 def _places(tensor: ManagedTensor) -> set[int]:
