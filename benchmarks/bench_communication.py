@@ -121,6 +121,7 @@ def train(options, rank, world_size, reshard, checkpointing):
         loss = model(**batch).loss
         loss.backward()
         engine.optimizer.step()
+        engine.optimizer.zero_grad()
         seconds = time.perf_counter() - begin
         losses.append(loss.item())
         after = read(engine, watch)

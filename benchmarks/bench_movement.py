@@ -64,6 +64,7 @@ def record(name, checkpointing, budget_share, policy, num_steps, fake):
             batch = common.make_batch(step, 1, 32, vocabulary, torch.device("cpu"))
         model(**batch).loss.backward()
         engine.optimizer.step()
+        engine.optimizer.zero_grad()
         after = engine.stats()
         moved = tuple(after[key] - before[key] for key in COUNTED)
     return engine, numel, moved

@@ -58,6 +58,7 @@ def measure(batch_size, budget, options):
     for seed in range(3):
         model(**common.make_batch(seed, batch_size, LENGTH, 256, device)).loss.backward()
         engine.optimizer.step()
+        engine.optimizer.zero_grad()
     tracer = engine.manager.residency.tracer
     tracer._erratic.update(tracer.traces)  # a step that follows its plan is not measured otherwise
     before = engine.stats()["host_to_device_nbytes"]
@@ -67,6 +68,7 @@ def measure(batch_size, budget, options):
     gauge.end()
     moved = engine.stats()["host_to_device_nbytes"] - before
     engine.optimizer.step()
+    engine.optimizer.zero_grad()
     return gauge.chunks, gauge.others, moved, engine.stats()["chunks_in_margin"]
 
 

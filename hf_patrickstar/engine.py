@@ -163,10 +163,10 @@ class PatrickStarEngine:
         return ChunkedOptimizer(optimizer, kernel, self.manager, self._emit, number, follow, self.optimizers)
 
     def _make_membership(self) -> Membership:
-        def reserve() -> None:
+        def reserve(chunks: Sequence[Chunk]) -> None:
             for kernel in self._kernels:
                 kernel.release()
-            self._reserve(self.manager.chunks)
+            self._reserve(chunks)
 
         return Membership(
             Parts(
@@ -586,7 +586,7 @@ class PatrickStarEngine:
         try:
             for name in decisions.list_names(spec):
                 chunk.lists[name] = self._pool.allocate(home, spec.chunk_numel, torch.float32, name, zero=True)
-        except BudgetError:
+        except PatrickStarError:
             for name, payload in {"param": chunk.param, **chunk.lists}.items():
                 self._pool.release(home, payload, name, keep=False)
             raise

@@ -73,13 +73,18 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._groups = self._index_groups()
 
     def _index_groups(self) -> dict[int, int]:
-        """The param group of each parameter that this optimizer updates in its chunk, by index."""
+        """The param group of each parameter that this optimizer updates in its chunk, by index.
+
+        Takes note of parameters that have joined and need another chunk for that: the lists of groups are the user's.
+        """
         groups: dict[int, int] = {}
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 tensor = self._manager.find(parameter)
                 if tensor is not None and self._updates(tensor):
                     groups[tensor.spec.index] = number
+                elif tensor is not None and tensor.spec.trainable and not tensor.chunk.spec.is_updated:
+                    self._manager.has_new_groups = True
         return groups
 
     def _updates(self, tensor: ManagedTensor) -> bool:
@@ -135,7 +140,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         return repr(self.inner)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._as_ordinary().__reduce_ex__(protocol)
+        # That of protocol 1 can be read by all, and leaves it to us what the class is.
+        return self._as_ordinary().__reduce_ex__(1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
@@ -172,11 +178,16 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         Raises:
             EngineError: If a gradient is not known, because torch would have added it to one that a step has consumed.
         """
+        with self._manager.turns.taken("optimizer.step()"):
+            return self._step(closure)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None and not self.kernel.updates_at_once:
             with torch.enable_grad():
                 loss = closure()
             closure = None
+        self._index_groups()
         self._follow_model()
         self._groups = self._index_groups()
         manager = self._manager
@@ -185,6 +196,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         for tensor in self._tensors:
             manager.take_over(tensor)
             manager.gradients.check_complete(tensor)
+            self._begin_anew(tensor)
         if manager.gradients.has_factor and self._is_beside_others:
             manager.apply_factor()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made on the inner one asks for it
@@ -219,6 +231,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             with gradients.lock:
                 self.kernel.update(chunk, self._groups, on_device.get(place))
                 manager.finish_update(chunk, self._groups, keeps=keeps)
+        gradients.note_step()
         manager.steps.finish_update()
         manager.finish_step()
 
@@ -248,12 +261,10 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             set_to_none: If false, gradients that were there are zeros from now on, and move parameters as zeros do.
         """
         self._groups = self._index_groups()
-        self._manager.zero_gradients(self._tensors, set_to_none=set_to_none)
-        others = [(parameter, self._manager.find(parameter)) for parameter in self._others]
-        held = [tensor for _, tensor in others if tensor is not None]
-        if held:
-            self._manager.discard_gradients(held, to_zero=not set_to_none)
-        for parameter in (parameter for parameter, tensor in others if tensor is None):
+        found = (self._manager.find(parameter) for group in self.param_groups for parameter in group["params"])
+        tensors = {tensor.spec.index: tensor for tensor in found if tensor is not None}  # also what has just joined
+        self._manager.zero_gradients(tensors.values(), set_to_none=set_to_none)
+        for parameter in (p for p in self._others if self._manager.find(p) is None):
             if parameter.grad is not None and set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
@@ -415,6 +426,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         """The states by parameter, as in torch; what is written to them counts. With several processes: what is here."""
+        if self._manager.sharing.is_alone:
+            self._leave_given_up()
         return StateView(self.kernel, self._manager, self.inner.state, self._updates)
 
     @state.setter
@@ -473,6 +486,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
+        self._leave_given_up()
         states = self._all_states() if self._collected is None else self._collected
         parameters = {id(p): p for group in self.param_groups for p in group["params"]}
         numbers = {key: number for number, key in enumerate(parameters)}
@@ -483,7 +497,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         for key, parameter in parameters.items():
             tensor = self._manager.find(parameter)
             is_ours = tensor is not None and self._updates(tensor)
-            state = states.get(tensor.spec.index) if tensor is not None and is_ours else self.inner.state.get(parameter)
+            state = states.get(tensor.spec.index) if tensor is not None and is_ours else None
+            state = state or self.inner.state.get(parameter)
             if state:
                 packed["state"][numbers[key]] = state
         for hook in self._optimizer_state_dict_post_hooks.values():
@@ -585,14 +600,25 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             state = self.inner.state.get(item.parameter)
             if not state or not self._updates(item) or not item.is_owned:
                 continue
-            try:
-                _check_shapes(item, state)
-            except ValueError as error:
-                logger.warning("patrickstar: %s; it begins anew", error)
-                del self.inner.state[item.parameter]
-                continue
-            self.inner.state.pop(item.parameter)
-            self.kernel.load_tensor_state(item, state)
+            if _has_shapes(item, state):
+                self.inner.state.pop(item.parameter)
+                self.kernel.load_tensor_state(item, state)
+
+    def _begin_anew(self, tensor: ManagedTensor) -> None:
+        """Drops a state of a shape that the parameter does not have any more; until its next update it is kept."""
+        state = self.inner.state.get(tensor.parameter)
+        if state and self._manager.gradients.has(tensor) and not _has_shapes(tensor, state):
+            logger.warning(
+                "patrickstar: parameter '%s' has another shape than its optimizer state, which begins anew",
+                tensor.spec.name,
+            )
+            del self.inner.state[tensor.parameter]
+
+    def _leave_given_up(self) -> None:
+        """Gives the user's optimizer the states of parameters that somebody gave another shape."""
+        for tensor in self._manager.tensors:
+            if tensor.is_given_up and self._updates(tensor):
+                self.give_back_state(tensor)
 
     @torch.no_grad()
     def give_back_state(self, tensor: ManagedTensor | None = None) -> None:
@@ -685,6 +711,15 @@ class OptimizerSet:
 
     def _of(self, tensor: ManagedTensor) -> ChunkedOptimizer:
         return self._optimizers[tensor.chunk.spec.optimizer_index]
+
+
+def _has_shapes(tensor: ManagedTensor, state: Mapping[str, Any]) -> bool:
+    """Whether a state is one of a parameter of this shape, as far as its keys tell what shape it must have."""
+    try:
+        _check_shapes(tensor, state)
+    except ValueError:
+        return False
+    return True
 
 
 def _check_shapes(tensor: ManagedTensor, state: Mapping[str, Any]) -> None:

@@ -58,6 +58,18 @@ class StateView(MutableMapping[Any, Any]):
         else:
             self._kernel.load_tensor_state(tensor, {})
 
+    def pop(self, key: Any, *default: Any) -> Any:
+        """Takes a state out: what it returns is the caller's own."""
+        tensor = self._find(key)
+        if tensor is None:
+            return self._others.pop(key, *default)
+        state = self._kernel.tensor_state(tensor)
+        if state:
+            del self[key]
+        elif not default:
+            raise KeyError(key)
+        return state or default[0]
+
     def __contains__(self, key: Any) -> bool:
         tensor = self._find(key)
         return key in self._others if tensor is None else bool(self._kernel.own_state(tensor))

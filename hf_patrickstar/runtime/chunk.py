@@ -61,6 +61,19 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(list(products))) if shape else ()
 
 
+class Epoch:
+    """The time in which a parameter has the same memory for torch: until somebody assigns other data to it.
+
+    Attributes:
+        value: What it was at the end, for graphs that were made in it; ``None`` while it lasts.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: torch.Tensor | None = None
+
+
 class ManagedTensor:
     """One parameter under management.
 
@@ -84,6 +97,7 @@ class ManagedTensor:
         "chunk",
         "crossing_nbytes",
         "device",
+        "epoch",
         "gradient",
         "gradient_norm",
         "home_offset_numel",
@@ -95,6 +109,7 @@ class ManagedTensor:
         "is_owned",
         "is_split",
         "kept",
+        "live",
         "lookup",
         "lookup_nbytes",
         "num_saved",
@@ -129,6 +144,7 @@ class ManagedTensor:
         self.original_dtype = parameter.dtype
         self.original_type = type(parameter)
         self.is_bound = False  # whether the parameter answers while it has no value
+        self.live: Any = None  # what answers then
         self.device = parameter.device
         self.chunk: Chunk
         self.state = TensorState.FREE
@@ -144,6 +160,7 @@ class ManagedTensor:
         self.lookup_nbytes = 0
         self.crossing_nbytes = 0  # of gradients that are not in their place yet
         self.num_saved = 0
+        self.epoch = Epoch()
         self.gradient = GradientPlace.NONE
         self.gradient_norm: torch.Tensor | None = None
         self.aside: torch.Tensor | None = None
@@ -153,6 +170,7 @@ class ManagedTensor:
         """Makes the parameter answer; see [Note: a parameter that answers]."""
         self.is_bound = can_answer(self.parameter)
         if self.is_bound:
+            self.live = live
             self.original_type = type(self.parameter)
             self.parameter.__dict__["_live"] = live
             self.parameter.__class__ = released_type(self.original_type)
@@ -164,17 +182,17 @@ class ManagedTensor:
 
     def materialize(self, value: torch.Tensor) -> None:
         """Gives the parameter a value, so that torch computes with it."""
-        if self.is_bound:
-            self.parameter.__class__ = acquired_type(self.original_type)
         set_raw_data(self.parameter, value)
+        if self.is_bound:  # after it has a value, and until it has none: another thread may use it at any moment
+            self.parameter.__class__ = acquired_type(self.original_type)
         self.is_materialized = True
 
     def dematerialize(self) -> None:
         """Takes the value away; the parameter answers by itself from now on."""
-        set_raw_data(self.parameter, self.placeholder)
-        self.is_materialized = False
         if self.is_bound:
             self.parameter.__class__ = released_type(self.original_type)
+        set_raw_data(self.parameter, self.placeholder)
+        self.is_materialized = False
 
     def open(self, value: torch.Tensor) -> None:
         """Makes it an ordinary parameter for a while, with a value of its own."""
@@ -184,10 +202,10 @@ class ManagedTensor:
 
     def unbind(self) -> None:
         """Makes it an ordinary parameter again, for good; it keeps what data it has."""
-        if self.is_bound:
+        if self.is_bound and self.is_ours:
             self.parameter.__class__ = self.original_type
             self.parameter.__dict__.pop("_live", None)
-            self.is_bound = False
+        self.is_bound = False
 
     def view(self, payload: torch.Tensor) -> torch.Tensor:
         """What this rank has of the tensor, in a payload of any list at home: in its shape, or flat if it is split."""

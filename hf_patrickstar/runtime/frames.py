@@ -30,6 +30,7 @@ class Frame:
         replaced: Parameters that a copy stands in for: the dictionary of their module, their name, and they.
         saved_tensors: The hooks that were entered with it, if it is the outermost.
         handled: The exception that its caller was handling when it began.
+        has_turn: Whether it has the turn of its thread, which ends with it; see ``Turns``.
     """
 
     module: torch.nn.Module
@@ -39,6 +40,7 @@ class Frame:
     replaced: list[tuple[dict[str, Any], str, torch.Tensor]] = dataclasses.field(default_factory=list)
     saved_tensors: Any = None
     handled: BaseException | None = None
+    has_turn: bool = False
 
 
 class Frames:

@@ -12,8 +12,9 @@ holds a gradient, so only a gather, which sends values from home, has to bring t
 [Note: gradients after the step]
 In torch a gradient stays until ``zero_grad``. A step that leaves gradients where they are needs room for them beside the
 values; nearly everybody calls ``zero_grad`` next, and then it is for nothing. So gradients are kept, in the accumulation
-list, until ``zero_grad`` was called for the first time; from then on the step consumes them. What is asked for all the
-same, by ``parameter.grad`` or by a backward that would add to it, is an error and not a wrong number.
+list, until ``zero_grad`` was called for the first time; from then on the step consumes them, unless somebody has read
+one after that first step, as AdaLoRA does. What is asked for all the same, by ``parameter.grad`` or by a backward that
+would add to it, is an error and not a wrong number.
 """
 
 import threading
@@ -80,6 +81,8 @@ class Gradients:
         self._is_alone = is_alone
         self._keeps = keeps
         self._was_zeroed = False
+        self._is_after_step = False  # whether a step has left the gradients that there are
+        self._was_read_late = False
         self.is_watched = False
 
     # Finding them
@@ -139,6 +142,7 @@ class Gradients:
 
         A gradient that torch would add to one that a step has consumed is dropped: the sum is not known any more.
         """
+        self._is_after_step = False
         if tensor.gradient is GradientPlace.CONSUMED:
             tensor.gradient = GradientPlace.NONE if self._keeps is False else GradientPlace.INCOMPLETE
         if tensor.gradient is GradientPlace.INCOMPLETE:
@@ -255,7 +259,16 @@ class Gradients:
     @property
     def must_keep(self) -> bool:
         """Whether the optimizer's step leaves gradients as they are; see [Note: gradients after the step]."""
-        return self._keeps is True or (self._keeps == "auto" and (self.is_watched or not self._was_zeroed))
+        wanted = self.is_watched or self._was_read_late or not self._was_zeroed
+        return self._keeps is True or (self._keeps == "auto" and wanted)
+
+    def note_step(self) -> None:
+        """Learns that the gradients that there are were used by a step."""
+        self._is_after_step = True
+
+    def note_read(self) -> None:
+        """Learns that somebody reads a gradient."""
+        self._was_read_late |= self._is_after_step
 
     def try_to_keep(self, chunks: Iterable[Chunk]) -> bool:
         """Moves the gradients of chunks to the accumulation list, where a step leaves them; whether there was room.
@@ -279,7 +292,7 @@ class Gradients:
         if self._was_zeroed:
             return
         self._was_zeroed = True
-        if self._keeps == "auto" and not (self.accumulate or self.is_watched):
+        if not (self.must_keep or self.accumulate):
             for chunk in chunks:
                 if GRADIENT in chunk.lists and not any(t.gradient is GradientPlace.LIST for t in chunk.tensors):
                     self._pool.release(chunk.home, chunk.lists.pop(GRADIENT), GRADIENT, keep=False)
@@ -378,6 +391,15 @@ class Gradients:
         tensor.gradient = GradientPlace.LIST
         tensor.gradient_norm = None
         self._emit(GradientStored(chunk.spec.index, tensor.spec.index, tensor.take_crossing()))
+
+    def reserve(self, chunk: Chunk) -> None:
+        """Allocates what gradients that are given need, if the chunk itself has no place for them.
+
+        Raises:
+            BudgetError: If there is no room.
+        """
+        if self.accumulate or MASTER not in chunk.lists or chunk.param.dtype is not torch.float32:
+            self._list(chunk)
 
     def _list(self, chunk: Chunk) -> torch.Tensor:
         if GRADIENT not in chunk.lists:

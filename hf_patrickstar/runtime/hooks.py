@@ -50,7 +50,7 @@ class ModelHooks:
         self._manager = manager
         self._device = device
         self._follow_model = follow_model
-        self._of_modules: dict[torch.nn.Module, tuple[tuple[int, ...], list[Any]]] = {}  # parameters held, and hooks
+        self._of_modules: dict[torch.nn.Module, tuple[list[ManagedTensor], list[Any]]] = {}  # what they hold, and hooks
         self._of_tensors: dict[int, Any] = {}
         self._of_model: list[Any] = []
         self._structure: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
@@ -80,17 +80,16 @@ class ModelHooks:
         return {handle.id for handle in (*handles, *self._of_model)}
 
     def _attach_modules(self) -> None:
-        """Registers the hooks of modules that are new or hold other parameters; removes those of modules that are gone."""
+        """Registers hooks of modules that are new, removes those of modules that are gone; others learn what they hold."""
         self._names = {module: name or type(self._model).__name__ for name, module in self._model.named_modules()}
         held = {module: self._held_by(module) for module in self._names if any(True for _ in module.parameters())}
         for module in [module for module in self._of_modules if module not in held]:
             self._detach_module(module)
         for module, own in held.items():
-            indices = tuple(tensor.spec.index for tensor in own)
-            if module in self._of_modules and self._of_modules[module][0] != indices:
-                self._detach_module(module)
-            if module not in self._of_modules:
-                self._of_modules[module] = indices, self._attach_module(module, tuple(own))
+            if module in self._of_modules:
+                self._of_modules[module][0][:] = own  # the list that its hooks have: one of them may be running
+            else:
+                self._of_modules[module] = own, self._attach_module(module, own)
         places = [places for module in self._names for places in (module._parameters, module._modules)]
         self._structure = [(place, tuple(place.values())) for place in places]
 
@@ -113,6 +112,8 @@ class ModelHooks:
         needs_grad = requires_grad(parameter)
         parameter.requires_grad_(True)  # torch takes no such hook of a parameter that is frozen for the moment
         self._of_tensors[tensor.spec.index] = parameter.register_post_accumulate_grad_hook(store)
+        # torch.utils.swap_tensors takes what calls the hooks along, and leaves them here.
+        parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
         parameter.requires_grad_(needs_grad)
 
     def bind(self) -> None:
@@ -169,12 +170,10 @@ class ModelHooks:
         if handle is not None:
             handle.remove()
 
-    def _attach_module(self, module: torch.nn.Module, own: tuple[ManagedTensor, ...]) -> list[Any]:
+    def _attach_module(self, module: torch.nn.Module, own: list[ManagedTensor]) -> list[Any]:
         manager, frames, name = self._manager, self._frames, self._names[module]
         # One with a buffer (a scale, say) computes with it on the device.
-        is_embedding = (
-            isinstance(module, torch.nn.Embedding) and len(own) == 1 and not any(True for _ in module.buffers())
-        )
+        is_embedding = isinstance(module, torch.nn.Embedding) and not any(True for _ in module.buffers())
 
         def before(_module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             stack = frames.stack
@@ -184,7 +183,7 @@ class ModelHooks:
             if not stack:
                 self._enter_outermost(frame, name, args, kwargs)
             stack.append(frame)
-            if is_embedding and self._looks_up(own[0]):
+            if is_embedding and len(own) == 1 and self._looks_up(own[0]):
                 return self._begin_lookup(frame, own[0], args, kwargs)
             if torch._C._functorch.peek_interpreter_stack() is not None:
                 self._replace(frame, name)
@@ -216,11 +215,9 @@ class ModelHooks:
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             module.register_forward_hook(after, always_call=True),
         ]
-        if own:
-            # torch marks this hook with an attribute, which a bound method cannot carry.
-            fill = self._live_model.fill_state_dict
-            handles.append(module.register_state_dict_post_hook(lambda *args: fill(*args)))
-            handles.append(module.register_load_state_dict_pre_hook(self._live_model.check_loading))
+        # torch marks this hook with an attribute, which a bound method cannot carry.
+        fill = self._live_model.fill_state_dict
+        handles.append(module.register_state_dict_post_hook(lambda *args: fill(*args)))
         return handles
 
     def _held_by(self, module: torch.nn.Module) -> list[ManagedTensor]:
@@ -298,12 +295,18 @@ class ModelHooks:
             _refuse_reentrant(name)
             return
         frame.handled = sys.exc_info()[1]
-        self._follow_model(frame.stage is Stage.FORWARD)
-        inputs = _tensors_in((args, kwargs))
-        shapes = input_shapes([tensor.shape for tensor in inputs])
-        present = (*inputs, *self._model.buffers())
-        begin = self._manager.begin_evaluation if frame.stage is Stage.EVALUATION else self._manager.begin_forward
-        begin("" if frame.module is self._model else name, shapes, present)
+        self._manager.turns.take(f"the forward of {name}")
+        try:
+            self._follow_model(frame.stage is Stage.FORWARD)
+            inputs = _tensors_in((args, kwargs))
+            shapes = input_shapes([tensor.shape for tensor in inputs])
+            present = (*inputs, *self._model.buffers())
+            begin = self._manager.begin_evaluation if frame.stage is Stage.EVALUATION else self._manager.begin_forward
+            begin("" if frame.module is self._model else name, shapes, present)
+        except BaseException:
+            self._manager.turns.give_up()
+            raise
+        frame.has_turn = True
         frame.saved_tensors = self._operands.kept_as_numbers()
         frame.saved_tensors.__enter__()
 
@@ -311,12 +314,20 @@ class ModelHooks:
         if frame.saved_tensors is not None:
             frame.saved_tensors.__exit__(None, None, None)
         has_failed = sys.exc_info()[1] is not frame.handled
-        if frame.stage is Stage.EVALUATION:
-            self._manager.steps.end_interlude(is_whole=not has_failed)
-        elif frame.stage is Stage.FORWARD and has_failed:
-            self._manager.steps.forget_step()
-        elif frame.stage is Stage.FORWARD:
-            self._manager.steps.end_forward()
+        try:
+            if frame.stage is Stage.EVALUATION:
+                self._manager.steps.end_interlude(is_whole=not has_failed)
+            elif frame.stage is Stage.FORWARD and has_failed:
+                self._manager.steps.forget_step()
+            elif frame.stage is Stage.FORWARD:
+                self._manager.steps.end_forward()
+        finally:
+            self._end_turn(frame)
+
+    def _end_turn(self, frame: Frame) -> None:
+        if frame.has_turn:
+            frame.has_turn = False
+            self._manager.turns.give_up()
 
     @property
     def is_running(self) -> bool:
@@ -334,6 +345,7 @@ class ModelHooks:
                 self._manager.release(tensor, frame.stage)
             if frame.saved_tensors is not None:
                 frame.saved_tensors.__exit__(None, None, None)
+            self._end_turn(frame)
 
     # Backward
 

@@ -15,7 +15,7 @@ import copy
 import functools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import torch
@@ -102,11 +102,25 @@ class Live(Protocol):
         """A view of all of the parameter that autograd takes for one, made by ``func(parameter, parameter)``."""
         ...
 
+    def value_for(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The value for a tensor that was exchanged with the parameter; ``None`` for the parameter itself."""
+        ...
+
 
 class LiveMixin:
     """What acquired and released parameters have in common: their copies are ordinary parameters."""
 
-    _live: Live
+    @property
+    def _live(self) -> Live:
+        """What answers for it; ``torch.utils.swap_tensors`` may have brought that of another parameter here."""
+        live: Live = self.__dict__["_live"]
+        value = live.value_for(self)  # type: ignore[arg-type]
+        if value is None:
+            return live
+        orphan = _Orphan(self)  # type: ignore[arg-type]
+        orphan.host_value()
+        set_raw_data(self, value)  # type: ignore[arg-type]
+        return orphan
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
         """Whoever makes a parameter from the type of one gets an ordinary one."""
@@ -114,11 +128,14 @@ class LiveMixin:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            memo[id(self)] = self.__copy__()
+            memo[id(self)] = original_type(type(self))(self._live.host_value().clone(), requires_grad(self))
         return memo[id(self)]
 
     def __copy__(self) -> Any:
-        return original_type(type(self))(self._live.host_value().clone(), requires_grad(self))
+        """As in torch: the same memory, and the same attributes."""
+        made = original_type(type(self))(self.data, requires_grad(self))
+        made.__dict__.update((name, value) for name, value in self.__dict__.items() if name != "_live")
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         parameter = original_type(type(self))(self._live.host_value(), requires_grad(self))
@@ -291,14 +308,12 @@ def call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
                     access.make_room()
                 accesses[key] = parameter._live.access(func, is_graph=is_graph, writes=key in written)
         result = _substituted(func, args, kwargs, accesses)
-        values = {id(access.value) for access in accesses.values()}
-        found = [leaf for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor) and id(leaf) not in values]
-        if any([access.needs_copy(found) for access in accesses.values()]):  # a list, so that each one is asked
+        if _needs_copies(result, accesses.values()):
             result = _substituted(func, args, kwargs, accesses)
         for access in accesses.values():
             access.finish()
         owners = {id(access.value): released[key] for key, access in accesses.items()}
-        returned = values & {id(leaf) for leaf in tree_iter(result)}
+        returned = owners.keys() & {id(leaf) for leaf in tree_iter(result)}
         if returned:
             for access in accesses.values():
                 if id(access.value) in returned and not written:
@@ -308,6 +323,13 @@ def call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
     finally:
         for access in reversed(accesses.values()):
             access.end()
+
+
+def _needs_copies(result: Any, accesses: Collection[Access]) -> bool:
+    """Whether a call must be repeated on copies, since what it returned looks into a chunk."""
+    values = {id(access.value) for access in accesses}
+    found = [leaf for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor) and id(leaf) not in values]
+    return any([access.needs_copy(found) for access in accesses])  # a list, so that each one is asked
 
 
 def _written(name: str, args: Any, kwargs: Any) -> set[int]:
@@ -373,7 +395,7 @@ def _detach(parameter: Any) -> torch.Tensor:
     # ``nn.Parameter(parameter)`` insists on the type that it was given, and returns this.
     value = call_with_values(torch.Tensor.detach, (parameter,), {})
     made: Any = torch.Tensor._make_subclass(type(parameter), value)
-    made._live = _Orphan(made)
+    made.__dict__["_live"] = _Orphan(made)
     return made
 
 
@@ -430,6 +452,9 @@ class _Orphan:
         return func(parameter, parameter)
 
     def note_data_is_out(self) -> None:
+        pass
+
+    def value_for(self, parameter: torch.Tensor) -> None:
         pass
 
     def _become_ordinary(self) -> Any:

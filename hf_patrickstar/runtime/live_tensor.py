@@ -93,11 +93,19 @@ class LiveTensor:
         services: What all parameters share.
     """
 
-    __slots__ = ("services", "tensor")
+    __slots__ = ("kept", "services", "tensor")
 
     def __init__(self, tensor: ManagedTensor, services: LiveServices) -> None:
         self.tensor = tensor
         self.services = services
+        self.kept: torch.Tensor | None = None  # the value, for what the parameter was exchanged for
+
+    def value_for(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """See ``Live.value_for``."""
+        if parameter is self.tensor.parameter:
+            return None
+        self.services.manager.give_up_swapped(self.tensor)
+        return self.kept
 
     def access(self, func: Any, *, is_graph: bool, writes: bool = False) -> Access:
         """See ``Live.access``.
@@ -195,6 +203,7 @@ class LiveTensor:
             if not manager.gradients.has(tensor):
                 return None
             manager.apply_factor()
+            manager.gradients.note_read()
             return manager.mirrors.hand_out_gradient(tensor)
 
     def set_grad(self, gradient: torch.Tensor | None) -> None:
@@ -438,6 +447,7 @@ class _ValueAccess:
             self._manager.write(self._tensor, self.value.detach())
 
     def end(self) -> None:
+        del self.value  # before another thread counts who looks into the chunk
         self._lock.release()
 
 

@@ -7,27 +7,29 @@ them. So a device copy is never dirty: evicting one drops it and copies nothing,
 gradients, and after the optimizer has changed a home its device copy is stale and is dropped.
 """
 
+import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Literal
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from hf_patrickstar.errors import EngineError
+from hf_patrickstar.errors import DeviceMemoryError, EngineError
 from hf_patrickstar.events import Listener
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.memory.transfers import Transfers
-from hf_patrickstar.runtime.chunk import MASTER, Chunk, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.chunk import MASTER, Chunk, Epoch, GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.homes import Homes
 from hf_patrickstar.runtime.live_parameter import raw_data, requires_grad, set_raw_grad
 from hf_patrickstar.runtime.lockstep import Lockstep, Phase
-from hf_patrickstar.runtime.mirrors import Mirrors
+from hf_patrickstar.runtime.mirrors import Mirrors, checksum_of
 from hf_patrickstar.runtime.reducer import Reducer
 from hf_patrickstar.runtime.sharing import Held, Sharing
 from hf_patrickstar.runtime.steps import Steps
+from hf_patrickstar.runtime.turns import Turns, is_backward_elsewhere, pauses_s
 from hf_patrickstar.runtime.values import Values, same_bits
 from hf_patrickstar.schedule.placement import ChunkBytes
 from hf_patrickstar.schedule.trace import Shapes
@@ -72,7 +74,7 @@ class ChunkManager:
         self.index_tensors(self.tensors)
         self.borrowed: list[ManagedTensor] = []  # acquired by code in backward that no forward is around
         self.has_new_groups = False  # param groups were changed: parameters may need other lists
-        self._watched: set[ManagedTensor] = set()
+        self._watched: dict[ManagedTensor, int] = {}  # with a checksum of the copy, if there are several processes
         self.num_steps = 0  # of all optimizers
         self.num_optimizers = 1  # that take a step each before the next forward
         self.step_peaks = (0, 0, 0)  # bytes in the last step: chunks on the device, all on the device, on the host
@@ -82,6 +84,7 @@ class ChunkManager:
         self._transfers = transfers
         self._emit = emit
         self.homes: Homes | None = None
+        self.turns = Turns()
         self.unwind: Callable[[], None] = lambda: None  # ends forwards that were interrupted
         self.gradients = Gradients(
             pool, transfers, emit, residency.make_room, num_micro_batches > 1, lockstep.is_alone, keeps_gradients
@@ -137,13 +140,26 @@ class ChunkManager:
         tensor.parameter.data = value
         self._by_parameter.pop(id(tensor.parameter), None)
 
+    def give_up_swapped(self, tensor: ManagedTensor) -> None:
+        """Lets go of a parameter that was exchanged for another tensor (``torch.utils.swap_tensors``).
+
+        It is an ordinary one, and the other tensor is what answers for the value in the chunk: that gets it.
+
+        Args:
+            tensor: A parameter that is not ours any more.
+        """
+        if not tensor.is_given_up:
+            self.mirrors.sync_value(tensor)
+            tensor.live.kept = self.values.read(tensor, tensor.original_dtype).to(tensor.device)
+            self.give_up(tensor, raw_data(tensor.parameter))
+
     def remove(self, tensor: ManagedTensor) -> None:
         """Removes a parameter, which is an ordinary one again; its chunk is freed if no other is in it."""
         with self._lock:
             self.mirrors.drop_values(tensor)
             self.mirrors.drop_gradient(tensor)
             self.gradients.drop(tensor)
-            self._watched.discard(tensor)
+            self._watched.pop(tensor, None)
             tensor.num_writes += 1  # a graph of before cannot find its operands any more
             chunk = tensor.chunk
             chunk.remove(tensor)
@@ -213,7 +229,7 @@ class ChunkManager:
 
     def _forget_failed_backward(self) -> None:
         """Drops the step whose backward raised: one that has begun and neither runs nor has ended."""
-        if self.in_backward and torch._C._current_graph_task_id() == -1:
+        if self.in_backward and torch._C._current_graph_task_id() == -1 and not is_backward_elsewhere():
             self.in_backward = False
             self._reducer.forget()
             self.steps.forget_step()
@@ -243,22 +259,33 @@ class ChunkManager:
         """
         if torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
             # A payload made there could never be trained with, or would be a wrapper without storage.
-            with torch.inference_mode(False), temporarily_clear_interpreter_stack():
+            is_graph = torch.is_grad_enabled()
+            with torch.inference_mode(False), torch.set_grad_enabled(is_graph), temporarily_clear_interpreter_stack():
                 return self.acquire(tensor, module_name, is_alias=is_alias)
-        with self._lock:
-            if tensor.users == 0:
-                self.check_usable(tensor)
-                self.take_over(tensor)
-            payload = self._reach(tensor, module_name)
-            tensor.read_at = self.num_steps
-            if not is_alias and not tensor.is_materialized:
-                tensor.materialize(tensor.view_copy(payload))
-                tensor.version = tensor.parameter._version
-            if tensor.users == 0:
-                tensor.go(TensorState.COMPUTE)
-                tensor.chunk.num_computing += 1
-            tensor.users += 1
+        for pause_s in pauses_s():
+            try:
+                with self._lock:
+                    return self._acquire(tensor, module_name, is_alias)
+            except DeviceMemoryError:
+                if not pause_s:
+                    raise
+                time.sleep(pause_s)
         return None
+
+    def _acquire(self, tensor: ManagedTensor, module_name: str, is_alias: bool) -> None:
+        if tensor.users == 0:
+            self.check_usable(tensor)
+            self._check_unfrozen(tensor)
+            self.take_over(tensor)
+        payload = self._reach(tensor, module_name)
+        tensor.read_at = self.num_steps
+        if not is_alias and not tensor.is_materialized:
+            tensor.materialize(tensor.view_copy(payload))
+            tensor.version = tensor.parameter._version
+        if tensor.users == 0:
+            tensor.go(TensorState.COMPUTE)
+            tensor.chunk.num_computing += 1
+        tensor.users += 1
 
     def release(self, tensor: ManagedTensor, stage: Stage) -> None:
         """Ends one acquisition; after the last, the parameter is a placeholder again."""
@@ -283,24 +310,38 @@ class ChunkManager:
             return
         version = tensor.parameter._version
         tensor.dematerialize()
-        if value.untyped_storage()._cdata != storage._cdata or version != tensor.version:
+        is_other = value.untyped_storage()._cdata != storage._cdata
+        if is_other or version != tensor.version:
+            if is_other:
+                self._end_epoch(tensor)
             self.write(tensor, value, voids_graphs=False)
         elif tensor in self._watched:
             self._look_for_writes(tensor)
 
     def watch(self, tensor: ManagedTensor) -> None:
         """Looks for what is written to a device copy without a trace: by ``.data``, or a view that outlives its use."""
-        self._watched.add(tensor)
+        if tensor not in self._watched:
+            self._watched[tensor] = self._checksum_of_copy(tensor)
+
+    def _checksum_of_copy(self, tensor: ManagedTensor) -> int:
+        """With several processes all find out by it what was written, wherever the value is at home."""
+        compute = tensor.chunk.compute
+        return 0 if self._is_alone or compute is None else checksum_of(tensor.view_copy(compute))
 
     def _look_for_writes(self, tensor: ManagedTensor) -> None:
         chunk = tensor.chunk
-        if chunk.compute is not None and (tensor.is_owned and tensor.gradient is not GradientPlace.PARAM):
+        if chunk.compute is not None and (tensor.gradient is not GradientPlace.PARAM or not self._is_alone):
             value = tensor.view_copy(chunk.compute)
-            home = self.values.own_part(tensor, value.dtype) if MASTER not in chunk.lists else self._master(tensor)
-            if not same_bits(tensor.own(value).to(home.device), home):
+            if self._is_alone:
+                home = self.values.own_part(tensor, value.dtype) if MASTER not in chunk.lists else self._master(tensor)
+                is_written = not same_bits(value.to(home.device), home)
+            else:
+                before, self._watched[tensor] = self._watched[tensor], self._checksum_of_copy(tensor)
+                is_written = before != self._watched[tensor]
+            if is_written:
                 self.write(tensor, value, voids_graphs=False)
         if not chunk.is_aliased:  # else it may still be written to
-            self._watched.discard(tensor)
+            self._watched.pop(tensor, None)
 
     def _master(self, tensor: ManagedTensor) -> torch.Tensor:
         """The value in the parameter's type, from ``master``: a static chunk has no other place to compare with."""
@@ -317,7 +358,7 @@ class ChunkManager:
                 for tensor in [t for t in self._watched if chunk is None or t.chunk is chunk]:
                     self._look_for_writes(tensor)
                     if chunk is not None:
-                        self._watched.discard(tensor)
+                        self._watched.pop(tensor, None)
 
     def release_borrowed(self) -> None:
         """Takes back parameters that were read outside of every forward."""
@@ -371,30 +412,38 @@ class ChunkManager:
 
     def begin_backward(self) -> None:
         """Begins a backward; called from within, by whatever comes first."""
+        self.turns.take_backward()
         self.in_backward = True
         self.sync()
 
     def end_backward(self) -> None:
         """Settles what backward left: gradients put aside, and tensors that got none."""
-        with self._lock:
-            self.release_borrowed()
-            if not self._is_alone:
-                found = self.steps.end_phase(Phase.BACKWARD, self._reducer.unreduced, self._reducer.found)
-                self._reducer.settle(found)
-                for index in found:
-                    if not self.by_index[index].is_owned:
-                        self.gradients.note_remote(self.by_index[index])
-            self.in_backward = False
-            for tensor in self.tensors:
-                if tensor.aside is not None:
-                    self.gradients.settle(tensor)
-                if tensor.state is TensorState.HOLD_AFTER_FWD or (
-                    tensor.state is TensorState.HOLD_AFTER_BWD and tensor.gradient is not GradientPlace.PARAM
-                ):
-                    tensor.go(TensorState.HOLD)
-            self._transfers.settle()
-            self._micro_batch += 1
-            self.steps.finish_step()
+        try:
+            with self._lock:
+                self._end_backward()
+        finally:
+            self.turns.give_up_backward()
+
+    def _end_backward(self) -> None:
+        self.release_borrowed()
+        if not self._is_alone:
+            found = self.steps.end_phase(Phase.BACKWARD, self._reducer.unreduced, self._reducer.found)
+            self._reducer.settle(found)
+            for index in found:
+                if not self.by_index[index].is_owned:
+                    self.gradients.note_remote(self.by_index[index])
+                self.mirrors.drop_gradient(self.by_index[index])
+        self.in_backward = False
+        for tensor in self.tensors:
+            if tensor.aside is not None:
+                self.gradients.settle(tensor)
+            if tensor.state is TensorState.HOLD_AFTER_FWD or (
+                tensor.state is TensorState.HOLD_AFTER_BWD and tensor.gradient is not GradientPlace.PARAM
+            ):
+                tensor.go(TensorState.HOLD)
+        self._transfers.settle()
+        self._micro_batch += 1
+        self.steps.finish_step()
 
     def undo_attempt(self) -> None:
         """Takes back what a failed attempt at a micro-batch left, and begins the next; see ``Attempts``."""
@@ -456,7 +505,9 @@ class ChunkManager:
             tensor: The parameter.
             keeps_unused: As for ``Mirrors.sync_value``.
         """
-        if not (tensor.is_materialized or tensor.is_open or tensor.is_placeholder):
+        if not tensor.is_ours:
+            self.give_up_swapped(tensor)
+        elif not (tensor.is_materialized or tensor.is_open or tensor.is_placeholder):
             value = raw_data(tensor.parameter)
             tensor.dematerialize()
             self.assign(tensor, value)
@@ -475,9 +526,16 @@ class ChunkManager:
             return
         with self._lock:
             self.mirrors.drop_values(tensor)
+            self._end_epoch(tensor)
             self.write(tensor, value, voids_graphs=False)
             if value.dtype == tensor.chunk.param.dtype:
                 self.mirrors.add_value(tensor, value)
+
+    def _end_epoch(self, tensor: ManagedTensor) -> None:
+        """Keeps what graphs of before need, as torch keeps memory that a parameter had."""
+        if tensor.num_saved:
+            tensor.epoch.value = self.values.look(tensor).clone()
+            tensor.epoch = Epoch()
 
     def sync(self) -> None:
         """Takes over what users wrote without a trace, before values are used."""
@@ -628,7 +686,7 @@ class ChunkManager:
     # Inside
 
     def check_usable(self, tensor: ManagedTensor) -> None:
-        """Refuses to use a parameter that is open, or that says that it is trained and cannot be.
+        """Refuses to use a parameter that is open.
 
         Raises:
             EngineError: If so.
@@ -637,9 +695,18 @@ class ChunkManager:
             raise EngineError(
                 f"parameter '{tensor.spec.name}' is open in full_parameters(); run the model after the block has ended"
             )
-        if not tensor.spec.trainable and torch.is_grad_enabled() and requires_grad(tensor.parameter):
-            if MASTER in self._list_names:
-                raise EngineError(_unfrozen(tensor))
+
+    def _check_unfrozen(self, tensor: ManagedTensor) -> None:
+        """Refuses to compute with a parameter whose gradient would stay on this process, and not be averaged.
+
+        One that is unfrozen between forwards is adopted by then. Alone, autograd keeps the gradient of any other.
+
+        Raises:
+            EngineError: If so.
+        """
+        is_unfrozen = not tensor.spec.trainable and torch.is_grad_enabled() and requires_grad(tensor.parameter)
+        if is_unfrozen and not self._is_alone and MASTER in self._list_names:
+            raise EngineError(_unfrozen(tensor))
 
     def _reach(self, tensor: ManagedTensor, who: str) -> torch.Tensor:
         """The payload to compute with, holding this tensor's value."""
@@ -655,11 +722,13 @@ class ChunkManager:
         """Takes an average over processes to its place at home."""
         if tensor.chunk.home is Tier.HOST:
             tensor.crossing_nbytes += average.numel() * average.dtype.itemsize
+        self.mirrors.sync_gradient(tensor)
         self.gradients.add(tensor, average)
+        self.mirrors.drop_gradient(tensor)
 
 
 def _unfrozen(tensor: ManagedTensor) -> str:
     return (
-        f"parameter '{tensor.spec.name}' was frozen when the engine was made and has no optimizer state; to train it, "
-        "call model.patrickstar_engine.detach(), set requires_grad, and prepare the model again"
+        f"parameter '{tensor.spec.name}' was unfrozen inside of a forward, where the processes cannot agree on a place for "
+        "its gradient; set requires_grad before the model is called"
     )

@@ -6,10 +6,12 @@ every later change, and what is written to one counts. The memory of a chunk can
 value may hold a gradient next. So a copy is, and the engine keeps the two the same: before it uses the value it compares
 and takes over what was written, and when it has changed the value it writes to the copy. A copy that nobody else refers
 to any more is compared once more and freed. With several processes what was handed out does not follow (each process
-has a part of the value, and they need not keep the same), but what is written to it counts until the next change.
+has a part of the value, and they need not keep the same), but what is written to it counts until the next change. There
+a checksum tells what was written, so that every process finds out, wherever the value is at home.
 """
 
 import sys
+import zlib
 
 import torch
 
@@ -17,6 +19,9 @@ from hf_patrickstar.runtime.chunk import GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.sharing import Held
 from hf_patrickstar.runtime.values import Values, as_it_is, same_bits
+
+_SCAN_AT = 8
+"""With so many parameters handed out, look for all that nobody uses any more; with fewer, at the last one alone."""
 
 
 class Mirror:
@@ -26,12 +31,14 @@ class Mirror:
         tensor: The parameter.
         value: What was handed out; users have aliases of it.
         is_held: Whether it must outlive its last reference, because only its address was asked for.
+        checksum: Of its bits as they were handed out, with several processes.
     """
 
-    def __init__(self, tensor: ManagedTensor, value: torch.Tensor, *, is_held: bool) -> None:
+    def __init__(self, tensor: ManagedTensor, value: torch.Tensor, *, is_held: bool, checksum: int = 0) -> None:
         self.tensor = tensor
         self.value = value
         self.is_held = is_held
+        self.checksum = checksum
         self.storage = value.untyped_storage()
 
 
@@ -49,6 +56,8 @@ class Mirrors:
         self._lock = gradients.lock
         self._of_values: dict[int, list[Mirror]] = {}
         self._of_gradients: dict[int, Mirror] = {}
+        self._last: ManagedTensor | None = None
+        self._scan_at = _SCAN_AT
         self._num_own: dict[int, int] = {}  # how many of a storage's users are mirrors
 
     # Values
@@ -88,7 +97,8 @@ class Mirrors:
             The tensor.
         """
         with self._lock:
-            mirror = Mirror(tensor, value, is_held=is_held)
+            checksum = 0 if self._values.sharing.is_alone else checksum_of(value)
+            mirror = Mirror(tensor, value, is_held=is_held, checksum=checksum)
             self._enter(mirror)
             self._of_values.setdefault(tensor.spec.index, []).append(mirror)
             return value
@@ -106,22 +116,29 @@ class Mirrors:
         with self._lock, as_it_is(), torch.no_grad():
             for mirror in list(mirrors):
                 if mirror not in mirrors:
-                    continue  # dropped since another one was taken over
+                    continue  # what was written to another one has ended it
                 self._take_over_value(mirror)
                 if not (keeps_unused or self._is_used(mirror)):
-                    mirrors.remove(mirror)
-                    self._leave(mirror)
-            if not mirrors:
-                self._of_values.pop(tensor.spec.index, None)
+                    self._drop_value(mirror)
 
     def _take_over_value(self, mirror: Mirror) -> None:
         tensor = mirror.tensor
-        if not tensor.is_owned:
-            return
-        home = self._values.own_part(tensor, mirror.value.dtype)
-        if not same_bits(tensor.own(mirror.value).to(home.device), home):
+        if self._values.sharing.is_alone:
+            home = self._values.own_part(tensor, mirror.value.dtype)
+            is_written = not same_bits(mirror.value.to(home.device), home)
+        else:
+            before, mirror.checksum = mirror.checksum, checksum_of(mirror.value)
+            is_written = mirror.checksum != before
+        if is_written:
             self._values.write(tensor, mirror.value, voids_graphs=False)
             self.refresh_value(tensor, but=mirror)
+
+    def _drop_value(self, mirror: Mirror) -> None:
+        index = mirror.tensor.spec.index
+        self._of_values[index].remove(mirror)
+        if not self._of_values[index]:
+            del self._of_values[index]
+        self._leave(mirror)
 
     def refresh_value(self, tensor: ManagedTensor, *, but: Mirror | None = None) -> None:
         """Lets the mirrors of a parameter follow a change of its value.
@@ -137,10 +154,7 @@ class Mirrors:
             if not self._values.sharing.is_alone:
                 for mirror in list(mirrors):
                     if mirror is not but:
-                        self._of_values[tensor.spec.index].remove(mirror)
-                        self._leave(mirror)
-                if not mirrors:
-                    self._of_values.pop(tensor.spec.index, None)
+                        self._drop_value(mirror)
                 return
             for mirror in mirrors:
                 if mirror is not but:
@@ -298,15 +312,30 @@ class Mirrors:
         Args:
             but: A parameter whose mirrors stay.
         """
-        if not self._of_values and not self._of_gradients:
+        num_tensors = len(self._of_values) + len(self._of_gradients)
+        if not num_tensors:
             return
         with self._lock:
+            last, self._last = self._last, but
+            if num_tensors < self._scan_at:  # a scan per access would be quadratic in a loop over all parameters
+                self._sync_if_unused(last)
+                return
             for mirrors in list(self._of_values.values()):
-                if mirrors[0].tensor is not but and not all(self._is_used(mirror) for mirror in mirrors):
-                    self.sync_value(mirrors[0].tensor)
+                if mirrors[0].tensor is not but:
+                    self._sync_if_unused(mirrors[0].tensor)
             for mirror in list(self._of_gradients.values()):
-                if not self._is_used(mirror):
-                    self.sync_gradient(mirror.tensor)
+                self._sync_if_unused(mirror.tensor)
+            self._scan_at = max(_SCAN_AT, 2 * (len(self._of_values) + len(self._of_gradients)))
+
+    def _sync_if_unused(self, tensor: ManagedTensor | None) -> None:
+        if tensor is None:
+            return
+        mirrors = self._of_values.get(tensor.spec.index, ())
+        if mirrors and not all(self._is_used(mirror) for mirror in mirrors):
+            self.sync_value(tensor)
+        gradient = self._of_gradients.get(tensor.spec.index)
+        if gradient is not None and not self._is_used(gradient):
+            self.sync_gradient(tensor)
 
     def close(self) -> None:
         """Forgets everything."""
@@ -335,3 +364,9 @@ class Mirrors:
         key = mirror.storage._cdata
         is_looked_into = torch._C._storage_Use_Count(key) > self._num_own[key] + 1
         return mirror.is_held or is_looked_into or sys.getrefcount(mirror.value) > 2
+
+
+def checksum_of(value: torch.Tensor) -> int:
+    """A checksum of a tensor's bits."""
+    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(flat.numpy())

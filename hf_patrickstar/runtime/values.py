@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from hf_patrickstar.memory.transfers import Transfers
 from hf_patrickstar.runtime.chunk import MASTER, Chunk, GradientPlace, ManagedTensor
@@ -185,9 +186,10 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 @contextmanager
 def as_it_is() -> Iterator[None]:
-    """Leaves inference mode and function transforms: tensors that are made inside are ordinary ones."""
-    if not torch.is_inference_mode_enabled() and torch._C._functorch.peek_interpreter_stack() is None:
+    """Leaves inference mode, function transforms and fake tensors: what is made inside are ordinary tensors."""
+    is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    if not (is_fake or torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None):
         yield
         return
-    with torch.inference_mode(False), temporarily_clear_interpreter_stack():
+    with torch.inference_mode(False), temporarily_clear_interpreter_stack(), unset_fake_temporarily():
         yield

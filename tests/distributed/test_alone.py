@@ -226,6 +226,7 @@ def come_late(rank, limit_s):
             time.sleep(2 * LIMIT_S)
         learn(engine, rank)
         engine.optimizer.step()
+        engine.optimizer.zero_grad()
         with engine.full_parameters():
             if rank == 1:
                 time.sleep(1.5 * LIMIT_S)
@@ -268,6 +269,7 @@ def wait_inside_a_step(rank):
     for _ in range(2):
         learn(engine, rank)
         engine.optimizer.step()
+        engine.optimizer.zero_grad()
     if rank == 1:  # before its first gather
         engine.model.transformer.h[0].register_forward_pre_hook(lambda *_: read_states(engine, None))
     with pytest.raises(CollectiveError) as caught:

@@ -108,6 +108,7 @@ def evaluate_in_between(rank, config):
             expected_optimizer.step()
             expected_optimizer.zero_grad()
             engine.optimizer.step()
+            engine.optimizer.zero_grad()
         assert differences(copy_state(expected), model.state_dict()) == {}
 
 
@@ -175,6 +176,7 @@ def train_in_bf16(rank):
             model.train()
             engine.backward(hf_loss("gpt2")(model, step, 0, rank))
             engine.optimizer.step()
+            engine.optimizer.zero_grad()
         state = model.state_dict()
         for (name, _), master in zip(model.named_parameters(), masters, strict=True):
             assert state[name].dtype is torch.float32
@@ -196,6 +198,7 @@ def overflow(rank, culprit):
             engine.backward(scaler.scale(loss) * (1e9 if step == 1 and rank == culprit else 1))
             scaler.step(engine.optimizer)
             scaler.update()
+            engine.optimizer.zero_grad()
             after = copy_state(model)
             assert (differences(before, after) == {}) == (step == 1)
             found.append((scaler.get_scale(), {key: value.sum().item() for key, value in after.items()}))

@@ -283,6 +283,7 @@ def test_out_of_memory_in_the_thread_of_autograd(accumulation, at_home_on_host):
                 batch = batch_of("gpt2", 10 * step + micro)
                 engine.attempt(lambda batch=batch, model=model: model(**batch).loss.backward())
             engine.optimizer.step()
+            engine.optimizer.zero_grad()
         results.append((model.state_dict(), engine.stats()["retries"]))
         engine.detach()
         free()
@@ -314,6 +315,7 @@ def test_the_margin_is_filled_and_left(dtype, at_home_on_host):
         in_margin.append(engine.stats()["chunks_in_margin"])
         loss.backward()
         engine.optimizer.step()
+        engine.optimizer.zero_grad()
         assert torch.isfinite(loss)
     assert in_margin[1] > 0
     assert in_margin[3] == 0, "larger inputs: the margin is given up before they are recorded"

@@ -24,6 +24,7 @@ def step(engine, seed=1):
     torch.manual_seed(seed)  # for dropout
     engine.model(**make_batch("gpt2", 2, seed)).loss.backward()
     engine.optimizer.step()
+    engine.optimizer.zero_grad()
 
 
 def state_of(engine):

@@ -57,6 +57,7 @@ def words(events):
 
 
 def train_step(model, engine):
+    engine.optimizer.zero_grad()
     model(torch.randn(2, WIDTH)).square().mean().backward()
     engine.optimizer.step()
 
@@ -171,6 +172,7 @@ def test_peaks_are_the_formula(dtype, accumulation):
         model, config, torch.optim.AdamW(model.parameters(), fused=True), gradient_accumulation_steps=accumulation
     )
     for step in range(3):
+        engine.optimizer.zero_grad()
         for micro in range(accumulation):
             model(**make_batch("gpt2", seed=10 * step + micro)).loss.backward()
         engine.optimizer.clip_grad_norm_(None, 1.0)
@@ -199,6 +201,7 @@ def test_nothing_leaks_over_many_steps():
     for step in range(12):
         model(**make_batch("gpt2", seed=step)).loss.backward()
         engine.optimizer.step()
+        engine.optimizer.zero_grad()
         if step > 2:
             seen.add((engine.ledger.used(Tier.HOST), engine.ledger.used(Tier.DEVICE)))
         assert all(tensor.num_saved == 0 and tensor.users == 0 for tensor in engine.manager.tensors)

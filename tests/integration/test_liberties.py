@@ -462,11 +462,15 @@ def test_mixed_types_follow_the_majority():
     assert engine.dtype is torch.bfloat16
 
 
-def test_load_state_dict_with_assign_is_refused():
-    model = make_layers()
-    PatrickStarEngine(model, MOVING, adamw(model))
-    with pytest.raises(EngineError, match="leave assign out"):
-        model.load_state_dict(model.state_dict(), assign=True)
+def test_load_state_dict_with_assign_makes_new_parameters():
+    pair = twins()
+    for model, optimizer in pair:
+        before = list(model.parameters())
+        model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()}, assign=True)
+        assert all(old is not new for old, new in zip(before, model.parameters(), strict=True))
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+    step_all(pair, batch())
+    assert_equal(pair)
 
 
 def test_editing_param_groups():

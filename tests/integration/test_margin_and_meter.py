@@ -78,6 +78,7 @@ def test_an_evaluation_between_backward_and_step_of_a_recorded_step(mode):
         optimizer.step()
         engine.optimizer.step()
         optimizer.zero_grad()
+        engine.optimizer.zero_grad()
     for key, value in plain.state_dict().items():
         assert torch.equal(value, managed.state_dict()[key]), key
     assert not _get_current_dispatch_mode_stack()
@@ -161,6 +162,7 @@ def test_steps_of_somebody_who_handles_an_error_are_recorded():
                 model(torch.randn(4, 16))
             model(torch.randn(4, 16)).sum().backward()
             engine.optimizer.step()
+            engine.optimizer.zero_grad()
     kinds = sorted(key.split("/")[0] for key in engine.manager.residency.tracer.traces)
     assert kinds == ["evaluation", "optimizer", "training"]
     assert engine.stats()["lost_steps"] == 0
@@ -291,6 +293,7 @@ def test_an_interrupt_inside_a_module_and_then_a_step():
         model(x)
     handle.remove()
     engine.optimizer.step()
+    engine.optimizer.zero_grad()
     model(x).sum().backward()
     engine.optimizer.step()
     assert engine.stats()["steps"] == 2
@@ -337,6 +340,7 @@ def test_more_micro_batches_than_the_hint_when_the_margin_is_full():
         optimizer.step()
         engine.optimizer.step()
         optimizer.zero_grad()
+        engine.optimizer.zero_grad()
         in_margin.append(engine.stats()["chunks_in_margin"])
     assert max(in_margin) > 0
     assert engine.stats()["device_total_peak_nbytes"] <= budget_for(14)
@@ -363,6 +367,7 @@ def test_inputs_that_cannot_be_seen_are_measured_in_every_step():
     for rows in (4, 4, 64, 4):
         model(Hidden(torch.randn(rows, 16))).backward()
         engine.optimizer.step()
+        engine.optimizer.zero_grad()
         assert engine.stats()["device_total_peak_nbytes"] <= budget
     assert engine.stats()["device_total_peak_nbytes"] > 6 * 64 * 16 * 4, "the large step was seen"
 

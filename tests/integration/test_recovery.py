@@ -72,6 +72,7 @@ def run(name, dtype, accumulation, checkpointing, failures):
                 losses.append(engine.attempt(once))
         engine.optimizer.clip_grad_norm_(None, 0.5)
         engine.optimizer.step()
+        engine.optimizer.zero_grad()
     return losses, model.state_dict(), engine.stats()
 
 
@@ -267,6 +268,7 @@ def compare_attempts(once, accumulation=1):
 
                 engine.attempt(run)
             engine.optimizer.step()
+            engine.optimizer.zero_grad()
         results.append(model.state_dict())
     for key, value in results[0].items():
         assert torch.equal(value, results[1][key]), key

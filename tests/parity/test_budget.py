@@ -75,6 +75,7 @@ def run(name, dtype, checkpointing, accumulation, lengths, steps=5, factor=1.2, 
                 assert loss.item() == expected.item()
             del loss, expected
         engine.optimizer.step()
+        engine.optimizer.zero_grad()
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad(), watch_over(engine) as watch:
@@ -161,6 +162,7 @@ def test_the_margin_is_given_up_for_larger_inputs():
             managed(**make_batch("gpt2", length=length)).loss.backward()
         assert watch.settled_peak <= budget
         engine.optimizer.step()
+        engine.optimizer.zero_grad()
         homed.append(engine.stats()["chunks_in_margin"])
     assert homed[0] > homed[2], "short inputs leave more room"
     assert homed[2] == homed[3] == homed[4]
@@ -218,6 +220,7 @@ def test_control_flow_that_changes_per_step():
         assert loss.item() == expected.item()
         del loss, expected
         engine.optimizer.step()
+        engine.optimizer.zero_grad()
         optimizers[0].step()
         optimizers[0].zero_grad()
     assert engine.stats()["lost_steps"] > 0

@@ -70,6 +70,7 @@ def test_bf16_tied(name, accumulation, checkpointing):
             (loss / accumulation).backward()
             losses.append(loss.item())
         engine.optimizer.step()
+        engine.optimizer.zero_grad()
         assert losses == expected
     state_dict = models[1].state_dict()
     for key, master in reference.masters.items():
@@ -81,6 +82,7 @@ def test_optimizer_state_of_a_tied_embedding_exists_once():
     engine = PatrickStarEngine(model, {"cpu_embedding": True, "chunk_budget": 40000}, adamw(model))
     model(**make_batch("gpt2")).loss.backward()
     engine.optimizer.step()
+    engine.optimizer.zero_grad()
     assert model.lm_head.weight is model.transformer.wte.weight
     numel = sum(parameter.numel() for parameter in model.parameters())
     assert engine.stats()["model_data_nbytes"] == 16 * numel
@@ -108,6 +110,7 @@ def test_what_crosses():
         for _ in range(2):
             model(torch.randint(0, 64, (2, 3))).backward()
             engine.optimizer.step()
+            engine.optimizer.zero_grad()
         stats = engine.stats()
         assert stats["host_to_device_nbytes"] == 2 * weight_nbytes
         assert stats["device_to_host_nbytes"] == 2 * weight_nbytes
@@ -183,6 +186,7 @@ def test_auto_keeps_at_home_what_does_not_fit_the_device():
     for step in range(3):
         model(torch.randint(0, 4096, (5000,), generator=torch.Generator().manual_seed(step))).square().sum().backward()
         engine.optimizer.step()
+        engine.optimizer.zero_grad()
     assert engine.manager.tensors[0].lookup == "home"
 
 
@@ -195,4 +199,5 @@ def test_evaluations_do_not_count_as_rows_of_a_micro_batch():
             model(torch.randint(0, 5000, (1000,)))
     model(torch.randint(0, 5000, (1000,))).square().sum().backward()
     engine.optimizer.step()
+    engine.optimizer.zero_grad()
     assert engine.manager.tensors[0].lookup == "home"

@@ -30,6 +30,7 @@ def steps_of(name, config, num_steps=4, checkpointing=False, freeze=False):
     engine = PatrickStarEngine(model, config, optimizer)
     before, moved, losses = [0] * len(KEYS), [], []
     for step in range(num_steps):
+        engine.optimizer.zero_grad()
         torch.manual_seed(step)
         loss = model(**make_batch(name, seed=step)).loss
         loss.backward()

@@ -45,6 +45,7 @@ def losses_of(name, config, copy=None, accumulation=1, checkpointing=False, step
             losses.append(model(**make_batch(name, seed=99)).loss.item())
         engine.optimizer.clip_grad_norm_(None, 0.5)
         engine.optimizer.step()
+        engine.optimizer.zero_grad()
     return losses, model.state_dict(), engine.stats()
 
 
@@ -108,6 +109,7 @@ def test_detaching_waits_for_copies_under_way():
     for step in range(2):
         model(**make_batch("gpt2", seed=step)).loss.backward()
         engine.optimizer.step()
+        engine.optimizer.zero_grad()
 
     def stop(*_):
         raise KeyboardInterrupt

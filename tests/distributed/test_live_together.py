@@ -1,0 +1,385 @@
+"""The live model in two processes: the same bits as one plain process that has the micro-batches of both.
+
+A pattern is written as for plain torch, as in ``tests/live``; only ``world.learn`` stands for forward and backward of a
+batch, since one process has one and the plain one has all of them.
+"""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from live.both import VOCAB, WIDTH, Block, Notes, _assert_same, assert_same_model, make_adamw, make_tower
+from models import make_batch, make_model
+from together import engaged
+from torch import nn
+
+from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar.errors import CollectiveError
+
+pytestmark = pytest.mark.xdist_group("distributed")  # one worker of pytest-xdist, or each starts processes
+
+CONFIGS = {
+    "roomy": {},
+    "tight": {"chunk_numel": 320, "chunk_budget": 2**14},  # the embedding is spread over both
+    "poisoned": {"chunk_numel": 320, "chunk_budget": 2**14, "debug_evict_all": True},
+}
+
+
+def loss_of(model, step, rank):
+    """The next token, of the batch of a rank."""
+    ids = torch.randint(0, VOCAB, (3, 6), generator=torch.Generator().manual_seed(100 + 2 * step + rank))
+    return nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+def hf_loss_of(model, step, rank):
+    return model(**make_batch("gpt2", 2, 100 + 2 * step + rank, 8)).loss
+
+
+class Alone:
+    """One plain process: gradients of all ranks, in their order, make an average, which is added to what is there."""
+
+    def __init__(self, rank, loss=loss_of):
+        self.rank, self.loss = rank, loss
+
+    def learn(self, model, step, loss=None):
+        gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+        model.zero_grad()
+        losses = []
+        for rank in range(dist.get_world_size()):
+            value = (loss or self.loss)(model, step, rank)
+            value.backward()
+            losses.append(value.detach().clone())
+        for parameter, before in gradients:
+            if parameter.grad is not None:
+                parameter.grad.div_(dist.get_world_size())
+            if before is not None:
+                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+        return losses[self.rank]
+
+
+class Together(Alone):
+    """This process, which has its own batch."""
+
+    def learn(self, model, step, loss=None):
+        value = (loss or self.loss)(model, step, self.rank)
+        value.backward()
+        return value.detach().clone()
+
+
+def train(world, model, optimizer, first=0, steps=1):
+    losses = []
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        losses.append(world.learn(model, step))
+        optimizer.step()
+    optimizer.zero_grad()
+    return losses
+
+
+def evaluate(world, model, step=90):
+    """Leaves copies of all chunks on the device, if there is room."""
+    with torch.no_grad():
+        return world.loss(model, step, 0)
+
+
+# Items 1 and 2: reading and writing
+
+
+def read(world, model, optimizer, note):
+    early = list(model.parameters())
+    for step in range(2):
+        note("losses", train(world, model, optimizer, step))
+        note("norms", [p.norm() for p in early])
+        note("by attribute", model.blocks[3].linear.weight.abs().max())
+        note("vector", nn.utils.parameters_to_vector(model.parameters()))
+        note("total", torch.stack(torch._foreach_norm([p.detach() for p in early])).norm())
+        note("array", model.embedding.weight.detach().numpy().copy())
+        note("text", str(model.scale))
+    note("tied", model.head.weight is model.embedding.weight)
+
+
+def penalise(world, model, optimizer, note):
+    def loss(model, step, rank):
+        return loss_of(model, step, rank) + 1e-2 * sum(p.pow(2).sum() for p in model.parameters())
+
+    for step in range(2):
+        note("loss", world.learn(model, step, loss))
+        note("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def write_data(world, model, optimizer, note):
+    kept = [p.data for p in model.parameters()]
+    note("losses", train(world, model, optimizer))
+    note("kept", [value.shape for value in kept])
+    note("before", evaluate(world, model))
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+    note("after", evaluate(world, model))
+    model.embedding.weight.data[3] = 0.25
+    note("a row", evaluate(world, model))
+    model.blocks[0].linear.weight.data.view(-1)[-5:].fill_(0.125)
+    note("a view", world.learn(model, 5))
+    optimizer.step()
+    optimizer.zero_grad()
+    model.scale.data = torch.full_like(model.scale, 0.75)
+    note("assigned", evaluate(world, model))
+
+
+def write_in_place(world, model, optimizer, note):
+    other = make_tower(seed=5)
+    note("losses", train(world, model, optimizer))
+    note("before", evaluate(world, model))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-0.05, 0.2)
+        note("clamped", evaluate(world, model))
+        for parameter, source in zip(model.blocks[1].parameters(), other.blocks[1].parameters(), strict=True):
+            parameter.copy_(source)
+        model.embedding.weight += 0.01
+        model.embedding.weight[2:5].mul_(3)
+    note("copied", evaluate(world, model))
+    nn.init.constant_(model.blocks[2].linear.bias, 0.1)
+    nn.utils.vector_to_parameters(torch.linspace(-0.1, 0.1, WIDTH * 2), model.norm.parameters())
+    model.blocks[3].load_state_dict(other.blocks[3].state_dict())
+
+
+def constrain_in_forward(world, model, optimizer, note):
+    """A max-norm constraint that a hook applies through ``.data`` while the module has its value."""
+
+    def constrain(module, _):
+        module.weight.data.renorm_(2, 0, 0.4)
+
+    handles = [block.linear.register_forward_pre_hook(constrain) for block in model.blocks[:3]]
+    note("losses", train(world, model, optimizer, steps=2))
+    note("evaluated", evaluate(world, model))
+    for handle in handles:
+        handle.remove()
+
+
+# Item 3: gradients
+
+
+def clip(world, model, optimizer, note):
+    for step in range(2):
+        world.learn(model, step)
+        note("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        note("clipped", [p.grad for p in model.parameters()])
+        nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+        note("gone", [p.grad for p in model.parameters()])
+
+
+def change_gradients(world, model, optimizer, note):
+    world.learn(model, 0)
+    for number, parameter in enumerate(model.parameters()):
+        if number % 5 == 0:
+            parameter.grad.mul_(-2)
+        elif number % 5 == 1:
+            parameter.grad = torch.full_like(parameter, 0.1)
+        elif number % 5 == 2:
+            parameter.grad = None
+        elif number % 5 == 3:
+            parameter.grad.zero_()
+    world.learn(model, 1)
+    note("gradients", [p.grad for p in model.parameters()])
+    optimizer.step()
+    note("losses", train(world, model, optimizer, 2))
+
+
+def accumulate(world, model, optimizer, note):
+    """Steps without ``zero_grad``: gradients add up."""
+    for step in range(3):
+        note("loss", world.learn(model, step))
+        optimizer.step()
+    note("gradients", [p.grad for p in model.parameters()])
+    optimizer.zero_grad(set_to_none=False)
+    note("zeros", [p.grad for p in model.parameters()])
+    note("loss", world.learn(model, 3))
+    optimizer.step()
+
+
+def step_by_hand(world, model, optimizer, note):
+    for step in range(2):
+        note("loss", world.learn(model, step))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+        model.zero_grad()
+
+
+# Items 4 and 5: averages and copies
+
+
+def average(world, model, optimizer, note):
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    shadow = {name: value.detach().clone() for name, value in model.named_parameters()}
+    for step in range(2):
+        note("losses", train(world, model, optimizer, step))
+        averaged.update_parameters(model)
+        for name, value in model.named_parameters():
+            shadow[name].lerp_(value.detach(), 0.3)
+    note("shadow", shadow)
+    note("averaged", evaluate(world, averaged.module))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(shadow[name])
+    note("with the shadow", evaluate(world, model))
+
+
+def copy_model(world, model, optimizer, note):
+    note("losses", train(world, model, optimizer))
+    copied = copy.deepcopy(model)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    assert type(copied.scale) is type(loaded.scale) is nn.Parameter
+    note("losses afterwards", train(world, model, optimizer, 1))
+    for other in (copied, loaded):
+        note("the copy", evaluate(world, other))
+        note("its state", other.state_dict())
+
+
+# Item 6: changing what is trained
+
+
+def freeze_all_but_the_end(model):
+    model.requires_grad_(False)
+    for module in (*model.blocks[-2:], model.norm):
+        module.requires_grad_(True)
+
+
+def make_frozen():
+    model = make_tower()
+    freeze_all_but_the_end(model)
+    return model
+
+
+def make_adamw_of_trained(model):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
+
+
+def unfreeze(world, model, optimizer, note):
+    note("losses", train(world, model, optimizer))
+    for block in (model.blocks[5], model.blocks[6]):
+        block.requires_grad_(True)
+        optimizer.add_param_group({"params": list(block.parameters()), "lr": 3e-3})
+    note("losses afterwards", train(world, model, optimizer, 1, steps=2))
+    model.blocks[-1].requires_grad_(False)
+    note("losses in the end", train(world, model, optimizer, 3, steps=2))
+
+
+def add_module(world, model, optimizer, note):
+    note("losses", train(world, model, optimizer))
+    torch.manual_seed(3)
+    new = Block()
+    model.blocks.append(new)
+    optimizer.add_param_group({"params": list(new.parameters())})
+    note("losses afterwards", train(world, model, optimizer, 1, steps=2))
+    del model.blocks[2]
+    note("losses in the end", train(world, model, optimizer, 3, steps=2))
+
+
+def resize(world, model, optimizer, note):
+    world.loss = hf_loss_of
+    note("losses", train(world, model, optimizer))
+    weight = model.get_input_embeddings().weight
+    model.resize_token_embeddings(100, mean_resizing=False)
+    del optimizer.state[weight]
+    with torch.no_grad():
+        model.transformer.wte.weight[96:].fill_(0.01)
+    note("losses afterwards", train(world, model, optimizer, 1, steps=2))
+
+
+def make_gpt2():
+    return make_model("gpt2").eval()  # no dropout
+
+
+PATTERNS = {
+    function.__name__: (function, make_tower, make_adamw)
+    for function in (
+        *(read, penalise, write_data, write_in_place, constrain_in_forward, clip, change_gradients, accumulate),
+        *(step_by_hand, average, copy_model, add_module),
+    )
+} | {
+    "unfreeze": (unfreeze, make_frozen, make_adamw_of_trained),
+    "resize": (resize, make_gpt2, make_adamw),
+}
+
+
+def compare(rank, name, config):
+    pattern, make, make_optimizer = PATTERNS[name]
+    plain, ours = make(), make()
+    optimizer = make_optimizer(plain)
+    with engaged(ours, config, make_optimizer(ours)) as engine:
+        rows = []
+        for world, model, its in ((Alone(rank), plain, optimizer), (Together(rank), ours, engine.optimizer)):
+            torch.manual_seed(7)
+            note = Notes()
+            pattern(world, model, its, note)
+            note("losses of two more steps", train(world, model, its, 50, steps=2))
+            rows.append(note.rows)
+        for (what, left), (other, right) in zip(*rows, strict=True):
+            assert what == other
+            _assert_same(what, left, right)
+        assert_same_model(plain, ours)
+    assert_same_model(plain, ours)  # detached
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", PATTERNS)
+def test_patterns(pair, name, config):
+    pair.run(compare, name, CONFIGS[config])
+
+
+# Item 7: an optimizer that the engine does not know
+
+FOREIGN = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "adamw": make_adamw,
+    "adamw_foreach": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True),
+}
+
+
+def train_with_a_foreign_optimizer(rank, name, config):
+    plain, ours = make_tower(), make_tower()
+    engine = PatrickStarEngine(ours, config, device="cpu")
+    assert engine.collectives.world_size == dist.get_world_size() == 2
+    optimizer, foreign = FOREIGN[name](plain), FOREIGN[name](ours)
+    for step in range(3):
+        expected = train(Alone(rank), plain, optimizer, step)
+        assert torch.equal(torch.stack(train(Together(rank), ours, foreign, step)), torch.stack(expected))
+    assert_same_model(plain, ours)
+    engine.detach()
+    assert_same_model(plain, ours)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_foreign_optimizer_gets_averages(pair, name, config):
+    pair.run(train_with_a_foreign_optimizer, name, CONFIGS[config])
+
+
+# What only one of them does
+
+
+def write_on_one_rank(rank, name):
+    model = make_tower()
+    with engaged(model, CONFIGS["roomy"], make_adamw(model)):
+        world = Together(rank)
+        evaluate(world, model)
+        for parameter in model.parameters():
+            value = parameter.data
+            if rank == 0:
+                value.mul_(0.5)
+        with pytest.raises(CollectiveError, match="do not do the same"):
+            evaluate(world, model)
+
+
+def test_a_write_of_one_rank_alone_is_an_error(pair):
+    pair.run(write_on_one_rank, "data")
