@@ -369,14 +369,15 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         manager, gradients = self._manager, self._manager.gradients
         chosen = {item.spec.index for item in items if isinstance(item, ManagedTensor)}
         left_out = any(gradients.has(tensor) for tensor in manager.tensors if tensor.spec.index not in chosen)
+        is_at_once = left_out or manager.mirrors.has_gradients
         for item in items:
             if not isinstance(item, ManagedTensor):
                 if item.grad is not None:
                     item.grad.mul_(coefficient.to(item.grad.device))
-            elif left_out or manager.mirrors.has_gradients:
+            elif is_at_once:
                 gradients.multiply(item, coefficient)
                 manager.mirrors.refresh_gradient(item)
-        if not (left_out or manager.mirrors.has_gradients):
+        if not is_at_once:
             before = gradients.coefficient
             gradients.coefficient = coefficient if before is None else before * coefficient
         return total
