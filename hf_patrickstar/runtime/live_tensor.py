@@ -154,7 +154,7 @@ class LiveTensor:
         """
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"Variable data has to be a tensor, but got {type(value).__name__}")
-        self.services.manager.assign(self.tensor, value.detach())
+        self.services.manager.assign(self.tensor, value.data)
 
     def copy_from(self, source: torch.Tensor, is_graph: bool) -> bool:
         """Gives the fp32 master of a 16-bit parameter all bits of what is copied into it."""
