@@ -71,7 +71,7 @@ class Kernel(Protocol):
     def update_at_once(
         self,
         tensors: Sequence[ManagedTensor],
-        present: Callable[[], torch.Tensor | None],
+        present: Callable[[bool], torch.Tensor | None],
         follow: Callable[[ManagedTensor], None],
         closure: Callable[[], Any] | None,
     ) -> Any:
@@ -79,7 +79,8 @@ class Kernel(Protocol):
 
         Args:
             tensors: The parameters that it updates in chunks.
-            present: Makes gradients ready at home, in fp32, and gives what they are to be multiplied with.
+            present: Makes gradients ready at home, in fp32, and gives what they are to be multiplied with. Its
+                argument: whether one that a step has consumed is missed.
             follow: Called for a parameter whose master has changed before its model is used again.
             closure: As for ``torch.optim.Optimizer.step``.
 

@@ -242,12 +242,13 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         manager.steps.finish_update()
         manager.finish_step()
 
-    def _present(self) -> torch.Tensor | None:
+    def _present(self, is_all: bool) -> torch.Tensor | None:
         """Makes gradients ready for an optimizer that uses all at once; returns what they are to be multiplied with."""
         self._manager.mirrors.sync_gradients()
         gradients = self._manager.gradients
         for tensor in self._tensors:
-            gradients.check_complete(tensor)
+            if is_all:
+                gradients.check_complete(tensor)
             gradients.make_ready(tensor)
             if tensor.chunk.param.dtype is not torch.float32:
                 gradients.move_to_list(tensor)

@@ -95,14 +95,14 @@ class TorchKernel:
     def update_at_once(
         self,
         tensors: Sequence[ManagedTensor],
-        present: Callable[[], torch.Tensor | None],
+        present: Callable[[bool], torch.Tensor | None],
         follow: Callable[[ManagedTensor], None],
         closure: Callable[[], Any] | None,
     ) -> Any:
         """Runs one step on all masters; see ``Kernel.update_at_once``."""
 
-        def offer() -> None:
-            factor = present()
+        def offer(is_all: bool) -> None:
+            factor = present(is_all)
             for tensor in tensors:
                 master = self._master(tensor)
                 master.grad = self._gradient(tensor) if tensor.gradient in AT_HOME else None
@@ -116,11 +116,11 @@ class TorchKernel:
             with self._swapped(tensors, is_back=True), torch.enable_grad():
                 assert closure is not None
                 loss = closure()
-            offer()
+            offer(True)
             return loss
 
         with self._swapped(tensors):
-            offer()
+            offer(closure is None)  # else the closure computes others
             try:
                 return raw_step(self._optimizer)(*(() if closure is None else (evaluate,)))
             finally:
