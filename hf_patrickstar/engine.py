@@ -19,7 +19,7 @@ from hf_patrickstar.checkpoint.training_state import TrainingState
 from hf_patrickstar.checkpoint.weights import ChunkWeights
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.decisions import Circumstances, chunk_bytes, decide, list_names
-from hf_patrickstar.errors import BudgetError, ConfigError, EngineError, PatrickStarError
+from hf_patrickstar.errors import ConfigError, EngineError, PatrickStarError
 from hf_patrickstar.events import Event, Listener
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import TensorSpec
@@ -29,8 +29,10 @@ from hf_patrickstar.memory.meters import CudaMeter, Meter, StorageMeter, Unmeter
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier, resolve_budgets
 from hf_patrickstar.memory.transfers import Transfers
-from hf_patrickstar.optim.kernels import Kernel, make_kernel
-from hf_patrickstar.optim.optimizer import ChunkedOptimizer, OptimizerSet
+from hf_patrickstar.optim.kernel import Kernel
+from hf_patrickstar.optim.kernels import make_kernel
+from hf_patrickstar.optim.optimizer import ChunkedOptimizer
+from hf_patrickstar.optim.optimizer_set import OptimizerSet
 from hf_patrickstar.report.statistics import Statistics
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives

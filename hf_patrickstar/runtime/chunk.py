@@ -41,8 +41,8 @@ class GradientPlace(enum.Enum):
     ``LIST``: in the accumulation list. What a backward has not settled yet is aside, in autograd's own tensor, because
     a use of the value, or another part of the gradient, is outstanding in the graph. ``REMOTE``: on the rank that has
     the parameter at home. ``ZERO``: all zeros, written nowhere yet. ``KEPT``: after a step, in the tensor that a user
-    still refers to. ``CONSUMED``: it was there before the step, and is nowhere now. ``INCOMPLETE``: torch would have added
-    another one to a consumed gradient.
+    still refers to. ``CONSUMED``: it was there before the step, and is nowhere now. ``INCOMPLETE``: torch would have
+    added another one to a consumed gradient.
     """
 
     NONE = "none"
@@ -177,7 +177,7 @@ class ManagedTensor:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the parameter is of the class that the engine gave it; ``swap_tensors`` takes it away, for example."""
+        """Whether the parameter is of the class that the engine gave it; ``swap_tensors`` takes it away, say."""
         return not self.is_bound or isinstance(self.parameter, LiveMixin) or self.is_open
 
     def materialize(self, value: torch.Tensor) -> None:

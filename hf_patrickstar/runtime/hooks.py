@@ -190,7 +190,7 @@ class ModelHooks:
                 return None
             is_recomputed = frame.stage is Stage.BACKWARD
             for tensor in own:
-                # Of a frozen one checkpointing would keep the object, which has no value later: its chunk stays instead.
+                # Of a frozen one checkpointing would keep the object, which has no value later: its chunk stays.
                 manager.acquire(tensor, name, is_alias=is_recomputed and not requires_grad(tensor.parameter))
                 frame.acquired.append(tensor)
             return None
