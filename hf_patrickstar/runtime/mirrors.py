@@ -189,9 +189,9 @@ class Mirrors:
         wanted = torch.float32 if dtype is torch.float16 else dtype
         if self._values.sharing.is_alone:
             assert home is not None
-            value = home.to(wanted, copy=True)
+            value = home.to(self._values.device, wanted, copy=True)
         else:
-            value = self._values.sharing.tensor(Held(tensor, home, wanted), "the gradient")
+            value = self._values.sharing.tensor(Held(tensor, home, wanted), "the gradient").to(self._values.device)
         if known is not None:
             known.value.copy_(value)
             return known
