@@ -19,7 +19,7 @@ from hf_patrickstar.checkpoint.training_state import TrainingState
 from hf_patrickstar.checkpoint.weights import ChunkWeights
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.decisions import Circumstances, chunk_bytes, decide, list_names
-from hf_patrickstar.errors import BudgetError, ConfigError, EngineError, PatrickStarError
+from hf_patrickstar.errors import ConfigError, EngineError, PatrickStarError
 from hf_patrickstar.events import Event, Listener
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import TensorSpec
@@ -263,13 +263,11 @@ class PatrickStarEngine:
         )
         manager = ChunkManager(
             chunks,
-            Steps(residency, self._pool, self._meter, policy, lockstep),
+            Steps(residency, self._pool, self._meter, policy, lockstep, self._num_micro_batches),
             self._pool,
             transfers,
             self._emit,
-            self._num_micro_batches,
             self.collectives,
-            lockstep,
             config.keep_gradients,
         )
         if self._kernels:
@@ -526,7 +524,7 @@ class PatrickStarEngine:
             self.checkpoints.close()
         if hasattr(self, "_hooks"):
             self._hooks.detach()
-        self.manager.sync()
+        self.manager.writes.sync()
         self.manager.discard_gradients()
         for optimizer in self.optimizers:
             optimizer.give_back_state()

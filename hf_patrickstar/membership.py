@@ -134,7 +134,7 @@ class Membership:
     def _compare(self, is_training: bool) -> _Change:
         manager = self._parts.manager
         for swapped in [tensor for tensor in manager.tensors if not tensor.is_ours]:
-            manager.give_up_swapped(swapped)
+            manager.writes.give_up_swapped(swapped)
         held = holders(item.inner for item in self._parts.optimizers)
         specs, modules, parameters = collect(self._parts.model, held, manager.find)
         found: list[TensorSpec] = []

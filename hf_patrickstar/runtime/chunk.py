@@ -17,6 +17,7 @@ import torch
 
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import TensorSpec
+from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.memory.transfers import Ticket
 from hf_patrickstar.runtime.live_parameter import (
@@ -41,8 +42,8 @@ class GradientPlace(enum.Enum):
     ``LIST``: in the accumulation list. What a backward has not settled yet is aside, in autograd's own tensor, because
     a use of the value, or another part of the gradient, is outstanding in the graph. ``REMOTE``: on the rank that has
     the parameter at home. ``ZERO``: all zeros, written nowhere yet. ``KEPT``: after a step, in the tensor that a user
-    still refers to. ``CONSUMED``: it was there before the step, and is nowhere now. ``INCOMPLETE``: torch would have added
-    another one to a consumed gradient.
+    still refers to. ``CONSUMED``: it was there before the step, and is nowhere now. ``INCOMPLETE``: torch would have
+    added another one to a consumed gradient.
     """
 
     NONE = "none"
@@ -177,7 +178,7 @@ class ManagedTensor:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the parameter is of the class that the engine gave it; ``swap_tensors`` takes it away, for example."""
+        """Whether the parameter is of the class that the engine gave it; ``swap_tensors`` takes it away, say."""
         return not self.is_bound or isinstance(self.parameter, LiveMixin) or self.is_open
 
     def materialize(self, value: torch.Tensor) -> None:
@@ -324,6 +325,11 @@ class Chunk:
     def tensor_at(self, offset_numel: int) -> ManagedTensor:
         """The tensor that holds the element at an offset."""
         return self.tensors[max(bisect.bisect_right(self._offsets, offset_numel) - 1, 0)]
+
+    def give_back(self, pool: PayloadPool) -> None:
+        """Gives the payloads at home back to where they come from."""
+        for name, payload in {"param": self.param, **self.lists}.items():
+            pool.release(self.home, payload, name, keep=False)
 
     def retire(self) -> None:
         """Makes it nothing: its payloads were given back, its number stays."""

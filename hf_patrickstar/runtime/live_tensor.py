@@ -49,7 +49,10 @@ _WITHOUT_GRAPH = _EXPORTS | {
 
 _CHANGES_OF_SHAPE = frozenset(
     getattr(torch.Tensor, name)
-    for name in ("t_ transpose_ squeeze_ unsqueeze_ swapaxes_ swapdims_ as_strided_ resize_ resize_as_ set_").split()
+    for name in (
+        *("t_", "transpose_", "squeeze_", "unsqueeze_", "swapaxes_", "swapdims_"),
+        *("as_strided_", "resize_", "resize_as_", "set_"),
+    )
 )
 _SHARING = frozenset({torch.Tensor.share_memory_})
 
@@ -111,7 +114,7 @@ class LiveTensor:
         """See ``Live.value_for``."""
         if parameter is self.tensor.parameter:
             return None
-        self.services.manager.give_up_swapped(self.tensor)
+        self.services.manager.writes.give_up_swapped(self.tensor)
         return self.kept
 
     def access(self, func: Any, *, is_graph: bool, writes: bool = False) -> Access:
@@ -146,7 +149,7 @@ class LiveTensor:
         """
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"Variable data has to be a tensor, but got {type(value).__name__}")
-        self.services.manager.assign(self.tensor, value.detach())
+        self.services.manager.writes.assign(self.tensor, value.detach())
 
     def copy_from(self, source: torch.Tensor, is_graph: bool) -> bool:
         """Gives the fp32 master of a 16-bit parameter all bits of what is copied into it."""
@@ -155,13 +158,13 @@ class LiveTensor:
         if is_graph or not is_wider or self.services.frames.is_inside:
             return False
         with manager.gradients.lock:
-            manager.take_over(tensor)
-            manager.write(tensor, source.detach().expand(tensor.spec.shape))
+            manager.writes.take_over(tensor)
+            manager.writes.apply(tensor, source.detach().expand(tensor.spec.shape))
         return True
 
     def note_data_is_out(self) -> None:
         """Remembers to compare: what is written to ``.data`` leaves no trace."""
-        self.services.manager.watch(self.tensor)
+        self.services.manager.writes.watch(self.tensor)
 
     def detached_for_state_dict(self) -> torch.Tensor:
         """The placeholder."""
@@ -170,7 +173,7 @@ class LiveTensor:
     def host_value(self) -> torch.Tensor:
         """The value on the host, in the type that the model was loaded in; it may alias the chunk."""
         manager, tensor = self.services.manager, self.tensor
-        manager.take_over(tensor)
+        manager.writes.take_over(tensor)
         return manager.values.host_alias(tensor, tensor.original_dtype)
 
     def view_whole(self, func: Any) -> torch.Tensor:
@@ -178,7 +181,7 @@ class LiveTensor:
         manager, tensor = self.services.manager, self.tensor
         parameter = tensor.parameter
         with manager.gradients.lock, torch.no_grad():
-            manager.take_over(tensor, keeps_unused=True)
+            manager.writes.take_over(tensor, keeps_unused=True)
             value = manager.mirrors.hand_out_value(tensor)
             placeholder = raw_data(parameter)
             set_raw_data(parameter, value)
@@ -229,7 +232,8 @@ class LiveTensor:
             return  # what was read is written back
         if not isinstance(gradient, torch.Tensor):
             raise TypeError(
-                f"the gradient of parameter '{tensor.spec.name}' must be a tensor or None, got {type(gradient).__name__}"
+                f"the gradient of parameter '{tensor.spec.name}' must be a tensor or None, got "
+                f"{type(gradient).__name__}"
             )
         if gradient is tensor.parameter:
             raise EngineError(f"parameter '{tensor.spec.name}' cannot be its own gradient")
@@ -293,8 +297,8 @@ class _FixedAccess:
 class _InsideAccess:
     """Inside of a forward or backward: the chunk comes to the device, as for a module's own parameters.
 
-    Checkpointing keeps a frozen operand of a recomputation as the very object that it was given, which would be released
-    again when backward comes to use it. So there functions get an alias of the chunk instead of the parameter.
+    Checkpointing keeps a frozen operand of a recomputation as the very object that it was given, which would be
+    released again when backward comes to use it. So there functions get an alias of the chunk instead of the parameter.
     """
 
     def __init__(self, tensor: ManagedTensor, services: LiveServices, func: Any) -> None:
@@ -313,7 +317,7 @@ class _InsideAccess:
         """No copy: what aliases the chunk keeps it on the device. What is written through it is looked for later."""
         storage = self._tensor.chunk.storage
         if self._is_held and storage is not None and any(_is_over(result, storage._cdata) for result in results):
-            self._manager.watch(self._tensor)
+            self._manager.writes.watch(self._tensor)
         return False
 
     def make_room(self) -> None:
@@ -406,7 +410,7 @@ class _ValueAccess:
         try:
             manager.check_usable(tensor)
             manager.mirrors.sync_unused(but=tensor)
-            manager.take_over(tensor, keeps_unused=True)
+            manager.writes.take_over(tensor, keeps_unused=True)
             tensor.read_at = manager.num_steps
             self._is_private = func in _EXPORTS
             self._changes_shape = func in _CHANGES_OF_SHAPE
@@ -421,7 +425,7 @@ class _ValueAccess:
             raise
 
     def _use(self, value: torch.Tensor) -> None:
-        """Lets the call have a value: a leaf that requires a gradient if the parameter does, since views of it say so."""
+        """Lets the call have a value: a leaf that requires a gradient if the parameter does, as views of it say."""
         with as_it_is():
             # Not detach(): all parameters of a chunk share the version of its payload.
             self.value = value.data.requires_grad_(requires_grad(self._tensor.parameter))
@@ -448,7 +452,7 @@ class _ValueAccess:
         if self._changes_shape:
             self._tensor.parameter._live.assign(self.value)
         elif self._writes or self.value._version != self._version:
-            self._manager.write(self._tensor, self.value.detach())
+            self._manager.writes.apply(self._tensor, self.value.detach())
 
     def end(self) -> None:
         del self.value  # before another thread counts who looks into the chunk
