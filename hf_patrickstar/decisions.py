@@ -18,7 +18,7 @@ from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec, collect_specs
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.pool import pinned_nbytes
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.optim.kernels import Kernel
+from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.runtime.admission import check_model, check_values, choose_dtype, is_left_out, is_recomputed
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER
 from hf_patrickstar.runtime.live_parameter import LiveMixin

@@ -25,8 +25,10 @@ from hf_patrickstar.machine import Machine
 from hf_patrickstar.membership import Membership, Parts, check_optimizers, holders
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.memory.transfers import Transfers
-from hf_patrickstar.optim.kernels import Kernel, make_kernel
-from hf_patrickstar.optim.optimizer import ChunkedOptimizer, OptimizerSet
+from hf_patrickstar.optim.kernel import Kernel
+from hf_patrickstar.optim.kernels import make_kernel
+from hf_patrickstar.optim.optimizer import ChunkedOptimizer
+from hf_patrickstar.optim.optimizer_set import OptimizerSet
 from hf_patrickstar.payloads import Payloads
 from hf_patrickstar.report.statistics import Statistics
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor

@@ -10,7 +10,7 @@ from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.optim.kernels import Kernel
+from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.schedule.placement import ChunkBytes
 

@@ -451,7 +451,7 @@ BAD = [
     (imports_only_lower_parts, "layout.packing", "from hf_patrickstar.memory.tiers import Tier"),
     (imports_only_lower_parts, "memory.pool", "import hf_patrickstar.layout.specs"),
     (imports_only_lower_parts, "schedule.plan", "def f():\n    from hf_patrickstar.runtime import chunk"),
-    (imports_only_lower_parts, "runtime.chunk", "from hf_patrickstar.optim.kernels import AdamKernel"),
+    (imports_only_lower_parts, "runtime.chunk", "from hf_patrickstar.optim.adam_kernel import AdamKernel"),
     (imports_only_lower_parts, "runtime.chunk", "from ..optim import kernels"),
     (imports_only_lower_parts, "runtime.chunk", "from hf_patrickstar import PatrickStarEngine"),
     (imports_only_lower_parts, "runtime.chunk", "import hf_patrickstar"),

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from hf_patrickstar.events import Listener, StepFinished
-from hf_patrickstar.optim.kernels import Kernel, place_state
-from hf_patrickstar.optim.state import StateView
+from hf_patrickstar.optim.clipping import clip_by_norm, clip_by_value, total_norm
+from hf_patrickstar.optim.kernel import Kernel, place_state
+from hf_patrickstar.optim.state import StateView, call_hooks, check_shapes, has_shapes, pack_state, pair_up
 from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedTensor
-from hf_patrickstar.runtime.gradients import gradient_norm
 from hf_patrickstar.runtime.manager import ChunkManager
 
 logger = logging.getLogger(__name__)
@@ -161,12 +161,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         ordinary = copy.copy(self.inner)
         states = self._all_states()
         ordinary.state = type(self.inner.state)(self.inner.state.default_factory)  # type: ignore[attr-defined]
-        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
-            tensor = self._manager.find(parameter)
-            is_ours = tensor is not None and self._updates(tensor)
-            state = states.get(tensor.spec.index) if tensor is not None and is_ours else self.inner.state.get(parameter)
-            if state:
-                ordinary.state[parameter] = {key: value for key, value in state.items() if key != MASTER}
+        for parameter, state in self._by_parameter(states):
+            ordinary.state[parameter] = {key: value for key, value in state.items() if key != MASTER}
         return ordinary
 
     # A step
@@ -203,7 +199,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         manager.sync()
         for tensor in self._tensors:
             manager.take_over(tensor)
-            manager.gradients.check_complete(tensor)
+            if closure is None:  # it computes other gradients
+                manager.gradients.check_complete(tensor)
             self._begin_anew(tensor)
         if manager.gradients.has_factor and self._is_beside_others:
             manager.apply_factor()
@@ -245,12 +242,13 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         manager.steps.finish_update()
         manager.finish_step()
 
-    def _present(self) -> torch.Tensor | None:
+    def _present(self, is_all: bool) -> torch.Tensor | None:
         """Makes gradients ready for an optimizer that uses all at once; returns what they are to be multiplied with."""
         self._manager.mirrors.sync_gradients()
         gradients = self._manager.gradients
         for tensor in self._tensors:
-            gradients.check_complete(tensor)
+            if is_all:
+                gradients.check_complete(tensor)
             gradients.make_ready(tensor)
             if tensor.chunk.param.dtype is not torch.float32:
                 gradients.move_to_list(tensor)
@@ -302,7 +300,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         Returns:
             A scalar fp32 tensor; unscaled if the gradients were scaled and ``unscale`` was called.
         """
-        return self._norm(self._find(parameters), norm_type)
+        return total_norm(self._manager, self._find(parameters), norm_type)
 
     def _find(self, parameters: Iterable[torch.Tensor] | None) -> list[ManagedTensor | torch.Tensor]:
         """Parameters in chunks as such, others as they are; each once."""
@@ -310,39 +308,6 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             return [*self._manager.tensors, *(p for p in self._others if self._manager.find(p) is None)]
         found = {id(parameter): self._manager.find(parameter) or parameter for parameter in parameters}
         return list(found.values())
-
-    def _norm(self, items: Iterable[ManagedTensor | torch.Tensor], norm_type: float) -> torch.Tensor:
-        manager, gradients = self._manager, self._manager.gradients
-        if norm_type == 2.0:
-            gradients.records_norms = True
-        norms: dict[int, torch.Tensor] = {}
-        num_places = 0
-        manager.mirrors.sync_gradients()
-        inverse_scale = gradients.inverse_scale
-        for item in items:
-            if not isinstance(item, ManagedTensor):
-                if item.grad is not None:
-                    norm = gradient_norm(item.grad, norm_type)
-                    norms[num_places] = norm if inverse_scale is None else norm / inverse_scale.to(norm.device)
-                    num_places += 1
-                continue
-            gradients.check_complete(item)
-            if not gradients.has(item):
-                continue
-            place = num_places + (item.chunk.rank if item.is_split else 0)
-            num_places += len(item.parts) if item.is_split else 1  # parts of a norm make up its norm
-            gradient = gradients.of(item)
-            if gradient is not None:
-                norms[place] = _norm_of(item, gradient, norm_type)
-        sharing = manager.sharing
-        if not sharing.is_alone:
-            together = sharing.scalars(norms, num_places)
-        elif norms:
-            together = _stack(list(norms.values()))
-        else:
-            return torch.tensor(0.0)
-        total = torch.linalg.vector_norm(together, norm_type)
-        return total if inverse_scale is None else total * inverse_scale.to(total.device)
 
     @torch.no_grad()
     def clip_grad_norm_(
@@ -361,26 +326,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         Returns:
             The norm before clipping, a scalar fp32 tensor.
         """
-        items = self._find(parameters)
-        total = self._norm(items, norm_type)
-        if float(max_norm) == float("inf"):
-            return total
-        coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        manager, gradients = self._manager, self._manager.gradients
-        chosen = {item.spec.index for item in items if isinstance(item, ManagedTensor)}
-        left_out = any(gradients.has(tensor) for tensor in manager.tensors if tensor.spec.index not in chosen)
-        is_at_once = left_out or manager.mirrors.has_gradients
-        for item in items:
-            if not isinstance(item, ManagedTensor):
-                if item.grad is not None:
-                    item.grad.mul_(coefficient.to(item.grad.device))
-            elif is_at_once:
-                gradients.multiply(item, coefficient)
-                manager.mirrors.refresh_gradient(item)
-        if not is_at_once:
-            before = gradients.coefficient
-            gradients.coefficient = coefficient if before is None else before * coefficient
-        return total
+        return clip_by_norm(self._manager, self._find(parameters), max_norm, norm_type)
 
     @torch.no_grad()
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[torch.Tensor] | None = None) -> None:
@@ -390,20 +336,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             clip_value: The bound.
             parameters: Parameters whose gradients are clipped; all by default.
         """
-        manager, limit = self._manager, float(clip_value)
-        if manager.gradients.coefficient is not None:
-            manager.apply_factor()
-        manager.mirrors.sync_gradients()
-        scale = manager.gradients.inverse_scale
-        for item in self._find(parameters):
-            is_scaled = isinstance(item, ManagedTensor) and scale is not None
-            gradient = manager.gradients.of(item) if isinstance(item, ManagedTensor) else item.grad
-            if gradient is not None:
-                own_limit = limit / float(scale) if is_scaled and scale is not None else limit
-                gradient.clamp_(-own_limit, own_limit)
-            if isinstance(item, ManagedTensor):
-                item.gradient_norm = None
-                manager.mirrors.refresh_gradient(item)
+        clip_by_value(self._manager, self._find(parameters), float(clip_value))
 
     def unscale(self, inverse_scale: torch.Tensor) -> torch.Tensor:
         """Tells that gradients carry a loss scale; the next step removes it as it reads them.
@@ -436,7 +369,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The states by parameter, as in torch; what is written to them counts. With several processes: what is here."""
+        """The states by parameter, as in torch; what is written to them counts. With several processes: those here."""
         if self._manager.sharing.is_alone:
             self._leave_given_up()
         return StateView(self.kernel, self._manager, self.inner.state, self._updates)
@@ -495,27 +428,20 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         bit. Tensors are copies on the host. With several processes all of them must call it, and all get all of it;
         see ``collected``.
         """
-        for hook in self._optimizer_state_dict_pre_hooks.values():
-            hook(self)
+        call_hooks(self._optimizer_state_dict_pre_hooks, self)
         self._leave_given_up()
         states = self._all_states() if self._collected is None else self._collected
-        parameters = {id(p): p for group in self.param_groups for p in group["params"]}
-        numbers = {key: number for number, key in enumerate(parameters)}
-        packed: dict[str, Any] = {"state": {}, "param_groups": []}
-        for group in self.param_groups:
-            plain = {key: value for key, value in group.items() if key != "params"}
-            packed["param_groups"].append({**plain, "params": [numbers[id(p)] for p in group["params"]]})
-        for key, parameter in parameters.items():
+        packed = pack_state(self.param_groups, self._by_parameter(states))
+        return call_hooks(self._optimizer_state_dict_post_hooks, self, packed)
+
+    def _by_parameter(self, states: Mapping[int, Any]) -> Iterator[tuple[torch.Tensor, Any]]:
+        """The parameters in the groups that have a state: one of these, by index, or in the user's optimizer."""
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
             tensor = self._manager.find(parameter)
-            is_ours = tensor is not None and self._updates(tensor)
-            state = states.get(tensor.spec.index) if tensor is not None and is_ours else None
+            state = states.get(tensor.spec.index) if tensor is not None and self._updates(tensor) else None
             state = state or self.inner.state.get(parameter)
             if state:
-                packed["state"][numbers[key]] = state
-        for hook in self._optimizer_state_dict_post_hooks.values():
-            replaced = hook(self, packed)
-            packed = packed if replaced is None else replaced
-        return packed
+                yield parameter, state
 
     def _all_states(self, *, keep: bool = True) -> dict[int, dict[str, Any]]:
         """The state of every parameter, from all ranks, by tensor index; only taken part in without ``keep``."""
@@ -555,36 +481,21 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: If groups or shapes do not match; nothing has changed then.
         """
-        state_dict = {**state_dict}
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = hook(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
-        saved = state_dict["param_groups"]
-        ours = [len(group["params"]) for group in self.param_groups]
-        theirs = [len(group["params"]) for group in saved]
-        if ours != theirs:
-            raise ValueError(
-                f"optimizer state has param groups of {theirs} parameters, this optimizer of {ours}; "
-                "it was saved for another model or other groups"
-            )
-        numbers = [number for group in saved for number in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        pairs = []
-        for number, parameter in zip(numbers, parameters, strict=True):
-            state = dict(state_dict["state"].get(number, {}))
+        state_dict = call_hooks(self._optimizer_load_state_dict_pre_hooks, self, {**state_dict})
+        pairs = pair_up(self.param_groups, state_dict)
+        for parameter, state in pairs:
             tensor = self._manager.find(parameter)
             if tensor is not None:
-                _check_shapes(tensor, state)
-            pairs.append((parameter, tensor, state))
-        for group, saved_group in zip(self.param_groups, saved, strict=True):
-            group.update({key: value for key, value in saved_group.items() if key != "params"})
-        for parameter, tensor, state in pairs:
+                check_shapes(tensor, state)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        for parameter, state in pairs:
+            tensor = self._manager.find(parameter)
             if tensor is not None and (self._updates(tensor) or not tensor.spec.trainable):
                 self.load_state(tensor, state)
             elif state:
                 self.inner.state[parameter] = copy.deepcopy(state)
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        call_hooks(self._optimizer_load_state_dict_post_hooks, self)
 
     def load_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
         """Takes over the state of one parameter, as torch has it; with several processes all call it together."""
@@ -611,14 +522,14 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             state = self.inner.state.get(item.parameter)
             if not state or not self._updates(item) or not item.is_owned:
                 continue
-            if _has_shapes(item, state):
+            if has_shapes(item, state):
                 self.inner.state.pop(item.parameter)
                 self.kernel.load_tensor_state(item, state)
 
     def _begin_anew(self, tensor: ManagedTensor) -> None:
         """Drops a state of a shape that the parameter does not have any more; until its next update it is kept."""
         state = self.inner.state.get(tensor.parameter)
-        if state and self._manager.gradients.has(tensor) and not _has_shapes(tensor, state):
+        if state and self._manager.gradients.has(tensor) and not has_shapes(tensor, state):
             logger.warning(
                 "patrickstar: parameter '%s' has another shape than its optimizer state, which begins anew",
                 tensor.spec.name,
@@ -649,12 +560,12 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                     own[item.spec.index] = state
         states = self._manager.sharing.states(own, self._manager.by_index)
         for item in chosen:
-            state = states.get(item.spec.index)
-            if state:
+            given = states.get(item.spec.index)
+            if given:
                 number = self._groups.get(item.spec.index)
                 group = self.param_groups[number] if number is not None else {}
                 self.inner.state[item.parameter] = {
-                    key: place_state(key, value, item.device, group) for key, value in state.items()
+                    key: place_state(key, value, item.device, group) for key, value in given.items()
                 }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -664,101 +575,3 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             return
         self.inner.add_param_group(param_group)
         self._manager.has_new_groups = True
-
-
-class OptimizerSet:
-    """The optimizers of one engine as if they were one, for checkpoints.
-
-    Args:
-        optimizers: The optimizers; the list may grow.
-    """
-
-    def __init__(self, optimizers: Sequence[ChunkedOptimizer]) -> None:
-        self._optimizers = optimizers
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Those of all."""
-        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
-
-    @property
-    def class_name(self) -> str:
-        """The classes of the users' optimizers."""
-        return "+".join(optimizer.class_name for optimizer in self._optimizers)
-
-    def named_groups(self) -> list[list[str]]:
-        """The names of the parameters of each param group."""
-        return [names for optimizer in self._optimizers for names in optimizer.named_groups()]
-
-    def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
-        """See ``ChunkedOptimizer.own_state``."""
-        return self._of(tensor).own_state(tensor)
-
-    def state_places(self, tensor: ManagedTensor) -> dict[str, torch.Tensor]:
-        """See ``ChunkedOptimizer.state_places``."""
-        return self._of(tensor).state_places(tensor)
-
-    def load_own_state(self, tensor: ManagedTensor, state: Mapping[str, Any]) -> None:
-        """See ``ChunkedOptimizer.load_own_state``."""
-        self._of(tensor).load_own_state(tensor, state)
-
-    def other_states(self) -> dict[str, dict[str, Any]]:
-        """The states of what they update outside of chunks, by the optimizer's number and the place in its groups."""
-        return {
-            f"{number}.{place}": state
-            for number, optimizer in enumerate(self._optimizers)
-            for place, state in optimizer.other_states().items()
-        }
-
-    def other_places(self) -> set[str]:
-        """The places that such states may have."""
-        return set(self.other_states())
-
-    def load_other_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """See ``ChunkedOptimizer.load_other_states``."""
-        for number, optimizer in enumerate(self._optimizers):
-            places = {place: states.get(f"{number}.{place}", {}) for place in optimizer.other_states()}
-            optimizer.load_other_states(places)
-
-    def _of(self, tensor: ManagedTensor) -> ChunkedOptimizer:
-        return self._optimizers[tensor.chunk.spec.optimizer_index]
-
-
-def _has_shapes(tensor: ManagedTensor, state: Mapping[str, Any]) -> bool:
-    """Whether a state is one of a parameter of this shape, as far as its keys tell what shape it must have."""
-    try:
-        _check_shapes(tensor, state)
-    except ValueError:
-        return False
-    return True
-
-
-def _check_shapes(tensor: ManagedTensor, state: Mapping[str, Any]) -> None:
-    for key, value in state.items():
-        shaped = isinstance(value, torch.Tensor) and key in (MASTER, "exp_avg", "exp_avg_sq")
-        if shaped and tuple(value.shape) != tensor.spec.shape:
-            raise ValueError(
-                f"optimizer state '{key}' of parameter '{tensor.spec.name}' has shape {tuple(value.shape)}, "
-                f"the parameter has {tensor.spec.shape}"
-            )
-
-
-def _norm_of(tensor: ManagedTensor, gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """The norm of one gradient; that of order 2 is remembered."""
-    if norm_type != 2.0:
-        return gradient_norm(gradient, norm_type)
-    if tensor.gradient_norm is None:
-        tensor.gradient_norm = gradient_norm(gradient)
-    return tensor.gradient_norm
-
-
-def _stack(norms: list[torch.Tensor]) -> torch.Tensor:
-    """Scalars of several devices as one vector, in order; one copy per device, not one per scalar."""
-    places: dict[torch.device, list[int]] = {}
-    for place, norm in enumerate(norms):
-        places.setdefault(norm.device, []).append(place)
-    if len(places) == 1:
-        return torch.stack(norms)
-    parts = [torch.stack([norms[place] for place in group]).to(norms[0].device) for group in places.values()]
-    order = [place for group in places.values() for place in group]
-    return torch.cat(parts)[torch.tensor(order, device=norms[0].device).argsort()]

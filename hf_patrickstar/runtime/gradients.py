@@ -10,11 +10,11 @@ With several processes what comes here is the average that the owner of a parame
 holds a gradient, so only a gather, which sends values from home, has to bring them back.
 
 [Note: gradients after the step]
-In torch a gradient stays until ``zero_grad``. A step that leaves gradients where they are needs room for them beside the
-values; nearly everybody calls ``zero_grad`` next, and then it is for nothing. So gradients are kept, in the accumulation
-list, until ``zero_grad`` was called for the first time; from then on the step consumes them, unless somebody has read
-one after that first step, as AdaLoRA does. What is asked for all the same, by ``parameter.grad`` or by a backward that
-would add to it, is an error and not a wrong number.
+In torch a gradient stays until ``zero_grad``. A step that leaves gradients where they are needs room for them beside
+the values; nearly everybody calls ``zero_grad`` next, and then it is for nothing. So gradients are kept, in the
+accumulation list, until ``zero_grad`` was called for the first time; from then on the step consumes them, unless
+somebody has read one after that first step, as AdaLoRA does. What is asked for all the same, by ``parameter.grad`` or
+by a backward that would add to it, is an error and not a wrong number.
 """
 
 import threading
@@ -31,7 +31,6 @@ from hf_patrickstar.memory.transfers import Transfers
 from hf_patrickstar.runtime.attempts import Attempts
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor
 from hf_patrickstar.states import TensorState
-
 
 _NOWHERE = frozenset({GradientPlace.NONE, GradientPlace.CONSUMED, GradientPlace.INCOMPLETE})
 
@@ -418,8 +417,8 @@ def consumed(tensor: ManagedTensor, why: str) -> str:
     """The message where a gradient is missed that a step has consumed."""
     return (
         f"the gradient of parameter '{tensor.spec.name}' was consumed by optimizer.step(), and {why}. Call "
-        "optimizer.zero_grad() after the step, read gradients before it, or set keep_gradients=true, which takes 4 bytes "
-        "per trainable parameter"
+        "optimizer.zero_grad() after the step, read gradients before it, or set keep_gradients=true, which takes 4 "
+        "bytes per trainable parameter"
     )
 
 

@@ -2,16 +2,15 @@
 
 [Note: a parameter that answers]
 While no module computes with a parameter its tensor is a placeholder: NaN in the right shape and type, without memory.
-Its class is then ``ReleasedParameter``, whose ``__torch_function__`` brings the value, or the gradient, for the length of
-one call: shapes and flags are answered without it, functions get the value, functions that write reach every place where
-the value is, and ``.grad`` is the gradient. While a module runs its parameters are ``AcquiredParameter``: they have
-their value, and torch treats them as it treats any ``nn.Parameter``; only ``.data`` and ``.grad`` are noticed.
-The object stays the same; only its class changes, as torch does it when an ``UninitializedParameter`` is materialised.
+Its class is then ``ReleasedParameter``, whose ``__torch_function__`` brings the value, or the gradient, for the length
+of one call: shapes and flags are answered without it, functions get the value, functions that write reach every place
+where the value is, and ``.grad`` is the gradient. While a module runs its parameters are ``AcquiredParameter``: they
+have their value, and torch treats them as it treats any ``nn.Parameter``; only ``.data`` and ``.grad`` are noticed. The
+object stays the same; only its class changes, as torch does it when an ``UninitializedParameter`` is materialised.
 
 Code that goes around ``__torch_function__`` (an extension in C++ that was handed a released parameter) finds NaN.
 """
 
-import copy
 import functools
 import sys
 from collections import OrderedDict
@@ -24,17 +23,17 @@ from torch.utils._pytree import tree_iter, tree_map_only
 RAW = torch._C.DisableTorchFunctionSubclass
 """A context in which a released parameter shows its placeholder."""
 
-_Base = torch._C.TensorBase
+_Base: Any = torch._C.TensorBase
+_Tensor: Any = torch.Tensor
 
 
 class Access(Protocol):
-    """One call's access to one released parameter.
+    """One call's access to one released parameter."""
 
-    Attributes:
-        value: What the called function gets in place of the parameter.
-    """
-
-    value: torch.Tensor
+    @property
+    def value(self) -> torch.Tensor:
+        """What the called function gets in place of the parameter."""
+        ...
 
     def needs_copy(self, results: list[torch.Tensor]) -> bool:
         """Whether the results of the call look into memory that they may not; then ``value`` is a copy now."""
@@ -131,7 +130,7 @@ class LiveMixin:
             memo[id(self)] = original_type(type(self))(self._live.host_value().clone(), requires_grad(self))
         return memo[id(self)]
 
-    def __copy__(self) -> Any:
+    def __copy__(self: Any) -> Any:
         """As in torch: the same memory, and the same attributes."""
         made = original_type(type(self))(self.data, requires_grad(self))
         made.__dict__.update((name, value) for name, value in self.__dict__.items() if name != "_live")
@@ -141,7 +140,7 @@ class LiveMixin:
         parameter = original_type(type(self))(self._live.host_value(), requires_grad(self))
         state = {name: value for name, value in self.__dict__.items() if name != "_live"}
         if state:
-            arguments = (parameter.data, parameter.requires_grad, OrderedDict(), state)
+            arguments: tuple[Any, ...] = (parameter.data, parameter.requires_grad, OrderedDict(), state)
             return torch._utils._rebuild_parameter_with_state, arguments
         return torch._utils._rebuild_parameter, (parameter.data, parameter.requires_grad, OrderedDict())
 
@@ -155,7 +154,8 @@ class AcquiredMixin(LiveMixin):
     def data(self) -> torch.Tensor:
         """The value, detached; what is written to it counts."""
         self._live.note_data_is_out()
-        return _Base.data.__get__(self)
+        value: torch.Tensor = _Base.data.__get__(self)
+        return value
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -199,13 +199,14 @@ class ReleasedMixin(LiveMixin):
     def shape(self) -> torch.Size:
         """As of any tensor."""
         with RAW():
-            return _Base.shape.__get__(self)
+            found: torch.Size = _Base.shape.__get__(self)
+            return found
 
     @property
     def requires_grad(self) -> bool:
         """As of any tensor."""
         with RAW():
-            return _Base.requires_grad.__get__(self)
+            return bool(_Base.requires_grad.__get__(self))
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -216,7 +217,7 @@ class ReleasedMixin(LiveMixin):
     def numel(self) -> int:
         """As of any tensor."""
         with RAW():
-            return _Base.numel(self)
+            return int(_Base.numel(self))
 
 
 @functools.cache
@@ -251,7 +252,8 @@ def can_answer(parameter: torch.Tensor) -> bool:
 def raw_data(parameter: torch.Tensor) -> torch.Tensor:
     """``parameter.data`` as torch has it."""
     with RAW():
-        return _Base.data.__get__(parameter)
+        value: torch.Tensor = _Base.data.__get__(parameter)
+        return value
 
 
 def set_raw_data(parameter: torch.Tensor, value: torch.Tensor) -> None:
@@ -263,7 +265,8 @@ def set_raw_data(parameter: torch.Tensor, value: torch.Tensor) -> None:
 def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """``parameter.grad`` as autograd has it."""
     with RAW():
-        return _Base.grad.__get__(parameter)
+        gradient: torch.Tensor | None = _Base.grad.__get__(parameter)
+        return gradient
 
 
 def set_raw_grad(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
@@ -272,7 +275,7 @@ def set_raw_grad(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None
         _Base.grad.__set__(parameter, gradient)
 
 
-def requires_grad(parameter: torch.Tensor) -> bool:
+def requires_grad(parameter: Any) -> bool:
     """Whether a parameter says that it is trained."""
     with RAW():
         return bool(_Base.requires_grad.__get__(parameter))
@@ -296,7 +299,7 @@ def call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
         kwargs: Its named arguments.
 
     Returns:
-        What it returns; where that is one of the values itself (of a function that writes in place, say), the parameter.
+        What it returns; where that is one of the values itself (of a function that writes in place), the parameter.
     """
     leaves = list(tree_iter((args, kwargs)))
     is_graph = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and requires_grad(x) for x in leaves)
@@ -333,7 +336,7 @@ def _needs_copies(result: Any, accesses: Collection[Access]) -> bool:
     """Whether a call must be repeated on copies, since what it returned looks into a chunk."""
     values = {id(access.value) for access in accesses}
     found = [leaf for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor) and id(leaf) not in values]
-    return any([access.needs_copy(found) for access in accesses])  # a list, so that each one is asked
+    return bool([access for access in accesses if access.needs_copy(found)])  # each one is asked
 
 
 def _written(name: str, args: Any, kwargs: Any) -> set[int]:
@@ -367,22 +370,23 @@ def _properties(names: str, accessor: str = "__get__") -> set[Any]:
 
 WITHOUT_VALUE = frozenset(
     _properties(
-        "shape dtype device layout ndim requires_grad is_leaf grad_fn _grad_fn output_nr names name is_cpu is_cuda is_xpu "
-        "is_mps is_hpu is_ipu is_mtia is_maia is_vulkan is_mkldnn is_nested is_quantized is_meta is_sparse is_sparse_csr "
-        "itemsize nbytes retains_grad _version _base _backward_hooks _post_accumulate_grad_hooks grad_dtype volatile _cdata"
+        "shape dtype device layout ndim requires_grad is_leaf grad_fn _grad_fn output_nr names name is_cpu "
+        "is_cuda is_xpu is_mps is_hpu is_ipu is_mtia is_maia is_vulkan is_mkldnn is_nested is_quantized is_meta "
+        "is_sparse is_sparse_csr itemsize nbytes retains_grad _version _base _backward_hooks "
+        "_post_accumulate_grad_hooks grad_dtype volatile _cdata"
     )
     | _properties("requires_grad names _backward_hooks _post_accumulate_grad_hooks grad_dtype", "__set__")
     | _named(
         torch.Tensor,
-        "dim size numel nelement element_size ndimension is_floating_point is_complex is_signed is_inference is_conj is_neg "
-        "get_device requires_grad_ detach_ register_hook register_post_accumulate_grad_hook retain_grad __len__ has_names "
-        "storage_offset _is_view is_pinned is_shared is_same_size is_distributed is_coalesced _is_zerotensor new_empty "
-        "new_zeros new_ones new_full new_tensor new_empty_strided new",
+        "dim size numel nelement element_size ndimension is_floating_point is_complex is_signed is_inference "
+        "is_conj is_neg get_device requires_grad_ detach_ register_hook register_post_accumulate_grad_hook "
+        "retain_grad __len__ has_names storage_offset _is_view is_pinned is_shared is_same_size is_distributed "
+        "is_coalesced _is_zerotensor new_empty new_zeros new_ones new_full new_tensor new_empty_strided new",
     )
     | _named(
         torch,
-        "is_floating_point is_complex is_signed is_inference is_conj is_neg numel get_device is_same_size result_type "
-        "zeros_like ones_like empty_like full_like rand_like randn_like randint_like is_distributed",
+        "is_floating_point is_complex is_signed is_inference is_conj is_neg numel get_device is_same_size "
+        "result_type zeros_like ones_like empty_like full_like rand_like randn_like randint_like is_distributed",
     )
 )
 """Functions that need shapes and flags alone, or that mean the parameter itself and not its value."""
@@ -411,7 +415,7 @@ class _Orphan:
     def __init__(self, parameter: torch.Tensor) -> None:
         self._parameter = parameter
 
-    def access(self, func: Any, *, is_graph: bool, writes: bool = False) -> "_Orphan":
+    def access(self, func: Any, *, is_graph: bool, writes: bool = False) -> Access:
         self._become_ordinary()
         return self
 
@@ -518,10 +522,10 @@ def _undisturbed(func: Any) -> Callable[..., Any]:
 
 
 _OWN_ANSWERS: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.grad.__get__: lambda parameter: parameter._live.get_grad(),
-    torch.Tensor.grad.__set__: lambda parameter, gradient: parameter._live.set_grad(gradient),
-    torch.Tensor.grad.__delete__: lambda parameter: parameter._live.set_grad(None),
-    torch.Tensor.data.__set__: lambda parameter, value: parameter._live.assign(value),
+    _Tensor.grad.__get__: lambda parameter: parameter._live.get_grad(),
+    _Tensor.grad.__set__: lambda parameter, gradient: parameter._live.set_grad(gradient),
+    _Tensor.grad.__delete__: lambda parameter: parameter._live.set_grad(None),
+    _Tensor.data.__set__: lambda parameter, value: parameter._live.assign(value),
     torch.Tensor.detach: _detach,
     torch.Tensor.copy_: _copy_,
     torch.Tensor.stride: _strides(torch.Tensor.stride),

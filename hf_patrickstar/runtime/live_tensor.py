@@ -26,7 +26,8 @@ from hf_patrickstar.runtime.operands import Operands
 from hf_patrickstar.runtime.values import as_it_is
 from hf_patrickstar.states import Stage
 
-_DATA = torch.Tensor.data.__get__
+_Tensor: Any = torch.Tensor
+_DATA = _Tensor.data.__get__
 _ADDRESSES = frozenset({torch.Tensor.data_ptr, torch.Tensor.__cuda_array_interface__.__get__})
 _EXPORTS = _ADDRESSES | {
     *(torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.untyped_storage, torch.Tensor.storage),
@@ -67,6 +68,10 @@ class LiveWeights(Protocol):
     @property
     def needs_all(self) -> bool:
         """Whether all processes must read together."""
+        ...
+
+    def hand_out(self, tensor: ManagedTensor) -> torch.Tensor:
+        """The parameter's value, on the host, that stays the same as the value."""
         ...
 
     def streamed(self, *, is_reader: bool) -> contextlib.AbstractContextManager[None]:
@@ -149,7 +154,7 @@ class LiveTensor:
         """
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"Variable data has to be a tensor, but got {type(value).__name__}")
-        self.services.manager.writes.assign(self.tensor, value.detach())
+        self.services.manager.writes.assign(self.tensor, value.data)
 
     def copy_from(self, source: torch.Tensor, is_graph: bool) -> bool:
         """Gives the fp32 master of a 16-bit parameter all bits of what is copied into it."""
@@ -232,7 +237,7 @@ class LiveTensor:
             return  # what was read is written back
         if not isinstance(gradient, torch.Tensor):
             raise TypeError(
-                f"the gradient of parameter '{tensor.spec.name}' must be a tensor or None, got "
+                f"the gradient of parameter '{tensor.spec.name}' must be a tensor or None, got a "
                 f"{type(gradient).__name__}"
             )
         if gradient is tensor.parameter:
@@ -425,7 +430,7 @@ class _ValueAccess:
             raise
 
     def _use(self, value: torch.Tensor) -> None:
-        """Lets the call have a value: a leaf that requires a gradient if the parameter does, as views of it say."""
+        """Lets the call have a value: a leaf that requires a gradient if the parameter does; views of it say so."""
         with as_it_is():
             # Not detach(): all parameters of a chunk share the version of its payload.
             self.value = value.data.requires_grad_(requires_grad(self._tensor.parameter))
@@ -450,7 +455,7 @@ class _ValueAccess:
 
     def finish(self) -> None:
         if self._changes_shape:
-            self._tensor.parameter._live.assign(self.value)
+            self._manager.writes.assign(self._tensor, self.value.detach())
         elif self._writes or self.value._version != self._version:
             self._manager.writes.apply(self._tensor, self.value.detach())
 

@@ -1,13 +1,13 @@
 """What was handed out of a parameter or its gradient, and may be written to, or read, later.
 
 [Note: mirrors]
-In torch ``parameter.data``, a view, ``numpy()`` and ``parameter.grad`` are the memory of the parameter: who keeps one sees
-every later change, and what is written to one counts. The memory of a chunk cannot be handed out, since the place of a
-value may hold a gradient next. So a copy is, and the engine keeps the two the same: before it uses the value it compares
-and takes over what was written, and when it has changed the value it writes to the copy. A copy that nobody else refers
-to any more is compared once more and freed. With several processes what was handed out does not follow (each process
-has a part of the value, and they need not keep the same), but what is written to it counts until the next change. There
-a checksum tells what was written, so that every process finds out, wherever the value is at home.
+In torch ``parameter.data``, a view, ``numpy()`` and ``parameter.grad`` are the memory of the parameter: who keeps one
+sees every later change, and what is written to one counts. The memory of a chunk cannot be handed out, since the place
+of a value may hold a gradient next. So a copy is, and the engine keeps the two the same: before it uses the value it
+compares and takes over what was written, and when it has changed the value it writes to the copy. A copy that nobody
+else refers to any more is compared once more and freed. With several processes what was handed out does not follow
+(each process has a part of the value, and they need not keep the same), but what is written to it counts until the next
+change. There a checksum tells what was written, so that every process finds out, wherever the value is at home.
 """
 
 import sys
@@ -369,4 +369,4 @@ class Mirrors:
 def checksum_of(value: torch.Tensor) -> int:
     """A checksum of a tensor's bits."""
     flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(flat.numpy())
+    return zlib.crc32(flat.numpy().data)

@@ -441,6 +441,15 @@ class Residency:
             self.waiting_s += time.perf_counter() - begin
         return is_late
 
+    def _await_gathers(self, exclude: Chunk | None) -> bool:
+        """Waits for gathers that this process had no need of, and that still look into copies; whether there were any."""
+        if self._lockstep.is_alone:
+            return False
+        pending = [chunk for chunk in self._copies.values() if chunk is not exclude and chunk.arrival is not None]
+        for chunk in pending:
+            self._await(chunk)
+        return bool(pending)
+
     def _make_room(self, nbytes: int, chunk: Chunk, who: str) -> None:
         self._trim_if_short()
         self._evict_until(lambda: self._pool.room(Tier.DEVICE) >= nbytes, exclude=chunk)
@@ -455,9 +464,10 @@ class Residency:
         """Evicts copies one by one until there is enough room; whether there is."""
         while not is_enough():
             victim = self._choose(exclude)
-            if victim is None:
+            if victim is not None:
+                self._evict(victim)
+            elif not self._await_gathers(exclude):
                 return False
-            self._evict(victim)
         return True
 
     def _trim_if_short(self, *, cautious: bool | None = None) -> None:

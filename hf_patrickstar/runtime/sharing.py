@@ -76,7 +76,7 @@ class Sharing:
         (value,) = self.parts(held, (0, numel), max(numel, 1), name)
         if held.source is not None and value.untyped_storage()._cdata == held.source.untyped_storage()._cdata:
             value = value.clone()
-        return value.view(held.tensor.spec.shape)
+        return value.view(held.tensor.spec.shape).data  # no view, which would keep its base alive as well
 
     def parts(
         self, held: Held, place: tuple[int, int], piece_numel: int, name: str, *, is_patient: bool | None = None

@@ -96,9 +96,9 @@ class Turns:
                 whose = "autograd" if self._owner is None else f"thread '{self._owner.name}'"
                 doing = "a backward" if self._owner is None else self._what
                 raise EngineError(
-                    f"thread '{threading.current_thread().name}' cannot begin {what}: {whose} has been inside of {doing} "
-                    f"for {self._limit_s:g} s. One thread at a time can use a model in chunks; begin it after that has "
-                    "ended, or use a copy of the model (copy.deepcopy)"
+                    f"thread '{threading.current_thread().name}' cannot begin {what}: {whose} has been inside of "
+                    f"{doing} for {self._limit_s:g} s. One thread at a time can use a model in chunks; begin it after "
+                    "that has ended, or use a copy of the model (copy.deepcopy)"
                 )
 
     def _is_busy(self) -> bool:

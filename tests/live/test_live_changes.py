@@ -1152,7 +1152,8 @@ def test_what_would_move_the_model_is_refused_and_changes_nothing(both):
     optimizer = PatrickStarEngine(model, both.config, make_adamw(model)).optimizer
     train(model, optimizer)
     before, offset = copy.deepcopy(model.state_dict()), model.offset
-    for move in (model.share_memory, model.half, lambda: model.to("meta"), lambda: model._apply(lambda t: t.unsqueeze(0))):
+    moves = (model.share_memory, model.half, lambda: model.to("meta"), lambda: model._apply(lambda t: t.unsqueeze(0)))
+    for move in moves:
         with pytest.raises(EngineError, match=r"^parameter '.*' .*detach\(\)"):
             move()
         assert model.offset is offset
