@@ -12,25 +12,25 @@ import dataclasses
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from hf_patrickstar.checkpoint.first_values import FirstValues
 from hf_patrickstar.checkpoint.weights import ChunkWeights
 from hf_patrickstar.decisions import Decisions, collect
-from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.errors import BudgetError, EngineError
 from hf_patrickstar.layout.packing import ChunkSpec, Layout, Placement, pack
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
+from hf_patrickstar.payloads import Payloads
 from hf_patrickstar.runtime.admission import check_values
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.hooks import ModelHooks
 from hf_patrickstar.runtime.live_parameter import raw_grad
 from hf_patrickstar.runtime.manager import ChunkManager
-from hf_patrickstar.schedule.placement import ChunkBytes
 from hf_patrickstar.units import format_need
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,21 @@ def holders(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, int]:
     return found
 
 
+def check_optimizers(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Refuses an optimizer that was made for another model.
+
+    Raises:
+        EngineError: If one has none of the model's parameters.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    for optimizer in optimizers:
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise EngineError(
+                f"of the parameters of the {type(optimizer).__name__} not one is the model's "
+                f"({type(model).__name__}); make the optimizer from model.parameters()"
+            )
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parts:
     """What is adapted.
@@ -55,26 +70,18 @@ class Parts:
         manager: The manager of its chunks.
         hooks: Its hooks.
         weights: Reads its parameters.
+        payloads: Makes chunks and managed parameters.
         optimizers: The optimizers over chunks; the list may grow.
         collectives: The processes that share it.
-        make_chunk: Allocates a chunk, or raises ``BudgetError``.
-        make_tensor: Makes a managed parameter from a spec, the parameter and its offset.
-        nbytes_of: Tells the bytes of chunks over all lists.
-        reserve: Lets the kernels allocate their workspace anew, for so many chunks, or raises ``BudgetError``.
-        splits_tensors: Tells whether a parameter may be spread over processes.
     """
 
     model: torch.nn.Module
     manager: ChunkManager
     hooks: ModelHooks
     weights: ChunkWeights
+    payloads: Payloads
     optimizers: Sequence[ChunkedOptimizer]
     collectives: Collectives
-    make_chunk: Callable[[ChunkSpec, Tier], Chunk]
-    make_tensor: Callable[[TensorSpec, torch.nn.Parameter, int], ManagedTensor]
-    nbytes_of: Callable[[Iterable[ChunkSpec]], list[ChunkBytes]]
-    reserve: Callable[[Sequence[Chunk]], None]
-    splits_tensors: Callable[[], bool]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,7 +141,7 @@ class Membership:
     def _compare(self, is_training: bool) -> _Change:
         manager = self._parts.manager
         for swapped in [tensor for tensor in manager.tensors if not tensor.is_ours]:
-            manager.give_up_swapped(swapped)
+            manager.writes.give_up_swapped(swapped)
         held = holders(item.inner for item in self._parts.optimizers)
         specs, modules, parameters = collect(self._parts.model, held, manager.find)
         found: list[TensorSpec] = []
@@ -201,7 +208,7 @@ class Membership:
         for spec, tensor in zip(change.specs, tensors, strict=True):
             tensor.spec = spec
         manager.index_tensors(tensors)
-        manager.end_change(parts.nbytes_of(chunk.spec for chunk in manager.chunks))
+        manager.end_change(parts.payloads.nbytes_of(chunk.spec for chunk in manager.chunks))
         self._update_layout()
 
     def _pack(self, specs: Sequence[TensorSpec], *, apart: bool) -> Layout:
@@ -215,7 +222,7 @@ class Membership:
         if apart:
             pieces = [list(own) for _, own in itertools.groupby(specs, key=lambda spec: spec.owners[:1])]
         world_size, chunk_numel = self._parts.collectives.world_size, self._decisions.choice.layout.chunk_numel
-        splits = world_size > 1 and self._parts.splits_tensors()
+        splits = world_size > 1 and self._parts.payloads.splits_tensors
         chunks: list[ChunkSpec] = []
         placements: list[Placement] = []
         for piece in pieces:
@@ -248,13 +255,13 @@ class Membership:
         try:
             self._check_working_sets(layout, change)
             self._fill(chunks, layout, change)
-            parts.reserve([*parts.manager.chunks, *chunks])
+            parts.payloads.reserve_anew([*parts.manager.chunks, *chunks])
         except BudgetError as too_large:
             error = too_large
         if not self._agree(error is None):
             for chunk in chunks:
                 parts.manager.retire(chunk)
-            parts.reserve(parts.manager.chunks)
+            parts.payloads.reserve_anew(parts.manager.chunks)
             raise error or BudgetError("another process has no room for parameters of the model that are new")
         parts.manager.add_chunks(chunks)
         return layout, chunks
@@ -267,14 +274,14 @@ class Membership:
     def _fill(self, chunks: list[Chunk], layout: Layout, change: _Change) -> None:
         """Allocates chunks, on the device if everything lives there and they fit."""
         parts, manager = self._parts, self._parts.manager
-        need = sum(found.device_nbytes for found in parts.nbytes_of(layout.chunks))
+        need = sum(found.device_nbytes for found in parts.payloads.nbytes_of(layout.chunks))
         is_static = all(chunk.is_static for chunk in manager.chunks if chunk.tensors)
         is_static = is_static and need <= manager.residency.ledger.available(Tier.DEVICE)
         with_gradients = {
             change.specs[place].index for place in change.new if self._brings_gradient(change.parameters[place])
         }
         for spec in layout.chunks:
-            chunk = parts.make_chunk(spec, Tier.DEVICE if is_static else Tier.HOST)
+            chunk = parts.payloads.make_chunk(spec, Tier.DEVICE if is_static else Tier.HOST)
             chunks.append(chunk)
             if not with_gradients.isdisjoint(spec.tensor_indices):
                 manager.gradients.reserve(chunk)
@@ -332,7 +339,7 @@ class Membership:
         if before is not None:
             self._give_back(before)
         gradient, parameter.grad = parameter.grad, None
-        tensor = parts.make_tensor(spec, parameter, placement.offset_numel)
+        tensor = parts.payloads.make_tensor(spec, parameter, placement.offset_numel)
         chunk.add(tensor)
         FirstValues([tensor], parts.collectives, parts.weights.piece_numel).move_in(())
         parts.hooks.take_in(tensor)

@@ -17,6 +17,7 @@ import torch
 
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import TensorSpec
+from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.memory.transfers import Ticket
 from hf_patrickstar.runtime.live_parameter import (
@@ -324,6 +325,11 @@ class Chunk:
     def tensor_at(self, offset_numel: int) -> ManagedTensor:
         """The tensor that holds the element at an offset."""
         return self.tensors[max(bisect.bisect_right(self._offsets, offset_numel) - 1, 0)]
+
+    def give_back(self, pool: PayloadPool) -> None:
+        """Gives the payloads at home back to where they come from."""
+        for name, payload in {"param": self.param, **self.lists}.items():
+            pool.release(self.home, payload, name, keep=False)
 
     def retire(self) -> None:
         """Makes it nothing: its payloads were given back, its number stays."""

@@ -2,20 +2,13 @@
 
 import dataclasses
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.lookups import Lookup
 from hf_patrickstar.states import Stage
-
-
-class Lookup(NamedTuple):
-    """An embedding weight that is read at its home: a leaf stands in for the parameter while its module runs."""
-
-    tensor: ManagedTensor
-    leaf: torch.Tensor
-    version: int
 
 
 @dataclasses.dataclass(slots=True)

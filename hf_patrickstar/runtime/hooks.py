@@ -15,10 +15,11 @@ import torch
 
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.runtime.chunk import ManagedTensor
-from hf_patrickstar.runtime.frames import Frame, Frames, Lookup, current_stage
+from hf_patrickstar.runtime.frames import Frame, Frames, current_stage
 from hf_patrickstar.runtime.live_model import LiveModel
 from hf_patrickstar.runtime.live_parameter import RAW, raw_grad, requires_grad, set_raw_grad
 from hf_patrickstar.runtime.live_tensor import LiveServices, LiveTensor, LiveWeights
+from hf_patrickstar.runtime.lookups import Lookups
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.operands import Operands
 from hf_patrickstar.runtime.together import roots_of
@@ -56,6 +57,7 @@ class ModelHooks:
         self._structure: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
         self._names: dict[torch.nn.Module, str] = {}
         self._frames = Frames()
+        self._lookups = Lookups(manager)
         self._operands = Operands(manager)
         self._services = LiveServices(manager, weights, self._frames, self._operands)
         self._live_model = LiveModel(model, self._services)
@@ -206,7 +208,7 @@ class ModelHooks:
             for lookup in frame.lookups.values():
                 counts = frame.stage is Stage.FORWARD and isinstance(output, torch.Tensor)
                 nbytes = output.numel() * output.element_size() if counts else 0
-                manager.end_look_up(*lookup, nbytes)
+                self._lookups.end(lookup, nbytes)
             if not stack:
                 self._leave_outermost(frame)
             return _to(output, self._device) if frame.lookups and self._device.type != "cpu" else None
@@ -257,8 +259,8 @@ class ModelHooks:
 
     def _begin_lookup(self, frame: Frame, tensor: ManagedTensor, args: Any, kwargs: dict[str, Any]) -> Any:
         """Lets an embedding look rows up where its weight is at home: only activations cross the bus."""
-        leaf = self._manager.look_up(tensor)
-        if leaf.requires_grad:
+        lookup = frame.lookups[id(tensor.parameter)] = self._lookups.begin(tensor)
+        if lookup.leaf.requires_grad:
             this, parameter = weakref.ref(self), tensor.parameter
 
             def store(found: torch.Tensor) -> None:
@@ -270,8 +272,7 @@ class ModelHooks:
                     hooks._operands.notice_backward()
                     hooks._manager.store_gradient(tensor, gradient, is_at_home=True)
 
-            leaf.register_post_accumulate_grad_hook(store)
-        frame.lookups[id(tensor.parameter)] = Lookup(tensor, leaf, leaf._version)
+            lookup.leaf.register_post_accumulate_grad_hook(store)
         if self._device.type == "cpu":
             return None
         host = torch.device("cpu")

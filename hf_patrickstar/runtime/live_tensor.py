@@ -119,7 +119,7 @@ class LiveTensor:
         """See ``Live.value_for``."""
         if parameter is self.tensor.parameter:
             return None
-        self.services.manager.give_up_swapped(self.tensor)
+        self.services.manager.writes.give_up_swapped(self.tensor)
         return self.kept
 
     def access(self, func: Any, *, is_graph: bool, writes: bool = False) -> Access:
@@ -154,7 +154,7 @@ class LiveTensor:
         """
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"Variable data has to be a tensor, but got {type(value).__name__}")
-        self.services.manager.assign(self.tensor, value.data)
+        self.services.manager.writes.assign(self.tensor, value.data)
 
     def copy_from(self, source: torch.Tensor, is_graph: bool) -> bool:
         """Gives the fp32 master of a 16-bit parameter all bits of what is copied into it."""
@@ -163,13 +163,13 @@ class LiveTensor:
         if is_graph or not is_wider or self.services.frames.is_inside:
             return False
         with manager.gradients.lock:
-            manager.take_over(tensor)
-            manager.write(tensor, source.detach().expand(tensor.spec.shape))
+            manager.writes.take_over(tensor)
+            manager.writes.apply(tensor, source.detach().expand(tensor.spec.shape))
         return True
 
     def note_data_is_out(self) -> None:
         """Remembers to compare: what is written to ``.data`` leaves no trace."""
-        self.services.manager.watch(self.tensor)
+        self.services.manager.writes.watch(self.tensor)
 
     def detached_for_state_dict(self) -> torch.Tensor:
         """The placeholder."""
@@ -178,7 +178,7 @@ class LiveTensor:
     def host_value(self) -> torch.Tensor:
         """The value on the host, in the type that the model was loaded in; it may alias the chunk."""
         manager, tensor = self.services.manager, self.tensor
-        manager.take_over(tensor)
+        manager.writes.take_over(tensor)
         return manager.values.host_alias(tensor, tensor.original_dtype)
 
     def view_whole(self, func: Any) -> torch.Tensor:
@@ -186,7 +186,7 @@ class LiveTensor:
         manager, tensor = self.services.manager, self.tensor
         parameter = tensor.parameter
         with manager.gradients.lock, torch.no_grad():
-            manager.take_over(tensor, keeps_unused=True)
+            manager.writes.take_over(tensor, keeps_unused=True)
             value = manager.mirrors.hand_out_value(tensor)
             placeholder = raw_data(parameter)
             set_raw_data(parameter, value)
@@ -322,7 +322,7 @@ class _InsideAccess:
         """No copy: what aliases the chunk keeps it on the device. What is written through it is looked for later."""
         storage = self._tensor.chunk.storage
         if self._is_held and storage is not None and any(_is_over(result, storage._cdata) for result in results):
-            self._manager.watch(self._tensor)
+            self._manager.writes.watch(self._tensor)
         return False
 
     def make_room(self) -> None:
@@ -415,7 +415,7 @@ class _ValueAccess:
         try:
             manager.check_usable(tensor)
             manager.mirrors.sync_unused(but=tensor)
-            manager.take_over(tensor, keeps_unused=True)
+            manager.writes.take_over(tensor, keeps_unused=True)
             tensor.read_at = manager.num_steps
             self._is_private = func in _EXPORTS
             self._changes_shape = func in _CHANGES_OF_SHAPE
@@ -455,9 +455,9 @@ class _ValueAccess:
 
     def finish(self) -> None:
         if self._changes_shape:
-            self._manager.assign(self._tensor, self.value.detach())
+            self._manager.writes.assign(self._tensor, self.value.detach())
         elif self._writes or self.value._version != self._version:
-            self._manager.write(self._tensor, self.value.detach())
+            self._manager.writes.apply(self._tensor, self.value.detach())
 
     def end(self) -> None:
         del self.value  # before another thread counts who looks into the chunk
