@@ -135,11 +135,11 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
         def call(*args: Any, **kwargs: Any) -> Any:
             """Calls a method of the user's optimizer, which finds fp32 masters in its groups."""
-            self._manager.sync()
+            self._manager.writes.sync()
             with self.kernel.lent(self._tensors) as changed:
                 result = found(*args, **kwargs)
             for tensor in changed:
-                self._manager.follow_master(tensor)
+                self._manager.writes.follow_master(tensor)
             return result
 
         return call
@@ -196,9 +196,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._groups = self._index_groups()
         manager = self._manager
         manager.release_borrowed()
-        manager.sync()
+        manager.writes.sync()
         for tensor in self._tensors:
-            manager.take_over(tensor)
+            manager.writes.take_over(tensor)
             if closure is None:  # it computes other gradients
                 manager.gradients.check_complete(tensor)
             self._begin_anew(tensor)
@@ -206,7 +206,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             manager.apply_factor()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made on the inner one asks for it
         if self.kernel.updates_at_once:
-            loss = self.kernel.update_at_once(self._tensors, self._present, manager.follow_master, closure)
+            loss = self.kernel.update_at_once(self._tensors, self._present, manager.writes.follow_master, closure)
         chunks = [
             chunk for chunk in manager.chunks if chunk.spec.is_updated and chunk.spec.optimizer_index == self.index
         ]
@@ -505,7 +505,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         tensor.chunk.wait_for_reader()
         master = state.pop(MASTER, None)
         if master is not None:
-            self._manager.write(tensor, master)  # in the copies of all ranks too
+            self._manager.writes.apply(tensor, master)  # in the copies of all ranks too
         if tensor.is_owned:
             self.kernel.load_tensor_state(tensor, state)
 

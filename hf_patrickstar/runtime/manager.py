@@ -360,22 +360,6 @@ class ChunkManager:
         self.mirrors.sync_gradient(tensor)
         return self.sharing.tensor(Held(tensor, self.gradients.of(tensor), dtype), "the gradient")
 
-    def sync(self) -> None:
-        """See ``Writes.sync``."""
-        self.writes.sync()
-
-    def take_over(self, tensor: ManagedTensor) -> None:
-        """See ``Writes.take_over``."""
-        self.writes.take_over(tensor)
-
-    def follow_master(self, tensor: ManagedTensor) -> None:
-        """See ``Writes.follow_master``."""
-        self.writes.follow_master(tensor)
-
-    def write(self, tensor: ManagedTensor, value: torch.Tensor) -> None:
-        """See ``Writes.apply``."""
-        self.writes.apply(tensor, value)
-
     def apply_factor(self) -> None:
         """Multiplies gradients with what the optimizer's step would multiply them with: somebody looks at them."""
         factor = self.gradients.take_factor()

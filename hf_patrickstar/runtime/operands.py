@@ -9,13 +9,17 @@ import torch
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from hf_patrickstar.errors import EngineError
-from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
+from hf_patrickstar.runtime.chunk import Chunk, Epoch, ManagedTensor
 from hf_patrickstar.runtime.live_parameter import RAW, LiveMixin, storage_key
 from hf_patrickstar.runtime.manager import ChunkManager
 
 
 class SavedView:
-    """A view of a parameter, as numbers."""
+    """A view of a parameter, as numbers.
+
+    After ``parameter.data = x`` a graph of before goes on with the memory that a view looked into, but where it kept
+    the parameter itself, with ``x``; so it is in torch.
+    """
 
     __slots__ = ("epoch", "num_steps", "num_writes", "offset", "size", "stride", "tensor")
 
@@ -26,7 +30,7 @@ class SavedView:
         self.size = size
         self.stride = stride
         self.offset = offset
-        self.epoch = tensor.epoch
+        self.epoch: Epoch | None = tensor.epoch
         self.num_writes = tensor.num_writes
         self.num_steps = num_steps
         tensor.num_saved += 1
@@ -91,19 +95,26 @@ class Operands:
 
     def pack(self, view: torch.Tensor) -> torch.Tensor | SavedView:
         """Replaces an operand by its address, if it lives in a chunk."""
-        manager = self._manager
-        if isinstance(view, LiveMixin):  # code that meets torch as ``ctx.save_for_backward(parameter)``
-            tensor = manager.find(view)
-            if tensor is not None and not tensor.is_materialized:
-                return SavedView(tensor, tensor.spec.shape, tensor.strides, tensor.offset_numel, manager.num_steps)
-            with RAW():
-                view = view.detach()
+        if isinstance(view, LiveMixin):
+            return self._pack_parameter(view)
         chunk = self._find(view)
         if chunk is None or view.dtype is not chunk.param.dtype:
             # Of an output that is saved by its own operator the tensor itself would be a cycle that nobody collects.
             return view.detach()
         offset = int(view.storage_offset())
-        return SavedView(chunk.tensor_at(offset), view.size(), view.stride(), offset, manager.num_steps)
+        return SavedView(chunk.tensor_at(offset), view.size(), view.stride(), offset, self._manager.num_steps)
+
+    def _pack_parameter(self, parameter: torch.Tensor) -> torch.Tensor | SavedView:
+        manager = self._manager
+        tensor = manager.find(parameter)
+        if tensor is not None and not tensor.is_materialized:  # ``ctx.save_for_backward(parameter)`` of a released one
+            saved: Any = SavedView(tensor, tensor.spec.shape, tensor.strides, tensor.offset_numel, manager.num_steps)
+        else:
+            with RAW():
+                saved = self.pack(parameter.detach())
+        if isinstance(saved, SavedView):
+            saved.epoch = None
+        return saved
 
     def _find(self, tensor: torch.Tensor) -> Chunk | None:
         """The chunk that a tensor looks into."""
@@ -121,7 +132,7 @@ class Operands:
         if isinstance(saved, torch.Tensor):
             return saved
         tensor = saved.tensor
-        if saved.epoch.value is not None:  # parameter.data was assigned since: a graph of before keeps what it had
+        if saved.epoch is not None and saved.epoch.value is not None:  # parameter.data was assigned since
             return saved.epoch.value.as_strided(saved.size, saved.stride, saved.offset - tensor.offset_numel)
         if saved.num_writes != tensor.num_writes:
             by_whom = "in place" if saved.num_steps == self._manager.num_steps else "by the optimizer"

