@@ -72,7 +72,7 @@ class ChunkManager:
         self.index_tensors(self.tensors)
         self.borrowed: list[ManagedTensor] = []  # acquired by code in backward that no forward is around
         self.has_new_groups = False  # param groups were changed: parameters may need other lists
-        self._watched: dict[ManagedTensor, int] = {}  # with a checksum of the copy, if there are several processes
+        self._watched: dict[ManagedTensor, int] = {}  # with a checksum, if there are several processes
         self.num_steps = 0  # of the optimizer
         self.step_peaks = (0, 0, 0)  # bytes in the last step: chunks on the device, all on the device, on the host
         self._num_micro_batches = num_micro_batches
