@@ -24,7 +24,7 @@ class Gauge:
     """Measures a step at its moments: wraps the way by which the engine comes to every chunk."""
 
     def __init__(self, engine):
-        self.engine, self.residency, self.meter = engine, engine.manager.residency, engine._meter
+        self.engine, self.residency, self.meter = engine, engine.manager.residency, engine.machine.meter
         self.chunks, self.others = [], []
         self._reach = self.residency.reach
         self.residency.reach = self.reach
@@ -34,7 +34,7 @@ class Gauge:
         self.close()
         payload = self._reach(chunk, who)
         self.meter.restart()
-        self.chunks.append(self.engine._pool.in_use(Tier.DEVICE))
+        self.chunks.append(self.engine.machine.pool.in_use(Tier.DEVICE))
         return payload
 
     def close(self):

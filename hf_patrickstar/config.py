@@ -64,10 +64,11 @@ class PatrickStarConfig:
             the reserve for activations that grow between two chunk accesses (PatrickStar section 8.1).
         tile_numel: Elements that the optimizer works on at a time, a multiple of 64. 2**19 elements keep a tile's
             gradient, parameter and states in the cache of common CPUs.
-        keep_gradients: Whether gradients stay after the optimizer's step until ``zero_grad``, as in torch: ``True`` keeps
-            them beside the values, 4 bytes per trainable parameter; ``False`` lets the step consume them, as if
-            ``zero_grad`` followed; ``"auto"`` keeps them, where the host has room, until ``zero_grad`` was called for the
-            first time: from then on nothing needs them after a step, and what asks for one all the same is an error.
+        keep_gradients: Whether gradients stay after the optimizer's step until ``zero_grad``, as in torch: ``True``
+            keeps them beside the values, 4 bytes per trainable parameter; ``False`` lets the step consume them, as if
+            ``zero_grad`` followed; ``"auto"`` keeps them, where the host has room, until ``zero_grad`` was called for
+            the first time: from then on nothing needs them after a step, and what asks for one all the same is an
+            error.
         background_save: Whether checkpoints (of the Trainer, ``save_state`` and ``save_checkpoint``) write the training
             state while training goes on. It is as consistent: the optimizer's step waits at a chunk that has not been
             written yet. Nothing is copied. The checkpoint appears a little later, and what goes wrong is told at the

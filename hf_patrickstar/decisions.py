@@ -15,14 +15,14 @@ from hf_patrickstar.layout.embedding import EmbeddingChoice, choose_embeddings
 from hf_patrickstar.layout.packing import ChunkSpec, align
 from hf_patrickstar.layout.search import ChunkSizeChoice, fixed_layout, search_layout
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec, collect_specs
-from hf_patrickstar.memory.ledger import Ledger
+from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.pool import pinned_nbytes
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.optim.kernels import Kernel
+from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.runtime.admission import check_model, check_values, choose_dtype, is_left_out, is_recomputed
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER
-from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.live_parameter import LiveMixin
+from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.placement import ChunkBytes, HomePlan, plan_homes
 from hf_patrickstar.units import format_nbytes
 
@@ -42,25 +42,17 @@ class Circumstances:
 
     Attributes:
         config: The settings.
-        device: The compute device.
-        ledger: The budgets; nothing is booked yet.
-        collectives: The processes that share the model data.
+        machine: What the engine runs on; nothing is allocated yet.
         kernels: What updates chunks, one for each optimizer.
         optimizer_of: Which optimizer holds a parameter, by the parameter's identity.
         num_micro_batches: Micro-batches per step.
-        pinned: Whether host chunks that move are page-locked.
-        is_metered: Whether non-model data counts against the device budget.
     """
 
     config: PatrickStarConfig
-    device: torch.device
-    ledger: Ledger
-    collectives: Collectives
+    machine: Machine
     kernels: Sequence[Kernel]
     optimizer_of: Mapping[int, int]
     num_micro_batches: int
-    pinned: bool
-    is_metered: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,7 +82,7 @@ class Decisions:
     chunk_nbytes: list[ChunkBytes]
     homes: HomePlan
     workspace_nbytes: int
-    lists: Mapping[int, tuple[str, ...]]
+    lists: dict[int, tuple[str, ...]]
     widens_gradients: bool
 
     def list_names(self, spec: ChunkSpec) -> tuple[str, ...]:
@@ -99,14 +91,14 @@ class Decisions:
 
     def explain(self, situation: Circumstances) -> None:
         """Logs one line per decision that ``auto`` made."""
-        config, ledger = situation.config, situation.ledger
+        config, ledger = situation.config, situation.machine.ledger
         name = str(self.dtype).removeprefix("torch.")
         logger.info("patrickstar: parameters in %s (%s)", name, self.dtype_reason)
         chosen = "chunk_numel=auto" if config.chunk_numel == "auto" else "as asked"
         logger.info("patrickstar: %s: %s", chosen, self.choice.describe())
         logger.info("patrickstar: %s", self.homes.reason)
         logger.info("patrickstar: %s", self.embeddings.reason)
-        pinned = "are pinned" if situation.pinned else "are not pinned"
+        pinned = "are pinned" if situation.machine.pool.pins_memory else "are not pinned"
         logger.info("patrickstar: pin_memory=%s: host chunks %s", config.pin_memory, pinned)
         for tier, setting in ((Tier.DEVICE, config.device_budget), (Tier.HOST, config.host_budget)):
             logger.info(
@@ -116,10 +108,10 @@ class Decisions:
                 "auto: what is available" if setting == "auto" else "as asked",
                 format_nbytes(ledger.limit(tier)),
             )
-        if situation.collectives.world_size > 1:
+        if situation.machine.collectives.world_size > 1:
             logger.info(
                 "patrickstar: %d processes, each with its part of every list; reshard_after_forward=%s: groups %s",
-                situation.collectives.world_size,
+                situation.machine.collectives.world_size,
                 config.reshard_after_forward,
                 "leave after forward" if config.reshard_after_forward is True else "stay while there is room",
             )
@@ -138,15 +130,19 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
         BudgetError: If a budget is too small.
         EngineError: If the model cannot be managed.
     """
-    config, ledger, collectives = situation.config, situation.ledger, situation.collectives
+    config, ledger, collectives = situation.config, situation.machine.ledger, situation.machine.collectives
     tensors, modules, parameters = collect(model, situation.optimizer_of)
     _check(model, tensors, parameters, is_training=bool(situation.kernels))
     dtype, reason = choose_dtype(model, config.dtype, precision, parameters)
-    lists = _lists(situation, dtype, parameters)
+    # Without an optimizer masters are kept only where the model could not be restored without them.
+    is_restorable = {parameter.dtype for parameter in parameters} == {dtype}
+    lists: dict[int, tuple[str, ...]] = {-1: () if is_restorable else (MASTER,)}
+    for number, kernel in enumerate(situation.kernels):
+        lists[number] = list_names(kernel, situation.num_micro_batches)
     limit = _chunk_limit(situation, parameters)
     total = sum(align(spec.numel) * (dtype.itemsize + _state_itemsize(spec, lists)) for spec in tensors)
     total = -(-total // collectives.world_size)
-    share = int(limit * _UNMEASURED_SHARE) if situation.is_metered else limit
+    share = int(limit * _UNMEASURED_SHARE) if situation.machine.is_metered else limit
     if ledger.chunk_budget is not None:
         share, limit = min(share, ledger.chunk_budget), min(limit, ledger.chunk_budget)
     limit = _agree(situation, tensors, dtype, limit)
@@ -158,7 +154,7 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
     for number, kernel in enumerate(situation.kernels if widens else ()):
         own = [spec.chunk_numel for spec in choice.layout.chunks if spec.is_updated and spec.optimizer_index == number]
         workspace += kernel.workspace_numel(max(own, default=0)) * torch.float32.itemsize
-    nbytes = chunk_bytes(choice.layout.chunks, dtype, lists, situation.pinned, embeddings)
+    nbytes = chunk_bytes(choice.layout.chunks, dtype, lists, situation.machine.pool.pins_memory, embeddings)
     homes = plan_homes(
         nbytes,
         share,
@@ -167,7 +163,7 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
         workspace,
         is_copied=collectives.world_size > 1,
     )
-    if not situation.is_metered and not homes.device_homed:
+    if not situation.machine.is_metered and not homes.device_homed:
         # Both tiers are the same memory: what the home takes is not there for the compute tier.
         ledger.lower_limit(Tier.DEVICE, max(ledger.limit(Tier.DEVICE) - total, choice.working_set_nbytes))
     return Decisions(tensors, parameters, dtype, reason, choice, embeddings, nbytes, homes, workspace, lists, widens)
@@ -200,7 +196,7 @@ def collect(
 def _check(
     model: torch.nn.Module, tensors: list[TensorSpec], parameters: list[torch.nn.Parameter], *, is_training: bool
 ) -> None:
-    if "patrickstar_engine" in model.__dict__:
+    if any("patrickstar_engine" in root.__dict__ for root in roots_of(model)):
         raise EngineError("an engine is attached to this model already; call its detach() first")
     if is_training and not any(spec.trainable for spec in tensors):
         raise EngineError(
@@ -210,15 +206,14 @@ def _check(
     check_values([spec.name for spec in tensors], parameters)
 
 
-def _lists(
-    situation: Circumstances, dtype: torch.dtype, parameters: list[torch.nn.Parameter]
-) -> dict[int, tuple[str, ...]]:
-    """The fp32 lists of the chunks of each optimizer."""
-    # Without an optimizer masters are kept only where the model could not be restored without them.
-    lists: dict[int, tuple[str, ...]] = {-1: () if {parameter.dtype for parameter in parameters} == {dtype} else (MASTER,)}
-    for number, kernel in enumerate(situation.kernels):
-        lists[number] = (*kernel.list_names, GRADIENT) if situation.num_micro_batches > 1 else kernel.list_names
-    return lists
+def list_names(kernel: Kernel, num_micro_batches: int) -> tuple[str, ...]:
+    """The fp32 lists of the chunks that a kernel updates.
+
+    Args:
+        kernel: The kernel.
+        num_micro_batches: Micro-batches per step; more than one are added up in a list of their own.
+    """
+    return (*kernel.list_names, GRADIENT) if num_micro_batches > 1 else kernel.list_names
 
 
 def _state_itemsize(spec: TensorSpec | ChunkSpec, lists: Mapping[int, tuple[str, ...]]) -> int:
@@ -228,7 +223,7 @@ def _state_itemsize(spec: TensorSpec | ChunkSpec, lists: Mapping[int, tuple[str,
 
 def _agree(situation: Circumstances, tensors: list[TensorSpec], dtype: torch.dtype, limit: int) -> int:
     """The least of what all processes have for chunks; they must have the same model and settings."""
-    collectives = situation.collectives
+    collectives = situation.machine.collectives
     settings = {key: value for key, value in situation.config.to_dict().items() if not key.endswith("_budget")}
     settings["micro_batches"] = situation.num_micro_batches
     parts = {
@@ -251,17 +246,17 @@ def _agree(situation: Circumstances, tensors: list[TensorSpec], dtype: torch.dty
 
 def _chunk_limit(situation: Circumstances, parameters: list[torch.nn.Parameter]) -> int:
     """Bytes of the device that chunks may take: what others (another model, say) hold there is not for us."""
-    limit = situation.ledger.limit(Tier.DEVICE)
-    others = limit - situation.ledger.available(Tier.DEVICE)  # nothing is booked yet
-    own = sum(p.numel() * p.dtype.itemsize for p in parameters if p.device == situation.device)
-    return max(limit - max(others - own, 0), 0) if situation.device.type == "cuda" else limit
+    limit = situation.machine.ledger.limit(Tier.DEVICE)
+    others = limit - situation.machine.ledger.available(Tier.DEVICE)  # nothing is booked yet
+    own = sum(p.numel() * p.dtype.itemsize for p in parameters if p.device == situation.machine.device)
+    return max(limit - max(others - own, 0), 0) if situation.machine.device.type == "cuda" else limit
 
 
 def _choose_embeddings(
     model: torch.nn.Module, tensors: list[TensorSpec], situation: Circumstances, everything_fits: bool
 ) -> EmbeddingChoice:
     setting = situation.config.cpu_embedding
-    world_size = situation.collectives.world_size
+    world_size = situation.machine.collectives.world_size
     if world_size > 1:
         if setting is True:
             raise ConfigError(
@@ -288,8 +283,8 @@ def _choose_layout(
     most: int | None,
 ) -> ChunkSizeChoice:
     """The layout for a chunk size that was asked for, or the best one for chunks of at most so many bytes."""
-    config, collectives = situation.config, situation.collectives
-    usable, world_size = situation.ledger.usable(Tier.DEVICE), collectives.world_size
+    config, collectives = situation.config, situation.machine.collectives
+    usable, world_size = situation.machine.ledger.usable(Tier.DEVICE), collectives.world_size
 
     def staging(chunk_numel: int) -> int:
         narrow, wide = collectives.staging_numel(chunk_numel, dtype)

@@ -18,22 +18,20 @@ from hf_patrickstar.checkpoint.first_values import FirstValues
 from hf_patrickstar.checkpoint.training_state import TrainingState
 from hf_patrickstar.checkpoint.weights import ChunkWeights
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.decisions import Circumstances, chunk_bytes, decide
-from hf_patrickstar.errors import ConfigError, EngineError, PatrickStarError
+from hf_patrickstar.decisions import Circumstances, decide, list_names
+from hf_patrickstar.errors import EngineError
 from hf_patrickstar.events import Event, Listener
-from hf_patrickstar.layout.packing import ChunkSpec
-from hf_patrickstar.layout.specs import TensorSpec
-from hf_patrickstar.memory.ledger import Ledger
-from hf_patrickstar.memory.meters import CudaMeter, Meter, StorageMeter, UnmeteredTier
-from hf_patrickstar.memory.pool import PayloadPool
-from hf_patrickstar.memory.tiers import Tier, resolve_budgets
+from hf_patrickstar.machine import Machine
+from hf_patrickstar.membership import Membership, Parts, check_optimizers, holders
+from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.memory.transfers import Transfers
-from hf_patrickstar.membership import Membership, Parts, holders
-from hf_patrickstar.optim.kernels import Kernel, make_kernel
-from hf_patrickstar.optim.optimizer import ChunkedOptimizer, OptimizerSet
+from hf_patrickstar.optim.kernel import Kernel
+from hf_patrickstar.optim.kernels import make_kernel
+from hf_patrickstar.optim.optimizer import ChunkedOptimizer
+from hf_patrickstar.optim.optimizer_set import OptimizerSet
+from hf_patrickstar.payloads import Payloads
 from hf_patrickstar.report.statistics import Statistics
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
-from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.homes import Homes
 from hf_patrickstar.runtime.hooks import ModelHooks
 from hf_patrickstar.runtime.lockstep import Lockstep
@@ -41,7 +39,7 @@ from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.recovery import Recovery
 from hf_patrickstar.runtime.residency import MovePolicy, Residency
 from hf_patrickstar.runtime.steps import Steps
-from hf_patrickstar.runtime.vigil import Patience
+from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.eviction import Chooser
 from hf_patrickstar.schedule.margin import ACCELERATOR, CPU_TIER, Rates
 from hf_patrickstar.states import TensorState
@@ -58,7 +56,8 @@ class PatrickStarEngine:
     While the engine is attached a parameter has its shape and type but no storage, except while it is computed with.
 
     Args:
-        model: The model, on the host or on the compute device.
+        model: The model, on the host or on the compute device; several that share an optimizer are given as one
+            ``Together`` and stay models of their own.
         config: Settings; a ``PatrickStarConfig``, dictionary, JSON text or path.
         optimizer: A torch optimizer over the model's parameters, or several, each with its own; state that they have is
             taken over. ``None`` makes an engine for evaluation, or for an optimizer that comes later: parameters only,
@@ -92,50 +91,30 @@ class PatrickStarEngine:
     ) -> None:
         self.model = model
         self.config = PatrickStarConfig.from_any(config)
-        self.device = _resolve_device(device)
         self._num_micro_batches = max(gradient_accumulation_steps, 1)
         self._statistics = Statistics()
         self._listener = listener
-        patience = Patience.of(self.config.process_wait_s)
-        self.collectives = Collectives.connect(process_group, self.device, patience)
-        budgets = resolve_budgets(
-            self.device, self.config.device_budget, self.config.host_budget, self.collectives.local_world_size
+        self.machine = Machine.find(self.config, device, process_group, self._relieve)
+        self.device, self.collectives = self.machine.device, self.machine.collectives
+        self.ledger = self.machine.ledger
+        given = (
+            [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*optimizer]
         )
-        chunk_budget = None if self.config.chunk_budget == "auto" else int(self.config.chunk_budget)
-        self._meter = self._make_meter()
-        is_metered = not isinstance(self._meter, UnmeteredTier)
-        fraction = self.config.warmup_fraction if is_metered else 1.0
-        self.ledger = Ledger(budgets, self._meter.live, fraction, chunk_budget)
-        self.ledger.is_cautious = self.device.type != "cpu"
-        pinned = self.config.pin_memory if self.config.pin_memory != "auto" else self.device.type == "cuda"
-        pinned = bool(pinned) and torch.cuda.is_available()
-        self._pool = PayloadPool(self.ledger, self.device, pinned)
-        given = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*optimizer]
-        _check_optimizers(model, given)
+        check_optimizers(model, given)
         self._kernels: list[Kernel] = [self._make_kernel(item) for item in given]
-        situation = Circumstances(
-            self.config,
-            self.device,
-            self.ledger,
-            self.collectives,
-            self._kernels,
-            holders(given),
-            self._num_micro_batches,
-            pinned,
-            is_metered,
-        )
+        situation = Circumstances(self.config, self.machine, self._kernels, holders(given), self._num_micro_batches)
         weakref.finalize(self, self.collectives.close)  # its group has threads and sockets
         self._decisions = decide(model, precision, situation)
-        chunks = self._allocate()
-        self._bind(chunks)
-        self.manager = self._make_manager(chunks)
+        self._payloads = Payloads(self.machine, self._decisions, self._kernels)
+        self.manager = self._make_manager(self._payloads.allocate())
         self.weights = ChunkWeights(self.manager)
         self.optimizers: list[ChunkedOptimizer] = []
         self._attached = True
         self._buffer_devices: list[tuple[torch.Tensor, torch.device]] = []
         self._first_values = FirstValues(self.manager.tensors, self.collectives, self.weights.piece_numel)
         self._attach(given)
-        model.__dict__["patrickstar_engine"] = self
+        for part in (model, *roots_of(model)):
+            part.__dict__["patrickstar_engine"] = self
         self._decisions.explain(situation)
 
     @property
@@ -149,37 +128,14 @@ class PatrickStarEngine:
         return self.checkpoints.state if self.optimizers else None
 
     def _make_kernel(self, optimizer: torch.optim.Optimizer) -> Kernel:
-        return make_kernel(optimizer, self._pool, self.config.tile_numel, self.device.type != "cpu")
+        return make_kernel(optimizer, self.machine.pool, self.config.tile_numel, self.device.type != "cpu")
 
     def _make_optimizer(self, optimizer: torch.optim.Optimizer, kernel: Kernel, number: int) -> ChunkedOptimizer:
-        return ChunkedOptimizer(optimizer, kernel, self.manager, self._emit, number, lambda: self._follow_model(True))
+        def follow() -> None:
+            self._follow_model(True)
 
-    def _make_membership(self) -> Membership:
-        decisions = self._decisions
-
-        def reserve() -> None:
-            for kernel in self._kernels:
-                kernel.release()
-            self._reserve(self.manager.chunks)
-
-        return Membership(
-            Parts(
-                model=self.model,
-                manager=self.manager,
-                hooks=self._hooks,
-                weights=self.weights,
-                optimizers=self.optimizers,
-                collectives=self.collectives,
-                make_chunk=self._make_chunk,
-                make_tensor=self._make_tensor,
-                nbytes_of=lambda specs: chunk_bytes(
-                    specs, decisions.dtype, decisions.lists, self._pool.pins_memory, decisions.embeddings
-                ),
-                reserve=reserve,
-                splits_tensors=lambda: all(kernel.splits_tensors for kernel in self._kernels),
-            ),
-            decisions,
-        )
+        self.manager.num_optimizers = number + 1
+        return ChunkedOptimizer(optimizer, kernel, self.manager, self._emit, number, follow, self.optimizers)
 
     def follow_model(self) -> None:
         """Adapts to what has changed in the model or the param groups, as every forward and step does by itself.
@@ -191,18 +147,47 @@ class PatrickStarEngine:
         """
         self._follow_model(True)
 
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> ChunkedOptimizer:
+        """Lets one more optimizer train the model: its parameters get places with its states, and keep their gradients.
+
+        A parameter that another optimizer of the engine holds already stays in its place; this one updates it there.
+        With several processes all of them call it together.
+
+        Args:
+            optimizer: A torch optimizer over the model's parameters; a state that it has is taken over.
+
+        Returns:
+            The optimizer over chunks.
+
+        Raises:
+            BudgetError: If there is no room; nothing has changed then.
+            EngineError: If it has none of the model's parameters.
+        """
+        check_optimizers(self.model, [optimizer])
+        kernel, number = self._make_kernel(optimizer), len(self._kernels)
+        chunked = self._make_optimizer(optimizer, kernel, number)
+        self._kernels.append(kernel)
+        self.optimizers.append(chunked)
+        self._decisions.lists[number] = list_names(kernel, self._num_micro_batches)
+        self.manager.has_new_groups = True
+        try:
+            self.follow_model()
+        except BaseException:
+            if not any(chunk.tensors and chunk.spec.optimizer_index == number for chunk in self.manager.chunks):
+                self._kernels.pop()
+                self.optimizers.pop()
+                self.manager.num_optimizers, self.manager.has_new_groups = number, False
+            raise
+        if self.manager.homes is None:
+            self.manager.homes = self._make_homes(self.manager)
+        elif not kernel.follows_homes:
+            self.manager.homes.stay()
+        chunked.take_inner_state()
+        return chunked
+
     def _follow_model(self, is_training: bool) -> None:
         if self._attached and hasattr(self, "_membership"):
             self._membership.follow(is_training=is_training)
-
-    def _make_meter(self) -> Meter:
-        if self.device.type == "cuda":
-            return CudaMeter(self.device)
-        if self.config.device_budget == "auto":
-            return UnmeteredTier()  # both tiers are the machine's memory, and the system watches over that
-        return StorageMeter(
-            lambda key: self._pool.owns(key), lambda: self.manager.residency.relieve(is_step=self._hooks.is_running)
-        )
 
     def _make_manager(self, chunks: list[Chunk]) -> ChunkManager:
         decisions, config = self._decisions, self.config
@@ -215,36 +200,34 @@ class PatrickStarEngine:
             config.debug_evict_all,
         )
         residency = Residency(
-            chunks, self._pool, transfers, self._meter, policy, self._emit, self.collectives, lockstep
+            chunks, self.machine.pool, transfers, self.machine.meter, policy, self._emit, self.collectives, lockstep
         )
         manager = ChunkManager(
             chunks,
-            Steps(residency, self._pool, self._meter, policy, lockstep),
-            self._pool,
+            Steps(residency, self.machine.pool, self.machine.meter, policy, lockstep, self._num_micro_batches),
+            self.machine.pool,
             transfers,
             self._emit,
-            self._num_micro_batches,
             self.collectives,
-            lockstep,
             config.keep_gradients,
         )
         if self._kernels:
-            follows = all(kernel.follows_homes for kernel in self._kernels)
-            manager.homes = Homes(
-                chunks,
-                decisions.chunk_nbytes,
-                residency,
-                self._reserve,
-                decisions.workspace_nbytes,
-                config.prefetch_depth,
-                self._rates() if follows and config.placement != "host" else None,
-            )
+            manager.homes = self._make_homes(manager)
         return manager
 
-    def _reserve(self, chunks: Sequence[Chunk], *also: Tier) -> None:
-        """Lets the kernels allocate their workspace, if they have to widen gradients."""
-        for number, kernel in enumerate(self._kernels if self._decisions.widens_gradients else ()):
-            kernel.reserve([chunk for chunk in chunks if chunk.spec.optimizer_index == number], *also)
+    def _make_homes(self, manager: ChunkManager) -> Homes:
+        """Lets chunks move to better homes, if every optimizer follows."""
+        decisions, config = self._decisions, self.config
+        follows = all(kernel.follows_homes for kernel in self._kernels)
+        return Homes(
+            manager.chunks,
+            self._payloads.nbytes_of(chunk.spec for chunk in manager.chunks),
+            manager.residency,
+            self._payloads.reserve,
+            decisions.workspace_nbytes,
+            config.prefetch_depth,
+            self._rates() if follows and config.placement != "host" else None,
+        )
 
     def _rates(self) -> Rates:
         return CPU_TIER if self.device.type == "cpu" else ACCELERATOR
@@ -272,10 +255,19 @@ class PatrickStarEngine:
                 self.collectives,
                 self.config.background_save,
             )
-            self._hooks = ModelHooks(
-                self.model, self.manager, self.weights, self._zero_grad, self._follow_model, self.device
+            self._hooks = ModelHooks(self.model, self.manager, self.weights, self._follow_model, self.device)
+            self._membership = Membership(
+                Parts(
+                    model=self.model,
+                    manager=self.manager,
+                    hooks=self._hooks,
+                    weights=self.weights,
+                    payloads=self._payloads,
+                    optimizers=self.optimizers,
+                    collectives=self.collectives,
+                ),
+                self._decisions,
             )
-            self._membership = self._make_membership()
             self._recovery = Recovery(self.manager, self._hooks.unwind, self.device, self.model.buffers)
             self._hooks.attach()
             self._move_in()
@@ -364,6 +356,7 @@ class PatrickStarEngine:
         Raises:
             CheckpointError: If it cannot be written; an older one is as it was.
         """
+        self.follow_model()
         self.checkpoints.save(directory)
 
     def load_checkpoint(self, directory: str | os.PathLike[str]) -> None:
@@ -378,6 +371,7 @@ class PatrickStarEngine:
         Raises:
             CheckpointError: If something is missing, damaged or does not fit; nothing has changed then.
         """
+        self.follow_model()
         found = self.checkpoints.load(directory)
         if found.unexpected_keys:
             logger.warning("patrickstar: '%s' has %s, which the model does not know", directory, found.unexpected_keys)
@@ -473,12 +467,13 @@ class PatrickStarEngine:
             self.checkpoints.close()
         if hasattr(self, "_hooks"):
             self._hooks.detach()
-        self.manager.sync()
+        self.manager.writes.sync()
         self.manager.discard_gradients()
         for optimizer in self.optimizers:
             optimizer.give_back_state()
         for tensor in self.manager.tensors:
-            if tensor.state is not TensorState.FREE:  # else construction failed before it was moved in
+            # Else construction failed before it was moved in, or somebody gave it a value of another shape since.
+            if tensor.state is not TensorState.FREE and not tensor.is_given_up:
                 value = self.weights.read(tensor).to(tensor.device)
                 tensor.unbind()
                 tensor.parameter.data = value
@@ -488,66 +483,30 @@ class PatrickStarEngine:
         for kernel in self._kernels:
             kernel.release()
         self.collectives.close()
-        for name in ("patrickstar_engine", "backward"):
-            self.model.__dict__.pop(name, None)
+        for part in (self.model, *roots_of(self.model)):
+            for name in ("patrickstar_engine", "backward"):
+                part.__dict__.pop(name, None)
 
     def _is_in_model_file(self, tensor: ManagedTensor) -> bool:
         """Whether saving the model saves a parameter: PEFT saves adapters alone, and some models leave out names."""
-        left_out = getattr(self.model, "_keys_to_ignore_on_save", None) or ()
         names = {tensor.spec.name, *tensor.spec.aliases}
-        return not hasattr(self.model, "peft_config") and not names <= set(left_out)
+        roots = roots_of(self.model)
+        for place, root in enumerate(roots):
+            prefix = "" if root is self.model else f"{place}."
+            own = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+            left_out = getattr(root, "_keys_to_ignore_on_save", None) or ()
+            if not hasattr(root, "peft_config") and not own <= set(left_out):
+                return True
+        return False
+
+    def _relieve(self) -> None:
+        """Makes room for what is not chunks."""
+        self.manager.residency.relieve(is_step=self._hooks.is_running)
 
     def _emit(self, event: Event) -> None:
         self._statistics.record(event)
         if self._listener is not None:
             self._listener(event)
-
-    def _zero_grad(self, set_to_none: bool) -> None:
-        self.manager.zero_gradients(self.manager.tensors, set_to_none=set_to_none)
-
-    # Payloads
-
-    def _allocate(self) -> list[Chunk]:
-        """Allocates every payload at home; if one does not fit, all are given back."""
-        decisions = self._decisions
-        chunks: list[Chunk] = []
-        try:
-            for spec in decisions.choice.layout.chunks:
-                home = Tier.DEVICE if spec.index in decisions.homes.device_homed else Tier.HOST
-                chunks.append(self._make_chunk(spec, home))
-            self._reserve(chunks)
-        except PatrickStarError:
-            chunks.clear()
-            raise
-        return chunks
-
-    def _make_chunk(self, spec: ChunkSpec, home: Tier) -> Chunk:
-        """Allocates the payloads of one chunk."""
-        decisions = self._decisions
-        chunk = Chunk(spec, home, self.collectives.rank)
-        moves = home is Tier.HOST and not spec.on_host
-        chunk.param = self._pool.allocate(home, spec.chunk_numel, decisions.dtype, "param", pinned=moves, zero=True)
-        for name in decisions.list_names(spec):
-            chunk.lists[name] = self._pool.allocate(home, spec.chunk_numel, torch.float32, name, zero=True)
-        return chunk
-
-    def _bind(self, chunks: list[Chunk]) -> None:
-        """Ties every parameter to its place; nothing is moved yet."""
-        decisions = self._decisions
-        placements = decisions.choice.layout.placements
-        lookup = "home" if decisions.embeddings.is_final else "auto"
-        for chunk in chunks:
-            for index in chunk.spec.tensor_indices:
-                offset = placements[index].offset_numel
-                tensor = self._make_tensor(decisions.tensors[index], decisions.parameters[index], offset)
-                if index in decisions.embeddings.tensor_indices:
-                    tensor.lookup = lookup
-                chunk.add(tensor)
-
-    def _make_tensor(self, spec: TensorSpec, parameter: torch.nn.Parameter, offset_numel: int) -> ManagedTensor:
-        # A placeholder for each: that distinct parameters are distinct storages is how libraries find tied ones.
-        nan = torch.full((), float("nan"), dtype=self._decisions.dtype, device=self.device)
-        return ManagedTensor(spec, parameter, offset_numel, nan.expand(spec.shape))
 
     def _move_in(self) -> None:
         """Moves buffers to the device, and parameters into their chunks."""
@@ -555,28 +514,6 @@ class PatrickStarEngine:
             self._buffer_devices.append((buffer, buffer.device))
             buffer.data = buffer.data.to(self.device)
         self._first_values.move_in(self.model.buffers())
-
-
-def _check_optimizers(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Refuses an optimizer that was made for another model."""
-    own = {id(parameter) for parameter in model.parameters()}
-    for optimizer in optimizers:
-        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-            raise EngineError(
-                f"of the parameters of the {type(optimizer).__name__} not one is the model's "
-                f"({type(model).__name__}); make the optimizer from model.parameters()"
-            )
-
-
-def _resolve_device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device '{device}': the compute device must be a CUDA device or the CPU")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
 
 
 def initialize_engine(
@@ -588,9 +525,6 @@ def initialize_engine(
     gradient_accumulation_steps: int = 1,
 ) -> tuple[torch.nn.Module, ChunkedOptimizer]:
     """Makes a model and its optimizer for a bare PyTorch loop (PatrickStar section 8.5).
-
-    Gradients are in chunks, so clip with ``optimizer.clip_grad_norm_(parameters, max_norm)``;
-    ``torch.nn.utils.clip_grad_norm_`` finds none.
 
     Args:
         model_func: Makes the model.

@@ -9,26 +9,28 @@ from now on. What stays is not touched, chunks that have become empty are freed,
 """
 
 import dataclasses
+import itertools
 import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from hf_patrickstar.checkpoint.first_values import FirstValues
 from hf_patrickstar.checkpoint.weights import ChunkWeights
 from hf_patrickstar.decisions import Decisions, collect
-from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.errors import BudgetError, EngineError
 from hf_patrickstar.layout.packing import ChunkSpec, Layout, Placement, pack
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
+from hf_patrickstar.payloads import Payloads
 from hf_patrickstar.runtime.admission import check_values
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.hooks import ModelHooks
+from hf_patrickstar.runtime.live_parameter import raw_grad
 from hf_patrickstar.runtime.manager import ChunkManager
-from hf_patrickstar.schedule.placement import ChunkBytes
 from hf_patrickstar.units import format_need
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,21 @@ def holders(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, int]:
     return found
 
 
+def check_optimizers(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Refuses an optimizer that was made for another model.
+
+    Raises:
+        EngineError: If one has none of the model's parameters.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    for optimizer in optimizers:
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise EngineError(
+                f"of the parameters of the {type(optimizer).__name__} not one is the model's "
+                f"({type(model).__name__}); make the optimizer from model.parameters()"
+            )
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parts:
     """What is adapted.
@@ -53,26 +70,18 @@ class Parts:
         manager: The manager of its chunks.
         hooks: Its hooks.
         weights: Reads its parameters.
+        payloads: Makes chunks and managed parameters.
         optimizers: The optimizers over chunks; the list may grow.
         collectives: The processes that share it.
-        make_chunk: Allocates a chunk, or raises ``BudgetError``.
-        make_tensor: Makes a managed parameter from a spec, the parameter and its offset.
-        nbytes_of: Tells the bytes of chunks over all lists.
-        reserve: Lets the kernels allocate their workspace anew.
-        splits_tensors: Tells whether a parameter may be spread over processes.
     """
 
     model: torch.nn.Module
     manager: ChunkManager
     hooks: ModelHooks
     weights: ChunkWeights
+    payloads: Payloads
     optimizers: Sequence[ChunkedOptimizer]
     collectives: Collectives
-    make_chunk: Callable[[ChunkSpec, Tier], Chunk]
-    make_tensor: Callable[[TensorSpec, torch.nn.Parameter, int], ManagedTensor]
-    nbytes_of: Callable[[Iterable[ChunkSpec]], list[ChunkBytes]]
-    reserve: Callable[[], None]
-    splits_tensors: Callable[[], bool]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,6 +140,8 @@ class Membership:
 
     def _compare(self, is_training: bool) -> _Change:
         manager = self._parts.manager
+        for swapped in [tensor for tensor in manager.tensors if not tensor.is_ours]:
+            manager.writes.give_up_swapped(swapped)
         held = holders(item.inner for item in self._parts.optimizers)
         specs, modules, parameters = collect(self._parts.model, held, manager.find)
         found: list[TensorSpec] = []
@@ -175,13 +186,12 @@ class Membership:
         for place in change.new:
             check_values([change.specs[place].name], [change.parameters[place]])
         manager.begin_change()
-        layout = self._pack([change.specs[place] for place in change.new])
-        chunks = self._allocate(layout, change)
+        layout, chunks = self._allocate(change)
         for tensor in change.gone:
             self._give_back(tensor)
         logger.info(
-            "patrickstar: the model has changed: %d parameters are new or need other lists, %d are gone; %d chunks were "
-            "added",
+            "patrickstar: the model has changed: %d parameters are new or need other lists, %d are gone; %d chunks "
+            "were added",
             len(change.new),
             len(change.gone),
             len(chunks),
@@ -198,47 +208,88 @@ class Membership:
         for spec, tensor in zip(change.specs, tensors, strict=True):
             tensor.spec = spec
         manager.index_tensors(tensors)
-        manager.end_change(parts.nbytes_of(chunk.spec for chunk in manager.chunks))
-        parts.reserve()
+        manager.end_change(parts.payloads.nbytes_of(chunk.spec for chunk in manager.chunks))
         self._update_layout()
 
-    def _pack(self, specs: Sequence[TensorSpec]) -> Layout:
-        """New chunks, with indices after those that there are."""
-        world_size, first = self._parts.collectives.world_size, len(self._parts.manager.chunks)
-        local = [dataclasses.replace(spec, index=place) for place, spec in enumerate(specs)]
-        splits = world_size > 1 and self._parts.splits_tensors()
-        layout = pack(local, self._decisions.choice.layout.chunk_numel, frozenset(), world_size, splits)
-        chunks = [
-            dataclasses.replace(
-                chunk, index=first + chunk.index, tensor_indices=tuple(specs[place].index for place in chunk.tensor_indices)
-            )
-            for chunk in layout.chunks
-        ]
-        placements = [
-            Placement(specs[found.tensor_index].index, first + found.chunk_index, found.offset_numel)
-            for found in layout.placements
-        ]
-        return Layout(tuple(specs), tuple(chunks), tuple(placements), layout.chunk_numel)
+    def _pack(self, specs: Sequence[TensorSpec], *, apart: bool) -> Layout:
+        """New chunks, with indices after those that there are.
 
-    def _allocate(self, layout: Layout, change: _Change) -> list[Chunk]:
-        """Allocates the new chunks, on the device if everything lives there and they fit; all or none."""
-        parts, manager = self._parts, self._parts.manager
-        self._check_working_sets(layout, change)
-        ledger = manager.residency.ledger
-        need = sum(found.device_nbytes for found in parts.nbytes_of(layout.chunks))
-        is_static = all(chunk.is_static for chunk in manager.chunks if chunk.tensors)
-        is_static = is_static and need <= ledger.available(Tier.DEVICE)
-        is_static = all(found[0] for found in parts.collectives.exchange([int(is_static)], "places new parameters"))
-        chunks: list[Chunk] = []
+        Args:
+            specs: What goes into them.
+            apart: Whether each module gets chunks of its own, so that as few as possible are needed at once.
+        """
+        first, pieces = len(self._parts.manager.chunks), [list(specs)]
+        if apart:
+            pieces = [list(own) for _, own in itertools.groupby(specs, key=lambda spec: spec.owners[:1])]
+        world_size, chunk_numel = self._parts.collectives.world_size, self._decisions.choice.layout.chunk_numel
+        splits = world_size > 1 and self._parts.payloads.splits_tensors
+        chunks: list[ChunkSpec] = []
+        placements: list[Placement] = []
+        for piece in pieces:
+            local = [dataclasses.replace(spec, index=place) for place, spec in enumerate(piece)]
+            layout, begin = pack(local, chunk_numel, frozenset(), world_size, splits), first + len(chunks)
+            placements += [
+                Placement(piece[found.tensor_index].index, begin + found.chunk_index, found.offset_numel)
+                for found in layout.placements
+            ]
+            for chunk in layout.chunks:
+                indices = tuple(piece[place].index for place in chunk.tensor_indices)
+                chunks.append(dataclasses.replace(chunk, index=begin + chunk.index, tensor_indices=indices))
+        return Layout(tuple(specs), tuple(chunks), tuple(placements), chunk_numel)
+
+    def _allocate(self, change: _Change) -> tuple[Layout, list[Chunk]]:
+        """Places what is new, and allocates its chunks, with all that can fail; on all processes or on none.
+
+        Raises:
+            BudgetError: If there is no room; everything is as it was.
+        """
+        parts, chunks = self._parts, list[Chunk]()
+        specs, error = [change.specs[place] for place in change.new], None
+        layout = self._pack(specs, apart=False)
         try:
-            for spec in layout.chunks:
-                chunks.append(parts.make_chunk(spec, Tier.DEVICE if is_static else Tier.HOST))
-        except BudgetError:
+            self._check_working_sets(layout, change)
+        except BudgetError as too_large:
+            error = too_large
+        if not self._agree(error is None):
+            layout, error = self._pack(specs, apart=True), None
+        try:
+            self._check_working_sets(layout, change)
+            self._fill(chunks, layout, change)
+            parts.payloads.reserve_anew([*parts.manager.chunks, *chunks])
+        except BudgetError as too_large:
+            error = too_large
+        if not self._agree(error is None):
             for chunk in chunks:
-                manager.retire(chunk)
-            raise
-        manager.add_chunks(chunks)
-        return chunks
+                parts.manager.retire(chunk)
+            parts.payloads.reserve_anew(parts.manager.chunks)
+            raise error or BudgetError("another process has no room for parameters of the model that are new")
+        parts.manager.add_chunks(chunks)
+        return layout, chunks
+
+    def _agree(self, is_possible: bool) -> bool:
+        """Whether something is possible on all processes."""
+        rows = self._parts.collectives.exchange([int(is_possible)], "places new parameters")
+        return all(found[0] for found in rows)
+
+    def _fill(self, chunks: list[Chunk], layout: Layout, change: _Change) -> None:
+        """Allocates chunks, on the device if everything lives there and they fit."""
+        parts, manager = self._parts, self._parts.manager
+        need = sum(found.device_nbytes for found in parts.payloads.nbytes_of(layout.chunks))
+        is_static = all(chunk.is_static for chunk in manager.chunks if chunk.tensors)
+        is_static = is_static and need <= manager.residency.ledger.available(Tier.DEVICE)
+        with_gradients = {
+            change.specs[place].index for place in change.new if self._brings_gradient(change.parameters[place])
+        }
+        for spec in layout.chunks:
+            chunk = parts.payloads.make_chunk(spec, Tier.DEVICE if is_static else Tier.HOST)
+            chunks.append(chunk)
+            if not with_gradients.isdisjoint(spec.tensor_indices):
+                manager.gradients.reserve(chunk)
+
+    def _brings_gradient(self, parameter: torch.nn.Parameter) -> bool:
+        tensor = self._parts.manager.find(parameter)
+        is_there = tensor is not None and self._parts.manager.gradients.has(tensor)
+        return is_there or raw_grad(parameter) is not None
 
     def _check_working_sets(self, layout: Layout, change: _Change) -> None:
         """Makes sure that every module's chunks fit the device together."""
@@ -257,9 +308,9 @@ class Membership:
             if need > limit:
                 raise BudgetError(
                     f"{setting} is too small for module '{module.name}' ({module.class_name}), which is new or has "
-                    f"changed: its chunks need {format_need(need)} on the compute device at once, {format_need(limit)} are "
-                    f"available for chunks. Raise {setting}, or make a new engine (detach() and prepare the model again), "
-                    "which chooses smaller chunks"
+                    f"changed: its chunks need {format_need(need)} on the compute device at once, {format_need(limit)} "
+                    f"are available for chunks. Raise {setting}, or make a new engine (detach() and prepare the model "
+                    "again), which chooses smaller chunks"
                 )
 
     def _give_back(self, tensor: ManagedTensor) -> None:
@@ -269,7 +320,7 @@ class Membership:
         if optimizer is not None:
             optimizer.give_back_state(tensor)
         if not tensor.is_given_up:
-            gradient = None
+            gradient = raw_grad(tensor.parameter)  # of a graph that was made when it had no place for one
             if manager.gradients.has(tensor):
                 gradient = manager.read_gradient(tensor, tensor.original_dtype).to(tensor.placeholder.device)
             value = parts.weights.read(tensor).to(tensor.placeholder.device)
@@ -288,7 +339,7 @@ class Membership:
         if before is not None:
             self._give_back(before)
         gradient, parameter.grad = parameter.grad, None
-        tensor = parts.make_tensor(spec, parameter, placement.offset_numel)
+        tensor = parts.payloads.make_tensor(spec, parameter, placement.offset_numel)
         chunk.add(tensor)
         FirstValues([tensor], parts.collectives, parts.weights.piece_numel).move_in(())
         parts.hooks.take_in(tensor)

@@ -21,15 +21,16 @@ LEVELS = dict.fromkeys(_BASE, 0) | {
     "runtime": 3,
     "optim": 4,
     "checkpoint": 4,
+    "machine": 4,
+    "report": 4,
     "decisions": 5,
-    "engine": 5,
-    "report": 5,
-    "integrations": 6,
-    "cli": 7,
-    "__main__": 8,
+    "payloads": 6,
+    "membership": 7,
+    "engine": 8,
+    "integrations": 9,
+    "cli": 10,
+    "__main__": 11,
 }
-SIDEWAYS = {("engine", "decisions"), ("engine", "report")}
-"""Imports between two parts of one level that the law allows."""
 
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
@@ -139,7 +140,7 @@ def report(source, line, what):
 
 
 def imports_only_lower_parts(source):
-    """A module imports its own folder, lower levels, and what ``SIDEWAYS`` allows."""
+    """A module imports its own folder and lower levels."""
     bad = []
     if source.name == PACKAGE:
         return bad
@@ -151,7 +152,7 @@ def imports_only_lower_parts(source):
         part = part_of(item.target)
         if part not in LEVELS:
             bad.append(report(source, item.line, f"imports {item.target}: name the module that owns it"))
-        elif part != source.part and (source.part, part) not in SIDEWAYS:
+        elif part != source.part:
             is_base = LEVELS[source.part] == LEVELS[part] == 0
             if LEVELS[part] >= LEVELS[source.part] and not is_base:
                 bad.append(report(source, item.line, f"'{source.part}' must not import '{part}'"))
@@ -219,17 +220,20 @@ def leaves_collectives_to_one_module(source):
     ]
 
 
-_HOOK = re.compile(r"register_(\w+_)?hook|saved_tensors_hooks")
+_HOOK_OWNERS = {
+    "runtime.hooks": re.compile(r"register_(\w+_)?hook"),
+    "runtime.operands": re.compile(r"saved_tensors_hooks"),
+}
+"""The one module that may use a kind of hook."""
 
 
-def leaves_hooks_to_one_module(source):
-    """Only ``runtime/hooks.py`` registers hooks."""
-    if source.name == f"{PACKAGE}.runtime.hooks":
-        return []
+def leaves_each_kind_of_hook_to_one_module(source):
+    """Only ``runtime/hooks.py`` registers hooks, and only ``runtime/operands.py`` has those of saved tensors."""
     return [
         report(source, line, f"uses {name}")
         for name, line in names_used(source)
-        if _HOOK.fullmatch(name.rpartition(".")[2])
+        for owner, kind in _HOOK_OWNERS.items()
+        if source.name != f"{PACKAGE}.{owner}" and kind.fullmatch(name.rpartition(".")[2])
     ]
 
 
@@ -358,7 +362,7 @@ RULES = (
     leaves_hugging_face_to_integrations,
     leaves_payloads_and_streams_to_memory,
     leaves_collectives_to_one_module,
-    leaves_hooks_to_one_module,
+    leaves_each_kind_of_hook_to_one_module,
     leaves_byte_factors_to_units,
     has_no_state_at_module_level,
     runtime_does_not_know_report,
@@ -447,12 +451,14 @@ BAD = [
     (imports_only_lower_parts, "layout.packing", "from hf_patrickstar.memory.tiers import Tier"),
     (imports_only_lower_parts, "memory.pool", "import hf_patrickstar.layout.specs"),
     (imports_only_lower_parts, "schedule.plan", "def f():\n    from hf_patrickstar.runtime import chunk"),
-    (imports_only_lower_parts, "runtime.chunk", "from hf_patrickstar.optim.kernels import AdamKernel"),
+    (imports_only_lower_parts, "runtime.chunk", "from hf_patrickstar.optim.adam_kernel import AdamKernel"),
     (imports_only_lower_parts, "runtime.chunk", "from ..optim import kernels"),
     (imports_only_lower_parts, "runtime.chunk", "from hf_patrickstar import PatrickStarEngine"),
     (imports_only_lower_parts, "runtime.chunk", "import hf_patrickstar"),
     (imports_only_lower_parts, "optim.kernels", "from hf_patrickstar.checkpoint.weights import ChunkWeights"),
     (imports_only_lower_parts, "checkpoint.weights", "from hf_patrickstar import optim"),
+    (imports_only_lower_parts, "decisions", "from hf_patrickstar.membership import holders"),
+    (imports_only_lower_parts, "membership", "from hf_patrickstar.engine import PatrickStarEngine"),
     (imports_only_lower_parts, "report.plots", "from hf_patrickstar.engine import PatrickStarEngine"),
     (imports_only_lower_parts, "engine", "from hf_patrickstar.integrations.trainer import PatrickStarTrainer"),
     (imports_only_lower_parts, "integrations.trainer", "from hf_patrickstar.cli import main"),
@@ -476,13 +482,15 @@ BAD = [
     (leaves_collectives_to_one_module, "optim.optimizer", "from torch.distributed import all_reduce"),
     (leaves_collectives_to_one_module, "engine", "import torch\ntorch.distributed.barrier()"),
     (leaves_collectives_to_one_module, "engine", "dist.all_reduce(x)"),
-    (leaves_hooks_to_one_module, "engine", "m.register_forward_hook(f)"),
-    (leaves_hooks_to_one_module, "engine", "get().register_forward_pre_hook(f)"),
-    (leaves_hooks_to_one_module, "engine", "p.register_post_accumulate_grad_hook(f)"),
-    (leaves_hooks_to_one_module, "checkpoint.weights", "m._register_x, m.register_state_dict_post_hook(f)"),
-    (leaves_hooks_to_one_module, "checkpoint.weights", "m.register_load_state_dict_pre_hook(f)"),
-    (leaves_hooks_to_one_module, "runtime.manager", "from torch.autograd.graph import saved_tensors_hooks"),
-    (leaves_hooks_to_one_module, "runtime.manager", "t.register_hook(f)"),
+    (leaves_each_kind_of_hook_to_one_module, "engine", "m.register_forward_hook(f)"),
+    (leaves_each_kind_of_hook_to_one_module, "engine", "get().register_forward_pre_hook(f)"),
+    (leaves_each_kind_of_hook_to_one_module, "engine", "p.register_post_accumulate_grad_hook(f)"),
+    (leaves_each_kind_of_hook_to_one_module, "checkpoint.weights", "m._register_x, m.register_state_dict_post_hook(f)"),
+    (leaves_each_kind_of_hook_to_one_module, "checkpoint.weights", "m.register_load_state_dict_pre_hook(f)"),
+    (leaves_each_kind_of_hook_to_one_module, "runtime.manager", "from torch.autograd.graph import saved_tensors_hooks"),
+    (leaves_each_kind_of_hook_to_one_module, "runtime.hooks", "torch.autograd.graph.saved_tensors_hooks(f, g)"),
+    (leaves_each_kind_of_hook_to_one_module, "runtime.operands", "m.register_forward_hook(f)"),
+    (leaves_each_kind_of_hook_to_one_module, "runtime.manager", "t.register_hook(f)"),
     (leaves_byte_factors_to_units, "engine", "x = 64 * 1024"),
     (leaves_byte_factors_to_units, "engine", "x = y / 2**30"),
     (leaves_byte_factors_to_units, "engine", "x = 1 << 20"),
@@ -522,7 +530,8 @@ GOOD = [
     (leaves_payloads_and_streams_to_memory, "engine", "import torch\nx = torch.full((), 1.0), config.pin_memory"),
     (leaves_collectives_to_one_module, "runtime.collectives", "import torch.distributed as dist"),
     (leaves_collectives_to_one_module, "engine", "from accelerate.utils import DistributedType"),
-    (leaves_hooks_to_one_module, "runtime.hooks", "m.register_forward_hook(f)"),
+    (leaves_each_kind_of_hook_to_one_module, "runtime.hooks", "m.register_forward_hook(f)"),
+    (leaves_each_kind_of_hook_to_one_module, "runtime.operands", "torch.autograd.graph.saved_tensors_hooks(f, g)"),
     (leaves_byte_factors_to_units, "units", "KIB = 1024"),
     (leaves_byte_factors_to_units, "engine", "x = 1 << y.bit_length(), 512, 2**8, '1024'"),
     (has_no_state_at_module_level, "engine", "_NAMES = {'a': 1}\n__all__ = ['f']\ndef f():\n    return _NAMES['a']"),

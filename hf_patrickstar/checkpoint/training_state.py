@@ -25,6 +25,7 @@ from tqdm.auto import tqdm
 
 from hf_patrickstar.checkpoint.background import BackgroundWrite
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL
+from hf_patrickstar.checkpoint.other_states import OTHERS_NAME, OtherStates, read_others, save_others
 from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile, write_safetensors
 from hf_patrickstar.checkpoint.storage import describe_failure
 from hf_patrickstar.errors import CheckpointError
@@ -69,6 +70,18 @@ class ShardedOptimizer(Protocol):
 
     def load_own_state(self, tensor: ManagedTensor, state: Mapping[str, Any]) -> None:
         """Takes over what this rank has of a parameter's state; what is in ``state_places`` is there already."""
+        ...
+
+    def other_states(self) -> OtherStates:
+        """The states of parameters that are updated outside of chunks."""
+        ...
+
+    def load_other_states(self, states: OtherStates) -> None:
+        """Replaces them."""
+        ...
+
+    def other_places(self) -> set[str]:
+        """The places that such states may have."""
         ...
 
 
@@ -158,6 +171,7 @@ class TrainingState:
             (Path(directory) / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise CheckpointError(describe_failure(Path(directory) / INDEX_NAME, error)) from error
+        save_others(directory, self._optimizer.other_states())
 
     @property
     def _piece_numel(self) -> int:
@@ -217,6 +231,12 @@ class TrainingState:
         for tensor in self._manager.tensors:
             if tensor.chunk.spec.is_updated:
                 self._check_tensor(saved, tensor)
+        unknown = sorted(saved.others.keys() - self._optimizer.other_places())
+        if unknown:
+            raise CheckpointError(
+                f"'{saved.path.parent / OTHERS_NAME}' has a state of the parameter at place {unknown[0]}, which is in "
+                "a chunk of its optimizer here, or not there; prepare the same optimizers in the same order"
+            )
         return Loading(self, saved, self._manager, self._optimizer)
 
     def _check_groups(self, saved: "SavedState") -> None:
@@ -310,6 +330,7 @@ class SavedState:
         groups: The param groups, with the names of parameters for ``params``.
         shapes: The shape of every parameter.
         values: States that are no tensors, by parameter.
+        others: States of parameters that were updated outside of chunks.
 
     Raises:
         CheckpointError: If the index is missing, or a file is damaged.
@@ -332,6 +353,7 @@ class SavedState:
             raise CheckpointError(f"'{self.path}' is missing") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"'{self.path}' is not the index of a training state: {error}") from error
+        self.others = read_others(directory)
         self.values: dict[str, dict[str, Any]] = {}
         self._pieces: dict[str, dict[str, list[_Piece]]] = {}
         # Those of other machines may be on other disks: they are missed when something is needed that is in none.
@@ -477,6 +499,7 @@ class Loading:
             optimizer.load_own_state(tensor, state)
         for group, found in zip(optimizer.param_groups, saved.groups, strict=True):
             _update_group(group, found)
+        optimizer.load_other_states(saved.others)
         self._manager.end_loading()
 
 

@@ -109,7 +109,7 @@ class ChunkWeights:
         return self._deferred[index]
 
     def _held(self, tensor: ManagedTensor) -> Held:
-        self._manager.take_over(tensor)
+        self._manager.writes.take_over(tensor)
         is_open = tensor.is_open
         source = tensor.own(tensor.parameter.data) if is_open else self._manager.values.at_home(tensor)
         return Held(tensor, source, tensor.original_dtype)
@@ -176,7 +176,7 @@ class ChunkWeights:
             if tensor.spec.index not in self._collected:
                 raise EngineError(f"parameter '{tensor.spec.name}' was collected for another process, not for this one")
             return self._collected[tensor.spec.index]
-        self._manager.take_over(tensor)
+        self._manager.writes.take_over(tensor)
         if tensor.is_open:
             return tensor.parameter.data.to(device="cpu", dtype=tensor.original_dtype, copy=True)
         return self._manager.values.read(tensor, tensor.original_dtype)
@@ -236,7 +236,7 @@ class ChunkWeights:
             return
         before = self.read(tensor)
         if value.dtype != before.dtype or not torch.equal(value.cpu(), before):
-            self._manager.write(tensor, value)
+            self._manager.writes.apply(tensor, value)
         if not with_grads or (handed is not None and gradient is handed[0] and gradient._version == handed[1]):
             return
         self._manager.mirrors.drop_gradient(tensor)

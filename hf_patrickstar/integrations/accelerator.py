@@ -13,8 +13,16 @@ from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import ConfigError, EngineError
 from hf_patrickstar.integrations.accelerator_checkpoints import AcceleratorCheckpoints, get_engine
+from hf_patrickstar.integrations.accelerator_optimizers import (
+    PreparedOptimizer,
+    families,
+    held_by,
+    innermost,
+    unwrapped,
+)
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.optim.scaler import ChunkedGradScaler
+from hf_patrickstar.runtime.together import Together, roots_of
 
 
 class PatrickStarAccelerator(AcceleratorCheckpoints):
@@ -91,42 +99,40 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
         self._patrickstar_precision = precision
         self._patrickstar_accumulation_steps = accumulation_steps
         effective = precision if config.dtype == "auto" else config.dtype
+        self._patrickstar_preparing: list[torch.nn.Module] = []
         self.scaler = ChunkedGradScaler(self.device.type) if effective == "fp16" else None
 
     # Preparing
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepares objects as ``Accelerator.prepare`` does; a model and its optimizer get an engine.
+        """Prepares objects as ``Accelerator.prepare`` does; models get engines, and optimizers places in them.
+
+        Each optimizer trains the models whose parameters it holds, also one that was prepared before its model. Models
+        that share an optimizer share an engine; others have one of their own.
 
         Args:
-            *args: Models, optimizers, data loaders, schedulers.
+            *args: Models, optimizers, data loaders, schedulers, in any order.
             device_placement: As for ``Accelerator.prepare``; not used for what is in chunks.
 
         Raises:
-            EngineError: If several optimizers are given, or the optimizer is of none of the models.
+            EngineError: If a model cannot be managed.
             ConfigError: If a setting cannot work for this model.
             BudgetError: If a budget is too small.
         """
         models = [item for item in args if isinstance(item, torch.nn.Module)]
-        optimizers = [item for item in args if isinstance(item, torch.optim.Optimizer)]
-        if len(optimizers) > 1:
-            raise EngineError(f"one optimizer with several param groups is supported, got {len(optimizers)} optimizers")
-        if optimizers:
-            optimizer = _innermost(optimizers[0])
-            model = self._model_of(optimizer, models)
-            engine = get_engine(model)
-            if engine is None or engine.optimizer is None or engine.optimizer.inner is not optimizer:
-                # Also an optimizer of ours whose engine had to give way to another one meanwhile.
-                self._engage(model, optimizer)
-                args = tuple(optimizer if item is optimizers[0] else item for item in args)
-        return super().prepare(*args, device_placement=device_placement)
+        self._patrickstar_preparing = models
+        try:
+            self._connect(models, [item for item in args if isinstance(item, torch.optim.Optimizer)])
+            return super().prepare(*args, device_placement=device_placement)
+        finally:
+            self._patrickstar_preparing = []
 
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """Prepares a model: unchanged if it has an engine; for evaluation it gets one without an optimizer.
+        """Prepares a model: unchanged if it has an engine, else it gets one.
 
-        A model that is prepared for training without its optimizer gets its engine when the optimizer is prepared.
+        A model that is prepared without an optimizer trains with whatever optimizer comes, prepared or not.
 
         Args:
             model: The model.
@@ -136,13 +142,14 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
         Returns:
             The same model.
         """
-        if not evaluation_mode and not any(parameter.requires_grad for parameter in model.parameters()):
+        is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
+        if is_frozen and not evaluation_mode and get_engine(model) is None:
             # A teacher, say: nothing of it is trained, and Accelerate's own way is right.
             return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        if get_engine(model) is None:
+            self._connect([model], [], is_training=not evaluation_mode)
         if model not in self._models:
             self._models.append(model)
-        if evaluation_mode and get_engine(model) is None:
-            self._engage(model, None)
         return model
 
     def prepare_optimizer(
@@ -151,52 +158,94 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
         """Wraps the chunked form of an optimizer as Accelerate does.
 
         Args:
-            optimizer: A torch optimizer, or one that was prepared before.
+            optimizer: A torch optimizer, or one that was prepared before. If its model is prepared later, what is
+                returned trains that in chunks from then on, and until then whatever it has, as it does by itself.
             device_placement: Not used; states live where their chunks are.
 
         Returns:
-            An ``AcceleratedOptimizer`` over a ``ChunkedOptimizer``.
+            An ``AcceleratedOptimizer``.
         """
-        if isinstance(optimizer, AcceleratedOptimizer):
-            if optimizer not in self._optimizers:
-                self._optimizers.append(optimizer)
-            return optimizer
-        if not isinstance(optimizer, ChunkedOptimizer):
-            model = self._model_of(optimizer)
-            engine = get_engine(model)
-            if engine is None or engine.optimizer is None or engine.optimizer.inner is not optimizer:
-                engine = self._engage(model, optimizer)
-            assert engine.optimizer is not None
-            optimizer = engine.optimizer
-        prepared = AcceleratedOptimizer(optimizer, device_placement=False, scaler=self.scaler)
-        self._optimizers.append(prepared)
+        if not isinstance(optimizer, PreparedOptimizer):
+            self._connect([], [optimizer])
+            chunked = self._chunked(innermost(optimizer))
+            optimizer = PreparedOptimizer(unwrapped(optimizer) if chunked is None else chunked, self.scaler)
+        if optimizer not in self._optimizers:
+            self._optimizers.append(optimizer)
+        self._point(optimizer)
+        return optimizer
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Wraps a scheduler as Accelerate does: it waits for the optimizer that it was made for.
+
+        Args:
+            scheduler: A torch scheduler, or one that was prepared before.
+        """
+        prepared = super().prepare_scheduler(scheduler)
+        own = [item for item in self._optimizers if innermost(item) is getattr(scheduler, "optimizer", None)]
+        if own and prepared is not scheduler:
+            prepared.optimizers = own
         return prepared
 
-    def _engage(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> PatrickStarEngine:
-        """Attaches an engine; one that is attached for another optimizer, or for evaluation, gives way."""
-        present = get_engine(model)
-        if present is not None:
-            present.detach()
-        return PatrickStarEngine(
-            model,
-            self.patrickstar_config,
-            optimizer,
-            device=self.device,
-            gradient_accumulation_steps=self._patrickstar_accumulation_steps,
-            precision=self._patrickstar_precision,
-        )
-
-    def _model_of(self, optimizer: torch.optim.Optimizer, models: Iterable[torch.nn.Module] = ()) -> torch.nn.Module:
-        wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for model in [*models, *self._models]:
-            if wanted & {id(parameter) for parameter in model.parameters()}:
-                return model
-        if models and not wanted:
+    def _connect(
+        self, models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer], *, is_training: bool = True
+    ) -> None:
+        """Gives models and optimizers that are prepared now, and those that belong to them, their engines."""
+        all_models = list(dict.fromkeys([*self._models, *self._patrickstar_preparing, *models]))
+        given = list(dict.fromkeys(map(innermost, optimizers)))
+        if not any(held_by(optimizer) for optimizer in given) and given and models:
             raise EngineError(
                 "the optimizer has no parameter to update: the model has no trainable parameter (every requires_grad "
                 "is False?); unfreeze what should be trained"
             )
-        raise EngineError("the optimizer's parameters belong to no prepared model; prepare the model with it")
+        # The newest first: a parameter that several hold is updated in its chunk by the first of them.
+        known = list(dict.fromkeys([*given, *map(innermost, self._optimizers)])) if is_training else []
+        for members, own in families(all_models, known):
+            is_new = any(model in models for model in members) or any(optimizer in given for optimizer in own)
+            trained = [model for model in members if any(parameter.requires_grad for parameter in model.parameters())]
+            if is_new and (trained or own or not is_training):
+                self._engage(trained or members, own)
+        for prepared in [*self._optimizers, *optimizers]:
+            self._point(prepared)
+
+    def _engage(self, models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
+        """Sees to it that one engine trains these models with these optimizers; others on them give way."""
+        engines = list({id(engine): engine for engine in map(get_engine, models) if engine is not None}.values())
+        if len(engines) == 1 and {*map(id, roots_of(engines[0].model))} == {*map(id, models)}:
+            engine = engines[0]
+            present = [item.inner for item in engine.optimizers]
+            new = [optimizer for optimizer in optimizers if optimizer not in present]
+            if not new:
+                return
+            held = set().union(*map(held_by, present))
+            if present and all(item in optimizers for item in present) and all(map(held.isdisjoint, map(held_by, new))):
+                for optimizer in new:
+                    engine.add_optimizer(optimizer)
+                return
+        gradients = [pair for engine in engines for pair in _gradients_of(engine)]
+        for engine in engines:
+            engine.detach()
+        PatrickStarEngine(
+            models[0] if len(models) == 1 else Together(models),
+            self.patrickstar_config,
+            optimizers,
+            device=self.device,
+            gradient_accumulation_steps=self._patrickstar_accumulation_steps,
+            precision=self._patrickstar_precision,
+        )
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+    def _chunked(self, optimizer: torch.optim.Optimizer) -> ChunkedOptimizer | None:
+        """The form over chunks of a user's optimizer, if it has one."""
+        engines = (get_engine(model) for model in [*self._models, *self._patrickstar_preparing])
+        found = (item for engine in engines if engine is not None for item in engine.optimizers)
+        return next((item for item in found if item.inner is optimizer), None)
+
+    def _point(self, optimizer: Any) -> None:
+        """Lets what was returned for an optimizer follow it into chunks, or from one engine to another."""
+        chunked = self._chunked(innermost(optimizer))
+        if chunked is not None and isinstance(optimizer, PreparedOptimizer):
+            optimizer.take(chunked)
 
     # Gradients
 
@@ -206,9 +255,7 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
             return
         optimizers = self._optimizers if optimizer is None else optimizer
         for item in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
-            while isinstance(item, AcceleratedOptimizer):
-                item = item.optimizer
-            self.scaler.unscale_(item)
+            self.scaler.unscale_(unwrapped(item))
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
@@ -216,53 +263,47 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
         """Clips gradients by global norm.
 
         Args:
-            parameters: Parameters whose norm counts.
+            parameters: Parameters whose norm counts, of one model or of several.
             max_norm: The largest norm that is left alone.
             norm_type: Order of the norm.
 
         Returns:
             The norm before clipping, a scalar tensor.
-
-        Raises:
-            EngineError: If they belong to no prepared model, or to several.
         """
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        optimizer = self._optimizer_of(parameters)
-        self.unscale_gradients(optimizer)
-        return optimizer.clip_grad_norm_(parameters, float(max_norm), float(norm_type))
+        optimizer = self._begin_clipping(parameters)
+        if optimizer is not None:
+            return optimizer.clip_grad_norm_(parameters, float(max_norm), float(norm_type))
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Clips every element of gradients to ``[-clip_value, clip_value]``.
 
         Args:
-            parameters: Parameters whose gradients are clipped.
+            parameters: Parameters whose gradients are clipped, of one model or of several.
             clip_value: The bound.
-
-        Raises:
-            EngineError: If they belong to no prepared model.
         """
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        optimizer = self._optimizer_of(parameters)
-        self.unscale_gradients(optimizer)
-        optimizer.clip_grad_value_(clip_value, parameters)
+        optimizer = self._begin_clipping(parameters)
+        if optimizer is not None:
+            optimizer.clip_grad_value_(clip_value, parameters)
+        else:
+            torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
-    def _optimizer_of(self, parameters: list[torch.Tensor]) -> ChunkedOptimizer:
-        found = []
-        for item in self._optimizers:
-            while isinstance(item, AcceleratedOptimizer):
-                item = item.optimizer
-            if isinstance(item, ChunkedOptimizer) and item.owns(parameters) and item not in found:
-                found.append(item)
-        if len(found) != 1:
-            raise EngineError(
-                f"the parameters belong to {len(found)} prepared models; clip those of one model at a time, after "
-                "accelerator.prepare(model, optimizer)"
-            )
-        return found[0]
+    def _begin_clipping(self, parameters: list[torch.Tensor]) -> ChunkedOptimizer | None:
+        """Unscales gradients, and finds an optimizer that clips them where they are.
+
+        There is none where they are in several engines, or in one that has no optimizer: then torch clips them.
+        """
+        wanted = {id(parameter) for parameter in parameters}
+        self.unscale_gradients([item for item in self._optimizers if not wanted.isdisjoint(held_by(item))])
+        engines = {id(engine): engine for engine in map(get_engine, self._models) if engine is not None}
+        found = [e for e in engines.values() if any(e.manager.find(parameter) is not None for parameter in parameters)]
+        return found[0].optimizer if len(found) == 1 else None
 
 
-def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The torch optimizer that the user made."""
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return optimizer.inner if isinstance(optimizer, ChunkedOptimizer) else optimizer
+def _gradients_of(engine: PatrickStarEngine) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Copies of the gradients that wait for a step; there are none at most times."""
+    waiting = [tensor.parameter for tensor in engine.manager.tensors if engine.manager.gradients.has(tensor)]
+    found = ((parameter, parameter.grad) for parameter in waiting)
+    return [(parameter, gradient.clone()) for parameter, gradient in found if gradient is not None]

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Iterator
@@ -10,14 +11,15 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 
 from hf_patrickstar.checkpoint.checkpoints import FoundWeights, find_weights, has_training_state
-from hf_patrickstar.checkpoint.storage import remove_checkpoint
+from hf_patrickstar.checkpoint.storage import describe_failure, remove_checkpoint
 from hf_patrickstar.checkpoint.transaction import Checkpoint
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import CheckpointError
+from hf_patrickstar.integrations.accelerator_optimizers import unwrapped
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
+from hf_patrickstar.runtime.together import roots_of
 
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
@@ -38,7 +40,7 @@ class AcceleratorCheckpoints(Accelerator):
         """Saves as ``Accelerator.save_state`` does; the directory appears when all of it is on the disk.
 
         The state of an optimizer over chunks is saved by all processes, each its part, in ``optimizer.index.json`` and
-        the files that it names.
+        the files that it names; if several engines train models, that of the second is in ``optimizer_1``, and so on.
 
         Args:
             output_dir: As for ``Accelerator.save_state``.
@@ -51,9 +53,11 @@ class AcceleratorCheckpoints(Accelerator):
         Raises:
             CheckpointError: If it cannot be written; an older one is as it was.
         """
-        engine = self._trained_engine()
-        if engine is None:
+        self._follow_models()
+        engines = self._trained_engines()
+        if not engines:
             return super().save_state(output_dir, safe_serialization, **kwargs)
+        engine = engines[0]
         configuration = self.project_configuration
         is_numbered = configuration.automatic_checkpoint_naming
         final = Path(output_dir or "") if not is_numbered else self._next_directory()
@@ -61,10 +65,10 @@ class AcceleratorCheckpoints(Accelerator):
             raise ValueError("save_state needs output_dir, or automatic_checkpoint_naming")
         with engine.checkpoints.writing(final) as checkpoint:
             engine.checkpoints.begin_state(checkpoint)
-            others = [found for found in map(get_engine, self._models) if found not in (None, engine)]
+            for number, other in enumerate(engines[1:], 1):
+                _save_training_state(other, state_directory(checkpoint.path, number), checkpoint)
             with contextlib.ExitStack() as stack, self._without_chunked_optimizers():
-                for other in others:
-                    assert other is not None
+                for other in (found for found in self._engines() if found is not engine):
                     stack.enter_context(other.weights.collected(keep=self.is_main_process))
                 if safe_serialization:
                     stack.enter_context(engine.weights.streamed(is_reader=self.is_main_process))
@@ -118,64 +122,92 @@ class AcceleratorCheckpoints(Accelerator):
             CheckpointError: If something is missing, damaged or does not fit; nothing has changed then.
         """
         load_model_func_kwargs.setdefault("map_location", "cpu")
-        engine = self._trained_engine()
-        if engine is not None:
+        self._follow_models()
+        engines = self._trained_engines()
+        for engine in engines:
             engine.checkpoints.wait()
-            if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
-                input_dir = str(self._newest_directory())
-        if engine is None or input_dir is None or not os.path.isdir(input_dir):
+        if engines and input_dir is None and self.project_configuration.automatic_checkpoint_naming:
+            input_dir = str(self._newest_directory())
+        if not engines or input_dir is None or not os.path.isdir(input_dir):
             super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
             return
-        strict = load_model_func_kwargs.get("strict", True)
+        strict, directory = load_model_func_kwargs.get("strict", True), Path(input_dir)
+        states = [state_directory(directory, number) for number in range(len(engines))]
         with contextlib.ExitStack() as stack:
-            if has_training_state(input_dir):
+            if has_training_state(directory):
                 stack.enter_context(self._without_chunked_optimizers())
+                for engine, state in zip(engines, states, strict=True):
+                    engine.checkpoints.together(functools.partial(_check_presence, state))
+                    engine.checkpoints.check_state(state)
             if self._load_model_state_pre_hook:  # they see all models, and may load them
-                engine.checkpoints.check_state(input_dir)
                 super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
                 # After the weights: masters have more bits than what a hook may have loaded.
-                engine.checkpoints.load_parts(None, input_dir)
+                for engine, state in zip(engines, states, strict=True):
+                    engine.checkpoints.load_parts(None, state)
                 return
-            directory = Path(input_dir)
-            place, found = engine.checkpoints.together(lambda: self._find_weights(engine, directory, strict))
-            stack.enter_context(self._without_model(place))
-            engine.checkpoints.load_parts(found, input_dir)
+            found = []
+            for engine in engines:
+                find = functools.partial(self._find_weights, engine, directory, strict)
+                found.append(engine.checkpoints.together(find))
+            stack.enter_context(self._without_models_of(engines))
+            for engine, weights, state in zip(engines, found, states, strict=True):
+                engine.checkpoints.load_parts(weights, state)
             super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
 
-    def _find_weights(self, engine: PatrickStarEngine, directory: Path, strict: bool) -> tuple[int, FoundWeights]:
-        """The engine's model among those prepared, and its weights."""
-        place = next(number for number, model in enumerate(self._models) if get_engine(model) is engine)
-        ending = f"_{place}" if place else ""
-        path = directory / f"model{ending}.safetensors"
-        if not path.is_file():
-            path = directory / f"pytorch_model{ending}.bin"
-        found = find_weights(self._models[place], path)
-        if strict and (found.missing_keys or found.unexpected_keys):
-            raise CheckpointError(
-                f"'{path}' has no values for {found.missing_keys}, and has {found.unexpected_keys} that the model does "
-                "not know; pass strict=False to load the rest"
-            )
-        return place, found
+    def _find_weights(self, engine: PatrickStarEngine, directory: Path, strict: bool) -> FoundWeights:
+        """The weights of an engine's models, under the names that parameters have in the engine."""
+        values: dict[str, torch.Tensor] = {}
+        missing: list[str] = []
+        unexpected: list[str] = []
+        roots = {id(root): number for number, root in enumerate(roots_of(engine.model))}
+        for place, model in enumerate(self._models):
+            if get_engine(model) is not engine:
+                continue
+            ending = f"_{place}" if place else ""
+            path = directory / f"model{ending}.safetensors"
+            if not path.is_file():
+                path = directory / f"pytorch_model{ending}.bin"
+            found = find_weights(model, path)
+            if strict and (found.missing_keys or found.unexpected_keys):
+                raise CheckpointError(
+                    f"'{path}' has no values for {found.missing_keys}, and has {found.unexpected_keys} that the model "
+                    "does not know; pass strict=False to load the rest"
+                )
+            prefix = "" if model is engine.model else f"{roots[id(model)]}."
+            values |= {prefix + name: value for name, value in found.values.items()}
+            missing += [prefix + name for name in found.missing_keys]
+            unexpected += [prefix + name for name in found.unexpected_keys]
+        return FoundWeights(values, missing, unexpected)
 
-    def _trained_engine(self) -> PatrickStarEngine | None:
-        engines = (get_engine(model) for model in self._models)
-        return next((engine for engine in engines if engine is not None and engine.training_state is not None), None)
+    def _engines(self) -> list[PatrickStarEngine]:
+        """The engines of the prepared models, each once."""
+        found = (get_engine(model) for model in self._models)
+        return list({id(engine): engine for engine in found if engine is not None}.values())
+
+    def _trained_engines(self) -> list[PatrickStarEngine]:
+        """Those that have an optimizer."""
+        return [engine for engine in self._engines() if engine.training_state is not None]
+
+    def _follow_models(self) -> None:
+        """Lets parameters that were added since the last step be a part of what is saved or loaded."""
+        for engine in self._engines():
+            engine.follow_model()
 
     @contextlib.contextmanager
     def _without_chunked_optimizers(self) -> Iterator[None]:
         """Hides optimizers over chunks from Accelerate."""
         optimizers = self._optimizers
-        self._optimizers = [item for item in optimizers if not isinstance(_unwrapped(item), ChunkedOptimizer)]
+        self._optimizers = [item for item in optimizers if not isinstance(unwrapped(item), ChunkedOptimizer)]
         try:
             yield
         finally:
             self._optimizers = optimizers
 
     @contextlib.contextmanager
-    def _without_model(self, place: int) -> Iterator[None]:
-        """Lets Accelerate see, in place of a model that is loaded already, one that takes what it is given."""
+    def _without_models_of(self, engines: list[PatrickStarEngine]) -> Iterator[None]:
+        """Lets Accelerate see, in place of models that are loaded already, ones that take what they are given."""
         models = self._models
-        self._models = [*models[:place], _Loaded(), *models[place + 1 :]]
+        self._models = [_Loaded() if get_engine(model) in engines else model for model in models]
         try:
             yield
         finally:
@@ -206,6 +238,33 @@ class AcceleratorCheckpoints(Accelerator):
             remove_checkpoint(path)
 
 
+def state_directory(directory: Path, number: int) -> Path:
+    """Where the training state of an engine is in a checkpoint.
+
+    Args:
+        directory: The checkpoint.
+        number: The engine's number among those that have optimizers, in the order of their models.
+    """
+    return directory / f"optimizer_{number}" if number else directory
+
+
+def _save_training_state(engine: PatrickStarEngine, directory: Path, checkpoint: Checkpoint) -> None:
+    try:
+        directory.mkdir(exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(describe_failure(directory, error)) from error
+    assert engine.training_state is not None
+    engine.training_state.save(directory, with_index=engine.collectives.rank in checkpoint.makers)
+
+
+def _check_presence(directory: Path) -> None:
+    if not has_training_state(directory):
+        raise CheckpointError(
+            f"'{directory}' has no training state: the checkpoint was saved with other models or optimizers prepared, "
+            "or with fewer; prepare the same ones, in the same order"
+        )
+
+
 class _Loaded(torch.nn.Module):
     """A model without parameters that loads anything."""
 
@@ -218,9 +277,3 @@ def _numbered(parent: Path) -> list[Path]:
     """The automatically named checkpoints, the oldest first."""
     names = [(int(match[1]), path) for path in parent.glob("*") if (match := _NUMBERED.fullmatch(path.name))]
     return [path for _, path in sorted(names)]
-
-
-def _unwrapped(optimizer: Any) -> Any:
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return optimizer

@@ -3,7 +3,7 @@
 import logging
 from typing import Any
 
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError, EngineError
@@ -60,6 +60,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
     args: Any
     model: Any
     accelerator: Any
+    callback_handler: Any
     optimizer: Any
     lr_scheduler: Any
 
@@ -126,6 +127,13 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         """
         run = super().training_step  # type: ignore[misc]
         engine = self.patrickstar_engine
+        if engine is not None:
+            # The only place between a step and the Trainer's zero_grad where others are called.
+            engine.manager.gradients.is_watched = any(
+                getattr(callback, "on_optimizer_step", None) is not None
+                and type(callback).on_optimizer_step is not TrainerCallback.on_optimizer_step
+                for callback in self.callback_handler.callbacks
+            )
         return run(*args, **kwargs) if engine is None else engine.attempt(lambda: run(*args, **kwargs))
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:

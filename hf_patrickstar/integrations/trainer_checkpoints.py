@@ -79,6 +79,8 @@ class TrainerCheckpoints:
             CheckpointError: If a file cannot be written.
         """
         engine = self.patrickstar_engine
+        if engine is not None:
+            engine.follow_model()
         with contextlib.nullcontext() if engine is None else engine.weights.streamed(is_reader=self.args.should_save):
             super().save_model(*args, **kwargs)  # type: ignore[misc]
 
@@ -96,6 +98,7 @@ class TrainerCheckpoints:
         run_dir = self._get_output_dir(trial)
         final = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         is_urgent = os.path.exists(os.path.join(final, _URGENT))
+        engine.follow_model()
         engine.checkpoints.wait()
         if self.args.should_save:
             remove_leftovers(run_dir, f"{PREFIX_CHECKPOINT_DIR}-*")
@@ -171,6 +174,7 @@ class TrainerCheckpoints:
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
             return
         if engine is not None:
+            engine.follow_model()
             self._tell_of(engine.checkpoints.load_weights(resume_from_checkpoint))
             return
         try:
@@ -188,6 +192,7 @@ class TrainerCheckpoints:
         if engine is None:
             self._load_without_engine(checkpoint)
             return
+        engine.follow_model()
         checkpoints = engine.checkpoints
         weights = checkpoints.together(lambda: _without_error(found))
         optimizer, scheduler = (Path(checkpoint or "") / name for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
@@ -222,6 +227,7 @@ class TrainerCheckpoints:
         if engine is None:
             super()._load_best_model()  # type: ignore[misc]
             return
+        engine.follow_model()
         engine.checkpoints.wait()
         if hasattr(self.model, "peft_config") or not os.path.isdir(best):
             super()._load_best_model()  # type: ignore[misc]

@@ -291,8 +291,9 @@ def pack(
     """Packs tensors into chunks, in model order (PatrickStar section 6.1).
 
     Trainable and frozen tensors go to different chunks, since only the former have masters and optimizer states, and so
-    do tensors of different optimizers. A tensor larger than a chunk, and a tensor computed on the host, gets a chunk of its own size. The last chunk of
-    each kind is cut to what it holds. For several processes see [Note: communication groups].
+    do tensors of different optimizers. A tensor larger than a chunk, and a tensor computed on the host, gets a chunk of
+    its own size. The last chunk of each kind is cut to what it holds. For several processes see [Note: communication
+    groups].
 
     Args:
         tensors: The specs in model order.

@@ -104,10 +104,7 @@ def collect_specs(
             owners[index].append(module_index)
             if index not in own:
                 own.append(index)
-        if type(module).__name__ == "MultiheadAttention":
-            lent.add(f"{module_name}.out_proj")
-        if type(module).__name__ in ("ParameterList", "ParameterDict"):
-            lent.add(module_name)
+        lent |= _lent_by(module_name, type(module).__name__)
         held[module_name] = own
         if own and is_new:
             modules.append(ModuleSpec(module_name, type(module).__name__, tuple(own)))
@@ -128,6 +125,13 @@ def collect_specs(
         for index, parameter in enumerate(parameters)
     ]
     return specs, modules, parameters
+
+
+def _lent_by(name: str, class_name: str) -> set[str]:
+    """Paths of modules whose parameters are used by the module around them, which never calls them."""
+    if class_name == "MultiheadAttention":
+        return {f"{name}.out_proj"}
+    return {name} if class_name in ("ParameterList", "ParameterDict") else set()
 
 
 def _held_during(name: str, held: dict[str, list[int]], lent: set[str]) -> tuple[int, ...]:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from hf_patrickstar.events import Listener, StepFinished
-from hf_patrickstar.optim.kernels import Kernel, place_state
-from hf_patrickstar.optim.state import StateView
+from hf_patrickstar.optim.clipping import clip_by_norm, clip_by_value, total_norm
+from hf_patrickstar.optim.kernel import Kernel, place_state
+from hf_patrickstar.optim.state import StateView, call_hooks, check_shapes, has_shapes, pack_state, pair_up
 from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedTensor
-from hf_patrickstar.runtime.gradients import gradient_norm
 from hf_patrickstar.runtime.manager import ChunkManager
 
 logger = logging.getLogger(__name__)
@@ -38,9 +38,11 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         emit: Told of every step.
         index: Its number among the optimizers of the engine.
         follow_model: Lets the engine follow changes of the model, or of param groups, before a step.
+        peers: All optimizers of the engine; the list may grow.
     """
 
-    _step_supports_amp_scaling = False  # or a scaler leaves the scale to the inner one, whose step this is not
+    _step_supports_amp_scaling = False
+    """Whatever the user's optimizer says: a ``torch.amp.GradScaler`` unscales for us."""
 
     def __init__(
         self,
@@ -50,12 +52,14 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         emit: Listener,
         index: int = 0,
         follow_model: Callable[[], None] = lambda: None,
+        peers: Sequence["ChunkedOptimizer"] = (),
     ) -> None:
         self.inner = optimizer
         self.index = index
         self._manager = manager
         self._emit = emit
         self._follow_model = follow_model
+        self._peers = peers
         self._num_steps = 0
         self._collected: dict[int, dict[str, Any]] | None = None
         # Groups of its own, since torch replaces their lists, which some optimizers (LBFGS) keep.
@@ -69,13 +73,18 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._groups = self._index_groups()
 
     def _index_groups(self) -> dict[int, int]:
-        """The param group of each parameter that this optimizer updates in its chunk, by index."""
+        """The param group of each parameter that this optimizer updates in its chunk, by index.
+
+        Takes note of parameters that have joined and need another chunk for that: the lists of groups are the user's.
+        """
         groups: dict[int, int] = {}
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 tensor = self._manager.find(parameter)
                 if tensor is not None and self._updates(tensor):
                     groups[tensor.spec.index] = number
+                elif tensor is not None and tensor.spec.trainable and not tensor.chunk.spec.is_updated:
+                    self._manager.has_new_groups = True
         return groups
 
     def _updates(self, tensor: ManagedTensor) -> bool:
@@ -88,11 +97,33 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     @property
     def _others(self) -> list[torch.Tensor]:
-        """The parameters in its groups that are in no chunk."""
+        """The parameters in its groups that are in no chunk of its own: in none, or in those of another optimizer."""
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
-        return [parameter for parameter in parameters if self._manager.find(parameter) is None]
+        found = ((parameter, self._manager.find(parameter)) for parameter in parameters)
+        return [p for p, tensor in found if tensor is None or (tensor.spec.trainable and not self._updates(tensor))]
+
+    @property
+    def _is_beside_others(self) -> bool:
+        """Whether there are gradients that are none of its own."""
+        has = self._manager.gradients.has
+        return any(has(tensor) for tensor in self._manager.tensors if not self._updates(tensor))
+
+    @property
+    def _is_wanted_by_peers(self) -> bool:
+        """Whether another optimizer holds one of its parameters too, and may still need the gradient."""
+        theirs = (p for peer in self._peers if peer is not self for group in peer.param_groups for p in group["params"])
+        found = (self._manager.find(parameter) for parameter in theirs)
+        return any(tensor is not None and tensor.spec.index in self._groups for tensor in found)
 
     # What the user's optimizer has beside
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What a script sets belongs to its optimizer, unless it is ours."""
+        is_ours = "_groups" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name)
+        if is_ours:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.inner, name, value)
 
     def __getattr__(self, name: str) -> Any:
         inner = self.__dict__.get("inner")
@@ -117,7 +148,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         return repr(self.inner)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._as_ordinary().__reduce_ex__(protocol)
+        # That of protocol 1 can be read by all, and leaves it to us what the class is.
+        return self._as_ordinary().__reduce_ex__(1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
@@ -129,11 +161,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         ordinary = copy.copy(self.inner)
         states = self._all_states()
         ordinary.state = type(self.inner.state)(self.inner.state.default_factory)  # type: ignore[attr-defined]
-        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
-            tensor = self._manager.find(parameter)
-            state = states.get(tensor.spec.index, {}) if tensor is not None else self.inner.state.get(parameter, {})
-            if state:
-                ordinary.state[parameter] = {key: value for key, value in state.items() if key != MASTER}
+        for parameter, state in self._by_parameter(states):
+            ordinary.state[parameter] = {key: value for key, value in state.items() if key != MASTER}
         return ordinary
 
     # A step
@@ -153,11 +182,16 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         Raises:
             EngineError: If a gradient is not known, because torch would have added it to one that a step has consumed.
         """
+        with self._manager.turns.taken("optimizer.step()"):
+            return self._step(closure)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None and not self.kernel.updates_at_once:
             with torch.enable_grad():
                 loss = closure()
             closure = None
+        self._index_groups()
         self._follow_model()
         self._groups = self._index_groups()
         manager = self._manager
@@ -165,11 +199,17 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         manager.sync()
         for tensor in self._tensors:
             manager.take_over(tensor)
-            manager.gradients.check_complete(tensor)
+            if closure is None:  # it computes other gradients
+                manager.gradients.check_complete(tensor)
+            self._begin_anew(tensor)
+        if manager.gradients.has_factor and self._is_beside_others:
+            manager.apply_factor()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made on the inner one asks for it
         if self.kernel.updates_at_once:
             loss = self.kernel.update_at_once(self._tensors, self._present, manager.follow_master, closure)
-        chunks = [chunk for chunk in manager.chunks if chunk.spec.is_updated and chunk.spec.optimizer_index == self.index]
+        chunks = [
+            chunk for chunk in manager.chunks if chunk.spec.is_updated and chunk.spec.optimizer_index == self.index
+        ]
         self._update(chunks, manager.gradients.take_factor())
         if not self.kernel.updates_at_once:
             self.kernel.update_others(self._others)
@@ -183,7 +223,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         on_device: dict[torch.device, torch.Tensor] = {}  # one copy per tier, not one per chunk
         self.kernel.begin_step()
         manager.begin_update(chunks)
-        keeps = gradients.must_keep and gradients.try_to_keep(chunks)
+        keeps = (gradients.must_keep or self._is_wanted_by_peers) and gradients.try_to_keep(chunks)
         for chunk in chunks:
             manager.steps.visit_for_update(chunk)
             chunk.wait_for_reader()
@@ -198,15 +238,17 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             with gradients.lock:
                 self.kernel.update(chunk, self._groups, on_device.get(place))
                 manager.finish_update(chunk, self._groups, keeps=keeps)
+        gradients.note_step()
         manager.steps.finish_update()
         manager.finish_step()
 
-    def _present(self) -> torch.Tensor | None:
+    def _present(self, is_all: bool) -> torch.Tensor | None:
         """Makes gradients ready for an optimizer that uses all at once; returns what they are to be multiplied with."""
         self._manager.mirrors.sync_gradients()
         gradients = self._manager.gradients
         for tensor in self._tensors:
-            gradients.check_complete(tensor)
+            if is_all:
+                gradients.check_complete(tensor)
             gradients.make_ready(tensor)
             if tensor.chunk.param.dtype is not torch.float32:
                 gradients.move_to_list(tensor)
@@ -227,8 +269,10 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             set_to_none: If false, gradients that were there are zeros from now on, and move parameters as zeros do.
         """
         self._groups = self._index_groups()
-        self._manager.zero_gradients(self._tensors, set_to_none=set_to_none)
-        for parameter in self._others:
+        found = (self._manager.find(parameter) for group in self.param_groups for parameter in group["params"])
+        tensors = {tensor.spec.index: tensor for tensor in found if tensor is not None}  # also what has just joined
+        self._manager.zero_gradients(tensors.values(), set_to_none=set_to_none)
+        for parameter in (p for p in self._others if self._manager.find(p) is None):
             if parameter.grad is not None and set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
@@ -236,7 +280,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def skip_step(self) -> None:
         """Drops a step: gradients that overflowed are discarded, parameters keep their values."""
-        self._manager.discard_gradients()
+        self._groups = self._index_groups()
+        self._manager.discard_gradients(self._tensors if self._is_beside_others else None)
         for parameter in self._others:
             parameter.grad = None
         self._emit(StepFinished(self._num_steps, skipped=True))
@@ -255,47 +300,14 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         Returns:
             A scalar fp32 tensor; unscaled if the gradients were scaled and ``unscale`` was called.
         """
-        return self._norm(self._find(parameters), norm_type)
+        return total_norm(self._manager, self._find(parameters), norm_type)
 
     def _find(self, parameters: Iterable[torch.Tensor] | None) -> list[ManagedTensor | torch.Tensor]:
         """Parameters in chunks as such, others as they are; each once."""
         if parameters is None:
-            return [*self._manager.tensors, *self._others]
+            return [*self._manager.tensors, *(p for p in self._others if self._manager.find(p) is None)]
         found = {id(parameter): self._manager.find(parameter) or parameter for parameter in parameters}
         return list(found.values())
-
-    def _norm(self, items: Iterable[ManagedTensor | torch.Tensor], norm_type: float) -> torch.Tensor:
-        manager, gradients = self._manager, self._manager.gradients
-        if norm_type == 2.0:
-            gradients.records_norms = True
-        norms: dict[int, torch.Tensor] = {}
-        num_places = 0
-        manager.mirrors.sync_gradients()
-        inverse_scale = gradients.inverse_scale
-        for item in items:
-            if not isinstance(item, ManagedTensor):
-                if item.grad is not None:
-                    norm = gradient_norm(item.grad, norm_type)
-                    norms[num_places] = norm if inverse_scale is None else norm / inverse_scale.to(norm.device)
-                    num_places += 1
-                continue
-            gradients.check_complete(item)
-            if not gradients.has(item):
-                continue
-            place = num_places + (item.chunk.rank if item.is_split else 0)
-            num_places += len(item.parts) if item.is_split else 1  # parts of a norm make up its norm
-            gradient = gradients.of(item)
-            if gradient is not None:
-                norms[place] = _norm_of(item, gradient, norm_type)
-        sharing = manager.sharing
-        if not sharing.is_alone:
-            together = sharing.scalars(norms, num_places)
-        elif norms:
-            together = _stack(list(norms.values()))
-        else:
-            return torch.tensor(0.0)
-        total = torch.linalg.vector_norm(together, norm_type)
-        return total if inverse_scale is None else total * inverse_scale.to(total.device)
 
     @torch.no_grad()
     def clip_grad_norm_(
@@ -314,26 +326,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         Returns:
             The norm before clipping, a scalar fp32 tensor.
         """
-        items = self._find(parameters)
-        total = self._norm(items, norm_type)
-        if float(max_norm) == float("inf"):
-            return total
-        coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        manager, gradients = self._manager, self._manager.gradients
-        chosen = {item.spec.index for item in items if isinstance(item, ManagedTensor)}
-        left_out = any(gradients.has(tensor) for tensor in manager.tensors if tensor.spec.index not in chosen)
-        is_at_once = left_out or manager.mirrors.has_gradients
-        for item in items:
-            if not isinstance(item, ManagedTensor):
-                if item.grad is not None:
-                    item.grad.mul_(coefficient.to(item.grad.device))
-            elif is_at_once:
-                gradients.multiply(item, coefficient)
-                manager.mirrors.refresh_gradient(item)
-        if not is_at_once:
-            before = gradients.coefficient
-            gradients.coefficient = coefficient if before is None else before * coefficient
-        return total
+        return clip_by_norm(self._manager, self._find(parameters), max_norm, norm_type)
 
     @torch.no_grad()
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[torch.Tensor] | None = None) -> None:
@@ -343,20 +336,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             clip_value: The bound.
             parameters: Parameters whose gradients are clipped; all by default.
         """
-        manager, limit = self._manager, float(clip_value)
-        if manager.gradients.coefficient is not None:
-            manager.apply_factor()
-        manager.mirrors.sync_gradients()
-        scale = manager.gradients.inverse_scale
-        for item in self._find(parameters):
-            is_scaled = isinstance(item, ManagedTensor) and scale is not None
-            gradient = manager.gradients.of(item) if isinstance(item, ManagedTensor) else item.grad
-            if gradient is not None:
-                own_limit = limit / float(scale) if is_scaled and scale is not None else limit
-                gradient.clamp_(-own_limit, own_limit)
-            if isinstance(item, ManagedTensor):
-                item.gradient_norm = None
-                manager.mirrors.refresh_gradient(item)
+        clip_by_value(self._manager, self._find(parameters), float(clip_value))
 
     def unscale(self, inverse_scale: torch.Tensor) -> torch.Tensor:
         """Tells that gradients carry a loss scale; the next step removes it as it reads them.
@@ -370,8 +350,16 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         for parameter in self._others:
             if parameter.grad is not None:
                 parameter.grad.mul_(inverse_scale.to(parameter.grad.device))
-        self._manager.gradients.inverse_scale = inverse_scale
-        return self.grad_norm()
+        manager = self._manager
+        self._groups = self._index_groups()
+        if not self._is_beside_others:
+            manager.gradients.inverse_scale = inverse_scale
+            return self.grad_norm()
+        manager.mirrors.sync_gradients()
+        for tensor in self._tensors:
+            manager.gradients.multiply(tensor, inverse_scale)
+            manager.mirrors.refresh_gradient(tensor)
+        return self.grad_norm([parameter for group in self.param_groups for parameter in group["params"]])
 
     def owns(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether any of these is a parameter of the model."""
@@ -381,7 +369,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The states by parameter, as in torch; what is written to them counts. With several processes: what is here."""
+        """The states by parameter, as in torch; what is written to them counts. With several processes: those here."""
+        if self._manager.sharing.is_alone:
+            self._leave_given_up()
         return StateView(self.kernel, self._manager, self.inner.state, self._updates)
 
     @state.setter
@@ -414,6 +404,23 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """Takes over what this rank has of a parameter's state, beside what was written to ``state_places``."""
         self.kernel.load_own_state(tensor, dict(state))
 
+    def other_states(self) -> dict[int, dict[str, Any]]:
+        """The states of what it updates outside of its chunks, by place in its groups; empty before the first step."""
+        others = {id(parameter) for parameter in self._others}
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        return {n: self.inner.state.get(p, {}) for n, p in enumerate(parameters) if id(p) in others}
+
+    def load_other_states(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Replaces them; what is not given begins anew."""
+        parameters = [(p, group) for group in self.param_groups for p in group["params"]]
+        for number in self.other_states():
+            parameter, group = parameters[number]
+            self.inner.state.pop(parameter, None)
+            if states.get(number):
+                device = parameter.device
+                state = {key: place_state(key, value, device, group) for key, value in states[number].items()}
+                self.inner.state[parameter] = state
+
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """The state in torch's own format, with tensors in the parameters' shapes: ``optimizer.pt`` as always.
 
@@ -421,24 +428,20 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         bit. Tensors are copies on the host. With several processes all of them must call it, and all get all of it;
         see ``collected``.
         """
-        for hook in self._optimizer_state_dict_pre_hooks.values():
-            hook(self)
+        call_hooks(self._optimizer_state_dict_pre_hooks, self)
+        self._leave_given_up()
         states = self._all_states() if self._collected is None else self._collected
-        parameters = {id(p): p for group in self.param_groups for p in group["params"]}
-        numbers = {key: number for number, key in enumerate(parameters)}
-        packed: dict[str, Any] = {"state": {}, "param_groups": []}
-        for group in self.param_groups:
-            plain = {key: value for key, value in group.items() if key != "params"}
-            packed["param_groups"].append({**plain, "params": [numbers[id(p)] for p in group["params"]]})
-        for key, parameter in parameters.items():
+        packed = pack_state(self.param_groups, self._by_parameter(states))
+        return call_hooks(self._optimizer_state_dict_post_hooks, self, packed)
+
+    def _by_parameter(self, states: Mapping[int, Any]) -> Iterator[tuple[torch.Tensor, Any]]:
+        """The parameters in the groups that have a state: one of these, by index, or in the user's optimizer."""
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
             tensor = self._manager.find(parameter)
-            state = self.inner.state.get(parameter) if tensor is None else states.get(tensor.spec.index)
+            state = states.get(tensor.spec.index) if tensor is not None and self._updates(tensor) else None
+            state = state or self.inner.state.get(parameter)
             if state:
-                packed["state"][numbers[key]] = state
-        for hook in self._optimizer_state_dict_post_hooks.values():
-            replaced = hook(self, packed)
-            packed = packed if replaced is None else replaced
-        return packed
+                yield parameter, state
 
     def _all_states(self, *, keep: bool = True) -> dict[int, dict[str, Any]]:
         """The state of every parameter, from all ranks, by tensor index; only taken part in without ``keep``."""
@@ -478,36 +481,21 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: If groups or shapes do not match; nothing has changed then.
         """
-        state_dict = {**state_dict}
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = hook(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
-        saved = state_dict["param_groups"]
-        ours = [len(group["params"]) for group in self.param_groups]
-        theirs = [len(group["params"]) for group in saved]
-        if ours != theirs:
-            raise ValueError(
-                f"optimizer state has param groups of {theirs} parameters, this optimizer of {ours}; "
-                "it was saved for another model or other groups"
-            )
-        numbers = [number for group in saved for number in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        pairs = []
-        for number, parameter in zip(numbers, parameters, strict=True):
-            state = dict(state_dict["state"].get(number, {}))
+        state_dict = call_hooks(self._optimizer_load_state_dict_pre_hooks, self, {**state_dict})
+        pairs = pair_up(self.param_groups, state_dict)
+        for parameter, state in pairs:
             tensor = self._manager.find(parameter)
             if tensor is not None:
-                _check_shapes(tensor, state)
-            pairs.append((parameter, tensor, state))
-        for group, saved_group in zip(self.param_groups, saved, strict=True):
-            group.update({key: value for key, value in saved_group.items() if key != "params"})
-        for parameter, tensor, state in pairs:
-            if tensor is not None:
+                check_shapes(tensor, state)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        for parameter, state in pairs:
+            tensor = self._manager.find(parameter)
+            if tensor is not None and (self._updates(tensor) or not tensor.spec.trainable):
                 self.load_state(tensor, state)
             elif state:
                 self.inner.state[parameter] = copy.deepcopy(state)
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        call_hooks(self._optimizer_load_state_dict_post_hooks, self)
 
     def load_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
         """Takes over the state of one parameter, as torch has it; with several processes all call it together."""
@@ -528,18 +516,31 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         Args:
             tensor: Of which parameter; of all by default.
         """
+        if tensor is None:
+            self._groups = self._index_groups()
         for item in self._tensors if tensor is None else [tensor]:
             state = self.inner.state.get(item.parameter)
             if not state or not self._updates(item) or not item.is_owned:
                 continue
-            try:
-                _check_shapes(item, state)
-            except ValueError as error:
-                logger.warning("patrickstar: %s; it begins anew", error)
-                del self.inner.state[item.parameter]
-                continue
-            self.inner.state.pop(item.parameter)
-            self.kernel.load_tensor_state(item, state)
+            if has_shapes(item, state):
+                self.inner.state.pop(item.parameter)
+                self.kernel.load_tensor_state(item, state)
+
+    def _begin_anew(self, tensor: ManagedTensor) -> None:
+        """Drops a state of a shape that the parameter does not have any more; until its next update it is kept."""
+        state = self.inner.state.get(tensor.parameter)
+        if state and self._manager.gradients.has(tensor) and not has_shapes(tensor, state):
+            logger.warning(
+                "patrickstar: parameter '%s' has another shape than its optimizer state, which begins anew",
+                tensor.spec.name,
+            )
+            del self.inner.state[tensor.parameter]
+
+    def _leave_given_up(self) -> None:
+        """Gives the user's optimizer the states of parameters that somebody gave another shape."""
+        for tensor in self._manager.tensors:
+            if tensor.is_given_up and self._updates(tensor):
+                self.give_back_state(tensor)
 
     @torch.no_grad()
     def give_back_state(self, tensor: ManagedTensor | None = None) -> None:
@@ -559,12 +560,12 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                     own[item.spec.index] = state
         states = self._manager.sharing.states(own, self._manager.by_index)
         for item in chosen:
-            state = states.get(item.spec.index)
-            if state:
+            given = states.get(item.spec.index)
+            if given:
                 number = self._groups.get(item.spec.index)
                 group = self.param_groups[number] if number is not None else {}
                 self.inner.state[item.parameter] = {
-                    key: place_state(key, value, item.device, group) for key, value in state.items()
+                    key: place_state(key, value, item.device, group) for key, value in given.items()
                 }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -574,74 +575,3 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             return
         self.inner.add_param_group(param_group)
         self._manager.has_new_groups = True
-
-
-class OptimizerSet:
-    """The optimizers of one engine as if they were one, for checkpoints.
-
-    Args:
-        optimizers: The optimizers; the list may grow.
-    """
-
-    def __init__(self, optimizers: Sequence[ChunkedOptimizer]) -> None:
-        self._optimizers = optimizers
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Those of all."""
-        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
-
-    @property
-    def class_name(self) -> str:
-        """The classes of the users' optimizers."""
-        return "+".join(optimizer.class_name for optimizer in self._optimizers)
-
-    def named_groups(self) -> list[list[str]]:
-        """The names of the parameters of each param group."""
-        return [names for optimizer in self._optimizers for names in optimizer.named_groups()]
-
-    def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
-        """See ``ChunkedOptimizer.own_state``."""
-        return self._of(tensor).own_state(tensor)
-
-    def state_places(self, tensor: ManagedTensor) -> dict[str, torch.Tensor]:
-        """See ``ChunkedOptimizer.state_places``."""
-        return self._of(tensor).state_places(tensor)
-
-    def load_own_state(self, tensor: ManagedTensor, state: Mapping[str, Any]) -> None:
-        """See ``ChunkedOptimizer.load_own_state``."""
-        self._of(tensor).load_own_state(tensor, state)
-
-    def _of(self, tensor: ManagedTensor) -> ChunkedOptimizer:
-        return self._optimizers[tensor.chunk.spec.optimizer_index]
-
-
-def _check_shapes(tensor: ManagedTensor, state: Mapping[str, Any]) -> None:
-    for key, value in state.items():
-        shaped = isinstance(value, torch.Tensor) and key in (MASTER, "exp_avg", "exp_avg_sq")
-        if shaped and tuple(value.shape) != tensor.spec.shape:
-            raise ValueError(
-                f"optimizer state '{key}' of parameter '{tensor.spec.name}' has shape {tuple(value.shape)}, "
-                f"the parameter has {tensor.spec.shape}"
-            )
-
-
-def _norm_of(tensor: ManagedTensor, gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """The norm of one gradient; that of order 2 is remembered."""
-    if norm_type != 2.0:
-        return gradient_norm(gradient, norm_type)
-    if tensor.gradient_norm is None:
-        tensor.gradient_norm = gradient_norm(gradient)
-    return tensor.gradient_norm
-
-
-def _stack(norms: list[torch.Tensor]) -> torch.Tensor:
-    """Scalars of several devices as one vector, in order; one copy per device, not one per scalar."""
-    places: dict[torch.device, list[int]] = {}
-    for place, norm in enumerate(norms):
-        places.setdefault(norm.device, []).append(place)
-    if len(places) == 1:
-        return torch.stack(norms)
-    parts = [torch.stack([norms[place] for place in group]).to(norms[0].device) for group in places.values()]
-    order = [place for group in places.values() for place in group]
-    return torch.cat(parts)[torch.tensor(order, device=norms[0].device).argsort()]

@@ -22,7 +22,8 @@ class ChunkedGradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        assert isinstance(optimizer, ChunkedOptimizer)
+        if not isinstance(optimizer, ChunkedOptimizer):  # one whose model is not prepared yet
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         norm = optimizer.unscale(inv_scale.float())
         overflow = (~torch.isfinite(norm)).to(device=found_inf.device, dtype=found_inf.dtype).reshape(found_inf.shape)
         return {found_inf.device: overflow}
@@ -30,7 +31,8 @@ class ChunkedGradScaler(torch.amp.GradScaler):
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        assert isinstance(optimizer, ChunkedOptimizer)
+        if not isinstance(optimizer, ChunkedOptimizer):
+            return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
         if sum(found.item() for found in optimizer_state["found_inf_per_device"].values()):
             optimizer.skip_step()
             return None

@@ -1,20 +1,20 @@
 """``optimizer.state``: the states of parameters that live in chunks, under the parameters, as in torch."""
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 
-from hf_patrickstar.optim.kernels import Kernel
-from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.optim.kernel import Kernel
+from hf_patrickstar.runtime.chunk import MASTER, ManagedTensor
 from hf_patrickstar.runtime.manager import ChunkManager
 
 
 class StateView(MutableMapping[Any, Any]):
     """The states of an optimizer by parameter; what is written to them counts.
 
-    States of parameters in chunks are views of chunk lists, or what the user's optimizer keeps itself; states of others,
-    and entries under keys that are no parameters, are in that optimizer's own dictionary.
+    States of parameters in chunks are views of chunk lists, or what the user's optimizer keeps itself; states of
+    others, and entries under keys that are no parameters, are in that optimizer's own dictionary.
 
     Args:
         kernel: Has the states of parameters in chunks.
@@ -42,6 +42,10 @@ class StateView(MutableMapping[Any, Any]):
             return self._others[key]
         return ParameterState(self._kernel, tensor)
 
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The state of a parameter, or the default; asking does not make one."""
+        return self[key] if key in self else default  # noqa: SIM401
+
     def __setitem__(self, key: Any, state: Any) -> None:
         tensor = self._find(key)
         if tensor is None:
@@ -57,6 +61,18 @@ class StateView(MutableMapping[Any, Any]):
             raise KeyError(key)
         else:
             self._kernel.load_tensor_state(tensor, {})
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """Takes a state out: what it returns is the caller's own."""
+        tensor = self._find(key)
+        if tensor is None:
+            return self._others.pop(key, *default)
+        state = self._kernel.tensor_state(tensor)
+        if state:
+            del self[key]
+        elif not default:
+            raise KeyError(key)
+        return state or default[0]
 
     def __contains__(self, key: Any) -> bool:
         tensor = self._find(key)
@@ -98,7 +114,13 @@ class ParameterState(MutableMapping[str, Any]):
         self._kernel.load_tensor_state(self._tensor, {**self._complete(), key: value})
 
     def __delitem__(self, key: str) -> None:
-        raise KeyError(f"'{key}' is a part of what the optimizer keeps of '{self._tensor.spec.name}' and cannot go alone")
+        raise KeyError(
+            f"'{key}' is a part of what the optimizer keeps of '{self._tensor.spec.name}' and cannot go alone"
+        )
+
+    def clear(self) -> None:
+        """Forgets the state: the optimizer begins again with this parameter."""
+        self._kernel.load_tensor_state(self._tensor, {})
 
     def _complete(self) -> dict[str, Any]:
         places = {key: torch.full(place.shape, 0.0) for key, place in self._kernel.state_places(self._tensor).items()}
@@ -112,3 +134,76 @@ class ParameterState(MutableMapping[str, Any]):
 
     def __repr__(self) -> str:
         return repr(dict(self))
+
+
+def has_shapes(tensor: ManagedTensor, state: Mapping[str, Any]) -> bool:
+    """Whether a state is one of a parameter of this shape, as far as its keys tell what shape it must have."""
+    try:
+        check_shapes(tensor, state)
+    except ValueError:
+        return False
+    return True
+
+
+def check_shapes(tensor: ManagedTensor, state: Mapping[str, Any]) -> None:
+    """Makes sure that a state belongs to a parameter of this shape.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    for key, value in state.items():
+        shaped = isinstance(value, torch.Tensor) and key in (MASTER, "exp_avg", "exp_avg_sq")
+        if shaped and tuple(value.shape) != tensor.spec.shape:
+            raise ValueError(
+                f"optimizer state '{key}' of parameter '{tensor.spec.name}' has shape {tuple(value.shape)}, "
+                f"the parameter has {tensor.spec.shape}"
+            )
+
+
+def call_hooks(hooks: Mapping[int, Any], optimizer: torch.optim.Optimizer, *state_dict: Any) -> Any:
+    """Calls hooks of an optimizer.
+
+    Args:
+        hooks: The hooks.
+        optimizer: Their first argument.
+        *state_dict: Their second one, if they have one; each may replace it.
+
+    Returns:
+        The second argument in the end.
+    """
+    found = state_dict
+    for hook in hooks.values():
+        replaced = hook(optimizer, *found)
+        found = (replaced,) if found and replaced is not None else found
+    return found[0] if found else None
+
+
+def pack_state(param_groups: Sequence[Mapping[str, Any]], states: Iterable[tuple[torch.Tensor, Any]]) -> dict[str, Any]:
+    """What ``torch.optim.Optimizer.state_dict`` makes of groups and states: numbers in place of parameters."""
+    numbers: dict[int, int] = {}
+    groups = []
+    for group in param_groups:
+        members = [numbers.setdefault(id(parameter), len(numbers)) for parameter in group["params"]]
+        groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": members})
+    return {"state": {numbers[id(parameter)]: state for parameter, state in states}, "param_groups": groups}
+
+
+def pair_up(
+    param_groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
+) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+    """The parameters of groups, each with its state of a state dictionary, which may be empty.
+
+    Raises:
+        ValueError: If the groups do not match.
+    """
+    saved = state_dict["param_groups"]
+    ours, theirs = [len(group["params"]) for group in param_groups], [len(group["params"]) for group in saved]
+    if ours != theirs:
+        raise ValueError(
+            f"optimizer state has param groups of {theirs} parameters, this optimizer of {ours}; "
+            "it was saved for another model or other groups"
+        )
+    numbers = [number for group in saved for number in group["params"]]
+    parameters = [parameter for group in param_groups for parameter in group["params"]]
+    states = state_dict["state"]
+    return [(p, dict(states.get(number, {}))) for number, p in zip(numbers, parameters, strict=True)]

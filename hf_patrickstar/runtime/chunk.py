@@ -17,6 +17,7 @@ import torch
 
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import TensorSpec
+from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.memory.transfers import Ticket
 from hf_patrickstar.runtime.live_parameter import (
@@ -41,8 +42,8 @@ class GradientPlace(enum.Enum):
     ``LIST``: in the accumulation list. What a backward has not settled yet is aside, in autograd's own tensor, because
     a use of the value, or another part of the gradient, is outstanding in the graph. ``REMOTE``: on the rank that has
     the parameter at home. ``ZERO``: all zeros, written nowhere yet. ``KEPT``: after a step, in the tensor that a user
-    still refers to. ``CONSUMED``: it was there before the step, and is nowhere now. ``INCOMPLETE``: torch would have added
-    another one to a consumed gradient.
+    still refers to. ``CONSUMED``: it was there before the step, and is nowhere now. ``INCOMPLETE``: torch would have
+    added another one to a consumed gradient.
     """
 
     NONE = "none"
@@ -59,6 +60,19 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides, in elements, of a contiguous tensor."""
     products = itertools.accumulate(reversed(shape[1:]), lambda left, right: left * max(right, 1), initial=1)
     return tuple(reversed(list(products))) if shape else ()
+
+
+class Epoch:
+    """The time in which a parameter has the same memory for torch: until somebody assigns other data to it.
+
+    Attributes:
+        value: What it was at the end, for graphs that were made in it; ``None`` while it lasts.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: torch.Tensor | None = None
 
 
 class ManagedTensor:
@@ -84,6 +98,7 @@ class ManagedTensor:
         "chunk",
         "crossing_nbytes",
         "device",
+        "epoch",
         "gradient",
         "gradient_norm",
         "home_offset_numel",
@@ -95,6 +110,7 @@ class ManagedTensor:
         "is_owned",
         "is_split",
         "kept",
+        "live",
         "lookup",
         "lookup_nbytes",
         "num_saved",
@@ -129,6 +145,7 @@ class ManagedTensor:
         self.original_dtype = parameter.dtype
         self.original_type = type(parameter)
         self.is_bound = False  # whether the parameter answers while it has no value
+        self.live: Any = None  # what answers then
         self.device = parameter.device
         self.chunk: Chunk
         self.state = TensorState.FREE
@@ -144,6 +161,7 @@ class ManagedTensor:
         self.lookup_nbytes = 0
         self.crossing_nbytes = 0  # of gradients that are not in their place yet
         self.num_saved = 0
+        self.epoch = Epoch()
         self.gradient = GradientPlace.NONE
         self.gradient_norm: torch.Tensor | None = None
         self.aside: torch.Tensor | None = None
@@ -153,28 +171,29 @@ class ManagedTensor:
         """Makes the parameter answer; see [Note: a parameter that answers]."""
         self.is_bound = can_answer(self.parameter)
         if self.is_bound:
+            self.live = live
             self.original_type = type(self.parameter)
             self.parameter.__dict__["_live"] = live
             self.parameter.__class__ = released_type(self.original_type)
 
     @property
     def is_ours(self) -> bool:
-        """Whether the parameter is of the class that the engine gave it; ``swap_tensors`` takes it away, for example."""
+        """Whether the parameter is of the class that the engine gave it; ``swap_tensors`` takes it away, say."""
         return not self.is_bound or isinstance(self.parameter, LiveMixin) or self.is_open
 
     def materialize(self, value: torch.Tensor) -> None:
         """Gives the parameter a value, so that torch computes with it."""
-        if self.is_bound:
-            self.parameter.__class__ = acquired_type(self.original_type)
         set_raw_data(self.parameter, value)
+        if self.is_bound:  # after it has a value, and until it has none: another thread may use it at any moment
+            self.parameter.__class__ = acquired_type(self.original_type)
         self.is_materialized = True
 
     def dematerialize(self) -> None:
         """Takes the value away; the parameter answers by itself from now on."""
-        set_raw_data(self.parameter, self.placeholder)
-        self.is_materialized = False
         if self.is_bound:
             self.parameter.__class__ = released_type(self.original_type)
+        set_raw_data(self.parameter, self.placeholder)
+        self.is_materialized = False
 
     def open(self, value: torch.Tensor) -> None:
         """Makes it an ordinary parameter for a while, with a value of its own."""
@@ -184,10 +203,10 @@ class ManagedTensor:
 
     def unbind(self) -> None:
         """Makes it an ordinary parameter again, for good; it keeps what data it has."""
-        if self.is_bound:
+        if self.is_bound and self.is_ours:
             self.parameter.__class__ = self.original_type
             self.parameter.__dict__.pop("_live", None)
-            self.is_bound = False
+        self.is_bound = False
 
     def view(self, payload: torch.Tensor) -> torch.Tensor:
         """What this rank has of the tensor, in a payload of any list at home: in its shape, or flat if it is split."""
@@ -306,6 +325,11 @@ class Chunk:
     def tensor_at(self, offset_numel: int) -> ManagedTensor:
         """The tensor that holds the element at an offset."""
         return self.tensors[max(bisect.bisect_right(self._offsets, offset_numel) - 1, 0)]
+
+    def give_back(self, pool: PayloadPool) -> None:
+        """Gives the payloads at home back to where they come from."""
+        for name, payload in {"param": self.param, **self.lists}.items():
+            pool.release(self.home, payload, name, keep=False)
 
     def retire(self) -> None:
         """Makes it nothing: its payloads were given back, its number stays."""

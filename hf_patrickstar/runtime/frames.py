@@ -2,20 +2,13 @@
 
 import dataclasses
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.lookups import Lookup
 from hf_patrickstar.states import Stage
-
-
-class Lookup(NamedTuple):
-    """An embedding weight that is read at its home: a leaf stands in for the parameter while its module runs."""
-
-    tensor: ManagedTensor
-    leaf: torch.Tensor
-    version: int
 
 
 @dataclasses.dataclass(slots=True)
@@ -30,6 +23,7 @@ class Frame:
         replaced: Parameters that a copy stands in for: the dictionary of their module, their name, and they.
         saved_tensors: The hooks that were entered with it, if it is the outermost.
         handled: The exception that its caller was handling when it began.
+        has_turn: Whether it has the turn of its thread, which ends with it; see ``Turns``.
     """
 
     module: torch.nn.Module
@@ -39,6 +33,7 @@ class Frame:
     replaced: list[tuple[dict[str, Any], str, torch.Tensor]] = dataclasses.field(default_factory=list)
     saved_tensors: Any = None
     handled: BaseException | None = None
+    has_turn: bool = False
 
 
 class Frames:

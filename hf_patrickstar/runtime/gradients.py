@@ -10,10 +10,11 @@ With several processes what comes here is the average that the owner of a parame
 holds a gradient, so only a gather, which sends values from home, has to bring them back.
 
 [Note: gradients after the step]
-In torch a gradient stays until ``zero_grad``. A step that leaves gradients where they are needs room for them beside the
-values; nearly everybody calls ``zero_grad`` next, and then it is for nothing. So gradients are kept, in the accumulation
-list, until ``zero_grad`` was called for the first time; from then on the step consumes them. What is asked for all the
-same, by ``parameter.grad`` or by a backward that would add to it, is an error and not a wrong number.
+In torch a gradient stays until ``zero_grad``. A step that leaves gradients where they are needs room for them beside
+the values; nearly everybody calls ``zero_grad`` next, and then it is for nothing. So gradients are kept, in the
+accumulation list, until ``zero_grad`` was called for the first time; from then on the step consumes them, unless
+somebody has read one after that first step, as AdaLoRA does. What is asked for all the same, by ``parameter.grad`` or
+by a backward that would add to it, is an error and not a wrong number.
 """
 
 import threading
@@ -30,7 +31,6 @@ from hf_patrickstar.memory.transfers import Transfers
 from hf_patrickstar.runtime.attempts import Attempts
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor
 from hf_patrickstar.states import TensorState
-
 
 _NOWHERE = frozenset({GradientPlace.NONE, GradientPlace.CONSUMED, GradientPlace.INCOMPLETE})
 
@@ -54,6 +54,7 @@ class Gradients:
         lock: Held while places change.
         coefficient: What all gradients are to be multiplied with (clipping), if that has not been done yet.
         inverse_scale: The same for the loss scale.
+        is_watched: Whether somebody is known to look at them between the step and ``zero_grad``.
     """
 
     def __init__(
@@ -79,6 +80,9 @@ class Gradients:
         self._is_alone = is_alone
         self._keeps = keeps
         self._was_zeroed = False
+        self._is_after_step = False  # whether a step has left the gradients that there are
+        self._was_read_late = False
+        self.is_watched = False
 
     # Finding them
 
@@ -137,6 +141,7 @@ class Gradients:
 
         A gradient that torch would add to one that a step has consumed is dropped: the sum is not known any more.
         """
+        self._is_after_step = False
         if tensor.gradient is GradientPlace.CONSUMED:
             tensor.gradient = GradientPlace.NONE if self._keeps is False else GradientPlace.INCOMPLETE
         if tensor.gradient is GradientPlace.INCOMPLETE:
@@ -193,10 +198,14 @@ class Gradients:
         """Makes sure that a gradient that is about to be used is all of it.
 
         Raises:
-            EngineError: If torch would have added it to one that a step has consumed.
+            EngineError: If a step has consumed it, or torch would have added it to one that a step has consumed.
         """
+        if tensor.gradient is GradientPlace.CONSUMED and self._keeps is not False:
+            raise EngineError(consumed(tensor, "it is used again: torch would still have it"))
         if tensor.gradient is GradientPlace.INCOMPLETE:
-            raise EngineError(consumed(tensor, "zero_grad was not called since: torch would have added the next one to it"))
+            raise EngineError(
+                consumed(tensor, "zero_grad was not called since: torch would have added the next one to it")
+            )
 
     def settle(self, tensor: ManagedTensor) -> None:
         """Finds a place for a gradient that was put aside; if there is none it still is where it was."""
@@ -223,6 +232,11 @@ class Gradients:
 
     # Scaling them
 
+    @property
+    def has_factor(self) -> bool:
+        """Whether there is something that they are still to be multiplied with."""
+        return self.coefficient is not None or self.inverse_scale is not None
+
     def take_factor(self) -> torch.Tensor | None:
         """What gradients are still to be multiplied with; whoever takes it does so."""
         coefficient, scale = self.coefficient, self.inverse_scale
@@ -248,7 +262,16 @@ class Gradients:
     @property
     def must_keep(self) -> bool:
         """Whether the optimizer's step leaves gradients as they are; see [Note: gradients after the step]."""
-        return self._keeps is True or (self._keeps == "auto" and not self._was_zeroed)
+        wanted = self.is_watched or self._was_read_late or not self._was_zeroed
+        return self._keeps is True or (self._keeps == "auto" and wanted)
+
+    def note_step(self) -> None:
+        """Learns that the gradients that there are were used by a step."""
+        self._is_after_step = True
+
+    def note_read(self) -> None:
+        """Learns that somebody reads a gradient."""
+        self._was_read_late |= self._is_after_step
 
     def try_to_keep(self, chunks: Iterable[Chunk]) -> bool:
         """Moves the gradients of chunks to the accumulation list, where a step leaves them; whether there was room.
@@ -272,7 +295,7 @@ class Gradients:
         if self._was_zeroed:
             return
         self._was_zeroed = True
-        if self._keeps == "auto" and not self.accumulate:
+        if not (self.must_keep or self.accumulate):
             for chunk in chunks:
                 if GRADIENT in chunk.lists and not any(t.gradient is GradientPlace.LIST for t in chunk.tensors):
                     self._pool.release(chunk.home, chunk.lists.pop(GRADIENT), GRADIENT, keep=False)
@@ -372,6 +395,15 @@ class Gradients:
         tensor.gradient_norm = None
         self._emit(GradientStored(chunk.spec.index, tensor.spec.index, tensor.take_crossing()))
 
+    def reserve(self, chunk: Chunk) -> None:
+        """Allocates what gradients that are given need, if the chunk itself has no place for them.
+
+        Raises:
+            BudgetError: If there is no room.
+        """
+        if self.accumulate or MASTER not in chunk.lists or chunk.param.dtype is not torch.float32:
+            self._list(chunk)
+
     def _list(self, chunk: Chunk) -> torch.Tensor:
         if GRADIENT not in chunk.lists:
             numel = chunk.param.numel()
@@ -385,8 +417,8 @@ def consumed(tensor: ManagedTensor, why: str) -> str:
     """The message where a gradient is missed that a step has consumed."""
     return (
         f"the gradient of parameter '{tensor.spec.name}' was consumed by optimizer.step(), and {why}. Call "
-        "optimizer.zero_grad() after the step, read gradients before it, or set keep_gradients=true, which takes 4 bytes "
-        "per trainable parameter"
+        "optimizer.zero_grad() after the step, read gradients before it, or set keep_gradients=true, which takes 4 "
+        "bytes per trainable parameter"
     )
 
 

@@ -68,6 +68,10 @@ class Homes:
         elif self._rates is not None and any(key.startswith("training") for key in tracer.traces):
             self._fill_margin()
 
+    def stay(self) -> None:
+        """Tells that from now on there are chunks whose optimizer does not follow them."""
+        self._rates = None
+
     def note_chunks(self, nbytes: Sequence[ChunkBytes]) -> None:
         """Takes note of chunks that came or went.
 

@@ -15,12 +15,14 @@ import torch
 
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.runtime.chunk import ManagedTensor
-from hf_patrickstar.runtime.frames import Frame, Frames, Lookup, current_stage
+from hf_patrickstar.runtime.frames import Frame, Frames, current_stage
 from hf_patrickstar.runtime.live_model import LiveModel
 from hf_patrickstar.runtime.live_parameter import RAW, raw_grad, requires_grad, set_raw_grad
 from hf_patrickstar.runtime.live_tensor import LiveServices, LiveTensor, LiveWeights
+from hf_patrickstar.runtime.lookups import Lookups
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.operands import Operands
+from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.trace import input_shapes
 from hf_patrickstar.states import Stage
 
@@ -32,7 +34,6 @@ class ModelHooks:
         model: The model.
         manager: What they call.
         weights: Reads and writes full parameters.
-        on_zero_grad: Called with ``set_to_none`` by ``model.zero_grad()``.
         follow_model: Called with whether it is for training before an outermost forward.
         device: The compute device.
     """
@@ -42,23 +43,24 @@ class ModelHooks:
         model: torch.nn.Module,
         manager: ChunkManager,
         weights: LiveWeights,
-        on_zero_grad: Callable[[bool], None],
         follow_model: Callable[[bool], None],
         device: torch.device,
     ) -> None:
         self._model = model
+        self._roots = roots_of(model)
         self._manager = manager
         self._device = device
         self._follow_model = follow_model
-        self._of_modules: dict[torch.nn.Module, tuple[tuple[int, ...], list[Any]]] = {}  # parameters held, and hooks
+        self._of_modules: dict[torch.nn.Module, tuple[list[ManagedTensor], list[Any]]] = {}  # what they hold, and hooks
         self._of_tensors: dict[int, Any] = {}
         self._of_model: list[Any] = []
         self._structure: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
         self._names: dict[torch.nn.Module, str] = {}
         self._frames = Frames()
+        self._lookups = Lookups(manager)
         self._operands = Operands(manager)
         self._services = LiveServices(manager, weights, self._frames, self._operands)
-        self._live_model = LiveModel(model, self._services, on_zero_grad)
+        self._live_model = LiveModel(model, self._services)
         self._is_attached = False
         manager.unwind = self.unwind
 
@@ -71,7 +73,8 @@ class ModelHooks:
             self._attach_tensor(tensor)
         self._is_attached = True
         if self._manager.dtype is not torch.float32:
-            self._of_model.append(self._model.register_forward_pre_hook(self._cast_inputs, with_kwargs=True))
+            for root in self._roots:
+                self._of_model.append(root.register_forward_pre_hook(self._cast_inputs, with_kwargs=True))
         self._live_model.attach(self._hook_ids())
 
     def _hook_ids(self) -> set[int]:
@@ -79,17 +82,16 @@ class ModelHooks:
         return {handle.id for handle in (*handles, *self._of_model)}
 
     def _attach_modules(self) -> None:
-        """Registers the hooks of modules that are new or hold other parameters; removes those of modules that are gone."""
+        """Registers hooks of modules that are new, removes those of modules that are gone, and notes what all hold."""
         self._names = {module: name or type(self._model).__name__ for name, module in self._model.named_modules()}
         held = {module: self._held_by(module) for module in self._names if any(True for _ in module.parameters())}
         for module in [module for module in self._of_modules if module not in held]:
             self._detach_module(module)
         for module, own in held.items():
-            indices = tuple(tensor.spec.index for tensor in own)
-            if module in self._of_modules and self._of_modules[module][0] != indices:
-                self._detach_module(module)
-            if module not in self._of_modules:
-                self._of_modules[module] = indices, self._attach_module(module, tuple(own))
+            if module in self._of_modules:
+                self._of_modules[module][0][:] = own  # the list that its hooks have: one of them may be running
+            else:
+                self._of_modules[module] = own, self._attach_module(module, own)
         places = [places for module in self._names for places in (module._parameters, module._modules)]
         self._structure = [(place, tuple(place.values())) for place in places]
 
@@ -112,6 +114,8 @@ class ModelHooks:
         needs_grad = requires_grad(parameter)
         parameter.requires_grad_(True)  # torch takes no such hook of a parameter that is frozen for the moment
         self._of_tensors[tensor.spec.index] = parameter.register_post_accumulate_grad_hook(store)
+        # torch.utils.swap_tensors takes what calls the hooks along, and leaves them here.
+        parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
         parameter.requires_grad_(needs_grad)
 
     def bind(self) -> None:
@@ -168,29 +172,27 @@ class ModelHooks:
         if handle is not None:
             handle.remove()
 
-    def _attach_module(self, module: torch.nn.Module, own: tuple[ManagedTensor, ...]) -> list[Any]:
+    def _attach_module(self, module: torch.nn.Module, own: list[ManagedTensor]) -> list[Any]:
         manager, frames, name = self._manager, self._frames, self._names[module]
         # One with a buffer (a scale, say) computes with it on the device.
-        is_embedding = (
-            isinstance(module, torch.nn.Embedding) and len(own) == 1 and not any(True for _ in module.buffers())
-        )
+        is_embedding = isinstance(module, torch.nn.Embedding) and not any(True for _ in module.buffers())
 
         def before(_module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             stack = frames.stack
-            if stack and _module is self._model:
+            if stack and (_module is self._model or (_module in self._roots and stack[0].module is _module)):
                 self.unwind()  # of a forward that was interrupted: torch runs no hooks after a KeyboardInterrupt
             frame = Frame(_module, current_stage())
             if not stack:
                 self._enter_outermost(frame, name, args, kwargs)
             stack.append(frame)
-            if is_embedding and self._looks_up(own[0]):
+            if is_embedding and len(own) == 1 and self._looks_up(own[0]):
                 return self._begin_lookup(frame, own[0], args, kwargs)
             if torch._C._functorch.peek_interpreter_stack() is not None:
                 self._replace(frame, name)
                 return None
             is_recomputed = frame.stage is Stage.BACKWARD
             for tensor in own:
-                # Of a frozen one checkpointing would keep the object, which has no value later: its chunk stays instead.
+                # Of a frozen one checkpointing would keep the object, which has no value later: its chunk stays.
                 manager.acquire(tensor, name, is_alias=is_recomputed and not requires_grad(tensor.parameter))
                 frame.acquired.append(tensor)
             return None
@@ -206,7 +208,7 @@ class ModelHooks:
             for lookup in frame.lookups.values():
                 counts = frame.stage is Stage.FORWARD and isinstance(output, torch.Tensor)
                 nbytes = output.numel() * output.element_size() if counts else 0
-                manager.end_look_up(*lookup, nbytes)
+                self._lookups.end(lookup, nbytes)
             if not stack:
                 self._leave_outermost(frame)
             return _to(output, self._device) if frame.lookups and self._device.type != "cpu" else None
@@ -215,11 +217,9 @@ class ModelHooks:
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             module.register_forward_hook(after, always_call=True),
         ]
-        if own:
-            # torch marks this hook with an attribute, which a bound method cannot carry.
-            fill = self._live_model.fill_state_dict
-            handles.append(module.register_state_dict_post_hook(lambda *args: fill(*args)))
-            handles.append(module.register_load_state_dict_pre_hook(self._live_model.check_loading))
+        # torch marks this hook with an attribute, which a bound method cannot carry.
+        fill = self._live_model.fill_state_dict
+        handles.append(module.register_state_dict_post_hook(lambda *args: fill(*args)))
         return handles
 
     def _held_by(self, module: torch.nn.Module) -> list[ManagedTensor]:
@@ -259,8 +259,8 @@ class ModelHooks:
 
     def _begin_lookup(self, frame: Frame, tensor: ManagedTensor, args: Any, kwargs: dict[str, Any]) -> Any:
         """Lets an embedding look rows up where its weight is at home: only activations cross the bus."""
-        leaf = self._manager.look_up(tensor)
-        if leaf.requires_grad:
+        lookup = frame.lookups[id(tensor.parameter)] = self._lookups.begin(tensor)
+        if lookup.leaf.requires_grad:
             this, parameter = weakref.ref(self), tensor.parameter
 
             def store(found: torch.Tensor) -> None:
@@ -272,8 +272,7 @@ class ModelHooks:
                     hooks._operands.notice_backward()
                     hooks._manager.store_gradient(tensor, gradient, is_at_home=True)
 
-            leaf.register_post_accumulate_grad_hook(store)
-        frame.lookups[id(tensor.parameter)] = Lookup(tensor, leaf, leaf._version)
+            lookup.leaf.register_post_accumulate_grad_hook(store)
         if self._device.type == "cpu":
             return None
         host = torch.device("cpu")
@@ -297,12 +296,18 @@ class ModelHooks:
             _refuse_reentrant(name)
             return
         frame.handled = sys.exc_info()[1]
-        self._follow_model(frame.stage is Stage.FORWARD)
-        inputs = _tensors_in((args, kwargs))
-        shapes = input_shapes([tensor.shape for tensor in inputs])
-        present = (*inputs, *self._model.buffers())
-        begin = self._manager.begin_evaluation if frame.stage is Stage.EVALUATION else self._manager.begin_forward
-        begin("" if frame.module is self._model else name, shapes, present)
+        self._manager.turns.take(f"the forward of {name}")
+        try:
+            self._follow_model(frame.stage is Stage.FORWARD)
+            inputs = _tensors_in((args, kwargs))
+            shapes = input_shapes([tensor.shape for tensor in inputs])
+            present = (*inputs, *self._model.buffers())
+            begin = self._manager.begin_evaluation if frame.stage is Stage.EVALUATION else self._manager.begin_forward
+            begin("" if frame.module is self._model else name, shapes, present)
+        except BaseException:
+            self._manager.turns.give_up()
+            raise
+        frame.has_turn = True
         frame.saved_tensors = self._operands.kept_as_numbers()
         frame.saved_tensors.__enter__()
 
@@ -310,12 +315,20 @@ class ModelHooks:
         if frame.saved_tensors is not None:
             frame.saved_tensors.__exit__(None, None, None)
         has_failed = sys.exc_info()[1] is not frame.handled
-        if frame.stage is Stage.EVALUATION:
-            self._manager.steps.end_interlude(is_whole=not has_failed)
-        elif frame.stage is Stage.FORWARD and has_failed:
-            self._manager.steps.forget_step()
-        elif frame.stage is Stage.FORWARD:
-            self._manager.steps.end_forward()
+        try:
+            if frame.stage is Stage.EVALUATION:
+                self._manager.steps.end_interlude(is_whole=not has_failed)
+            elif frame.stage is Stage.FORWARD and has_failed:
+                self._manager.steps.forget_step()
+            elif frame.stage is Stage.FORWARD:
+                self._manager.steps.end_forward()
+        finally:
+            self._end_turn(frame)
+
+    def _end_turn(self, frame: Frame) -> None:
+        if frame.has_turn:
+            frame.has_turn = False
+            self._manager.turns.give_up()
 
     @property
     def is_running(self) -> bool:
@@ -333,6 +346,7 @@ class ModelHooks:
                 self._manager.release(tensor, frame.stage)
             if frame.saved_tensors is not None:
                 frame.saved_tensors.__exit__(None, None, None)
+            self._end_turn(frame)
 
     # Backward
 

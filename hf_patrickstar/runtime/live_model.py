@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from hf_patrickstar.errors import EngineError
+from hf_patrickstar.runtime import captures
 from hf_patrickstar.runtime.chunk import ManagedTensor
-from hf_patrickstar.runtime.live_tensor import LiveServices
+from hf_patrickstar.runtime.live_tensor import LiveServices, cannot_share
+from hf_patrickstar.runtime.together import roots_of
 
 _HOOK_DICTIONARIES = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks"),
@@ -24,16 +26,13 @@ class LiveModel:
     Args:
         model: The model.
         services: What its parameters share.
-        on_zero_grad: Called with ``set_to_none`` by ``model.zero_grad()``.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, services: LiveServices, on_zero_grad: Callable[[bool], None]
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, services: LiveServices) -> None:
         self._model = model
+        self._roots = roots_of(model)
         self._manager = services.manager
         self._weights = services.weights
-        self._on_zero_grad = on_zero_grad
         self._installed: dict[torch.nn.Module, set[str]] = {}
         self._hook_ids: frozenset[int] = frozenset()
         self._read_cache: dict[int, tuple[int, Any]] = {}
@@ -46,7 +45,9 @@ class LiveModel:
         Args:
             hook_ids: Identities of the engine's own hooks: copies of a module do not get them.
         """
-        self._install(self._model, "zero_grad", self._zero_grad)
+        for root in self._roots:
+            self._install(root, "zero_grad", _bound(self._zero_grad, root))
+        captures.attach(self)
         self.refresh(hook_ids)
 
     def refresh(self, hook_ids: Iterable[int]) -> None:
@@ -62,12 +63,12 @@ class LiveModel:
         modules = set(self._model.modules())
         for module in [module for module in self._installed if module not in modules]:
             self._uninstall(module)
-        for module in modules - (self._installed.keys() - {self._model}):
+        for module in modules - (self._installed.keys() - {*self._roots}):
             self._install(module, "_apply", _bound(self._apply, module))
             self._install(module, "__reduce_ex__", _bound(self._reduce, module))
             for name, keep_together in together.items():
                 # A model's parts, PEFT's for example, answer for methods of what is inside of them.
-                is_there = hasattr(module if module is self._model else type(module), name)
+                is_there = hasattr(module if module in self._roots else type(module), name)
                 if is_there and name not in module.__dict__:
                     self._install(module, name, keep_together(getattr(module, name)))
 
@@ -77,6 +78,7 @@ class LiveModel:
 
     def detach(self) -> None:
         """Takes the methods away."""
+        captures.detach(self)
         for module in list(self._installed):
             self._uninstall(module)
 
@@ -84,10 +86,12 @@ class LiveModel:
         for name in self._installed.pop(module):
             module.__dict__.pop(name, None)
 
-    def _zero_grad(self, set_to_none: bool = True) -> None:
-        self._on_zero_grad(set_to_none)
-        for parameter in self._model.parameters():
-            gradient = None if self._manager.find(parameter) is not None else parameter.grad
+    def _zero_grad(self, module: torch.nn.Module, set_to_none: bool = True) -> None:
+        parameters = list(module.parameters())
+        found = [self._manager.find(parameter) for parameter in parameters]
+        self._manager.zero_gradients([tensor for tensor in found if tensor is not None], set_to_none=set_to_none)
+        for parameter, tensor in zip(parameters, found, strict=True):
+            gradient = None if tensor is not None else parameter.grad
             if gradient is not None and set_to_none:
                 parameter.grad = None
             elif gradient is not None:
@@ -113,27 +117,21 @@ class LiveModel:
     def _apply(
         self, module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> torch.nn.Module:
-        """``model.to(...)`` and its kin: buffers follow; what would move or change parameters in chunks is refused."""
-        modules = list(module.modules()) if recurse else [module]
-        managed: list[ManagedTensor] = []
+        """``model.to(...)`` and its kin, in torch's order: other values are written, another type or device refused."""
+        modules = list(_children_first(module)) if recurse else [module]
+        stay = set()
+        for parameter in (parameter for part in modules for parameter in part._parameters.values()):
+            tensor = None if parameter is None else self._manager.find(parameter)
+            if tensor is not None and not _changes(function, tensor):
+                stay.add(tensor.spec.index)
         for part in modules:
-            found = (self._manager.find(parameter) for parameter in part._parameters.values() if parameter is not None)
-            managed += [tensor for tensor in found if tensor is not None]
-        for tensor in managed:
-            placeholder = tensor.placeholder.reshape(-1)[:1]
-            changed = function(placeholder)
-            if changed.dtype != placeholder.dtype or changed.device != placeholder.device:
-                raise EngineError(
-                    f"parameter '{tensor.spec.name}' cannot be moved to {changed.device} as {changed.dtype} while it is "
-                    "in a chunk; call model.patrickstar_engine.detach() first, or change a copy (copy.deepcopy)"
-                )
-        for part in modules:
+            for parameter in part._parameters.values():
+                tensor = None if parameter is None else self._manager.find(parameter)
+                if parameter is not None and (tensor is None or tensor.spec.index not in stay):
+                    _apply_to(parameter, function, is_managed=tensor is not None)
             for name, buffer in part._buffers.items():
                 if buffer is not None:
                     part._buffers[name] = function(buffer)
-            for parameter in part._parameters.values():
-                if parameter is not None and self._manager.find(parameter) is None:
-                    parameter.data = function(parameter.data)
         return module
 
     # State dictionaries
@@ -161,17 +159,6 @@ class LiveModel:
         value = self._weights.hand_out(tensor)
         self._read_cache[tensor.spec.index] = (self._manager.version, weakref.ref(value))
         return value
-
-    def check_loading(
-        self, module: torch.nn.Module, state_dict: Any, prefix: str, metadata: Any, *_: Any
-    ) -> None:
-        """Refuses ``load_state_dict(assign=True)``.
-
-        Raises:
-            EngineError: If it was asked for.
-        """
-        if metadata.get("assign_to_params_buffers", False):
-            raise EngineError("load_state_dict(assign=True) replaces parameters that are in chunks; leave assign out")
 
     # Saving
 
@@ -221,3 +208,41 @@ def _bound(method: Callable[..., Any], module: torch.nn.Module) -> Callable[...,
         return method(this(), *args, **kwargs)
 
     return call
+
+
+def _children_first(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The order in which torch applies a function to the tensors of a model."""
+    for child in module.children():
+        yield from _children_first(child)
+    yield module
+
+
+def _changes(function: Callable[[torch.Tensor], torch.Tensor], tensor: ManagedTensor) -> bool:
+    """Whether a function does anything to a parameter: ``model.to`` calls it for what is there already.
+
+    Raises:
+        EngineError: If it would move or share the parameter, or give it another type or shape.
+    """
+    probe = tensor.placeholder.new_full((1,) * len(tensor.spec.shape), 0)
+    changed = function(probe)
+    if (changed.dtype, changed.device, changed.shape) != (probe.dtype, probe.device, probe.shape):
+        raise EngineError(
+            f"parameter '{tensor.spec.name}' cannot get another device, type or shape while it is in a chunk (it would "
+            f"be {changed.dtype} on {changed.device}); call model.patrickstar_engine.detach() first, or change a "
+            "copy (copy.deepcopy)"
+        )
+    if probe.device.type == "cpu" and probe.is_shared():
+        raise EngineError(cannot_share(tensor))
+    return changed is not probe or probe._version > 0
+
+
+@torch.no_grad()
+def _apply_to(parameter: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor], *, is_managed: bool) -> None:
+    """Applies a function to a parameter and its gradient."""
+    value, gradient = function(parameter), parameter.grad
+    if value is not parameter:
+        parameter.data = value
+    if gradient is not None and is_managed:
+        gradient.copy_(function(gradient))
+    elif gradient is not None:
+        gradient.data = function(gradient)

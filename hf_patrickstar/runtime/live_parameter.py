@@ -2,20 +2,19 @@
 
 [Note: a parameter that answers]
 While no module computes with a parameter its tensor is a placeholder: NaN in the right shape and type, without memory.
-Its class is then ``ReleasedParameter``, whose ``__torch_function__`` brings the value, or the gradient, for the length of
-one call: shapes and flags are answered without it, functions get the value, functions that write reach every place where
-the value is, and ``.grad`` is the gradient. While a module runs its parameters are ``AcquiredParameter``: they have
-their value, and torch treats them as it treats any ``nn.Parameter``; only ``.data`` and ``.grad`` are noticed.
-The object stays the same; only its class changes, as torch does it when an ``UninitializedParameter`` is materialised.
+Its class is then ``ReleasedParameter``, whose ``__torch_function__`` brings the value, or the gradient, for the length
+of one call: shapes and flags are answered without it, functions get the value, functions that write reach every place
+where the value is, and ``.grad`` is the gradient. While a module runs its parameters are ``AcquiredParameter``: they
+have their value, and torch treats them as it treats any ``nn.Parameter``; only ``.data`` and ``.grad`` are noticed. The
+object stays the same; only its class changes, as torch does it when an ``UninitializedParameter`` is materialised.
 
 Code that goes around ``__torch_function__`` (an extension in C++ that was handed a released parameter) finds NaN.
 """
 
-import copy
 import functools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import torch
@@ -24,17 +23,17 @@ from torch.utils._pytree import tree_iter, tree_map_only
 RAW = torch._C.DisableTorchFunctionSubclass
 """A context in which a released parameter shows its placeholder."""
 
-_Base = torch._C.TensorBase
+_Base: Any = torch._C.TensorBase
+_Tensor: Any = torch.Tensor
 
 
 class Access(Protocol):
-    """One call's access to one released parameter.
+    """One call's access to one released parameter."""
 
-    Attributes:
-        value: What the called function gets in place of the parameter.
-    """
-
-    value: torch.Tensor
+    @property
+    def value(self) -> torch.Tensor:
+        """What the called function gets in place of the parameter."""
+        ...
 
     def needs_copy(self, results: list[torch.Tensor]) -> bool:
         """Whether the results of the call look into memory that they may not; then ``value`` is a copy now."""
@@ -102,11 +101,25 @@ class Live(Protocol):
         """A view of all of the parameter that autograd takes for one, made by ``func(parameter, parameter)``."""
         ...
 
+    def value_for(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The value for a tensor that was exchanged with the parameter; ``None`` for the parameter itself."""
+        ...
+
 
 class LiveMixin:
     """What acquired and released parameters have in common: their copies are ordinary parameters."""
 
-    _live: Live
+    @property
+    def _live(self) -> Live:
+        """What answers for it; ``torch.utils.swap_tensors`` may have brought that of another parameter here."""
+        live: Live = self.__dict__["_live"]
+        value = live.value_for(self)  # type: ignore[arg-type]
+        if value is None:
+            return live
+        orphan = _Orphan(self)  # type: ignore[arg-type]
+        orphan.host_value()
+        set_raw_data(self, value)  # type: ignore[arg-type]
+        return orphan
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
         """Whoever makes a parameter from the type of one gets an ordinary one."""
@@ -114,17 +127,20 @@ class LiveMixin:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            memo[id(self)] = self.__copy__()
+            memo[id(self)] = original_type(type(self))(self._live.host_value().clone(), requires_grad(self))
         return memo[id(self)]
 
-    def __copy__(self) -> Any:
-        return original_type(type(self))(self._live.host_value().clone(), requires_grad(self))
+    def __copy__(self: Any) -> Any:
+        """As in torch: the same memory, and the same attributes."""
+        made = original_type(type(self))(self.data, requires_grad(self))
+        made.__dict__.update((name, value) for name, value in self.__dict__.items() if name != "_live")
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         parameter = original_type(type(self))(self._live.host_value(), requires_grad(self))
         state = {name: value for name, value in self.__dict__.items() if name != "_live"}
         if state:
-            arguments = (parameter.data, parameter.requires_grad, OrderedDict(), state)
+            arguments: tuple[Any, ...] = (parameter.data, parameter.requires_grad, OrderedDict(), state)
             return torch._utils._rebuild_parameter_with_state, arguments
         return torch._utils._rebuild_parameter, (parameter.data, parameter.requires_grad, OrderedDict())
 
@@ -138,7 +154,8 @@ class AcquiredMixin(LiveMixin):
     def data(self) -> torch.Tensor:
         """The value, detached; what is written to it counts."""
         self._live.note_data_is_out()
-        return _Base.data.__get__(self)
+        value: torch.Tensor = _Base.data.__get__(self)
+        return value
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -182,13 +199,14 @@ class ReleasedMixin(LiveMixin):
     def shape(self) -> torch.Size:
         """As of any tensor."""
         with RAW():
-            return _Base.shape.__get__(self)
+            found: torch.Size = _Base.shape.__get__(self)
+            return found
 
     @property
     def requires_grad(self) -> bool:
         """As of any tensor."""
         with RAW():
-            return _Base.requires_grad.__get__(self)
+            return bool(_Base.requires_grad.__get__(self))
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -199,19 +217,23 @@ class ReleasedMixin(LiveMixin):
     def numel(self) -> int:
         """As of any tensor."""
         with RAW():
-            return _Base.numel(self)
+            return int(_Base.numel(self))
 
 
 @functools.cache
 def acquired_type(original: type) -> type:
     """The class of a parameter of a class while it has its value."""
-    return type(original.__name__, (AcquiredMixin, original), {"_original": original, "__module__": original.__module__})
+    return type(
+        original.__name__, (AcquiredMixin, original), {"_original": original, "__module__": original.__module__}
+    )
 
 
 @functools.cache
 def released_type(original: type) -> type:
     """The class of a parameter of a class while its value is in a chunk."""
-    return type(original.__name__, (ReleasedMixin, original), {"_original": original, "__module__": original.__module__})
+    return type(
+        original.__name__, (ReleasedMixin, original), {"_original": original, "__module__": original.__module__}
+    )
 
 
 def original_type(cls: type) -> Any:
@@ -230,7 +252,8 @@ def can_answer(parameter: torch.Tensor) -> bool:
 def raw_data(parameter: torch.Tensor) -> torch.Tensor:
     """``parameter.data`` as torch has it."""
     with RAW():
-        return _Base.data.__get__(parameter)
+        value: torch.Tensor = _Base.data.__get__(parameter)
+        return value
 
 
 def set_raw_data(parameter: torch.Tensor, value: torch.Tensor) -> None:
@@ -242,7 +265,8 @@ def set_raw_data(parameter: torch.Tensor, value: torch.Tensor) -> None:
 def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """``parameter.grad`` as autograd has it."""
     with RAW():
-        return _Base.grad.__get__(parameter)
+        gradient: torch.Tensor | None = _Base.grad.__get__(parameter)
+        return gradient
 
 
 def set_raw_grad(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
@@ -251,7 +275,7 @@ def set_raw_grad(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None
         _Base.grad.__set__(parameter, gradient)
 
 
-def requires_grad(parameter: torch.Tensor) -> bool:
+def requires_grad(parameter: Any) -> bool:
     """Whether a parameter says that it is trained."""
     with RAW():
         return bool(_Base.requires_grad.__get__(parameter))
@@ -275,7 +299,7 @@ def call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
         kwargs: Its named arguments.
 
     Returns:
-        What it returns; where that is one of the values itself (of a function that writes in place, say), the parameter.
+        What it returns; where that is one of the values itself (of a function that writes in place), the parameter.
     """
     leaves = list(tree_iter((args, kwargs)))
     is_graph = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and requires_grad(x) for x in leaves)
@@ -291,14 +315,12 @@ def call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
                     access.make_room()
                 accesses[key] = parameter._live.access(func, is_graph=is_graph, writes=key in written)
         result = _substituted(func, args, kwargs, accesses)
-        values = {id(access.value) for access in accesses.values()}
-        found = [leaf for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor) and id(leaf) not in values]
-        if any([access.needs_copy(found) for access in accesses.values()]):  # a list, so that each one is asked
+        if _needs_copies(result, accesses.values()):
             result = _substituted(func, args, kwargs, accesses)
         for access in accesses.values():
             access.finish()
         owners = {id(access.value): released[key] for key, access in accesses.items()}
-        returned = values & {id(leaf) for leaf in tree_iter(result)}
+        returned = owners.keys() & {id(leaf) for leaf in tree_iter(result)}
         if returned:
             for access in accesses.values():
                 if id(access.value) in returned and not written:
@@ -310,10 +332,19 @@ def call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
             access.end()
 
 
+def _needs_copies(result: Any, accesses: Collection[Access]) -> bool:
+    """Whether a call must be repeated on copies, since what it returned looks into a chunk."""
+    values = {id(access.value) for access in accesses}
+    found = [leaf for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor) and id(leaf) not in values]
+    return bool([access for access in accesses if access.needs_copy(found)])  # each one is asked
+
+
 def _written(name: str, args: Any, kwargs: Any) -> set[int]:
     """Identities of what a function writes to, as far as its name tells; some leave no other trace."""
     if name.startswith("__"):
-        is_in_place = name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__"))
+        is_in_place = name == "__setitem__" or (
+            name.startswith("__i") and name not in ("__invert__", "__int__", "__index__")
+        )
     else:
         is_in_place = name.endswith("_")
     first = args[:1] or tuple(kwargs.values())[:1]
@@ -339,22 +370,23 @@ def _properties(names: str, accessor: str = "__get__") -> set[Any]:
 
 WITHOUT_VALUE = frozenset(
     _properties(
-        "shape dtype device layout ndim requires_grad is_leaf grad_fn _grad_fn output_nr names name is_cpu is_cuda is_xpu "
-        "is_mps is_hpu is_ipu is_mtia is_maia is_vulkan is_mkldnn is_nested is_quantized is_meta is_sparse is_sparse_csr "
-        "itemsize nbytes retains_grad _version _base _backward_hooks _post_accumulate_grad_hooks grad_dtype volatile _cdata"
+        "shape dtype device layout ndim requires_grad is_leaf grad_fn _grad_fn output_nr names name is_cpu "
+        "is_cuda is_xpu is_mps is_hpu is_ipu is_mtia is_maia is_vulkan is_mkldnn is_nested is_quantized is_meta "
+        "is_sparse is_sparse_csr itemsize nbytes retains_grad _version _base _backward_hooks "
+        "_post_accumulate_grad_hooks grad_dtype volatile _cdata"
     )
     | _properties("requires_grad names _backward_hooks _post_accumulate_grad_hooks grad_dtype", "__set__")
     | _named(
         torch.Tensor,
-        "dim size numel nelement element_size ndimension is_floating_point is_complex is_signed is_inference is_conj is_neg "
-        "get_device requires_grad_ detach_ register_hook register_post_accumulate_grad_hook retain_grad __len__ has_names "
-        "storage_offset _is_view is_pinned is_shared is_same_size is_distributed is_coalesced _is_zerotensor new_empty "
-        "new_zeros new_ones new_full new_tensor new_empty_strided new",
+        "dim size numel nelement element_size ndimension is_floating_point is_complex is_signed is_inference "
+        "is_conj is_neg get_device requires_grad_ detach_ register_hook register_post_accumulate_grad_hook "
+        "retain_grad __len__ has_names storage_offset _is_view is_pinned is_shared is_same_size is_distributed "
+        "is_coalesced _is_zerotensor new_empty new_zeros new_ones new_full new_tensor new_empty_strided new",
     )
     | _named(
         torch,
-        "is_floating_point is_complex is_signed is_inference is_conj is_neg numel get_device is_same_size result_type "
-        "zeros_like ones_like empty_like full_like rand_like randn_like randint_like is_distributed",
+        "is_floating_point is_complex is_signed is_inference is_conj is_neg numel get_device is_same_size "
+        "result_type zeros_like ones_like empty_like full_like rand_like randn_like randint_like is_distributed",
     )
 )
 """Functions that need shapes and flags alone, or that mean the parameter itself and not its value."""
@@ -373,7 +405,7 @@ def _detach(parameter: Any) -> torch.Tensor:
     # ``nn.Parameter(parameter)`` insists on the type that it was given, and returns this.
     value = call_with_values(torch.Tensor.detach, (parameter,), {})
     made: Any = torch.Tensor._make_subclass(type(parameter), value)
-    made._live = _Orphan(made)
+    made.__dict__["_live"] = _Orphan(made)
     return made
 
 
@@ -383,7 +415,7 @@ class _Orphan:
     def __init__(self, parameter: torch.Tensor) -> None:
         self._parameter = parameter
 
-    def access(self, func: Any, *, is_graph: bool, writes: bool = False) -> "_Orphan":
+    def access(self, func: Any, *, is_graph: bool, writes: bool = False) -> Access:
         self._become_ordinary()
         return self
 
@@ -430,6 +462,9 @@ class _Orphan:
         return func(parameter, parameter)
 
     def note_data_is_out(self) -> None:
+        pass
+
+    def value_for(self, parameter: torch.Tensor) -> None:
         pass
 
     def _become_ordinary(self) -> Any:
@@ -487,10 +522,10 @@ def _undisturbed(func: Any) -> Callable[..., Any]:
 
 
 _OWN_ANSWERS: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.grad.__get__: lambda parameter: parameter._live.get_grad(),
-    torch.Tensor.grad.__set__: lambda parameter, gradient: parameter._live.set_grad(gradient),
-    torch.Tensor.grad.__delete__: lambda parameter: parameter._live.set_grad(None),
-    torch.Tensor.data.__set__: lambda parameter, value: parameter._live.assign(value),
+    _Tensor.grad.__get__: lambda parameter: parameter._live.get_grad(),
+    _Tensor.grad.__set__: lambda parameter, gradient: parameter._live.set_grad(gradient),
+    _Tensor.grad.__delete__: lambda parameter: parameter._live.set_grad(None),
+    _Tensor.data.__set__: lambda parameter, value: parameter._live.assign(value),
     torch.Tensor.detach: _detach,
     torch.Tensor.copy_: _copy_,
     torch.Tensor.stride: _strides(torch.Tensor.stride),

@@ -26,7 +26,8 @@ from hf_patrickstar.runtime.operands import Operands
 from hf_patrickstar.runtime.values import as_it_is
 from hf_patrickstar.states import Stage
 
-_DATA = torch.Tensor.data.__get__
+_Tensor: Any = torch.Tensor
+_DATA = _Tensor.data.__get__
 _ADDRESSES = frozenset({torch.Tensor.data_ptr, torch.Tensor.__cuda_array_interface__.__get__})
 _EXPORTS = _ADDRESSES | {
     *(torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.untyped_storage, torch.Tensor.storage),
@@ -35,14 +36,24 @@ _EXPORTS = _ADDRESSES | {
 """Functions that give away memory itself."""
 
 _WITHOUT_GRAPH = _EXPORTS | {
-    *(_DATA, torch.Tensor.detach, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__bool__, torch.Tensor.__float__),
+    *(
+        _DATA,
+        torch.Tensor.detach,
+        torch.Tensor.tolist,
+        torch.Tensor.item,
+        torch.Tensor.__bool__,
+        torch.Tensor.__float__,
+    ),
     *(torch.Tensor.__int__, torch.Tensor.__index__, torch.equal, torch.Tensor.equal, torch.Tensor.__repr__),
 }
 """Functions that autograd does not record, whatever their operands."""
 
 _CHANGES_OF_SHAPE = frozenset(
     getattr(torch.Tensor, name)
-    for name in ("t_ transpose_ squeeze_ unsqueeze_ swapaxes_ swapdims_ as_strided_ resize_ resize_as_ set_").split()
+    for name in (
+        *("t_", "transpose_", "squeeze_", "unsqueeze_", "swapaxes_", "swapdims_"),
+        *("as_strided_", "resize_", "resize_as_", "set_"),
+    )
 )
 _SHARING = frozenset({torch.Tensor.share_memory_})
 
@@ -57,6 +68,10 @@ class LiveWeights(Protocol):
     @property
     def needs_all(self) -> bool:
         """Whether all processes must read together."""
+        ...
+
+    def hand_out(self, tensor: ManagedTensor) -> torch.Tensor:
+        """The parameter's value, on the host, that stays the same as the value."""
         ...
 
     def streamed(self, *, is_reader: bool) -> contextlib.AbstractContextManager[None]:
@@ -93,11 +108,19 @@ class LiveTensor:
         services: What all parameters share.
     """
 
-    __slots__ = ("services", "tensor")
+    __slots__ = ("kept", "services", "tensor")
 
     def __init__(self, tensor: ManagedTensor, services: LiveServices) -> None:
         self.tensor = tensor
         self.services = services
+        self.kept: torch.Tensor | None = None  # the value, for what the parameter was exchanged for
+
+    def value_for(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """See ``Live.value_for``."""
+        if parameter is self.tensor.parameter:
+            return None
+        self.services.manager.writes.give_up_swapped(self.tensor)
+        return self.kept
 
     def access(self, func: Any, *, is_graph: bool, writes: bool = False) -> Access:
         """See ``Live.access``.
@@ -110,10 +133,7 @@ class LiveTensor:
         if deferred is not None:
             return _FixedAccess(deferred)
         if func in _SHARING:
-            raise EngineError(
-                f"parameter '{tensor.spec.name}' is in a chunk and cannot be moved to shared memory; share a copy of the "
-                "model (copy.deepcopy), or call model.patrickstar_engine.detach() first"
-            )
+            raise EngineError(cannot_share(tensor))
         is_graph = is_graph and func not in _WITHOUT_GRAPH
         is_inside = services.frames.is_inside
         leaf = services.frames.find_lookup(tensor.parameter) if is_inside else None
@@ -134,7 +154,7 @@ class LiveTensor:
         """
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"Variable data has to be a tensor, but got {type(value).__name__}")
-        self.services.manager.assign(self.tensor, value.data)
+        self.services.manager.writes.assign(self.tensor, value.data)
 
     def copy_from(self, source: torch.Tensor, is_graph: bool) -> bool:
         """Gives the fp32 master of a 16-bit parameter all bits of what is copied into it."""
@@ -143,13 +163,13 @@ class LiveTensor:
         if is_graph or not is_wider or self.services.frames.is_inside:
             return False
         with manager.gradients.lock:
-            manager.take_over(tensor)
-            manager.write(tensor, source.detach().expand(tensor.spec.shape))
+            manager.writes.take_over(tensor)
+            manager.writes.apply(tensor, source.detach().expand(tensor.spec.shape))
         return True
 
     def note_data_is_out(self) -> None:
         """Remembers to compare: what is written to ``.data`` leaves no trace."""
-        self.services.manager.watch(self.tensor)
+        self.services.manager.writes.watch(self.tensor)
 
     def detached_for_state_dict(self) -> torch.Tensor:
         """The placeholder."""
@@ -158,7 +178,7 @@ class LiveTensor:
     def host_value(self) -> torch.Tensor:
         """The value on the host, in the type that the model was loaded in; it may alias the chunk."""
         manager, tensor = self.services.manager, self.tensor
-        manager.take_over(tensor)
+        manager.writes.take_over(tensor)
         return manager.values.host_alias(tensor, tensor.original_dtype)
 
     def view_whole(self, func: Any) -> torch.Tensor:
@@ -166,7 +186,7 @@ class LiveTensor:
         manager, tensor = self.services.manager, self.tensor
         parameter = tensor.parameter
         with manager.gradients.lock, torch.no_grad():
-            manager.take_over(tensor, keeps_unused=True)
+            manager.writes.take_over(tensor, keeps_unused=True)
             value = manager.mirrors.hand_out_value(tensor)
             placeholder = raw_data(parameter)
             set_raw_data(parameter, value)
@@ -195,6 +215,7 @@ class LiveTensor:
             if not manager.gradients.has(tensor):
                 return None
             manager.apply_factor()
+            manager.gradients.note_read()
             return manager.mirrors.hand_out_gradient(tensor)
 
     def set_grad(self, gradient: torch.Tensor | None) -> None:
@@ -216,7 +237,8 @@ class LiveTensor:
             return  # what was read is written back
         if not isinstance(gradient, torch.Tensor):
             raise TypeError(
-                f"the gradient of parameter '{tensor.spec.name}' must be a tensor or None, got {type(gradient).__name__}"
+                f"the gradient of parameter '{tensor.spec.name}' must be a tensor or None, got a "
+                f"{type(gradient).__name__}"
             )
         if gradient is tensor.parameter:
             raise EngineError(f"parameter '{tensor.spec.name}' cannot be its own gradient")
@@ -280,8 +302,8 @@ class _FixedAccess:
 class _InsideAccess:
     """Inside of a forward or backward: the chunk comes to the device, as for a module's own parameters.
 
-    Checkpointing keeps a frozen operand of a recomputation as the very object that it was given, which would be released
-    again when backward comes to use it. So there functions get an alias of the chunk instead of the parameter.
+    Checkpointing keeps a frozen operand of a recomputation as the very object that it was given, which would be
+    released again when backward comes to use it. So there functions get an alias of the chunk instead of the parameter.
     """
 
     def __init__(self, tensor: ManagedTensor, services: LiveServices, func: Any) -> None:
@@ -300,7 +322,7 @@ class _InsideAccess:
         """No copy: what aliases the chunk keeps it on the device. What is written through it is looked for later."""
         storage = self._tensor.chunk.storage
         if self._is_held and storage is not None and any(_is_over(result, storage._cdata) for result in results):
-            self._manager.watch(self._tensor)
+            self._manager.writes.watch(self._tensor)
         return False
 
     def make_room(self) -> None:
@@ -393,7 +415,7 @@ class _ValueAccess:
         try:
             manager.check_usable(tensor)
             manager.mirrors.sync_unused(but=tensor)
-            manager.take_over(tensor, keeps_unused=True)
+            manager.writes.take_over(tensor, keeps_unused=True)
             tensor.read_at = manager.num_steps
             self._is_private = func in _EXPORTS
             self._changes_shape = func in _CHANGES_OF_SHAPE
@@ -408,7 +430,7 @@ class _ValueAccess:
             raise
 
     def _use(self, value: torch.Tensor) -> None:
-        """Lets the call have a value: a leaf that requires a gradient if the parameter does, since views of it say so."""
+        """Lets the call have a value: a leaf that requires a gradient if the parameter does; views of it say so."""
         with as_it_is():
             # Not detach(): all parameters of a chunk share the version of its payload.
             self.value = value.data.requires_grad_(requires_grad(self._tensor.parameter))
@@ -433,12 +455,21 @@ class _ValueAccess:
 
     def finish(self) -> None:
         if self._changes_shape:
-            self._tensor.parameter._live.assign(self.value)
+            self._manager.writes.assign(self._tensor, self.value.detach())
         elif self._writes or self.value._version != self._version:
-            self._manager.write(self._tensor, self.value.detach())
+            self._manager.writes.apply(self._tensor, self.value.detach())
 
     def end(self) -> None:
+        del self.value  # before another thread counts who looks into the chunk
         self._lock.release()
+
+
+def cannot_share(tensor: ManagedTensor) -> str:
+    """The message where a parameter should go to memory that other processes share."""
+    return (
+        f"parameter '{tensor.spec.name}' is in a chunk and cannot be moved to shared memory; share a copy of the model "
+        "(copy.deepcopy), or call model.patrickstar_engine.detach() first"
+    )
 
 
 def _places(tensor: ManagedTensor) -> set[int]:

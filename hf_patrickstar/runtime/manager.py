@@ -7,13 +7,14 @@ them. So a device copy is never dirty: evicting one drops it and copies nothing,
 gradients, and after the optimizer has changed a home its device copy is stale and is dropped.
 """
 
+import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Literal
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from hf_patrickstar.errors import EngineError
+from hf_patrickstar.errors import DeviceMemoryError, EngineError
 from hf_patrickstar.events import Listener
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
@@ -22,13 +23,15 @@ from hf_patrickstar.runtime.chunk import MASTER, Chunk, GradientPlace, ManagedTe
 from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.homes import Homes
-from hf_patrickstar.runtime.live_parameter import raw_data, requires_grad, set_raw_grad
-from hf_patrickstar.runtime.lockstep import Lockstep, Phase
-from hf_patrickstar.runtime.mirrors import Mirrors, checksum_of
+from hf_patrickstar.runtime.live_parameter import requires_grad, set_raw_grad
+from hf_patrickstar.runtime.lockstep import Phase
+from hf_patrickstar.runtime.mirrors import Mirrors
 from hf_patrickstar.runtime.reducer import Reducer
 from hf_patrickstar.runtime.sharing import Held, Sharing
 from hf_patrickstar.runtime.steps import Steps
-from hf_patrickstar.runtime.values import Values, same_bits
+from hf_patrickstar.runtime.turns import Turns, is_backward_elsewhere, pauses_s
+from hf_patrickstar.runtime.values import Values
+from hf_patrickstar.runtime.writes import Writes
 from hf_patrickstar.schedule.placement import ChunkBytes
 from hf_patrickstar.schedule.trace import Shapes
 from hf_patrickstar.states import Stage, TensorState
@@ -43,9 +46,7 @@ class ChunkManager:
         pool: Where accumulation lists come from.
         transfers: How bytes cross.
         emit: Told of every event.
-        num_micro_batches: Micro-batches per step; with more than one, gradients go to the accumulation list at once.
         collectives: Averages gradients over processes.
-        lockstep: Keeps processes in the same order of collectives.
         keeps_gradients: Whether gradients stay after a step; see ``keep_gradients`` of the configuration.
     """
 
@@ -56,9 +57,7 @@ class ChunkManager:
         pool: PayloadPool,
         transfers: Transfers,
         emit: Listener,
-        num_micro_batches: int,
         collectives: Collectives,
-        lockstep: Lockstep,
         keeps_gradients: bool | Literal["auto"] = "auto",
     ) -> None:
         self.chunks = chunks
@@ -72,29 +71,30 @@ class ChunkManager:
         self.index_tensors(self.tensors)
         self.borrowed: list[ManagedTensor] = []  # acquired by code in backward that no forward is around
         self.has_new_groups = False  # param groups were changed: parameters may need other lists
-        self._watched: dict[ManagedTensor, int] = {}  # with a checksum, if there are several processes
-        self.num_steps = 0  # of the optimizer
+        self.num_steps = 0  # of all optimizers
+        self.num_optimizers = 1  # that take a step each before the next forward
         self.step_peaks = (0, 0, 0)  # bytes in the last step: chunks on the device, all on the device, on the host
-        self._num_micro_batches = num_micro_batches
-        self._micro_batch = 0
         self._pool = pool
         self._transfers = transfers
         self._emit = emit
         self.homes: Homes | None = None
+        self.turns = Turns()
         self.unwind: Callable[[], None] = lambda: None  # ends forwards that were interrupted
+        lockstep, accumulate = steps.lockstep, steps.num_micro_batches > 1
         self.gradients = Gradients(
-            pool, transfers, emit, residency.make_room, num_micro_batches > 1, lockstep.is_alone, keeps_gradients
+            pool, transfers, emit, residency.make_room, accumulate, lockstep.is_alone, keeps_gradients
         )
         self._lock = self.gradients.lock
         self._list_names = {name for chunk in chunks for name in chunk.lists}
         self.sharing = Sharing(collectives, lockstep)
         self.values = Values(self.gradients, self.sharing, transfers, residency.device)
         self.mirrors = Mirrors(self.values, self.gradients)
+        self.writes = Writes(self.values, self.mirrors, self.gradients)
         self._is_alone = lockstep.is_alone
         self._lockstep = lockstep
         self._reducer = Reducer(chunks, pool, transfers, collectives, residency.make_room, self._deliver)
         residency.before_gather = self.gradients.bring_values_back
-        residency.before_drop = self.look_for_writes
+        residency.before_drop = self.writes.collect
         residency.gradient_peak = self._reducer.take_peak
         lockstep.reduce = self._reduce
 
@@ -113,7 +113,7 @@ class ChunkManager:
     def begin_change(self) -> None:
         """Begins to add and remove parameters: no step runs, and nothing that was written is missed."""
         self.unwind()
-        self.sync()
+        self.writes.sync()
         self.steps.forget_step()
 
     def add_chunks(self, chunks: Sequence[Chunk]) -> None:
@@ -121,28 +121,10 @@ class ChunkManager:
         self.chunks.extend(chunks)
         self.residency.note_chunks()
 
-    def give_up(self, tensor: ManagedTensor, value: torch.Tensor) -> None:
-        """Lets go of a parameter that somebody gave another shape; the engine takes it in again when it is used.
-
-        Args:
-            tensor: The parameter.
-            value: What it has now.
-        """
-        self.mirrors.drop_values(tensor)
-        self.mirrors.drop_gradient(tensor)
-        self.gradients.drop(tensor)
-        tensor.is_given_up = True
-        tensor.unbind()
-        tensor.parameter.data = value
-        self._by_parameter.pop(id(tensor.parameter), None)
-
     def remove(self, tensor: ManagedTensor) -> None:
         """Removes a parameter, which is an ordinary one again; its chunk is freed if no other is in it."""
         with self._lock:
-            self.mirrors.drop_values(tensor)
-            self.mirrors.drop_gradient(tensor)
-            self.gradients.drop(tensor)
-            self._watched.pop(tensor, None)
+            self.writes.forget(tensor)
             tensor.num_writes += 1  # a graph of before cannot find its operands any more
             chunk = tensor.chunk
             chunk.remove(tensor)
@@ -155,8 +137,7 @@ class ChunkManager:
         chunk.wait()
         chunk.wait_for_reader()
         self.residency.forget(chunk)
-        for name, payload in {"param": chunk.param, **chunk.lists}.items():
-            self._pool.release(chunk.home, payload, name, keep=False)
+        chunk.give_back(self._pool)
         chunk.retire()
 
     def end_change(self, nbytes: Sequence[ChunkBytes]) -> None:
@@ -176,7 +157,8 @@ class ChunkManager:
 
     def find(self, parameter: torch.Tensor) -> ManagedTensor | None:
         """The managed parameter that a parameter is, or ``None``."""
-        return self._by_parameter.get(id(parameter))
+        tensor = self._by_parameter.get(id(parameter))
+        return None if tensor is None or tensor.is_given_up else tensor
 
     # Steps
 
@@ -189,11 +171,11 @@ class ChunkManager:
             present: Tensors on the device that are there already and are not chunks.
         """
         self._forget_failed_backward()
-        self.sync()
+        self.writes.sync()
         if self.residency.tracer.step is None:
             self.steps.settle()
-            kind, is_last = self._kind_of_step()
-            kind = f"{kind}:{name}" if name else kind
+            kind = f"{self.steps.kind}:{name}" if name else self.steps.kind
+            is_last = self.steps.is_last
             if self.homes is not None:
                 self.homes.prepare("training", shapes)
             updated = frozenset(chunk.spec.index for chunk in self.chunks if chunk.spec.is_updated and is_last)
@@ -203,7 +185,7 @@ class ChunkManager:
         """Begins a forward without gradients, between steps or inside of one; see ``begin_forward``."""
         self._forget_failed_backward()
         self.release_borrowed()
-        self.sync()
+        self.writes.sync()
         self.steps.settle()
         if self.homes is not None:
             self.homes.prepare("", shapes)
@@ -212,19 +194,10 @@ class ChunkManager:
 
     def _forget_failed_backward(self) -> None:
         """Drops the step whose backward raised: one that has begun and neither runs nor has ended."""
-        if self.in_backward and torch._C._current_graph_task_id() == -1:
+        if self.in_backward and torch._C._current_graph_task_id() == -1 and not is_backward_elsewhere():
             self.in_backward = False
             self._reducer.forget()
             self.steps.forget_step()
-
-    def _kind_of_step(self) -> tuple[str, bool]:
-        """What the micro-batch that begins is, and whether the optimizer follows it."""
-        if self._num_micro_batches == 1:
-            return "training", True
-        if self._micro_batch == 0:
-            return "training first", False
-        is_last = self._micro_batch == self._num_micro_batches - 1
-        return ("training last" if is_last else "training middle"), is_last
 
     # Access and release of parameters
 
@@ -242,22 +215,33 @@ class ChunkManager:
         """
         if torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
             # A payload made there could never be trained with, or would be a wrapper without storage.
-            with torch.inference_mode(False), temporarily_clear_interpreter_stack():
+            is_graph = torch.is_grad_enabled()
+            with torch.inference_mode(False), torch.set_grad_enabled(is_graph), temporarily_clear_interpreter_stack():
                 return self.acquire(tensor, module_name, is_alias=is_alias)
-        with self._lock:
-            if tensor.users == 0:
-                self.check_usable(tensor)
-                self.take_over(tensor)
-            payload = self._reach(tensor, module_name)
-            tensor.read_at = self.num_steps
-            if not is_alias and not tensor.is_materialized:
-                tensor.materialize(tensor.view_copy(payload))
-                tensor.version = tensor.parameter._version
-            if tensor.users == 0:
-                tensor.go(TensorState.COMPUTE)
-                tensor.chunk.num_computing += 1
-            tensor.users += 1
+        for pause_s in pauses_s():
+            try:
+                with self._lock:
+                    return self._acquire(tensor, module_name, is_alias)
+            except DeviceMemoryError:
+                if not pause_s:
+                    raise
+                time.sleep(pause_s)
         return None
+
+    def _acquire(self, tensor: ManagedTensor, module_name: str, is_alias: bool) -> None:
+        if tensor.users == 0:
+            self.check_usable(tensor)
+            self._check_unfrozen(tensor)
+            self.writes.take_over(tensor)
+        payload = self._reach(tensor, module_name)
+        tensor.read_at = self.num_steps
+        if not is_alias and not tensor.is_materialized:
+            tensor.materialize(tensor.view_copy(payload))
+            tensor.version = tensor.parameter._version
+        if tensor.users == 0:
+            tensor.go(TensorState.COMPUTE)
+            tensor.chunk.num_computing += 1
+        tensor.users += 1
 
     def release(self, tensor: ManagedTensor, stage: Stage) -> None:
         """Ends one acquisition; after the last, the parameter is a placeholder again."""
@@ -270,64 +254,8 @@ class ChunkManager:
                 tensor.chunk.num_computing -= 1
                 tensor.go(stage.to_released())
                 if tensor.is_materialized:
-                    self._take_back(tensor)
+                    self.writes.take_back(tensor)
         return None
-
-    def _take_back(self, tensor: ManagedTensor) -> None:
-        """Ends a parameter's having a value, and takes over what was written to it meanwhile."""
-        value, storage = raw_data(tensor.parameter), tensor.chunk.storage
-        assert storage is not None
-        if tuple(value.shape) != tensor.spec.shape:
-            self.give_up(tensor, value)
-            return
-        version = tensor.parameter._version
-        tensor.dematerialize()
-        if value.untyped_storage()._cdata != storage._cdata or version != tensor.version:
-            self.write(tensor, value, voids_graphs=False)
-        elif tensor in self._watched:
-            self._look_for_writes(tensor)
-
-    def watch(self, tensor: ManagedTensor) -> None:
-        """Looks for what is written to a device copy without a trace: by ``.data``, or a view that outlives its use."""
-        if tensor not in self._watched:
-            self._watched[tensor] = self._checksum_of_copy(tensor)
-
-    def _checksum_of_copy(self, tensor: ManagedTensor) -> int:
-        """With several processes all find out by it what was written, wherever the value is at home."""
-        compute = tensor.chunk.compute
-        return 0 if self._is_alone or compute is None else checksum_of(tensor.view_copy(compute))
-
-    def _look_for_writes(self, tensor: ManagedTensor) -> None:
-        chunk = tensor.chunk
-        if chunk.compute is not None and (tensor.gradient is not GradientPlace.PARAM or not self._is_alone):
-            value = tensor.view_copy(chunk.compute)
-            if self._is_alone:
-                home = self.values.own_part(tensor, value.dtype) if MASTER not in chunk.lists else self._master(tensor)
-                is_written = not same_bits(value.to(home.device), home)
-            else:
-                before, self._watched[tensor] = self._watched[tensor], self._checksum_of_copy(tensor)
-                is_written = before != self._watched[tensor]
-            if is_written:
-                self.write(tensor, value, voids_graphs=False)
-        if not chunk.is_aliased:  # else it may still be written to
-            self._watched.pop(tensor, None)
-
-    def _master(self, tensor: ManagedTensor) -> torch.Tensor:
-        """The value in the parameter's type, from ``master``: a static chunk has no other place to compare with."""
-        return tensor.view(tensor.chunk.lists[MASTER]).to(tensor.chunk.param.dtype)
-
-    def look_for_writes(self, chunk: Chunk | None = None) -> None:
-        """Takes over what was written to device copies without a trace.
-
-        Args:
-            chunk: The chunk whose copy is about to be dropped; all by default.
-        """
-        if self._watched:
-            with self._lock:
-                for tensor in [t for t in self._watched if chunk is None or t.chunk is chunk]:
-                    self._look_for_writes(tensor)
-                    if chunk is not None:
-                        self._watched.pop(tensor, None)
 
     def release_borrowed(self) -> None:
         """Takes back parameters that were read outside of every forward."""
@@ -360,11 +288,12 @@ class ChunkManager:
                 gradient = gradient.to_dense()
             if not tensor.spec.trainable:
                 raise EngineError(_unfrozen(tensor))
-            if tensor.read_at < self.num_steps - 1:
+            if tensor.read_at < self.num_steps - self.num_optimizers:
                 raise EngineError(
-                    f"a gradient arrived for parameter '{tensor.spec.name}', whose value was not read in this step nor in "
-                    "the one before: what computed with it went around torch's functions and found NaN in its place; "
-                    "let it read the parameter inside of the forward of the module that owns it, or in full_parameters()"
+                    f"a gradient arrived for parameter '{tensor.spec.name}', whose value was not read in this step nor "
+                    "in the one before: what computed with it went around torch's functions and found NaN in its "
+                    "place; let it read the parameter inside of the forward of the module that owns it, or in "
+                    "full_parameters()"
                 )
             self.mirrors.sync_gradient(tensor)
             if not self._is_alone:
@@ -381,31 +310,38 @@ class ChunkManager:
 
     def begin_backward(self) -> None:
         """Begins a backward; called from within, by whatever comes first."""
+        self.turns.take_backward()
         self.in_backward = True
-        self.sync()
+        self.writes.sync()
 
     def end_backward(self) -> None:
         """Settles what backward left: gradients put aside, and tensors that got none."""
-        with self._lock:
-            self.release_borrowed()
-            if not self._is_alone:
-                found = self.steps.end_phase(Phase.BACKWARD, self._reducer.unreduced, self._reducer.found)
-                self._reducer.settle(found)
-                for index in found:
-                    if not self.by_index[index].is_owned:
-                        self.gradients.note_remote(self.by_index[index])
-                    self.mirrors.drop_gradient(self.by_index[index])
-            self.in_backward = False
-            for tensor in self.tensors:
-                if tensor.aside is not None:
-                    self.gradients.settle(tensor)
-                if tensor.state is TensorState.HOLD_AFTER_FWD or (
-                    tensor.state is TensorState.HOLD_AFTER_BWD and tensor.gradient is not GradientPlace.PARAM
-                ):
-                    tensor.go(TensorState.HOLD)
-            self._transfers.settle()
-            self._micro_batch += 1
-            self.steps.finish_step()
+        try:
+            with self._lock:
+                self._end_backward()
+        finally:
+            self.turns.give_up_backward()
+
+    def _end_backward(self) -> None:
+        self.release_borrowed()
+        if not self._is_alone:
+            found = self.steps.end_phase(Phase.BACKWARD, self._reducer.unreduced, self._reducer.found)
+            self._reducer.settle(found)
+            for index in found:
+                if not self.by_index[index].is_owned:
+                    self.gradients.note_remote(self.by_index[index])
+                self.mirrors.drop_gradient(self.by_index[index])
+        self.in_backward = False
+        for tensor in self.tensors:
+            if tensor.aside is not None:
+                self.gradients.settle(tensor)
+            if tensor.state is TensorState.HOLD_AFTER_FWD or (
+                tensor.state is TensorState.HOLD_AFTER_BWD and tensor.gradient is not GradientPlace.PARAM
+            ):
+                tensor.go(TensorState.HOLD)
+        self._transfers.settle()
+        self.steps.micro_batch += 1
+        self.steps.finish_step()
 
     def undo_attempt(self) -> None:
         """Takes back what a failed attempt at a micro-batch left, and begins the next; see ``Attempts``."""
@@ -419,81 +355,26 @@ class ChunkManager:
                 if tensor.spec.index in dropped:
                     self.gradients.drop(tensor)
 
-    def look_up(self, tensor: ManagedTensor) -> torch.Tensor:
-        """The value of an embedding at its home, to look rows up there (PatrickStar section 8.2).
-
-        Args:
-            tensor: The parameter; its chunk is at home on the host.
-
-        Returns:
-            A leaf that aliases the home, in the parameter's shape; its gradient belongs to the parameter.
-        """
-        with self._lock:
-            if tensor.users == 0:
-                self.check_usable(tensor)
-                self.take_over(tensor)
-            tensor.read_at = self.num_steps
-            if tensor.gradient is GradientPlace.PARAM:
-                self.gradients.move_to_list(tensor)
-            tensor.chunk.wait()
-            tensor.is_looked_up = True
-            leaf = tensor.view(tensor.chunk.param).detach()
-            return leaf.requires_grad_(tensor.spec.trainable and torch.is_grad_enabled())
-
-    def end_look_up(self, tensor: ManagedTensor, leaf: torch.Tensor, version: int, nbytes: int) -> None:
-        """Ends a lookup of so many bytes; an embedding with ``max_norm`` writes to the rows that it reads."""
-        tensor.lookup_nbytes += nbytes
-        if leaf._version != version:
-            self.write(tensor, leaf.detach(), voids_graphs=False)
-
     def read_gradient(self, tensor: ManagedTensor, dtype: torch.dtype) -> torch.Tensor:
         """A copy of a parameter's gradient on the host; with several processes all call it together."""
         self.mirrors.sync_gradient(tensor)
         return self.sharing.tensor(Held(tensor, self.gradients.of(tensor), dtype), "the gradient")
 
-    def write(self, tensor: ManagedTensor, value: torch.Tensor, *, voids_graphs: bool = True) -> None:
-        """Changes the value of a parameter, in every place where it is; see ``Values.write``."""
-        self.values.write(tensor, value, voids_graphs=voids_graphs)
-        self.mirrors.refresh_value(tensor)
+    def sync(self) -> None:
+        """See ``Writes.sync``."""
+        self.writes.sync()
+
+    def take_over(self, tensor: ManagedTensor) -> None:
+        """See ``Writes.take_over``."""
+        self.writes.take_over(tensor)
 
     def follow_master(self, tensor: ManagedTensor) -> None:
-        """Lets the value of a parameter follow a change of its fp32 master."""
-        self.write(tensor, tensor.view(tensor.chunk.lists[MASTER]))
+        """See ``Writes.follow_master``."""
+        self.writes.follow_master(tensor)
 
-    def take_over(self, tensor: ManagedTensor, *, keeps_unused: bool = False) -> None:
-        """Takes over what a user wrote to one parameter without a trace: to what was handed out, or around torch's functions.
-
-        Args:
-            tensor: The parameter.
-            keeps_unused: As for ``Mirrors.sync_value``.
-        """
-        if not (tensor.is_materialized or tensor.is_open or tensor.is_placeholder):
-            value = raw_data(tensor.parameter)
-            tensor.dematerialize()
-            self.assign(tensor, value)
-        self.mirrors.sync_value(tensor, keeps_unused=keeps_unused)
-
-    def assign(self, tensor: ManagedTensor, value: torch.Tensor) -> None:
-        """What ``parameter.data = value`` means: in torch both are the same memory from now on.
-
-        Args:
-            tensor: The parameter.
-            value: A tensor that requires no gradient.
-
-        """
-        if tuple(value.shape) != tensor.spec.shape:
-            self.give_up(tensor, value)
-            return
-        with self._lock:
-            self.mirrors.drop_values(tensor)
-            self.write(tensor, value, voids_graphs=False)
-            if value.dtype == tensor.chunk.param.dtype:
-                self.mirrors.add_value(tensor, value)
-
-    def sync(self) -> None:
-        """Takes over what users wrote without a trace, before values are used."""
-        self.look_for_writes()
-        self.mirrors.sync()
+    def write(self, tensor: ManagedTensor, value: torch.Tensor) -> None:
+        """See ``Writes.apply``."""
+        self.writes.apply(tensor, value)
 
     def apply_factor(self) -> None:
         """Multiplies gradients with what the optimizer's step would multiply them with: somebody looks at them."""
@@ -513,7 +394,7 @@ class ChunkManager:
         for tensor in self.tensors:
             if tensor.is_open:
                 self.check_usable(tensor)
-        self.sync()
+        self.writes.sync()
         self.discard_gradients()
         with self._lock:
             for chunk in self.chunks:
@@ -542,10 +423,15 @@ class ChunkManager:
             self._forget_failed_backward()
             self.release_borrowed()
             self.steps.settle()
+            chosen = None if tensors is None else list(tensors)
+            if chosen is not None and self.gradients.has_factor:
+                dropped = {tensor.spec.index for tensor in chosen}
+                if any(self.gradients.has(tensor) for tensor in self.tensors if tensor.spec.index not in dropped):
+                    self.apply_factor()  # those of another optimizer, say, are clipped all the same
             self.gradients.coefficient = self.gradients.inverse_scale = None
             if self.residency.tracer.step is None:
-                self._micro_batch = 0
-            for tensor in self.tensors if tensors is None else tensors:
+                self.steps.micro_batch = 0
+            for tensor in self.tensors if chosen is None else chosen:
                 self.mirrors.sync_gradient(tensor)
                 if not (to_zero and self.mirrors.zero_gradient(tensor)):
                     self.mirrors.drop_gradient(tensor)
@@ -604,7 +490,7 @@ class ChunkManager:
         """Tells that the optimizer has changed the values, and lets chunks move to better homes."""
         self.values.version += 1
         self.num_steps += 1
-        num_micro_batches, self._micro_batch = self._micro_batch, 0
+        num_micro_batches, self.steps.micro_batch = self.steps.micro_batch, 0
         ledger = self.residency.ledger
         self.step_peaks = (ledger.step_peak(Tier.DEVICE), ledger.total_step_peak, ledger.step_peak(Tier.HOST))
         ledger.begin_step()
@@ -624,8 +510,7 @@ class ChunkManager:
             for chunk in (chunk for chunk in self.chunks if not chunk.is_retired):
                 chunk.wait()
                 chunk.wait_for_reader()
-                for name, payload in {"param": chunk.param, **chunk.lists}.items():
-                    self._pool.release(chunk.home, payload, name, keep=False)
+                chunk.give_back(self._pool)
                 chunk.lists.clear()
                 chunk.compute = None
             self._pool.trim()
@@ -634,7 +519,7 @@ class ChunkManager:
     # Inside
 
     def check_usable(self, tensor: ManagedTensor) -> None:
-        """Refuses to use a parameter that is open, or that says that it is trained and cannot be.
+        """Refuses to use a parameter that is open.
 
         Raises:
             EngineError: If so.
@@ -643,9 +528,18 @@ class ChunkManager:
             raise EngineError(
                 f"parameter '{tensor.spec.name}' is open in full_parameters(); run the model after the block has ended"
             )
-        if not tensor.spec.trainable and torch.is_grad_enabled() and requires_grad(tensor.parameter):
-            if MASTER in self._list_names:
-                raise EngineError(_unfrozen(tensor))
+
+    def _check_unfrozen(self, tensor: ManagedTensor) -> None:
+        """Refuses to compute with a parameter whose gradient would stay on this process, and not be averaged.
+
+        One that is unfrozen between forwards is adopted by then. Alone, autograd keeps the gradient of any other.
+
+        Raises:
+            EngineError: If so.
+        """
+        is_unfrozen = not tensor.spec.trainable and torch.is_grad_enabled() and requires_grad(tensor.parameter)
+        if is_unfrozen and not self._is_alone and MASTER in self._list_names:
+            raise EngineError(_unfrozen(tensor))
 
     def _reach(self, tensor: ManagedTensor, who: str) -> torch.Tensor:
         """The payload to compute with, holding this tensor's value."""
@@ -668,6 +562,6 @@ class ChunkManager:
 
 def _unfrozen(tensor: ManagedTensor) -> str:
     return (
-        f"parameter '{tensor.spec.name}' was frozen when the engine was made and has no optimizer state; to train it, "
-        "call model.patrickstar_engine.detach(), set requires_grad, and prepare the model again"
+        f"parameter '{tensor.spec.name}' was unfrozen inside of a forward, where the processes cannot agree on a place "
+        "for its gradient; set requires_grad before the model is called"
     )

@@ -1,13 +1,13 @@
 """What was handed out of a parameter or its gradient, and may be written to, or read, later.
 
 [Note: mirrors]
-In torch ``parameter.data``, a view, ``numpy()`` and ``parameter.grad`` are the memory of the parameter: who keeps one sees
-every later change, and what is written to one counts. The memory of a chunk cannot be handed out, since the place of a
-value may hold a gradient next. So a copy is, and the engine keeps the two the same: before it uses the value it compares
-and takes over what was written, and when it has changed the value it writes to the copy. A copy that nobody else refers
-to any more is compared once more and freed. With several processes what was handed out does not follow (each process
-has a part of the value, and they need not keep the same), but what is written to it counts until the next change. There
-a checksum tells what was written, so that every process finds out, wherever the value is at home.
+In torch ``parameter.data``, a view, ``numpy()`` and ``parameter.grad`` are the memory of the parameter: who keeps one
+sees every later change, and what is written to one counts. The memory of a chunk cannot be handed out, since the place
+of a value may hold a gradient next. So a copy is, and the engine keeps the two the same: before it uses the value it
+compares and takes over what was written, and when it has changed the value it writes to the copy. A copy that nobody
+else refers to any more is compared once more and freed. With several processes what was handed out does not follow
+(each process has a part of the value, and they need not keep the same), but what is written to it counts until the next
+change. There a checksum tells what was written, so that every process finds out, wherever the value is at home.
 """
 
 import sys
@@ -19,6 +19,9 @@ from hf_patrickstar.runtime.chunk import GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.sharing import Held
 from hf_patrickstar.runtime.values import Values, as_it_is, same_bits
+
+_SCAN_AT = 8
+"""With so many parameters handed out, look for all that nobody uses any more; with fewer, at the last one alone."""
 
 
 class Mirror:
@@ -53,6 +56,8 @@ class Mirrors:
         self._lock = gradients.lock
         self._of_values: dict[int, list[Mirror]] = {}
         self._of_gradients: dict[int, Mirror] = {}
+        self._last: ManagedTensor | None = None
+        self._scan_at = _SCAN_AT
         self._num_own: dict[int, int] = {}  # how many of a storage's users are mirrors
 
     # Values
@@ -184,9 +189,9 @@ class Mirrors:
         wanted = torch.float32 if dtype is torch.float16 else dtype
         if self._values.sharing.is_alone:
             assert home is not None
-            value = home.to(wanted, copy=True)
+            value = home.to(self._values.device, wanted, copy=True)
         else:
-            value = self._values.sharing.tensor(Held(tensor, home, wanted), "the gradient")
+            value = self._values.sharing.tensor(Held(tensor, home, wanted), "the gradient").to(self._values.device)
         if known is not None:
             known.value.copy_(value)
             return known
@@ -307,15 +312,30 @@ class Mirrors:
         Args:
             but: A parameter whose mirrors stay.
         """
-        if not self._of_values and not self._of_gradients:
+        num_tensors = len(self._of_values) + len(self._of_gradients)
+        if not num_tensors:
             return
         with self._lock:
+            last, self._last = self._last, but
+            if num_tensors < self._scan_at:  # a scan per access would be quadratic in a loop over all parameters
+                self._sync_if_unused(last)
+                return
             for mirrors in list(self._of_values.values()):
-                if mirrors[0].tensor is not but and not all(self._is_used(mirror) for mirror in mirrors):
-                    self.sync_value(mirrors[0].tensor)
+                if mirrors[0].tensor is not but:
+                    self._sync_if_unused(mirrors[0].tensor)
             for mirror in list(self._of_gradients.values()):
-                if not self._is_used(mirror):
-                    self.sync_gradient(mirror.tensor)
+                self._sync_if_unused(mirror.tensor)
+            self._scan_at = max(_SCAN_AT, 2 * (len(self._of_values) + len(self._of_gradients)))
+
+    def _sync_if_unused(self, tensor: ManagedTensor | None) -> None:
+        if tensor is None:
+            return
+        mirrors = self._of_values.get(tensor.spec.index, ())
+        if mirrors and not all(self._is_used(mirror) for mirror in mirrors):
+            self.sync_value(tensor)
+        gradient = self._of_gradients.get(tensor.spec.index)
+        if gradient is not None and not self._is_used(gradient):
+            self.sync_gradient(tensor)
 
     def close(self) -> None:
         """Forgets everything."""
@@ -349,4 +369,4 @@ class Mirrors:
 def checksum_of(value: torch.Tensor) -> int:
     """A checksum of a tensor's bits."""
     flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(flat.numpy())
+    return zlib.crc32(flat.numpy().data)

@@ -17,7 +17,7 @@ from hf_patrickstar.runtime.manager import ChunkManager
 class SavedView:
     """A view of a parameter, as numbers."""
 
-    __slots__ = ("num_steps", "num_writes", "offset", "size", "stride", "tensor")
+    __slots__ = ("epoch", "num_steps", "num_writes", "offset", "size", "stride", "tensor")
 
     def __init__(
         self, tensor: ManagedTensor, size: Sequence[int], stride: Sequence[int], offset: int, num_steps: int
@@ -26,6 +26,7 @@ class SavedView:
         self.size = size
         self.stride = stride
         self.offset = offset
+        self.epoch = tensor.epoch
         self.num_writes = tensor.num_writes
         self.num_steps = num_steps
         tensor.num_saved += 1
@@ -120,6 +121,8 @@ class Operands:
         if isinstance(saved, torch.Tensor):
             return saved
         tensor = saved.tensor
+        if saved.epoch.value is not None:  # parameter.data was assigned since: a graph of before keeps what it had
+            return saved.epoch.value.as_strided(saved.size, saved.stride, saved.offset - tensor.offset_numel)
         if saved.num_writes != tensor.num_writes:
             by_whom = "in place" if saved.num_steps == self._manager.num_steps else "by the optimizer"
             raise EngineError(

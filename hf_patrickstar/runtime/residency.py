@@ -442,7 +442,7 @@ class Residency:
         return is_late
 
     def _await_gathers(self, exclude: Chunk | None) -> bool:
-        """Waits for gathers that this process had no need of, and that look into copies; whether there were any."""
+        """Waits for gathers that this process had no need of, which still look into copies; whether there were any."""
         if self._lockstep.is_alone:
             return False
         pending = [chunk for chunk in self._copies.values() if chunk is not exclude and chunk.arrival is not None]

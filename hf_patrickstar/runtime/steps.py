@@ -31,17 +31,26 @@ class Steps:
         meter: Measures what else is on the device.
         policy: How copies come and go.
         lockstep: Agrees with other processes on what begins and ends.
+        num_micro_batches: How many make a step of the optimizer.
     """
 
     def __init__(
-        self, residency: Residency, pool: PayloadPool, meter: Meter, policy: MovePolicy, lockstep: Lockstep
+        self,
+        residency: Residency,
+        pool: PayloadPool,
+        meter: Meter,
+        policy: MovePolicy,
+        lockstep: Lockstep,
+        num_micro_batches: int,
     ) -> None:
         self.residency = residency
         self.tracer = residency.tracer
+        self.lockstep = lockstep
+        self.num_micro_batches = num_micro_batches
+        self.micro_batch = 0  # those since the optimizer's step
         self._pool = pool
         self._meter = meter
         self._policy = policy
-        self._lockstep = lockstep
         self._plans: dict[str, tuple[Trace, object, Plan | None]] = {}
 
     def begin_step(
@@ -60,6 +69,20 @@ class Steps:
         is_unknown = not shapes  # what its inputs are cannot be seen, so a trace may not be relied on
         self._enter(self.tracer.begin(kind, shapes, dropped_after, always_metered=is_unknown), present, room)
 
+    @property
+    def kind(self) -> str:
+        """What the micro-batch that begins is."""
+        if self.num_micro_batches == 1:
+            return "training"
+        if self.is_last:
+            return "training last"
+        return "training middle" if self.micro_batch else "training first"
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the optimizer follows the micro-batch that begins."""
+        return self.num_micro_batches == 1 or self.micro_batch == self.num_micro_batches - 1
+
     def begin_interlude(self, kind: str, shapes: Shapes, present: Iterable[torch.Tensor], version: int) -> None:
         """Begins an evaluation, between steps or inside of one; see ``begin_step``."""
         shapes, room = self._begin(kind, shapes, version)
@@ -68,9 +91,9 @@ class Steps:
     def _begin(self, kind: str, shapes: Shapes, version: int) -> tuple[Shapes, Room]:
         """What a step has to work with, agreed with the other processes: shapes and room."""
         room = self._room()
-        if self._lockstep.is_alone:
+        if self.lockstep.is_alone:
             return shapes, room
-        agreed = self._lockstep.begin(kind, shapes, self.tracer.fingerprint, room, version)
+        agreed = self.lockstep.begin(kind, shapes, self.tracer.fingerprint, room, version)
         if not agreed.is_traced:
             self.tracer.discard()
         if agreed.room.resident != room.resident:
@@ -136,7 +159,7 @@ class Steps:
             self._meter.stop()
 
     def _enter(self, step: Step, present: Iterable[torch.Tensor], room: Room) -> None:
-        if step.cursor is not None and not (self._policy.evict_all and not self._lockstep.is_alone):
+        if step.cursor is not None and not (self._policy.evict_all and not self.lockstep.is_alone):
             step.plan = self._plan(step.cursor.trace, step.dropped_after, room)
             if step.plan is not None and not self.residency.moves:
                 self._pool.ledger.note_total(step.cursor.trace.non_model_peak_nbytes)
@@ -158,7 +181,7 @@ class Steps:
         Returns:
             The tensors that got a gradient anywhere.
         """
-        if self._lockstep.is_alone:
+        if self.lockstep.is_alone:
             return frozenset(indices)
         step = self.tracer.step
         if step is not None and step.plan is not None:
@@ -166,9 +189,9 @@ class Steps:
             if phase is not Phase.FORWARD:  # what the last visit of a forward is followed by is not complete yet
                 self.residency.reduce_due(step)
         while waiting := unreduced():  # what others ask for at the same time is done too
-            self._lockstep.ask(Subject.REDUCE, waiting[0], "gradients that no plan expects")
+            self.lockstep.ask(Subject.REDUCE, waiting[0], "gradients that no plan expects")
         is_recorded = step is not None and step.is_recorded
-        is_lost, found = self._lockstep.end(
+        is_lost, found = self.lockstep.end(
             phase, step is not None and step.is_lost, sorted(indices), is_recorded=is_recorded
         )
         if step is not None and phase is not Phase.FORWARD:
@@ -202,7 +225,7 @@ class Steps:
                     dropped_after=dropped_after,
                     static=static,
                     prefetch_depth=0 if self._policy.evict_all else self._policy.prefetch_depth,
-                    reshard_after_forward=self._policy.reshard_after_forward and not self._lockstep.is_alone,
+                    reshard_after_forward=self._policy.reshard_after_forward and not self.lockstep.is_alone,
                 )
                 logger.debug(
                     "patrickstar: plan of '%s': %d loads, %d evictions", trace.key, plan.num_loads, plan.num_evictions

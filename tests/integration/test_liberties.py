@@ -277,11 +277,15 @@ def test_two_models_on_one_accelerator():
         optimizer.step()
         plain_optimizer.step()
         assert_equal([(plain, None), (model, None)])
-    with pytest.raises(EngineError, match="belong to 0 prepared models"):
-        accelerator.clip_grad_norm_(teacher.parameters(), 1.0)
-    both = [*prepared[0][0].parameters(), *prepared[1][0].parameters()]
-    with pytest.raises(EngineError, match="belong to 2 prepared models"):
-        accelerator.clip_grad_norm_(both, 1.0)
+    assert accelerator.clip_grad_norm_(teacher.parameters(), 1.0) == 0.0
+    norms = []
+    for models in ([model for model, _ in prepared], [pair[0][0] for pair in pairs]):
+        for model in models:
+            model(x).square().sum().backward()
+        parameters = [parameter for model in models for parameter in model.parameters()]
+        clip = torch.nn.utils.clip_grad_norm_ if norms else accelerator.clip_grad_norm_
+        norms.append(clip(parameters, 0.1))
+    assert torch.equal(*norms)
 
 
 def test_unfreezing_gives_a_parameter_masters_and_states():
@@ -298,6 +302,24 @@ def test_unfreezing_gives_a_parameter_masters_and_states():
     for _ in range(2):
         step_all(pair, batch())
         assert_equal(pair)
+
+
+def test_a_consumed_gradient_is_missed_and_not_taken_for_none():
+    model = make_layers()
+    optimizer = PatrickStarEngine(model, MOVING, adamw(model)).optimizer
+    for _ in range(2):
+        model(batch()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model(batch()).sum().backward()
+    optimizer.step()
+    for use in (optimizer.step, optimizer.grad_norm):
+        with pytest.raises(EngineError, match=r"consumed by optimizer\.step.*torch would still have it"):
+            use()
+    optimizer.zero_grad()
+    optimizer.step()
+    model(batch()).sum().backward()
+    optimizer.step()
 
 
 def test_an_interrupted_forward_leaves_nothing_behind():
@@ -458,11 +480,15 @@ def test_mixed_types_follow_the_majority():
     assert engine.dtype is torch.bfloat16
 
 
-def test_load_state_dict_with_assign_is_refused():
-    model = make_layers()
-    PatrickStarEngine(model, MOVING, adamw(model))
-    with pytest.raises(EngineError, match="leave assign out"):
-        model.load_state_dict(model.state_dict(), assign=True)
+def test_load_state_dict_with_assign_makes_new_parameters():
+    pair = twins()
+    for model, optimizer in pair:
+        before = list(model.parameters())
+        model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()}, assign=True)
+        assert all(old is not new for old, new in zip(before, model.parameters(), strict=True))
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+    step_all(pair, batch())
+    assert_equal(pair)
 
 
 def test_editing_param_groups():

@@ -15,6 +15,8 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 from trainers import tight
 
+from hf_patrickstar import EngineError, PatrickStarEngine
+
 
 def room(both, nbytes):
     """Settings for patterns in which one module uses more parameters at once than the smallest budget has room for."""
@@ -1121,6 +1123,87 @@ def test_the_lottery_ticket(both):
         note("zeros", [int((p == 0).sum()) for p in model.parameters()])
 
     both(pattern)
+
+
+# Functions for every tensor of the model, and modules that compute with what their children hold
+
+
+def test_functions_applied_to_the_model_and_its_gradients(both):
+    def pattern(model, optimizer, note):
+        train(model, optimizer)
+        loss_of(model, 1).backward()
+        model.blocks[3]._apply(lambda tensor: tensor * 0.5)
+        model.blocks[4]._apply(lambda tensor: tensor.detach().mul_(2.0))
+        model._apply(lambda tensor: tensor + 0.01, recurse=False)
+        note("values", values(model.parameters()))
+        note("gradients", gradients(model))
+        note("scale", model.offset)
+        optimizer.step()
+        optimizer.zero_grad()
+        note("losses", train(model, optimizer, 2, first=2))
+
+    both(pattern)
+
+
+def test_what_would_move_the_model_is_refused_and_changes_nothing(both):
+    if both.config is None:
+        pytest.skip("plain torch does it")
+    model = make_tower()
+    optimizer = PatrickStarEngine(model, both.config, make_adamw(model)).optimizer
+    train(model, optimizer)
+    before, offset = copy.deepcopy(model.state_dict()), model.offset
+    moves = (model.share_memory, model.half, lambda: model.to("meta"), lambda: model._apply(lambda t: t.unsqueeze(0)))
+    for move in moves:
+        with pytest.raises(EngineError, match=r"^parameter '.*' .*detach\(\)"):
+            move()
+        assert model.offset is offset
+        assert not model.offset.is_shared()
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name])
+    copied = copy.deepcopy(model)
+    assert all(parameter.is_shared() for parameter in copied.share_memory().parameters())
+
+
+class Encoder(nn.Module):
+    def __init__(self, norm_first):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True, norm_first=norm_first)
+        self.layers = nn.TransformerEncoder(layer, 3, enable_nested_tensor=not norm_first)
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids, mask=None):
+        return self.head(self.layers(self.embedding(ids), src_key_padding_mask=mask))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_encoder_layers_in_evaluation(both, norm_first):
+    """torch computes a layer at once in evaluation, from its children's parameters, unless hooks are in the way.
+
+    With a padding mask that way rounds differently, and leaves zeros where nothing is asked for.
+    """
+
+    def make():
+        torch.manual_seed(0)
+        return Encoder(norm_first)
+
+    rows = []
+
+    def pattern(model, optimizer, note):
+        train(model, optimizer)
+        model.eval()
+        mask = torch.arange(6).repeat(4, 1) >= torch.tensor([[6], [4], [2], [5]])
+        with torch.no_grad():
+            note("output", model(make_ids()))
+            note("layer", model.layers.layers[1](torch.ones(2, 3, WIDTH)))
+            rows.append(model(make_ids(), mask)[~mask])
+        note("with a graph", model(make_ids(), mask)[~mask].detach())
+        model.train()
+
+    settings = {"chunk_numel": 1280, "chunk_budget": 16384} if both.config and "chunk_numel" in both.config else None
+    both(pattern, make=make, settings=settings)
+    assert torch.allclose(*rows, atol=1e-6)
 
 
 # Adapters by hand and by PEFT

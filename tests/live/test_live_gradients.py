@@ -2226,7 +2226,9 @@ def _train_with_stock_trainer(both, tmp_path, pass_optimizer=False, **kwargs):
             config = dict(both.config)
             if "chunk_budget" in config:
                 config.update(chunk_numel="auto", **tight("gpt2"))
-                config["chunk_budget"] *= 4 if kwargs.get("gradient_checkpointing") else 1  # a block is recomputed whole
+                config["chunk_budget"] *= (
+                    4 if kwargs.get("gradient_checkpointing") else 1
+                )  # a block is recomputed whole
             optimizer = PatrickStarEngine(model, config, optimizer).optimizer
         recorder = LossRecorder()
         trainer = Trainer(

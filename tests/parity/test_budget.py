@@ -16,17 +16,17 @@ from hf_patrickstar.schedule.trace import trace_key
 
 @contextlib.contextmanager
 def watch_over(engine):
-    pool, ledger = engine._pool, engine.ledger
+    pool, ledger = engine.machine.pool, engine.ledger
 
     def is_settled():
         step = engine.manager.residency.tracer.step
-        return step is None or not step.is_metered or engine._meter._is_on
+        return step is None or not step.is_metered or engine.machine.meter._is_on
 
     with Watch(lambda storage: pool.owns(storage._cdata), lambda: ledger.used(Tier.DEVICE), is_settled) as watch:
         try:
             yield watch
         finally:
-            engine._meter.stop()  # modes come off in the order in which they went on
+            engine.machine.meter.stop()  # modes come off in the order in which they went on
 
 
 def make_twins(name, dtype, budget, checkpointing=False, accumulation=1, **config):

@@ -1,0 +1,98 @@
+"""Accelerate's wrapper around an optimizer in chunks, and which models and optimizers belong together."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
+
+from hf_patrickstar.optim.optimizer import ChunkedOptimizer
+
+
+class PreparedOptimizer(AcceleratedOptimizer):
+    """Accelerate's wrapper around an optimizer that may get its place in chunks later, when its model is prepared.
+
+    What the user's optimizer has beside Accelerate's interface, methods and attributes, is reachable through this one.
+
+    Args:
+        optimizer: What to wrap: an optimizer over chunks, or the user's own.
+        scaler: Scales losses, with fp16.
+    """
+
+    optimizer: Any
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy steps by itself: a scheduler has put a ``step`` of this optimizer on it, which a copy would call."""
+        return {name: value for name, value in super().__getstate__().items() if name not in ("step", "_opt_called")}
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: Any = None) -> None:
+        super().__init__(optimizer, device_placement=False, scaler=scaler)
+
+    def take(self, optimizer: torch.optim.Optimizer) -> None:
+        """Puts another form of the same optimizer in place of the one that is wrapped.
+
+        Args:
+            optimizer: The other form.
+        """
+        if optimizer is self.optimizer:
+            return
+        self.optimizer = optimizer
+        if self.scaler is not None:
+            self._optimizer_original_step_method = optimizer.step
+            self._optimizer_patched_step_method = patch_optimizer_step(self, optimizer.step)
+
+    def __getattr__(self, name: str) -> Any:
+        inner = self.__dict__.get("optimizer")
+        if inner is None or name.startswith("__"):
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        return getattr(inner, name)
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """What Accelerate's wrappers are around."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def innermost(optimizer: Any) -> torch.optim.Optimizer:
+    """The torch optimizer that the user made."""
+    optimizer = unwrapped(optimizer)
+    return optimizer.inner if isinstance(optimizer, ChunkedOptimizer) else optimizer
+
+
+def held_by(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Identities of the parameters in an optimizer's groups."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def families(
+    models: Sequence[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
+) -> list[tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]]:
+    """Models and optimizers that belong together: an optimizer with every model that has one of its parameters.
+
+    Args:
+        models: The models, each once.
+        optimizers: The users' optimizers, each once.
+
+    Returns:
+        Models in the order given, and the optimizers over them; optimizers of none of the models are left out.
+    """
+    own = [{id(parameter) for parameter in model.parameters()} for model in models]
+    family = list(range(len(models)))
+    of_optimizers = []
+    for optimizer in optimizers:
+        held = held_by(optimizer)
+        places = [place for place, parameters in enumerate(own) if not parameters.isdisjoint(held)]
+        if not places:
+            continue
+        of_optimizers.append((optimizer, places[0]))
+        joined = {family[place] for place in places}
+        family = [min(joined) if number in joined else number for number in family]
+    return [
+        (
+            [model for model, found in zip(models, family, strict=True) if found == number],
+            [optimizer for optimizer, place in of_optimizers if family[place] == number],
+        )
+        for number in dict.fromkeys(family)
+    ]

@@ -1,0 +1,223 @@
+"""Adam in tiles over the chunk lists.
+
+[Note: same bits as torch]
+An element-wise kernel treats the last few elements of a tensor, those that do not fill a vector register, by other
+instructions than the rest, and may round them differently. So tensors may be joined, and cut, only where a multiple
+of ``ALIGNMENT_NUMEL`` elements meets the boundary: then every element is computed by the same instructions as in an
+optimizer that sees the parameters one by one, and results are the same bit for bit.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.adam import adam
+
+from hf_patrickstar.layout.packing import ALIGNMENT_NUMEL
+from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.optim.kernel import AT_HOME, release_workspace, reserve_workspace, update_others
+from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor
+
+EXP_AVG = "exp_avg"
+EXP_AVG_SQ = "exp_avg_sq"
+_DEVICE_TILE_NUMEL = 2**24
+
+
+@dataclasses.dataclass(slots=True)
+class _Segment:
+    """A range of a chunk whose elements are updated alike."""
+
+    start: int
+    stop: int
+    group: int
+    step: int
+    place: GradientPlace
+
+
+def is_plain_adam(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is torch's Adam or AdamW with options that the chunk lists can hold."""
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not any(
+        group.get("amsgrad") or group.get("capturable") or group.get("differentiable")
+        for group in optimizer.param_groups
+    )
+
+
+class AdamKernel:
+    """Adam and AdamW over the lists ``master``, ``exp_avg`` and ``exp_avg_sq``, tile by tile.
+
+    A tile's gradient is widened to fp32 in scratch space, multiplied with the coefficient, used by torch's own Adam,
+    and the new master is rounded into ``param``, all while the tile is in the cache.
+
+    Args:
+        optimizer: The optimizer that says what to do; its ``param_groups`` are read at every step.
+        pool: Where scratch space comes from.
+        tile_numel: Elements per tile, a multiple of the alignment.
+        prefer_fused: Use torch's fused kernel where the optimizer leaves the choice open.
+    """
+
+    list_names = (MASTER, EXP_AVG, EXP_AVG_SQ)
+    follows_homes = True
+    splits_tensors = True
+    updates_at_once = False
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, pool: PayloadPool, tile_numel: int, prefer_fused: bool
+    ) -> None:
+        self._optimizer = optimizer
+        self._pool = pool
+        self._tile_numel = tile_numel
+        self._prefer_fused = prefer_fused
+        self._steps: dict[int, int | torch.Tensor] = {}  # tensors once somebody has seen them, and may write to them
+        self._scratch: dict[Tier, torch.Tensor] = {}
+
+    def workspace_numel(self, capacity_numel: int) -> int:
+        """One tile, the larger one of a GPU's if the compute device is one."""
+        tile_numel = max(self._tile_numel, _DEVICE_TILE_NUMEL) if self._prefer_fused else self._tile_numel
+        return min(tile_numel, capacity_numel)
+
+    def reserve(self, chunks: Sequence[Chunk], *also: Tier) -> None:
+        """Allocates one tile per tier; see ``Kernel.reserve``."""
+        reserve_workspace(self, self._scratch, self._pool, chunks, also)
+
+    def release(self) -> None:
+        """Gives the tiles back."""
+        release_workspace(self._scratch, self._pool)
+
+    @contextlib.contextmanager
+    def lent(self, tensors: Sequence[ManagedTensor]) -> Iterator[list[ManagedTensor]]:
+        """Nothing to do: torch's Adam has no methods that work on parameters beside ``step``."""
+        yield []
+
+    def update_at_once(self, *args: Any) -> Any:
+        """Nothing to do: chunks are updated one by one."""
+
+    def update_others(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Runs torch's own step on them."""
+        update_others(self._optimizer, parameters)
+
+    def begin_step(self) -> None:
+        """Nothing to do: every update reads the param groups."""
+
+    def end_step(self) -> None:
+        """Nothing to do: all state was allocated beforehand."""
+
+    def update(self, chunk: Chunk, groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
+        """Updates one chunk; see ``Kernel.update``."""
+        param, master = chunk.param, chunk.lists[MASTER]
+        for segment in self._tiles(chunk, groups):
+            part = slice(segment.start, segment.stop)
+            gradient = self._gradient(chunk, segment)
+            if coefficient is not None:
+                gradient.mul_(coefficient)
+            self._adam(master[part], gradient, chunk.lists[EXP_AVG][part], chunk.lists[EXP_AVG_SQ][part], segment)
+            param[part].copy_(master[part])
+        for tensor in chunk.owned:
+            if tensor.gradient in AT_HOME and tensor.spec.index in groups:
+                steps = self._steps.get(tensor.spec.index, 0)
+                self._steps[tensor.spec.index] = steps.add_(1) if isinstance(steps, torch.Tensor) else steps + 1
+
+    def tensor_state(self, tensor: ManagedTensor) -> dict[str, Any]:
+        """``step``, ``exp_avg`` and ``exp_avg_sq`` of one parameter; empty before its first step."""
+        return {key: value.to("cpu", copy=True) for key, value in self.own_state(tensor).items()}
+
+    def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
+        """The same in place."""
+        step = self._steps.get(tensor.spec.index)
+        if step is None:
+            return {}
+        if not isinstance(step, torch.Tensor):
+            step = self._steps[tensor.spec.index] = torch.tensor(float(step))
+        return {"step": step, **self.state_places(tensor)}
+
+    def state_places(self, tensor: ManagedTensor) -> dict[str, torch.Tensor]:
+        """``exp_avg`` and ``exp_avg_sq``, in the chunk lists."""
+        lists = tensor.chunk.lists
+        return {EXP_AVG: tensor.view(lists[EXP_AVG]), EXP_AVG_SQ: tensor.view(lists[EXP_AVG_SQ])}
+
+    def load_tensor_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
+        """Takes over the state of one parameter; an empty state resets it."""
+        for key, place in self.state_places(tensor).items() if state else ():
+            place.copy_(tensor.own(state[key]))
+        self.load_own_state(tensor, state)
+
+    def load_own_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
+        """Takes over the step of one parameter, whose averages are there already; an empty state resets all."""
+        if state:
+            self._steps[tensor.spec.index] = int(state["step"])
+            return
+        self._steps.pop(tensor.spec.index, None)
+        for place in self.state_places(tensor).values():
+            place.zero_()
+
+    def _tiles(self, chunk: Chunk, groups: Mapping[int, int]) -> Iterator[_Segment]:
+        """Ranges to update, joined and cut as [Note: same bits as torch] allows."""
+        joined: list[_Segment] = []
+        for tensor in chunk.owned:
+            group = groups.get(tensor.spec.index)
+            if group is None or tensor.gradient not in AT_HOME or not tensor.own_numel:
+                continue
+            step = int(self._steps.get(tensor.spec.index, 0))
+            start = tensor.home_offset_numel
+            last = joined[-1] if joined else None
+            if (
+                last is not None
+                and last.stop == start
+                and last.stop % ALIGNMENT_NUMEL == 0
+                and (last.group, last.step, last.place) == (group, step, tensor.gradient)
+            ):
+                last.stop = start + tensor.own_numel
+            else:
+                joined.append(_Segment(start, start + tensor.own_numel, group, step, tensor.gradient))
+        for segment in joined:
+            # Tiles are for the caches of CPUs; a GPU only pays for launching them.
+            on_host = chunk.param.device.type == "cpu"
+            numel = self._tile_numel if on_host else max(_DEVICE_TILE_NUMEL, self._tile_numel)
+            if not on_host and chunk.home in self._scratch:
+                numel = self._scratch[chunk.home].numel() // ALIGNMENT_NUMEL * ALIGNMENT_NUMEL
+            for start in range(segment.start, segment.stop, numel):
+                yield dataclasses.replace(segment, start=start, stop=min(start + numel, segment.stop))
+
+    def _gradient(self, chunk: Chunk, segment: _Segment) -> torch.Tensor:
+        part = slice(segment.start, segment.stop)
+        if segment.place is GradientPlace.LIST:
+            return chunk.lists[GRADIENT][part]
+        if chunk.param.dtype is torch.float32:
+            return chunk.param[part]
+        return self._scratch[chunk.home][: segment.stop - segment.start].copy_(chunk.param[part])
+
+    def _adam(
+        self,
+        master: torch.Tensor,
+        gradient: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        segment: _Segment,
+    ) -> None:
+        group = self._optimizer.param_groups[segment.group]
+        foreach, fused = group.get("foreach"), group.get("fused")
+        if fused is None and foreach is None and self._prefer_fused:
+            fused = True
+        beta1, beta2 = group["betas"]
+        # Made by a kernel: torch.tensor would copy from the host, and wait for it, once per tile.
+        step = torch.full((), float(segment.step), device=master.device if fused else "cpu")
+        adam(
+            [master],
+            [gradient],
+            [exp_avg],
+            [exp_avg_sq],
+            [],
+            [step],
+            foreach=foreach,
+            fused=fused,
+            decoupled_weight_decay=group.get("decoupled_weight_decay", isinstance(self._optimizer, torch.optim.AdamW)),
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )

@@ -1,0 +1,132 @@
+"""Norms of gradients, and clipping by them."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.gradients import gradient_norm
+from hf_patrickstar.runtime.manager import ChunkManager
+
+
+def total_norm(manager: ChunkManager, items: Iterable[ManagedTensor | torch.Tensor], norm_type: float) -> torch.Tensor:
+    """The norm of gradients together; with several processes all call it together.
+
+    Args:
+        manager: The manager of the chunks.
+        items: Parameters in chunks as such, others as they are. Those without a gradient are passed over.
+        norm_type: Order of the norm.
+
+    Returns:
+        A scalar fp32 tensor; unscaled if a scale is pending.
+    """
+    gradients = manager.gradients
+    if norm_type == 2.0:
+        gradients.records_norms = True
+    norms: dict[int, torch.Tensor] = {}
+    num_places = 0
+    manager.mirrors.sync_gradients()
+    inverse_scale = gradients.inverse_scale
+    for item in items:
+        if not isinstance(item, ManagedTensor):
+            if item.grad is not None:
+                norm = gradient_norm(item.grad, norm_type)
+                norms[num_places] = norm if inverse_scale is None else norm / inverse_scale.to(norm.device)
+                num_places += 1
+            continue
+        gradients.check_complete(item)
+        if not gradients.has(item):
+            continue
+        place = num_places + (item.chunk.rank if item.is_split else 0)
+        num_places += len(item.parts) if item.is_split else 1  # parts of a norm make up its norm
+        gradient = gradients.of(item)
+        if gradient is not None:
+            norms[place] = _norm_of(item, gradient, norm_type)
+    sharing = manager.sharing
+    if not sharing.is_alone:
+        together = sharing.scalars(norms, num_places)
+    elif norms:
+        together = _stack(list(norms.values()))
+    else:
+        return torch.tensor(0.0)
+    total = torch.linalg.vector_norm(together, norm_type)
+    return total if inverse_scale is None else total * inverse_scale.to(total.device)
+
+
+def clip_by_norm(
+    manager: ChunkManager, items: Sequence[ManagedTensor | torch.Tensor], max_norm: float, norm_type: float
+) -> torch.Tensor:
+    """Clips gradients by their norm together; see ``ChunkedOptimizer.clip_grad_norm_``.
+
+    Args:
+        manager: The manager of the chunks.
+        items: As for ``total_norm``.
+        max_norm: The largest norm that is left alone.
+        norm_type: Order of the norm.
+
+    Returns:
+        The norm before clipping, a scalar fp32 tensor.
+    """
+    total = total_norm(manager, items, norm_type)
+    if float(max_norm) == float("inf"):
+        return total
+    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    gradients = manager.gradients
+    chosen = {item.spec.index for item in items if isinstance(item, ManagedTensor)}
+    left_out = any(gradients.has(tensor) for tensor in manager.tensors if tensor.spec.index not in chosen)
+    is_at_once = left_out or manager.mirrors.has_gradients
+    for item in items:
+        if not isinstance(item, ManagedTensor):
+            if item.grad is not None:
+                item.grad.mul_(coefficient.to(item.grad.device))
+        elif is_at_once:
+            gradients.multiply(item, coefficient)
+            manager.mirrors.refresh_gradient(item)
+    if not is_at_once:
+        before = gradients.coefficient
+        gradients.coefficient = coefficient if before is None else before * coefficient
+    return total
+
+
+def clip_by_value(manager: ChunkManager, items: Iterable[ManagedTensor | torch.Tensor], limit: float) -> None:
+    """Clips every element of gradients; see ``ChunkedOptimizer.clip_grad_value_``.
+
+    Args:
+        manager: The manager of the chunks.
+        items: As for ``total_norm``.
+        limit: The bound.
+    """
+    if manager.gradients.coefficient is not None:
+        manager.apply_factor()
+    manager.mirrors.sync_gradients()
+    scale = manager.gradients.inverse_scale
+    for item in items:
+        is_scaled = isinstance(item, ManagedTensor) and scale is not None
+        gradient = manager.gradients.of(item) if isinstance(item, ManagedTensor) else item.grad
+        if gradient is not None:
+            own_limit = limit / float(scale) if is_scaled and scale is not None else limit
+            gradient.clamp_(-own_limit, own_limit)
+        if isinstance(item, ManagedTensor):
+            item.gradient_norm = None
+            manager.mirrors.refresh_gradient(item)
+
+
+def _norm_of(tensor: ManagedTensor, gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """The norm of one gradient; that of order 2 is remembered."""
+    if norm_type != 2.0:
+        return gradient_norm(gradient, norm_type)
+    if tensor.gradient_norm is None:
+        tensor.gradient_norm = gradient_norm(gradient)
+    return tensor.gradient_norm
+
+
+def _stack(norms: list[torch.Tensor]) -> torch.Tensor:
+    """Scalars of several devices as one vector, in order; one copy per device, not one per scalar."""
+    places: dict[torch.device, list[int]] = {}
+    for place, norm in enumerate(norms):
+        places.setdefault(norm.device, []).append(place)
+    if len(places) == 1:
+        return torch.stack(norms)
+    parts = [torch.stack([norms[place] for place in group]).to(norms[0].device) for group in places.values()]
+    order = [place for group in places.values() for place in group]
+    return torch.cat(parts)[torch.tensor(order, device=norms[0].device).argsort()]

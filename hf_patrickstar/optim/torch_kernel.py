@@ -1,0 +1,242 @@
+"""Any optimizer of torch's kind, run on the fp32 masters of chunks."""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.optim.kernel import (
+    AT_HOME,
+    place_state,
+    raw_step,
+    release_workspace,
+    reserve_workspace,
+    update_others,
+)
+from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor
+
+
+class TorchKernel:
+    """Any ``torch.optim.Optimizer``: its own ``step`` runs on fp32 masters.
+
+    An optimizer that treats parameters one by one runs once per chunk. Values that it keeps in a group (a counter, say)
+    are seen by every chunk as they were before the step, so that they advance once per step. Any other runs once on all
+    masters, with all gradients, which takes 4 bytes per parameter more in 16-bit.
+
+    Between steps its states are under the model's own parameters, as in torch.
+
+    Args:
+        optimizer: The user's optimizer.
+        pool: Where scratch space comes from, and where the optimizer's own state is booked.
+        updates_at_once: Whether it must see all parameters together.
+    """
+
+    list_names = (MASTER,)
+    follows_homes = False  # the optimizer keeps tensors of its own where the masters were
+    splits_tensors = False  # it may look at rows and columns, or at norms
+
+    def __init__(self, optimizer: torch.optim.Optimizer, pool: PayloadPool, updates_at_once: bool) -> None:
+        self.updates_at_once = updates_at_once
+        self._optimizer = optimizer
+        self._pool = pool
+        self._masters: dict[int, torch.nn.Parameter] = {}
+        self._scratch: dict[Tier, torch.Tensor] = {}
+        self._before: list[dict[str, Any]] = []
+        self._booked: dict[int, int] = {}
+        self._over_budget: BudgetError | None = None
+
+    def workspace_numel(self, capacity_numel: int) -> int:
+        """A whole chunk."""
+        return 0 if self.updates_at_once else capacity_numel
+
+    def reserve(self, chunks: Sequence[Chunk], *also: Tier) -> None:
+        """Allocates space for the largest chunk of each tier; see ``Kernel.reserve``."""
+        if not self.updates_at_once:
+            reserve_workspace(self, self._scratch, self._pool, chunks, also)
+
+    def release(self) -> None:
+        """Gives the scratch space back."""
+        release_workspace(self._scratch, self._pool)
+
+    @contextlib.contextmanager
+    def lent(self, tensors: Sequence[ManagedTensor]) -> Iterator[list[ManagedTensor]]:
+        """Puts masters into the groups; see ``Kernel.lent``."""
+        changed: list[ManagedTensor] = []
+        versions = [self._master(tensor)._version for tensor in tensors]
+        with self._swapped(tensors):
+            yield changed
+        pairs = zip(tensors, versions, strict=True)
+        changed += [tensor for tensor, version in pairs if self._master(tensor)._version != version]
+
+    @contextlib.contextmanager
+    def _swapped(self, tensors: Sequence[ManagedTensor], *, is_back: bool = False) -> Iterator[None]:
+        """Masters in place of parameters, in groups and states, or the other way round for a part of such a block."""
+        self._swap(tensors, is_back)
+        try:
+            yield
+        finally:
+            self._swap(tensors, not is_back)
+
+    def _swap(self, tensors: Sequence[ManagedTensor], is_back: bool) -> None:
+        pairs = [(tensor.parameter, self._master(tensor)) for tensor in tensors]
+        twins = {id(old): new for old, new in (((b, a) for a, b in pairs) if is_back else pairs)}
+        for group in self._optimizer.param_groups:
+            # In place: some optimizers keep the list.
+            group["params"][:] = [twins.get(id(parameter), parameter) for parameter in group["params"]]
+        state = self._optimizer.state
+        for key in [key for key in state if id(key) in twins]:
+            state[twins[id(key)]] = state.pop(key)
+
+    def update_at_once(
+        self,
+        tensors: Sequence[ManagedTensor],
+        present: Callable[[bool], torch.Tensor | None],
+        follow: Callable[[ManagedTensor], None],
+        closure: Callable[[], Any] | None,
+    ) -> Any:
+        """Runs one step on all masters; see ``Kernel.update_at_once``."""
+
+        def offer(is_all: bool) -> None:
+            factor = present(is_all)
+            for tensor in tensors:
+                master = self._master(tensor)
+                master.grad = self._gradient(tensor) if tensor.gradient in AT_HOME else None
+                if master.grad is not None and factor is not None:
+                    master.grad.mul_(factor.to(master.grad.device))
+
+        def evaluate() -> Any:
+            for tensor in tensors:
+                self._master(tensor).grad = None
+                follow(tensor)
+            with self._swapped(tensors, is_back=True), torch.enable_grad():
+                assert closure is not None
+                loss = closure()
+            offer(True)
+            return loss
+
+        with self._swapped(tensors):
+            offer(closure is None)  # else the closure computes others
+            try:
+                return raw_step(self._optimizer)(*(() if closure is None else (evaluate,)))
+            finally:
+                for tensor in tensors:
+                    self._master(tensor).grad = None
+
+    def update_others(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Runs the optimizer's step on them."""
+        update_others(self._optimizer, parameters)
+
+    def begin_step(self) -> None:
+        """Remembers what the groups hold before the step."""
+        self._before = [_without_params(group) for group in self._optimizer.param_groups]
+
+    def end_step(self) -> None:
+        """Raises what booking the optimizer's state met, now that no chunk is left half updated."""
+        error, self._over_budget = self._over_budget, None
+        if error is not None:
+            raise error
+
+    def update(self, chunk: Chunk, groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
+        """Updates one chunk; see ``Kernel.update``."""
+        work = [t for t in chunk.owned if t.spec.index in groups and t.gradient in AT_HOME]
+        if work and not self.updates_at_once:
+            self._step_on(work, groups, coefficient)
+        for tensor in [t for t in chunk.owned if t.spec.index in groups] if self.updates_at_once else work:
+            if not (self.updates_at_once and tensor.gradient is GradientPlace.PARAM and tensor not in work):
+                tensor.view(chunk.param).copy_(tensor.view(chunk.lists[MASTER]))
+            self._book_state(tensor)
+
+    def _step_on(
+        self, work: Sequence[ManagedTensor], groups: Mapping[int, int], coefficient: torch.Tensor | None
+    ) -> None:
+        """Runs the optimizer's step on the masters of a part of the parameters."""
+        param_groups = self._optimizer.param_groups
+        with self._swapped(work):
+            own_params = [group["params"] for group in param_groups]
+            masters: list[list[torch.nn.Parameter]] = [[] for _ in param_groups]
+            try:
+                for tensor in work:
+                    master = self._master(tensor)
+                    gradient = self._gradient(tensor)
+                    master.grad = gradient if coefficient is None else gradient.mul_(coefficient)
+                    masters[groups[tensor.spec.index]].append(master)
+                for group, params, before in zip(param_groups, masters, self._before, strict=True):
+                    group.clear()
+                    group.update(before, params=params)
+                raw_step(self._optimizer)()
+            finally:
+                for group, params in zip(param_groups, own_params, strict=True):
+                    group["params"] = params
+                for tensor in work:
+                    self._master(tensor).grad = None
+
+    def tensor_state(self, tensor: ManagedTensor) -> dict[str, Any]:
+        """The optimizer's own state of one parameter, tensors copied to the host."""
+        return {
+            key: value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+            for key, value in self.own_state(tensor).items()
+        }
+
+    def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
+        """The same in place."""
+        return dict(self._optimizer.state.get(tensor.parameter, {}))
+
+    def state_places(self, tensor: ManagedTensor) -> dict[str, torch.Tensor]:
+        """None: the optimizer allocates its state."""
+        return {}
+
+    def load_own_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
+        """Takes over the state of one parameter; tensors are never spread here."""
+        self.load_tensor_state(tensor, state)
+
+    def load_tensor_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
+        """Takes over the state of one parameter; an empty state resets it."""
+        if state:
+            device = tensor.chunk.lists[MASTER].device
+            group = self._optimizer.param_groups[0]
+            self._optimizer.state[tensor.parameter] = {
+                key: place_state(key, value, device, group) for key, value in state.items()
+            }
+        else:
+            self._optimizer.state.pop(tensor.parameter, None)
+            self._masters.pop(tensor.spec.index, None)
+        self._book_state(tensor)
+
+    def _master(self, tensor: ManagedTensor) -> torch.nn.Parameter:
+        index = tensor.spec.index
+        if index not in self._masters:
+            # Not as a view, whose version all parameters of the chunk share.
+            self._masters[index] = torch.nn.Parameter(tensor.view(tensor.chunk.lists[MASTER]).data)
+        return self._masters[index]
+
+    def _gradient(self, tensor: ManagedTensor) -> torch.Tensor:
+        chunk = tensor.chunk
+        if tensor.gradient is GradientPlace.LIST:
+            return tensor.view(chunk.lists[GRADIENT])
+        if chunk.param.dtype is torch.float32:
+            return tensor.view(chunk.param)
+        return tensor.view(self._scratch[chunk.home]).copy_(tensor.view(chunk.param))
+
+    def _book_state(self, tensor: ManagedTensor) -> None:
+        """Books what the optimizer allocated for a parameter; its size is known only afterwards."""
+        state = self._optimizer.state.get(tensor.parameter, {})
+        nbytes = sum(v.numel() * v.dtype.itemsize for v in state.values() if isinstance(v, torch.Tensor))
+        difference = nbytes - self._booked.get(tensor.spec.index, 0)
+        if difference > 0:
+            try:
+                self._pool.ledger.book(tensor.chunk.home, "optimizer_state", difference, is_allocated=True)
+            except BudgetError as error:
+                self._over_budget = self._over_budget or error
+                return
+        self._booked[tensor.spec.index] = nbytes
+        if difference < 0:
+            self._pool.ledger.unbook(tensor.chunk.home, "optimizer_state", -difference)
+
+
+def _without_params(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}

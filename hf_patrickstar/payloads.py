@@ -1,0 +1,122 @@
+"""Makes chunks and managed parameters as it was decided: what allocates, or tells the bytes of what would be."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from hf_patrickstar.decisions import Decisions, chunk_bytes
+from hf_patrickstar.errors import PatrickStarError
+from hf_patrickstar.layout.packing import ChunkSpec
+from hf_patrickstar.layout.specs import TensorSpec
+from hf_patrickstar.machine import Machine
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.optim.kernel import Kernel
+from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
+from hf_patrickstar.schedule.placement import ChunkBytes
+
+
+class Payloads:
+    """Allocates the payloads of chunks, and the workspace of what updates them.
+
+    Args:
+        machine: Where.
+        decisions: What was decided.
+        kernels: What updates chunks, one for each optimizer; the list may grow.
+    """
+
+    def __init__(self, machine: Machine, decisions: Decisions, kernels: Sequence[Kernel]) -> None:
+        self._device = machine.device
+        self._pool = machine.pool
+        self._rank = machine.collectives.rank
+        self._decisions = decisions
+        self._kernels = kernels
+
+    def allocate(self) -> list[Chunk]:
+        """Allocates every payload at home, and ties every parameter to its place; nothing is moved yet.
+
+        Raises:
+            BudgetError: If one does not fit; all are given back.
+        """
+        decisions = self._decisions
+        chunks: list[Chunk] = []
+        try:
+            for spec in decisions.choice.layout.chunks:
+                home = Tier.DEVICE if spec.index in decisions.homes.device_homed else Tier.HOST
+                chunks.append(self.make_chunk(spec, home))
+            self.reserve(chunks)
+        except PatrickStarError:
+            chunks.clear()
+            raise
+        placements = decisions.choice.layout.placements
+        lookup = "home" if decisions.embeddings.is_final else "auto"
+        for chunk in chunks:
+            for index in chunk.spec.tensor_indices:
+                offset = placements[index].offset_numel
+                tensor = self.make_tensor(decisions.tensors[index], decisions.parameters[index], offset)
+                if index in decisions.embeddings.tensor_indices:
+                    tensor.lookup = lookup
+                chunk.add(tensor)
+        return chunks
+
+    def make_chunk(self, spec: ChunkSpec, home: Tier) -> Chunk:
+        """Allocates the payloads of one chunk.
+
+        Args:
+            spec: What it holds.
+            home: Where.
+
+        Raises:
+            BudgetError: If there is no room.
+        """
+        decisions = self._decisions
+        chunk = Chunk(spec, home, self._rank)
+        moves = home is Tier.HOST and not spec.on_host
+        chunk.param = self._pool.allocate(home, spec.chunk_numel, decisions.dtype, "param", pinned=moves, zero=True)
+        try:
+            for name in decisions.list_names(spec):
+                chunk.lists[name] = self._pool.allocate(home, spec.chunk_numel, torch.float32, name, zero=True)
+        except PatrickStarError:
+            chunk.give_back(self._pool)
+            raise
+        return chunk
+
+    def make_tensor(self, spec: TensorSpec, parameter: torch.nn.Parameter, offset_numel: int) -> ManagedTensor:
+        """Makes a managed parameter; it is in no chunk yet.
+
+        Args:
+            spec: What it is.
+            parameter: The parameter.
+            offset_numel: Where in its chunk it will be.
+        """
+        # A placeholder for each: that distinct parameters are distinct storages is how libraries find tied ones.
+        nan = torch.full((), float("nan"), dtype=self._decisions.dtype, device=self._device)
+        return ManagedTensor(spec, parameter, offset_numel, nan.expand(spec.shape))
+
+    def nbytes_of(self, specs: Iterable[ChunkSpec]) -> list[ChunkBytes]:
+        """The bytes of chunks over all lists."""
+        decisions = self._decisions
+        return chunk_bytes(specs, decisions.dtype, decisions.lists, self._pool.pins_memory, decisions.embeddings)
+
+    def reserve(self, chunks: Sequence[Chunk], *also: Tier) -> None:
+        """Lets the kernels allocate their workspace, if they have to widen gradients.
+
+        Args:
+            chunks: All chunks.
+            *also: Tiers where chunks may move to.
+
+        Raises:
+            BudgetError: If there is no room.
+        """
+        for number, kernel in enumerate(self._kernels if self._decisions.widens_gradients else ()):
+            kernel.reserve([chunk for chunk in chunks if chunk.spec.optimizer_index == number], *also)
+
+    def reserve_anew(self, chunks: Sequence[Chunk]) -> None:
+        """Gives the workspace of the kernels back, and allocates what other chunks need; see ``reserve``."""
+        for kernel in self._kernels:
+            kernel.release()
+        self.reserve(chunks)
+
+    @property
+    def splits_tensors(self) -> bool:
+        """Whether a parameter may be spread over processes."""
+        return all(kernel.splits_tensors for kernel in self._kernels)

@@ -1,0 +1,75 @@
+"""Tracing and exporting a live model: what torch does there in C++ goes around ``__torch_function__``.
+
+A traced or exported module keeps the parameters that it was made with and computes with them outside of Python, where a
+released one is NaN. So it is made of an ordinary copy of the model: it has the values of this moment, and a copy's
+memory. While an engine is attached torch's entry points make that copy; models that are not live pass through.
+"""
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hf_patrickstar.runtime.live_parameter import LiveMixin
+
+_ENTRY_POINTS = (
+    *((torch.jit, "trace"), (torch.jit, "trace_module"), (torch.jit, "script")),
+    *((torch.export, "export"), (torch.export, "draft_export"), (torch.onnx, "export")),
+)
+
+
+class Capture:
+    """Stands in for one entry point of torch.
+
+    Args:
+        function: The entry point.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the entry point with copies in place of live modules and of their methods."""
+        return self.function(*map(_ordinary, args), **{name: _ordinary(value) for name, value in kwargs.items()})
+
+
+def attach(user: Any) -> None:
+    """Lets live models be captured for as long as somebody lives, or until ``detach``.
+
+    Args:
+        user: Whoever needs that.
+    """
+    for owner, name in _ENTRY_POINTS:
+        if not isinstance(getattr(owner, name), Capture):
+            setattr(owner, name, Capture(getattr(owner, name)))
+        getattr(owner, name).users.add(user)
+
+
+def detach(user: Any) -> None:
+    """Ends ``attach``; the entry points are torch's own again when nobody needs more.
+
+    Args:
+        user: Who called ``attach``.
+    """
+    for owner, name in _ENTRY_POINTS:
+        present = getattr(owner, name)
+        if isinstance(present, Capture):
+            present.users.discard(user)
+            if not present.users:
+                setattr(owner, name, present.function)
+
+
+def _ordinary(value: Any) -> Any:
+    """A copy of a live module, on the device that it computes on; of one of its methods, that of a copy."""
+    if isinstance(getattr(value, "__self__", None), torch.nn.Module):
+        owner = _ordinary(value.__self__)
+        return value if owner is value.__self__ else getattr(owner, value.__name__)
+    if not isinstance(value, torch.nn.Module):
+        return value
+    live = next((parameter for parameter in value.parameters() if isinstance(parameter, LiveMixin)), None)
+    return value if live is None else copy.deepcopy(value).to(live.device)

@@ -1,0 +1,138 @@
+"""One thread at a time runs a forward, a backward or a step; others wait for their turn.
+
+[Note: turns]
+Between two calls of the model another thread may infer with it, also between a forward and its backward: both get right
+values, since chunks come and go for each. Inside of one call it may not: what it needs would push out what that call
+counts on. So whoever begins waits for the one that is inside. A wait that is too long is a mistake of the program (a
+forward that waits for another thread which runs a part of the same model, say) and ends with an error.
+"""
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import torch
+
+from hf_patrickstar.errors import EngineError
+
+OWN_THREADS = "hf_patrickstar"
+"""What the names of the engine's own threads begin with."""
+
+_LIMIT_S = 60.0
+_LOOK_S = 0.1
+"""How often to look whether a backward that another thread began is still running; one that raised tells nobody."""
+
+
+class Turns:
+    """Gives turns to threads; see [Note: turns].
+
+    Args:
+        limit_s: Seconds that a thread waits before it gives up.
+    """
+
+    def __init__(self, limit_s: float = _LIMIT_S) -> None:
+        self._limit_s = limit_s
+        self._condition = threading.Condition()
+        self._owner: threading.Thread | None = None
+        self._what = ""
+        self._depth = 0
+        self._is_backward = False  # autograd runs it, on threads of its own if there is a GPU
+
+    @contextlib.contextmanager
+    def taken(self, what: str) -> Iterator[None]:
+        """Has the turn inside of the block; see ``take``."""
+        self.take(what)
+        try:
+            yield
+        finally:
+            self.give_up()
+
+    def take(self, what: str) -> None:
+        """Waits for the turn; a thread that has it takes it once more.
+
+        Args:
+            what: What begins, for the errors of others.
+
+        Raises:
+            EngineError: If another thread has had it for too long.
+        """
+        this = threading.current_thread()
+        with self._condition:
+            if self._owner is not this:
+                self._wait(what)
+                self._owner, self._what = this, what
+            self._depth += 1
+
+    def give_up(self) -> None:
+        """Ends what ``take`` began."""
+        with self._condition:
+            self._depth -= 1
+            if not self._depth:
+                self._owner = None
+                self._condition.notify_all()
+
+    def take_backward(self) -> None:
+        """Begins a backward: waits for the turn, unless the thread that has it is the one that called backward."""
+        with self._condition:
+            owner = self._owner
+            if owner is not None and (owner is threading.current_thread() or _runs_backward(owner.ident)):
+                return
+            self._wait("a backward")
+            self._is_backward = True
+
+    def give_up_backward(self) -> None:
+        """Ends it."""
+        with self._condition:
+            self._is_backward = False
+            self._condition.notify_all()
+
+    def _wait(self, what: str) -> None:
+        deadline = time.monotonic() + self._limit_s
+        while self._is_busy():
+            self._condition.wait(_LOOK_S)
+            if time.monotonic() > deadline and self._is_busy():
+                whose = "autograd" if self._owner is None else f"thread '{self._owner.name}'"
+                doing = "a backward" if self._owner is None else self._what
+                raise EngineError(
+                    f"thread '{threading.current_thread().name}' cannot begin {what}: {whose} has been inside of "
+                    f"{doing} for {self._limit_s:g} s. One thread at a time can use a model in chunks; begin it after "
+                    "that has ended, or use a copy of the model (copy.deepcopy)"
+                )
+
+    def _is_busy(self) -> bool:
+        """Whether another thread is inside; one that has died, or whose backward raised, is not."""
+        if self._owner is not None and not self._owner.is_alive():
+            self._owner, self._depth = None, 0
+        if self._is_backward and not is_backward_elsewhere():
+            self._is_backward = False
+        return self._owner is not None or self._is_backward
+
+
+def pauses_s() -> tuple[float, ...]:
+    """How long to wait, again and again, for memory that another thread may let go of; 0 at last, or at once.
+
+    A thread that reads parameters while a module computes with them gets them as they are, on the device.
+    """
+    this = threading.current_thread()
+    others = [t for t in threading.enumerate() if t is not this and not t.daemon and not t.name.startswith(OWN_THREADS)]
+    if all(_runs_backward(thread.ident) for thread in others):  # this one then runs it, for a GPU
+        return (0.0,)
+    return (0.001, 0.01, 0.1, 1.0, 5.0, 0.0)
+
+
+def is_backward_elsewhere() -> bool:
+    """Whether a thread other than this one is inside of a call of backward."""
+    this = threading.get_ident()
+    return any(_runs_backward(ident) for ident in sys._current_frames() if ident != this)
+
+
+def _runs_backward(ident: int | None) -> bool:
+    code = torch.autograd.graph._engine_run_backward.__code__
+    frame = sys._current_frames().get(ident) if ident is not None else None
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False

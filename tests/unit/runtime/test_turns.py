@@ -1,0 +1,144 @@
+import threading
+import time
+
+import pytest
+import torch
+
+from hf_patrickstar.errors import EngineError
+from hf_patrickstar.runtime.turns import Turns, is_backward_elsewhere, pauses_s
+
+
+def in_thread(function):
+    """Starts a function in a thread; the returned function waits for it and raises what it raised."""
+    results = []
+
+    def run():
+        try:
+            results.append((function(), None))
+        except BaseException as error:
+            results.append((None, error))
+
+    thread = threading.Thread(target=run, name="other")
+    thread.start()
+
+    def join():
+        thread.join(30)
+        assert not thread.is_alive()
+        value, error = results[0]
+        if error is not None:
+            raise error
+        return value
+
+    return join
+
+
+def test_a_second_thread_waits_for_the_first():
+    turns, order = Turns(), []
+
+    def other():
+        with turns.taken("the forward of B"):
+            order.append("other")
+
+    with turns.taken("the forward of A"):
+        with turns.taken("a part of it"):
+            join = in_thread(other)
+            time.sleep(0.05)
+        order.append("first")
+    join()
+    assert order == ["first", "other"]
+
+
+def test_a_wait_that_is_too_long_names_both_threads():
+    turns = Turns(limit_s=0.05)
+    with turns.taken("the forward of A"):
+        join = in_thread(lambda: turns.take("the forward of B"))
+        with pytest.raises(
+            EngineError, match="thread 'other' cannot begin the forward of B: thread 'MainThread' has been"
+        ):
+            join()
+    turns.take("again")
+    turns.give_up()
+
+
+def test_a_thread_that_died_has_no_turn():
+    turns = Turns(limit_s=5)
+    in_thread(lambda: turns.take("the forward of B"))()
+    turns.take("the forward of A")
+    turns.give_up()
+
+
+class Wait(torch.autograd.Function):
+    """Its backward takes a turn and waits until it may go on."""
+
+    @staticmethod
+    def forward(ctx, x, turns, begun, may_end):
+        ctx.parts = turns, begun, may_end
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        turns, begun, may_end = ctx.parts
+        turns.take_backward()
+        begun.set()
+        may_end.wait(30)
+        if may_end.fails:
+            raise RuntimeError("no gradient")
+        turns.give_up_backward()
+        return gradient, None, None, None
+
+
+def backward_in_thread(turns, fails=False):
+    begun, may_end = threading.Event(), threading.Event()
+    may_end.fails = fails
+    loss = Wait.apply(torch.ones(2, requires_grad=True), turns, begun, may_end).sum()
+    join = in_thread(loss.backward)
+    assert begun.wait(30)
+    return may_end, join
+
+
+def test_a_forward_waits_for_a_backward_of_another_thread():
+    turns, order = Turns(), []
+    may_end, join = backward_in_thread(turns)
+    assert is_backward_elsewhere()
+
+    def forward():
+        with turns.taken("the forward of A"):
+            order.append("forward")
+
+    join_forward = in_thread(forward)
+    time.sleep(0.05)
+    order.append("backward")
+    may_end.set()
+    join()
+    join_forward()
+    assert order == ["backward", "forward"]
+    assert not is_backward_elsewhere()
+
+
+def test_a_backward_that_raised_has_no_turn():
+    turns = Turns(limit_s=5)
+    may_end, join = backward_in_thread(turns, fails=True)
+    may_end.set()
+    with pytest.raises(RuntimeError, match="no gradient"):
+        join()
+    turns.take("the forward of A")
+    turns.give_up()
+
+
+def test_a_backward_inside_of_a_turn_needs_none():
+    turns = Turns(limit_s=5)
+    with turns.taken("the step"):
+        turns.take_backward()
+        turns.give_up_backward()
+    assert in_thread(lambda: turns.take("the forward of B"))() is None
+
+
+def test_pauses_only_where_another_thread_may_let_go_of_memory():
+    assert pauses_s() == (0.0,)
+    may_end = threading.Event()
+    join = in_thread(lambda: may_end.wait(30))
+    assert len(pauses_s()) > 1
+    assert pauses_s()[-1] == 0
+    may_end.set()
+    join()
+    assert pauses_s() == (0.0,)
