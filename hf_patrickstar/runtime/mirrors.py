@@ -163,6 +163,10 @@ class Mirrors:
                 if mirror is not but:
                     mirror.value.copy_(self._values.own_part(tensor, mirror.value.dtype))
 
+    def has_value(self, tensor: ManagedTensor) -> bool:
+        """Whether a parameter's value is handed out."""
+        return bool(self._of_values.get(tensor.spec.index))
+
     def drop_values(self, tensor: ManagedTensor) -> None:
         """Takes over what was written to a parameter's mirrors; from now on they are tensors of their own."""
         self.sync_value(tensor)
@@ -249,6 +253,7 @@ class Mirrors:
                 own = tensor.own(mirror.value.detach())
                 if not same_bits(home.to(own.dtype), own.to(home.device)):
                     self._gradients.put(tensor, own)
+                del own  # which looks into it, too
             if not self._is_used(mirror):
                 self.drop_gradient(tensor)
 
@@ -291,6 +296,13 @@ class Mirrors:
 
     # All
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is handed out."""
+        values = [mirror.value for mirrors in self._of_values.values() for mirror in mirrors]
+        values += [mirror.value for mirror in self._of_gradients.values()]
+        return sum(value.numel() * value.dtype.itemsize for value in values)
+
     def sync(self) -> None:
         """Takes over what was written to anything that was handed out; the engine is about to use values."""
         if not self._of_values and not self._of_gradients:
@@ -319,7 +331,7 @@ class Mirrors:
         if not num_tensors:
             return
         with self._lock:
-            last, self._last = self._last, but
+            last, self._last = self._last if self._last is not but else None, but
             if num_tensors < self._scan_at:  # a scan per access would be quadratic in a loop over all parameters
                 self._sync_if_unused(last)
                 return

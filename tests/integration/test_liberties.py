@@ -578,3 +578,23 @@ def test_compilers_of_accelerate_are_refused():
             PatrickStarAccelerator(cpu=True, dynamo_backend="eager")
     finally:
         AcceleratorState._reset_state(True)
+
+
+def test_reading_one_parameter_at_a_time_costs_one_parameter():
+    model = make_layers()
+    engine = PatrickStarEngine(model, MOVING, adamw(model))
+    model(batch()).sum().backward()
+    mirrors = engine.manager.mirrors
+    most = 0
+    for parameter in model.parameters():
+        parameter.data.norm()
+        parameter.grad.norm()
+        parameter.detach().numpy().sum()
+        most = max(most, mirrors.nbytes)
+    largest = max(parameter.numel() for parameter in model.parameters())
+    assert 0 < most <= 2 * 4 * largest  # a value and a gradient
+    kept = [parameter.data for parameter in model.parameters()]
+    assert mirrors.nbytes >= sum(value.nbytes for value in kept)
+    del kept
+    model(batch())
+    assert mirrors.nbytes == 0
