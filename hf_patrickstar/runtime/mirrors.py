@@ -10,13 +10,10 @@ else refers to any more is compared once more and freed. With several processes 
 change. There a checksum tells what was written, so that every process finds out, wherever the value is at home.
 """
 
-import contextlib
 import sys
 import zlib
-from collections.abc import Iterator
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_patrickstar.runtime.chunk import GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.gradients import Gradients
@@ -116,7 +113,7 @@ class Mirrors:
         mirrors = self._of_values.get(tensor.spec.index)
         if not mirrors:
             return
-        with self._lock, _unseen():
+        with self._lock, as_it_is(), torch.no_grad():
             for mirror in list(mirrors):
                 if mirror not in mirrors:
                     continue  # what was written to another one has ended it
@@ -153,7 +150,7 @@ class Mirrors:
         mirrors = self._of_values.get(tensor.spec.index, ())
         if not mirrors:
             return
-        with self._lock, _unseen():
+        with self._lock, as_it_is(), torch.no_grad():
             if not self._values.sharing.is_alone:
                 for mirror in list(mirrors):
                     if mirror is not but:
@@ -242,7 +239,7 @@ class Mirrors:
         mirror = self._of_gradients.get(tensor.spec.index)
         if mirror is None:
             return
-        with self._lock, _unseen():
+        with self._lock, as_it_is(), torch.no_grad():
             if mirror.value.untyped_storage()._cdata != mirror.storage._cdata:  # gradient.data = value
                 self._leave(mirror)
                 mirror.storage = mirror.value.untyped_storage()
@@ -262,7 +259,7 @@ class Mirrors:
         mirror = self._of_gradients.get(tensor.spec.index)
         if mirror is None:
             return
-        with self._lock, _unseen():
+        with self._lock, as_it_is(), torch.no_grad():
             home = self._gradients.of(tensor)
             if self._values.sharing.is_alone and home is not None and 0 not in mirror.value.stride():
                 mirror.value.copy_(home)
@@ -385,10 +382,3 @@ def checksum_of(value: torch.Tensor) -> int:
     """A checksum of a tensor's bits."""
     flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return zlib.crc32(flat.numpy().data)
-
-
-@contextlib.contextmanager
-def _unseen() -> Iterator[None]:
-    """Hides from dispatch modes what is compared: to the meter it would be data of the step that looks at it."""
-    with as_it_is(), torch.no_grad(), _disable_current_modes():
-        yield

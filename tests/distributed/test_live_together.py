@@ -316,7 +316,7 @@ PATTERNS = {
 def compare(rank, name, config):
     pattern, make, make_optimizer = PATTERNS[name]
     if name == "penalise" and "chunk_budget" in config:
-        # Its gradients come before those of the layers, which complete them: the buffers of all groups are open at once.
+        # Its gradients come before those of the layers, which complete them: buffers of all groups are open at once.
         config = {**config, "chunk_budget": 2**16}
     if make is make_gpt2:
         config = {key: 8 * value if key.startswith("chunk") else value for key, value in config.items()}
