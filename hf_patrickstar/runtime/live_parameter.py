@@ -27,33 +27,31 @@ _Base: Any = torch._C.TensorBase
 _Tensor: Any = torch.Tensor
 
 
-class Access(Protocol):
-    """One call's access to one released parameter."""
+class Access:
+    """One call's access to one released parameter; this one is to something that stands in for it.
 
-    @property
-    def value(self) -> torch.Tensor:
-        """What the called function gets in place of the parameter."""
-        ...
+    Args:
+        value: What the called function gets in place of the parameter.
+    """
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
 
     def needs_copy(self, results: list[torch.Tensor]) -> bool:
         """Whether the results of the call look into memory that they may not; then ``value`` is a copy now."""
-        ...
+        return False
 
     def make_room(self) -> None:
         """Makes ``value`` a copy that needs no chunk on the device, if it can."""
-        ...
 
     def finish(self) -> None:
         """Takes over what the call has written; called once, after it returned."""
-        ...
 
     def note_returned(self) -> None:
         """Called if a call that does not write returned the value itself: it may go around torch's functions now."""
-        ...
 
     def end(self) -> None:
         """Lets go of the value; called once, whatever happened."""
-        ...
 
 
 class Live(Protocol):
@@ -416,27 +414,7 @@ class _Orphan:
         self._parameter = parameter
 
     def access(self, func: Any, *, is_graph: bool, writes: bool = False) -> Access:
-        self._become_ordinary()
-        return self
-
-    @property
-    def value(self) -> torch.Tensor:
-        return self._parameter
-
-    def needs_copy(self, results: list[torch.Tensor]) -> bool:
-        return False
-
-    def make_room(self) -> None:
-        pass
-
-    def note_returned(self) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
+        return Access(self._become_ordinary())
 
     def get_grad(self) -> torch.Tensor | None:
         return self._become_ordinary().grad

@@ -131,14 +131,14 @@ class LiveTensor:
         services, tensor = self.services, self.tensor
         deferred = services.weights.deferred(tensor)
         if deferred is not None:
-            return _FixedAccess(deferred)
+            return Access(deferred)
         if func in _SHARING:
             raise EngineError(cannot_share(tensor))
         is_graph = is_graph and func not in _WITHOUT_GRAPH
         is_inside = services.frames.is_inside
         leaf = services.frames.find_lookup(tensor.parameter) if is_inside else None
         if leaf is not None:
-            return _FixedAccess(leaf)
+            return Access(leaf)
         if is_inside and not services.manager.sharing.is_alone:  # there others may do something else meanwhile
             return _InsideAccess(tensor, services, func)
         if is_inside and (is_graph or (services.frames.stack and not writes and func not in _WITHOUT_GRAPH)):
@@ -277,29 +277,7 @@ class ConsumedGradient(torch.Tensor):
         raise EngineError(consumed(name, f"'{getattr(func, '__name__', func)}' was called on it"))
 
 
-class _FixedAccess:
-    """To something that stands in for the parameter."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        self.value = value
-
-    def needs_copy(self, results: list[torch.Tensor]) -> bool:
-        return False
-
-    def make_room(self) -> None:
-        pass
-
-    def note_returned(self) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-
-class _InsideAccess:
+class _InsideAccess(Access):
     """Inside of a forward or backward: the chunk comes to the device, as for a module's own parameters.
 
     Checkpointing keeps a frozen operand of a recomputation as the very object that it was given, which would be
@@ -334,9 +312,6 @@ class _InsideAccess:
     def note_returned(self) -> None:
         self._is_kept = True
 
-    def finish(self) -> None:
-        pass
-
     def end(self) -> None:
         self._release()
 
@@ -352,7 +327,7 @@ class _InsideAccess:
             self._manager.borrowed.append(self._tensor)
 
 
-class _GraphAccess:
+class _GraphAccess(Access):
     """Between forward and backward, recorded by autograd: the parameter itself, and its operand kept as numbers.
 
     A view of it would pin its chunk for as long as the graph lives. So what aliases the parameter is made from a copy,
@@ -387,12 +362,6 @@ class _GraphAccess:
         self._copy()
         self._release()
 
-    def note_returned(self) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
     def end(self) -> None:
         self._kept.__exit__(None, None, None)
         self._release()
@@ -403,7 +372,7 @@ class _GraphAccess:
             self._manager.release(self._tensor, Stage.FORWARD)
 
 
-class _ValueAccess:
+class _ValueAccess(Access):
     """Between forward and backward, not recorded: the value where it is, or a mirror of it; see [Note: mirrors]."""
 
     def __init__(self, tensor: ManagedTensor, services: LiveServices, func: Any, *, writes: bool) -> None:
@@ -446,12 +415,6 @@ class _ValueAccess:
             return False
         self._use(self._manager.mirrors.hand_out_value(self._tensor))
         return True
-
-    def make_room(self) -> None:
-        pass
-
-    def note_returned(self) -> None:
-        pass
 
     def finish(self) -> None:
         if self._changes_shape:
