@@ -4,7 +4,7 @@ import zlib
 import pytest
 from live.both import CONFIGS, Both
 
-SAMPLE = 4
+SAMPLE = 8
 """Of the patterns, one in so many runs at budgets other than the tight one; all do with LIVE_ALL=1."""
 
 
