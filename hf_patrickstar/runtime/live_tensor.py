@@ -410,7 +410,9 @@ class _ValueAccess(Access):
         if self._is_private or not any(_is_over(result, key) for result in results):
             return False
         self._is_private = True
-        if key not in _places(self._tensor) and not self._manager.mirrors.has_value(self._tensor):
+        # With several processes another one may not have a mirror any more, and to make one here all of them must read.
+        is_known = self._manager.sharing.is_alone and self._manager.mirrors.has_value(self._tensor)
+        if key not in _places(self._tensor) and not is_known:
             self._manager.mirrors.add_value(self._tensor, self.value.detach())
             return False
         self._use(self._manager.mirrors.hand_out_value(self._tensor))
