@@ -134,7 +134,6 @@ class PatrickStarEngine:
         def follow() -> None:
             self._follow_model(True)
 
-        self.manager.num_optimizers = number + 1
         return ChunkedOptimizer(optimizer, kernel, self.manager, self._emit, number, follow, self.optimizers)
 
     def follow_model(self) -> None:
@@ -176,7 +175,7 @@ class PatrickStarEngine:
             if not any(chunk.tensors and chunk.spec.optimizer_index == number for chunk in self.manager.chunks):
                 self._kernels.pop()
                 self.optimizers.pop()
-                self.manager.num_optimizers, self.manager.has_new_groups = number, False
+                self.manager.has_new_groups = False
             raise
         if self.manager.homes is None:
             self.manager.homes = self._make_homes(self.manager)

@@ -21,6 +21,8 @@ def total_norm(manager: ChunkManager, items: Iterable[ManagedTensor | torch.Tens
         A scalar fp32 tensor; unscaled if a scale is pending.
     """
     gradients = manager.gradients
+    if gradients.coefficient is not None:
+        manager.apply_factor()
     if norm_type == 2.0:
         gradients.records_norms = True
     norms: dict[int, torch.Tensor] = {}

@@ -352,10 +352,10 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 parameter.grad.mul_(inverse_scale.to(parameter.grad.device))
         manager = self._manager
         self._groups = self._index_groups()
-        if not self._is_beside_others:
+        manager.mirrors.sync_gradients()
+        if not (self._is_beside_others or manager.mirrors.has_gradients):
             manager.gradients.inverse_scale = inverse_scale
             return self.grad_norm()
-        manager.mirrors.sync_gradients()
         for tensor in self._tensors:
             manager.gradients.multiply(tensor, inverse_scale)
             manager.mirrors.refresh_gradient(tensor)

@@ -152,7 +152,7 @@ class ManagedTensor:
         self.users = 0
         self.version = 0
         self.num_writes = 0  # changes of the value that void graphs
-        self.read_at = -1  # the number of the step in which its value was read last
+        self.read_at = -2  # ``num_writes`` when its value was read last
         self.is_open = False
         self.is_given_up = False  # somebody gave the parameter another shape: it is an ordinary one
         self.is_materialized = False  # whether the parameter itself has its value now, and not a placeholder

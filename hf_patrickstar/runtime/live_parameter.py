@@ -379,7 +379,7 @@ WITHOUT_VALUE = frozenset(
         "dim size numel nelement element_size ndimension is_floating_point is_complex is_signed is_inference "
         "is_conj is_neg get_device requires_grad_ detach_ register_hook register_post_accumulate_grad_hook "
         "retain_grad __len__ has_names storage_offset _is_view is_pinned is_shared is_same_size is_distributed "
-        "is_coalesced _is_zerotensor new_empty new_zeros new_ones new_full new_tensor new_empty_strided new",
+        "is_coalesced _is_zerotensor new_empty new_zeros new_ones new_full new_empty_strided new",
     )
     | _named(
         torch,

@@ -337,7 +337,12 @@ class _GraphAccess(Access):
     def __init__(self, tensor: ManagedTensor, services: LiveServices) -> None:
         self._tensor = tensor
         self._manager = services.manager
-        self._manager.acquire(tensor, "code outside of every forward that computes with a parameter")
+        self._manager.turns.take("code that computes with a parameter")
+        try:
+            self._manager.acquire(tensor, "code outside of every forward that computes with a parameter")
+        except BaseException:
+            self._manager.turns.give_up()
+            raise
         self._kept = services.operands.kept_as_numbers()
         self._kept.__enter__()
         self._is_held, self._is_copy, self._is_mirror = True, False, False
@@ -365,6 +370,7 @@ class _GraphAccess(Access):
     def end(self) -> None:
         self._kept.__exit__(None, None, None)
         self._release()
+        self._manager.turns.give_up()
 
     def _release(self) -> None:
         if self._is_held:
@@ -385,7 +391,7 @@ class _ValueAccess(Access):
             manager.check_usable(tensor)
             manager.mirrors.sync_unused(but=tensor)
             manager.writes.take_over(tensor, keeps_unused=True)
-            tensor.read_at = manager.num_steps
+            tensor.read_at = tensor.num_writes
             self._is_private = func in _EXPORTS
             self._changes_shape = func in _CHANGES_OF_SHAPE
             if self._is_private:

@@ -39,7 +39,7 @@ class Lookups:
             if tensor.users == 0:
                 manager.check_usable(tensor)
                 manager.writes.take_over(tensor)
-            tensor.read_at = manager.num_steps
+            tensor.read_at = tensor.num_writes
             if tensor.gradient is GradientPlace.PARAM:
                 manager.gradients.move_to_list(tensor)
             tensor.chunk.wait()

@@ -72,7 +72,6 @@ class ChunkManager:
         self.borrowed: list[ManagedTensor] = []  # acquired by code in backward that no forward is around
         self.has_new_groups = False  # param groups were changed: parameters may need other lists
         self.num_steps = 0  # of all optimizers
-        self.num_optimizers = 1  # that take a step each before the next forward
         self.step_peaks = (0, 0, 0)  # bytes in the last step: chunks on the device, all on the device, on the host
         self._pool = pool
         self._transfers = transfers
@@ -234,7 +233,7 @@ class ChunkManager:
             self._check_unfrozen(tensor)
             self.writes.take_over(tensor)
         payload = self._reach(tensor, module_name)
-        tensor.read_at = self.num_steps
+        tensor.read_at = tensor.num_writes
         if not is_alias and not tensor.is_materialized:
             tensor.materialize(tensor.view_copy(payload))
             tensor.version = tensor.parameter._version
@@ -288,7 +287,7 @@ class ChunkManager:
                 gradient = gradient.to_dense()
             if not tensor.spec.trainable:
                 raise EngineError(_unfrozen(tensor))
-            if tensor.read_at < self.num_steps - self.num_optimizers:
+            if tensor.read_at < tensor.num_writes - 1:
                 raise EngineError(
                     f"a gradient arrived for parameter '{tensor.spec.name}', whose value was not read in this step nor "
                     "in the one before: what computed with it went around torch's functions and found NaN in its "
@@ -313,6 +312,7 @@ class ChunkManager:
         self.turns.take_backward()
         self.in_backward = True
         self.writes.sync()
+        self.apply_factor()  # what this backward adds is not clipped, or unscaled, with what is there
 
     def end_backward(self) -> None:
         """Settles what backward left: gradients put aside, and tensors that got none."""

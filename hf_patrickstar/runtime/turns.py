@@ -17,8 +17,8 @@ import torch
 
 from hf_patrickstar.errors import EngineError
 
-OWN_THREADS = "hf_patrickstar"
-"""What the names of the engine's own threads begin with."""
+_OF_OTHERS = ("hf_patrickstar", "tqdm")
+"""What the names of threads begin with that do not read parameters."""
 
 _LIMIT_S = 60.0
 _LOOK_S = 0.1
@@ -116,10 +116,10 @@ def pauses_s() -> tuple[float, ...]:
     A thread that reads parameters while a module computes with them gets them as they are, on the device.
     """
     this = threading.current_thread()
-    others = [t for t in threading.enumerate() if t is not this and not t.daemon and not t.name.startswith(OWN_THREADS)]
+    others = [t for t in threading.enumerate() if t is not this and not t.name.startswith(_OF_OTHERS)]
     if all(_runs_backward(thread.ident) for thread in others):  # this one then runs it, for a GPU
         return (0.0,)
-    return (0.001, 0.01, 0.1, 1.0, 5.0, 0.0)
+    return (0.001, 0.01, 0.1, 1.0, 0.0)
 
 
 def is_backward_elsewhere() -> bool:

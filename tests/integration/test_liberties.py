@@ -598,3 +598,79 @@ def test_reading_one_parameter_at_a_time_costs_one_parameter():
     del kept
     model(batch())
     assert mirrors.nbytes == 0
+
+
+def test_clipping_between_micro_batches_clips_what_is_there():
+    for config in (MOVING, {}):
+        pair = twins(config=config)
+        for _ in range(2):
+            x = [batch() for _ in range(3)]
+            norms = []
+            for model, optimizer in pair:
+                clip = getattr(optimizer, "clip_grad_norm_", torch.nn.utils.clip_grad_norm_)
+                for part in x:
+                    model(part).pow(2).sum().backward()
+                    norms.append(clip(model.parameters(), 0.1))
+                norms.append(clip(model.parameters(), 0.05))
+                optimizer.step()
+                optimizer.zero_grad()
+            assert norms[:4] == norms[4:]
+            assert_equal(pair)
+
+
+def test_a_graph_that_outlives_steps_of_another_optimizer():
+    def train(model, optimizers):
+        slow, fast = optimizers
+        x = batch()
+        for _ in range(2):
+            made = model[0](x)
+            for _ in range(5):
+                fast.zero_grad()
+                model[2](made.detach()).sum().backward()
+                fast.step()
+            slow.zero_grad()
+            model[2](made).sum().backward()
+            slow.step()
+
+    def optimizers_of(model):
+        return [torch.optim.SGD(model[place].parameters(), lr=0.01) for place in (0, 2)]
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    ours = copy.deepcopy(plain)
+    engine = PatrickStarEngine(ours, MOVING, optimizers_of(ours))
+    torch.manual_seed(1)
+    train(plain, optimizers_of(plain))
+    torch.manual_seed(1)
+    train(ours, engine.optimizers)
+    assert_equal([(plain, None), (ours, None)])
+
+
+def test_a_thread_that_computes_with_parameters_while_another_trains():
+    import threading
+
+    pair = twins()
+    (plain, plain_optimizer), (ours, optimizer) = pair
+    has_ended, errors = threading.Event(), []
+
+    def read():
+        try:
+            while not has_ended.is_set():
+                assert not any(parameter.norm().isnan() for parameter in ours.parameters())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    try:
+        for _ in range(6):
+            x = batch()
+            for model, step in ((plain, plain_optimizer), (ours, optimizer)):
+                model(x).pow(2).sum().backward()
+                step.step()
+                step.zero_grad()
+    finally:
+        has_ended.set()
+        thread.join(60)
+    assert not errors, errors
+    assert_equal(pair)
