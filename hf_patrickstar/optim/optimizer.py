@@ -268,11 +268,11 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         Args:
             set_to_none: If false, gradients that were there are zeros from now on, and move parameters as zeros do.
         """
-        self._groups = self._index_groups()
-        found = (self._manager.find(parameter) for group in self.param_groups for parameter in group["params"])
-        tensors = {tensor.spec.index: tensor for tensor in found if tensor is not None}  # also what has just joined
+        find = self._manager.find
+        found = [(parameter, find(parameter)) for group in self.param_groups for parameter in group["params"]]
+        tensors = {tensor.spec.index: tensor for _, tensor in found if tensor is not None}  # also what has just joined
         self._manager.zero_gradients(tensors.values(), set_to_none=set_to_none)
-        for parameter in (p for p in self._others if self._manager.find(p) is None):
+        for parameter in (parameter for parameter, tensor in found if tensor is None):
             if parameter.grad is not None and set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:

@@ -105,6 +105,11 @@ class Gradients:
         """Whether a parameter has a gradient, here or on the rank where it is at home."""
         return tensor.aside is not None or tensor.gradient not in _NOWHERE
 
+    @staticmethod
+    def is_absent(tensor: ManagedTensor) -> bool:
+        """Whether there is none of a parameter, nor was one before the last step."""
+        return tensor.gradient is GradientPlace.NONE and tensor.aside is None and tensor.state is TensorState.HOLD
+
     def make_ready(self, tensor: ManagedTensor) -> None:
         """Brings a gradient that is elsewhere to a place at home, where the optimizer finds it."""
         if tensor.aside is not None:

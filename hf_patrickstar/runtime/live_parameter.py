@@ -281,6 +281,8 @@ def requires_grad(parameter: Any) -> bool:
 
 def storage_key(tensor: torch.Tensor) -> int:
     """The address of a tensor's storage object, which, unlike a data pointer, fake tensors have too."""
+    if type(tensor) is torch.Tensor:
+        return tensor.untyped_storage()._cdata
     with RAW():
         return tensor.untyped_storage()._cdata
 

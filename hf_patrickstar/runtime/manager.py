@@ -217,15 +217,17 @@ class ChunkManager:
             is_graph = torch.is_grad_enabled()
             with torch.inference_mode(False), torch.set_grad_enabled(is_graph), temporarily_clear_interpreter_stack():
                 return self.acquire(tensor, module_name, is_alias=is_alias)
-        for pause_s in pauses_s():
+        pauses = None
+        while True:
             try:
                 with self._lock:
                     return self._acquire(tensor, module_name, is_alias)
             except DeviceMemoryError:
+                pauses = iter(pauses_s()) if pauses is None else pauses
+                pause_s = next(pauses)
                 if not pause_s:
                     raise
                 time.sleep(pause_s)
-        return None
 
     def _acquire(self, tensor: ManagedTensor, module_name: str, is_alias: bool) -> None:
         if tensor.users == 0:
@@ -416,6 +418,8 @@ class ChunkManager:
             if self.residency.tracer.step is None:
                 self.steps.micro_batch = 0
             for tensor in self.tensors if chosen is None else chosen:
+                if self.gradients.is_absent(tensor):
+                    continue
                 self.mirrors.sync_gradient(tensor)
                 if not (to_zero and self.mirrors.zero_gradient(tensor)):
                     self.mirrors.drop_gradient(tensor)

@@ -107,14 +107,15 @@ class Operands:
     def _pack_parameter(self, parameter: torch.Tensor) -> torch.Tensor | SavedView:
         manager = self._manager
         tensor = manager.find(parameter)
-        if tensor is not None and not tensor.is_materialized:  # ``ctx.save_for_backward(parameter)`` of a released one
-            saved: Any = SavedView(tensor, tensor.spec.shape, tensor.strides, tensor.offset_numel, manager.num_steps)
-        else:
-            with RAW():
-                saved = self.pack(parameter.detach())
-        if isinstance(saved, SavedView):
-            saved.epoch = None
-        return saved
+        if tensor is not None:
+            storage = tensor.chunk.storage
+            is_there = storage is not None and storage_key(parameter) == storage._cdata
+            if is_there or not tensor.is_materialized:  # ``ctx.save_for_backward(parameter)`` of a released one
+                saved = SavedView(tensor, tensor.spec.shape, tensor.strides, tensor.offset_numel, manager.num_steps)
+                saved.epoch = None
+                return saved
+        with RAW():
+            return self.pack(parameter.detach())
 
     def _find(self, tensor: torch.Tensor) -> Chunk | None:
         """The chunk that a tensor looks into."""
