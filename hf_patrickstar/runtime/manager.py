@@ -222,10 +222,10 @@ class ChunkManager:
             try:
                 with self._lock:
                     return self._acquire(tensor, module_name, is_alias)
-            except DeviceMemoryError:
+            except DeviceMemoryError as error:
                 pauses = iter(pauses_s()) if pauses is None else pauses
                 pause_s = next(pauses)
-                if not pause_s:
+                if not pause_s or error.__cause__ is not None:  # the system refused memory: no thread will let go of it
                     raise
                 time.sleep(pause_s)
 
