@@ -251,6 +251,7 @@ class Mirrors:
                 if not same_bits(home.to(own.dtype), own.to(home.device)):
                     self._gradients.put(tensor, own)
                 del own  # which looks into it, too
+            mirror.is_held |= mirror.value.requires_grad  # what was written to it was recorded
             if not self._is_used(mirror):
                 self.drop_gradient(tensor)
 
