@@ -353,9 +353,14 @@ class _GraphAccess(Access):
         if self._is_mirror or not any(_is_over(result, key) for result in results):
             return False
         self._is_mirror = True
+        mirrors = self._manager.mirrors
+        if self._manager.sharing.is_alone and mirrors.has_value(self._tensor):
+            # The same memory at each call: the addresses of parameters tell which are tied.
+            self.value = _Alias.apply(self._tensor.parameter, mirrors.hand_out_value(self._tensor))
+            return True
         needs_copy = not self._is_copy
         self._copy()
-        self._manager.mirrors.add_value(self._tensor, self.value.detach())
+        mirrors.add_value(self._tensor, self.value.detach())
         return needs_copy
 
     def _copy(self) -> None:
@@ -376,6 +381,18 @@ class _GraphAccess(Access):
         if self._is_held:
             self._is_held = False
             self._manager.release(self._tensor, Stage.FORWARD)
+
+
+class _Alias(torch.autograd.Function):
+    """A tensor with the values of a parameter, as a function of the parameter: what a copy of it is, without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, mirror: torch.Tensor) -> torch.Tensor:
+        return mirror.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
 
 
 class _ValueAccess(Access):

@@ -274,7 +274,7 @@ def wait_inside_a_step(rank):
         engine.model.transformer.h[0].register_forward_pre_hook(lambda *_: read_states(engine, None))
     with pytest.raises(CollectiveError) as caught:
         learn(engine, rank)
-    with pytest.raises(RuntimeError, match="clos|reset"):  # what rank 0 sent over this group is given up too
+    with pytest.raises(RuntimeError, match=r"clos|reset"):  # what rank 0 sent over this group is given up too
         dist.barrier()
     return str(caught.value)
 

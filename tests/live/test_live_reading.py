@@ -1794,6 +1794,8 @@ def test_parameters_written_to_files_of_safetensors(both, tmp_path):
         note("bytes", dict(sorted(block.items())))
         safetensors.torch.save_model(model, str(path))
         note("model", dict(sorted(safetensors.torch.load_file(path).items())))
+        with raises_in_both(RuntimeError, match="share memory"):
+            safetensors.torch.save_file({"a": model.head.weight, "b": model.embedding.weight}, path)
 
     both(pattern)
 
