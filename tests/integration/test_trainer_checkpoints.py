@@ -16,7 +16,7 @@ from trainers import assert_same_weights, logged, make_trainer, run, tight
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_patrickstar import CheckpointError, PatrickStarTrainer, PatrickStarTrainingArguments
-from hf_patrickstar.checkpoint import background, safetensors_file
+from hf_patrickstar.checkpoint import background, pieces
 from hf_patrickstar.checkpoint.storage import PARTIAL
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
@@ -363,7 +363,7 @@ def test_checkpoint_on_sigterm(moment, is_background, whole, tmp_path, monkeypat
 def full_disk(what, step=4):
     """Lets the disk be full in the middle of a file of one checkpoint; returns a function that makes room again."""
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    original, torch_save, calls = safetensors_file._write_all, torch.save, []
+    original, torch_save, calls = pieces.write_all, torch.save, []
 
     def is_hit(path):
         name = os.path.basename(path).removeprefix("_")  # which a file has while it is written
@@ -382,7 +382,7 @@ def full_disk(what, step=4):
         torch_save(value, path, *args, **kwargs)
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(safetensors_file, "_write_all", write_all)
+    patch.setattr(pieces, "write_all", write_all)
     patch.setattr(torch, "save", save)
     return patch.undo
 
