@@ -4,19 +4,22 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from hf_patrickstar.checkpoint.deferred import DeferredTensor, Reader
+from hf_patrickstar.checkpoint.read_me import write_read_me
 from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile, streamed_writing
 from hf_patrickstar.checkpoint.storage import StagedDirectory
+from hf_patrickstar.checkpoint.torch_state import TorchLoading, TorchState, torch_paths
 from hf_patrickstar.checkpoint.training_state import INDEX_NAME, Loading, TrainingState
 from hf_patrickstar.checkpoint.transaction import Checkpoint, Transactions
 from hf_patrickstar.checkpoint.weight_files import deferred_weights, open_weights
 from hf_patrickstar.checkpoint.weights import ChunkWeights
+from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives
@@ -54,7 +57,7 @@ class Checkpoints:
         weights: Reads and writes its parameters.
         state: Its training state; empty if no optimizer trains it.
         collectives: The processes that share it.
-        in_background: Write training states while training goes on.
+        config: Settings: in which format training states are written, and whether while training goes on.
     """
 
     def __init__(
@@ -64,13 +67,16 @@ class Checkpoints:
         weights: ChunkWeights,
         state: TrainingState,
         collectives: Collectives,
-        in_background: bool,
+        config: PatrickStarConfig,
     ) -> None:
-        self.in_background = in_background
+        self._is_sharded = config.optimizer_format != "torch"
+        self._is_torch = config.optimizer_format != "sharded"
+        self._in_background = config.background_save
         self._model = model
         self._manager = manager
         self._weights = weights
         self.state = state
+        self.torch_state = TorchState(manager, state.optimizer)
         self._collectives = collectives
         self._transactions = Transactions(collectives, manager.sharing.enter)
 
@@ -115,25 +121,59 @@ class Checkpoints:
         Raises:
             CheckpointError: If it cannot be written.
         """
-        if not self.state.is_empty:
+        if not self.state.is_empty and self._is_sharded:
             with_index = self._collectives.rank in checkpoint.makers
             checkpoint.write = self.state.save_in_background(checkpoint.path, with_index=with_index)
 
-    def end_state(self, checkpoint: Checkpoint) -> None:
+    def end_state(self, checkpoint: Checkpoint, paths: Sequence[Path] | None = None) -> None:
         """Waits until it is saved; where it may be saved in the background, training goes on meanwhile.
+
+        What is written in torch's format is written here: all processes call it together.
 
         Args:
             checkpoint: The checkpoint.
+            paths: The files in torch's format, by optimizer; by default ``optimizer.pt`` and so on.
 
         Raises:
             CheckpointError: If it cannot be written.
         """
-        if checkpoint.write is None or self.in_background:
+        is_maker = self._collectives.rank in checkpoint.makers
+        self._complete_state(checkpoint.path, paths, is_maker=is_maker)
+        if checkpoint.write is None or self._in_background:
             return
         write, checkpoint.write = checkpoint.write, None
         write.join()
         if write.error is not None:
             raise write.error
+
+    def save_state(
+        self, directory: str | os.PathLike[str], *, is_maker: bool, paths: Sequence[Path] | None = None
+    ) -> None:
+        """Saves the training state alone; all processes call it together.
+
+        Args:
+            directory: A directory that exists.
+            is_maker: Whether this process writes what one writes for all, or one on each disk.
+            paths: See ``end_state``.
+
+        Raises:
+            CheckpointError: If it cannot be written.
+        """
+        if self._is_sharded and not self.state.is_empty:
+            self.state.save(directory, with_index=is_maker)
+        self._complete_state(directory, paths, is_maker=is_maker)
+
+    def _complete_state(
+        self, directory: str | os.PathLike[str], paths: Sequence[Path] | None, *, is_maker: bool
+    ) -> None:
+        """Writes what goes with the files of the processes: the state in torch's format, and what is in which file."""
+        if self.state.is_empty:
+            return
+        if self._is_torch:
+            paths = paths or torch_paths(directory, len(self.state.optimizer))
+            self.torch_state.write(paths, is_writer=is_maker, piece_numel=self._weights.piece_numel)
+        if self._is_sharded and is_maker:
+            write_read_me(directory)
 
     def _save_weights(self, directory: Path) -> None:
         is_main = self._collectives.rank == 0
@@ -255,7 +295,8 @@ class Checkpoints:
 
         Args:
             found: The weights; ``None`` leaves them.
-            state_directory: Where the training state is; without an index of one there, and with ``None``, it stays.
+            state_directory: Where the training state is, ours or ``optimizer.pt``; where neither is, and with ``None``,
+                it stays as it is.
 
         Raises:
             CheckpointError: If something does not fit, here or on another process; nothing has changed then.
@@ -280,14 +321,18 @@ class Checkpoints:
         """
         self._open(FoundWeights({}, [], []), directory)
 
-    def _open(self, found: FoundWeights, state_directory: str | os.PathLike[str] | None) -> Loading | None:
+    def _open(
+        self, found: FoundWeights, state_directory: str | os.PathLike[str] | None
+    ) -> Loading | TorchLoading | None:
         """Checks what is to be loaded, on all processes, before any of them changes something."""
 
-        def open_all() -> Loading | None:
+        def open_all() -> Loading | TorchLoading | None:
             self._check(found)
-            if self.state.is_empty or state_directory is None or not has_training_state(state_directory):
+            if self.state.is_empty or state_directory is None:
                 return None
-            return self.state.open(state_directory)
+            if has_training_state(state_directory):
+                return self.state.open(state_directory)
+            return self.torch_state.open(state_directory) if has_torch_state(state_directory) else None
 
         return self.together(open_all)
 
@@ -320,6 +365,11 @@ class Checkpoints:
 def has_training_state(directory: str | os.PathLike[str]) -> bool:
     """Whether a training state of ours is there."""
     return (Path(directory) / INDEX_NAME).is_file()
+
+
+def has_torch_state(directory: str | os.PathLike[str]) -> bool:
+    """Whether an ``optimizer.pt`` is there."""
+    return torch_paths(directory)[0].is_file()
 
 
 def adapter_directories(model: torch.nn.Module, directory: str | os.PathLike[str]) -> dict[str, Path]:

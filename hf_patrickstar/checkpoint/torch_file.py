@@ -64,7 +64,14 @@ class _Pickler(pickle.Pickler):
         record = _Record(len(self.tensors), value)
         self.tensors.append(value)
         shape = tuple(value.shape)
-        arguments = (record, 0, shape, contiguous_strides(shape), False, OrderedDict())  # no gradient, no hooks
+        arguments: tuple[Any, ...] = (
+            record,
+            0,
+            shape,
+            contiguous_strides(shape),
+            False,
+            OrderedDict(),
+        )  # no gradient, no hooks
         if record.is_typed:
             return torch._utils._rebuild_tensor_v2, arguments
         return torch._utils._rebuild_tensor_v3, (*arguments, value.dtype)  # of newer types

@@ -11,7 +11,7 @@ import torch
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, sort_checkpoints
 
-from hf_patrickstar.checkpoint.checkpoints import FoundWeights, find_weights, has_training_state
+from hf_patrickstar.checkpoint.checkpoints import FoundWeights, find_weights, has_torch_state, has_training_state
 from hf_patrickstar.checkpoint.export import torch_state_dict
 from hf_patrickstar.checkpoint.storage import remove_checkpoint, remove_leftovers
 from hf_patrickstar.checkpoint.transaction import Checkpoint
@@ -157,7 +157,7 @@ class TrainerCheckpoints:
             return
         os.makedirs(output_dir, exist_ok=True)
         if self._saving is None:
-            engine.training_state.save(output_dir, with_index=self.args.process_index == 0)
+            engine.checkpoints.save_state(output_dir, is_maker=self.args.should_save)
         else:
             engine.checkpoints.end_state(self._saving)  # begun before the model
         if self.args.should_save:
@@ -195,21 +195,13 @@ class TrainerCheckpoints:
         engine.follow_model()
         checkpoints = engine.checkpoints
         weights = checkpoints.together(lambda: _without_error(found))
-        optimizer, scheduler = (Path(checkpoint or "") / name for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
-        if checkpoint is None or not (
-            scheduler.is_file() and (has_training_state(checkpoint) or optimizer.is_file())
-        ):  # the Trainer takes over both or none
+        scheduler = Path(checkpoint or "") / SCHEDULER_NAME
+        has_state = checkpoint is not None and (has_training_state(checkpoint) or has_torch_state(checkpoint))
+        if not (has_state and scheduler.is_file()):  # the Trainer takes over both or none
             checkpoints.load_parts(weights)
             return
         schedule = checkpoints.together(lambda: load_torch_file(scheduler))
-        is_stock = not has_training_state(checkpoint)
-        state = checkpoints.together(lambda: load_torch_file(optimizer) if is_stock else {})
         checkpoints.load_parts(weights, checkpoint)
-        if is_stock:
-            try:
-                self.optimizer.load_state_dict(state)
-            except ValueError as error:
-                raise CheckpointError(f"'{optimizer}': {error}") from error
         self.lr_scheduler.load_state_dict(schedule)
 
     def _load_without_engine(self, checkpoint: str | None) -> None:
