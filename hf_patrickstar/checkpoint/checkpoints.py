@@ -1,7 +1,6 @@
 """Whole checkpoints of an engine: weights as any library reads them, and the training state beside them."""
 
 import contextlib
-import dataclasses
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -10,14 +9,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from hf_patrickstar.checkpoint.deferred import DeferredTensor, Reader
+from hf_patrickstar.checkpoint.deferred import Reader
+from hf_patrickstar.checkpoint.found_weights import FoundWeights, find_weights, shape_mismatch
 from hf_patrickstar.checkpoint.read_me import write_read_me
 from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile, streamed_writing
 from hf_patrickstar.checkpoint.storage import StagedDirectory
 from hf_patrickstar.checkpoint.torch_state import TorchLoading, TorchState, torch_paths
 from hf_patrickstar.checkpoint.training_state import INDEX_NAME, Loading, TrainingState
 from hf_patrickstar.checkpoint.transaction import Checkpoint, Transactions
-from hf_patrickstar.checkpoint.weight_files import deferred_weights, open_weights
 from hf_patrickstar.checkpoint.weights import ChunkWeights
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import CheckpointError
@@ -31,21 +30,6 @@ _T = TypeVar("_T")
 
 _WEIGHTS_NAME = "model.safetensors"
 _ADAPTER_NAME = "adapter_model.safetensors"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class FoundWeights:
-    """Weights on the disk that fit a model, and what does not.
-
-    Attributes:
-        values: By name in the model, to be read later.
-        missing_keys: Names in the model that have none.
-        unexpected_keys: Names in the files that the model does not have.
-    """
-
-    values: dict[str, torch.Tensor]
-    missing_keys: list[str]
-    unexpected_keys: list[str]
 
 
 class Checkpoints:
@@ -233,11 +217,11 @@ class Checkpoints:
         """
         self._manager.sharing.enter("loads weights")
         self.wait()
-        return self.load_parts(self.together(lambda: find_weights(self._model, path)))
+        return self.load_parts(self.together(lambda: find_weights(self._model, path, self._manager.values.device)))
 
     def _find_all(self, directory: str | os.PathLike[str]) -> FoundWeights:
         """The weights, of which none may be missing."""
-        found = find_weights(self._model, directory)
+        found = find_weights(self._model, directory, self._manager.values.device)
         names = dict(self._model.named_parameters(remove_duplicate=False))
         missing = [name for name in found.missing_keys if name in names]
         if missing:
@@ -255,7 +239,7 @@ class Checkpoints:
                     if key not in file.entries:
                         raise CheckpointError(f"'{file.path}' has no tensor '{key}'")
                     if file.entries[key].shape != tuple(value.shape):
-                        raise CheckpointError(_shape_mismatch(key, file.deferred(key), tuple(value.shape)))
+                        raise CheckpointError(shape_mismatch(key, file.deferred(key), tuple(value.shape)))
 
         with self._weights.streamed(is_reader=True):  # names and shapes without values
             self.together(check)
@@ -340,7 +324,7 @@ class Checkpoints:
         for tensor in self._manager.tensors:
             value = _value_of(tensor, found.values)
             if value is not None and tuple(value.shape) != tensor.spec.shape:
-                raise CheckpointError(_shape_mismatch(tensor.spec.name, value, tensor.spec.shape))
+                raise CheckpointError(shape_mismatch(tensor.spec.name, value, tensor.spec.shape))
 
     @torch.no_grad()
     def _apply(self, found: FoundWeights) -> None:
@@ -384,72 +368,5 @@ def adapter_directories(model: torch.nn.Module, directory: str | os.PathLike[str
     return {name: path for name, path in places.items() if (path / _ADAPTER_NAME).is_file()}
 
 
-def find_weights(model: torch.nn.Module, directory: str | os.PathLike[str]) -> FoundWeights:
-    """Opens saved weights and finds the model's names for them; nothing is read yet.
-
-    Where names in the files are not the model's own, transformers' renaming and conversion of its checkpoints is used.
-
-    Args:
-        model: The model, with an engine or without.
-        directory: Where the weights are; see ``open_weights``.
-
-    Raises:
-        CheckpointError: If a file is missing or damaged, or a shape does not fit.
-    """
-    values: dict[str, torch.Tensor] = dict(open_weights(directory))
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    buffers = _persistent_buffers(model)
-    names = {**{name: tuple(parameter.shape) for name, parameter in parameters.items()}, **buffers}
-    if not all(name in names for name in values):
-        values = _converted(model, directory, values) or values
-    for name, value in values.items():
-        if name in names and tuple(value.shape) != names[name]:
-            raise CheckpointError(_shape_mismatch(name, value, names[name]))
-    held = {id(parameters[name]) for name in values if name in parameters}
-    missing = [name for name, parameter in parameters.items() if id(parameter) not in held]
-    missing += [name for name in buffers if name not in values]
-    return FoundWeights(
-        {name: value for name, value in values.items() if name in names},
-        missing,
-        [name for name in values if name not in names],
-    )
-
-
-def _persistent_buffers(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    found = {}
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = tuple(buffer.shape)
-    return found
-
-
-def _converted(
-    model: torch.nn.Module, directory: str | os.PathLike[str], values: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor] | None:
-    """The weights under the model's names, if it is one of transformers'."""
-    from transformers import PreTrainedModel
-
-    if not isinstance(model, PreTrainedModel) or not Path(directory).is_dir():
-        return None
-    kinds = {value.dtype for value in values.values() if value.is_floating_point()}
-    widest = max(kinds, key=lambda dtype: dtype.itemsize, default=torch.float32)
-    try:
-        # What is missing in the files is initialised, which must not be noticed.
-        with deferred_weights(), torch.random.fork_rng(devices=[]):
-            twin = type(model).from_pretrained(directory, config=model.config, dtype=widest)
-    except (RuntimeError, ValueError, OSError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"'{directory}' does not fit the model: {error}") from error
-    items = [*twin.named_parameters(), *twin.named_buffers()]
-    return {name: value for name, value in items if isinstance(value, DeferredTensor)}
-
-
 def _value_of(tensor: ManagedTensor, values: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     return next((values[name] for name in (tensor.spec.name, *tensor.spec.aliases) if name in values), None)
-
-
-def _shape_mismatch(name: str, value: torch.Tensor, shape: tuple[int, ...]) -> str:
-    where = str(value.recipe) if isinstance(value, DeferredTensor) else "the file"
-    return f"{where}: tensor '{name}' has shape {tuple(value.shape)}, in the model it has {shape}"

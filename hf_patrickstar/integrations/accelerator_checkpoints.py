@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from hf_patrickstar.checkpoint.checkpoints import FoundWeights, find_weights, has_training_state
+from hf_patrickstar.checkpoint.checkpoints import has_training_state
+from hf_patrickstar.checkpoint.found_weights import FoundWeights, find_weights
 from hf_patrickstar.checkpoint.storage import describe_failure, remove_checkpoint
 from hf_patrickstar.checkpoint.torch_state import torch_paths
 from hf_patrickstar.checkpoint.transaction import Checkpoint
@@ -194,7 +195,7 @@ class AcceleratorCheckpoints(Accelerator):
             path = directory / f"model{ending}.safetensors"
             if not path.is_file():
                 path = directory / f"pytorch_model{ending}.bin"
-            found = find_weights(model, path)
+            found = find_weights(model, path, engine.device)
             if strict and (found.missing_keys or found.unexpected_keys):
                 raise CheckpointError(
                     f"'{path}' has no values for {found.missing_keys}, and has {found.unexpected_keys} that the model "

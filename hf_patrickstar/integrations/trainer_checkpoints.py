@@ -1,6 +1,7 @@
 """The Trainer's checkpoints of a model in chunks: saved piece by piece, whole or not at all, resumed in any shape."""
 
 import contextlib
+import logging
 import os
 import warnings
 from collections.abc import Iterator
@@ -11,14 +12,17 @@ import torch
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, sort_checkpoints
 
-from hf_patrickstar.checkpoint.checkpoints import FoundWeights, find_weights, has_torch_state, has_training_state
+from hf_patrickstar.checkpoint.checkpoints import has_torch_state, has_training_state
 from hf_patrickstar.checkpoint.export import torch_state_dict
+from hf_patrickstar.checkpoint.found_weights import FoundWeights, find_weights
 from hf_patrickstar.checkpoint.storage import remove_checkpoint, remove_leftovers
 from hf_patrickstar.checkpoint.transaction import Checkpoint
-from hf_patrickstar.checkpoint.weight_files import load_torch_file
+from hf_patrickstar.checkpoint.weight_files import has_weights, load_torch_file
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.integrations.accelerator_checkpoints import get_engine
+
+logger = logging.getLogger(__name__)
 
 _URGENT = "checkpoint-is-incomplete.txt"
 """In the directory of a checkpoint that the Trainer makes because the process is about to be killed."""
@@ -170,7 +174,8 @@ class TrainerCheckpoints:
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Opens the weights and checks them; they are read when there are chunks to read them into."""
         engine = self.patrickstar_engine
-        if not getattr(self.args, "patrickstar", False) or hasattr(self.model, "peft_config"):
+        is_ours = getattr(self.args, "patrickstar", False) and not hasattr(self.model, "peft_config")
+        if not is_ours or not has_weights(resume_from_checkpoint):  # the Trainer says that nothing is there
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
             return
         if engine is not None:
@@ -227,6 +232,11 @@ class TrainerCheckpoints:
         self._tell_of(engine.checkpoints.load_weights(best))
 
     def _tell_of(self, found: FoundWeights) -> None:
+        if not hasattr(self.model, "_keys_to_ignore_on_save"):  # which the Trainer looks at when something is missing
+            for keys, what in ((found.missing_keys, "missing"), (found.unexpected_keys, "unexpected")):
+                if keys:
+                    logger.warning("There were %s keys in the checkpoint model loaded: %s.", what, keys)
+            return
         self._issue_warnings_after_load(found)  # type: ignore[attr-defined]
 
 

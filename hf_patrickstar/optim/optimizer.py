@@ -486,7 +486,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             tensor = self._manager.find(parameter)
             if tensor is not None:
                 check_shapes(tensor, state)
-                check_keys(tensor, state, self.state_places(tensor) if self._updates(tensor) else ())
+                is_own = tensor.is_owned and self._updates(tensor)
+                check_keys(tensor, state, self.state_places(tensor) if is_own else ())
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]

@@ -298,7 +298,7 @@ def test_processes_with_disks_of_their_own_keep_their_parts_there(pair, tmp_path
     first, second = pair.run(save_on_own_disks, str(tmp_path))
     assert "model.safetensors" in first
     assert "optimizer-00001-of-00002.safetensors" in first
-    assert second == ["optimizer-00002-of-00002.safetensors", "optimizer.index.json"]
+    assert second == ["README.md", "optimizer-00002-of-00002.safetensors", "optimizer.index.json"]
     model = build("gpt2", torch.float32)
     engine = PatrickStarEngine(model, {}, make_optimizer(model), device="cpu")
     with pytest.raises(CheckpointError, match=r"optimizer-00002-of-00002.safetensors' is missing"):
@@ -319,7 +319,7 @@ def save_beside_leftovers(rank, folder):
 def test_leftovers_on_another_disk_are_not_taken_for_the_directory(pair, tmp_path):
     first, second = pair.run(save_beside_leftovers, str(tmp_path))
     assert "c/model.safetensors" in first
-    assert second == ["c", "c/optimizer-00002-of-00002.safetensors", "c/optimizer.index.json"]
+    assert second == ["c", "c/README.md", "c/optimizer-00002-of-00002.safetensors", "c/optimizer.index.json"]
     assert not [name for name in first if "junk" in name or "_partial" in name]
 
 
