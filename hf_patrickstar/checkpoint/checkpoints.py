@@ -13,7 +13,7 @@ from hf_patrickstar.checkpoint.deferred import Reader
 from hf_patrickstar.checkpoint.found_weights import FoundWeights, find_weights, shape_mismatch
 from hf_patrickstar.checkpoint.read_me import write_read_me
 from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile, streamed_writing
-from hf_patrickstar.checkpoint.storage import StagedDirectory
+from hf_patrickstar.checkpoint.storage import StagedDirectory, remove_leftovers
 from hf_patrickstar.checkpoint.torch_state import TorchLoading, TorchState, torch_paths
 from hf_patrickstar.checkpoint.training_state import INDEX_NAME, Loading, TrainingState
 from hf_patrickstar.checkpoint.transaction import Checkpoint, Transactions
@@ -194,7 +194,9 @@ class Checkpoints:
         self._manager.sharing.enter("loads a checkpoint")
         self.wait()
         if self._collectives.rank == 0:
-            StagedDirectory(directory).recover()
+            staged = StagedDirectory(directory)
+            staged.recover()
+            remove_leftovers(staged.final.parent)
         if self.together(lambda: bool(adapter_directories(self._model, directory))):
             self.check_state(directory)
             self._load_adapters(directory)

@@ -26,6 +26,8 @@ This command writes the `optimizer.pt` that the stock Trainer and plain torch re
 
     hf-patrickstar export PATH_OF_THIS_DIRECTORY
 
+Accelerate's own `load_state` wants another name: add `--output PATH_OF_THIS_DIRECTORY/optimizer.bin`.
+
 To have `optimizer.pt` in every checkpoint, train with `--patrickstar_config '{{"optimizer_format": "both"}}'`, or with
 `"torch"` to have it in place of these files.
 """

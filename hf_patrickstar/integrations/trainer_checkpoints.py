@@ -48,6 +48,8 @@ class TrainerCheckpoints:
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trains as the Trainer does; when it ends, checkpoints that were begun are complete.
 
+        What a killed run left half written in the output directory is removed first.
+
         Args:
             *args: As for ``Trainer.train``.
             **kwargs: As for ``Trainer.train``.
@@ -58,6 +60,8 @@ class TrainerCheckpoints:
         Raises:
             CheckpointError: If a checkpoint cannot be read, or cannot be written.
         """
+        if getattr(self.args, "patrickstar", False) and self.args.local_process_index == 0:
+            remove_leftovers(self.args.output_dir)
         try:
             result = super().train(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
@@ -104,8 +108,6 @@ class TrainerCheckpoints:
         is_urgent = os.path.exists(os.path.join(final, _URGENT))
         engine.follow_model()
         engine.checkpoints.wait()
-        if self.args.should_save:
-            remove_leftovers(run_dir, f"{PREFIX_CHECKPOINT_DIR}-*")
         best = self.state.best_model_checkpoint
         try:
             with engine.checkpoints.writing(final) as checkpoint, self._staging(checkpoint):

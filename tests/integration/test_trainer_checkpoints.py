@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_patrickstar import CheckpointError, PatrickStarTrainer, PatrickStarTrainingArguments
 from hf_patrickstar.checkpoint import background, pieces
-from hf_patrickstar.checkpoint.storage import PARTIAL
+from hf_patrickstar.checkpoint.storage import PARTIAL, StagedDirectory
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 BEST = {"eval_strategy": "steps", "load_best_model_at_end": True, "greater_is_better": True}  # the worst loss
@@ -251,6 +251,27 @@ def test_the_newest_checkpoint_is_found_among_leftovers(is_background, whole, tm
     assert sorted(os.listdir(tmp_path)) == ["checkpoint-2", "checkpoint-3", "checkpoint-4"], (
         "the rest has been tidied away"
     )
+
+
+class Looking(TrainerCallback):
+    def __init__(self):
+        self.seen = []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        partial = Path(args.output_dir, PARTIAL)
+        self.seen += sorted(os.listdir(partial)) if partial.exists() else []
+
+
+def test_leftovers_are_gone_when_training_begins(tmp_path):
+    """But not what somebody is writing just then."""
+    leave_behind(tmp_path)
+    running = StagedDirectory(tmp_path / "mine")
+    running.begin()
+    look = Looking()
+    run(ours(tmp_path, trainer_kwargs={"callbacks": [look]}, save_strategy="no", max_steps=1))
+    assert look.seen == ["mine"]
+    running.commit()
+    assert os.listdir(tmp_path) == ["mine"]
 
 
 # Writing while training goes on
