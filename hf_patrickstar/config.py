@@ -80,10 +80,10 @@ class PatrickStarConfig:
             loaded in 16-bit goes on from its rounded weights) or ``"both"`` (which takes the room of both). All are
             read as they are.
         process_wait_s: With several processes, how many seconds one of them waits for the others to come to what all
-            must call together (reading parameters, evaluation, saving) before it raises ``CollectiveError``; it warns
-            after ten. Less finds a mistake sooner; more is right where one process takes long outside of the engine,
-            as with a slow file system or an evaluation that it prepares alone. With 0 or ``None`` only the timeout of
-            the process group ends such a wait, as it does all others.
+            must call together (making the engine, reading parameters, evaluation, saving) before it raises
+            ``CollectiveError``; it warns after ten. Less finds a mistake sooner; more is right where one process takes
+            long outside of the engine, as with a slow file system or an evaluation that it prepares alone. With 0 or
+            ``None`` only the timeout of the process group ends such a wait, as it does all others.
         debug_collectives: With several processes, agree on every collective before it is done, so that a process that
             does another one is named at once. Without it, processes find out when forward or backward ends.
         debug_evict_all: Evict every chunk that is not in use at every access, and fill what it leaves with NaN. Very

@@ -122,7 +122,7 @@ class Checkpoints:
             CheckpointError: If it cannot be written.
         """
         is_maker = self._collectives.rank in checkpoint.makers
-        self._complete_state(checkpoint.path, paths, is_maker=is_maker)
+        self._complete_state(checkpoint.path, paths, is_maker=is_maker, older=checkpoint.staged.final)
         if checkpoint.write is None or self._in_background:
             return
         write, checkpoint.write = checkpoint.write, None
@@ -148,7 +148,12 @@ class Checkpoints:
         self._complete_state(directory, paths, is_maker=is_maker)
 
     def _complete_state(
-        self, directory: str | os.PathLike[str], paths: Sequence[Path] | None, *, is_maker: bool
+        self,
+        directory: str | os.PathLike[str],
+        paths: Sequence[Path] | None,
+        *,
+        is_maker: bool,
+        older: Path | None = None,
     ) -> None:
         """Writes what goes with the files of the processes: the state in torch's format, and what is in which file."""
         if self.state.is_empty:
@@ -157,7 +162,7 @@ class Checkpoints:
             paths = paths or torch_paths(directory, len(self.state.optimizer))
             self.torch_state.write(paths, is_writer=is_maker, piece_numel=self._weights.piece_numel)
         if self._is_sharded and is_maker:
-            write_read_me(directory)
+            write_read_me(directory, older)
 
     def _save_weights(self, directory: Path) -> None:
         is_main = self._collectives.rank == 0

@@ -33,21 +33,24 @@ To have `optimizer.pt` in every checkpoint, train with `--patrickstar_config '{{
 """
 
 
-def write_read_me(directory: str | os.PathLike[str]) -> None:
+def write_read_me(directory: str | os.PathLike[str], older: str | os.PathLike[str] | None = None) -> None:
     """Says in a checkpoint what the files of the training state are.
 
-    A library may have written a ``README.md`` for the model, as PEFT does; that one gets a section more.
+    A library may have written a ``README.md`` for the model, as PEFT does, or somebody put one into the older
+    checkpoint; that one gets a section more.
 
     Args:
         directory: The checkpoint.
+        older: The checkpoint that it will replace, if that is there.
 
     Raises:
         CheckpointError: If it cannot be written.
     """
     path = Path(directory) / README_NAME
     try:
-        before = path.read_text(encoding="utf-8") if path.is_file() else ""
-        if _TITLE not in before:
-            path.write_text(f"{before.rstrip()}\n\n{_TEXT}".lstrip(), encoding="utf-8")
+        found = [place for place in (path, Path(older or directory) / README_NAME) if place.is_file()]
+        before = found[0].read_text(encoding="utf-8", errors="replace") if found else ""
+        own = before.partition(_TITLE)[0].rstrip()
+        path.write_text(f"{own}\n\n{_TEXT}".lstrip(), encoding="utf-8")
     except OSError as error:
         raise CheckpointError(describe_failure(path, error)) from error

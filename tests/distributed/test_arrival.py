@@ -17,12 +17,6 @@ from hf_patrickstar.runtime.vigil import Patience
 pytestmark = pytest.mark.xdist_group("distributed")
 
 
-@pytest.fixture(params=["file", "tcp"])
-def workers(request):
-    with Workers(2, request.param) as started:
-        yield started
-
-
 def die_or_connect(rank, is_announced):
     if is_announced:
         announce_self()
@@ -35,14 +29,15 @@ def die_or_connect(rank, is_announced):
     raise caught.value
 
 
-@pytest.mark.parametrize("is_announced", [True, False])
-def test_it_is_named(workers, is_announced):
+@pytest.mark.parametrize(("store", "is_announced"), [("file", True), ("tcp", False)])
+def test_it_is_named(store, is_announced):
     """At once if it has told who it is; else it has not come within the time that is set."""
     expected = r"rank 1 has ended \(process \d+ on " if is_announced else "rank 1 has not come within 1.5 s"
-    workers.start(die_or_connect, is_announced, timeout=50)
-    workers._killed.add(1)  # which it does itself
-    with pytest.raises(CollectiveError, match=expected):
-        workers.collect(50)
+    with Workers(2, store) as workers:
+        workers.start(die_or_connect, is_announced, timeout=50)
+        workers._killed.add(1)  # which it does itself
+        with pytest.raises(CollectiveError, match=expected):
+            workers.collect(50)
 
 
 def make_engines(rank):

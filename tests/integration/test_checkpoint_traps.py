@@ -48,11 +48,15 @@ def test_files_of_others_stay(tmp_path, in_background):
     (tmp_path / "run" / "logs" / "events").write_text("mine")
     (tmp_path / "run" / "notes").write_text("mine")
     (tmp_path / "run" / "optimizer.pt").write_text("old")
+    (tmp_path / "run" / "README.md").write_text("mine")
     for _ in range(2):
         accelerator.save_state(tmp_path / "run")
     model.patrickstar_engine.checkpoints.wait()
     names = sorted(path.name for path in (tmp_path / "run").iterdir())
-    assert names[:3] == ["logs", "model.safetensors", "notes"]
+    assert names[:4] == ["README.md", "logs", "model.safetensors", "notes"]
+    text = (tmp_path / "run" / "README.md").read_text()
+    assert text.startswith("mine\n\n## Training state")
+    assert text.count("## Training state") == 1
     assert "optimizer.pt" not in names
     assert (tmp_path / "run" / "logs" / "events").read_text() == "mine"
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
