@@ -28,7 +28,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.layout.specs import TensorSpec, Types
+from hf_patrickstar.layout.specs import FP32, TensorSpec, Types
 from hf_patrickstar.runtime.casting import Casting
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -102,11 +102,11 @@ class Precision:
         ]
 
     def _types(self, own: torch.dtype, is_wide: bool) -> Types:
-        name = _name(own if own in _OWN else torch.float32)
-        if self.asked is None or own is torch.float64 is not self.asked:
-            return Types(name, name)
-        if self.asked is torch.float32 or is_wide or (own is torch.float32 and self.is_narrow):
-            return Types()
+        is_own = self.asked is None or (own is torch.float64 and self.asked is not torch.float32)
+        if is_own and own in _OWN:
+            return Types(_name(own), _name(own))
+        if self.asked in (None, torch.float32) or is_wide or (own is torch.float32 and self.is_narrow):
+            return FP32
         return Types(_name(self.asked), "float32")
 
     def _find_wide(

@@ -19,6 +19,8 @@ def test_defaults():
         "prefetch_depth": 2,
         "reshard_after_forward": "auto",
         "dtype": "auto",
+        "autocast": "auto",
+        "keep_fp32": "auto",
         "pin_memory": "auto",
         "warmup_fraction": 0.8,
         "tile_numel": 2**19,
