@@ -66,6 +66,9 @@ class PatrickStarConfig:
             stock Trainer's. A list of patterns of names, such as ``["*norm*", "score.*"]``, replaces that; with
             ``[]`` embeddings and norms are 16-bit too. Kept in any case is what transformers lists in
             ``_keep_in_fp32_modules``, and fp32 parameters of a model that was loaded mostly in 16-bit.
+        frozen_master: Whether frozen parameters that were loaded in fp32 and are computed with in 16-bit keep their
+            original values beside them at home: ``True`` takes 4 bytes per such element, and reading, merging and
+            saving them loses nothing; with ``False`` they keep what 16 bits can hold.
         pin_memory: Whether host chunks that move are page-locked: ``True``, ``False``, or ``"auto"``: yes with a CUDA
             device. Pinned memory copies faster and asynchronously; torch rounds each pinned allocation up to a power
             of two, which is booked against ``host_budget``.
@@ -105,6 +108,7 @@ class PatrickStarConfig:
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     autocast: bool | Literal["auto"] = "auto"
     keep_fp32: tuple[str, ...] | Literal["auto"] = "auto"
+    frozen_master: bool = False
     pin_memory: bool | Literal["auto"] = "auto"
     warmup_fraction: float = 0.8
     tile_numel: int = 2**19
@@ -159,7 +163,7 @@ class PatrickStarConfig:
         is_number = isinstance(wait_s, (int, float)) and not isinstance(wait_s, bool)
         if wait_s is not None and not (is_number and 0 <= wait_s < float("inf")):
             raise ConfigError(f"process_wait_s: expected a number of seconds, 0 or more, or null, got {wait_s!r}")
-        for name in ("background_save", "debug_collectives", "debug_evict_all"):
+        for name in ("background_save", "frozen_master", "debug_collectives", "debug_evict_all"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: expected true or false, got {getattr(self, name)!r}")
 

@@ -36,6 +36,9 @@ _WHOLE_SHARE = 0.25
 """Part of a device budget that the groups in use may need if no tensor is spread over processes."""
 _WELL_USED = 0.9
 
+_FROZEN = -2
+"""Stands for the optimizer of frozen parameters."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Circumstances:
@@ -69,7 +72,7 @@ class Decisions:
         chunk_nbytes: Bytes of this rank's chunks over all lists.
         homes: Where they are at home.
         workspace_nbytes: Bytes of scratch space that the optimizer needs on a tier.
-        lists: The lists that trainable chunks have beside ``param``, by the index of their optimizer; -1 is none.
+        lists: The lists that chunks have beside ``param``, by the index of their optimizer; see ``lists_of``.
         widens_gradients: Whether the optimizer finds gradients that it has to widen; those of an accumulation list are
             wide already.
     """
@@ -139,6 +142,7 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
         parameter.dtype is torch_dtype(spec.types.param) for spec, parameter in zip(tensors, parameters, strict=True)
     )
     lists: dict[int, tuple[str, ...]] = {-1: () if is_restorable else (MASTER,)}
+    lists[_FROZEN] = (MASTER,) if config.frozen_master else ()
     for number, kernel in enumerate(situation.kernels):
         lists[number] = list_names(kernel, situation.num_micro_batches)
     limit = _chunk_limit(situation, parameters)
@@ -228,11 +232,12 @@ def lists_of(spec: TensorSpec | ChunkSpec, lists: Mapping[int, tuple[str, ...]])
 
     Args:
         spec: The parameter or chunk.
-        lists: Those of trainable chunks, by the index of the optimizer; -1 is none.
+        lists: Those of chunks, by the index of the optimizer; -1 is none, -2 stands for frozen ones.
     """
-    if spec.optimizer_index < 0 and not spec.types.is_mixed:
-        return ()
-    return lists[spec.optimizer_index] if spec.trainable else ()
+    is_updated = spec.trainable and spec.optimizer_index >= 0
+    if not is_updated and not spec.types.is_mixed:
+        return ()  # a value is its own master
+    return lists[spec.optimizer_index if spec.trainable else _FROZEN]
 
 
 def _state_itemsize(spec: TensorSpec | ChunkSpec, lists: Mapping[int, tuple[str, ...]]) -> int:

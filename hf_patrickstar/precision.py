@@ -97,17 +97,18 @@ class Precision:
         """
         is_wide = self._find_wide(model, specs, parameters, loaded)
         return [
-            dataclasses.replace(spec, types=self._types(loaded(parameter), id(parameter) in is_wide))
+            dataclasses.replace(spec, types=self._types(loaded(parameter), id(parameter) in is_wide, spec.trainable))
             for spec, parameter in zip(specs, parameters, strict=True)
         ]
 
-    def _types(self, own: torch.dtype, is_wide: bool) -> Types:
+    def _types(self, own: torch.dtype, is_wide: bool, trainable: bool) -> Types:
         is_own = self.asked is None or (own is torch.float64 and self.asked is not torch.float32)
         if is_own and own in _OWN:
             return Types(_name(own), _name(own))
         if self.asked in (None, torch.float32) or is_wide or (own is torch.float32 and self.is_narrow):
             return FP32
-        return Types(_name(self.asked), "float32")
+        is_exact = own is self.asked and not trainable  # nothing was rounded, nothing will be updated
+        return Types(_name(self.asked), _name(own) if is_exact else "float32")
 
     def _find_wide(
         self,

@@ -8,7 +8,7 @@ from models import make_batch, make_model
 from torch import nn
 from trainers import assert_same_run, smallest_budget, train
 
-from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar import PatrickStarAccelerator, PatrickStarEngine
 from hf_patrickstar.errors import ConfigError
 
 WIDTH = 32
@@ -259,3 +259,44 @@ def test_bf16_is_the_stock_trainers(tmp_path, name, kwargs):
     ours = train(name, tmp_path / "ours", {"chunk_budget": budget}, bf16=True, **kwargs)
     assert_same_run(expected, ours)
     assert ours[0].patrickstar_stats()["chunk_evictions"] > 0
+
+
+@pytest.mark.parametrize("is_moving", [True, False])
+def test_frozen_parameters_keep_their_bits_if_asked(is_moving):
+    model = make_model("gpt2")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("ln_" in name)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
+    budget = {"chunk_budget": smallest_budget(make_model("gpt2"), "bf16")} if is_moving else {}
+    engine = PatrickStarEngine(model, {"dtype": "bf16", "frozen_master": True, **budget}, optimizer)
+    model(**make_batch("gpt2")).loss.backward()
+    engine.optimizer.step()
+    weight = model.transformer.h[0].mlp.c_fc.weight
+    assert weight.dtype is torch.bfloat16
+    assert torch.equal(weight, before["transformer.h.0.mlp.c_fc.weight"].bfloat16())
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items() if "ln_" not in name)
+    engine.detach()
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items() if "ln_" not in name)
+
+
+def test_frozen_16_bit_parameters_need_no_master():
+    model = make_model("gpt2").to(torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    model.lm_head.bias = nn.Parameter(torch.zeros(model.config.vocab_size))
+    engine = PatrickStarEngine(model, {"dtype": "bf16", "frozen_master": True}, torch.optim.SGD([model.lm_head.bias]))
+    frozen = [chunk for chunk in engine.manager.chunks if not chunk.spec.trainable]
+    assert frozen
+    assert not any(chunk.lists for chunk in frozen)
+
+
+def test_what_the_accelerator_says():
+    accelerator = PatrickStarAccelerator(cpu=True, mixed_precision="bf16")
+    assert accelerator.mixed_precision == "bf16"
+    with accelerator.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
+    accelerator = PatrickStarAccelerator(cpu=True, mixed_precision="bf16", patrickstar_config={"autocast": False})
+    with accelerator.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32

@@ -21,6 +21,7 @@ def test_defaults():
         "dtype": "auto",
         "autocast": "auto",
         "keep_fp32": "auto",
+        "frozen_master": False,
         "pin_memory": "auto",
         "warmup_fraction": 0.8,
         "tile_numel": 2**19,
