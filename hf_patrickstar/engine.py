@@ -254,7 +254,8 @@ class PatrickStarEngine:
                 self.collectives,
                 self.config.background_save,
             )
-            self._hooks = ModelHooks(self.model, self.manager, self.weights, self._follow_model, self.device)
+            casting = self._decisions.precision.casting(self.device)
+            self._hooks = ModelHooks(self.model, self.manager, self.weights, self._follow_model, self.device, casting)
             self._membership = Membership(
                 Parts(
                     model=self.model,
@@ -282,8 +283,8 @@ class PatrickStarEngine:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of parameters and gradients on the compute device."""
-        return self._decisions.dtype
+        """Type of most parameters on the compute device."""
+        return self._decisions.precision.dtype
 
     # One page of use
 

@@ -48,8 +48,8 @@ def make_pair(name, dtype, accumulation, checkpointing=False):
     model = make_model(name).train()
     if checkpointing:
         model.gradient_checkpointing_enable()
-    itemsize = {"fp32": 4, "bf16": 2}[dtype]
-    config = {"dtype": dtype, "chunk_budget": int(1.5 * smallest_budget(make_model(name), itemsize, checkpointing))}
+    precision = {"fp32": "no", "bf16": "bf16"}[dtype]
+    config = {"dtype": dtype, "chunk_budget": int(1.5 * smallest_budget(make_model(name), precision, checkpointing))}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     return model, PatrickStarEngine(model, config, optimizer, gradient_accumulation_steps=accumulation)
 
