@@ -8,12 +8,13 @@ from transformers import Trainer, TrainerCallback
 
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.engine import PatrickStarEngine
-from hf_patrickstar.errors import ConfigError, EngineError
+from hf_patrickstar.errors import ConfigError, DeviceMemoryError, EngineError
 from hf_patrickstar.integrations.accelerator import PatrickStarAccelerator
 from hf_patrickstar.integrations.trainer_checkpoints import TrainerCheckpoints
 from hf_patrickstar.integrations.trainer_logs import figures_told
 from hf_patrickstar.report.figures import Figures
 from hf_patrickstar.runtime.admission import check_model
+from hf_patrickstar.runtime.recovery import MAX_RETRIES
 
 
 class PatrickStarTrainerMixin(TrainerCheckpoints):
@@ -34,6 +35,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
     callback_handler: Any
     optimizer: Any
     lr_scheduler: Any
+    _is_shrinking = False  # whether the Trainer looks for a batch size, since the engine gave one up
     _figures: tuple[weakref.ref[PatrickStarEngine], Figures] | None = None
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -81,6 +83,10 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward of one micro-batch, repeated if device memory does not suffice.
 
+        With ``auto_find_batch_size`` one of the two repeats at a time. First the engine does, with chunks off the
+        device, as always. When that has failed the Trainer starts over with smaller and smaller batches; until one of
+        them was trained on, the engine repeats none.
+
         Args:
             *args: As for ``Trainer.training_step``.
             **kwargs: As for ``Trainer.training_step``.
@@ -89,7 +95,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
             The loss, a scalar tensor.
 
         Raises:
-            DeviceMemoryError: If memory does not suffice after three repetitions.
+            DeviceMemoryError: If memory does not suffice in the end.
         """
         run = super().training_step  # type: ignore[misc]
         engine = self.patrickstar_engine
@@ -100,7 +106,15 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
                 and type(callback).on_optimizer_step is not TrainerCallback.on_optimizer_step
                 for callback in self.callback_handler.callbacks
             )
-        return run(*args, **kwargs) if engine is None else engine.attempt(lambda: run(*args, **kwargs))
+        if engine is None:
+            return run(*args, **kwargs)
+        try:
+            loss = engine.attempt(lambda: run(*args, **kwargs), 0 if self._is_shrinking else MAX_RETRIES)
+        except DeviceMemoryError:
+            self._is_shrinking = self.args.auto_find_batch_size
+            raise
+        self._is_shrinking = False
+        return loss
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates or predicts as the Trainer does; with several processes all of them must call it.

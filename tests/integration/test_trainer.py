@@ -373,6 +373,34 @@ def test_auto_find_batch_size_starts_over(tmp_path):
     assert_same_weights(stock.model, ours.model)
 
 
+@pytest.mark.parametrize("late", [None, 3])
+def test_while_a_batch_size_is_looked_for_one_layer_repeats(late, tmp_path):
+    """First the engine repeats; when that fails, the Trainer starts over; once it trains, the engine repeats again."""
+
+    def failing(base, attempts, late=None):
+        class Failing(base):
+            def compute_loss(self, *args, **kwargs):
+                attempts.append((self._train_batch_size, self.state.global_step))
+                is_late = self.state.global_step == late and attempts.count(attempts[-1]) <= 2
+                if self._train_batch_size > 5 or is_late:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+                return super().compute_loss(*args, **kwargs)
+
+        return Failing
+
+    attempts, kwargs = [], {"auto_find_batch_size": True, "per_device_train_batch_size": 8}
+    cls = failing(PatrickStarTrainer, attempts, late)
+    ours = make_trainer(cls, PatrickStarTrainingArguments, tmp_path, **kwargs)
+    stock = make_trainer(failing(Trainer, []), TrainingArguments, tmp_path, **kwargs)
+    run(ours)
+    run(stock)
+    searched = [(8, 0)] * 4 + [(7, 0), (6, 0)]
+    trained = [(5, step) for step in range(4) for _ in range(3 if step == late else 1)]
+    assert attempts == searched + trained
+    assert ours.patrickstar_stats()["retries"] == (3 if late is None else 5)
+    assert_same_weights(stock.model, ours.model)
+
+
 def test_same_run_in_parity_with_label_smoothing_and_neftune(tmp_path):
     kwargs = {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0}
     assert_same_run(train("llama", tmp_path, **kwargs), train("llama", tmp_path, tight("llama"), **kwargs))
