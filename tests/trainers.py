@@ -24,6 +24,25 @@ class LossRecorder(TrainerCallback):
             self.norms.append(float(logs["grad_norm"]))
 
 
+class LogRecorder(TrainerCallback):
+    """Keeps every log as a ``report_to`` backend gets it."""
+
+    def __init__(self):
+        self.logs = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append(dict(logs))
+
+    def figures(self):
+        """What each log with a training loss says of the engine."""
+        prefix = "patrickstar/"
+        return [
+            {key.removeprefix(prefix): value for key, value in entry.items() if key.startswith(prefix)}
+            for entry in self.logs
+            if "loss" in entry
+        ]
+
+
 def smallest_budget(model, precision="no", checkpointing=False, **settings):
     """Bytes of the largest working set of a layout with chunks as small as its tensors allow."""
     if checkpointing:
