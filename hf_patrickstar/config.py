@@ -13,6 +13,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "eviction": ("belady", "lru", "list_order"),
     "placement": ("auto", "host"),
     "dtype": ("auto", "fp32", "bf16", "fp16"),
+    "optimizer_format": ("sharded", "torch", "both"),
 }
 _QUANTUM = 64
 
@@ -85,6 +86,11 @@ class PatrickStarConfig:
             state while training goes on. It is as consistent: the optimizer's step waits at a chunk that has not been
             written yet. Nothing is copied. The checkpoint appears a little later, and what goes wrong is told at the
             next one, or when training ends.
+        optimizer_format: How checkpoints have the optimizer's state: ``"sharded"`` (each process writes a safetensors
+            file of what it has, which is fastest and keeps every bit), ``"torch"`` (one process writes the
+            ``optimizer.pt`` that the stock Trainer resumes from; it has no fp32 masters, so that a model that was
+            loaded in 16-bit goes on from its rounded weights) or ``"both"`` (which takes the room of both). All are
+            read as they are.
         process_wait_s: With several processes, how many seconds one of them waits for the others to come to what all
             must call together (reading parameters, evaluation, saving) before it raises ``CollectiveError``; it warns
             after ten. Less finds a mistake sooner; more is right where one process takes long outside of the engine,
@@ -114,6 +120,7 @@ class PatrickStarConfig:
     tile_numel: int = 2**19
     keep_gradients: bool | Literal["auto"] = "auto"
     background_save: bool = False
+    optimizer_format: Literal["sharded", "torch", "both"] = "sharded"
     process_wait_s: float | None = 60.0
     debug_collectives: bool = False
     debug_evict_all: bool = False

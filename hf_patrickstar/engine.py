@@ -252,7 +252,7 @@ class PatrickStarEngine:
                 self.weights,
                 state,
                 self.collectives,
-                self.config.background_save,
+                self.config,
             )
             casting = self._decisions.precision.casting(self.device)
             self._hooks = ModelHooks(self.model, self.manager, self.weights, self._follow_model, self.device, casting)

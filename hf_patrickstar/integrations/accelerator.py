@@ -23,6 +23,7 @@ from hf_patrickstar.integrations.accelerator_optimizers import (
 )
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.optim.scaler import ChunkedGradScaler
+from hf_patrickstar.runtime.collectives import announce_self
 from hf_patrickstar.runtime.together import Together, roots_of
 
 
@@ -97,6 +98,7 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
                 "without accelerators pass --use_cpu (TrainingArguments) or Accelerator(cpu=True), or set "
                 "ACCELERATE_USE_CPU=true"
             )
+        announce_self()
         self.patrickstar_config = config
         self._patrickstar_precision = precision
         self._patrickstar_accumulation_steps = accumulation_steps

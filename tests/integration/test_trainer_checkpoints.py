@@ -16,8 +16,8 @@ from trainers import assert_same_weights, logged, make_trainer, run, tight
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_patrickstar import CheckpointError, PatrickStarTrainer, PatrickStarTrainingArguments
-from hf_patrickstar.checkpoint import background, safetensors_file
-from hf_patrickstar.checkpoint.storage import PARTIAL
+from hf_patrickstar.checkpoint import background, pieces
+from hf_patrickstar.checkpoint.storage import PARTIAL, StagedDirectory
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 BEST = {"eval_strategy": "steps", "load_best_model_at_end": True, "greater_is_better": True}  # the worst loss
@@ -319,6 +319,27 @@ def test_the_newest_checkpoint_is_found_among_leftovers(is_background, whole, tm
     )
 
 
+class Looking(TrainerCallback):
+    def __init__(self):
+        self.seen = []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        partial = Path(args.output_dir, PARTIAL)
+        self.seen += sorted(os.listdir(partial)) if partial.exists() else []
+
+
+def test_leftovers_are_gone_when_training_begins(tmp_path):
+    """But not what somebody is writing just then."""
+    leave_behind(tmp_path)
+    running = StagedDirectory(tmp_path / "mine")
+    running.begin()
+    look = Looking()
+    run(ours(tmp_path, trainer_kwargs={"callbacks": [look]}, save_strategy="no", max_steps=1))
+    assert look.seen == ["mine"]
+    running.commit()
+    assert os.listdir(tmp_path) == ["mine"]
+
+
 # Writing while training goes on
 
 
@@ -429,7 +450,7 @@ def test_checkpoint_on_sigterm(moment, is_background, whole, tmp_path, monkeypat
 def full_disk(what, step=4):
     """Lets the disk be full in the middle of a file of one checkpoint; returns a function that makes room again."""
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    original, torch_save, calls = safetensors_file._write_all, torch.save, []
+    original, torch_save, calls = pieces.write_all, torch.save, []
 
     def is_hit(path):
         name = os.path.basename(path).removeprefix("_")  # which a file has while it is written
@@ -448,7 +469,7 @@ def full_disk(what, step=4):
         torch_save(value, path, *args, **kwargs)
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(safetensors_file, "_write_all", write_all)
+    patch.setattr(pieces, "write_all", write_all)
     patch.setattr(torch, "save", save)
     return patch.undo
 

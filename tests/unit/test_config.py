@@ -27,6 +27,7 @@ def test_defaults():
         "tile_numel": 2**19,
         "keep_gradients": "auto",
         "background_save": False,
+        "optimizer_format": "sharded",
         "process_wait_s": 60.0,
         "debug_collectives": False,
         "debug_evict_all": False,
