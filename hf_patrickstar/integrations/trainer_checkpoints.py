@@ -39,6 +39,7 @@ class TrainerCheckpoints:
     state: Any
     _saving: Checkpoint | None = None
     _found: FoundWeights | CheckpointError | None = None
+    _step_at_begin = 0
 
     @property
     def patrickstar_engine(self) -> PatrickStarEngine | None:
@@ -149,11 +150,16 @@ class TrainerCheckpoints:
         if self._saving is None:  # else it is pushed from its final place
             super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
 
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+    def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
         """The Trainer deletes checkpoints here, so all must be there."""
         if self.patrickstar_engine is not None:
             self.patrickstar_engine.checkpoints.wait()
-        return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
+            if self._is_over() and self.args.should_save:
+                run_dir = self._get_output_dir(trial)
+                resumed = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+                remove_leftovers(run_dir, f"{PREFIX_CHECKPOINT_DIR}-*")
+                _rotate(run_dir, self.args.save_total_limit, self.state.best_model_checkpoint, resumed)
+        return super()._finalize_training(trial, *args, **kwargs)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Each process writes what it has of the optimizer's state; one, the scheduler's, as the Trainer does."""
@@ -172,6 +178,24 @@ class TrainerCheckpoints:
                 torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     # Loading
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Epochs and batches that were trained. The Trainer would train one step after the last; ours does not."""
+        trained: tuple[int, int] = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]
+        self._step_at_begin = self.state.global_step
+        if not (getattr(self.args, "patrickstar", False) and self._is_over()):
+            return trained
+        logger.warning(
+            "patrickstar: the checkpoint is of step %d, and this run ends with step %d: nothing is left to train. "
+            "To go on, raise --max_steps or --num_train_epochs",
+            self.state.global_step,
+            self.state.max_steps,
+        )
+        return self.state.num_train_epochs, 0
+
+    def _is_over(self) -> bool:
+        """Whether the run had come to its end when it was resumed."""
+        return 0 < self.state.max_steps <= self._step_at_begin
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Opens the weights and checks them; they are read when there are chunks to read them into."""
@@ -248,12 +272,12 @@ def _without_error(found: FoundWeights | CheckpointError | None) -> FoundWeights
     return found
 
 
-def _rotate(run_dir: str, limit: int | None, best: str | None) -> None:
-    """Deletes the oldest checkpoints as the Trainer does, each in one step; the newest and the best stay."""
+def _rotate(run_dir: str, limit: int | None, *wanted: str | None) -> None:
+    """Deletes the oldest checkpoints as the Trainer does, each in one step; the newest and those wanted stay."""
     if limit is None or limit <= 0:
         return
     checkpoints = sort_checkpoints(run_dir, PREFIX_CHECKPOINT_DIR, use_mtime=True)
-    protected = {str(Path(path)) for path in (checkpoints[-1:] + ([best] if best is not None else []))}
+    protected = {str(Path(path)) for path in (*checkpoints[-1:], *wanted) if path is not None}
     surplus = len(checkpoints) - max(limit, len(protected))
     for checkpoint in [path for path in checkpoints if str(Path(path)) not in protected][: max(surplus, 0)]:
         remove_checkpoint(checkpoint)

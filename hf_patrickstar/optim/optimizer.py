@@ -250,7 +250,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             if is_all:
                 gradients.check_complete(tensor)
             gradients.make_ready(tensor)
-            if tensor.chunk.param.dtype is not torch.float32:
+            if tensor.chunk.is_mixed:
                 gradients.move_to_list(tensor)
             tensor.chunk.wait()
         return gradients.take_factor()
@@ -458,7 +458,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             if not (self._updates(tensor) and tensor.is_owned):
                 continue
             state = self.kernel.tensor_state(tensor)
-            if state and tensor.original_dtype is not torch.float32:
+            if state and tensor.original_dtype is not tensor.chunk.state_dtype:
                 state[MASTER] = tensor.view(tensor.chunk.lists[MASTER]).to("cpu", copy=True)
             if state:
                 own[tensor.spec.index] = state

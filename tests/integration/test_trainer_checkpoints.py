@@ -22,7 +22,7 @@ from hf_patrickstar.checkpoint.storage import PARTIAL, StagedDirectory
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 BEST = {"eval_strategy": "steps", "load_best_model_at_end": True, "greater_is_better": True}  # the worst loss
 IN_BACKGROUND = [pytest.param(False, id="foreground"), pytest.param(True, id="background")]
-UNLIKE = ("training_args.bin", "trainer_state.json")  # paths; seconds and bytes
+UNLIKE = ("training_args.bin",)  # paths
 
 
 def ours(tmp_path, is_background=False, config=None, **kwargs):
@@ -92,6 +92,72 @@ def test_a_resumed_run_saves_what_the_uninterrupted_one_saves(name, tmp_path):
     # What is in the index and in other files too; states may be in another order.
     state = "optimizer-00001-of-00001.safetensors"
     assert_same_files(tmp_path / "whole/checkpoint-4", tmp_path / "resumed/checkpoint-4", {*UNLIKE, state})
+
+
+@pytest.mark.parametrize("logging", ["off", "brief", "all"])
+def test_the_history_of_a_resumed_run_is_that_of_the_uninterrupted_one(logging, tmp_path):
+    kwargs = {"patrickstar_logging": logging, "logging_steps": 2, "max_steps": 6, "save_steps": 2}
+    run(ours(tmp_path / "whole", **kwargs))
+    resumed = ours(tmp_path / "resumed", model=other_model(), **kwargs)
+    run(resumed, resume_from_checkpoint=str(tmp_path / "whole/checkpoint-4"))
+    whole = trainer_state(tmp_path / "whole/checkpoint-6")
+    assert [sorted(entry) for entry in whole["log_history"]] == [
+        ["epoch", "grad_norm", "learning_rate", "loss", "step"]
+    ] * 3
+    assert trainer_state(tmp_path / "resumed/checkpoint-6") == whole
+
+
+# Resuming at the end
+
+
+class Steps(TrainerCallback):
+    """Counts what is trained."""
+
+    def __init__(self):
+        self.begun = self.ended = 0
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.begun += 1
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.ended += 1
+
+
+@pytest.mark.parametrize(
+    ("end", "steps"), [(4, {"max_steps": 4}), (3, {"max_steps": 3}), (4, {"max_steps": -1, "num_train_epochs": 0.25})]
+)
+def test_a_run_that_had_come_to_its_end_is_not_trained_further(end, steps, whole, tmp_path, caplog):
+    """Killed after its last checkpoint, with more of them than may stay, and started again."""
+    folder = tmp_path / "run"
+    shutil.copytree(folder_of(whole), folder)
+    (folder / PARTIAL / "checkpoint-4").mkdir(parents=True)
+    trainer = ours(folder, model=other_model(), save_steps=1, save_total_limit=2, **steps)
+    trainer.add_callback(counter := Steps())
+    result = run(trainer, resume_from_checkpoint=True)
+    assert (result.global_step, trainer.state.global_step, counter.begun, counter.ended) == (4, 4, 0, 1)
+    assert f"checkpoint is of step 4, and this run ends with step {end}: nothing is left to train" in caplog.text
+    assert_same_weights(whole.model, trainer.model)
+    assert trainer.patrickstar_stats()["steps"] == 0
+    assert trainer.state.log_history[:-1] == whole.state.log_history[:-1]
+    assert set(os.listdir(folder)) == {"checkpoint-3", "checkpoint-4"}
+    assert_same_files(folder_of(whole) / "checkpoint-4", folder / "checkpoint-4")
+
+
+def test_a_run_that_had_come_to_its_end_goes_on_if_it_is_made_longer(whole, tmp_path):
+    trainer = ours(tmp_path, model=other_model(), max_steps=5)
+    run(trainer, resume_from_checkpoint=str(folder_of(whole) / "checkpoint-4"))
+    assert trainer.state.global_step == 5
+
+
+def test_without_the_flag_resuming_at_the_end_is_as_in_the_stock_trainer(tmp_path):
+    run(stock(tmp_path / "stock", max_steps=2))
+    ended = []
+    for cls, args in ((Trainer, TrainingArguments), (PatrickStarTrainer, PatrickStarTrainingArguments)):
+        kwargs = {} if cls is Trainer else {"patrickstar": False, "patrickstar_config": None}
+        trainer = make_trainer(cls, args, tmp_path / "again", max_steps=2, **kwargs)
+        run(trainer, resume_from_checkpoint=str(tmp_path / "stock/checkpoint-2"))
+        ended.append(trainer.state.global_step)
+    assert ended[0] == ended[1]
 
 
 # Resuming in another shape
