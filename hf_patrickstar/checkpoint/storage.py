@@ -77,6 +77,7 @@ class StagedDirectory:
             self._lock = _Lock(self.path)
             (self.path / MARK).touch()
         except OSError as error:
+            self.abandon()
             raise CheckpointError(describe_failure(self.path, error)) from error
 
     def commit(self) -> None:
