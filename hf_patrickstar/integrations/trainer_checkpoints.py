@@ -157,7 +157,7 @@ class TrainerCheckpoints:
             if self._is_over() and self.args.should_save:
                 run_dir = self._get_output_dir(trial)
                 resumed = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-                remove_leftovers(run_dir, f"{PREFIX_CHECKPOINT_DIR}-*")
+                remove_leftovers(run_dir)
                 _rotate(run_dir, self.args.save_total_limit, self.state.best_model_checkpoint, resumed)
         return super()._finalize_training(trial, *args, **kwargs)  # type: ignore[misc]
 
