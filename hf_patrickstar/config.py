@@ -64,8 +64,8 @@ class PatrickStarConfig:
             everything in 16 bits: activations that autocast keeps in fp32 take half the bytes, and losses are 16-bit.
         keep_fp32: Which fp32 parameters stay so where 16-bit was asked for; each element costs 2 bytes more wherever it
             is. ``"auto"``: what autocast does not round (embeddings, norms, scales, positions), so that losses are the
-            stock Trainer's. A list of patterns of names, such as ``["*norm*", "score.*"]``, replaces that; with
-            ``[]`` embeddings and norms are 16-bit too. Kept in any case is what transformers lists in
+            stock Trainer's. A list of patterns of names, such as ``["*norm*", "score.*"]``, replaces that, unless
+            ``"auto"`` is in it; with ``[]`` embeddings and norms are 16-bit too. Kept in any case is what transformers lists in
             ``_keep_in_fp32_modules``, and fp32 parameters of a model that was loaded mostly in 16-bit.
         frozen_master: Whether frozen parameters that were loaded in fp32 and are computed with in 16-bit keep their
             original values beside them at home: ``True`` takes 4 bytes per such element, and reading, merging and
@@ -113,7 +113,7 @@ class PatrickStarConfig:
     reshard_after_forward: bool | Literal["auto"] = "auto"
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     autocast: bool | Literal["auto"] = "auto"
-    keep_fp32: tuple[str, ...] | Literal["auto"] = "auto"
+    keep_fp32: tuple[str, ...] | str = ("auto",)
     frozen_master: bool = False
     pin_memory: bool | Literal["auto"] = "auto"
     warmup_fraction: float = 0.8
@@ -154,7 +154,7 @@ class PatrickStarConfig:
         is_list = isinstance(patterns, (list, tuple)) and all(isinstance(item, str) for item in patterns)
         if patterns != "auto" and not is_list:
             raise ConfigError(f"keep_fp32: expected 'auto' or a list of patterns of parameter names, got {patterns!r}")
-        object.__setattr__(self, "keep_fp32", "auto" if patterns == "auto" else tuple(patterns))
+        object.__setattr__(self, "keep_fp32", ("auto",) if patterns == "auto" else tuple(patterns))
         fraction = self.warmup_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
             raise ConfigError(f"warmup_fraction: expected a number above 0 and at most 1, got {fraction!r}")

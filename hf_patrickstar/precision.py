@@ -58,7 +58,8 @@ class Precision:
         reason: Why, in a few words.
         autocast: The type that forward computes in under ``torch.autocast``; ``None`` if it does not run under it.
         is_narrow: Whether most of the model was loaded in 16-bit.
-        keep_fp32: Patterns of names of parameters that stay in fp32, or ``"auto"``: what autocast does not round.
+        keep_fp32: Patterns of names of parameters that stay in fp32; ``"auto"`` among them is what autocast does not
+            round.
     """
 
     asked: torch.dtype | None
@@ -66,7 +67,7 @@ class Precision:
     reason: str
     autocast: torch.dtype | None
     is_narrow: bool
-    keep_fp32: tuple[str, ...] | str
+    keep_fp32: tuple[str, ...]
 
     def casting(self, device: torch.device) -> Casting:
         """What happens to types where forwards begin and end.
@@ -121,15 +122,14 @@ class Precision:
         if self.asked not in (torch.bfloat16, torch.float16):
             return set()
         found: set[int] = set()
-        if self.autocast is not None and self.keep_fp32 == "auto":
+        if self.autocast is not None and "auto" in self.keep_fp32:
             left = _left_by_autocast(model, sum(spec.numel for spec in specs))
             found = {id(parameter) for parameter in parameters if loaded(parameter) is torch.float32} & left
-        patterns = () if isinstance(self.keep_fp32, str) else self.keep_fp32
         kept = _kept_by_transformers(model, self.asked)
         for spec, parameter in zip(specs, parameters, strict=True):
             names = (spec.name, *spec.aliases)
             is_kept = any(fnmatch.fnmatchcase(f".{name}.", f"*.{part}.*") for name in names for part in kept)
-            if is_kept or any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns):
+            if is_kept or any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in self.keep_fp32):
                 found.add(id(parameter))
         return found
 
@@ -169,7 +169,7 @@ def choose_precision(
         reason = "dtype=auto: as the model was loaded"
         if is_narrow:
             reason += "; its optimizer states are 16-bit too, as in plain torch, --bf16 makes them fp32"
-        return Precision(None, own, reason, None, is_narrow, config.keep_fp32)
+        return Precision(None, own, reason, None, is_narrow, tuple(config.keep_fp32))
     if config.dtype == "auto" and precision not in _DTYPES:
         raise ConfigError(f"precision '{precision}' is not supported; use bf16, fp16 or no")
     asked = _DTYPES[precision if config.dtype == "auto" else config.dtype]
@@ -177,7 +177,7 @@ def choose_precision(
     autocast = asked if asked is not torch.float32 and config.autocast is not False else None
     if asked is not torch.float32 and autocast is None:
         _refuse_batch_norm(model)
-    return Precision(asked, asked, reason, autocast, is_narrow, config.keep_fp32)
+    return Precision(asked, asked, reason, autocast, is_narrow, tuple(config.keep_fp32))
 
 
 def _refuse_batch_norm(model: torch.nn.Module) -> None:

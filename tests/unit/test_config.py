@@ -20,7 +20,7 @@ def test_defaults():
         "reshard_after_forward": "auto",
         "dtype": "auto",
         "autocast": "auto",
-        "keep_fp32": "auto",
+        "keep_fp32": ("auto",),
         "frozen_master": False,
         "pin_memory": "auto",
         "warmup_fraction": 0.8,
