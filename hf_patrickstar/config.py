@@ -65,8 +65,8 @@ class PatrickStarConfig:
         keep_fp32: Which fp32 parameters stay so where 16-bit was asked for; each element costs 2 bytes more wherever it
             is. ``"auto"``: what autocast does not round (embeddings, norms, scales, positions), so that losses are the
             stock Trainer's. A list of patterns of names, such as ``["*norm*", "score.*"]``, replaces that, unless
-            ``"auto"`` is in it; with ``[]`` embeddings and norms are 16-bit too. Kept in any case is what transformers lists in
-            ``_keep_in_fp32_modules``, and fp32 parameters of a model that was loaded mostly in 16-bit.
+            ``"auto"`` is in it; with ``[]`` embeddings and norms are 16-bit too. Kept in any case is what transformers
+            lists in ``_keep_in_fp32_modules``, and fp32 parameters of a model that was loaded mostly in 16-bit.
         frozen_master: Whether frozen parameters that were loaded in fp32 and are computed with in 16-bit keep their
             original values beside them at home: ``True`` takes 4 bytes per such element, and reading, merging and
             saving them loses nothing; with ``False`` they keep what 16 bits can hold.
