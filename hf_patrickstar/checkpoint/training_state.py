@@ -195,8 +195,9 @@ class TrainingState:
             name = tensor.spec.name
             state = dict(self.optimizer.own_state(tensor))
             tensor.chunk.wait()
-            if tensor.original_dtype is not torch.float32 or not self._is_in_model_file(tensor):
-                state[MASTER] = tensor.view(tensor.chunk.lists[MASTER])
+            chunk = tensor.chunk
+            if tensor.original_dtype is not chunk.state_dtype or not self._is_in_model_file(tensor):
+                state[MASTER] = tensor.view(chunk.lists.get(MASTER, chunk.param))
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     tensors[f"{key}/{name}"] = value

@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 import torch
-from checkpoint_files import STATE_INDEX, names_in, same_bits, snapshot
+from checkpoint_files import STATE_INDEX, names_in, same_bits, snapshot, tensors_in
 from models import make_batch, make_model
 from sources import write_training_state
 from test_interchange import OPTIMIZERS, ours, stock, with_adapters, without_chunks
@@ -106,6 +106,28 @@ def test_a_model_that_was_loaded_in_16_bit(tmp_path):
     run(resumed, resume_from_checkpoint=str(place))
     assert logged(resumed, "loss") == logged(trainer, "loss")
     assert_same_weights(trainer.model, resumed.model)
+
+
+def test_a_model_that_is_trained_in_16_bit(tmp_path):
+    """As plain torch does it, without masters: then the model's file has every bit, and so has ``optimizer.pt``."""
+
+    def make(seed):
+        return make_model("gpt2", seed).to(torch.bfloat16)
+
+    theirs = stock(tmp_path / "stock", model=make(0))
+    own = ours(tmp_path / "own", model=make(0), patrickstar_config={"optimizer_format": "both"})
+    run(theirs)
+    run(own)
+    places = tmp_path / "stock/checkpoint-2", tmp_path / "own/checkpoint-2"
+    found = [torch.load(place / "optimizer.pt", weights_only=True)["state"] for place in places]
+    assert found[0][0]["exp_avg"].dtype == torch.bfloat16
+    assert same_bits(*found)
+    assert not [name for name in tensors_in(places[1]) if "master/" in name]
+    for number, (trainer, place) in enumerate(((stock, places[1]), (ours, places[0]), (ours, places[1]))):
+        other = trainer(tmp_path / str(number), model=make(3))
+        run(other, resume_from_checkpoint=str(place))
+        assert logged(other, "loss") == logged(theirs, "loss")
+        assert_same_weights(theirs.model, other.model)
 
 
 def test_written_in_the_background_beside(tmp_path):
