@@ -34,7 +34,7 @@ import zipfile
 from collections.abc import Iterator
 
 import torch
-from crash_worker import CHUNK_BUDGETS, Attempt, Orders, Variant, warm_up
+from crash_worker import CHUNK_BUDGET, Attempt, Orders, Variant, warm_up
 from tqdm.auto import tqdm
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -105,8 +105,7 @@ class Reference:
         if any(attempt.statuses):
             raise LostError("a run that nobody disturbed failed")
         if not all(event.values[0] for event in attempt.told("done")):
-            budget = CHUNK_BUDGETS[attempt.orders.variant.precision]
-            raise LostError(f"no chunk was ever evicted; {budget} bytes are not tight")
+            raise LostError(f"no chunk was ever evicted; {CHUNK_BUDGET} bytes are not tight")
         [begin], [done] = attempt.told("begin", 0), attempt.told("done", 0)
         starts, ends = attempt.told("saving", 0), attempt.told("saved", 0)
         checkpoint = pathlib.Path(str(get_last_checkpoint(str(attempt.orders.directory))))

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_patrickstar import CheckpointError, PatrickStarTrainer, PatrickStarTrainingArguments
 from hf_patrickstar.checkpoint import background, pieces
-from hf_patrickstar.checkpoint.storage import PARTIAL, StagedDirectory
+from hf_patrickstar.checkpoint.storage import PARTIAL, REMOVED, StagedDirectory
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 BEST = {"eval_strategy": "steps", "load_best_model_at_end": True, "greater_is_better": True}  # the worst loss
@@ -123,15 +123,17 @@ class Steps(TrainerCallback):
         self.ended += 1
 
 
+@pytest.mark.parametrize("limit", [2, 4])
 @pytest.mark.parametrize(
     ("end", "steps"), [(4, {"max_steps": 4}), (3, {"max_steps": 3}), (4, {"max_steps": -1, "num_train_epochs": 0.25})]
 )
-def test_a_run_that_had_come_to_its_end_is_not_trained_further(end, steps, whole, tmp_path, caplog):
+def test_a_run_that_had_come_to_its_end_is_not_trained_further(end, steps, limit, whole, tmp_path, caplog):
     """Killed after its last checkpoint, with more of them than may stay, and started again."""
     folder = tmp_path / "run"
     shutil.copytree(folder_of(whole), folder)
-    (folder / PARTIAL / "checkpoint-4").mkdir(parents=True)
-    trainer = ours(folder, model=other_model(), save_steps=1, save_total_limit=2, **steps)
+    for left in (folder / PARTIAL / "checkpoint-4", folder / REMOVED / "checkpoint-0"):
+        left.mkdir(parents=True)
+    trainer = ours(folder, model=other_model(), save_steps=1, save_total_limit=limit, **steps)
     trainer.add_callback(counter := Steps())
     result = run(trainer, resume_from_checkpoint=True)
     assert (result.global_step, trainer.state.global_step, counter.begun, counter.ended) == (4, 4, 0, 1)
@@ -139,7 +141,7 @@ def test_a_run_that_had_come_to_its_end_is_not_trained_further(end, steps, whole
     assert_same_weights(whole.model, trainer.model)
     assert trainer.patrickstar_stats()["steps"] == 0
     assert trainer.state.log_history[:-1] == whole.state.log_history[:-1]
-    assert set(os.listdir(folder)) == {"checkpoint-3", "checkpoint-4"}
+    assert set(os.listdir(folder)) == {f"checkpoint-{step}" for step in range(5 - limit, 5)}
     assert_same_files(folder_of(whole) / "checkpoint-4", folder / "checkpoint-4")
 
 
