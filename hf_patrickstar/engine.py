@@ -30,6 +30,7 @@ from hf_patrickstar.optim.kernels import make_kernel
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.optim.optimizer_set import OptimizerSet
 from hf_patrickstar.payloads import Payloads
+from hf_patrickstar.report.figures import Figures
 from hf_patrickstar.report.statistics import Statistics
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.homes import Homes
@@ -93,6 +94,7 @@ class PatrickStarEngine:
         self.config = PatrickStarConfig.from_any(config)
         self._num_micro_batches = max(gradient_accumulation_steps, 1)
         self._statistics = Statistics()
+        self.figures = Figures()  # as they were told last
         self._listener = listener
         self.machine = Machine.find(self.config, device, process_group, self._relieve)
         self.device, self.collectives = self.machine.device, self.machine.collectives

@@ -1,18 +1,15 @@
 """``PatrickStarTrainer``, and the mixin that gives any other Trainer the same."""
 
 import logging
-import weakref
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import ConfigError, DeviceMemoryError, EngineError
 from hf_patrickstar.integrations.accelerator import PatrickStarAccelerator
 from hf_patrickstar.integrations.trainer_checkpoints import TrainerCheckpoints
 from hf_patrickstar.integrations.trainer_logs import figures_told
-from hf_patrickstar.report.figures import Figures
 from hf_patrickstar.runtime.admission import check_model
 from hf_patrickstar.runtime.recovery import MAX_RETRIES
 
@@ -36,7 +33,6 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
     optimizer: Any
     lr_scheduler: Any
     _is_shrinking = False  # whether the Trainer looks for a batch size, since the engine gave one up
-    _figures: tuple[weakref.ref[PatrickStarEngine], Figures] | None = None
 
     def create_accelerator_and_postprocess(self) -> None:
         """Makes the accelerator as the Trainer does; with ``patrickstar`` it becomes a ``PatrickStarAccelerator``.
@@ -75,9 +71,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         if engine is None or "loss" not in logs or choice == "off":
             super().log(logs, *args, **kwargs)  # type: ignore[misc]
             return
-        if self._figures is None or self._figures[0]() is not engine:
-            self._figures = (weakref.ref(engine), Figures())
-        with figures_told(self.callback_handler, self._figures[1].since_last(engine.stats()), choice == "brief"):
+        with figures_told(self.callback_handler, engine.figures.since_last(engine.stats()), choice == "brief"):
             super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

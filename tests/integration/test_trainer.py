@@ -162,7 +162,7 @@ def test_checkpoints_are_interchangeable_with_the_stock_trainer(tmp_path):
     run(stock)
     run(ours)
     ours_files, stock_files = (sorted(os.listdir(tmp_path / kind / "checkpoint-2")) for kind in ("ours", "stock"))
-    state_files = {"optimizer-00001-of-00001.safetensors", "optimizer.index.json"}
+    state_files = {"optimizer-00001-of-00001.safetensors", "optimizer.index.json", "README.md"}
     assert set(ours_files) - state_files == set(stock_files) - {"optimizer.pt"}
     assert state_files < set(ours_files)
     assert main(["export", str(tmp_path / "ours/checkpoint-2")]) == 0
