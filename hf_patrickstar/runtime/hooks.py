@@ -310,6 +310,8 @@ class ModelHooks:
         frame.has_turn = True
         frame.saved_tensors = self._operands.kept_as_numbers()
         frame.saved_tensors.__enter__()
+        is_training = frame.stage is Stage.FORWARD
+        self._manager.residency.forecast.note(frame.module, (args, kwargs), is_training=is_training)
 
     def _leave_outermost(self, frame: Frame) -> None:
         if frame.saved_tensors is not None:

@@ -131,12 +131,14 @@ class Recovery:
             f"{self._device}: out of memory. The micro-batch failed {MAX_RETRIES + 1} times, at last with every chunk "
             f"that was not in use off the device. Parameters are as they were before it. {gradients}. Use a smaller "
             "batch (--per_device_train_batch_size, with --gradient_accumulation_steps for the same total), shorter "
-            f"inputs, --gradient_checkpointing, or a larger device_budget. The last failure: {cause}"
+            f"inputs, --gradient_checkpointing, or what the last failure says: {cause}"
         )
 
     def _describe(self, error: BaseException) -> str:
         """What failed, and the ledger as it was then."""
         text = str(error) or type(error).__name__
+        if not isinstance(error, DeviceMemoryError):
+            text = f"{self._device} itself has no more memory, which no setting changes: {text}"
         return text if "\ntier " in text else f"{text}\n{self._manager.residency.ledger.table()}"
 
 
