@@ -106,7 +106,7 @@ def train(options, rank, world_size, reshard, checkpointing):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     numel = model.num_parameters()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    config = {"dtype": "bf16", "chunk_numel": options.chunk_numel, "reshard_after_forward": reshard}
+    config = {"dtype": "bf16", "autocast": False, "chunk_numel": options.chunk_numel, "reshard_after_forward": reshard}
     engine = PatrickStarEngine(model, config, optimizer, device="cpu")
     if engine.collectives.world_size != world_size:
         raise RuntimeError(f"the engine has {engine.collectives.world_size} processes, not {world_size}")

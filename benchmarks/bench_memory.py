@@ -75,7 +75,7 @@ def child(options):
     numel = model.num_parameters()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     # An LRU cache without prefetch and with all homes on the host is what the formula of the device peak describes.
-    config = {"dtype": options.dtype, "eviction": "lru", "prefetch_depth": 0, "placement": "host"}
+    config = {"dtype": options.dtype, "autocast": False, "eviction": "lru", "prefetch_depth": 0, "placement": "host"}
     if share is not None:
         config["chunk_budget"] = int(share * numel * 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -83,6 +83,7 @@ def child(options):
         model, config, optimizer, device=options.device, gradient_accumulation_steps=options.accumulation
     )
     losses = []
+    model.zero_grad()  # as the Trainer does; without it gradients of the first step are kept beside the values
     for step in range(options.steps):
         for micro in range(options.accumulation):
             batch = common.make_batch(step * 97 + micro, 2, 64, 256, torch.device(options.device))

@@ -44,6 +44,7 @@ def record(name, checkpointing, budget_share, policy, num_steps, fake):
     # A lower share would make "auto" choose smaller chunks: every budget of a model uses the chunks of the smallest.
     config = {
         "dtype": "bf16",
+        "autocast": False,
         "eviction": policy,
         "chunk_budget": int(budget_share * 2 * numel),
         "placement": "host",

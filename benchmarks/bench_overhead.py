@@ -94,7 +94,7 @@ def make_steps(device, options):
     optimizer = torch.optim.AdamW(plain.parameters() if options.dtype == "fp32" else masters, lr=1e-3, fused=True)
     engine = PatrickStarEngine(
         ours,
-        {"dtype": options.dtype, "cpu_embedding": False},
+        {"dtype": options.dtype, "autocast": False, "cpu_embedding": False},
         torch.optim.AdamW(ours.parameters(), lr=1e-3, fused=True),
         device=device,
     )

@@ -13,6 +13,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "eviction": ("belady", "lru", "list_order"),
     "placement": ("auto", "host"),
     "dtype": ("auto", "fp32", "bf16", "fp16"),
+    "optimizer_format": ("sharded", "torch", "both"),
 }
 _QUANTUM = 64
 
@@ -55,8 +56,20 @@ class PatrickStarConfig:
             exactly what PatrickStar section 7 says; ``False`` or ``"auto"`` keep it as long as nothing else needs the
             room, which sends less.
         dtype: Type of parameters and gradients on the compute device: ``"fp32"``, ``"bf16"``, ``"fp16"``, or
-            ``"auto"``: what ``--bf16`` or ``--fp16`` says, else the type that the model was loaded in. The optimizer
-            always works on fp32 masters.
+            ``"auto"``: what ``--bf16`` or ``--fp16`` says. Where 16-bit was asked for, the optimizer works on fp32
+            masters. Where nothing was asked for, each parameter and its optimizer states keep the type that the model
+            was loaded in, as in plain torch. float64 parameters stay float64 unless ``"fp32"`` was asked for.
+        autocast: Whether forward runs under ``torch.autocast`` where 16-bit was asked for, as in the stock Trainer:
+            matrix products in 16 bits, norms, softmax and losses in fp32. ``"auto"`` is ``True``. ``False`` computes
+            everything in 16 bits: activations that autocast keeps in fp32 take half the bytes, and losses are 16-bit.
+        keep_fp32: Which fp32 parameters stay so where 16-bit was asked for; each element costs 2 bytes more wherever it
+            is. ``"auto"``: what autocast does not round (embeddings, norms, scales, positions), so that losses are the
+            stock Trainer's. A list of patterns of names, such as ``["*norm*", "score.*"]``, replaces that; with
+            ``[]`` embeddings and norms are 16-bit too. Kept in any case is what transformers lists in
+            ``_keep_in_fp32_modules``, and fp32 parameters of a model that was loaded mostly in 16-bit.
+        frozen_master: Whether frozen parameters that were loaded in fp32 and are computed with in 16-bit keep their
+            original values beside them at home: ``True`` takes 4 bytes per such element, and reading, merging and
+            saving them loses nothing; with ``False`` they keep what 16 bits can hold.
         pin_memory: Whether host chunks that move are page-locked: ``True``, ``False``, or ``"auto"``: yes with a CUDA
             device. Pinned memory copies faster and asynchronously; torch rounds each pinned allocation up to a power
             of two, which is booked against ``host_budget``.
@@ -73,11 +86,16 @@ class PatrickStarConfig:
             state while training goes on. It is as consistent: the optimizer's step waits at a chunk that has not been
             written yet. Nothing is copied. The checkpoint appears a little later, and what goes wrong is told at the
             next one, or when training ends.
+        optimizer_format: How checkpoints have the optimizer's state: ``"sharded"`` (each process writes a safetensors
+            file of what it has, which is fastest and keeps every bit), ``"torch"`` (one process writes the
+            ``optimizer.pt`` that the stock Trainer resumes from; it has no fp32 masters, so that a model that was
+            loaded in 16-bit goes on from its rounded weights) or ``"both"`` (which takes the room of both). All are
+            read as they are.
         process_wait_s: With several processes, how many seconds one of them waits for the others to come to what all
-            must call together (reading parameters, evaluation, saving) before it raises ``CollectiveError``; it warns
-            after ten. Less finds a mistake sooner; more is right where one process takes long outside of the engine,
-            as with a slow file system or an evaluation that it prepares alone. With 0 or ``None`` only the timeout of
-            the process group ends such a wait, as it does all others.
+            must call together (making the engine, reading parameters, evaluation, saving) before it raises
+            ``CollectiveError``; it warns after ten. Less finds a mistake sooner; more is right where one process takes
+            long outside of the engine, as with a slow file system or an evaluation that it prepares alone. With 0 or
+            ``None`` only the timeout of the process group ends such a wait, as it does all others.
         debug_collectives: With several processes, agree on every collective before it is done, so that a process that
             does another one is named at once. Without it, processes find out when forward or backward ends.
         debug_evict_all: Evict every chunk that is not in use at every access, and fill what it leaves with NaN. Very
@@ -95,11 +113,15 @@ class PatrickStarConfig:
     prefetch_depth: int = 2
     reshard_after_forward: bool | Literal["auto"] = "auto"
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    autocast: bool | Literal["auto"] = "auto"
+    keep_fp32: tuple[str, ...] | Literal["auto"] = "auto"
+    frozen_master: bool = False
     pin_memory: bool | Literal["auto"] = "auto"
     warmup_fraction: float = 0.8
     tile_numel: int = 2**19
     keep_gradients: bool | Literal["auto"] = "auto"
     background_save: bool = False
+    optimizer_format: Literal["sharded", "torch", "both"] = "sharded"
     process_wait_s: float | None = 60.0
     debug_collectives: bool = False
     debug_evict_all: bool = False
@@ -126,9 +148,14 @@ class PatrickStarConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}: expected one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        for name in ("cpu_embedding", "pin_memory", "reshard_after_forward", "keep_gradients"):
+        for name in ("autocast", "cpu_embedding", "pin_memory", "reshard_after_forward", "keep_gradients"):
             if not isinstance(getattr(self, name), bool) and getattr(self, name) != "auto":
                 raise ConfigError(f"{name}: expected true, false or 'auto', got {getattr(self, name)!r}")
+        patterns = self.keep_fp32
+        is_list = isinstance(patterns, (list, tuple)) and all(isinstance(item, str) for item in patterns)
+        if patterns != "auto" and not is_list:
+            raise ConfigError(f"keep_fp32: expected 'auto' or a list of patterns of parameter names, got {patterns!r}")
+        object.__setattr__(self, "keep_fp32", "auto" if patterns == "auto" else tuple(patterns))
         fraction = self.warmup_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
             raise ConfigError(f"warmup_fraction: expected a number above 0 and at most 1, got {fraction!r}")
@@ -144,7 +171,7 @@ class PatrickStarConfig:
         is_number = isinstance(wait_s, (int, float)) and not isinstance(wait_s, bool)
         if wait_s is not None and not (is_number and 0 <= wait_s < float("inf")):
             raise ConfigError(f"process_wait_s: expected a number of seconds, 0 or more, or null, got {wait_s!r}")
-        for name in ("background_save", "debug_collectives", "debug_evict_all"):
+        for name in ("background_save", "frozen_master", "debug_collectives", "debug_evict_all"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: expected true or false, got {getattr(self, name)!r}")
 

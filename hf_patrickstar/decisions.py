@@ -20,8 +20,9 @@ from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.pool import pinned_nbytes
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel
-from hf_patrickstar.runtime.admission import check_model, check_values, choose_dtype, is_left_out, is_recomputed
-from hf_patrickstar.runtime.chunk import GRADIENT, MASTER
+from hf_patrickstar.precision import Precision, choose_precision
+from hf_patrickstar.runtime.admission import check_model, check_values, is_left_out, is_recomputed
+from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, torch_dtype
 from hf_patrickstar.runtime.live_parameter import LiveMixin
 from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.placement import ChunkBytes, HomePlan, plan_homes
@@ -36,6 +37,9 @@ _UNMEASURED_SHARE = 0.5
 _WHOLE_SHARE = 0.25
 """Part of a device budget that the groups in use may need if no tensor is spread over processes."""
 _WELL_USED = 0.9
+
+_FROZEN = -2
+"""Stands for the optimizer of frozen parameters."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,22 +68,21 @@ class Decisions:
     Attributes:
         tensors: One spec per parameter, in model order.
         parameters: The parameters, in the same order.
-        dtype: Type of parameters and gradients on the compute device.
-        dtype_reason: Why.
+        precision: In which types parameters are, and what is computed in them.
         choice: The layout.
         embeddings: Which embeddings are looked up at home.
         chunk_nbytes: Bytes of this rank's chunks over all lists.
         homes: Where they are at home.
         workspace_nbytes: Bytes of scratch space that the optimizer needs on a tier.
         need_at: Tells the bytes that chunks would need at once, with other bytes of the device, and of chunks there.
-        lists: The lists that trainable chunks have beside ``param``, by the index of their optimizer; -1 is none.
-        widens_gradients: Whether the optimizer finds 16-bit gradients; an accumulation list is fp32 already.
+        lists: The lists that chunks have beside ``param``, by the index of their optimizer; see ``lists_of``.
+        widens_gradients: Whether the optimizer finds gradients that it has to widen; those of an accumulation list are
+            wide already.
     """
 
     tensors: list[TensorSpec]
     parameters: list[torch.nn.Parameter]
-    dtype: torch.dtype
-    dtype_reason: str
+    precision: Precision
     choice: ChunkSizeChoice
     embeddings: EmbeddingChoice
     chunk_nbytes: list[ChunkBytes]
@@ -90,14 +93,13 @@ class Decisions:
     widens_gradients: bool
 
     def list_names(self, spec: ChunkSpec) -> tuple[str, ...]:
-        """The fp32 lists of a chunk."""
-        return self.lists[spec.optimizer_index] if spec.trainable else ()
+        """The lists of a chunk beside ``param``."""
+        return lists_of(spec, self.lists)
 
     def explain(self, situation: Circumstances) -> None:
         """Logs one line per decision that ``auto`` made."""
         config, ledger = situation.config, situation.machine.ledger
-        name = str(self.dtype).removeprefix("torch.")
-        logger.info("patrickstar: parameters in %s (%s)", name, self.dtype_reason)
+        logger.info("patrickstar: %s", self.precision.describe(self.tensors))
         chosen = "chunk_numel=auto" if config.chunk_numel == "auto" else "as asked"
         logger.info("patrickstar: %s: %s", chosen, self.choice.describe())
         logger.info("patrickstar: %s", self.homes.reason)
@@ -139,22 +141,28 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
     config, ledger, collectives = situation.config, situation.machine.ledger, situation.machine.collectives
     tensors, modules, parameters = collect(model, situation.optimizer_of)
     _check(model, tensors, parameters, is_training=bool(situation.kernels))
-    dtype, reason = choose_dtype(model, config.dtype, precision, parameters)
+    chosen = choose_precision(model, config, precision, parameters)
+    tensors = chosen.assign(model, tensors, parameters)
     # Without an optimizer masters are kept only where the model could not be restored without them.
-    is_restorable = {parameter.dtype for parameter in parameters} == {dtype}
+    is_restorable = all(
+        parameter.dtype is torch_dtype(spec.types.param) for spec, parameter in zip(tensors, parameters, strict=True)
+    )
     lists: dict[int, tuple[str, ...]] = {-1: () if is_restorable else (MASTER,)}
+    lists[_FROZEN] = (MASTER,) if config.frozen_master else ()
     for number, kernel in enumerate(situation.kernels):
         lists[number] = list_names(kernel, situation.num_micro_batches)
     others = _taken_by_others(situation, parameters)
-    total = sum(align(spec.numel) * (dtype.itemsize + _state_itemsize(spec, lists)) for spec in tensors)
+    total = sum(align(spec.numel) * (spec.types.itemsize + _state_itemsize(spec, lists)) for spec in tensors)
     total = -(-total // collectives.world_size)
     share, limit = _shares(situation, ledger.limit(Tier.DEVICE), others, ledger.chunk_budget)
-    limit = _agree(situation, tensors, dtype, limit)
+    limit = _agree(situation, tensors, limit)
     # Where everything lives on the device there is nothing to evict: debugging that needs chunks that move.
     fits = total <= share and not config.debug_evict_all
     embeddings = _choose_embeddings(model, tensors, situation, everything_fits=fits)
-    choose = functools.partial(_choose_layout, situation, tensors, modules, dtype, embeddings.apart)
+    choose = functools.partial(_choose_layout, situation, tensors, modules, embeddings.apart)
     choice = choose(limit, None if fits and collectives.world_size == 1 else limit, others)
+    widens = any(spec.types.is_mixed for spec in tensors) and situation.num_micro_batches == 1
+    workspace = _workspace_nbytes(situation, choice) if widens else 0
 
     def need_at(device_nbytes: int, chunk_nbytes: int | None) -> int:
         share, limit = _shares(situation, int(device_nbytes * ledger.usable(Tier.DEVICE)), others, chunk_nbytes)
@@ -162,9 +170,7 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
         found = choose(limit, None if fits and collectives.world_size == 1 else limit, others).working_set_nbytes
         return total + workspace if fits and not _can_move_homes(situation) else found
 
-    widens = dtype is not torch.float32 and situation.num_micro_batches == 1
-    workspace = _workspace_nbytes(situation, choice) if widens else 0
-    nbytes = chunk_bytes(choice.layout.chunks, dtype, lists, situation.machine.pool.pins_memory, embeddings)
+    nbytes = chunk_bytes(choice.layout.chunks, lists, situation.machine.pool.pins_memory, embeddings)
     homes = plan_homes(
         nbytes,
         share,
@@ -180,16 +186,14 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
     if not situation.machine.is_metered and not homes.device_homed:
         # Both tiers are the same memory: what the home takes is not there for the compute tier.
         ledger.lower_limit(Tier.DEVICE, max(ledger.limit(Tier.DEVICE) - total, choice.working_set_nbytes))
-    return Decisions(
-        tensors, parameters, dtype, reason, choice, embeddings, nbytes, homes, workspace, need_at, lists, widens
-    )
+    return Decisions(tensors, parameters, chosen, choice, embeddings, nbytes, homes, workspace, need_at, lists, widens)
 
 
 def _workspace_nbytes(situation: Circumstances, choice: ChunkSizeChoice) -> int:
     """Bytes of scratch space in which optimizers widen gradients, on each tier where they update chunks."""
     workspace = 0
     for number, kernel in enumerate(situation.kernels):
-        own = [spec.chunk_numel for spec in choice.layout.chunks if spec.is_updated and spec.optimizer_index == number]
+        own = [spec.chunk_numel for spec in choice.layout.chunks if widened_by(spec, number)]
         workspace += kernel.workspace_numel(max(own, default=0)) * torch.float32.itemsize
     return workspace
 
@@ -237,7 +241,7 @@ def _check(
 
 
 def list_names(kernel: Kernel, num_micro_batches: int) -> tuple[str, ...]:
-    """The fp32 lists of the chunks that a kernel updates.
+    """The lists beside ``param`` of the chunks that a kernel updates.
 
     Args:
         kernel: The kernel.
@@ -246,19 +250,37 @@ def list_names(kernel: Kernel, num_micro_batches: int) -> tuple[str, ...]:
     return (*kernel.list_names, GRADIENT) if num_micro_batches > 1 else kernel.list_names
 
 
+def widened_by(spec: ChunkSpec, optimizer_index: int) -> bool:
+    """Whether an optimizer updates a chunk and has to widen its gradients."""
+    return spec.is_updated and spec.optimizer_index == optimizer_index and spec.types.is_mixed
+
+
+def lists_of(spec: TensorSpec | ChunkSpec, lists: Mapping[int, tuple[str, ...]]) -> tuple[str, ...]:
+    """The lists beside ``param`` that a parameter or chunk has.
+
+    Args:
+        spec: The parameter or chunk.
+        lists: Those of chunks, by the index of the optimizer; -1 is none, -2 stands for frozen ones.
+    """
+    is_updated = spec.trainable and spec.optimizer_index >= 0
+    if not is_updated and not spec.types.is_mixed:
+        return ()  # a value is its own master
+    return lists[spec.optimizer_index if spec.trainable else _FROZEN]
+
+
 def _state_itemsize(spec: TensorSpec | ChunkSpec, lists: Mapping[int, tuple[str, ...]]) -> int:
-    """Bytes of all fp32 lists for one element."""
-    return torch.float32.itemsize * len(lists[spec.optimizer_index]) if spec.trainable else 0
+    """Bytes of all those lists for one element."""
+    return spec.types.state_itemsize * len(lists_of(spec, lists))
 
 
-def _agree(situation: Circumstances, tensors: list[TensorSpec], dtype: torch.dtype, limit: int) -> int:
+def _agree(situation: Circumstances, tensors: list[TensorSpec], limit: int) -> int:
     """The least of what all processes have for chunks; they must have the same model and settings."""
     collectives = situation.machine.collectives
     settings = {key: value for key, value in situation.config.to_dict().items() if not key.endswith("_budget")}
     settings["micro_batches"] = situation.num_micro_batches
     parts = {
         "models": [(spec.name, spec.shape, spec.trainable, spec.optimizer_index) for spec in tensors],
-        "types of parameters": str(dtype),
+        "types of parameters": [(spec.types.param, spec.types.state) for spec in tensors],
         "settings": sorted(settings.items()),
         "optimizers": [type(kernel).__name__ for kernel in situation.kernels],
     }
@@ -323,7 +345,6 @@ def _choose_layout(
     situation: Circumstances,
     tensors: list[TensorSpec],
     modules: list[ModuleSpec],
-    dtype: torch.dtype,
     apart: frozenset[int],
     limit: int,
     most: int | None,
@@ -333,22 +354,23 @@ def _choose_layout(
     config, collectives = situation.config, situation.machine.collectives
     limits, world_size = _limits(situation, others), collectives.world_size
 
-    def staging(chunk_numel: int) -> int:
+    def staging(chunk_numel: int, name: str) -> int:
+        dtype = torch_dtype(name)
         narrow, wide = collectives.staging_numel(chunk_numel, dtype)
         return narrow * dtype.itemsize + wide * torch.float32.itemsize
 
     splits = world_size > 1 and all(kernel.splits_tensors for kernel in situation.kernels)
     if config.chunk_numel != "auto":
         numel = int(config.chunk_numel)
-        return fixed_layout(tensors, modules, numel, dtype.itemsize, limit, apart, limits, world_size, staging, splits)
+        return fixed_layout(tensors, modules, numel, limit, apart, limits, world_size, staging, splits)
     if world_size > 1:
         # Whole tensors make the fewest groups. Where they waste much, or leave little room, large ones are spread.
         with contextlib.suppress(BudgetError):
             room = int(limit * _WHOLE_SHARE)
-            choice = search_layout(tensors, modules, dtype.itemsize, room, apart, limits, world_size, staging)
+            choice = search_layout(tensors, modules, room, apart, limits, world_size, staging)
             if not splits or choice.layout.utilisation >= _WELL_USED:
                 return choice
-    return search_layout(tensors, modules, dtype.itemsize, most, apart, limits, world_size, staging, splits)
+    return search_layout(tensors, modules, most, apart, limits, world_size, staging, splits)
 
 
 def _limits(situation: Circumstances, others_nbytes: int) -> list[Limit]:
@@ -366,7 +388,6 @@ def _limits(situation: Circumstances, others_nbytes: int) -> list[Limit]:
 
 def chunk_bytes(
     specs: Iterable[ChunkSpec],
-    dtype: torch.dtype,
     lists: Mapping[int, tuple[str, ...]],
     pinned: bool,
     embeddings: EmbeddingChoice,
@@ -375,14 +396,13 @@ def chunk_bytes(
 
     Args:
         specs: The chunks.
-        dtype: Type of the ``param`` list.
-        lists: The fp32 lists, by the index of the optimizer.
+        lists: The lists beside ``param`` of trainable ones, by the index of the optimizer.
         pinned: Whether host chunks that move are page-locked.
         embeddings: Which embeddings are looked up at home.
     """
     chunks = []
     for spec in specs:
-        nbytes = spec.chunk_numel * dtype.itemsize
+        nbytes = spec.chunk_numel * spec.types.itemsize
         host = pinned_nbytes(nbytes) if pinned and not spec.on_host else nbytes
         stays = bool(embeddings.tensor_indices & set(spec.tensor_indices))
         chunks.append(ChunkBytes(spec.index, nbytes, host, spec.chunk_numel * _state_itemsize(spec, lists), stays))

@@ -36,7 +36,7 @@ from hf_patrickstar.runtime.homes import Homes
 from hf_patrickstar.runtime.hooks import ModelHooks
 from hf_patrickstar.runtime.lockstep import Lockstep
 from hf_patrickstar.runtime.manager import ChunkManager
-from hf_patrickstar.runtime.recovery import Recovery
+from hf_patrickstar.runtime.recovery import MAX_RETRIES, Recovery
 from hf_patrickstar.runtime.residency import MovePolicy, Residency
 from hf_patrickstar.runtime.steps import Steps
 from hf_patrickstar.runtime.together import roots_of
@@ -253,9 +253,10 @@ class PatrickStarEngine:
                 self.weights,
                 state,
                 self.collectives,
-                self.config.background_save,
+                self.config,
             )
-            self._hooks = ModelHooks(self.model, self.manager, self.weights, self._follow_model, self.device)
+            casting = self._decisions.precision.casting(self.device)
+            self._hooks = ModelHooks(self.model, self.manager, self.weights, self._follow_model, self.device, casting)
             self._membership = Membership(
                 Parts(
                     model=self.model,
@@ -283,8 +284,8 @@ class PatrickStarEngine:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of parameters and gradients on the compute device."""
-        return self._decisions.dtype
+        """Type of most parameters on the compute device."""
+        return self._decisions.precision.dtype
 
     # One page of use
 
@@ -297,15 +298,16 @@ class PatrickStarEngine:
         """
         loss.backward(**kwargs)
 
-    def attempt(self, function: Callable[[], _T]) -> _T:
+    def attempt(self, function: Callable[[], _T], max_retries: int = MAX_RETRIES) -> _T:
         """Runs forward and backward of one micro-batch, again if device memory does not suffice.
 
-        A bare loop calls ``engine.attempt(lambda: train_on(batch))``; the Trainer does the same. Before each of up to
-        three repetitions gradients, parameters and random numbers are what they were, and chunks leave more of the
-        device to activations, so that no micro-batch is lost or counted twice.
+        A bare loop calls ``engine.attempt(lambda: train_on(batch))``; the Trainer does the same. Before each repetition
+        gradients, parameters and random numbers are what they were, and chunks leave more of the device to activations,
+        so that no micro-batch is lost or counted twice.
 
         Args:
             function: Does forward and backward once, and nothing else that counts; not the optimizer's step.
+            max_retries: How often to repeat it at most.
 
         Returns:
             What the function returned.
@@ -317,7 +319,7 @@ class PatrickStarEngine:
         """
         if self.collectives.world_size > 1:
             return function()  # the others would wait for what this process has done already
-        return self._recovery.run(function)
+        return self._recovery.run(function, max_retries)
 
     def full_parameters(
         self, parameters: Iterable[torch.nn.Parameter] | None = None, writeback: bool = True, with_grads: bool = False

@@ -145,6 +145,7 @@ class Membership:
             manager.writes.give_up_swapped(swapped)
         held = holders(item.inner for item in self._parts.optimizers)
         specs, modules, parameters = collect(self._parts.model, held, manager.find)
+        specs = self._decisions.precision.assign(self._parts.model, specs, parameters, self._loaded)
         found: list[TensorSpec] = []
         new: list[int] = []
         for place, (spec, parameter) in enumerate(zip(specs, parameters, strict=True)):
@@ -154,14 +155,16 @@ class Membership:
                 found.append(dataclasses.replace(spec, index=self._next_index + len(new) - 1))
             else:
                 kept = tensor.spec
-                found.append(
-                    dataclasses.replace(
-                        spec, index=kept.index, trainable=kept.trainable, optimizer_index=kept.optimizer_index
-                    )
-                )
+                own = {name: getattr(kept, name) for name in ("index", "trainable", "optimizer_index", "types")}
+                found.append(dataclasses.replace(spec, **own))
         present = {id(parameter) for parameter in parameters}
         gone = [t for t in manager.tensors if t.is_given_up or id(t.parameter) not in present]
         return _Change(found, modules, parameters, new, gone)
+
+    def _loaded(self, parameter: torch.nn.Parameter) -> torch.dtype:
+        """The type that a parameter was loaded in."""
+        tensor = self._parts.manager.find(parameter)
+        return parameter.dtype if tensor is None else tensor.original_dtype
 
     @staticmethod
     def _must_move(tensor: ManagedTensor, spec: TensorSpec, is_training: bool) -> bool:
@@ -296,7 +299,7 @@ class Membership:
         """Makes sure that every module's chunks fit the device together."""
         manager, ledger = self._parts.manager, self._parts.manager.residency.ledger
         sizes = {chunk.spec.index: chunk.copy_nbytes for chunk in manager.chunks}
-        sizes |= {spec.index: spec.capacity_numel * self._decisions.dtype.itemsize for spec in layout.chunks}
+        sizes |= {spec.index: spec.nbytes for spec in layout.chunks}
         places = {tensor.spec.index: tensor.chunk.spec.index for tensor in manager.tensors}
         places |= {placement.tensor_index: placement.chunk_index for placement in layout.placements}
         limits = ledger.limits(Tier.DEVICE, cautious=ledger.is_cautious)

@@ -4,14 +4,14 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from hf_patrickstar.decisions import Decisions, chunk_bytes
+from hf_patrickstar.decisions import Decisions, chunk_bytes, widened_by
 from hf_patrickstar.errors import PatrickStarError
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel
-from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
+from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor, torch_dtype
 from hf_patrickstar.schedule.placement import ChunkBytes
 
 
@@ -68,13 +68,13 @@ class Payloads:
         Raises:
             BudgetError: If there is no room.
         """
-        decisions = self._decisions
         chunk = Chunk(spec, home, self._rank)
         moves = home is Tier.HOST and not spec.on_host
-        chunk.param = self._pool.allocate(home, spec.chunk_numel, decisions.dtype, "param", pinned=moves, zero=True)
+        dtype = torch_dtype(spec.types.param)
+        chunk.param = self._pool.allocate(home, spec.chunk_numel, dtype, "param", pinned=moves, zero=True)
         try:
-            for name in decisions.list_names(spec):
-                chunk.lists[name] = self._pool.allocate(home, spec.chunk_numel, torch.float32, name, zero=True)
+            for name in self._decisions.list_names(spec):
+                chunk.lists[name] = self._pool.allocate(home, spec.chunk_numel, chunk.state_dtype, name, zero=True)
         except PatrickStarError:
             chunk.give_back(self._pool)
             raise
@@ -89,13 +89,13 @@ class Payloads:
             offset_numel: Where in its chunk it will be.
         """
         # A placeholder for each: that distinct parameters are distinct storages is how libraries find tied ones.
-        nan = torch.full((), float("nan"), dtype=self._decisions.dtype, device=self._device)
+        nan = torch.full((), float("nan"), dtype=torch_dtype(spec.types.param), device=self._device)
         return ManagedTensor(spec, parameter, offset_numel, nan.expand(spec.shape))
 
     def nbytes_of(self, specs: Iterable[ChunkSpec]) -> list[ChunkBytes]:
         """The bytes of chunks over all lists."""
         decisions = self._decisions
-        return chunk_bytes(specs, decisions.dtype, decisions.lists, self._pool.pins_memory, decisions.embeddings)
+        return chunk_bytes(specs, decisions.lists, self._pool.pins_memory, decisions.embeddings)
 
     def reserve(self, chunks: Sequence[Chunk], *also: Tier) -> None:
         """Lets the kernels allocate their workspace, if they have to widen gradients.
@@ -108,7 +108,7 @@ class Payloads:
             BudgetError: If there is no room.
         """
         for number, kernel in enumerate(self._kernels if self._decisions.widens_gradients else ()):
-            kernel.reserve([chunk for chunk in chunks if chunk.spec.optimizer_index == number], *also)
+            kernel.reserve([chunk for chunk in chunks if widened_by(chunk.spec, number)], *also)
 
     def reserve_anew(self, chunks: Sequence[Chunk]) -> None:
         """Gives the workspace of the kernels back, and allocates what other chunks need; see ``reserve``."""

@@ -4,15 +4,20 @@ They are forked from a process that has imported everything, so that one starts 
 through a pipe: ``begin``, ``step``, ``saving``, ``saved``, ``done`` or ``failed``; what it told before a kill arrives.
 """
 
+import contextlib
 import dataclasses
+import gc
 import json
+import math
 import os
 import pathlib
+import random
 import resource
 import select
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -25,13 +30,17 @@ os.environ.update({"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils.logging import disable_progress_bar
 
 from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
 
-VOCAB, LENGTH, ROWS = 96, 16, 64
-CHUNK_BUDGET = 60_000
-"""Bytes: less than the parameters have in any precision, so that chunks come and go."""
-END_TIMEOUT_S = 120.0
+VOCAB, LENGTH, ROWS = 96, 16, 16
+CHUNK_BUDGETS = {"fp32": 60_000, "bf16": 50_000, "bf16 model": 50_000}
+"""Bytes for each precision: less than the parameters have, so that chunks come and go."""
+SILENCE_S = 120.0
+"""A run that tells nothing for so long hangs, however busy the machine is."""
+PORTS = range(10_000, 30_000)
+"""Below those that the system gives to connections, so that nobody else is given one between its choice and its use."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +153,7 @@ def make_model(precision: str, seed: int) -> GPT2LMHeadModel:
     """A tiny model with dropout, whose losses depend on the state of the random number generator too."""
     torch.manual_seed(seed)
     ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    config = GPT2Config(vocab_size=VOCAB, n_positions=LENGTH, n_embd=32, n_layer=3, n_head=2, **ends)
+    config = GPT2Config(vocab_size=VOCAB, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2, **ends)
     model = GPT2LMHeadModel(config)
     return model.to(torch.bfloat16) if precision == "bf16 model" else model
 
@@ -162,7 +171,10 @@ def train(orders: Orders, rank: int, reporter: _Reporter) -> None:
     args = PatrickStarTrainingArguments(
         output_dir=str(directory),
         patrickstar=True,
-        patrickstar_config={"chunk_budget": CHUNK_BUDGET, "background_save": variant.background},
+        patrickstar_config={
+            "chunk_budget": CHUNK_BUDGETS[variant.precision],
+            "background_save": variant.background,
+        },
         bf16=variant.precision == "bf16",
         use_cpu=True,
         max_steps=orders.steps,
@@ -215,6 +227,15 @@ def _serve(orders: Orders, rank: int, port: int, pipe: int, log: pathlib.Path) -
 # In the process that forks
 
 
+def warm_up() -> None:
+    """Does once what every process that is forked later would do again, and keeps the collector off what is there."""
+    disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder:
+        make_model("fp32", seed=0).save_pretrained(folder)  # compiles a thousand patterns of names
+    gc.collect()
+    gc.freeze()
+
+
 @dataclasses.dataclass(frozen=True)
 class Event:
     """What a process told: when, which rank, and what."""
@@ -264,7 +285,7 @@ class Attempt:
     def __exit__(self, *_: Any) -> None:
         """Nothing that was started here outlives it."""
         self.kill()
-        self.wait(lambda: False)
+        self.wait()
 
     @property
     def statuses(self) -> list[int | None]:
@@ -281,19 +302,24 @@ class Attempt:
             if process.status is None:
                 os.kill(process.pid, signal.SIGKILL)
 
-    def wait(self, is_enough: Callable[[], bool], timeout: float = END_TIMEOUT_S) -> bool:
-        """Listens until enough was told, all processes have ended, or time is up.
+    def wait(self, is_enough: Callable[[], bool] = lambda: False, seconds: float = math.inf) -> bool:
+        """Listens until enough was told, all processes have ended, time is up, or nothing is told any more.
+
+        Args:
+            is_enough: Whether enough was told.
+            seconds: How long to listen at most.
 
         Returns:
-            Whether time was not up.
+            Whether the processes went on as long as it listened.
         """
-        end = time.monotonic() + timeout
+        end = time.monotonic() + seconds
         while not is_enough():
             waiting = {process.pipe: process for process in self._processes if process.status is None}
-            if not waiting:
+            left = end - time.monotonic()
+            if not waiting or left <= 0:
                 return True
-            ready, _, _ = select.select(list(waiting), [], [], max(0.0, end - time.monotonic()))
-            if not ready:
+            ready, _, _ = select.select(list(waiting), [], [], min(left, SILENCE_S))
+            if not ready and left > SILENCE_S:
                 return False
             for pipe in ready:
                 self._read(waiting[pipe])
@@ -315,6 +341,8 @@ class Attempt:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    while True:
+        port = random.choice(PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

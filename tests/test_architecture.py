@@ -23,6 +23,7 @@ LEVELS = dict.fromkeys(_BASE, 0) | {
     "checkpoint": 4,
     "machine": 4,
     "report": 4,
+    "precision": 4,
     "decisions": 5,
     "payloads": 6,
     "membership": 7,

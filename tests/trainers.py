@@ -7,8 +7,10 @@ from models import make_model, make_rows
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
+from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.layout.search import search_layout
 from hf_patrickstar.layout.specs import collect_specs
+from hf_patrickstar.precision import choose_precision
 from hf_patrickstar.runtime.admission import is_recomputed
 
 
@@ -22,16 +24,37 @@ class LossRecorder(TrainerCallback):
             self.norms.append(float(logs["grad_norm"]))
 
 
-def smallest_budget(model, itemsize=4, checkpointing=False):
+class LogRecorder(TrainerCallback):
+    """Keeps every log as a ``report_to`` backend gets it."""
+
+    def __init__(self):
+        self.logs = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append(dict(logs))
+
+    def figures(self):
+        """What each log with a training loss says of the engine."""
+        prefix = "patrickstar/"
+        return [
+            {key.removeprefix(prefix): value for key, value in entry.items() if key.startswith(prefix)}
+            for entry in self.logs
+            if "loss" in entry
+        ]
+
+
+def smallest_budget(model, precision="no", checkpointing=False, **settings):
     """Bytes of the largest working set of a layout with chunks as small as its tensors allow."""
     if checkpointing:
         model.gradient_checkpointing_enable()
-    tensors, modules, _ = collect_specs(model, is_recomputed)
-    low, high = 1, sum(t.numel for t in tensors) * itemsize * 2
+    tensors, modules, parameters = collect_specs(model, is_recomputed)
+    types = choose_precision(model, PatrickStarConfig(**settings), precision, parameters)
+    tensors = types.assign(model, tensors, parameters)
+    low, high = 1, sum(t.nbytes for t in tensors) * 2
     while low < high:
         middle = (low + high) // 2
         try:
-            search_layout(tensors, modules, itemsize, middle)
+            search_layout(tensors, modules, middle)
             high = middle
         except MemoryError:
             low = middle + 1

@@ -1,22 +1,24 @@
 """Whole checkpoints of an engine: weights as any library reads them, and the training state beside them."""
 
 import contextlib
-import dataclasses
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from hf_patrickstar.checkpoint.deferred import DeferredTensor, Reader
+from hf_patrickstar.checkpoint.deferred import Reader
+from hf_patrickstar.checkpoint.found_weights import FoundWeights, find_weights, shape_mismatch
+from hf_patrickstar.checkpoint.read_me import write_read_me
 from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile, streamed_writing
-from hf_patrickstar.checkpoint.storage import StagedDirectory
+from hf_patrickstar.checkpoint.storage import StagedDirectory, remove_leftovers
+from hf_patrickstar.checkpoint.torch_state import TorchLoading, TorchState, torch_paths
 from hf_patrickstar.checkpoint.training_state import INDEX_NAME, Loading, TrainingState
 from hf_patrickstar.checkpoint.transaction import Checkpoint, Transactions
-from hf_patrickstar.checkpoint.weight_files import deferred_weights, open_weights
 from hf_patrickstar.checkpoint.weights import ChunkWeights
+from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives
@@ -30,21 +32,6 @@ _WEIGHTS_NAME = "model.safetensors"
 _ADAPTER_NAME = "adapter_model.safetensors"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class FoundWeights:
-    """Weights on the disk that fit a model, and what does not.
-
-    Attributes:
-        values: By name in the model, to be read later.
-        missing_keys: Names in the model that have none.
-        unexpected_keys: Names in the files that the model does not have.
-    """
-
-    values: dict[str, torch.Tensor]
-    missing_keys: list[str]
-    unexpected_keys: list[str]
-
-
 class Checkpoints:
     """Saves and loads all that an engine trains.
 
@@ -54,7 +41,7 @@ class Checkpoints:
         weights: Reads and writes its parameters.
         state: Its training state; empty if no optimizer trains it.
         collectives: The processes that share it.
-        in_background: Write training states while training goes on.
+        config: Settings: in which format training states are written, and whether while training goes on.
     """
 
     def __init__(
@@ -64,13 +51,16 @@ class Checkpoints:
         weights: ChunkWeights,
         state: TrainingState,
         collectives: Collectives,
-        in_background: bool,
+        config: PatrickStarConfig,
     ) -> None:
-        self.in_background = in_background
+        self._is_sharded = config.optimizer_format != "torch"
+        self._is_torch = config.optimizer_format != "sharded"
+        self._in_background = config.background_save
         self._model = model
         self._manager = manager
         self._weights = weights
         self.state = state
+        self.torch_state = TorchState(manager, state.optimizer)
         self._collectives = collectives
         self._transactions = Transactions(collectives, manager.sharing.enter)
 
@@ -115,25 +105,64 @@ class Checkpoints:
         Raises:
             CheckpointError: If it cannot be written.
         """
-        if not self.state.is_empty:
+        if not self.state.is_empty and self._is_sharded:
             with_index = self._collectives.rank in checkpoint.makers
             checkpoint.write = self.state.save_in_background(checkpoint.path, with_index=with_index)
 
-    def end_state(self, checkpoint: Checkpoint) -> None:
+    def end_state(self, checkpoint: Checkpoint, paths: Sequence[Path] | None = None) -> None:
         """Waits until it is saved; where it may be saved in the background, training goes on meanwhile.
+
+        What is written in torch's format is written here: all processes call it together.
 
         Args:
             checkpoint: The checkpoint.
+            paths: The files in torch's format, by optimizer; by default ``optimizer.pt`` and so on.
 
         Raises:
             CheckpointError: If it cannot be written.
         """
-        if checkpoint.write is None or self.in_background:
+        is_maker = self._collectives.rank in checkpoint.makers
+        self._complete_state(checkpoint.path, paths, is_maker=is_maker, older=checkpoint.staged.final)
+        if checkpoint.write is None or self._in_background:
             return
         write, checkpoint.write = checkpoint.write, None
         write.join()
         if write.error is not None:
             raise write.error
+
+    def save_state(
+        self, directory: str | os.PathLike[str], *, is_maker: bool, paths: Sequence[Path] | None = None
+    ) -> None:
+        """Saves the training state alone; all processes call it together.
+
+        Args:
+            directory: A directory that exists.
+            is_maker: Whether this process writes what one writes for all, or one on each disk.
+            paths: See ``end_state``.
+
+        Raises:
+            CheckpointError: If it cannot be written.
+        """
+        if self._is_sharded and not self.state.is_empty:
+            self.state.save(directory, with_index=is_maker)
+        self._complete_state(directory, paths, is_maker=is_maker)
+
+    def _complete_state(
+        self,
+        directory: str | os.PathLike[str],
+        paths: Sequence[Path] | None,
+        *,
+        is_maker: bool,
+        older: Path | None = None,
+    ) -> None:
+        """Writes what goes with the files of the processes: the state in torch's format, and what is in which file."""
+        if self.state.is_empty:
+            return
+        if self._is_torch:
+            paths = paths or torch_paths(directory, len(self.state.optimizer))
+            self.torch_state.write(paths, is_writer=is_maker, piece_numel=self._weights.piece_numel)
+        if self._is_sharded and is_maker:
+            write_read_me(directory, older)
 
     def _save_weights(self, directory: Path) -> None:
         is_main = self._collectives.rank == 0
@@ -170,7 +199,9 @@ class Checkpoints:
         self._manager.sharing.enter("loads a checkpoint")
         self.wait()
         if self._collectives.rank == 0:
-            StagedDirectory(directory).recover()
+            staged = StagedDirectory(directory)
+            staged.recover()
+            remove_leftovers(staged.final.parent)
         if self.together(lambda: bool(adapter_directories(self._model, directory))):
             self.check_state(directory)
             self._load_adapters(directory)
@@ -193,11 +224,11 @@ class Checkpoints:
         """
         self._manager.sharing.enter("loads weights")
         self.wait()
-        return self.load_parts(self.together(lambda: find_weights(self._model, path)))
+        return self.load_parts(self.together(lambda: find_weights(self._model, path, self._manager.values.device)))
 
     def _find_all(self, directory: str | os.PathLike[str]) -> FoundWeights:
         """The weights, of which none may be missing."""
-        found = find_weights(self._model, directory)
+        found = find_weights(self._model, directory, self._manager.values.device)
         names = dict(self._model.named_parameters(remove_duplicate=False))
         missing = [name for name in found.missing_keys if name in names]
         if missing:
@@ -215,7 +246,7 @@ class Checkpoints:
                     if key not in file.entries:
                         raise CheckpointError(f"'{file.path}' has no tensor '{key}'")
                     if file.entries[key].shape != tuple(value.shape):
-                        raise CheckpointError(_shape_mismatch(key, file.deferred(key), tuple(value.shape)))
+                        raise CheckpointError(shape_mismatch(key, file.deferred(key), tuple(value.shape)))
 
         with self._weights.streamed(is_reader=True):  # names and shapes without values
             self.together(check)
@@ -255,7 +286,8 @@ class Checkpoints:
 
         Args:
             found: The weights; ``None`` leaves them.
-            state_directory: Where the training state is; without an index of one there, and with ``None``, it stays.
+            state_directory: Where the training state is, ours or ``optimizer.pt``; where neither is, and with ``None``,
+                it stays as it is.
 
         Raises:
             CheckpointError: If something does not fit, here or on another process; nothing has changed then.
@@ -280,14 +312,18 @@ class Checkpoints:
         """
         self._open(FoundWeights({}, [], []), directory)
 
-    def _open(self, found: FoundWeights, state_directory: str | os.PathLike[str] | None) -> Loading | None:
+    def _open(
+        self, found: FoundWeights, state_directory: str | os.PathLike[str] | None
+    ) -> Loading | TorchLoading | None:
         """Checks what is to be loaded, on all processes, before any of them changes something."""
 
-        def open_all() -> Loading | None:
+        def open_all() -> Loading | TorchLoading | None:
             self._check(found)
-            if self.state.is_empty or state_directory is None or not has_training_state(state_directory):
+            if self.state.is_empty or state_directory is None:
                 return None
-            return self.state.open(state_directory)
+            if has_training_state(state_directory):
+                return self.state.open(state_directory)
+            return self.torch_state.open(state_directory) if has_torch_state(state_directory) else None
 
         return self.together(open_all)
 
@@ -295,7 +331,7 @@ class Checkpoints:
         for tensor in self._manager.tensors:
             value = _value_of(tensor, found.values)
             if value is not None and tuple(value.shape) != tensor.spec.shape:
-                raise CheckpointError(_shape_mismatch(tensor.spec.name, value, tensor.spec.shape))
+                raise CheckpointError(shape_mismatch(tensor.spec.name, value, tensor.spec.shape))
 
     @torch.no_grad()
     def _apply(self, found: FoundWeights) -> None:
@@ -322,6 +358,11 @@ def has_training_state(directory: str | os.PathLike[str]) -> bool:
     return (Path(directory) / INDEX_NAME).is_file()
 
 
+def has_torch_state(directory: str | os.PathLike[str]) -> bool:
+    """Whether an ``optimizer.pt`` is there."""
+    return torch_paths(directory)[0].is_file()
+
+
 def adapter_directories(model: torch.nn.Module, directory: str | os.PathLike[str]) -> dict[str, Path]:
     """Where the adapters of a PEFT model are in a checkpoint, by name; empty if there is the whole model, or none.
 
@@ -334,72 +375,5 @@ def adapter_directories(model: torch.nn.Module, directory: str | os.PathLike[str
     return {name: path for name, path in places.items() if (path / _ADAPTER_NAME).is_file()}
 
 
-def find_weights(model: torch.nn.Module, directory: str | os.PathLike[str]) -> FoundWeights:
-    """Opens saved weights and finds the model's names for them; nothing is read yet.
-
-    Where names in the files are not the model's own, transformers' renaming and conversion of its checkpoints is used.
-
-    Args:
-        model: The model, with an engine or without.
-        directory: Where the weights are; see ``open_weights``.
-
-    Raises:
-        CheckpointError: If a file is missing or damaged, or a shape does not fit.
-    """
-    values: dict[str, torch.Tensor] = dict(open_weights(directory))
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    buffers = _persistent_buffers(model)
-    names = {**{name: tuple(parameter.shape) for name, parameter in parameters.items()}, **buffers}
-    if not all(name in names for name in values):
-        values = _converted(model, directory, values) or values
-    for name, value in values.items():
-        if name in names and tuple(value.shape) != names[name]:
-            raise CheckpointError(_shape_mismatch(name, value, names[name]))
-    held = {id(parameters[name]) for name in values if name in parameters}
-    missing = [name for name, parameter in parameters.items() if id(parameter) not in held]
-    missing += [name for name in buffers if name not in values]
-    return FoundWeights(
-        {name: value for name, value in values.items() if name in names},
-        missing,
-        [name for name in values if name not in names],
-    )
-
-
-def _persistent_buffers(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    found = {}
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = tuple(buffer.shape)
-    return found
-
-
-def _converted(
-    model: torch.nn.Module, directory: str | os.PathLike[str], values: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor] | None:
-    """The weights under the model's names, if it is one of transformers'."""
-    from transformers import PreTrainedModel
-
-    if not isinstance(model, PreTrainedModel) or not Path(directory).is_dir():
-        return None
-    kinds = {value.dtype for value in values.values() if value.is_floating_point()}
-    widest = max(kinds, key=lambda dtype: dtype.itemsize, default=torch.float32)
-    try:
-        # What is missing in the files is initialised, which must not be noticed.
-        with deferred_weights(), torch.random.fork_rng(devices=[]):
-            twin = type(model).from_pretrained(directory, config=model.config, dtype=widest)
-    except (RuntimeError, ValueError, OSError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"'{directory}' does not fit the model: {error}") from error
-    items = [*twin.named_parameters(), *twin.named_buffers()]
-    return {name: value for name, value in items if isinstance(value, DeferredTensor)}
-
-
 def _value_of(tensor: ManagedTensor, values: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     return next((values[name] for name in (tensor.spec.name, *tensor.spec.aliases) if name in values), None)
-
-
-def _shape_mismatch(name: str, value: torch.Tensor, shape: tuple[int, ...]) -> str:
-    where = str(value.recipe) if isinstance(value, DeferredTensor) else "the file"
-    return f"{where}: tensor '{name}' has shape {tuple(value.shape)}, in the model it has {shape}"

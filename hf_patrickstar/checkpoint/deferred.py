@@ -153,7 +153,7 @@ class DeferredTensor(torch.Tensor):
         is_assigned = name == "__setitem__" and isinstance(args[0], DeferredTensor)
         if is_assigned or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None:
             raise EngineError(f"'{name}' would change a tensor that is not read yet")
-        if name in _READING:
+        if name in READING:
             return _read_now(name, func, args, kwargs)
         if name in _KEEPING or (name == "__getitem__" and args[1] is Ellipsis):
             return _alias(args[0])
@@ -162,9 +162,10 @@ class DeferredTensor(torch.Tensor):
         return _record(func, args, kwargs)
 
 
-_READING = frozenset(
+READING = frozenset(
     ("numpy", "item", "tolist", "cpu", "cuda", "equal", "allclose", "__array__", "__bool__", "__float__")
 ) | {"__int__", "__index__", "__reduce_ex__", "__setitem__", "share_memory_", "pin_memory"}
+"""Functions that look at values."""
 _KEEPING = frozenset(("detach", "contiguous", "clone", "alias"))
 _CASTING = frozenset(("to", "float", "half", "bfloat16", "type", "type_as"))
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]

@@ -1,20 +1,38 @@
 """The way back: a training state as the ``optimizer.pt`` that the stock Trainer, and plain torch, resume from."""
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
+from hf_patrickstar.checkpoint.deferred import DeferredTensor, Reader
 from hf_patrickstar.checkpoint.storage import replace_file
-from hf_patrickstar.checkpoint.training_state import SavedState
+from hf_patrickstar.checkpoint.torch_file import write_torch
+from hf_patrickstar.checkpoint.torch_state import torch_paths
+from hf_patrickstar.checkpoint.training_state import INDEX_NAME, SavedState
+from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.runtime.chunk import MASTER
 
-OPTIMIZER_NAME = "optimizer.pt"
+
+class _SavedSource:
+    """A tensor of a training state on the disk, however many files it is in, as the source of a deferred one."""
+
+    def __init__(self, saved: SavedState, key: str, name: str) -> None:
+        self._saved, self._key, self._name = saved, key, name
+        self.shape, self.dtype = saved.shape(key, name), saved.dtype(key, name)
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return self._saved.read(self._key, self._name, start, stop)
+
+    def __str__(self) -> str:
+        return f"'{self._saved.path}'"
 
 
-def torch_state_dict(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """A training state in the format of ``torch.optim.Optimizer.state_dict``.
+def deferred_state_dicts(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """A training state in the format of ``torch.optim.Optimizer.state_dict``, a dictionary for each optimizer.
 
     Masters are left out: torch's optimizers have none.
 
@@ -22,48 +40,76 @@ def torch_state_dict(directory: str | os.PathLike[str]) -> dict[str, Any]:
         directory: Where the training state is.
 
     Returns:
-        States by number and param groups; tensors on the host, in the shapes of parameters.
+        States by number and param groups; tensors in the shapes of parameters, which are read when they are needed.
 
     Raises:
         CheckpointError: If a file is missing or damaged.
     """
     saved = SavedState(directory)
-    numbers: dict[str, int] = {}
-    state: dict[int, dict[str, Any]] = {}
-    groups = []
-    for group in saved.groups:
-        for name in group["params"]:
-            numbers.setdefault(name, len(numbers))
-        packed = {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
-        packed["params"] = [numbers[name] for name in group["params"]]
-        groups.append(packed)
-    for name, number in numbers.items():
-        found = dict(saved.values.get(name, {}))
-        if name in saved.shapes:
-            saved.check_complete(name, 0, torch.Size(saved.shapes[name]).numel())
-        for key in sorted(saved.keys(name) - {MASTER}):
-            shape = saved.shape(key, name)
-            found[key] = saved.read(key, name, 0, torch.Size(shape).numel()).view(shape)
-        if found:
-            state[number] = found
-    return {"state": state, "param_groups": groups}
+    groups = iter(saved.groups)
+    state_dicts = []
+    for number, members in enumerate(saved.optimizers):
+        state: dict[int, dict[str, Any]] = {}
+        packed = []
+        place = 0
+        for names, group in zip(members, groups, strict=False):
+            plain = {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
+            packed.append({**plain, "params": list(range(place, place + len(names)))})
+            for name in names:
+                found = saved.others.get(f"{number}.{place}", {}) if name is None else _state_of(saved, name)
+                if found:
+                    state[place] = found
+                place += 1
+        state_dicts.append({"state": state, "param_groups": packed})
+    return state_dicts
 
 
-def export(directory: str | os.PathLike[str], output: str | os.PathLike[str] | None = None) -> Path:
-    """Writes the training state of a checkpoint as ``optimizer.pt``.
+def _state_of(saved: SavedState, name: str) -> dict[str, Any]:
+    """The state of a parameter that was in a chunk; it is made sure that all of it is there."""
+    if name in saved.shapes:
+        saved.check_complete(name, 0, torch.Size(saved.shapes[name]).numel())
+    keys = sorted(saved.keys(name) - {MASTER})
+    return {**saved.values.get(name, {}), **{k: DeferredTensor.make(_SavedSource(saved, k, name)) for k in keys}}
+
+
+def torch_state_dict(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """The state of the first optimizer, with every tensor in memory; see ``deferred_state_dicts``.
+
+    Args:
+        directory: Where the training state is.
+
+    Raises:
+        CheckpointError: If a file is missing or damaged.
+    """
+    reader = Reader()
+
+    def read(tensor: DeferredTensor) -> torch.Tensor:
+        return reader.read(tensor).view(tensor.shape)
+
+    found: dict[str, Any] = tree_map_only(DeferredTensor, read, deferred_state_dicts(directory)[0])
+    return found
+
+
+def export(directory: str | os.PathLike[str], output: str | os.PathLike[str] | None = None) -> list[Path]:
+    """Writes the training state of a checkpoint as ``optimizer.pt``, with a piece of it in memory at a time.
 
     Args:
         directory: The checkpoint.
         output: The file; by default ``optimizer.pt`` in the checkpoint, where the stock Trainer looks for it. One that
-            is there is replaced when the new one is complete.
+            is there is replaced when the new one is complete. A second optimizer has its state in ``optimizer_1.pt``.
 
     Returns:
-        The file.
+        The files.
 
     Raises:
-        CheckpointError: If the training state cannot be read, or the file cannot be written.
+        CheckpointError: If the training state cannot be read, or a file cannot be written.
     """
-    path = Path(output) if output is not None else Path(directory) / OPTIMIZER_NAME
-    state = torch_state_dict(directory)
-    replace_file(path, lambda temporary: torch.save(state, temporary))
-    return path
+    (default,) = torch_paths(directory)
+    first = Path(output) if output is not None else default
+    if not (Path(directory) / INDEX_NAME).exists() and default.is_file():
+        raise CheckpointError(f"'{default}' is there already, and nothing that it could be written from")
+    state_dicts = deferred_state_dicts(directory)
+    paths = torch_paths(first.parent, len(state_dicts), first.name)
+    for path, state_dict in zip(paths, state_dicts, strict=True):
+        replace_file(path, functools.partial(write_torch, value=state_dict))
+    return paths

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import safetensors.torch
 import torch
 
-from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Reader, in_reading_order
-from hf_patrickstar.checkpoint.storage import describe_failure, replace_file
+from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, in_reading_order
+from hf_patrickstar.checkpoint.pieces import PieceWriter, bytes_of, new_file
+from hf_patrickstar.checkpoint.storage import replace_file
 from hf_patrickstar.errors import CheckpointError
 
 # In the order in which the library compares types; larger ones come first in a file.
@@ -46,7 +47,6 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _RANKS = {dtype: rank for rank, dtype in enumerate(_DTYPES.values())}
 _ALIGNMENT = 8
 _MOST_HEADER_NBYTES = 100_000_000
-_WRITEBACK_NBYTES = 2**25
 
 _WRITING_MODULES = (
     "safetensors.torch",
@@ -182,7 +182,7 @@ class SafetensorsFile:
         """
         entry = self.entries[name]
         offset = entry.start + start * entry.dtype.itemsize
-        view = _bytes_of(values)
+        view = bytes_of(values)
         try:
             while len(view):
                 count = os.preadv(self._descriptor, [view], offset)
@@ -239,20 +239,13 @@ def write_safetensors(
     if is_sorted:
         names.sort(key=lambda name: (-_RANKS.get(tensors[name].dtype, 0), name))
     header, offsets, nbytes = _make_header(names, tensors, metadata)
-    reader = Reader()
-    with _complaining(path, len(header) + nbytes), open(path, "wb", buffering=0) as file:
-        _write_all(file, memoryview(header))
-        waiting = 0
+    with new_file(path, len(header) + nbytes) as file:
+        writer = PieceWriter(file, piece_numel)
+        writer.write_bytes(header)
         for name in in_reading_order(names, tensors):
             file.seek(len(header) + offsets[name])
-            with contextlib.closing(reader.pieces(tensors[name], piece_numel)) as pieces:
-                for piece in pieces:
-                    _write_all(file, _bytes_of(piece.contiguous()))
-                    waiting = _begin_writeback(file, waiting + piece.numel() * piece.dtype.itemsize)
-                    del piece  # else the next one is made beside it, and the allocator spreads them
+            writer.write(tensors[name])
             on_written(name)
-        reader.close()
-        os.fsync(file.fileno())
     return len(header) + nbytes
 
 
@@ -314,38 +307,3 @@ def _make_header(
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return struct.pack("<Q", len(text)) + text, offsets, offset
-
-
-def _bytes_of(values: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host."""
-    if not values.numel():
-        return memoryview(b"")
-    flat = values.detach().as_strided((values.numel(),), (1,))  # a single element may have any stride
-    array: Any = flat.view(torch.uint8).numpy()
-    return memoryview(array)
-
-
-def _write_all(file: Any, view: memoryview) -> None:
-    while len(view):
-        view = view[file.write(view) :]
-
-
-def _begin_writeback(file: Any, waiting: int) -> int:
-    """Lets the disk work while the rest is still to come, not in fsync alone; returns how many bytes wait after it.
-
-    On Linux this advice begins to write the pages of a file, and waits for nothing. If it cannot, fsync does it all.
-    """
-    if waiting < _WRITEBACK_NBYTES or not hasattr(os, "posix_fadvise"):
-        return waiting
-    with contextlib.suppress(OSError):
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return 0
-
-
-@contextlib.contextmanager
-def _complaining(path: str | os.PathLike[str], nbytes: int) -> Iterator[None]:
-    """Says of a failed write what was needed and what was there."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(describe_failure(path, error, nbytes)) from error

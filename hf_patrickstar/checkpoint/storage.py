@@ -5,12 +5,16 @@ A directory is written under ``_partial`` beside its final place, and renamed wh
 looks for checkpoints looks in there. One that replaces an older one of the same name moves that to ``_replaced`` first;
 where a kill came between the two renames, ``recover`` puts the older one back. What else was in the older one (logs, or
 whatever somebody put there) goes over to the new one, and only then is the rest deleted. One that is deleted is renamed
-into ``_removed`` before, so that it does not die by halves; whatever is in there is deleted when the next one is begun.
-The Trainer does not upload what begins with an underscore.
+into ``_removed`` before, so that it does not die by halves. The Trainer does not upload what begins with an underscore.
+
+Who begins a checkpoint, begins to train, or loads a checkpoint removes what is left in ``_partial`` and ``_removed`` of
+that place. A directory that is being written has a mark, so that nothing else is removed, and is locked: the system
+unlocks it when its process ends, however that ends.
 """
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import shutil
@@ -29,6 +33,9 @@ _OF_CHECKPOINTS = re.compile(
     r"(model|pytorch_model|optimizer|scheduler|sampler|rng_state|random_states|dl_state_dict|custom_checkpoint)[-_]\d"
 )
 """Names of files of checkpoints; those of an older one must not be taken for those of the new one."""
+MARK = ".mark"
+"""A file in directories that are being written."""
+_OF_TRAINERS = re.compile(r"checkpoint[-_]\d+")
 _PROBE_NBYTES = 2**18
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _OF_THE_DISK = (*_FULL, errno.EFBIG, errno.EIO, errno.EROFS)
@@ -49,6 +56,7 @@ class StagedDirectory:
         self.final = Path(os.path.abspath(final))
         self.path = self.final.parent / PARTIAL / self.final.name
         self._replaced = self.final.parent / REPLACED / self.final.name
+        self._lock: _Lock | None = None
 
     def begin(self) -> None:
         """Makes it, empty; what an earlier attempt left is removed.
@@ -63,10 +71,13 @@ class StagedDirectory:
             )
         try:
             self.recover()
-            remove_tree(self.final.parent / REMOVED)
+            remove_leftovers(self.final.parent)
             remove_tree(self.path)
             self.path.mkdir(parents=True)
+            self._lock = _Lock(self.path)
+            (self.path / MARK).touch()
         except OSError as error:
+            self.abandon()
             raise CheckpointError(describe_failure(self.path, error)) from error
 
     def commit(self) -> None:
@@ -76,6 +87,7 @@ class StagedDirectory:
             CheckpointError: If that fails; what was at the final place is there again then.
         """
         try:
+            (self.path / MARK).unlink(missing_ok=True)
             sync_tree(self.path)
             is_replacing = self.final.exists()
             if is_replacing:
@@ -113,6 +125,7 @@ class StagedDirectory:
         remove_tree(self._replaced)
 
     def _tidy(self) -> None:
+        self._lock = None
         for parent in (self.path.parent, self._replaced.parent):
             with contextlib.suppress(OSError):  # others may be in there
                 parent.rmdir()
@@ -133,16 +146,45 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     remove_tree(removed)
 
 
-def remove_leftovers(parent: str | os.PathLike[str], pattern: str) -> None:
-    """Removes what killed processes left half written. Nobody may be writing such a directory now.
+class _Lock:
+    """Says that a directory is being written, as long as it exists.
+
+    Args:
+        path: The directory.
+
+    Attributes:
+        is_held: Whether this is so; false if somebody else has it.
+
+    Raises:
+        OSError: If the directory cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.is_held = True
+        except OSError:
+            self.is_held = False
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):
+            os.close(self._descriptor)
+
+
+def remove_leftovers(parent: str | os.PathLike[str]) -> None:
+    """Removes what killed processes left half written, or half deleted; what is being written stays.
 
     Args:
         parent: Where the final places are.
-        pattern: Of the names of the directories.
     """
+    remove_tree(Path(parent) / REMOVED)
     partial = Path(parent) / PARTIAL
-    for path in partial.glob(pattern):
-        remove_tree(path)
+    for path in partial.glob("*"):
+        if (path / MARK).exists() or _OF_TRAINERS.fullmatch(path.name):
+            with contextlib.suppress(OSError):
+                if _Lock(path).is_held:
+                    remove_tree(path)
     with contextlib.suppress(OSError):  # others may be in there
         partial.rmdir()
 

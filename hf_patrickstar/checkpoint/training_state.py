@@ -4,8 +4,10 @@
 Rank r of p writes ``optimizer-0000r-of-0000p.safetensors`` with what it has at home: ``exp_avg/<parameter>`` and so on,
 whole tensors in the parameter's shape, or flat parts of those that are spread over ranks; which part is in the file's
 metadata, with states that are no tensors. Rank 0 adds ``optimizer.index.json``: the files, the parameters with their
-shapes, the param groups. Nothing tells of chunks, budgets or devices, so it can be read with any of these changed, and
-by any number of processes: each looks up who wrote which elements, and reads its own.
+shapes, the param groups; ``optimizers`` has the same groups once more, as torch numbers their parameters: by optimizer,
+with ``null`` in place of a parameter whose state is in ``optimizer-others.safetensors``. Nothing tells of chunks,
+budgets or devices, so it can be read with any of these changed, and by any number of processes: each looks up who wrote
+which elements, and reads its own.
 
 Plain safetensors and not ``torch.distributed.checkpoint``: that pickles its metadata, so that loading a checkpoint may
 run code; it wants every tensor allocated beside the chunks; and its files need torch to be read, these need nothing.
@@ -28,6 +30,7 @@ from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL
 from hf_patrickstar.checkpoint.other_states import OTHERS_NAME, OtherStates, read_others, save_others
 from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile, write_safetensors
 from hf_patrickstar.checkpoint.storage import describe_failure
+from hf_patrickstar.checkpoint.torch_state import TorchOptimizers
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedTensor
 from hf_patrickstar.runtime.manager import ChunkManager
@@ -43,7 +46,7 @@ def shard_name(rank: int, world_size: int) -> str:
     return f"optimizer-{rank + 1:05d}-of-{world_size:05d}.safetensors"
 
 
-class ShardedOptimizer(Protocol):
+class ShardedOptimizer(TorchOptimizers, Protocol):
     """What the training state needs of the optimizers over chunks, as if they were one."""
 
     @property
@@ -60,8 +63,8 @@ class ShardedOptimizer(Protocol):
         """The names of the parameters of each param group."""
         ...
 
-    def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
-        """What this rank has of a parameter's state, in place; empty before its first step."""
+    def placed_groups(self) -> list[list[list[str | None]]]:
+        """Of each optimizer and group the parameters in chunks of its own, ``None`` for others; see the index."""
         ...
 
     def state_places(self, tensor: ManagedTensor) -> dict[str, torch.Tensor]:
@@ -106,14 +109,14 @@ class TrainingState:
     ) -> None:
         self._is_in_model_file = is_in_model_file
         self._manager = manager
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self.rank = rank
         self._world_size = world_size
 
     @property
     def is_empty(self) -> bool:
         """Whether there is no optimizer, and so nothing to save."""
-        return not self._optimizer.param_groups
+        return not self.optimizer.param_groups
 
     def save(self, directory: str | os.PathLike[str], *, with_index: bool) -> None:
         """Writes this rank's part. Nothing is copied; processes do not wait for each other.
@@ -153,12 +156,13 @@ class TrainingState:
         index = {
             "format": _FORMAT,
             "version": _VERSION,
-            "optimizer": self._optimizer.class_name,
+            "optimizer": self.optimizer.class_name,
             "files": [shard_name(rank, self._world_size) for rank in range(self._world_size)],
             "param_groups": [
                 {**_plain(group), "params": names}
-                for group, names in zip(self._optimizer.param_groups, self._optimizer.named_groups(), strict=True)
+                for group, names in zip(self.optimizer.param_groups, self.optimizer.named_groups(), strict=True)
             ],
+            "optimizers": self.optimizer.placed_groups(),
             "parameters": {
                 tensor.spec.name: {
                     "shape": list(tensor.spec.shape),
@@ -171,7 +175,7 @@ class TrainingState:
             (Path(directory) / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise CheckpointError(describe_failure(Path(directory) / INDEX_NAME, error)) from error
-        save_others(directory, self._optimizer.other_states())
+        save_others(directory, self.optimizer.other_states())
 
     @property
     def _piece_numel(self) -> int:
@@ -189,7 +193,7 @@ class TrainingState:
         values: dict[str, dict[str, Any]] = {}
         for tensor in self.owned():
             name = tensor.spec.name
-            state = dict(self._optimizer.own_state(tensor))
+            state = dict(self.optimizer.own_state(tensor))
             tensor.chunk.wait()
             if tensor.original_dtype is not torch.float32 or not self._is_in_model_file(tensor):
                 state[MASTER] = tensor.view(tensor.chunk.lists[MASTER])
@@ -222,25 +226,25 @@ class TrainingState:
                 other parameters or groups.
         """
         saved = SavedState(directory)
-        if saved.optimizer != self._optimizer.class_name:
+        if saved.optimizer != self.optimizer.class_name:
             raise CheckpointError(
-                f"'{saved.path}' was saved by {saved.optimizer}, this is {self._optimizer.class_name}; resume with the "
+                f"'{saved.path}' was saved by {saved.optimizer}, this is {self.optimizer.class_name}; resume with the "
                 "same optimizer, or without the training state (load the weights alone, as a model)"
             )
         self._check_groups(saved)
         for tensor in self._manager.tensors:
             if tensor.chunk.spec.is_updated:
                 self._check_tensor(saved, tensor)
-        unknown = sorted(saved.others.keys() - self._optimizer.other_places())
+        unknown = sorted(saved.others.keys() - self.optimizer.other_places())
         if unknown:
             raise CheckpointError(
                 f"'{saved.path.parent / OTHERS_NAME}' has a state of the parameter at place {unknown[0]}, which is in "
                 "a chunk of its optimizer here, or not there; prepare the same optimizers in the same order"
             )
-        return Loading(self, saved, self._manager, self._optimizer)
+        return Loading(self, saved, self._manager, self.optimizer)
 
     def _check_groups(self, saved: "SavedState") -> None:
-        ours = self._optimizer.named_groups()
+        ours = self.optimizer.named_groups()
         if len(ours) != len(saved.groups):
             raise CheckpointError(
                 f"'{saved.path}' has {len(saved.groups)} param groups, this optimizer {len(ours)}; make it with the "
@@ -265,7 +269,7 @@ class TrainingState:
                 f"'{saved.path}': parameter '{name}' has shape {saved.shapes[name]}, in the model {tensor.spec.shape}"
             )
         has_state = tensor.is_owned and saved.keys(name) - {MASTER}  # else its owner looks
-        needed = set(self._optimizer.state_places(tensor)) if has_state else set()
+        needed = set(self.optimizer.state_places(tensor)) if has_state else set()
         missing = sorted(needed - saved.keys(name))
         if missing:
             raise CheckpointError(
@@ -328,6 +332,8 @@ class SavedState:
         path: Its index.
         optimizer: The class of the optimizer.
         groups: The param groups, with the names of parameters for ``params``.
+        optimizers: The parameters of each optimizer and group in torch's order: names, ``None`` for those whose state
+            is in ``others``.
         shapes: The shape of every parameter.
         values: States that are no tensors, by parameter.
         others: States of parameters that were updated outside of chunks.
@@ -348,6 +354,8 @@ class SavedState:
             self.optimizer = str(index["optimizer"])
             self.groups: list[dict[str, Any]] = index["param_groups"]
             self.shapes = {name: tuple(found["shape"]) for name, found in index["parameters"].items()}
+            own_groups = [group["params"] for group in self.groups]  # of before this was written
+            self.optimizers: list[list[list[str | None]]] = index.get("optimizers", [own_groups])
             names = [str(name) for name in index["files"]]
         except FileNotFoundError as error:
             raise CheckpointError(f"'{self.path}' is missing") from error
@@ -392,6 +400,11 @@ class SavedState:
         pieces = self._pieces[name][key]
         is_part = any(piece.is_part for piece in pieces)
         return self.shapes[name] if is_part else pieces[0].file.entries[pieces[0].key].shape
+
+    def dtype(self, key: str, name: str) -> torch.dtype:
+        """The type of one of them."""
+        piece = self._pieces[name][key][0]
+        return piece.file.entries[piece.key].dtype
 
     def check_complete(self, name: str, start: int, stop: int) -> None:
         """Makes sure that the state of some elements of a parameter is there.

@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hf_patrickstar.checkpoint.background import BackgroundWrite, failure_of, nbytes_of
-from hf_patrickstar.checkpoint.storage import StagedDirectory, disk_error
+from hf_patrickstar.checkpoint.storage import MARK, StagedDirectory, disk_error
 from hf_patrickstar.checkpoint.training_state import shard_name
 from hf_patrickstar.errors import CheckpointError, CollectiveError
 from hf_patrickstar.runtime.collectives import Collectives
 
 logger = logging.getLogger(__name__)
 
-_MARK = ".mark"
 _POLL_S = 0.05
 _PATIENCE_S = 1800.0
 """How long other processes may take to write nothing in the background; less when this one ends with an error."""
@@ -127,7 +126,7 @@ class Transactions:
 
     def _begin(self, checkpoint: Checkpoint) -> None:
         rank, staged = self._collectives.rank, checkpoint.staged
-        own, mark = uuid.uuid4().hex, staged.path / _MARK
+        own, mark = uuid.uuid4().hex, staged.path / MARK
 
         def begin() -> None:
             staged.begin()
@@ -139,8 +138,6 @@ class Transactions:
         # One that a kill left on a disk of its own is not that of rank 0.
         is_seen = mark.is_file() and mark.read_text() == wanted
         places = self._collectives.exchange_objects("" if is_seen else socket.gethostname(), what)
-        if rank == 0:
-            mark.unlink()
         for place in dict.fromkeys(places):
             ranks = [other for other, found in enumerate(places) if found == place]
             checkpoint.makers[ranks[0]] = ranks

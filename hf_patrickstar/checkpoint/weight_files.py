@@ -16,6 +16,7 @@ from hf_patrickstar.errors import CheckpointError
 
 _SAFE_FILE, _SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 _TORCH_FILE, _TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_NAMES = (_SAFE_FILE, _SAFE_INDEX, _TORCH_FILE, _TORCH_INDEX)
 
 
 class _MemorySource:
@@ -30,6 +31,11 @@ class _MemorySource:
 
     def __str__(self) -> str:
         return f"'{self._path}'"
+
+
+def has_weights(directory: str | os.PathLike[str]) -> bool:
+    """Whether a directory has the weights of a model, under one of the names that libraries look for."""
+    return any((Path(directory) / name).is_file() for name in _NAMES)
 
 
 def open_weights(path: str | os.PathLike[str]) -> dict[str, DeferredTensor]:
@@ -47,12 +53,10 @@ def open_weights(path: str | os.PathLike[str]) -> dict[str, DeferredTensor]:
     path = Path(path)
     if path.is_file():
         return _open_index(path) if path.name.endswith(".index.json") else _open_file(path)
-    for name in (_SAFE_FILE, _SAFE_INDEX, _TORCH_FILE, _TORCH_INDEX):
+    for name in _NAMES:
         if (path / name).is_file():
             return open_weights(path / name)
-    raise CheckpointError(
-        f"'{path}' has no weights: none of {_SAFE_FILE}, {_SAFE_INDEX}, {_TORCH_FILE} and {_TORCH_INDEX} is there"
-    )
+    raise CheckpointError(f"'{path}' has no weights: none of {', '.join(_NAMES[:-1])} and {_NAMES[-1]} is there")
 
 
 def _open_index(path: Path) -> dict[str, DeferredTensor]:

@@ -8,7 +8,7 @@ import torch
 
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor
 from hf_patrickstar.checkpoint.safetensors_file import streamed_writing
-from hf_patrickstar.errors import CollectiveError, EngineError
+from hf_patrickstar.errors import EngineError
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.sharing import Held
@@ -82,21 +82,13 @@ class ChunkWeights:
             return
         sharing = self._manager.sharing
         sharing.enter("saves the model")
-        if not is_reader:
-            sharing.follow(lambda index: self._held(self._manager.by_index[index]))
-        self._deferred, self._is_reader = {}, is_reader
-        try:
-            with streamed_writing(self.piece_numel):
-                yield
-        except BaseException:
-            self._deferred = None
-            if is_reader:
-                with contextlib.suppress(CollectiveError):
-                    sharing.leave(has_failed=True)
-            raise
-        self._deferred = None
-        if is_reader:
-            sharing.leave(has_failed=False)
+        with sharing.led(lambda index: self._held(self._manager.by_index[index]), is_reader=is_reader):
+            self._deferred, self._is_reader = {}, is_reader
+            try:
+                with streamed_writing(self.piece_numel):
+                    yield
+            finally:
+                self._deferred = None
 
     def deferred(self, tensor: ManagedTensor) -> DeferredTensor | None:
         """A parameter as it is read inside ``streamed``, or ``None`` outside; names that are tied share it."""

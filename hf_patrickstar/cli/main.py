@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hf_patrickstar.checkpoint.export import OPTIMIZER_NAME, export
+from hf_patrickstar.checkpoint.export import export
 from hf_patrickstar.errors import PatrickStarError
 from hf_patrickstar.units import format_nbytes
 from hf_patrickstar.version import __version__
@@ -43,12 +43,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--output",
         metavar="FILE",
-        help=f"where to write it; by default DIR/{OPTIMIZER_NAME}. An older file is replaced",
+        help="where to write it; by default DIR/optimizer.pt. An older file is replaced",
     )
     command.set_defaults(run=_export)
     return parser
 
 
 def _export(options: argparse.Namespace) -> None:
-    path = export(options.directory, options.output)
-    print(f"{path}: {format_nbytes(path.stat().st_size)}")
+    for path in export(options.directory, options.output):
+        print(f"{path}: {format_nbytes(path.stat().st_size)}")

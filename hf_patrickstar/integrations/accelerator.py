@@ -1,5 +1,6 @@
 """``PatrickStarAccelerator``: Accelerate's interface over the engine."""
 
+import contextlib
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -22,6 +23,7 @@ from hf_patrickstar.integrations.accelerator_optimizers import (
 )
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.optim.scaler import ChunkedGradScaler
+from hf_patrickstar.runtime.collectives import announce_self
 from hf_patrickstar.runtime.together import Together, roots_of
 
 
@@ -30,7 +32,8 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
 
     ``prepare(model, optimizer, ...)`` attaches an engine to the model, which stays the same object, and returns an
     optimizer over chunks. ``backward``, ``clip_grad_norm_``, ``accumulate``, ``save_state`` and ``load_state`` are
-    used as always. ``mixed_precision`` chooses 16-bit parameters with fp32 masters in place of autocast.
+    used as always. With ``mixed_precision`` the model computes under autocast, and parameters that autocast would round
+    are 16-bit, with fp32 masters.
 
     Source: PatrickStar section 8.5, with Accelerate's interface in place of the paper's.
 
@@ -95,12 +98,30 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
                 "without accelerators pass --use_cpu (TrainingArguments) or Accelerator(cpu=True), or set "
                 "ACCELERATE_USE_CPU=true"
             )
+        announce_self()
         self.patrickstar_config = config
         self._patrickstar_precision = precision
         self._patrickstar_accumulation_steps = accumulation_steps
         effective = precision if config.dtype == "auto" else config.dtype
         self._patrickstar_preparing: list[torch.nn.Module] = []
         self.scaler = ChunkedGradScaler(self.device.type) if effective == "fp16" else None
+
+    @property
+    def mixed_precision(self) -> str:
+        """What was asked for: ``"no"``, ``"bf16"`` or ``"fp16"``."""
+        return str(getattr(self, "_patrickstar_precision", "no"))
+
+    def autocast(self, autocast_handler: Any = None) -> Any:
+        """A context in which operators compute as in the forward of the model, for losses outside of it.
+
+        Args:
+            autocast_handler: As for ``Accelerator.autocast``.
+        """
+        if self.mixed_precision == "no" or self.patrickstar_config.autocast is False:
+            return contextlib.nullcontext()
+        kwargs = {} if autocast_handler is None else autocast_handler.to_kwargs()
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.mixed_precision]
+        return torch.autocast(self.device.type, **{"dtype": dtype, "cache_enabled": False, **kwargs})
 
     # Preparing
 

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from hf_patrickstar.checkpoint.checkpoints import FoundWeights, find_weights, has_training_state
+from hf_patrickstar.checkpoint.checkpoints import has_training_state
+from hf_patrickstar.checkpoint.found_weights import FoundWeights, find_weights
 from hf_patrickstar.checkpoint.storage import describe_failure, remove_checkpoint
+from hf_patrickstar.checkpoint.torch_state import torch_paths
 from hf_patrickstar.checkpoint.transaction import Checkpoint
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import CheckpointError
@@ -41,6 +43,8 @@ class AcceleratorCheckpoints(Accelerator):
 
         The state of an optimizer over chunks is saved by all processes, each its part, in ``optimizer.index.json`` and
         the files that it names; if several engines train models, that of the second is in ``optimizer_1``, and so on.
+        With ``optimizer_format`` ``"torch"`` or ``"both"``, it is in the ``optimizer.bin``, ``optimizer_1.bin`` and so
+        on that Accelerate itself reads.
 
         Args:
             output_dir: As for ``Accelerator.save_state``.
@@ -66,7 +70,7 @@ class AcceleratorCheckpoints(Accelerator):
         with engine.checkpoints.writing(final) as checkpoint:
             engine.checkpoints.begin_state(checkpoint)
             for number, other in enumerate(engines[1:], 1):
-                _save_training_state(other, state_directory(checkpoint.path, number), checkpoint)
+                self._save_training_state(other, state_directory(checkpoint.path, number), checkpoint)
             with contextlib.ExitStack() as stack, self._without_chunked_optimizers():
                 for other in (found for found in self._engines() if found is not engine):
                     stack.enter_context(other.weights.collected(keep=self.is_main_process))
@@ -75,10 +79,34 @@ class AcceleratorCheckpoints(Accelerator):
                 else:
                     stack.enter_context(engine.weights.collected(keep=self.is_main_process))
                 self._save_others(checkpoint, safe_serialization, **kwargs)
-            engine.checkpoints.end_state(checkpoint)
+            engine.checkpoints.end_state(checkpoint, self._torch_paths(engine, checkpoint))
             if is_numbered:
                 checkpoint.on_commit = lambda: self._rotate(final.parent)
         return final
+
+    def _save_training_state(self, engine: PatrickStarEngine, directory: Path, checkpoint: Checkpoint) -> None:
+        try:
+            if engine.config.optimizer_format != "torch":
+                directory.mkdir(exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(describe_failure(directory, error)) from error
+        is_maker, paths = engine.collectives.rank in checkpoint.makers, self._torch_paths(engine, checkpoint)
+        engine.checkpoints.save_state(directory, is_maker=is_maker, paths=paths)
+
+    def _torch_paths(self, engine: PatrickStarEngine, checkpoint: Checkpoint) -> list[Path]:
+        """Where Accelerate looks for the states of an engine's optimizers, if it is to read them."""
+        prepared = [unwrapped(item) for item in self._optimizers]
+        if engine.config.optimizer_format == "sharded":
+            return []
+        for optimizer in prepared:
+            if not isinstance(optimizer, ChunkedOptimizer):
+                raise CheckpointError(
+                    f"optimizer_format='{engine.config.optimizer_format}' cannot be used with save_state here: one of "
+                    f"the prepared optimizers, {type(optimizer).__name__}, is over no model in chunks, and Accelerate "
+                    "would give its file the name of another; set optimizer_format to 'sharded'"
+                )
+        paths = torch_paths(checkpoint.path, len(prepared), "optimizer.bin")
+        return [paths[prepared.index(optimizer)] for optimizer in engine.optimizers]
 
     def _save_others(self, checkpoint: Checkpoint, safe_serialization: bool, **kwargs: Any) -> None:
         """All that Accelerate saves; names are given already, and processes do not wait for each other in there."""
@@ -167,7 +195,7 @@ class AcceleratorCheckpoints(Accelerator):
             path = directory / f"model{ending}.safetensors"
             if not path.is_file():
                 path = directory / f"pytorch_model{ending}.bin"
-            found = find_weights(model, path)
+            found = find_weights(model, path, engine.device)
             if strict and (found.missing_keys or found.unexpected_keys):
                 raise CheckpointError(
                     f"'{path}' has no values for {found.missing_keys}, and has {found.unexpected_keys} that the model "
@@ -246,15 +274,6 @@ def state_directory(directory: Path, number: int) -> Path:
         number: The engine's number among those that have optimizers, in the order of their models.
     """
     return directory / f"optimizer_{number}" if number else directory
-
-
-def _save_training_state(engine: PatrickStarEngine, directory: Path, checkpoint: Checkpoint) -> None:
-    try:
-        directory.mkdir(exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(describe_failure(directory, error)) from error
-    assert engine.training_state is not None
-    engine.training_state.save(directory, with_index=engine.collectives.rank in checkpoint.makers)
 
 
 def _check_presence(directory: Path) -> None:

@@ -1,48 +1,20 @@
 """``PatrickStarTrainer``, and the mixin that gives any other Trainer the same."""
 
 import logging
+import weakref
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.errors import ConfigError, EngineError
+from hf_patrickstar.engine import PatrickStarEngine
+from hf_patrickstar.errors import ConfigError, DeviceMemoryError, EngineError
 from hf_patrickstar.integrations.accelerator import PatrickStarAccelerator
 from hf_patrickstar.integrations.trainer_checkpoints import TrainerCheckpoints
+from hf_patrickstar.integrations.trainer_logs import figures_told
+from hf_patrickstar.report.figures import Figures
 from hf_patrickstar.runtime.admission import check_model
-
-_PER_STEP = (
-    "host_to_device_nbytes",
-    "device_to_host_nbytes",
-    "chunk_loads",
-    "chunk_evictions",
-    "chunk_hits",
-    "prefetches",
-    "late_prefetches",
-    "waiting_seconds",
-    "chunk_moves",
-    "moved_home_to_device_nbytes",
-    "moved_home_to_host_nbytes",
-    "all_gathers",
-    "reduce_scatters",
-    "sent_nbytes",
-    "messages",
-)
-_AS_THEY_ARE = (
-    "device_step_peak_nbytes",
-    "device_total_step_peak_nbytes",
-    "host_step_peak_nbytes",
-    "device_peak_nbytes",
-    "device_total_peak_nbytes",
-    "host_peak_nbytes",
-    "device_budget_nbytes",
-    "host_budget_nbytes",
-    "skipped_steps",
-    "lost_steps",
-    "recorded_steps",
-    "retries",
-    "chunks_in_margin",
-)
+from hf_patrickstar.runtime.recovery import MAX_RETRIES
 
 
 class PatrickStarTrainerMixin(TrainerCheckpoints):
@@ -63,6 +35,8 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
     callback_handler: Any
     optimizer: Any
     lr_scheduler: Any
+    _is_shrinking = False  # whether the Trainer looks for a batch size, since the engine gave one up
+    _figures: tuple[weakref.ref[PatrickStarEngine], Figures] | None = None
 
     def create_accelerator_and_postprocess(self) -> None:
         """Makes the accelerator as the Trainer does; with ``patrickstar`` it becomes a ``PatrickStarAccelerator``.
@@ -86,34 +60,32 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         PatrickStarAccelerator.adopt(self.accelerator, config, self.args.patrickstar_precision, steps)
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Logs as the Trainer does; beside a training loss go the engine's statistics, under ``patrickstar/``.
+        """Logs as the Trainer does; with a training loss, callbacks also get figures of the engine.
 
-        What moved and happened is per optimizer step since the last such log, peaks are those of the last step and of
-        the run; all sizes in bytes.
+        ``patrickstar_logging`` says who: by default all callbacks (``report_to``), and a console at most three.
+        docs/logs.md lists them. What moved and happened is per optimizer step since the last such log; sizes in bytes.
+        ``log_history`` has none, so that it is the same for a run that was resumed.
 
         Args:
             logs: The values to log.
             *args: As for ``Trainer.log``.
             **kwargs: As for ``Trainer.log``.
         """
-        engine = self.patrickstar_engine
-        if engine is not None and "loss" in logs:
-            logs = {**logs, **self._patrickstar_logs(engine.stats())}
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
-
-    def _patrickstar_logs(self, stats: dict[str, Any]) -> dict[str, float]:
-        before: dict[str, Any] = getattr(self, "_patrickstar_logged", {})
-        if before.get("steps", 0) > stats["steps"]:
-            before = {}  # another engine since then
-        self._patrickstar_logged = stats
-        steps = max(
-            stats["steps"] + stats["skipped_steps"] - before.get("steps", 0) - before.get("skipped_steps", 0), 1
-        )
-        logs = {f"patrickstar/{key}": (stats[key] - before.get(key, 0)) / steps for key in _PER_STEP}
-        return logs | {f"patrickstar/{key}": stats[key] for key in _AS_THEY_ARE}
+        engine, choice = self.patrickstar_engine, getattr(self.args, "patrickstar_logging", "off")
+        if engine is None or "loss" not in logs or choice == "off":
+            super().log(logs, *args, **kwargs)  # type: ignore[misc]
+            return
+        if self._figures is None or self._figures[0]() is not engine:
+            self._figures = (weakref.ref(engine), Figures())
+        with figures_told(self.callback_handler, self._figures[1].since_last(engine.stats()), choice == "brief"):
+            super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward of one micro-batch, repeated if device memory does not suffice.
+
+        With ``auto_find_batch_size`` one of the two repeats at a time. First the engine does, with chunks off the
+        device, as always. When that has failed the Trainer starts over with smaller and smaller batches; until one of
+        them was trained on, the engine repeats none.
 
         Args:
             *args: As for ``Trainer.training_step``.
@@ -123,7 +95,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
             The loss, a scalar tensor.
 
         Raises:
-            DeviceMemoryError: If memory does not suffice after three repetitions.
+            DeviceMemoryError: If memory does not suffice in the end.
         """
         run = super().training_step  # type: ignore[misc]
         engine = self.patrickstar_engine
@@ -134,7 +106,15 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
                 and type(callback).on_optimizer_step is not TrainerCallback.on_optimizer_step
                 for callback in self.callback_handler.callbacks
             )
-        return run(*args, **kwargs) if engine is None else engine.attempt(lambda: run(*args, **kwargs))
+        if engine is None:
+            return run(*args, **kwargs)
+        try:
+            loss = engine.attempt(lambda: run(*args, **kwargs), 0 if self._is_shrinking else MAX_RETRIES)
+        except DeviceMemoryError:
+            self._is_shrinking = self.args.auto_find_batch_size
+            raise
+        self._is_shrinking = False
+        return loss
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates or predicts as the Trainer does; with several processes all of them must call it.

@@ -1,6 +1,7 @@
 """The Trainer's checkpoints of a model in chunks: saved piece by piece, whole or not at all, resumed in any shape."""
 
 import contextlib
+import logging
 import os
 import warnings
 from collections.abc import Iterator
@@ -11,14 +12,17 @@ import torch
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, sort_checkpoints
 
-from hf_patrickstar.checkpoint.checkpoints import FoundWeights, find_weights, has_training_state
+from hf_patrickstar.checkpoint.checkpoints import has_torch_state, has_training_state
 from hf_patrickstar.checkpoint.export import torch_state_dict
+from hf_patrickstar.checkpoint.found_weights import FoundWeights, find_weights
 from hf_patrickstar.checkpoint.storage import remove_checkpoint, remove_leftovers
 from hf_patrickstar.checkpoint.transaction import Checkpoint
-from hf_patrickstar.checkpoint.weight_files import load_torch_file
+from hf_patrickstar.checkpoint.weight_files import has_weights, load_torch_file
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.integrations.accelerator_checkpoints import get_engine
+
+logger = logging.getLogger(__name__)
 
 _URGENT = "checkpoint-is-incomplete.txt"
 """In the directory of a checkpoint that the Trainer makes because the process is about to be killed."""
@@ -35,6 +39,7 @@ class TrainerCheckpoints:
     state: Any
     _saving: Checkpoint | None = None
     _found: FoundWeights | CheckpointError | None = None
+    _step_at_begin = 0
 
     @property
     def patrickstar_engine(self) -> PatrickStarEngine | None:
@@ -43,6 +48,8 @@ class TrainerCheckpoints:
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trains as the Trainer does; when it ends, checkpoints that were begun are complete.
+
+        What a killed run left half written in the output directory is removed first.
 
         Args:
             *args: As for ``Trainer.train``.
@@ -54,6 +61,8 @@ class TrainerCheckpoints:
         Raises:
             CheckpointError: If a checkpoint cannot be read, or cannot be written.
         """
+        if getattr(self.args, "patrickstar", False) and self.args.local_process_index == 0:
+            remove_leftovers(self.args.output_dir)
         try:
             result = super().train(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
@@ -100,8 +109,6 @@ class TrainerCheckpoints:
         is_urgent = os.path.exists(os.path.join(final, _URGENT))
         engine.follow_model()
         engine.checkpoints.wait()
-        if self.args.should_save:
-            remove_leftovers(run_dir, f"{PREFIX_CHECKPOINT_DIR}-*")
         best = self.state.best_model_checkpoint
         try:
             with engine.checkpoints.writing(final) as checkpoint, self._staging(checkpoint):
@@ -143,11 +150,16 @@ class TrainerCheckpoints:
         if self._saving is None:  # else it is pushed from its final place
             super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
 
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+    def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
         """The Trainer deletes checkpoints here, so all must be there."""
         if self.patrickstar_engine is not None:
             self.patrickstar_engine.checkpoints.wait()
-        return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
+            if self._is_over() and self.args.should_save:
+                run_dir = self._get_output_dir(trial)
+                resumed = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+                remove_leftovers(run_dir)
+                _rotate(run_dir, self.args.save_total_limit, self.state.best_model_checkpoint, resumed)
+        return super()._finalize_training(trial, *args, **kwargs)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Each process writes what it has of the optimizer's state; one, the scheduler's, as the Trainer does."""
@@ -157,7 +169,7 @@ class TrainerCheckpoints:
             return
         os.makedirs(output_dir, exist_ok=True)
         if self._saving is None:
-            engine.training_state.save(output_dir, with_index=self.args.process_index == 0)
+            engine.checkpoints.save_state(output_dir, is_maker=self.args.should_save)
         else:
             engine.checkpoints.end_state(self._saving)  # begun before the model
         if self.args.should_save:
@@ -167,10 +179,29 @@ class TrainerCheckpoints:
 
     # Loading
 
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Epochs and batches that were trained. The Trainer would train one step after the last; ours does not."""
+        trained: tuple[int, int] = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]
+        self._step_at_begin = self.state.global_step
+        if not (getattr(self.args, "patrickstar", False) and self._is_over()):
+            return trained
+        logger.warning(
+            "patrickstar: the checkpoint is of step %d, and this run ends with step %d: nothing is left to train. "
+            "To go on, raise --max_steps or --num_train_epochs",
+            self.state.global_step,
+            self.state.max_steps,
+        )
+        return self.state.num_train_epochs, 0
+
+    def _is_over(self) -> bool:
+        """Whether the run had come to its end when it was resumed."""
+        return 0 < self.state.max_steps <= self._step_at_begin
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Opens the weights and checks them; they are read when there are chunks to read them into."""
         engine = self.patrickstar_engine
-        if not getattr(self.args, "patrickstar", False) or hasattr(self.model, "peft_config"):
+        is_ours = getattr(self.args, "patrickstar", False) and not hasattr(self.model, "peft_config")
+        if not is_ours or not has_weights(resume_from_checkpoint):  # the Trainer says that nothing is there
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
             return
         if engine is not None:
@@ -195,21 +226,13 @@ class TrainerCheckpoints:
         engine.follow_model()
         checkpoints = engine.checkpoints
         weights = checkpoints.together(lambda: _without_error(found))
-        optimizer, scheduler = (Path(checkpoint or "") / name for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
-        if checkpoint is None or not (
-            scheduler.is_file() and (has_training_state(checkpoint) or optimizer.is_file())
-        ):  # the Trainer takes over both or none
+        scheduler = Path(checkpoint or "") / SCHEDULER_NAME
+        has_state = checkpoint is not None and (has_training_state(checkpoint) or has_torch_state(checkpoint))
+        if not (has_state and scheduler.is_file()):  # the Trainer takes over both or none
             checkpoints.load_parts(weights)
             return
         schedule = checkpoints.together(lambda: load_torch_file(scheduler))
-        is_stock = not has_training_state(checkpoint)
-        state = checkpoints.together(lambda: load_torch_file(optimizer) if is_stock else {})
         checkpoints.load_parts(weights, checkpoint)
-        if is_stock:
-            try:
-                self.optimizer.load_state_dict(state)
-            except ValueError as error:
-                raise CheckpointError(f"'{optimizer}': {error}") from error
         self.lr_scheduler.load_state_dict(schedule)
 
     def _load_without_engine(self, checkpoint: str | None) -> None:
@@ -235,6 +258,11 @@ class TrainerCheckpoints:
         self._tell_of(engine.checkpoints.load_weights(best))
 
     def _tell_of(self, found: FoundWeights) -> None:
+        if not hasattr(self.model, "_keys_to_ignore_on_save"):  # which the Trainer looks at when something is missing
+            for keys, what in ((found.missing_keys, "missing"), (found.unexpected_keys, "unexpected")):
+                if keys:
+                    logger.warning("There were %s keys in the checkpoint model loaded: %s.", what, keys)
+            return
         self._issue_warnings_after_load(found)  # type: ignore[attr-defined]
 
 
@@ -244,12 +272,12 @@ def _without_error(found: FoundWeights | CheckpointError | None) -> FoundWeights
     return found
 
 
-def _rotate(run_dir: str, limit: int | None, best: str | None) -> None:
-    """Deletes the oldest checkpoints as the Trainer does, each in one step; the newest and the best stay."""
+def _rotate(run_dir: str, limit: int | None, *wanted: str | None) -> None:
+    """Deletes the oldest checkpoints as the Trainer does, each in one step; the newest and those wanted stay."""
     if limit is None or limit <= 0:
         return
     checkpoints = sort_checkpoints(run_dir, PREFIX_CHECKPOINT_DIR, use_mtime=True)
-    protected = {str(Path(path)) for path in (checkpoints[-1:] + ([best] if best is not None else []))}
+    protected = {str(Path(path)) for path in (*checkpoints[-1:], *wanted) if path is not None}
     surplus = len(checkpoints) - max(limit, len(protected))
     for checkpoint in [path for path in checkpoints if str(Path(path)) not in protected][: max(surplus, 0)]:
         remove_checkpoint(checkpoint)

@@ -1,8 +1,8 @@
-"""``PatrickStarTrainingArguments``: transformers' arguments and two more."""
+"""``PatrickStarTrainingArguments``: transformers' arguments and three more."""
 
 import dataclasses
 import os
-from typing import Any
+from typing import Any, Literal, get_args
 
 from transformers import TrainingArguments
 
@@ -10,11 +10,13 @@ from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError
 
 _NOT_PER_CHUNK = ("lomo", "adalomo")
+Logging = Literal["off", "brief", "all"]
+"""What is logged of the engine with each training loss."""
 
 
 @dataclasses.dataclass
 class PatrickStarArgumentsMixin:
-    """Gives the two arguments to any subclass of ``TrainingArguments``; put it first in the bases of a dataclass::
+    """Gives the three arguments to any subclass of ``TrainingArguments``; put it first in the bases of a dataclass::
 
         @dataclasses.dataclass
         class MyArguments(PatrickStarArgumentsMixin, Seq2SeqTrainingArguments): ...
@@ -23,6 +25,9 @@ class PatrickStarArgumentsMixin:
         patrickstar: Train with model data in chunks.
         patrickstar_config: Settings of the engine: a dictionary, JSON text, or the path of a JSON file; see
             ``PatrickStarConfig`` for the keys.
+        patrickstar_logging: What is logged of the engine with each training loss. ``"brief"``: a console shows three
+            figures, every other callback (those of ``report_to``) gets all of them under the names in docs/logs.md.
+            ``"all"``: a console shows all too. ``"off"``: nothing. ``log_history`` never has any.
 
     Raises:
         ConfigError: If arguments cannot work together.
@@ -39,6 +44,13 @@ class PatrickStarArgumentsMixin:
             '\'{"device_budget": "8GiB"}\'. See PatrickStarConfig.'
         },
     )
+    patrickstar_logging: Logging = dataclasses.field(
+        default="brief",
+        metadata={
+            "help": "Figures of PatrickStar beside each training loss. 'brief': three on the console, all for the "
+            "report_to backends. 'all': all for both. 'off': none."
+        },
+    )
 
     def __post_init__(self) -> None:
         """Validates the combination of arguments.
@@ -46,6 +58,11 @@ class PatrickStarArgumentsMixin:
         Raises:
             ConfigError: If something that cannot work together was asked for; the message says what to do.
         """
+        if self.patrickstar_logging is False:  # what YAML makes of off
+            self.patrickstar_logging = "off"
+        if self.patrickstar_logging not in get_args(Logging):
+            choices = ", ".join(f"'{choice}'" for choice in get_args(Logging))
+            raise ConfigError(f"patrickstar_logging is {self.patrickstar_logging!r}; it must be one of {choices}")
         if self.patrickstar:
             self._refuse_other_engines()
         given = self._checkpointing_name()
@@ -124,7 +141,7 @@ class PatrickStarArgumentsMixin:
 
 @dataclasses.dataclass
 class PatrickStarTrainingArguments(PatrickStarArgumentsMixin, TrainingArguments):
-    """``transformers.TrainingArguments`` with ``patrickstar`` and ``patrickstar_config``.
+    """``transformers.TrainingArguments`` with ``patrickstar``, ``patrickstar_config`` and ``patrickstar_logging``.
 
     Without ``patrickstar`` everything is as in transformers.
 
@@ -132,6 +149,9 @@ class PatrickStarTrainingArguments(PatrickStarArgumentsMixin, TrainingArguments)
         patrickstar: Train with model data in chunks.
         patrickstar_config: Settings of the engine: a dictionary, JSON text, or the path of a JSON file; see
             ``PatrickStarConfig`` for the keys.
+        patrickstar_logging: What is logged of the engine with each training loss. ``"brief"``: a console shows three
+            figures, every other callback (those of ``report_to``) gets all of them under the names in docs/logs.md.
+            ``"all"``: a console shows all too. ``"off"``: nothing. ``log_history`` never has any.
 
     Source: the design of ``transformers.TrainingArguments``; the settings are those of PatrickStar sections 6 and 8.
 

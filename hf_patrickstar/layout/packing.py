@@ -6,7 +6,8 @@ equal size, gathered into one contiguous buffer and reduced together. Rank r own
 masters and optimizer states, so a tensor lies as a whole in one of the p chunks, here called bins. Padding is gathered,
 too, which is why groups are made from neighbours in the model, but hardly any are left open:
 
-- The current group of a kind (frozen, or trained by one optimizer) takes a tensor into its first bin with room.
+- The current group of a kind (one type; frozen, or trained by one optimizer) takes a tensor into its first bin with
+  room.
 - A tensor larger than the bins makes the bins of the current group as large as itself. Where the group is too full for
   that, and where no bin has room, the next group begins. What follows fills the bins beside a large tensor.
 - The last group, one that a large tensor closed, and one before a group that was filled backwards are cut: to the
@@ -23,7 +24,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec
+from hf_patrickstar.layout.specs import FP32, ModuleSpec, TensorSpec, Types
 
 ALIGNMENT_NUMEL = 64
 """Offsets are multiples of this many elements: 128 bytes in 16-bit, 256 in fp32."""
@@ -68,6 +69,7 @@ class ChunkSpec:
         on_host: Whether it holds an embedding alone that may be looked up on the host, and then never moves.
         world_size: Processes that share it.
         optimizer_index: Which optimizer updates it, and so which lists it has; -1 if none does.
+        types: Of its lists.
     """
 
     index: int
@@ -78,6 +80,7 @@ class ChunkSpec:
     on_host: bool = False
     world_size: int = 1
     optimizer_index: int = 0
+    types: Types = FP32
 
     @property
     def is_updated(self) -> bool:
@@ -88,6 +91,11 @@ class ChunkSpec:
     def chunk_numel(self) -> int:
         """Elements of one of its chunks: what one rank owns."""
         return self.capacity_numel // self.world_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole buffer."""
+        return self.capacity_numel * self.types.itemsize
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,23 +122,23 @@ class Layout:
         return sum(chunk.used_numel for chunk in self.chunks) / capacity if capacity else 1.0
 
     @property
-    def gradients_numel(self) -> int:
-        """Elements of gradients that wait on the device for the rest of their group.
+    def gradients_nbytes(self) -> int:
+        """Bytes of gradients that wait on the device for the rest of their group.
 
         None with one process, where each goes home at once; else those of two groups, since backward begins with the
         one while the last of the other are still to come.
         """
-        sizes = sorted(chunk.capacity_numel for chunk in self.chunks if chunk.trainable and chunk.world_size > 1)
+        sizes = sorted(chunk.nbytes for chunk in self.chunks if chunk.trainable and chunk.world_size > 1)
         return sum(sizes[-2:])
 
-    def working_set_numel(self, modules: Iterable[ModuleSpec]) -> tuple[int, ModuleSpec | None]:
-        """Elements of the chunks that the most demanding module needs on the device at once, and that module."""
+    def working_set_nbytes(self, modules: Iterable[ModuleSpec]) -> tuple[int, ModuleSpec | None]:
+        """Bytes of the chunks that the most demanding module needs on the device at once, and that module."""
         largest: tuple[int, ModuleSpec | None] = (0, None)
         for module in modules:
             chunks = {self.placements[index].chunk_index for index in module.tensor_indices}
-            numel = sum(self.chunks[index].capacity_numel for index in chunks if not self.chunks[index].on_host)
-            if numel > largest[0]:
-                largest = (numel, module)
+            nbytes = sum(self.chunks[index].nbytes for index in chunks if not self.chunks[index].on_host)
+            if nbytes > largest[0]:
+                largest = (nbytes, module)
         return largest
 
 
@@ -139,7 +147,7 @@ class _OpenChunk:
     """A chunk that is being filled."""
 
     capacity_numel: int
-    kind: tuple[bool, int]
+    kind: "_Kind"
     on_host: bool = False
     end_numel: int = 0
     tensors: list[tuple[int, int]] = dataclasses.field(default_factory=list)
@@ -149,15 +157,18 @@ class _OpenChunk:
         self.end_numel += align(spec.numel)
 
 
-def _kind(spec: TensorSpec) -> tuple[bool, int]:
+_Kind = tuple[bool, int, Types]
+
+
+def _kind(spec: TensorSpec) -> _Kind:
     """Tensors of different kinds have different lists, and are never in one chunk."""
-    return spec.trainable, spec.optimizer_index if spec.trainable else -1
+    return spec.trainable, spec.optimizer_index if spec.trainable else -1, spec.types
 
 
 def _fill_chunks(tensors: Sequence[TensorSpec], chunk_numel: int, on_host: frozenset[int]) -> list[_OpenChunk]:
     """Chunks for one process, ordered by their first tensor."""
     closed: list[_OpenChunk] = []
-    current: dict[tuple[bool, int], _OpenChunk] = {}
+    current: dict[_Kind, _OpenChunk] = {}
     for spec in tensors:
         numel = align(spec.numel)
         if spec.index in on_host or numel > chunk_numel:
@@ -221,7 +232,7 @@ class _OpenGroup:
                 return group
         return self
 
-    def as_chunk(self, kind: tuple[bool, int]) -> _OpenChunk:
+    def as_chunk(self, kind: _Kind) -> _OpenChunk:
         """All bins in a row; the tensors of each in model order."""
         chunk = _OpenChunk(self.bin_numel * len(self.bins), kind)
         for place, own in enumerate(self.bins):
@@ -291,9 +302,9 @@ def pack(
     """Packs tensors into chunks, in model order (PatrickStar section 6.1).
 
     Trainable and frozen tensors go to different chunks, since only the former have masters and optimizer states, and so
-    do tensors of different optimizers. A tensor larger than a chunk, and a tensor computed on the host, gets a chunk of
-    its own size. The last chunk of each kind is cut to what it holds. For several processes see [Note: communication
-    groups].
+    do tensors of different optimizers and of different types. A tensor larger than a chunk, and a tensor computed on
+    the host, gets a chunk of its own size. The last chunk of each kind is cut to what it holds. For several processes
+    see [Note: communication groups].
 
     Args:
         tensors: The specs in model order.
@@ -326,6 +337,7 @@ def pack(
         used = sum(tensors[tensor_index].numel for tensor_index, _ in chunk.tensors)
         indices = tuple(tensor_index for tensor_index, _ in chunk.tensors)
         capacity = max(chunk.capacity_numel, ALIGNMENT_NUMEL)
-        trainable, optimizer_index = chunk.kind
-        chunks.append(ChunkSpec(index, capacity, used, indices, trainable, chunk.on_host, world_size, optimizer_index))
+        trainable, optimizer_index, types = chunk.kind
+        own = (trainable, chunk.on_host, world_size, optimizer_index, types)
+        chunks.append(ChunkSpec(index, capacity, used, indices, *own))
     return Layout(tuple(tensors), tuple(chunks), tuple(p for p in placements if p is not None), chunk_numel)

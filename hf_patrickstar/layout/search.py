@@ -42,22 +42,20 @@ class ChunkSizeChoice:
 def check_fits(
     layout: Layout,
     modules: Sequence[ModuleSpec],
-    itemsize: int,
     device_nbytes: int | None,
     limits: Sequence[Limit] = (),
     world_size: int = 1,
-    staging_nbytes: Callable[[int], int] = lambda chunk_numel: 0,
+    staging_nbytes: Callable[[int, str], int] = lambda chunk_numel, dtype: 0,
 ) -> int:
     """Checks that the device can hold the largest working set of a layout.
 
     Args:
         layout: The layout to check.
         modules: The modules that own parameters.
-        itemsize: Bytes per element of the ``param`` list.
         device_nbytes: Bytes that chunks may take on the device, or ``None`` if there is no limit.
         limits: The settings that ``device_nbytes`` comes from, for the error; ``device_budget`` alone by default.
         world_size: Processes that share the chunks of the layout, for the error.
-        staging_nbytes: Scratch space for reducing groups with chunks of so many elements.
+        staging_nbytes: Scratch space for reducing groups with chunks of so many elements of a type.
 
     Returns:
         The bytes of the largest working set, and of the gradients beside it.
@@ -65,13 +63,13 @@ def check_fits(
     Raises:
         BudgetError: If it does not fit: which module, how many bytes, what to change.
     """
-    numel, module = layout.working_set_numel(modules)
-    gradients = _gradient_nbytes(layout, itemsize, staging_nbytes)
-    need = numel * itemsize + gradients
+    chunks, module = layout.working_set_nbytes(modules)
+    gradients = _gradient_nbytes(layout, staging_nbytes)
+    need = chunks + gradients
     if device_nbytes is not None and need > device_nbytes and module is not None:
         what = "chunks" if world_size == 1 else f"groups of {world_size} chunks"
         beside = f" beside {format_need(gradients)} of gradients" if gradients else ""
-        own = sum(layout.tensors[index].numel for index in module.tensor_indices) * itemsize
+        own = sum(layout.tensors[index].nbytes for index in module.tensor_indices)
         short = Shortage.of((limit, need) for limit in limits or (Limit("device_budget", device_nbytes),))
         raise BudgetError(
             f"{short.subject} for module '{module.name}' ({module.class_name}): its {what} need "
@@ -86,12 +84,11 @@ def fixed_layout(
     tensors: Sequence[TensorSpec],
     modules: Sequence[ModuleSpec],
     chunk_numel: int,
-    itemsize: int,
     device_nbytes: int | None,
     on_host: frozenset[int] = frozenset(),
     limits: Sequence[Limit] = (),
     world_size: int = 1,
-    staging_nbytes: Callable[[int], int] = lambda chunk_numel: 0,
+    staging_nbytes: Callable[[int, str], int] = lambda chunk_numel, dtype: 0,
     splits: bool = False,
 ) -> ChunkSizeChoice:
     """The layout for a chunk size that the user chose.
@@ -106,19 +103,18 @@ def fixed_layout(
             "use 'auto' or a larger number"
         )
     layout = pack(tensors, chunk_numel, on_host, world_size, splits)
-    need = check_fits(layout, modules, itemsize, device_nbytes, limits, world_size, staging_nbytes)
+    need = check_fits(layout, modules, device_nbytes, limits, world_size, staging_nbytes)
     return ChunkSizeChoice(layout, 1, need)
 
 
 def search_layout(
     tensors: Sequence[TensorSpec],
     modules: Sequence[ModuleSpec],
-    itemsize: int,
     device_nbytes: int | None,
     on_host: frozenset[int] = frozenset(),
     limits: Sequence[Limit] = (),
     world_size: int = 1,
-    staging_nbytes: Callable[[int], int] = lambda chunk_numel: 0,
+    staging_nbytes: Callable[[int, str], int] = lambda chunk_numel, dtype: 0,
     splits: bool = False,
 ) -> ChunkSizeChoice:
     """Finds a chunk size.
@@ -133,7 +129,6 @@ def search_layout(
     Args:
         tensors: The specs in model order.
         modules: The modules that own parameters.
-        itemsize: Bytes per element of the ``param`` list.
         device_nbytes: Bytes that chunks may take on the device, or ``None`` if there is no limit.
         on_host: Indices of tensors that are computed on the host.
         limits: As for ``check_fits``.
@@ -152,13 +147,14 @@ def search_layout(
     layouts = []
     for size in sorted(size for size in sizes if size <= max(_MAX_CHUNK_NUMEL, min(sizes))):
         layout = pack(tensors, size, on_host, world_size, splits)
-        numel, _ = layout.working_set_numel(modules)
-        layouts.append((layout, numel * itemsize + _gradient_nbytes(layout, itemsize, staging_nbytes)))
+        chunks, _ = layout.working_set_nbytes(modules)
+        layouts.append((layout, chunks + _gradient_nbytes(layout, staging_nbytes)))
     fitting = [item for item in layouts if device_nbytes is None or item[1] <= device_nbytes]
     if not fitting:
         smallest = min(layouts, key=lambda item: item[1])[0]
-        check_fits(smallest, modules, itemsize, device_nbytes, limits, world_size, staging_nbytes)
+        check_fits(smallest, modules, device_nbytes, limits, world_size, staging_nbytes)
     if device_nbytes is not None:
+        itemsize = _mean_itemsize(tensors)
         share = min(device_nbytes // _BUDGET_SHARE, max(total // _MODEL_SHARE, ALIGNMENT_NUMEL) * itemsize)
         if world_size > 1:
             share = max(share, _least_group_nbytes([layout for layout, _ in fitting], itemsize, world_size))
@@ -172,13 +168,21 @@ def search_layout(
     return ChunkSizeChoice(layout, len(layouts), need)
 
 
-def _gradient_nbytes(layout: Layout, itemsize: int, staging_nbytes: Callable[[int], int]) -> int:
+def _gradient_nbytes(layout: Layout, staging_nbytes: Callable[[int, str], int]) -> int:
     """Bytes of gradients that are on the device until their group is reduced, and of the space to reduce them in."""
-    largest = max((chunk.chunk_numel for chunk in layout.chunks if chunk.trainable), default=0)
-    return layout.gradients_numel * itemsize + staging_nbytes(largest)
+    largest: dict[str, int] = {}
+    for chunk in layout.chunks:
+        if chunk.trainable:
+            largest[chunk.types.param] = max(chunk.chunk_numel, largest.get(chunk.types.param, 0))
+    return layout.gradients_nbytes + sum(staging_nbytes(numel, dtype) for dtype, numel in largest.items())
 
 
-def _least_group_nbytes(layouts: Sequence[Layout], itemsize: int, world_size: int) -> int:
+def _mean_itemsize(tensors: Sequence[TensorSpec]) -> float:
+    """Bytes per element, over all tensors."""
+    return sum(spec.nbytes for spec in tensors) / max(sum(spec.numel for spec in tensors), 1)
+
+
+def _least_group_nbytes(layouts: Sequence[Layout], itemsize: float, world_size: int) -> float:
     """Bytes of the smallest groups that are used well enough; small bins waste more than small chunks do."""
     enough = min(_ENOUGH_USED, max(layout.utilisation for layout in layouts) - _TOLERANCE)
     well_used = [layout.chunk_numel for layout in layouts if layout.utilisation >= enough]

@@ -22,6 +22,40 @@ class ModuleLike(Protocol):
         ...
 
 
+_ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Types:
+    """The types of one parameter, by torch's names.
+
+    Attributes:
+        param: Of its value and gradient where they are computed with.
+        state: Of its master and its optimizer states.
+    """
+
+    param: str = "float32"
+    state: str = "float32"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element of the value."""
+        return _ITEMSIZES[self.param]
+
+    @property
+    def state_itemsize(self) -> int:
+        """Bytes of one element of the master, or of one state."""
+        return _ITEMSIZES[self.state]
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the value is a rounded master, and gradients are widened for the optimizer."""
+        return self.param != self.state
+
+
+FP32 = Types()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One parameter, as numbers.
@@ -34,6 +68,7 @@ class TensorSpec:
         trainable: Whether it receives gradients.
         owners: For ``name`` and each alias, the index in ``model.modules()`` order of the module that owns it there.
         optimizer_index: Which of the engine's optimizers updates it, if it is trainable; -1 if none does.
+        types: Its types in chunks.
     """
 
     index: int
@@ -43,11 +78,17 @@ class TensorSpec:
     aliases: tuple[str, ...] = ()
     owners: tuple[int, ...] = ()
     optimizer_index: int = 0
+    types: Types = FP32
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its value."""
+        return self.numel * self.types.itemsize
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,6 +18,20 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from hf_patrickstar.memory.meters import StorageMeter
 
 logger = logging.getLogger(__name__)
+
+
+class Casting(Protocol):
+    """What happens to types where a call begins and ends."""
+
+    inputs: torch.dtype | None
+
+    def narrow(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Gives inputs the type to compute in; called where ``inputs`` is not ``None``."""
+        ...
+
+    def widen(self, output: Any) -> Any:
+        """Gives the output of a call under autocast its type."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,65 +59,75 @@ class Rehearsal:
         module: What is called. Its parameters and buffers need no values.
         inputs: Positional and named arguments, without values.
         device: The compute device.
+        casting: What happens to types where the call begins and ends.
+        autocast: The type that autocast computes in, if it is on.
         with_backward: Whether a backward follows.
     """
 
     module: torch.nn.Module
     inputs: Any
     device: torch.device
+    casting: Casting
+    autocast: torch.dtype | None
     with_backward: bool
 
     @classmethod
-    def of(cls, module: torch.nn.Module, inputs: Any, device: torch.device, *, with_backward: bool) -> "Rehearsal":
-        """Notes a call.
+    def of(
+        cls, module: torch.nn.Module, inputs: Any, device: torch.device, casting: Casting, *, with_backward: bool
+    ) -> "Rehearsal":
+        """Notes a call that begins now, with the autocast that is on.
 
         Args:
             module: What is called.
             inputs: Positional and named arguments.
             device: The compute device.
+            casting: What happens to types.
             with_backward: Whether a backward follows.
         """
-        return cls(module, tree_map_only(torch.Tensor, _Like.of, inputs), device, with_backward)
+        is_autocast = torch.is_autocast_enabled(device.type)
+        autocast = torch.get_autocast_dtype(device.type) if is_autocast else None
+        return cls(module, tree_map_only(torch.Tensor, _Like.of, inputs), device, casting, autocast, with_backward)
 
     @property
     def key(self) -> Any:
         """The same for calls that take the same memory."""
         leaves = tuple(leaf if isinstance(leaf, _Like) else id(leaf) for leaf in tree_leaves(self.inputs))
-        return id(self.module), leaves, self.with_backward, self.module.training
+        return id(self.module), leaves, self.autocast, self.with_backward, self.module.training
 
     def run(self) -> int | None:
         """The most bytes that the call, and its backward, take beside inputs and parameters.
 
         ``None`` if it cannot be run with fake tensors: a model that looks at values cannot.
         """
-        kind = self.device.type
-        autocast = torch.autocast(
-            kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
-        )
 
         def attempt() -> int:
             try:
-                return self._count(autocast, None)
+                return self._count(None)
             except RuntimeError:  # some operators can tell shapes for 16 bits alone
-                return 2 * self._count(autocast, torch.bfloat16)
+                return 2 * self._count(torch.bfloat16)
 
         return _in_a_thread(attempt)
 
-    def _count(self, autocast: Any, dtype: torch.dtype | None) -> int:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(self.with_backward), autocast:
+    def _count(self, dtype: torch.dtype | None) -> int:
+        kind, is_autocast = self.device.type, self.autocast is not None
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            torch.set_grad_enabled(self.with_backward),
+            torch.autocast(kind, self.autocast, is_autocast, cache_enabled=False),
+        ):
             twin = _twin(self.module, self.device, dtype)
             meter = _Counter(list(twin.parameters()))
-            own = next((parameter.dtype for parameter in twin.parameters()), torch.float32)
             args, kwargs = tree_map_only(_Like, lambda like: like.make(self.device, dtype), self.inputs)
-            if own is not torch.float32:  # as the engine's own hook does
-                args = _cast(args, own)
-                kwargs = {name: v if "label" in name else _cast(v, own) for name, v in kwargs.items()}
             present = (*tree_leaves((args, kwargs)), *twin.buffers())
             meter.start([leaf for leaf in present if isinstance(leaf, torch.Tensor)])
             begin = meter.live(0)
             meter.restart()
             try:
+                if self.casting.inputs is not None:
+                    args, kwargs = self.casting.narrow(args, kwargs)
                 output = twin(*args, **kwargs)
+                if is_autocast:
+                    output = self.casting.widen(output)
                 if self.with_backward:
                     _loss(output).backward()
                 return meter.peak(0) - begin
@@ -157,13 +181,6 @@ def _twin(module: torch.nn.Module, device: torch.device, dtype: torch.dtype | No
     for buffer in module.buffers():
         memo[id(buffer)] = _Like(buffer.shape, buffer.dtype, False).make(device, dtype)
     return copy.deepcopy(module, memo)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    is_wide = isinstance(value, torch.Tensor) and value.dtype in (torch.float32, torch.float64)
-    return (
-        value.to(dtype) if is_wide else tuple(_cast(item, dtype) for item in value) if type(value) is tuple else value
-    )
 
 
 def _loss(output: Any) -> torch.Tensor:

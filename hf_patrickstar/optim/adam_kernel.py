@@ -184,7 +184,7 @@ class AdamKernel:
         part = slice(segment.start, segment.stop)
         if segment.place is GradientPlace.LIST:
             return chunk.lists[GRADIENT][part]
-        if chunk.param.dtype is torch.float32:
+        if not chunk.is_mixed:
             return chunk.param[part]
         return self._scratch[chunk.home][: segment.stop - segment.start].copy_(chunk.param[part])
 

@@ -18,7 +18,7 @@ def total_norm(manager: ChunkManager, items: Iterable[ManagedTensor | torch.Tens
         norm_type: Order of the norm.
 
     Returns:
-        A scalar fp32 tensor; unscaled if a scale is pending.
+        A scalar tensor; unscaled if a scale is pending.
     """
     gradients = manager.gradients
     if gradients.coefficient is not None:
@@ -32,7 +32,7 @@ def total_norm(manager: ChunkManager, items: Iterable[ManagedTensor | torch.Tens
     for item in items:
         if not isinstance(item, ManagedTensor):
             if item.grad is not None:
-                norm = gradient_norm(item.grad, norm_type)
+                norm = gradient_norm(item.grad, item.grad.dtype, norm_type)
                 norms[num_places] = norm if inverse_scale is None else norm / inverse_scale.to(norm.device)
                 num_places += 1
             continue
@@ -67,7 +67,7 @@ def clip_by_norm(
         norm_type: Order of the norm.
 
     Returns:
-        The norm before clipping, a scalar fp32 tensor.
+        The norm before clipping, a scalar tensor.
     """
     total = total_norm(manager, items, norm_type)
     if float(max_norm) == float("inf"):
@@ -116,9 +116,9 @@ def clip_by_value(manager: ChunkManager, items: Iterable[ManagedTensor | torch.T
 def _norm_of(tensor: ManagedTensor, gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
     """The norm of one gradient; that of order 2 is remembered."""
     if norm_type != 2.0:
-        return gradient_norm(gradient, norm_type)
+        return gradient_norm(gradient, tensor.chunk.state_dtype, norm_type)
     if tensor.gradient_norm is None:
-        tensor.gradient_norm = gradient_norm(gradient)
+        tensor.gradient_norm = gradient_norm(gradient, tensor.chunk.state_dtype)
     return tensor.gradient_norm
 
 

@@ -11,7 +11,7 @@ import torch
 from hf_patrickstar.events import Listener, StepFinished
 from hf_patrickstar.optim.clipping import clip_by_norm, clip_by_value, total_norm
 from hf_patrickstar.optim.kernel import Kernel, place_state
-from hf_patrickstar.optim.state import StateView, call_hooks, check_shapes, has_shapes, pack_state, pair_up
+from hf_patrickstar.optim.state import StateView, call_hooks, check_keys, check_shapes, has_shapes, pack_state, pair_up
 from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedTensor
 from hf_patrickstar.runtime.manager import ChunkManager
 
@@ -250,7 +250,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             if is_all:
                 gradients.check_complete(tensor)
             gradients.make_ready(tensor)
-            if tensor.chunk.param.dtype is not torch.float32:
+            if tensor.chunk.is_mixed:
                 gradients.move_to_list(tensor)
             tensor.chunk.wait()
         return gradients.take_factor()
@@ -392,6 +392,14 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         found = ([self._manager.find(parameter) for parameter in group["params"]] for group in self.param_groups)
         return [[tensor.spec.name for tensor in tensors if tensor is not None] for tensors in found]
 
+    def placed_groups(self) -> list[list[str | None]]:
+        """The parameters of each param group, in order: names of those in chunks of its own, ``None`` for others."""
+        found = ([self._manager.find(parameter) for parameter in group["params"]] for group in self.param_groups)
+        return [
+            [tensor.spec.name if tensor is not None and self._updates(tensor) else None for tensor in tensors]
+            for tensors in found
+        ]
+
     def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
         """What this rank has of a parameter's state, in place; empty before its first step."""
         return self.kernel.own_state(tensor)
@@ -450,26 +458,36 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             if not (self._updates(tensor) and tensor.is_owned):
                 continue
             state = self.kernel.tensor_state(tensor)
-            if state and tensor.original_dtype is not torch.float32:
+            if state and tensor.original_dtype is not tensor.chunk.state_dtype:
                 state[MASTER] = tensor.view(tensor.chunk.lists[MASTER]).to("cpu", copy=True)
             if state:
                 own[tensor.spec.index] = state
         return self._manager.sharing.states(own, self._manager.by_index, keep=keep)
 
     @contextlib.contextmanager
-    def collected(self, *, keep: bool) -> Iterator[None]:
+    def collected(self, *, keep: bool, states: dict[int, dict[str, Any]] | None = None) -> Iterator[None]:
         """Collects the states of all ranks, so that one of them may call ``state_dict`` alone inside the block.
 
         All processes must enter it together.
 
         Args:
             keep: Whether this process will call it.
+            states: The states of all ranks by tensor index, if they are known; their tensors may be read later.
         """
-        self._collected = self._all_states(keep=keep)
+        self._collected = self._all_states(keep=keep) if states is None else states
         try:
             yield
         finally:
             self._collected = None
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Makes sure that a state in torch's format is one of this optimizer; raises ``ValueError`` if not."""
+        for parameter, state in pair_up(self.param_groups, state_dict):
+            tensor = self._manager.find(parameter)
+            if tensor is not None:
+                check_shapes(tensor, state)
+                is_own = tensor.is_owned and self._updates(tensor)
+                check_keys(tensor, state, self.state_places(tensor) if is_own else ())
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
@@ -482,11 +500,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             ValueError: If groups or shapes do not match; nothing has changed then.
         """
         state_dict = call_hooks(self._optimizer_load_state_dict_pre_hooks, self, {**state_dict})
+        self.check_state_dict(state_dict)
         pairs = pair_up(self.param_groups, state_dict)
-        for parameter, state in pairs:
-            tensor = self._manager.find(parameter)
-            if tensor is not None:
-                check_shapes(tensor, state)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         for parameter, state in pairs:

@@ -19,6 +19,10 @@ class OptimizerSet:
     def __init__(self, optimizers: Sequence[ChunkedOptimizer]) -> None:
         self._optimizers = optimizers
 
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._optimizers)
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Those of all."""
@@ -44,6 +48,39 @@ class OptimizerSet:
     def load_own_state(self, tensor: ManagedTensor, state: Mapping[str, Any]) -> None:
         """See ``ChunkedOptimizer.load_own_state``."""
         self._of(tensor).load_own_state(tensor, state)
+
+    def placed_groups(self) -> list[list[list[str | None]]]:
+        """Of each optimizer, and of each of its groups, the parameters: names, ``None`` where others update them.
+
+        What has no name here has its state, if there is any, in ``other_states``.
+        """
+        return [optimizer.placed_groups() for optimizer in self._optimizers]
+
+    def state_dicts(self, states: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
+        """What ``state_dict`` of each optimizer returns.
+
+        Args:
+            states: The states of all ranks, by tensor index; their tensors may be read later.
+        """
+        found = []
+        for optimizer in self._optimizers:
+            with optimizer.collected(keep=True, states=states):
+                found.append(optimizer.state_dict())
+        return found
+
+    def check_state_dict(self, number: int, state_dict: Mapping[str, Any]) -> None:
+        """See ``ChunkedOptimizer.check_state_dict``; ``number`` says of which optimizer.
+
+        A state that hooks of the optimizer will change is checked when they have done so.
+        """
+        optimizer = self._optimizers[number]
+        if not optimizer._optimizer_load_state_dict_pre_hooks:
+            optimizer.check_state_dict(state_dict)
+
+    def load_state_dicts(self, state_dicts: Sequence[dict[str, Any]]) -> None:
+        """Takes over what ``state_dict`` of each optimizer returned."""
+        for optimizer, state_dict in zip(self._optimizers, state_dicts, strict=True):
+            optimizer.load_state_dict(state_dict)
 
     def other_states(self) -> dict[str, dict[str, Any]]:
         """The states of what they update outside of chunks, by the optimizer's number and the place in its groups."""

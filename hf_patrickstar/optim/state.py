@@ -160,6 +160,20 @@ def check_shapes(tensor: ManagedTensor, state: Mapping[str, Any]) -> None:
             )
 
 
+def check_keys(tensor: ManagedTensor, state: Mapping[str, Any], needed: Iterable[str]) -> None:
+    """Makes sure that a state has what its optimizer needs; one that is empty is new.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    missing = sorted(set(needed) - state.keys()) if state else []
+    if missing:
+        raise ValueError(
+            f"optimizer state of parameter '{tensor.spec.name}' has no '{missing[0]}': it was saved by another "
+            "optimizer, or with other options"
+        )
+
+
 def call_hooks(hooks: Mapping[int, Any], optimizer: torch.optim.Optimizer, *state_dict: Any) -> Any:
     """Calls hooks of an optimizer.
 

@@ -227,7 +227,7 @@ class TorchKernel:
         chunk = tensor.chunk
         if tensor.gradient is GradientPlace.LIST:
             return tensor.view(chunk.lists[GRADIENT])
-        if chunk.param.dtype is torch.float32:
+        if not chunk.is_mixed:
             return tensor.view(chunk.param)
         return tensor.view(self._scratch[chunk.home]).copy_(tensor.view(chunk.param))
 

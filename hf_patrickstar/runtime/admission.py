@@ -1,4 +1,4 @@
-"""Which models can be managed, and in which type; everything that is refused is refused before anything changes."""
+"""Which models can be managed; everything that is refused is refused before anything changes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,8 +6,6 @@ from typing import Any
 import torch
 
 from hf_patrickstar.errors import ConfigError, EngineError
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_model(model: torch.nn.Module) -> None:
@@ -67,45 +65,6 @@ def check_values(names: Sequence[str], parameters: Sequence[torch.nn.Parameter])
                 f"parameters '{other}' and '{name}' are two parameters over the same memory; tie them by assigning one "
                 "parameter to both modules (model.tie_weights() does)"
             )
-
-
-def choose_dtype(
-    model: torch.nn.Module, setting: str, precision: str, parameters: Sequence[torch.nn.Parameter]
-) -> tuple[torch.dtype, str]:
-    """Decides the type of parameters on the compute device.
-
-    Args:
-        model: The model.
-        setting: ``dtype`` of the configuration.
-        precision: ``"no"``, ``"bf16"`` or ``"fp16"``: what the Trainer or Accelerate was told.
-        parameters: The model's parameters.
-
-    Returns:
-        The type, and the reason in a few words.
-
-    Raises:
-        ConfigError: If the precision is not known, or the model cannot compute in the type.
-    """
-    if setting != "auto":
-        dtype, reason = DTYPES[setting], f"dtype={setting}"
-    elif precision in DTYPES:
-        dtype, reason = DTYPES[precision], f"dtype=auto: --{precision}"
-    elif precision != "no":
-        raise ConfigError(f"precision '{precision}' is not supported; use bf16, fp16 or no")
-    else:
-        numel: dict[torch.dtype, int] = {}
-        for parameter in parameters:
-            numel[parameter.dtype] = numel.get(parameter.dtype, 0) + parameter.numel()
-        largest = max(numel, key=lambda kind: numel[kind], default=torch.float32)
-        dtype = largest if largest in DTYPES.values() else torch.float32
-        reason = "dtype=auto: most of the model was loaded in it"
-    for name, module in model.named_modules():
-        if dtype is not torch.float32 and isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-            raise ConfigError(
-                f"module '{name}' ({type(module).__name__}) keeps running statistics in fp32 and cannot compute with "
-                "16-bit parameters; train in fp32 (dtype='fp32', without --bf16 and --fp16)"
-            )
-    return dtype, reason
 
 
 def is_left_out(parameter: Any) -> bool:

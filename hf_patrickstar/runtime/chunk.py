@@ -32,7 +32,7 @@ from hf_patrickstar.states import TensorState, check_transition
 
 MASTER = "master"
 GRADIENT = "grad"
-"""Names of chunk lists: fp32 parameters, and gradients that accumulate."""
+"""Names of chunk lists: parameters as the optimizer has them, and gradients that accumulate."""
 
 
 class GradientPlace(enum.Enum):
@@ -54,6 +54,12 @@ class GradientPlace(enum.Enum):
     KEPT = "kept"
     CONSUMED = "consumed"
     INCOMPLETE = "incomplete"
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The type that specs have the name of."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -347,6 +353,16 @@ class Chunk:
     def is_static(self) -> bool:
         """Whether it is computed with where it is at home, and so never moves."""
         return self.home is Tier.DEVICE and self.spec.world_size == 1
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """The type of all lists but ``param``."""
+        return torch_dtype(self.spec.types.state)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether its values are rounded masters, and gradients are widened for the optimizer."""
+        return self.spec.types.is_mixed
 
     @property
     def param_nbytes(self) -> int:

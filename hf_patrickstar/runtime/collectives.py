@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hf_patrickstar.errors import CollectiveError, ConfigError
 from hf_patrickstar.memory.transfers import Ticket
+from hf_patrickstar.runtime.arrival import Arrival, announce
 from hf_patrickstar.runtime.rollcall import Member, RollCall, describe_self
 from hf_patrickstar.runtime.tickets import DeviceTicket, GlooTicket, Users
 from hf_patrickstar.runtime.vigil import Patience, Vigil
@@ -115,7 +116,11 @@ class Collectives:
                 "device, for example nccl"
             )
         is_part = data is not dist.group.WORLD
+        patience = patience or Patience()
         try:
+            timeout = _timeout_of(data, device) or dist.constants.default_pg_timeout
+            ranks = dist.get_process_group_ranks(data)
+            Arrival(dist.get_rank(), ranks, _arrivals(), patience, timeout.total_seconds()).wait()
             # Processes outside of a part do not come to make another group of it.
             control = data if is_part and is_gloo else _new_control(data, device, is_part)
         except RuntimeError as error:
@@ -123,7 +128,7 @@ class Collectives:
         collectives = cls(rank, world_size, device, data, control)
         if is_gloo:
             atexit.register(_leave)
-        collectives._introduce(patience or Patience())
+        collectives._introduce(patience)
         return collectives
 
     def _introduce(self, patience: Patience) -> None:
@@ -462,6 +467,17 @@ class Collectives:
             return CollectiveError(f"{what}: {self._vigil.verdict}")
         finding = "" if self._roll_call is None else self._roll_call.hold()
         return CollectiveError(_complain(what, self.rank, self.world_size, finding, error))
+
+
+def announce_self() -> None:
+    """Lets other processes notice if this one ends before it makes an engine; see ``runtime/arrival.py``."""
+    if dist.is_available() and dist.is_initialized():
+        announce(dist.get_rank(), _arrivals())
+
+
+def _arrivals() -> Any:
+    """The keys of ``Arrival``."""
+    return dist.PrefixStore("hf_patrickstar/arrival", dist.distributed_c10d._get_default_store())
 
 
 def _leave() -> None:

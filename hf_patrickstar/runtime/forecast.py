@@ -13,6 +13,7 @@ from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.rehearsal import Rehearsal
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.tracer import Tracer
 from hf_patrickstar.shortage import Shortage
@@ -51,17 +52,18 @@ class Forecast:
         self._before_nbytes = 0
         self._known: dict[Any, int | None] = {}
 
-    def note(self, module: torch.nn.Module, inputs: Any, *, is_training: bool) -> None:
+    def note(self, module: torch.nn.Module, inputs: Any, casting: Casting, *, is_training: bool) -> None:
         """Notes that an outermost forward begins; of its tensors nothing is kept but shapes and types.
 
         Args:
             module: What is called.
             inputs: Positional and named arguments.
+            casting: What happens to their types, and to those of the output.
             is_training: Whether a backward will follow.
         """
         if not self._calls:
             self._before_nbytes = self._meter.live(self._pool.ledger.used(Tier.DEVICE))
-        self._calls.append(Rehearsal.of(module, inputs, self._device, with_backward=is_training))
+        self._calls.append(Rehearsal.of(module, inputs, self._device, casting, with_backward=is_training))
 
     def forget(self, *, is_evaluation: bool = False) -> None:
         """Forgets the forwards of a step that has ended, or only those of evaluations."""

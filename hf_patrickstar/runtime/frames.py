@@ -22,6 +22,7 @@ class Frame:
         lookups: Embeddings that are looked up at home, by the identity of the parameter.
         replaced: Parameters that a copy stands in for: the dictionary of their module, their name, and they.
         saved_tensors: The hooks that were entered with it, if it is the outermost.
+        autocast: The context of autocast that was entered with it, if it is the outermost.
         handled: The exception that its caller was handling when it began.
         has_turn: Whether it has the turn of its thread, which ends with it; see ``Turns``.
     """
@@ -32,6 +33,7 @@ class Frame:
     lookups: dict[int, Lookup] = dataclasses.field(default_factory=dict)
     replaced: list[tuple[dict[str, Any], str, torch.Tensor]] = dataclasses.field(default_factory=list)
     saved_tensors: Any = None
+    autocast: Any = None
     handled: BaseException | None = None
     has_turn: bool = False
 

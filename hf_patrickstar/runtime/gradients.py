@@ -257,7 +257,7 @@ class Gradients:
         if not self.has(tensor):
             return
         self.make_ready(tensor)
-        if tensor.chunk.param.dtype is not torch.float32:
+        if tensor.chunk.is_mixed:
             self.move_to_list(tensor)
         gradient = self.of(tensor)
         if gradient is not None:
@@ -371,7 +371,7 @@ class Gradients:
     def _write_over_parameter(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
         chunk = tensor.chunk
         if self.records_norms:
-            tensor.gradient_norm = gradient_norm(gradient)
+            tensor.gradient_norm = gradient_norm(gradient, tensor.chunk.state_dtype)
         if chunk.home is Tier.DEVICE:
             tensor.view(chunk.param).copy_(gradient)
         else:
@@ -408,18 +408,22 @@ class Gradients:
         Raises:
             BudgetError: If there is no room.
         """
-        if self.accumulate or MASTER not in chunk.lists or chunk.param.dtype is not torch.float32:
+        if self.accumulate or MASTER not in chunk.lists or chunk.is_mixed:
             self._list(chunk)
 
     def _list(self, chunk: Chunk) -> torch.Tensor:
         if GRADIENT not in chunk.lists:
             numel = chunk.param.numel()
             if chunk.home is Tier.DEVICE:  # nobody has planned for it: copies make room, or chunks leave the margin
-                self._make_room(numel * torch.float32.itemsize)
+                self._make_room(numel * chunk.state_dtype.itemsize)
             others = (other for other in self.chunks if other is not chunk and chunk.home in (other.home, Tier.HOST))
-            ahead = sum(other.param.numel() for other in others if other.spec.trainable and GRADIENT not in other.lists)
+            ahead = sum(
+                other.param.numel() * other.state_dtype.itemsize
+                for other in others
+                if other.spec.trainable and GRADIENT not in other.lists
+            )
             chunk.lists[GRADIENT] = self._pool.allocate(
-                chunk.home, numel, torch.float32, GRADIENT, ahead_nbytes=ahead * torch.float32.itemsize
+                chunk.home, numel, chunk.state_dtype, GRADIENT, ahead_nbytes=ahead
             )
         return chunk.lists[GRADIENT]
 
@@ -433,8 +437,14 @@ def consumed(tensor: ManagedTensor, why: str) -> str:
     )
 
 
-def gradient_norm(gradient: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of one gradient in fp32, by the kernel that ``torch.nn.utils.get_total_norm`` uses on its device."""
+def gradient_norm(gradient: torch.Tensor, dtype: torch.dtype, norm_type: float = 2.0) -> torch.Tensor:
+    """The norm of one gradient, by the kernel that ``torch.nn.utils.get_total_norm`` uses on its device.
+
+    Args:
+        gradient: The gradient.
+        dtype: The type of the norm: that of the optimizer's states.
+        norm_type: Order of the norm.
+    """
     if gradient.device.type == "cuda":
-        return torch._foreach_norm([gradient], norm_type, dtype=torch.float32)[0]
-    return torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float32)
+        return torch._foreach_norm([gradient], norm_type, dtype=dtype)[0]
+    return torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)

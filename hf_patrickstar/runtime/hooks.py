@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hf_patrickstar.errors import EngineError
+from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.frames import Frame, Frames, current_stage
 from hf_patrickstar.runtime.live_model import LiveModel
@@ -36,6 +37,7 @@ class ModelHooks:
         weights: Reads and writes full parameters.
         follow_model: Called with whether it is for training before an outermost forward.
         device: The compute device.
+        casting: The types that forwards compute in.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class ModelHooks:
         weights: LiveWeights,
         follow_model: Callable[[bool], None],
         device: torch.device,
+        casting: Casting,
     ) -> None:
         self._model = model
+        self._casting = casting
         self._roots = roots_of(model)
         self._manager = manager
         self._device = device
@@ -72,7 +76,7 @@ class ModelHooks:
         for tensor in self._manager.tensors:
             self._attach_tensor(tensor)
         self._is_attached = True
-        if self._manager.dtype is not torch.float32:
+        if self._casting.inputs is not None:
             for root in self._roots:
                 self._of_model.append(root.register_forward_pre_hook(self._cast_inputs, with_kwargs=True))
         self._live_model.attach(self._hook_ids())
@@ -209,9 +213,12 @@ class ModelHooks:
                 counts = frame.stage is Stage.FORWARD and isinstance(output, torch.Tensor)
                 nbytes = output.numel() * output.element_size() if counts else 0
                 self._lookups.end(lookup, nbytes)
+            result = _to(output, self._device) if frame.lookups and self._device.type != "cpu" else output
+            if frame.autocast is not None:
+                result = self._casting.widen(result)
             if not stack:
                 self._leave_outermost(frame)
-            return _to(output, self._device) if frame.lookups and self._device.type != "cpu" else None
+            return None if result is output else result
 
         handles: list[Any] = [
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
@@ -281,19 +288,13 @@ class ModelHooks:
     # Forward
 
     def _cast_inputs(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Floating inputs (pixels, features) follow the parameters' 16-bit type; labels keep their precision."""
-
-        def cast(value: Any) -> Any:
-            is_wide = isinstance(value, torch.Tensor) and value.dtype in (torch.float32, torch.float64)
-            return value.to(self._manager.dtype) if is_wide else value
-
-        named = {name: value if "label" in name else cast(value) for name, value in kwargs.items()}
-        return tuple(cast(value) for value in args), named
+        return self._casting.narrow(args, kwargs)
 
     def _enter_outermost(self, frame: Frame, name: str, args: Any, kwargs: dict[str, Any]) -> None:
         if frame.stage is Stage.BACKWARD:
             # A recomputation must not enter our hooks: checkpointing counts on its own being innermost.
             _refuse_reentrant(name)
+            self._begin_autocast(frame)
             return
         frame.handled = sys.exc_info()[1]
         self._manager.turns.take(f"the forward of {name}")
@@ -310,10 +311,24 @@ class ModelHooks:
         frame.has_turn = True
         frame.saved_tensors = self._operands.kept_as_numbers()
         frame.saved_tensors.__enter__()
+        self._begin_autocast(frame)
         is_training = frame.stage is Stage.FORWARD
-        self._manager.residency.forecast.note(frame.module, (args, kwargs), is_training=is_training)
+        forecast = self._manager.residency.forecast
+        forecast.note(frame.module, (args, kwargs), self._casting, is_training=is_training)
+
+    def _begin_autocast(self, frame: Frame) -> None:
+        frame.autocast = self._casting.autocast(is_recomputed=frame.stage is Stage.BACKWARD)
+        if frame.autocast is not None:
+            frame.autocast.__enter__()
+
+    @staticmethod
+    def _end_autocast(frame: Frame) -> None:
+        if frame.autocast is not None:
+            frame.autocast.__exit__(None, None, None)
+            frame.autocast = None
 
     def _leave_outermost(self, frame: Frame) -> None:
+        self._end_autocast(frame)
         if frame.saved_tensors is not None:
             frame.saved_tensors.__exit__(None, None, None)
         has_failed = sys.exc_info()[1] is not frame.handled
@@ -346,6 +361,7 @@ class ModelHooks:
             self._frames.end(frame)
             for tensor in frame.acquired:
                 self._manager.release(tensor, frame.stage)
+            self._end_autocast(frame)
             if frame.saved_tensors is not None:
                 frame.saved_tensors.__exit__(None, None, None)
             self._end_turn(frame)

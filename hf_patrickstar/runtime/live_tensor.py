@@ -242,7 +242,7 @@ class LiveTensor:
             )
         if gradient is tensor.parameter:
             raise EngineError(f"parameter '{tensor.spec.name}' cannot be its own gradient")
-        types = (tensor.chunk.param.dtype, torch.float32)
+        types = (tensor.chunk.param.dtype, tensor.chunk.state_dtype)
         if tuple(gradient.shape) != tensor.spec.shape or gradient.dtype not in types:
             raise EngineError(
                 f"the gradient of parameter '{tensor.spec.name}' must have shape {tensor.spec.shape} and type "

@@ -471,11 +471,6 @@ class ChunkManager:
         self.residency.in_backward = value
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Type of the ``param`` list."""
-        return self.chunks[0].param.dtype if self.chunks else torch.float32
-
-    @property
     def version(self) -> int:
         """Counts the changes of values: the same on all processes."""
         return self.values.version

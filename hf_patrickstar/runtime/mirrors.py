@@ -190,7 +190,7 @@ class Mirrors:
     def _mirror_gradient(self, tensor: ManagedTensor, known: Mirror | None) -> Mirror:
         home = self._gradients.of(tensor)
         dtype = tensor.chunk.param.dtype if home is None else home.dtype
-        wanted = torch.float32 if dtype is torch.float16 else dtype
+        wanted = tensor.chunk.state_dtype if dtype is torch.float16 else dtype
         if self._values.sharing.is_alone:
             assert home is not None
             value = home.to(self._values.device, wanted, copy=True)

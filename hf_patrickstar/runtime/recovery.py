@@ -52,11 +52,12 @@ class Recovery:
         self._buffers = buffers
         self._is_running = False
 
-    def run(self, function: Callable[[], _T]) -> _T:
+    def run(self, function: Callable[[], _T], max_retries: int = MAX_RETRIES) -> _T:
         """Runs a function that does forward and backward once, and nothing else that counts.
 
         Args:
-            function: What to run; it may be called up to four times.
+            function: What to run.
+            max_retries: How often to repeat it at most.
 
         Returns:
             What it returned.
@@ -69,14 +70,14 @@ class Recovery:
         self._is_running = True
         self._manager.gradients.attempts.begin()
         try:
-            return self._run(function)
+            return self._run(function, max_retries)
         finally:
             self._manager.gradients.attempts.end()  # also after an interrupt: what comes later is not a repetition
             self._is_running = False
 
-    def _run(self, function: Callable[[], _T]) -> _T:
+    def _run(self, function: Callable[[], _T], max_retries: int) -> _T:
         state = _State(self._device, self._buffers)
-        for attempt in range(MAX_RETRIES + 1):
+        for attempt in range(max_retries + 1):
             try:
                 return function()
             except (MemoryError, RuntimeError) as error:
@@ -85,12 +86,20 @@ class Recovery:
                 cause = self._describe(error)
                 # The frames of the failed attempt hold its activations.
                 traceback.clear_frames(error.__traceback__)
-                if attempt == MAX_RETRIES:
+                if attempt == max_retries:
                     self._reset()
                     state.restore()
-                    raise DeviceMemoryError(self._give_up(cause)) from error
+                    raise DeviceMemoryError(self._give_up(cause, max_retries)) from error
             self._reset()
-            self._make_careful(attempt, cause)
+            self._make_careful()
+            logger.warning(
+                "patrickstar: out of memory on %s, retry %d of %d with chunks limited to what %s leave (%s)",
+                self._device,
+                attempt + 1,
+                max_retries,
+                format_nbytes(self._manager.residency.ledger.limit(Tier.DEVICE, cautious=False)),
+                cause.splitlines()[0],
+            )
             state.restore()
         raise AssertionError("unreachable")
 
@@ -100,7 +109,7 @@ class Recovery:
         self._manager.undo_attempt()
         self._manager.steps.forget_step()
 
-    def _make_careful(self, attempt: int, cause: str) -> None:
+    def _make_careful(self) -> None:
         manager = self._manager
         self.num_retries += 1
         manager.residency.tracer.discard()
@@ -111,16 +120,11 @@ class Recovery:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
             ledger.lower_limit(Tier.DEVICE, int(ledger.limit(Tier.DEVICE, cautious=False) * _SHRINK))
-        logger.warning(
-            "patrickstar: out of memory on %s, retry %d of %d with chunks limited to what %s leave (%s)",
-            self._device,
-            attempt + 1,
-            MAX_RETRIES,
-            format_nbytes(ledger.limit(Tier.DEVICE, cautious=False)),
-            cause.splitlines()[0],
-        )
 
-    def _give_up(self, cause: str) -> str:
+    def _give_up(self, cause: str, num_retries: int) -> str:
+        times = "and was not to be repeated"
+        if num_retries:
+            times = f"{num_retries + 1} times, at last with every chunk that was not in use off the device"
         gradients = "Gradients are as they were before it"
         if self._manager.gradients.attempts.has_leftovers:
             self._manager.discard_gradients()
@@ -128,10 +132,10 @@ class Recovery:
                 "Parts of it had been added to earlier micro-batches', so all gradients of this step are dropped"
             )
         return (
-            f"{self._device}: out of memory. The micro-batch failed {MAX_RETRIES + 1} times, at last with every chunk "
-            f"that was not in use off the device. Parameters are as they were before it. {gradients}. Use a smaller "
-            "batch (--per_device_train_batch_size, with --gradient_accumulation_steps for the same total), shorter "
-            f"inputs, --gradient_checkpointing, or what the last failure says: {cause}"
+            f"{self._device}: out of memory. The micro-batch failed {times}. Parameters are as they were before it. "
+            f"{gradients}. Use a smaller batch (--per_device_train_batch_size, with --gradient_accumulation_steps for "
+            "the same total), shorter inputs, --gradient_checkpointing, or what the last failure says: "
+            f"{cause}"
         )
 
     def _describe(self, error: BaseException) -> str:

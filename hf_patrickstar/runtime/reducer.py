@@ -54,7 +54,7 @@ class Reducer:
         self._held: list[tuple[ManagedTensor, torch.Tensor]] = []
         self._used_nbytes = self._peak_nbytes = 0
         self._under_way: tuple[Chunk, torch.Tensor, set[int], Ticket] | None = None
-        self._staging: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        self._staging: dict[torch.dtype, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
         self.note_chunks()
 
     def note_chunks(self) -> None:
@@ -64,18 +64,23 @@ class Reducer:
         self._staging = self._reserve()
 
     def _release_staging(self) -> None:
-        for buffer in self._staging:
-            if buffer is not None:
-                self._pool.release(Tier.DEVICE, buffer, STAGING, keep=False)
-        self._staging = (None, None)
+        for buffers in self._staging.values():
+            for buffer in buffers:
+                if buffer is not None:
+                    self._pool.release(Tier.DEVICE, buffer, STAGING, keep=False)
+        self._staging = {}
 
-    def _reserve(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Scratch space in which slices of other ranks arrive."""
-        trainable = [chunk for chunk in self._chunks if chunk.spec.trainable]
-        if not trainable or self._collectives.world_size == 1:
-            return None, None
-        dtype = trainable[0].param.dtype
-        largest = max(chunk.spec.chunk_numel for chunk in trainable)
+    def _reserve(self) -> dict[torch.dtype, tuple[torch.Tensor | None, torch.Tensor | None]]:
+        """Scratch space in which slices of other ranks arrive, for each type of gradients."""
+        if self._collectives.world_size == 1:
+            return {}
+        largest: dict[torch.dtype, int] = {}
+        for chunk in self._chunks:
+            if chunk.spec.trainable:
+                largest[chunk.param.dtype] = max(chunk.spec.chunk_numel, largest.get(chunk.param.dtype, 0))
+        return {dtype: self._reserve_one(numel, dtype) for dtype, numel in largest.items()}
+
+    def _reserve_one(self, largest: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         numels = self._collectives.staging_numel(largest, dtype)
         first, second = (
             self._pool.allocate(Tier.DEVICE, numel, kind, STAGING) if numel else None
@@ -125,7 +130,7 @@ class Reducer:
         for tensor in chunk.tensors:
             if tensor.spec.index not in stored:
                 tensor.view_copy(buffer).zero_()
-        ticket = self._collectives.reduce_scatter(buffer, self._staging, f"reduces group {index}")
+        ticket = self._collectives.reduce_scatter(buffer, self._staging[buffer.dtype], f"reduces group {index}")
         self._finish()
         self._under_way = (chunk, buffer, stored, ticket)
         if not self._collectives.is_asynchronous:

@@ -49,6 +49,29 @@ def describe_self() -> Member:
     return Member(socket.gethostname(), os.getpid(), psutil.Process().create_time())
 
 
+def describe_system() -> str:
+    """Tells systems apart in which a process number means the same process; empty if that is not known.
+
+    Hosts can share a name, and containers of one host do not see each other's processes.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def has_ended(member: Member) -> bool:
+    """Whether a process of this system is gone; see ``describe_system``."""
+    try:
+        process = psutil.Process(member.pid)
+        return abs(process.create_time() - member.started) >= _CLOCK_SLACK_S or not _is_running(process)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.Error:
+        return False
+
+
 class RollCall:
     """Asks every rank, once, whether it is still there.
 

@@ -1,30 +1,54 @@
 """What one rank has at home and all want: values, gradients, norms, states. All processes call together."""
 
+import contextlib
 import itertools
+import math
 import zlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from hf_patrickstar.errors import CheckpointError
+from hf_patrickstar.errors import CheckpointError, CollectiveError
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.lockstep import Lockstep, Subject
 
 
 class Held(NamedTuple):
-    """What one rank has of a parameter.
+    """What one rank has of a parameter, or of something that goes with it.
 
     Attributes:
         tensor: The parameter.
         source: What this rank has at home, in place; nobody looks at it on a rank that has nothing.
         dtype: The type to read it in.
+        parts: The elements that each rank has, as (start, stop), if not the same as of the parameter.
+        number: Its number among what is read, if not the parameter's.
     """
 
     tensor: ManagedTensor
     source: torch.Tensor | None
     dtype: torch.dtype
+    parts: Sequence[tuple[int, int]] | None = None
+    number: int | None = None
+
+
+class SharedState(NamedTuple):
+    """One tensor of an optimizer's state, which one rank has, or several have parts of.
+
+    Attributes:
+        tensor: The parameter that it belongs to.
+        key: Its name in the state.
+        shape: Its shape.
+        dtype: Its type.
+        parts: The elements that each rank has, as (start, stop).
+    """
+
+    tensor: ManagedTensor
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: Sequence[tuple[int, int]]
 
 
 class Sharing:
@@ -93,7 +117,8 @@ class Sharing:
         Yields:
             Flat tensors on the host, which may alias the source; one that is empty if there is no element.
         """
-        index, what = held.tensor.spec.index, _reading(held, name)
+        what = _reading(held, name)
+        index = held.tensor.spec.index if held.number is None else held.number
         readers = self._lockstep.agree(Subject.READ, [index, *place, piece_numel], what, is_patient=is_patient)
         yield from self._pieces(held, place, piece_numel, what, readers)
 
@@ -117,6 +142,31 @@ class Sharing:
                 return
             elif subject is Subject.LEAVE:
                 raise CheckpointError("the process that saves the model failed; its own error says why")
+
+    @contextlib.contextmanager
+    def led(self, held_of: Callable[[int], Held], *, is_reader: bool) -> Iterator[None]:
+        """Inside the block some processes read what all have; the others serve them first, then run it themselves.
+
+        All processes must enter it together.
+
+        Args:
+            held_of: Gives what a reader asks for by a number, and what this rank has of it.
+            is_reader: Whether this process reads: the same parts of the same things as all others that do.
+
+        Raises:
+            CheckpointError: On those that do not read, if one that does has failed.
+        """
+        if not is_reader:
+            self.follow(held_of)
+        try:
+            yield
+        except BaseException:
+            if is_reader:
+                with contextlib.suppress(CollectiveError):
+                    self.leave(has_failed=True)
+            raise
+        if is_reader:
+            self.leave(has_failed=False)
 
     def leave(self, *, has_failed: bool) -> None:
         """Tells those that follow that nothing more is read.
@@ -150,13 +200,14 @@ class Sharing:
         self, held: Held, start: int, stop: int, what: str, readers: list[int]
     ) -> tuple[torch.Tensor, Sequence[Callable[[], None]]]:
         """A piece, and what to wait for before it is complete."""
-        tensor, source, dtype = held
-        first, last = tensor.part
+        _, source, dtype, *_ = held
+        parts = held.tensor.parts if held.parts is None else held.parts
+        first, last = parts[self.rank]
         if readers == [self.rank] and first <= start and stop <= last and source is not None:
             return source.reshape(-1)[start - first : stop - first].to(device="cpu", dtype=dtype), ()
         value = torch.full((stop - start,), 0, dtype=dtype)
         waits = []
-        for rank, (first, last) in enumerate(tensor.parts):
+        for rank, (first, last) in enumerate(parts):
             low, high = max(first, start), min(last, stop)
             is_sent = readers != [rank]  # what only its owner reads stays there
             if low >= high or not (is_sent or rank == self.rank):
@@ -187,6 +238,32 @@ class Sharing:
         self._collectives.all_reduce(vector, what)
         return vector
 
+    def outline_states(
+        self, own: Mapping[int, Mapping[str, Any]], tensors: Mapping[int, ManagedTensor]
+    ) -> dict[int, dict[str, Any]]:
+        """Learns what the optimizer states of all ranks consist of, to read it with ``parts``.
+
+        Args:
+            own: The states of this rank, by tensor index.
+            tensors: All tensors, by index.
+
+        Returns:
+            The states by index, the same on all ranks: a ``SharedState`` for a tensor, anything else as it is.
+        """
+        what = "reads the optimizer's state"
+        states: dict[int, dict[str, Any]] = {}
+        for rank, outlines in enumerate(self._collectives.exchange_objects(_outlines(own), what)):
+            for index, keys in outlines.items():
+                state = states.setdefault(index, {})
+                for key, (shape, value) in keys.items():
+                    tensor = tensors[index]
+                    if shape is None:
+                        state[key] = value
+                    else:
+                        whole, parts = _whole(shape, tensor, rank, self._collectives.world_size)
+                        state[key] = SharedState(tensor, key, whole, value, parts)
+        return dict(sorted(states.items()))
+
     def states(
         self, own: Mapping[int, Mapping[str, Any]], tensors: Mapping[int, ManagedTensor], *, keep: bool = True
     ) -> dict[int, dict[str, Any]]:
@@ -201,9 +278,8 @@ class Sharing:
             return {index: dict(state) for index, state in own.items()}
         what = "reads the optimizer's state"
         self._lockstep.agree(Subject.READ, [-1], what)
-        outline = {index: {key: _outline(value) for key, value in state.items()} for index, state in own.items()}
         states: dict[int, dict[str, Any]] = {}
-        for rank, outlines in enumerate(self._collectives.exchange_objects(outline, what)):
+        for rank, outlines in enumerate(self._collectives.exchange_objects(_outlines(own), what)):
             for index, keys in outlines.items():
                 state = states.setdefault(index, {}) if keep else {}
                 for key, (shape, value) in keys.items():
@@ -215,6 +291,21 @@ class Sharing:
                     if keep:
                         _join(state, key, part, tensors[index], rank)
         return dict(sorted(states.items()))
+
+
+def _whole(
+    shape: tuple[int, ...], tensor: ManagedTensor, rank: int, world_size: int
+) -> tuple[tuple[int, ...], Sequence[tuple[int, int]]]:
+    """The shape of a state of which a rank has something of this shape, and what each rank has of it."""
+    start, stop = tensor.parts[rank]
+    if tensor.is_split and shape == (stop - start,):
+        return tensor.spec.shape, tensor.parts
+    numel = math.prod(shape)
+    return shape, [(0, numel if other == rank else 0) for other in range(world_size)]
+
+
+def _outlines(states: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    return {index: {key: _outline(value) for key, value in state.items()} for index, state in states.items()}
 
 
 def _reading(held: Held, name: str) -> str:

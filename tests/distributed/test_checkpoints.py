@@ -15,7 +15,7 @@ from processes import Workers
 from together import differences, engaged, hf_loss, launched, make_optimizer, train_alone, train_together
 
 from hf_patrickstar import PatrickStarAccelerator, PatrickStarEngine, deferred_weights
-from hf_patrickstar.checkpoint import safetensors_file, transaction
+from hf_patrickstar.checkpoint import pieces, safetensors_file, transaction
 from hf_patrickstar.errors import CheckpointError, CollectiveError
 
 pytestmark = pytest.mark.xdist_group("distributed")
@@ -161,7 +161,7 @@ def test_every_process_reads_only_its_part_of_deferred_weights(pair, tmp_path):
 
 def fail(rank, folder, who, suffix):
     """One rank cannot write one of its files; then there is room again."""
-    original = safetensors_file._write_all
+    original = pieces.write_all
 
     def write_all(file, view):
         if dist.get_rank() == who and suffix in file.name and file.tell() > 20_000:  # between two pieces
@@ -171,12 +171,12 @@ def fail(rank, folder, who, suffix):
     with engaged(build("gpt2", torch.float32)) as engine:
         train_together(engine, hf_loss("gpt2"), steps=1)
         engine.save_checkpoint(f"{folder}/earlier")
-        safetensors_file._write_all = write_all
+        pieces.write_all = write_all
         try:
             with pytest.raises(CheckpointError) as caught:
                 engine.save_checkpoint(f"{folder}/c")
         finally:
-            safetensors_file._write_all = original
+            pieces.write_all = original
         assert not Path(folder, "c").exists()
         train_together(engine, hf_loss("gpt2"), steps=1, first=1)
         engine.save_checkpoint(f"{folder}/c")
@@ -199,7 +199,7 @@ def test_a_rank_that_cannot_write_fails_the_checkpoint_of_all(pair, tmp_path, wh
 
 def fail_in_background(rank, folder, who):
     """One rank cannot write its training state while training goes on."""
-    original = safetensors_file._write_all
+    original = pieces.write_all
 
     def write_all(file, view):
         if f"optimizer-0000{who + 1}" in file.name:
@@ -208,14 +208,14 @@ def fail_in_background(rank, folder, who):
 
     with engaged(build("gpt2", torch.float32), {"background_save": True}) as engine:
         train_together(engine, hf_loss("gpt2"), steps=1)
-        safetensors_file._write_all = write_all
+        pieces.write_all = write_all
         try:
             engine.save_checkpoint(f"{folder}/c")
             train_together(engine, hf_loss("gpt2"), steps=1, first=1)
             with pytest.raises(CheckpointError) as caught:
                 engine.checkpoints.wait()
         finally:
-            safetensors_file._write_all = original
+            pieces.write_all = original
         return str(caught.value)
 
 
@@ -232,7 +232,7 @@ def lose_in_background(rank, folder, is_waiting):
     model = build("gpt2", torch.float32)
     engine = PatrickStarEngine(model, {"background_save": True}, make_optimizer(model), device="cpu")
     if rank == 1:
-        safetensors_file._write_all = lambda *_: time.sleep(600)
+        pieces.write_all = lambda *_: time.sleep(600)
     with engine.checkpoints.writing(f"{folder}/c") as checkpoint:
         engine.checkpoints.begin_state(checkpoint)
     Path(folder, f"rank{rank}-goes-on").touch()
@@ -298,7 +298,7 @@ def test_processes_with_disks_of_their_own_keep_their_parts_there(pair, tmp_path
     first, second = pair.run(save_on_own_disks, str(tmp_path))
     assert "model.safetensors" in first
     assert "optimizer-00001-of-00002.safetensors" in first
-    assert second == ["optimizer-00002-of-00002.safetensors", "optimizer.index.json"]
+    assert second == ["README.md", "optimizer-00002-of-00002.safetensors", "optimizer.index.json"]
     model = build("gpt2", torch.float32)
     engine = PatrickStarEngine(model, {}, make_optimizer(model), device="cpu")
     with pytest.raises(CheckpointError, match=r"optimizer-00002-of-00002.safetensors' is missing"):
@@ -319,7 +319,7 @@ def save_beside_leftovers(rank, folder):
 def test_leftovers_on_another_disk_are_not_taken_for_the_directory(pair, tmp_path):
     first, second = pair.run(save_beside_leftovers, str(tmp_path))
     assert "c/model.safetensors" in first
-    assert second == ["c", "c/optimizer-00002-of-00002.safetensors", "c/optimizer.index.json"]
+    assert second == ["c", "c/README.md", "c/optimizer-00002-of-00002.safetensors", "c/optimizer.index.json"]
     assert not [name for name in first if "junk" in name or "_partial" in name]
 
 

@@ -10,9 +10,9 @@ from hf_patrickstar.runtime.collectives import Collectives
 SETTINGS = {"chunk_numel": 4096}
 
 
-def make_engine(model, optimizer=True):
+def make_engine(model, optimizer=True, **settings):
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2) if optimizer else None
-    return PatrickStarEngine(model, SETTINGS, inner, device="cpu")
+    return PatrickStarEngine(model, {**SETTINGS, **settings}, inner, device="cpu")
 
 
 def make_ids(rank, step, numel=8):
@@ -81,7 +81,7 @@ def test_buffers_of_every_kind_are_made_equal(pair, kind):
 
 
 def load_an_earlier_optimizer(rank):
-    engine = make_engine(gpt2().bfloat16().eval())
+    engine = make_engine(gpt2().bfloat16().eval(), dtype="bf16")
     model = engine.model
     train(engine, rank, 0)
     earlier = engine.optimizer.state_dict()

@@ -153,7 +153,9 @@ def train_in_bf16(rank):
     """Per-rank bf16 gradients, their fp32 sum divided and rounded once, torch's AdamW on fp32 masters."""
     plain = make_model("gpt2")
     masters = [parameter.detach().clone().requires_grad_() for parameter in plain.parameters()]
-    plain.to(torch.bfloat16)
+    for name, parameter in plain.named_parameters():
+        if any(part in name for part in ("c_attn", "c_proj", "c_fc")):  # autocast rounds no other
+            parameter.data = parameter.data.bfloat16()
     optimizer = torch.optim.AdamW(masters, lr=5e-3, fused=True)
     model = make_model("gpt2")
     ours = torch.optim.AdamW(model.parameters(), lr=5e-3, fused=True)
@@ -163,12 +165,14 @@ def train_in_bf16(rank):
             sums = None
             plain.train()
             for other in range(2):
-                hf_loss("gpt2")(plain, step, 0, other).backward()
+                with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                    loss = hf_loss("gpt2")(plain, step, 0, other)
+                loss.backward()
                 found = [parameter.grad.float() for parameter in plain.parameters()]
                 sums = found if sums is None else [left + right for left, right in zip(sums, found, strict=True)]
                 plain.zero_grad()
-            for master, total in zip(masters, sums, strict=True):
-                master.grad = (total / 2).to(torch.bfloat16).float()
+            for parameter, master, total in zip(plain.parameters(), masters, sums, strict=True):
+                master.grad = (total / 2).to(parameter.dtype).float()
             optimizer.step()
             with torch.no_grad():
                 for parameter, master in zip(plain.parameters(), masters, strict=True):
@@ -181,6 +185,45 @@ def train_in_bf16(rank):
         for (name, _), master in zip(model.named_parameters(), masters, strict=True):
             assert state[name].dtype is torch.float32
             assert torch.equal(state[name], master.data), name
+
+
+def train_in_own_types(rank):
+    """Parameters of four types, each with states of its own type; gradients are averaged in the parameter's type."""
+    plain = torch.nn.Sequential(
+        *(torch.nn.Linear(16, 16, dtype=d) for d in (torch.float64, torch.bfloat16, torch.float32, torch.bfloat16))
+    )
+    model = copy.deepcopy(plain)
+
+    def loss_of(used, which):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(which))
+        for layer in used:
+            x = torch.tanh(layer(x.to(layer.weight.dtype)))
+        return x.float().square().mean()
+
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    with engaged(model, {"chunk_numel": 256}, torch.optim.AdamW(model.parameters(), lr=1e-2)) as engine:
+        for step in range(3):
+            sums = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in plain.parameters()]
+            for other in range(2):
+                loss_of(plain, 10 * step + other).backward()
+                for total, parameter in zip(sums, plain.parameters(), strict=True):
+                    total += parameter.grad
+                plain.zero_grad()
+            for total, parameter in zip(sums, plain.parameters(), strict=True):
+                parameter.grad = (total / 2).to(parameter.dtype)
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.backward(loss_of(model, 10 * step + rank))
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        state = model.state_dict()
+        for name, value in plain.state_dict().items():
+            assert state[name].dtype is value.dtype
+            assert torch.equal(state[name], value), name
+
+
+def test_types_beside_each_other(pair):
+    pair.run(train_in_own_types)
 
 
 def test_bf16(pair):

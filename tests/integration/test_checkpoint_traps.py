@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from hf_patrickstar import CheckpointError, PatrickStarAccelerator, PatrickStarEngine, deferred_weights
-from hf_patrickstar.checkpoint import safetensors_file
+from hf_patrickstar.checkpoint import pieces
 
 HOST = {"placement": "host", "chunk_budget": 2**17}
 
@@ -48,11 +48,15 @@ def test_files_of_others_stay(tmp_path, in_background):
     (tmp_path / "run" / "logs" / "events").write_text("mine")
     (tmp_path / "run" / "notes").write_text("mine")
     (tmp_path / "run" / "optimizer.pt").write_text("old")
+    (tmp_path / "run" / "README.md").write_text("mine")
     for _ in range(2):
         accelerator.save_state(tmp_path / "run")
     model.patrickstar_engine.checkpoints.wait()
     names = sorted(path.name for path in (tmp_path / "run").iterdir())
-    assert names[:3] == ["logs", "model.safetensors", "notes"]
+    assert names[:4] == ["README.md", "logs", "model.safetensors", "notes"]
+    text = (tmp_path / "run" / "README.md").read_text()
+    assert text.startswith("mine\n\n## Training state")
+    assert text.count("## Training state") == 1
     assert "optimizer.pt" not in names
     assert (tmp_path / "run" / "logs" / "events").read_text() == "mine"
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -60,7 +64,7 @@ def test_files_of_others_stay(tmp_path, in_background):
 
 
 def test_loading_waits_for_what_is_being_written(tmp_path, monkeypatch):
-    gate, original = threading.Event(), safetensors_file._write_all
+    gate, original = threading.Event(), pieces.write_all
 
     def slowly(file, view):
         if "optimizer" in str(file.name):
@@ -72,7 +76,7 @@ def test_loading_waits_for_what_is_being_written(tmp_path, monkeypatch):
     engine.checkpoints.wait()
     step(engine)
     saved = state_of(engine)
-    monkeypatch.setattr(safetensors_file, "_write_all", slowly)
+    monkeypatch.setattr(pieces, "write_all", slowly)
     engine.save_checkpoint(tmp_path / "c")
     threading.Timer(0.3, gate.set).start()
     engine.load_checkpoint(tmp_path / "c")
@@ -185,7 +189,7 @@ def test_a_checkpoint_without_one_of_the_parameters(tmp_path):
 
 
 def test_a_full_disk_leaves_the_model_that_was_there(tmp_path, monkeypatch):
-    engine, original = engage(make_model("gpt2")), safetensors_file._write_all
+    engine, original = engage(make_model("gpt2")), pieces.write_all
     engine.model.save_pretrained(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     step(engine)
@@ -195,7 +199,7 @@ def test_a_full_disk_leaves_the_model_that_was_there(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         original(file, view)
 
-    monkeypatch.setattr(safetensors_file, "_write_all", write_all)
+    monkeypatch.setattr(pieces, "write_all", write_all)
     with pytest.raises(CheckpointError, match=r"/model.safetensors' cannot be written: No space left.*the file needs"):
         engine.model.save_pretrained(tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -32,7 +32,12 @@ def train(cls, args_cls, folder, **kwargs):
 
 
 def is_ours(path):
-    return path.rsplit("/", 1)[-1].startswith(("optimizer-", "optimizer.index"))
+    return path.rsplit("/", 1)[-1].startswith(("optimizer-", "optimizer.index")) or is_read_me(path)
+
+
+def is_read_me(path):
+    """Whether it says what the files of a checkpoint are; that of the model is not in there."""
+    return "checkpoint" in path and path.endswith("/README.md")
 
 
 def shared(paths):
@@ -64,6 +69,7 @@ def test_the_same_files_arrive_as_from_the_stock_trainer(strategy, is_background
     )
     ours.push_to_hub()
     assert not rest.exists()
+    assert (rest.parent / "other/file").exists()
     assert [(message, shared(paths)) for message, paths in hub.pushes] == [
         (message, shared(paths)) for message, paths in expected
     ]

@@ -282,15 +282,16 @@ def test_models_of_one_engine_are_given_back():
 
 
 def test_sixteen_bit_models_of_one_engine(tmp_path):
-    """Inputs are cast for each, configurations are saved with the type of the files, masters have all bits."""
+    """Each computes under autocast, configurations are saved with the type of the files, masters have all bits."""
     accelerator = PatrickStarAccelerator(cpu=True, mixed_precision="bf16")
     encoder, model = make_encoder(), make_model("gpt2")
     first = model.state_dict()["transformer.wte.weight"].clone()
     encoder, model, optimizer = accelerator.prepare(encoder, model, adam(encoder, model))
     ids = torch.arange(8).reshape(1, 8)
     output = encoder(batch(0))
-    assert output.dtype is torch.bfloat16
-    accelerator.backward(output.float().square().mean() + model(input_ids=ids, labels=ids).loss)
+    assert torch.equal(output, output.bfloat16()), "computed in 16 bits"
+    assert output.dtype is torch.float32
+    accelerator.backward(output.square().mean() + model(input_ids=ids, labels=ids).loss)
     optimizer.step()
     assert model.state_dict()["transformer.wte.weight"].dtype is torch.float32
     assert not torch.equal(model.state_dict()["transformer.wte.weight"], first)

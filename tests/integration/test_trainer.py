@@ -24,7 +24,6 @@ from hf_patrickstar import (
     EngineError,
     PatrickStarAccelerator,
     PatrickStarArgumentsMixin,
-    PatrickStarEngine,
     PatrickStarTrainer,
     PatrickStarTrainerMixin,
     PatrickStarTrainingArguments,
@@ -222,86 +221,6 @@ def test_stats(tmp_path):
     assert min(stats[key] for key in ("host_to_device_nbytes", "chunk_loads", "chunk_evictions")) > 0
 
 
-MOVED = {
-    "host_to_device_nbytes",
-    "device_to_host_nbytes",
-    "chunk_loads",
-    "chunk_evictions",
-    "chunk_hits",
-    "prefetches",
-    "late_prefetches",
-    "waiting_seconds",
-    "chunk_moves",
-    "moved_home_to_device_nbytes",
-    "moved_home_to_host_nbytes",
-    *("all_gathers", "reduce_scatters", "sent_nbytes", "messages"),
-}
-STANDING = {
-    *("device_step_peak_nbytes", "device_total_step_peak_nbytes", "host_step_peak_nbytes"),
-    *("device_peak_nbytes", "device_total_peak_nbytes", "host_peak_nbytes"),
-    *("device_budget_nbytes", "host_budget_nbytes"),
-    *("skipped_steps", "lost_steps", "recorded_steps", "retries", "chunks_in_margin"),
-}
-
-
-def logged_statistics(trainer):
-    """What each log with a training loss says of the engine."""
-    prefix = "patrickstar/"
-    return [
-        {key.removeprefix(prefix): value for key, value in entry.items() if key.startswith(prefix)}
-        for entry in trainer.state.log_history
-        if "loss" in entry
-    ]
-
-
-@pytest.mark.parametrize(("factor", "has_margin"), [(1.0, False), (14.0, True)])
-def test_statistics_are_logged_per_step(tmp_path, factor, has_margin):
-    config = {**tight(factor=factor), "device_budget": 2**30, "host_budget": 2**28}
-    trainer, _ = train("gpt2", tmp_path, config, logging_steps=2, max_steps=5, eval_strategy="steps", eval_steps=4)
-    stats, entries = trainer.patrickstar_stats(), logged_statistics(trainer)
-    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [2, 4]
-    numel = sum(parameter.numel() for parameter in trainer.model.parameters())
-    for entry in entries:
-        assert entry.keys() == MOVED | STANDING
-        assert (entry["device_budget_nbytes"], entry["host_budget_nbytes"]) == (2**30, 2**28)
-        assert 0 < entry["device_step_peak_nbytes"] <= entry["device_peak_nbytes"] <= config["chunk_budget"]
-        assert entry["device_step_peak_nbytes"] < entry["device_total_step_peak_nbytes"], "activations count"
-        assert entry["device_total_step_peak_nbytes"] <= entry["device_total_peak_nbytes"] < 2**30
-        assert 0 < entry["host_step_peak_nbytes"] <= entry["host_peak_nbytes"] == stats["host_peak_nbytes"] < 2**28
-        assert 0 < entry["host_to_device_nbytes"] <= 2 * 4 * numel
-        assert entry["chunk_hits"] > 0
-        assert (entry["chunk_evictions"] == 0) == has_margin, "beside the margin there is room for all others"
-        assert 0 < entry["prefetches"] <= entry["chunk_loads"]
-        assert 0 <= entry["late_prefetches"] <= entry["prefetches"]
-        assert (0 < entry["waiting_seconds"] < 60) == (entry["late_prefetches"] > 0)
-        assert entry["recorded_steps"] == 2, "the training step and the update"
-        assert entry["lost_steps"] == entry["skipped_steps"] == entry["retries"] == 0
-        assert entry["moved_home_to_host_nbytes"] == 0
-        assert entry["all_gathers"] == entry["reduce_scatters"] == entry["sent_nbytes"] == entry["messages"] == 0
-    first, second = entries
-    for key in MOVED:
-        assert 2 * (first[key] + second[key]) <= stats[key] * (1 + 1e-9), key
-    assert second["chunk_moves"] == second["moved_home_to_device_nbytes"] == 0, (
-        "they have moved in after the first step"
-    )
-    if has_margin:
-        num_moved = stats["chunks_in_margin"]
-        assert first["chunks_in_margin"] == second["chunks_in_margin"] == 2 * first["chunk_moves"] == num_moved > 0
-        assert first["moved_home_to_device_nbytes"] > 0
-        assert second["device_to_host_nbytes"] < first["device_to_host_nbytes"] < 4 * numel
-    else:
-        assert first["chunks_in_margin"] == first["chunk_moves"] == first["moved_home_to_device_nbytes"] == 0
-        assert first["device_to_host_nbytes"] == second["device_to_host_nbytes"] == 4 * numel
-    assert all("patrickstar/chunk_loads" not in entry for entry in trainer.state.log_history if "eval_loss" in entry)
-
-
-def test_logged_statistics_are_documented_and_only_ours(tmp_path):
-    for key in MOVED | STANDING:
-        assert f"``{key}``" in PatrickStarEngine.stats.__doc__, key
-    stock, _ = train("gpt2", tmp_path)
-    assert not any(key.startswith("patrickstar") for entry in stock.state.log_history for key in entry)
-
-
 def test_lora(tmp_path):
     peft = pytest.importorskip("peft")
 
@@ -455,6 +374,34 @@ def test_auto_find_batch_size_starts_over(tmp_path):
     run(ours)
     run(stock)
     assert len(set(attempts)) > 1
+    assert_same_weights(stock.model, ours.model)
+
+
+@pytest.mark.parametrize("late", [None, 3])
+def test_while_a_batch_size_is_looked_for_one_layer_repeats(late, tmp_path):
+    """First the engine repeats; when that fails, the Trainer starts over; once it trains, the engine repeats again."""
+
+    def failing(base, attempts, late=None):
+        class Failing(base):
+            def compute_loss(self, *args, **kwargs):
+                attempts.append((self._train_batch_size, self.state.global_step))
+                is_late = self.state.global_step == late and attempts.count(attempts[-1]) <= 2
+                if self._train_batch_size > 5 or is_late:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+                return super().compute_loss(*args, **kwargs)
+
+        return Failing
+
+    attempts, kwargs = [], {"auto_find_batch_size": True, "per_device_train_batch_size": 8}
+    cls = failing(PatrickStarTrainer, attempts, late)
+    ours = make_trainer(cls, PatrickStarTrainingArguments, tmp_path, **kwargs)
+    stock = make_trainer(failing(Trainer, []), TrainingArguments, tmp_path, **kwargs)
+    run(ours)
+    run(stock)
+    searched = [(8, 0)] * 4 + [(7, 0), (6, 0)]
+    trained = [(5, step) for step in range(4) for _ in range(3 if step == late else 1)]
+    assert attempts == searched + trained
+    assert ours.patrickstar_stats()["retries"] == (3 if late is None else 5)
     assert_same_weights(stock.model, ours.model)
 
 

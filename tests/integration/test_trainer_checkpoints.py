@@ -16,13 +16,13 @@ from trainers import assert_same_weights, logged, make_trainer, run, tight
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_patrickstar import CheckpointError, PatrickStarTrainer, PatrickStarTrainingArguments
-from hf_patrickstar.checkpoint import background, safetensors_file
-from hf_patrickstar.checkpoint.storage import PARTIAL
+from hf_patrickstar.checkpoint import background, pieces
+from hf_patrickstar.checkpoint.storage import PARTIAL, StagedDirectory
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 BEST = {"eval_strategy": "steps", "load_best_model_at_end": True, "greater_is_better": True}  # the worst loss
 IN_BACKGROUND = [pytest.param(False, id="foreground"), pytest.param(True, id="background")]
-UNLIKE = ("training_args.bin", "trainer_state.json")  # paths; seconds and bytes
+UNLIKE = ("training_args.bin",)  # paths
 
 
 def ours(tmp_path, is_background=False, config=None, **kwargs):
@@ -92,6 +92,72 @@ def test_a_resumed_run_saves_what_the_uninterrupted_one_saves(name, tmp_path):
     # What is in the index and in other files too; states may be in another order.
     state = "optimizer-00001-of-00001.safetensors"
     assert_same_files(tmp_path / "whole/checkpoint-4", tmp_path / "resumed/checkpoint-4", {*UNLIKE, state})
+
+
+@pytest.mark.parametrize("logging", ["off", "brief", "all"])
+def test_the_history_of_a_resumed_run_is_that_of_the_uninterrupted_one(logging, tmp_path):
+    kwargs = {"patrickstar_logging": logging, "logging_steps": 2, "max_steps": 6, "save_steps": 2}
+    run(ours(tmp_path / "whole", **kwargs))
+    resumed = ours(tmp_path / "resumed", model=other_model(), **kwargs)
+    run(resumed, resume_from_checkpoint=str(tmp_path / "whole/checkpoint-4"))
+    whole = trainer_state(tmp_path / "whole/checkpoint-6")
+    assert [sorted(entry) for entry in whole["log_history"]] == [
+        ["epoch", "grad_norm", "learning_rate", "loss", "step"]
+    ] * 3
+    assert trainer_state(tmp_path / "resumed/checkpoint-6") == whole
+
+
+# Resuming at the end
+
+
+class Steps(TrainerCallback):
+    """Counts what is trained."""
+
+    def __init__(self):
+        self.begun = self.ended = 0
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.begun += 1
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.ended += 1
+
+
+@pytest.mark.parametrize(
+    ("end", "steps"), [(4, {"max_steps": 4}), (3, {"max_steps": 3}), (4, {"max_steps": -1, "num_train_epochs": 0.25})]
+)
+def test_a_run_that_had_come_to_its_end_is_not_trained_further(end, steps, whole, tmp_path, caplog):
+    """Killed after its last checkpoint, with more of them than may stay, and started again."""
+    folder = tmp_path / "run"
+    shutil.copytree(folder_of(whole), folder)
+    (folder / PARTIAL / "checkpoint-4").mkdir(parents=True)
+    trainer = ours(folder, model=other_model(), save_steps=1, save_total_limit=2, **steps)
+    trainer.add_callback(counter := Steps())
+    result = run(trainer, resume_from_checkpoint=True)
+    assert (result.global_step, trainer.state.global_step, counter.begun, counter.ended) == (4, 4, 0, 1)
+    assert f"checkpoint is of step 4, and this run ends with step {end}: nothing is left to train" in caplog.text
+    assert_same_weights(whole.model, trainer.model)
+    assert trainer.patrickstar_stats()["steps"] == 0
+    assert trainer.state.log_history[:-1] == whole.state.log_history[:-1]
+    assert set(os.listdir(folder)) == {"checkpoint-3", "checkpoint-4"}
+    assert_same_files(folder_of(whole) / "checkpoint-4", folder / "checkpoint-4")
+
+
+def test_a_run_that_had_come_to_its_end_goes_on_if_it_is_made_longer(whole, tmp_path):
+    trainer = ours(tmp_path, model=other_model(), max_steps=5)
+    run(trainer, resume_from_checkpoint=str(folder_of(whole) / "checkpoint-4"))
+    assert trainer.state.global_step == 5
+
+
+def test_without_the_flag_resuming_at_the_end_is_as_in_the_stock_trainer(tmp_path):
+    run(stock(tmp_path / "stock", max_steps=2))
+    ended = []
+    for cls, args in ((Trainer, TrainingArguments), (PatrickStarTrainer, PatrickStarTrainingArguments)):
+        kwargs = {} if cls is Trainer else {"patrickstar": False, "patrickstar_config": None}
+        trainer = make_trainer(cls, args, tmp_path / "again", max_steps=2, **kwargs)
+        run(trainer, resume_from_checkpoint=str(tmp_path / "stock/checkpoint-2"))
+        ended.append(trainer.state.global_step)
+    assert ended[0] == ended[1]
 
 
 # Resuming in another shape
@@ -253,6 +319,27 @@ def test_the_newest_checkpoint_is_found_among_leftovers(is_background, whole, tm
     )
 
 
+class Looking(TrainerCallback):
+    def __init__(self):
+        self.seen = []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        partial = Path(args.output_dir, PARTIAL)
+        self.seen += sorted(os.listdir(partial)) if partial.exists() else []
+
+
+def test_leftovers_are_gone_when_training_begins(tmp_path):
+    """But not what somebody is writing just then."""
+    leave_behind(tmp_path)
+    running = StagedDirectory(tmp_path / "mine")
+    running.begin()
+    look = Looking()
+    run(ours(tmp_path, trainer_kwargs={"callbacks": [look]}, save_strategy="no", max_steps=1))
+    assert look.seen == ["mine"]
+    running.commit()
+    assert os.listdir(tmp_path) == ["mine"]
+
+
 # Writing while training goes on
 
 
@@ -363,7 +450,7 @@ def test_checkpoint_on_sigterm(moment, is_background, whole, tmp_path, monkeypat
 def full_disk(what, step=4):
     """Lets the disk be full in the middle of a file of one checkpoint; returns a function that makes room again."""
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    original, torch_save, calls = safetensors_file._write_all, torch.save, []
+    original, torch_save, calls = pieces.write_all, torch.save, []
 
     def is_hit(path):
         name = os.path.basename(path).removeprefix("_")  # which a file has while it is written
@@ -382,7 +469,7 @@ def full_disk(what, step=4):
         torch_save(value, path, *args, **kwargs)
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(safetensors_file, "_write_all", write_all)
+    patch.setattr(pieces, "write_all", write_all)
     patch.setattr(torch, "save", save)
     return patch.undo
 

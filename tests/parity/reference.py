@@ -1,16 +1,35 @@
 """Mixed-precision training in a page of plain torch: 16-bit weights, fp32 masters, torch's AdamW, torch's GradScaler.
 
-It shares no code with the package. Gradients of one micro-batch are 16-bit; several are summed in fp32.
+It shares no code with the package. Gradients of one micro-batch are 16-bit; several are summed in fp32. Under autocast
+the weights that it would not round are fp32.
 """
+
+import contextlib
 
 import torch
 
+ROUNDED = ("Linear", "Conv1D", "Conv2d", "MixtralExperts", "MixtralTopKRouter")
+"""Names of the classes of modules whose weights autocast rounds, among the models of the tests."""
+
+
+def rounded(model):
+    """Names of the parameters that only such modules have."""
+    kept = {
+        id(parameter)
+        for module in model.modules()
+        if type(module).__name__ not in ROUNDED
+        for parameter in module._parameters.values()
+    }
+    return [name for name, parameter in model.named_parameters() if id(parameter) not in kept]
+
 
 class Reference:
-    def __init__(self, model, dtype, make_optimizer, max_norm=None, scaler=None):
+    def __init__(self, model, dtype, make_optimizer, max_norm=None, scaler=None, autocast=True):
+        self.dtype, self.autocast = dtype, autocast
         self.masters = {name: p.detach().float().clone().requires_grad_() for name, p in model.named_parameters()}
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype)
+        named = dict(model.named_parameters())
+        for name in rounded(model) if autocast else named:
+            named[name].data = named[name].data.to(dtype)
         self.model = model
         self.parameters = dict(model.named_parameters())
         self.optimizer = make_optimizer(self.masters)
@@ -22,7 +41,8 @@ class Reference:
         """One optimizer step over micro-batches; returns their losses and whether the step was done."""
         sums, losses = {}, []
         for batch in batches:
-            loss = self.model(**batch).loss
+            with torch.autocast("cpu", self.dtype, cache_enabled=False) if self.autocast else contextlib.nullcontext():
+                loss = self.model(**batch).loss
             losses.append(loss.item())
             scaled = loss / len(batches)
             (self.scaler.scale(scaled) if self.scaler else scaled).backward()

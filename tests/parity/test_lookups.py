@@ -49,7 +49,7 @@ def test_bf16_tied(name, accumulation, checkpointing):
     if checkpointing:
         for model in models:
             model.gradient_checkpointing_enable()
-    budget = int(1.5 * smallest_budget(make_model(name), 2, checkpointing))
+    budget = int(1.5 * smallest_budget(make_model(name), "bf16", checkpointing))
     reference = Reference(
         models[0], torch.bfloat16, lambda named: torch.optim.AdamW(named.values(), lr=1e-2, fused=True), None, None
     )

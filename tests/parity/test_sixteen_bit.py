@@ -63,13 +63,15 @@ def run_ours(name, precision, steps, accumulation, config, make_optimizer, max_n
     return model, losses, norms, done
 
 
-def run_reference(name, precision, steps, accumulation, make_optimizer, max_norm, checkpointing=False, scale=None):
+def run_reference(
+    name, precision, steps, accumulation, make_optimizer, max_norm, checkpointing=False, scale=None, autocast=True
+):
     model = make_model(name)
     if checkpointing:
         model.gradient_checkpointing_enable()
     scaler = torch.amp.GradScaler("cpu", **scale) if scale else None
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    reference = Reference(model, dtype, make_optimizer, max_norm, scaler)
+    reference = Reference(model, dtype, make_optimizer, max_norm, scaler, autocast)
     losses, done = [], []
     model.train()
     for step in range(steps):
@@ -94,9 +96,11 @@ def run_reference(name, precision, steps, accumulation, make_optimizer, max_norm
 
 def compare(name, precision, config=None, steps=3, accumulation=1, make_optimizer=adamw, max_norm=0.3, **kwargs):
     reference, losses, done = run_reference(name, precision, steps, accumulation, make_optimizer, max_norm, **kwargs)
+    settings = {"autocast": kwargs.pop("autocast", True)}
     if config is None:
         checkpointing = kwargs.get("checkpointing", False)
-        config = {"chunk_budget": smallest_budget(make_model(name), 2, checkpointing)}
+        config = {"chunk_budget": smallest_budget(make_model(name), precision, checkpointing, **settings)}
+    config = {**config, **settings}
     model, our_losses, norms, our_done = run_ours(
         name, precision, steps, accumulation, config, make_optimizer, max_norm, **kwargs
     )
@@ -118,9 +122,16 @@ def test_bf16(name, accumulation, checkpointing):
     assert engine.stats()["chunk_evictions"] > 0
 
 
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_bf16_without_autocast(name, accumulation):
+    engine, _ = compare(name, "bf16", accumulation=accumulation, checkpointing=accumulation == 4, autocast=False)
+    assert {chunk.param.dtype for chunk in engine.manager.chunks} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
 def test_bf16_evicting_everything_at_every_access(name):
-    compare(name, "bf16", {"chunk_budget": 30000, "debug_evict_all": True})
+    compare(name, "bf16", {"chunk_budget": 60000, "debug_evict_all": True})
 
 
 def test_bf16_resident():
@@ -156,4 +167,4 @@ def test_fp16_overflow_without_clipping_restores_parameters():
     assert done.count(False) == engine.stats()["skipped_steps"] > 0
     for tensor in engine.manager.tensors:
         value = tensor.view(tensor.chunk.param)
-        assert torch.equal(value, tensor.view(tensor.chunk.lists["master"]).to(torch.float16))
+        assert torch.equal(value, tensor.view(tensor.chunk.lists["master"]).to(value.dtype))

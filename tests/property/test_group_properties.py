@@ -163,7 +163,7 @@ def test_gradients_that_wait_are_those_of_two_groups_at_most(case):
     _tensors, layout = case
     own = [chunk.capacity_numel for chunk in layout.chunks if chunk.trainable]
     pairs = itertools.combinations([*own, 0, 0], 2)
-    assert layout.gradients_numel == max(map(sum, pairs))
+    assert layout.gradients_nbytes == 2 * max(map(sum, pairs))
 
 
 @settings(fast, max_examples=40)
@@ -179,7 +179,7 @@ def test_a_search_keeps_to_the_budget_and_decides_the_same_again(sizes, world_si
 
     def search(nbytes):
         return search_layout(
-            tensors, modules, 2, nbytes, world_size=world_size, staging_nbytes=lambda chunk_numel: staged * chunk_numel
+            tensors, modules, nbytes, world_size=world_size, staging_nbytes=lambda numel, dtype: staged * numel
         )
 
     try:
@@ -191,6 +191,6 @@ def test_a_search_keeps_to_the_budget_and_decides_the_same_again(sizes, world_si
         return
     layout = choice.layout
     scratch = staged * max(chunk.chunk_numel for chunk in layout.chunks)
-    beside = layout.gradients_numel * 2 + scratch
-    assert choice.working_set_nbytes == layout.working_set_numel(modules)[0] * 2 + beside <= budget
+    beside = layout.gradients_nbytes + scratch
+    assert choice.working_set_nbytes == layout.working_set_nbytes(modules)[0] + beside <= budget
     assert choice == search(budget)

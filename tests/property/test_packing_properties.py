@@ -100,8 +100,8 @@ def test_working_set(packing, data):
             for chunk in layout.chunks
             if not chunk.on_host and set(chunk.tensor_indices) & set(module.tensor_indices)
         }
-        most = max(most, sum(layout.chunks[index].capacity_numel for index in chunks))
-    numel, module = layout.working_set_numel(modules)
-    assert numel == most
+        most = max(most, sum(2 * layout.chunks[index].capacity_numel for index in chunks))
+    nbytes, module = layout.working_set_nbytes(modules)
+    assert nbytes == most
     assert (module is None) == (most == 0)
-    assert module is None or layout.working_set_numel([module])[0] == numel
+    assert module is None or layout.working_set_nbytes([module])[0] == nbytes

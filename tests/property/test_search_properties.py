@@ -45,7 +45,7 @@ def candidates(tensors, modules, on_host):
         capacity = sum(chunk.capacity_numel for chunk in layout.chunks)
         found[size] = (
             sum(spec.numel for spec in tensors) / capacity,
-            layout.working_set_numel(modules)[0] * ITEMSIZE,
+            layout.working_set_nbytes(modules)[0],
         )
     return found
 
@@ -65,10 +65,10 @@ def test_within_the_budget_or_refused(case):
     least = least_need(tensors, modules, on_host)
     if budget is not None and budget < least:
         with pytest.raises(BudgetError, match=f"at least {least} bytes"):
-            search_layout(tensors, modules, ITEMSIZE, budget, on_host)
+            search_layout(tensors, modules, budget, on_host)
         return
-    choice = search_layout(tensors, modules, ITEMSIZE, budget, on_host)
-    assert choice.working_set_nbytes == choice.layout.working_set_numel(modules)[0] * ITEMSIZE
+    choice = search_layout(tensors, modules, budget, on_host)
+    assert choice.working_set_nbytes == choice.layout.working_set_nbytes(modules)[0]
     assert choice.working_set_nbytes >= least
     assert budget is None or choice.working_set_nbytes <= budget
 
@@ -81,9 +81,9 @@ def test_never_worse_than_brute_force(case):
     fitting = {size: item for size, item in found.items() if budget is None or item[1] <= budget}
     if not fitting:
         with pytest.raises(BudgetError):
-            search_layout(tensors, modules, ITEMSIZE, budget, on_host)
+            search_layout(tensors, modules, budget, on_host)
         return
-    choice = search_layout(tensors, modules, ITEMSIZE, budget, on_host)
+    choice = search_layout(tensors, modules, budget, on_host)
     size = choice.layout.chunk_numel
     assert choice.num_candidates == len(found)
     assert fitting[size] == (choice.layout.utilisation, choice.working_set_nbytes)
@@ -106,10 +106,10 @@ def test_more_budget_never_turns_a_layout_into_a_refusal(case):
     if budget is None:
         return
     try:
-        need = search_layout(tensors, modules, ITEMSIZE, budget, on_host).working_set_nbytes
+        need = search_layout(tensors, modules, budget, on_host).working_set_nbytes
     except BudgetError as error:
         need = int(str(error).split("at least ")[1].split(" bytes")[0])
-    assert search_layout(tensors, modules, ITEMSIZE, max(need, budget), on_host).working_set_nbytes <= max(need, budget)
+    assert search_layout(tensors, modules, max(need, budget), on_host).working_set_nbytes <= max(need, budget)
 
 
 @fast
@@ -117,10 +117,10 @@ def test_more_budget_never_turns_a_layout_into_a_refusal(case):
 def test_a_fixed_size_is_kept_or_refused(case, chunk_numel):
     tensors, modules, on_host, budget = case
     layout = pack(tensors, chunk_numel, on_host)
-    need = layout.working_set_numel(modules)[0] * ITEMSIZE
+    need = layout.working_set_nbytes(modules)[0]
     if budget is not None and need > budget:
         with pytest.raises(BudgetError, match=f"at least {need} bytes"):
-            fixed_layout(tensors, modules, chunk_numel, ITEMSIZE, budget, on_host)
+            fixed_layout(tensors, modules, chunk_numel, budget, on_host)
     else:
-        choice = fixed_layout(tensors, modules, chunk_numel, ITEMSIZE, budget, on_host)
+        choice = fixed_layout(tensors, modules, chunk_numel, budget, on_host)
         assert (choice.layout, choice.working_set_nbytes) == (layout, need)

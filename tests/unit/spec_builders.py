@@ -1,11 +1,23 @@
 """Specs made by hand, for tests of everything that decides on numbers."""
 
-from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec
+import dataclasses
+
+from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec, Types
+
+BF16 = Types("bfloat16", "float32")
+FP32 = Types()
 
 
-def make_tensors(*numels, frozen=()):
+def make_tensors(*numels, frozen=(), types=BF16):
     """One-dimensional tensors ``t0``, ``t1``, ...; those at the places ``frozen`` are not trainable."""
-    return [TensorSpec(index, f"t{index}", (numel,), index not in frozen) for index, numel in enumerate(numels)]
+    return [
+        TensorSpec(index, f"t{index}", (numel,), index not in frozen, types=types) for index, numel in enumerate(numels)
+    ]
+
+
+def typed(tensors, types=BF16):
+    """The same tensors with other types."""
+    return [dataclasses.replace(spec, types=types) for spec in tensors]
 
 
 def make_modules(*groups):

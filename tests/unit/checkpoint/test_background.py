@@ -152,10 +152,10 @@ def test_a_disk_that_does_not_even_take_the_mark(tmp_path, monkeypatch):
     def fail(*_args, **_kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "touch", fail)
     monkeypatch.setattr(background, "write_safetensors", fail)
     transactions = Transactions(Collectives(0, 1, torch.device("cpu")))
     with transactions.writing(tmp_path / "last") as checkpoint:
+        monkeypatch.setattr(Path, "touch", fail)
         checkpoint.write = begin(checkpoint.path / shard_name(0, 1), make_chunks())
     with pytest.raises(CheckpointError, match=r"last' was not written: .*No space left on device"):
         transactions.wait()

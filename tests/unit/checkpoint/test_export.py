@@ -49,7 +49,7 @@ def test_a_state_dict_for_torch(world_size, boundaries, tmp_path):
 def test_a_file(tmp_path):
     write_training_state(tmp_path, STATES, param_groups=GROUPS)
     before = set(tmp_path.iterdir())
-    path = export(tmp_path)
+    (path,) = export(tmp_path)
     assert path == tmp_path / "optimizer.pt"
     assert set(tmp_path.iterdir()) == before | {path}
     make_optimizer()[0].load_state_dict(torch.load(path, weights_only=True))
@@ -58,7 +58,7 @@ def test_a_file(tmp_path):
 def test_another_name(tmp_path):
     write_training_state(tmp_path, STATES)
     (tmp_path / "other.pt").write_text("old")
-    assert export(str(tmp_path), str(tmp_path / "other.pt")) == tmp_path / "other.pt"
+    assert export(str(tmp_path), str(tmp_path / "other.pt")) == [tmp_path / "other.pt"]
     assert set(torch.load(tmp_path / "other.pt", weights_only=True)) == {"state", "param_groups"}
     assert not (tmp_path / "optimizer.pt").exists()
 

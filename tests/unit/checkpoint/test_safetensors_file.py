@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from sources import make_deferred, same_bits
 
-from hf_patrickstar.checkpoint import safetensors_file
+from hf_patrickstar.checkpoint import pieces, safetensors_file
 from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile, streamed_writing, write_safetensors
 from hf_patrickstar.errors import CheckpointError
 
@@ -243,12 +243,12 @@ def test_a_type_that_cannot_be_held(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-@pytest.mark.parametrize("call", ["_write_all", "fsync"])
+@pytest.mark.parametrize("call", ["write_all", "fsync"])
 def test_a_full_disk(number, call, tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(*(os, "fsync", fail) if call == "fsync" else (safetensors_file, call, fail))
+    monkeypatch.setattr(*(os, "fsync", fail) if call == "fsync" else (pieces, call, fail))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 12345, 12345))
     message = r"f.st' cannot be written: .*; the file needs .*\(4072 bytes\), .*\(12345 bytes\) are left. Make room"
     with pytest.raises(CheckpointError, match=message):

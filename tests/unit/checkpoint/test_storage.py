@@ -2,11 +2,18 @@
 
 import errno
 import os
+import signal
 
 import pytest
 
 from hf_patrickstar.checkpoint import storage
-from hf_patrickstar.checkpoint.storage import StagedDirectory, remove_checkpoint, remove_tree, replace_file
+from hf_patrickstar.checkpoint.storage import (
+    StagedDirectory,
+    remove_checkpoint,
+    remove_leftovers,
+    remove_tree,
+    replace_file,
+)
 from hf_patrickstar.errors import CheckpointError
 
 
@@ -234,11 +241,41 @@ def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     fail_rename(monkeypatch, lambda source, target: synced.append("rename"), None)
     before = len(os.listdir("/proc/self/fd"))
     staged.commit()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) == before - 1, "the directory is not locked any more"
     parts = {str(staged.path / name) for name in ("", "file", "sub", "sub/file")}
     parts = {path.rstrip("/") for path in parts}
     assert set(synced[: synced.index("rename")]) == parts
     assert synced[-1] == str(tmp_path)
+
+
+def test_leftovers_go_and_what_is_being_written_stays(tmp_path):
+    """Whoever writes it, in this process or another; of a process that is gone only its directory is there."""
+    begun = [StagedDirectory(tmp_path / name) for name in ("mine", "killed", "theirs")]
+    for staged in begun:
+        staged.begin()
+        write(staged.path, "half")
+    mine, killed, theirs = begun
+    pid = os.fork()
+    if not pid:  # holds the lock as long as it lives
+        signal.pause()
+    theirs._lock = killed._lock = None
+    (tmp_path / "_partial" / "checkpoint-3").mkdir()  # of before there was a mark
+    (tmp_path / "_partial" / "others").mkdir()
+    (tmp_path / "_removed" / "old").mkdir(parents=True)
+    del killed
+    remove_leftovers(tmp_path)
+    assert sorted(os.listdir(tmp_path / "_partial")) == ["killed", "mine", "others", "theirs"], (
+        "the child has all of them"
+    )
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    StagedDirectory(tmp_path / "new").begin()
+    assert sorted(os.listdir(tmp_path / "_partial")) == ["mine", "new", "others"]
+    (tmp_path / "_partial" / "others").rmdir()
+    remove_leftovers(tmp_path)
+    mine.commit()
+    assert contents(tmp_path) == tree("mine", "half")
+    remove_leftovers(tmp_path / "nowhere")
 
 
 def test_a_file_in_the_way(tmp_path):

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from unit.spec_builders import make_modules, make_tensors, placed
+from unit.spec_builders import make_modules, make_tensors, placed, typed
 
 from hf_patrickstar.errors import BudgetError, ConfigError
 from hf_patrickstar.layout.packing import pack
@@ -47,7 +47,7 @@ def llama(layers=16, hidden=2048, inner=8192, keys=512, rows=32000):
 
 
 def specs(shapes):
-    return [TensorSpec(index, f"t{index}", shape, True) for index, shape in enumerate(shapes)]
+    return typed(TensorSpec(index, f"t{index}", shape, True) for index, shape in enumerate(shapes))
 
 
 def test_a_tensor_goes_to_the_first_bin_with_room():
@@ -150,20 +150,20 @@ def test_a_number_of_processes_that_is_not_positive(world_size):
 def test_the_working_set_counts_whole_groups():
     layout = pack(make_tensors(64, 64, 64, 64, 64, 64), 64, world_size=2)
     modules = make_modules((0,), (1, 2))
-    assert layout.working_set_numel(modules) == (256, modules[1])
-    assert check_fits(layout, modules, 4, 2048, world_size=2) == 2048
+    assert layout.working_set_nbytes(modules) == (512, modules[1])
+    assert check_fits(layout, modules, 1024, world_size=2) == 1024
     message = (
-        r"module 'm1' \(Block\): its groups of 2 chunks need 1.00 KiB \(1024 bytes\) on the compute device at once "
-        r"beside 1.00 KiB \(1024 bytes\) of gradients, 2.00 KiB \(2047 bytes\) are available for chunks.*"
-        r"Raise device_budget to at least 2560 bytes"
+        r"module 'm1' \(Block\): its groups of 2 chunks need 512 B \(512 bytes\) on the compute device at once "
+        r"beside 512 B \(512 bytes\) of gradients, 1023 B \(1023 bytes\) are available for chunks.*"
+        r"Raise device_budget to at least 1280 bytes"
     )
     with pytest.raises(BudgetError, match=message):
-        check_fits(layout, modules, 4, 2047, [Limit("device_budget", 2047, usable=0.8)], world_size=2)
+        check_fits(layout, modules, 1023, [Limit("device_budget", 1023, usable=0.8)], world_size=2)
 
 
 def test_gradients_of_the_two_largest_groups_wait_on_the_device():
     def waiting(*numels, world_size=2, frozen=()):
-        return pack(make_tensors(*numels, frozen=frozen), 128, world_size=world_size).gradients_numel
+        return pack(make_tensors(*numels, frozen=frozen), 128, world_size=world_size).gradients_nbytes // ITEMSIZE
 
     numels = (320, 64, 64, 128, 64, 128, 128, 128)
     assert [chunk.capacity_numel for chunk in pack(make_tensors(*numels), 128, world_size=2).chunks] == [640, 256, 256]
@@ -177,9 +177,9 @@ def test_gradients_of_the_two_largest_groups_wait_on_the_device():
 
 def test_one_process_keeps_no_room_for_gradients():
     layout, modules = pack(make_tensors(64, 64), 64), make_modules((0,), (1,))
-    assert check_fits(layout, modules, 4, 256) == 256
+    assert check_fits(layout, modules, 128) == 128
     with pytest.raises(BudgetError) as caught:
-        check_fits(layout, modules, 4, 255)
+        check_fits(layout, modules, 127)
     assert "gradients" not in str(caught.value)
 
 
@@ -187,34 +187,34 @@ def test_scratch_space_for_the_largest_group_with_gradients_counts_too():
     """The frozen group has larger chunks, and no gradients."""
     asked = []
 
-    def staging(chunk_numel):
-        asked.append(chunk_numel)
+    def staging(chunk_numel, dtype):
+        asked.append((chunk_numel, dtype))
         return 100
 
     tensors, modules = make_tensors(256, 256, 64, 64, frozen={0, 1}), make_modules((2,), (3,))
-    choice = fixed_layout(tensors, modules, 64, ITEMSIZE, 612, world_size=2, staging_nbytes=staging)
+    choice = fixed_layout(tensors, modules, 64, 612, world_size=2, staging_nbytes=staging)
     assert [chunk.chunk_numel for chunk in choice.layout.chunks] == [256, 64]
-    assert (choice.working_set_nbytes, asked) == ((128 + 128) * ITEMSIZE + 100, [64])
+    assert (choice.working_set_nbytes, asked) == ((128 + 128) * ITEMSIZE + 100, [(64, "bfloat16")])
     with pytest.raises(BudgetError, match=r"beside 356 B \(356 bytes\) of gradients.*at least 612 bytes"):
-        fixed_layout(tensors, modules, 64, ITEMSIZE, 611, world_size=2, staging_nbytes=staging)
+        fixed_layout(tensors, modules, 64, 611, world_size=2, staging_nbytes=staging)
 
 
 def test_a_search_keeps_room_for_scratch_space():
     """It is as large as a chunk here, so that the budget has room for smaller ones only."""
     tensors, modules = make_tensors(*[64] * 64), make_modules(*[(index,) for index in range(64)])
 
-    def found(budget, staging_nbytes=lambda chunk_numel: chunk_numel * ITEMSIZE):
-        choice = search_layout(tensors, modules, ITEMSIZE, budget, world_size=2, staging_nbytes=staging_nbytes)
+    def found(budget, staging_nbytes=lambda chunk_numel, dtype: chunk_numel * ITEMSIZE):
+        choice = search_layout(tensors, modules, budget, world_size=2, staging_nbytes=staging_nbytes)
         return choice.layout.chunk_numel, choice.working_set_nbytes
 
     assert found(7 * 64 * ITEMSIZE) == (64, 7 * 64 * ITEMSIZE)
     with pytest.raises(BudgetError, match=r"beside 640 B \(640 bytes\) of gradients.*at least 896 bytes"):
         found(7 * 64 * ITEMSIZE - 1)
-    assert found(6 * 64 * ITEMSIZE, lambda chunk_numel: 0) == (64, 6 * 64 * ITEMSIZE)
+    assert found(6 * 64 * ITEMSIZE, lambda chunk_numel, dtype: 0) == (64, 6 * 64 * ITEMSIZE)
 
 
 def test_a_fixed_size_is_of_one_chunk():
-    choice = fixed_layout(make_tensors(*[64] * 6), make_modules((0,), (1,)), 64, ITEMSIZE, None, world_size=2)
+    choice = fixed_layout(make_tensors(*[64] * 6), make_modules((0,), (1,)), 64, None, world_size=2)
     assert [chunk.capacity_numel for chunk in choice.layout.chunks] == [128, 128, 128]
     assert choice.describe() == "chunk_numel=64 (3 groups of 2, 100.0% used, best of 1 sizes)"
     assert choice.working_set_nbytes == (128 + 2 * 128) * ITEMSIZE
@@ -222,27 +222,27 @@ def test_a_fixed_size_is_of_one_chunk():
 
 def test_a_refused_fixed_size_names_the_groups():
     with pytest.raises(BudgetError, match="its groups of 2 chunks need"):
-        fixed_layout(make_tensors(64, 64), make_modules((0,)), 64, ITEMSIZE, 511, world_size=2)
-    fixed_layout(make_tensors(64, 64), make_modules((0,)), 64, ITEMSIZE, 512, world_size=2)
+        fixed_layout(make_tensors(64, 64), make_modules((0,)), 64, 511, world_size=2)
+    fixed_layout(make_tensors(64, 64), make_modules((0,)), 64, 512, world_size=2)
 
 
 def test_a_search_counts_whole_groups_against_the_budget():
     """An eighth of 4096 bytes is a group of 256 elements, so two chunks of 128."""
     tensors, modules = make_tensors(*[64] * 64), make_modules(*[(index,) for index in range(64)])
-    assert search_layout(tensors, modules, ITEMSIZE, 4096).layout.chunk_numel == 256
-    choice = search_layout(tensors, modules, ITEMSIZE, 4096, world_size=2)
+    assert search_layout(tensors, modules, 4096).layout.chunk_numel == 256
+    choice = search_layout(tensors, modules, 4096, world_size=2)
     assert (choice.layout.chunk_numel, len(choice.layout.chunks)) == (128, 16)
-    assert search_layout(tensors, modules, ITEMSIZE, 4096, world_size=4).layout.chunk_numel == 64
+    assert search_layout(tensors, modules, 4096, world_size=4).layout.chunk_numel == 64
     with pytest.raises(BudgetError, match="its groups of 4 chunks need"):
-        search_layout(tensors, modules, ITEMSIZE, 1535, world_size=4)
-    assert search_layout(tensors, modules, ITEMSIZE, 1536, world_size=4).working_set_nbytes == 1536
+        search_layout(tensors, modules, 1535, world_size=4)
+    assert search_layout(tensors, modules, 1536, world_size=4).working_set_nbytes == 1536
 
 
 def test_where_no_group_is_that_small_the_smallest_that_wastes_little_wins():
     """Groups of at most a sixteenth of the model would have bins with one tensor of 640 or of 384 each."""
     tensors = make_tensors(*[640, 384] * 16)
     modules = make_modules(*[(index,) for index in range(32)])
-    choice = search_layout(tensors, modules, ITEMSIZE, 10**6, world_size=2)
+    choice = search_layout(tensors, modules, 10**6, world_size=2)
     assert choice.layout.utilisation == 1.0
     assert choice.layout.chunk_numel == 1024
 
@@ -266,27 +266,27 @@ def test_published_shapes_waste_little(case):
     total = sum(spec.numel for spec in tensors) * ITEMSIZE
     for share in shares:
         budget = int(total * share)
-        choice = search_layout(tensors, modules, ITEMSIZE, budget, world_size=world_size)
+        choice = search_layout(tensors, modules, budget, world_size=world_size)
         assert choice.layout.utilisation >= used, share
         assert choice.working_set_nbytes <= budget, share
-    assert search_layout(tensors, modules, ITEMSIZE, None, world_size=world_size).layout.utilisation >= used
+    assert search_layout(tensors, modules, None, world_size=world_size).layout.utilisation >= used
 
 
 @pytest.mark.parametrize("case", ["gpt2-2", "llama-8"])
 def test_what_the_error_advises_is_enough_and_no_less_is(case):
     (tensors, modules), world_size, _, _ = CASES[case]
     with pytest.raises(BudgetError) as caught:
-        search_layout(tensors, modules, ITEMSIZE, 1, world_size=world_size)
+        search_layout(tensors, modules, 1, world_size=world_size)
     least = int(re.search(r"at least (\d+) bytes", str(caught.value))[1])
-    assert search_layout(tensors, modules, ITEMSIZE, least, world_size=world_size).working_set_nbytes == least
+    assert search_layout(tensors, modules, least, world_size=world_size).working_set_nbytes == least
     with pytest.raises(BudgetError, match=f"at least {least} bytes"):
-        search_layout(tensors, modules, ITEMSIZE, least - 1, world_size=world_size)
+        search_layout(tensors, modules, least - 1, world_size=world_size)
 
 
 @pytest.mark.parametrize(("hidden", "layers", "world_size"), [(768, 12, 4), (768, 12, 8), (1024, 24, 8)])
 def test_a_model_smaller_than_its_largest_tensor_for_each_rank_is_one_group(hidden, layers, world_size):
     tensors, modules = gpt2(hidden, layers)
-    layout = search_layout(tensors, modules, ITEMSIZE, None, world_size=world_size).layout
+    layout = search_layout(tensors, modules, None, world_size=world_size).layout
     assert [chunk.capacity_numel for chunk in layout.chunks] == [50257 * hidden * world_size]
 
 
@@ -306,8 +306,8 @@ def test_a_large_tensor_is_alone_and_spread():
 def test_spreading_needs_room_for_the_tensor_not_for_p_of_it():
     tensors = make_tensors(64 * 1024, *[64] * 64)
     modules = make_modules(*[(index,) for index in range(65)])
-    whole = search_layout(tensors, modules, ITEMSIZE, None, world_size=8)
-    spread = search_layout(tensors, modules, ITEMSIZE, 64 * 1024 * ITEMSIZE * 3, world_size=8, splits=True)
+    whole = search_layout(tensors, modules, None, world_size=8)
+    spread = search_layout(tensors, modules, 64 * 1024 * ITEMSIZE * 3, world_size=8, splits=True)
     assert whole.working_set_nbytes >= 8 * 64 * 1024 * ITEMSIZE
     assert spread.working_set_nbytes < 64 * 1024 * ITEMSIZE * 3
     assert spread.layout.utilisation > 0.95

@@ -100,15 +100,15 @@ def test_a_chunk_size_that_is_not_positive(chunk_numel):
 def test_working_set_counts_each_chunk_of_a_module_once():
     layout = pack(make_tensors(64, 64, 128), 128)
     modules = make_modules((0, 1), (1, 2), (2,))
-    assert layout.working_set_numel(modules) == (256, modules[1])
-    assert layout.working_set_numel(modules[:1]) == (128, modules[0])
+    assert layout.working_set_nbytes(modules) == (512, modules[1])
+    assert layout.working_set_nbytes(modules[:1]) == (256, modules[0])
 
 
 def test_working_set_leaves_out_what_never_moves():
     layout = pack(make_tensors(640, 64), 64, on_host=frozenset({0}))
     modules = make_modules((0,), (1,))
-    assert layout.working_set_numel(modules) == (64, modules[1])
+    assert layout.working_set_nbytes(modules) == (128, modules[1])
 
 
 def test_working_set_of_nothing():
-    assert pack([], 64).working_set_numel([]) == (0, None)
+    assert pack([], 64).working_set_nbytes([]) == (0, None)

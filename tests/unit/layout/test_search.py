@@ -3,7 +3,7 @@ import functools
 import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
-from unit.spec_builders import make_modules, make_tensors, placed
+from unit.spec_builders import make_modules, make_tensors, placed, typed
 
 from hf_patrickstar.errors import BudgetError, ConfigError
 from hf_patrickstar.layout import search
@@ -39,7 +39,8 @@ def specs_of(name):
                     intermediate_size=4 * hidden,
                 )
             )
-    return collect_specs(model)[:2]
+    tensors, modules, _ = collect_specs(model)
+    return typed(tensors), modules
 
 
 def budget_of(tensors, share):
@@ -83,9 +84,9 @@ def test_published_shapes(name):
         budget = budget_of(tensors, share)
         if budget is not None and least > budget:
             with pytest.raises(BudgetError, match=f"for module '.*'.*need .*{least} bytes.*{budget} bytes"):
-                search_layout(tensors, modules, ITEMSIZE, budget)
+                search_layout(tensors, modules, budget)
             continue
-        choice = search_layout(tensors, modules, ITEMSIZE, budget)
+        choice = search_layout(tensors, modules, budget)
         assert choice.layout.utilisation >= 0.95, share
         assert choice.working_set_nbytes == working_set(choice.layout, modules), share
         assert budget is None or choice.working_set_nbytes <= budget, share
@@ -122,7 +123,7 @@ def test_too_small_a_budget_names_the_module_and_the_bytes():
     tensors, modules = specs_of("gpt2")
     least = 50257 * 768 * 2
     with pytest.raises(BudgetError) as caught:
-        search_layout(tensors, modules, ITEMSIZE, least - 1)
+        search_layout(tensors, modules, least - 1)
     message = str(caught.value)
     assert "module 'transformer.wte' (Embedding)" in message
     assert f"need 73.62 MiB ({least} bytes)" in message
@@ -132,19 +133,19 @@ def test_too_small_a_budget_names_the_module_and_the_bytes():
 
 def test_the_advice_of_the_error_is_enough():
     tensors, modules = make_tensors(100, 1000, 30), make_modules((0, 1), (2,))
-    with pytest.raises(BudgetError, match=f"at least {(128 + 1024) * 4} bytes"):
-        search_layout(tensors, modules, 4, 4096)
-    assert search_layout(tensors, modules, 4, (128 + 1024) * 4).working_set_nbytes == (128 + 1024) * 4
+    with pytest.raises(BudgetError, match=f"at least {(128 + 1024) * 2} bytes"):
+        search_layout(tensors, modules, 2048)
+    assert search_layout(tensors, modules, (128 + 1024) * 2).working_set_nbytes == (128 + 1024) * 2
 
 
 def test_without_a_budget_everything_equal_goes_in_one_chunk():
-    choice = search_layout(make_tensors(64, 64, 64, 64), make_modules((0, 1), (2, 3)), ITEMSIZE, None)
+    choice = search_layout(make_tensors(64, 64, 64, 64), make_modules((0, 1), (2, 3)), None)
     assert placed(choice.layout) == ([(0, 0), (0, 64), (0, 128), (0, 192)], [256])
     assert choice.working_set_nbytes == 512
 
 
 def test_with_a_budget_chunks_are_at_most_an_eighth_of_it():
-    choice = search_layout(make_tensors(*[64] * 32), make_modules(*[(i,) for i in range(32)]), ITEMSIZE, 2048)
+    choice = search_layout(make_tensors(*[64] * 32), make_modules(*[(i,) for i in range(32)]), 2048)
     assert choice.layout.chunk_numel == 128
     assert len(choice.layout.chunks) == 16
 
@@ -152,21 +153,21 @@ def test_with_a_budget_chunks_are_at_most_an_eighth_of_it():
 def test_with_a_large_budget_chunks_are_at_most_a_sixteenth_of_the_model():
     """Activations may leave little of it, and then there should still be chunks to choose from."""
     tensors, modules = make_tensors(*[64] * 32), make_modules(*[(i,) for i in range(32)])
-    choice = search_layout(tensors, modules, ITEMSIZE, 10**6)
+    choice = search_layout(tensors, modules, 10**6)
     assert choice.layout.chunk_numel == 128
-    assert search_layout(tensors[:2], modules[:2], ITEMSIZE, 10**6).layout.chunk_numel == 64
+    assert search_layout(tensors[:2], modules[:2], 10**6).layout.chunk_numel == 64
 
 
 def test_where_no_chunk_is_that_small_the_smallest_working_set_wins():
     tensors, modules = make_tensors(640, 640, 64), make_modules((0,), (1,), (2,))
-    choice = search_layout(tensors, modules, ITEMSIZE, 1280)
+    choice = search_layout(tensors, modules, 1280)
     assert choice.working_set_nbytes == 1280
     assert max(chunk.capacity_numel for chunk in choice.layout.chunks) == 640
 
 
 def test_waste_counts_more_than_size():
     """One chunk of 320 wastes nothing, chunks of 192 would waste 64."""
-    choice = search_layout(make_tensors(128, 128, 64), make_modules((0,), (1,), (2,)), ITEMSIZE, None)
+    choice = search_layout(make_tensors(128, 128, 64), make_modules((0,), (1,), (2,)), None)
     assert choice.layout.chunk_numel == 320
     assert choice.layout.utilisation == 1.0
 
@@ -174,35 +175,35 @@ def test_waste_counts_more_than_size():
 def test_tensors_on_the_host_take_no_part_in_the_budget():
     tensors, modules = make_tensors(64000, 64), make_modules((0,), (1,))
     with pytest.raises(BudgetError, match="module 'm0'"):
-        search_layout(tensors, modules, ITEMSIZE, 128)
-    choice = search_layout(tensors, modules, ITEMSIZE, 128, on_host=frozenset({0}))
+        search_layout(tensors, modules, 128)
+    choice = search_layout(tensors, modules, 128, on_host=frozenset({0}))
     assert choice.working_set_nbytes == 128
     assert choice.layout.chunks[0].on_host
 
 
 def test_a_parameter_without_elements():
-    choice = search_layout(make_tensors(64, 0, 64), make_modules((0, 1), (2,)), ITEMSIZE, None)
+    choice = search_layout(make_tensors(64, 0, 64), make_modules((0, 1), (2,)), None)
     assert choice.working_set_nbytes <= 2 * 64 * ITEMSIZE
     assert [place.tensor_index for place in choice.layout.placements] == [0, 1, 2]
 
 
 def test_a_model_without_parameters():
-    assert search_layout([], [], ITEMSIZE, 1000).layout.chunks == ()
+    assert search_layout([], [], 1000).layout.chunks == ()
 
 
 def test_describe():
-    choice = search_layout(make_tensors(64, 64), make_modules((0, 1)), ITEMSIZE, None)
+    choice = search_layout(make_tensors(64, 64), make_modules((0, 1)), None)
     assert choice.describe() == "chunk_numel=128 (1 chunks, 100.0% used, best of 2 sizes)"
 
 
 @pytest.mark.parametrize("chunk_numel", [1, 63])
 def test_a_fixed_size_below_the_alignment(chunk_numel):
     with pytest.raises(ConfigError, match=f"chunk_numel={chunk_numel} is smaller than the alignment of 64 elements"):
-        fixed_layout(make_tensors(64), make_modules((0,)), chunk_numel, ITEMSIZE, None)
+        fixed_layout(make_tensors(64), make_modules((0,)), chunk_numel, None)
 
 
 def test_a_fixed_size():
-    choice = fixed_layout(make_tensors(64, 64, 64), make_modules((0,), (1, 2)), 128, ITEMSIZE, 384)
+    choice = fixed_layout(make_tensors(64, 64, 64), make_modules((0,), (1, 2)), 128, 384)
     assert placed(choice.layout) == ([(0, 0), (0, 64), (1, 0)], [128, 64])
     assert (choice.num_candidates, choice.working_set_nbytes) == (1, 384)
 
@@ -213,10 +214,10 @@ def test_a_fixed_size_that_does_not_fit_says_what_to_change():
         match=r"module 'm1' \(Block\): its chunks need .*\(384 bytes\).*\(383 bytes\) are available.*"
         r"parameters alone are .*\(256 bytes\).*at least 384 bytes, or lower chunk_numel \(now 128",
     ):
-        fixed_layout(make_tensors(64, 64, 64), make_modules((0,), (1, 2)), 128, ITEMSIZE, 383)
+        fixed_layout(make_tensors(64, 64, 64), make_modules((0,), (1, 2)), 128, 383)
 
 
 def test_check_fits_returns_the_largest_working_set():
     layout = pack(make_tensors(64, 128), 128)
     modules = make_modules((0,), (1,), (0, 1))
-    assert check_fits(layout, modules, 4, None) == check_fits(layout, modules, 4, 10**6) == (128 + 128) * 4
+    assert check_fits(layout, modules, None) == check_fits(layout, modules, 10**6) == (128 + 128) * 2

@@ -1,0 +1,92 @@
+"""Tensors on their way to a file, a piece at a time, with nothing beside them in memory but one piece."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from hf_patrickstar.checkpoint.deferred import Reader
+from hf_patrickstar.checkpoint.storage import describe_failure
+from hf_patrickstar.errors import CheckpointError
+
+_WRITEBACK_NBYTES = 2**25
+
+
+class PieceWriter:
+    """Writes tensors to a file.
+
+    Args:
+        file: The file, open for writing in binary.
+        piece_numel: Elements in memory at once.
+    """
+
+    def __init__(self, file: Any, piece_numel: int) -> None:
+        self._file = file
+        self._piece_numel = piece_numel
+        self._reader = Reader()
+        self._waiting_nbytes = 0
+
+    def write_bytes(self, data: bytes) -> None:
+        """Writes bytes as they are."""
+        write_all(self._file, memoryview(data))
+
+    def write(self, tensor: torch.Tensor, record: Any = None) -> None:
+        """Writes the elements of a tensor, one after the other.
+
+        Args:
+            tensor: The tensor, deferred or not.
+            record: What passes the bytes on to the file, if that is not the file itself.
+        """
+        with contextlib.closing(self._reader.pieces(tensor, self._piece_numel)) as pieces:
+            for piece in pieces:
+                write_all(record or self._file, bytes_of(piece.contiguous()))
+                self._begin_writeback(piece.numel() * piece.dtype.itemsize)
+                del piece  # else the next one is made beside it, and the allocator spreads them
+
+    def _begin_writeback(self, nbytes: int) -> None:
+        """Lets the disk work while the rest is still to come, not in fsync alone.
+
+        On Linux this advice begins to write the pages of a file, and waits for nothing. If it cannot, fsync does it.
+        """
+        self._waiting_nbytes += nbytes
+        if self._waiting_nbytes < _WRITEBACK_NBYTES or not hasattr(os, "posix_fadvise"):
+            return
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        self._waiting_nbytes = 0
+
+
+@contextlib.contextmanager
+def new_file(path: str | os.PathLike[str], nbytes: int) -> Iterator[Any]:
+    """Opens a file for writing; when the block has ended, all of it is on the disk.
+
+    Args:
+        path: The file; one that is there is replaced.
+        nbytes: The size that it will have, for errors.
+
+    Raises:
+        CheckpointError: If it cannot be written: the disk is full, say. The message has the bytes needed and free.
+    """
+    try:
+        with open(path, "wb", buffering=0) as file:
+            yield file
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise CheckpointError(describe_failure(path, error, nbytes)) from error
+
+
+def bytes_of(values: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host."""
+    if not values.numel():
+        return memoryview(b"")
+    flat = values.detach().as_strided((values.numel(),), (1,))  # a single element may have any stride
+    array: Any = flat.view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def write_all(file: Any, view: memoryview) -> None:
+    """Writes all bytes, however many the file takes at once."""
+    while len(view):
+        view = view[file.write(view) :]

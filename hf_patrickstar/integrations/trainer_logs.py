@@ -1,0 +1,58 @@
+"""Who sees which figures of a training log: callbacks all of them, a console a few, the Trainer's history none."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from transformers import PrinterCallback, ProgressCallback
+
+from hf_patrickstar.report.figures import brief
+
+
+@contextlib.contextmanager
+def figures_told(handler: Any, figures: Mapping[str, float], is_brief: bool) -> Iterator[None]:
+    """Inside of this block callbacks find figures in a log that the Trainer tells them.
+
+    What the Trainer keeps in ``log_history``, and so in ``trainer_state.json``, does not get them: seconds, and bytes
+    of a step that is recorded anew, would make the history of a resumed run another one than the uninterrupted run's.
+
+    Args:
+        handler: The Trainer's ``CallbackHandler``.
+        figures: All figures.
+        is_brief: Whether a console shows a few and not all.
+    """
+
+    def with_all(tell: Callable[..., Any]) -> Callable[..., Any]:
+        def on_log(args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> Any:
+            logs.update(figures)  # the history has a copy of what was there before
+            return tell(args, state, control, logs, **kwargs)
+
+        return on_log
+
+    def with_few(tell: Callable[..., Any]) -> Callable[..., Any]:
+        def on_log(args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> Any:
+            others = {key: value for key, value in logs.items() if key not in figures}
+            return tell(args, state, control, logs=others | brief(figures), **kwargs)
+
+        return on_log
+
+    consoles = [callback for callback in handler.callbacks if isinstance(callback, (PrinterCallback, ProgressCallback))]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_on_log(handler, with_all))
+        for console in consoles if is_brief else ():
+            stack.enter_context(_on_log(console, with_few))
+        yield
+
+
+@contextlib.contextmanager
+def _on_log(owner: Any, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Lets one object have another ``on_log`` for a while; the list of callbacks stays what it is."""
+    before = dict(vars(owner))
+    owner.on_log = change(owner.on_log)
+    try:
+        yield
+    finally:
+        if "on_log" in before:
+            owner.on_log = before["on_log"]
+        else:
+            del owner.on_log

@@ -1,0 +1,219 @@
+"""In which types parameters are kept, and in which operators compute.
+
+[Note: precision]
+Three cases, for each parameter:
+
+- Nobody asked for a type: the parameter keeps the one that it was loaded in, and so do its gradient, its master and its
+  optimizer states. That is what plain torch does.
+- 16-bit was asked for (``--bf16``, ``--fp16``, or ``dtype``): the parameter is 16-bit, its master and states are fp32,
+  and forward runs under ``torch.autocast``.
+- fp32 was asked for: everything is fp32.
+
+The stock Trainer keeps fp32 parameters in 16-bit training, and autocast rounds those that are multiplied as matrices
+whenever they are used. A parameter that is rounded once is the same number there, and half the bytes. What autocast
+does not round (embeddings, norms, scales, positions) is used in fp32, and what it is added to becomes fp32 with it. So
+such a parameter keeps fp32 here too, if it was loaded in fp32, and losses are those of the stock Trainer.
+
+In 16-bit a parameter also keeps its own type where a rounded one would be wrong: float64; fp32 beside a 16-bit body;
+what transformers or ``keep_fp32`` names.
+"""
+
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.utils.parametrize import ParametrizationList
+
+from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.layout.specs import FP32, TensorSpec, Types
+from hf_patrickstar.runtime.casting import Casting
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_OWN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Types that a parameter may have in a chunk; others become fp32."""
+
+_MULTIPLYING = (
+    torch.nn.Linear,
+    torch.nn.Bilinear,
+    torch.nn.modules.conv._ConvNd,
+    torch.nn.RNNBase,
+    torch.nn.RNNCellBase,
+    torch.nn.MultiheadAttention,
+)
+_KEEPING = (torch.nn.Embedding, torch.nn.EmbeddingBag, ParametrizationList)
+_SMALL_SHARE = 0.05
+"""Parameters of modules of unknown kinds stay in fp32 where all of them are less than this part of the model."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Precision:
+    """What was decided; see [Note: precision].
+
+    Attributes:
+        asked: The type that somebody asked for, or ``None``.
+        dtype: The type of most parameters.
+        reason: Why, in a few words.
+        autocast: The type that forward computes in under ``torch.autocast``; ``None`` if it does not run under it.
+        is_narrow: Whether most of the model was loaded in 16-bit.
+        keep_fp32: Patterns of names of parameters that stay in fp32, or ``"auto"``: what autocast does not round.
+    """
+
+    asked: torch.dtype | None
+    dtype: torch.dtype
+    reason: str
+    autocast: torch.dtype | None
+    is_narrow: bool
+    keep_fp32: tuple[str, ...] | str
+
+    def casting(self, device: torch.device) -> Casting:
+        """What happens to types where forwards begin and end.
+
+        Args:
+            device: The compute device.
+        """
+        casts_inputs = self.autocast is None and self.asked in (torch.bfloat16, torch.float16)
+        return Casting(device, self.autocast, self.asked if casts_inputs else None)
+
+    def assign(
+        self,
+        model: torch.nn.Module,
+        specs: Sequence[TensorSpec],
+        parameters: Sequence[torch.nn.Parameter],
+        loaded: Callable[[torch.nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
+    ) -> list[TensorSpec]:
+        """Gives each parameter its types.
+
+        Args:
+            model: The model.
+            specs: Its parameters as numbers.
+            parameters: Its parameters, in the same order.
+            loaded: The type that a parameter was loaded in.
+
+        Returns:
+            The specs with types.
+        """
+        is_wide = self._find_wide(model, specs, parameters, loaded)
+        return [
+            dataclasses.replace(spec, types=self._types(loaded(parameter), id(parameter) in is_wide, spec.trainable))
+            for spec, parameter in zip(specs, parameters, strict=True)
+        ]
+
+    def _types(self, own: torch.dtype, is_wide: bool, trainable: bool) -> Types:
+        is_own = self.asked is None or (own is torch.float64 and self.asked is not torch.float32)
+        if is_own and own in _OWN:
+            return Types(_name(own), _name(own))
+        if self.asked in (None, torch.float32) or is_wide or (own is torch.float32 and self.is_narrow):
+            return FP32
+        is_exact = own is self.asked and not trainable  # nothing was rounded, nothing will be updated
+        return Types(_name(self.asked), _name(own) if is_exact else "float32")
+
+    def _find_wide(
+        self,
+        model: torch.nn.Module,
+        specs: Sequence[TensorSpec],
+        parameters: Sequence[torch.nn.Parameter],
+        loaded: Callable[[torch.nn.Parameter], torch.dtype],
+    ) -> set[int]:
+        """Identities of the parameters that stay in fp32 where 16-bit was asked for."""
+        if self.asked not in (torch.bfloat16, torch.float16):
+            return set()
+        found: set[int] = set()
+        if self.autocast is not None and self.keep_fp32 == "auto":
+            left = _left_by_autocast(model, sum(spec.numel for spec in specs))
+            found = {id(parameter) for parameter in parameters if loaded(parameter) is torch.float32} & left
+        patterns = () if isinstance(self.keep_fp32, str) else self.keep_fp32
+        kept = _kept_by_transformers(model, self.asked)
+        for spec, parameter in zip(specs, parameters, strict=True):
+            names = (spec.name, *spec.aliases)
+            is_kept = any(fnmatch.fnmatchcase(f".{name}.", f"*.{part}.*") for name in names for part in kept)
+            if is_kept or any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns):
+                found.add(id(parameter))
+        return found
+
+    def describe(self, specs: Iterable[TensorSpec]) -> str:
+        """One line for the log."""
+        numel: dict[str, int] = {}
+        for spec in specs:
+            numel[spec.types.param] = numel.get(spec.types.param, 0) + spec.numel
+        total = max(sum(numel.values()), 1)
+        parts = [f"{share / total:.1%} in {name}" for name, share in sorted(numel.items(), key=lambda item: -item[1])]
+        kinds = ", ".join(parts) if len(parts) > 1 else f"in {next(iter(numel), _name(self.dtype))}"
+        computing = "" if self.autocast is None else f"; forward runs under autocast to {_name(self.autocast)}"
+        return f"parameters {kinds} ({self.reason}){computing}"
+
+
+def choose_precision(
+    model: torch.nn.Module, config: PatrickStarConfig, precision: str, parameters: Sequence[torch.nn.Parameter]
+) -> Precision:
+    """Decides in which types a model trains.
+
+    Args:
+        model: The model.
+        config: Its ``dtype``, ``autocast`` and ``keep_fp32`` count.
+        precision: ``"no"``, ``"bf16"`` or ``"fp16"``: what the Trainer or Accelerate was told.
+        parameters: The model's parameters.
+
+    Raises:
+        ConfigError: If the precision is not known, or the model cannot compute in it.
+    """
+    numel: dict[torch.dtype, int] = {}
+    for parameter in parameters:
+        numel[parameter.dtype] = numel.get(parameter.dtype, 0) + parameter.numel()
+    largest = max(numel, key=lambda kind: numel[kind], default=torch.float32)
+    is_narrow = largest in (torch.bfloat16, torch.float16)
+    if config.dtype == "auto" and precision == "no":
+        own = largest if largest in _OWN else torch.float32
+        reason = "dtype=auto: as the model was loaded"
+        if is_narrow:
+            reason += "; its optimizer states are 16-bit too, as in plain torch, --bf16 makes them fp32"
+        return Precision(None, own, reason, None, is_narrow, config.keep_fp32)
+    if config.dtype == "auto" and precision not in _DTYPES:
+        raise ConfigError(f"precision '{precision}' is not supported; use bf16, fp16 or no")
+    asked = _DTYPES[precision if config.dtype == "auto" else config.dtype]
+    reason = f"dtype=auto: --{precision}" if config.dtype == "auto" else f"dtype={config.dtype}"
+    autocast = asked if asked is not torch.float32 and config.autocast is not False else None
+    if asked is not torch.float32 and autocast is None:
+        _refuse_batch_norm(model)
+    return Precision(asked, asked, reason, autocast, is_narrow, config.keep_fp32)
+
+
+def _refuse_batch_norm(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            raise ConfigError(
+                f"module '{name}' ({type(module).__name__}) keeps running statistics in fp32 and cannot compute with "
+                "16-bit parameters; leave autocast on (autocast='auto'), or train in fp32 (dtype='fp32', without "
+                "--bf16 and --fp16)"
+            )
+
+
+def _left_by_autocast(model: torch.nn.Module, total_numel: int) -> set[int]:
+    """Identities of the parameters that some module uses in another way than to multiply them as a matrix."""
+    rounded, left, unknown = set[int](), set[int](), dict[int, int]()
+    for module in model.modules():
+        own = [parameter for parameter in module._parameters.values() if parameter is not None]
+        if isinstance(module, _MULTIPLYING) or type(module).__name__ == "Conv1D":
+            rounded |= {id(parameter) for parameter in own}
+        elif isinstance(module, _KEEPING) or all(p.dim() < 2 or p.shape[0] == 1 for p in own):
+            left |= {id(parameter) for parameter in own}
+        else:  # all or none: what they are used in together may want one type
+            unknown.update((id(parameter), parameter.numel()) for parameter in own)
+    is_small = sum(unknown.values()) < _SMALL_SHARE * total_numel
+    return left | (set(unknown) - rounded if is_small else set())
+
+
+def _kept_by_transformers(model: torch.nn.Module, asked: torch.dtype) -> set[str]:
+    """Names of modules that transformers loads in fp32, whichever of its models they are in."""
+    found: set[str] = set()
+    for module in model.modules():
+        found |= set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+        if asked is torch.float16:
+            found |= set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    return found
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,51 @@
+"""A process that dies before the engine has a group of its own."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import make_model
+from processes import Workers
+from together import make_optimizer
+
+from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar.errors import CollectiveError
+from hf_patrickstar.runtime.collectives import Collectives, announce_self
+from hf_patrickstar.runtime.vigil import Patience
+
+pytestmark = pytest.mark.xdist_group("distributed")
+
+
+def die_or_connect(rank, is_announced):
+    if is_announced:
+        announce_self()
+        dist.barrier()
+    if rank == 1:
+        os._exit(7)
+    patience = Patience(100, 100) if is_announced else Patience(0.5, 1.5)
+    with pytest.raises(CollectiveError) as caught:
+        Collectives.connect(None, torch.device("cpu"), patience)
+    raise caught.value
+
+
+@pytest.mark.parametrize(("store", "is_announced"), [("file", True), ("tcp", False)])
+def test_it_is_named(store, is_announced):
+    """At once if it has told who it is; else it has not come within the time that is set."""
+    expected = r"rank 1 has ended \(process \d+ on " if is_announced else "rank 1 has not come within 1.5 s"
+    with Workers(2, store) as workers:
+        workers.start(die_or_connect, is_announced, timeout=50)
+        workers._killed.add(1)  # which it does itself
+        with pytest.raises(CollectiveError, match=expected):
+            workers.collect(50)
+
+
+def make_engines(rank):
+    for _ in range(2):
+        model = make_model("gpt2")
+        engine = PatrickStarEngine(model, {}, make_optimizer(model), device="cpu")
+        engine.detach()
+
+
+def test_engines_one_after_the_other(pair):
+    pair.run(make_engines)

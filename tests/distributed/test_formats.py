@@ -1,0 +1,104 @@
+"""Training states of several processes in torch's format: one writes ``optimizer.pt`` for all."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_files import same_bits
+from models import make_model
+from test_checkpoints import build
+from together import copy_state, differences, engaged, hf_loss, make_optimizer, train_together
+
+from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar.checkpoint import pieces
+from hf_patrickstar.errors import CheckpointError
+
+pytestmark = pytest.mark.xdist_group("distributed")
+
+
+def adafactor(model):
+    from transformers.optimization import Adafactor
+
+    return Adafactor(model.parameters(), lr=1e-3, scale_parameter=False, relative_step=False)
+
+
+MAKERS = {"adamw": make_optimizer, "adafactor": adafactor}
+
+
+def save(rank, folder, kind, config):
+    """Trains, saves, trains on; then goes on from what was saved, with chunks of another size."""
+    config = {"optimizer_format": "torch", **config}
+    model = build("gpt2", torch.float32)
+    with engaged(model, config, MAKERS[kind](model)) as engine:
+        train_together(engine, hf_loss("gpt2"), steps=2)
+        engine.save_checkpoint(f"{folder}/c")
+        weights, expected = copy_state(model), engine.optimizer.state_dict()
+        losses, _ = train_together(engine, hf_loss("gpt2"), steps=1, first=2)
+    model = build("gpt2", torch.float32, seed=5)
+    with engaged(model, {"chunk_numel": 2048} if kind == "adamw" else {}, MAKERS[kind](model)) as engine:
+        engine.load_checkpoint(f"{folder}/c")
+        assert differences(weights, copy_state(model)) == {}
+        assert same_bits(expected["state"], engine.optimizer.state_dict()["state"])
+        assert train_together(engine, hf_loss("gpt2"), steps=1, first=2)[0] == losses
+    return expected if rank == 0 else None
+
+
+@pytest.mark.parametrize(("kind", "config"), [("adamw", {"chunk_numel": 2048}), ("adafactor", {})])
+def test_one_file_of_all_processes(pair, tmp_path, kind, config):
+    """Of parameters that are spread over processes too, and of states that have other shapes than parameters."""
+    expected, _ = pair.run(save, str(tmp_path), kind, config)
+    found = torch.load(tmp_path / "c/optimizer.pt", weights_only=True)
+    assert same_bits(expected["state"], found["state"])
+    assert not [name for name in os.listdir(tmp_path / "c") if name.startswith("optimizer") and name != "optimizer.pt"]
+    model = make_model("gpt2")
+    plain = MAKERS[kind](model)
+    plain.load_state_dict(found)  # plain torch takes it
+    model = build("gpt2", torch.float32, seed=5)
+    engine = PatrickStarEngine(model, {}, MAKERS[kind](model), device="cpu")
+    engine.load_checkpoint(tmp_path / "c")
+    assert same_bits(expected["state"], engine.optimizer.state_dict()["state"])
+    engine.detach()
+
+
+def fail_to_write(rank, folder, failing):
+    """The disk is full while ``optimizer.pt`` is written; the other process is told, and both go on."""
+    with engaged(build("gpt2", torch.float32), {"optimizer_format": "both"}) as engine:
+        train_together(engine, hf_loss("gpt2"), steps=1)
+        original = pieces.PieceWriter.write
+
+        def write(self, tensor, record=None):
+            if record is not None and rank == failing:
+                raise OSError(28, "No space left on device")
+            original(self, tensor, record)
+
+        pieces.PieceWriter.write = write
+        try:
+            with pytest.raises(CheckpointError, match=r"was not written: .*optimizer.pt' cannot be written: No space"):
+                engine.save_checkpoint(f"{folder}/c")
+        finally:
+            pieces.PieceWriter.write = original
+        assert not os.path.exists(f"{folder}/c")
+        train_together(engine, hf_loss("gpt2"), steps=1, first=1)
+        engine.save_checkpoint(f"{folder}/c")
+    return sorted(os.listdir(f"{folder}/c"))
+
+
+def test_a_full_disk(pair, tmp_path):
+    first, second = pair.run(fail_to_write, str(tmp_path), 0)
+    assert first == second
+    assert {"README.md", "optimizer.index.json", "optimizer.pt", "optimizer-00002-of-00002.safetensors"} <= set(first)
+
+
+def save_on_own_disks(rank, folder):
+    own = Path(folder, f"disk{rank}")
+    own.mkdir()
+    with engaged(build("gpt2", torch.float32), {"optimizer_format": "torch"}) as engine:
+        train_together(engine, hf_loss("gpt2"), steps=1)
+        engine.save_checkpoint(own / "c")
+    return (own / "c" / "optimizer.pt").read_bytes()
+
+
+def test_each_disk_has_the_whole_file(pair, tmp_path):
+    first, second = pair.run(save_on_own_disks, str(tmp_path))
+    assert first == second

@@ -1,0 +1,310 @@
+"""Training states in torch's format: the stock Trainer goes on from our checkpoints, and we from ``optimizer.pt``."""
+
+import functools
+import json
+import shutil
+import tracemalloc
+
+import pytest
+import torch
+from checkpoint_files import STATE_INDEX, names_in, same_bits, snapshot
+from models import make_batch, make_model
+from sources import write_training_state
+from test_interchange import OPTIMIZERS, ours, stock, with_adapters, without_chunks
+from trainers import assert_same_weights, logged, run, tight
+from watch import Watch
+
+from hf_patrickstar import CheckpointError, PatrickStarAccelerator, PatrickStarEngine
+from hf_patrickstar.checkpoint.export import export
+from hf_patrickstar.cli.main import main
+
+SHARDED = {STATE_INDEX, "optimizer-00001-of-00001.safetensors", "README.md"}
+
+
+def formatted(optimizer_format, **config):
+    return {**tight(), **config, "optimizer_format": optimizer_format}
+
+
+def state_of(engine):
+    return engine.optimizer.state_dict()
+
+
+# The Trainer
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The stock Trainer's run of each kind of optimizer, made when it is asked for."""
+
+    @functools.cache
+    def make(name):
+        trainer = stock(tmp_path_factory.mktemp(name), **OPTIMIZERS[name])
+        run(trainer)
+        return trainer
+
+    return make
+
+
+@pytest.mark.parametrize(("name", "optimizer_format"), [*((name, "torch") for name in OPTIMIZERS), ("adamw", "both")])
+def test_each_trainer_goes_on_from_either_file(name, optimizer_format, expected, tmp_path):
+    kwargs, theirs = OPTIMIZERS[name], expected(name)
+    own = ours(tmp_path / "run", patrickstar_config=formatted(optimizer_format), **kwargs)
+    run(own)
+    place, original = tmp_path / "run/checkpoint-2", f"{theirs.args.output_dir}/checkpoint-2"
+    files = names_in(original) | (SHARDED if optimizer_format == "both" else set())
+    assert names_in(place) == files
+    found, wanted = (torch.load(f"{folder}/optimizer.pt", weights_only=True) for folder in (place, original))
+    assert same_bits(wanted["state"], found["state"])
+    assert [group["lr"] for group in wanted["param_groups"]] == [group["lr"] for group in found["param_groups"]]
+    assert [group["params"] for group in wanted["param_groups"]] == [g["params"] for g in found["param_groups"]]
+    for make in (stock, ours, without_chunks):
+        other = make(tmp_path / make.__name__, model=make_model("gpt2", seed=3), **kwargs)
+        run(other, resume_from_checkpoint=str(place))
+        for key in ("loss", "grad_norm", "learning_rate"):
+            assert logged(other, key) == logged(theirs, key)
+        assert_same_weights(theirs.model, other.model)
+
+
+def test_the_stock_trainer_begins_adam_anew_where_the_file_is_missing(expected, tmp_path):
+    """Which the README of the checkpoint warns of."""
+    run(ours(tmp_path / "run"))
+    place = tmp_path / "run/checkpoint-2"
+    assert "optimizer.pt" not in names_in(place)
+    text = (place / "README.md").read_text()
+    assert "hf-patrickstar export" in text
+    for name in names_in(place):
+        assert not name.startswith("optimizer") or name.replace("00001-of-00001", "00001-of-0000N") in text
+    other = stock(tmp_path / "stock", model=make_model("gpt2", seed=3))
+    run(other, resume_from_checkpoint=str(place))
+    assert logged(other, "loss") != logged(expected("adamw"), "loss")
+
+
+def test_the_readme_of_a_model_stays(tmp_path):
+    """PEFT writes one of its own."""
+    make_model("gpt2").save_pretrained(tmp_path / "base")
+    folders = []
+    for make in (stock, ours):
+        folders.append(tmp_path / make.__name__ / "checkpoint-2")
+        run(make(tmp_path / make.__name__, model=with_adapters(tmp_path / "base"), max_steps=2))
+    theirs, own = ((folder / "README.md").read_text() for folder in folders)
+    assert own.startswith(theirs.rstrip())
+    assert "hf-patrickstar export" in own
+    assert "hf-patrickstar export" not in theirs
+
+
+def test_a_model_that_was_loaded_in_16_bit(tmp_path):
+    """Masters have bits that the model's file has not: they are in the sharded files, and never in ``optimizer.pt``."""
+    model = make_model("gpt2").to(torch.bfloat16)
+    config = formatted("both")
+    trainer = ours(tmp_path / "run", model=model, bf16=True, patrickstar_config=config)
+    run(trainer)
+    place = tmp_path / "run/checkpoint-2"
+    state = torch.load(place / "optimizer.pt", weights_only=True)["state"]
+    assert all("master" not in found for found in state.values())
+    other = make_model("gpt2", seed=3).to(torch.bfloat16)
+    resumed = ours(tmp_path / "resumed", model=other, bf16=True, patrickstar_config=config)
+    run(resumed, resume_from_checkpoint=str(place))
+    assert logged(resumed, "loss") == logged(trainer, "loss")
+    assert_same_weights(trainer.model, resumed.model)
+
+
+def test_written_in_the_background_beside(tmp_path):
+    trainer = ours(tmp_path / "run", patrickstar_config=formatted("both", background_save=True))
+    run(trainer)
+    place = tmp_path / "run/checkpoint-2"
+    found = torch.load(place / "optimizer.pt", weights_only=True)
+    (place / "optimizer.pt").unlink()
+    assert main(["export", str(place)]) == 0
+    assert same_bits(found["state"], torch.load(place / "optimizer.pt", weights_only=True)["state"])
+
+
+# A bare loop
+
+
+def engaged(seed=0, make_optimizer=torch.optim.AdamW, **config):
+    model = make_model("gpt2", seed)
+    return PatrickStarEngine(model, config, make_optimizer(model.parameters(), lr=0.01), device="cpu")
+
+
+def train(engine, steps=2):
+    for step in range(steps):
+        engine.model(**make_batch("gpt2", 2, step)).loss.backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+
+
+def test_a_bare_loop(tmp_path):
+    engine = engaged(optimizer_format="torch", chunk_numel=4096)
+    train(engine)
+    engine.save_checkpoint(tmp_path / "c")
+    assert "optimizer.pt" in names_in(tmp_path / "c")
+    assert not SHARDED & names_in(tmp_path / "c")
+    other = engaged(seed=3)
+    train(other, 1)
+    other.load_checkpoint(tmp_path / "c")
+    assert_same_weights(engine.model, other.model)
+    assert same_bits(state_of(engine), state_of(other))
+    with pytest.raises(CheckpointError, match=r"optimizer.pt' is there already, and nothing that it could be written"):
+        export(tmp_path / "c")
+
+
+def other_optimizer(place):
+    state = torch.load(place)
+    for found in state["state"].values():
+        found["momentum_buffer"] = found.pop("exp_avg")
+    return state
+
+
+def other_groups(place):
+    state = torch.load(place)
+    state["param_groups"][0]["params"].pop()
+    return state
+
+
+def other_shape(place):
+    state = torch.load(place)
+    state["state"][3]["exp_avg"] = torch.zeros(7, 5)
+    return state
+
+
+WRONG = {
+    other_optimizer: r"optimizer.pt': optimizer state of parameter '.*' has no 'exp_avg'",
+    other_groups: r"optimizer.pt': optimizer state has param groups of",
+    other_shape: r"optimizer.pt': optimizer state 'exp_avg' of parameter '.*' has shape \(7, 5\)",
+    (lambda place: {"something": 1}): r"optimizer.pt' is not the state of an optimizer: KeyError\('param_groups'\)",
+    (lambda place: [1]): r"optimizer.pt' holds a list, not a dictionary",
+}
+
+
+@pytest.mark.parametrize("damage", WRONG)
+def test_a_wrong_file_changes_nothing(damage, tmp_path):
+    engine = engaged(optimizer_format="torch")
+    train(engine)
+    engine.save_checkpoint(tmp_path / "c")
+    torch.save(damage(tmp_path / "c/optimizer.pt"), tmp_path / "c/optimizer.pt")
+    other = engaged(seed=3)
+    train(other, 1)
+    other.save_checkpoint(tmp_path / "before")
+    with pytest.raises(CheckpointError, match=WRONG[damage]):
+        other.load_checkpoint(tmp_path / "c")
+    other.save_checkpoint(tmp_path / "after")
+    assert snapshot(tmp_path / "before") == snapshot(tmp_path / "after")
+
+
+def test_two_optimizers_and_what_is_in_no_chunk(tmp_path):
+    """Each optimizer has its own file, and numbers its parameters as torch does; so it is with an exported one."""
+
+    def make(seed):
+        model, beside = make_model("gpt2", seed), torch.nn.Parameter(torch.ones(3))
+        named = dict(model.named_parameters())
+        groups = [beside, *(p for name, p in named.items() if "bias" in name)]
+        optimizers = [
+            torch.optim.SGD([p for name, p in named.items() if "bias" not in name], lr=0.01, momentum=0.9),
+            torch.optim.AdamW([{"params": groups[:4], "lr": 0.1}, {"params": groups[4:]}]),
+        ]
+        return model, beside, optimizers
+
+    def step(model, beside, optimizers):
+        (model(**make_batch("gpt2", 2, 1)).loss + beside.square().sum()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    plain = make(0)
+    step(*plain)
+    model, beside, optimizers = make(0)
+    engine = PatrickStarEngine(model, {"optimizer_format": "both"}, optimizers, device="cpu")
+    step(model, beside, engine.optimizers)
+    engine.save_checkpoint(tmp_path / "c")
+    expected = [optimizer.state_dict()["state"] for optimizer in plain[2]]
+    names = ("optimizer.pt", "optimizer_1.pt")
+
+    def saved():
+        return [torch.load(tmp_path / "c" / name, weights_only=True)["state"] for name in names]
+
+    assert 0 in expected[1]
+    assert same_bits(expected, saved())
+    assert {"optimizer-others.safetensors", *names} <= names_in(tmp_path / "c")
+    for name in names:
+        (tmp_path / "c" / name).unlink()
+    assert main(["export", str(tmp_path / "c")]) == 0
+    assert same_bits(expected, saved())
+    assert main(["export", str(tmp_path / "c"), "--output", str(tmp_path / "x.pt")]) == 0
+    assert same_bits(expected[1], torch.load(tmp_path / "x_1.pt", weights_only=True)["state"])
+    # And back: from torch's files alone.
+    (tmp_path / "c" / STATE_INDEX).unlink()
+    model, beside, optimizers = make(3)
+    again = PatrickStarEngine(model, {}, optimizers, device="cpu")
+    again.load_checkpoint(tmp_path / "c")
+    assert same_bits(expected, [optimizer.state_dict()["state"] for optimizer in again.optimizers])
+
+
+# Accelerate
+
+
+def prepared(folder, seed=0, config=None):
+    accelerator = PatrickStarAccelerator(cpu=True, patrickstar_config=config or {}, project_dir=str(folder))
+    model = make_model("gpt2", seed)
+    return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+
+
+@pytest.mark.parametrize("optimizer_format", ["torch", "both"])
+def test_accelerate(optimizer_format, tmp_path):
+    accelerator, model, optimizer = prepared(tmp_path, config={"optimizer_format": optimizer_format})
+    for step in range(2):
+        accelerator.backward(model(**make_batch("gpt2", 2, step)).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.save_state(str(tmp_path / "c"))
+    assert ("optimizer.index.json" in names_in(tmp_path / "c")) == (optimizer_format == "both")
+    plain = torch.optim.AdamW(make_model("gpt2").parameters(), lr=0.5)
+    plain.load_state_dict(torch.load(tmp_path / "c/optimizer.bin", weights_only=True))
+    assert same_bits(plain.state_dict()["state"], optimizer.state_dict()["state"])
+    again, other, own = prepared(tmp_path, seed=3)
+    again.load_state(str(tmp_path / "c"))
+    assert_same_weights(model, other)
+    assert same_bits(optimizer.state_dict(), own.state_dict())
+
+
+# Memory
+
+
+def test_writing_needs_a_piece_at_a_time(tmp_path):
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(4)))
+    engine = PatrickStarEngine(
+        model, {"optimizer_format": "torch"}, torch.optim.AdamW(model.parameters()), device="cpu"
+    )
+    model(torch.ones(1, 512)).sum().backward()
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+    lists = {payload.untyped_storage()._cdata for chunk in engine.manager.chunks for payload in chunk.lists.values()}
+    with Watch(lambda storage: storage.device.type == "meta" or storage._cdata in lists) as watch:
+        engine.checkpoints.save_state(tmp_path, is_maker=True)
+    assert (tmp_path / "optimizer.pt").stat().st_size > 2 * 4 * 4 * 512**2
+    assert 0 < watch.peak <= 2 * 4 * engine.weights.piece_numel
+
+
+def test_export_needs_a_piece_at_a_time(tmp_path):
+    states = {f"w{n}": {"exp_avg": torch.randn(1000, 1000), "step": torch.tensor(1.0)} for n in range(8)}
+    write_training_state(tmp_path, states, 2, {"w0": [0, 300_000, 1_000_000]})
+    tracemalloc.start()
+    export(tmp_path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 * 1000**2, "one of eight tensors"
+    found = torch.load(tmp_path / "optimizer.pt", weights_only=True)["state"]
+    assert all(torch.equal(found[n]["exp_avg"], states[f"w{n}"]["exp_avg"]) for n in range(8))
+
+
+def test_an_index_of_before_optimizers_were_listed(tmp_path):
+    engine = engaged()
+    train(engine)
+    engine.save_checkpoint(tmp_path / "c")
+    export(tmp_path / "c", tmp_path / "new.pt")
+    index = json.loads((tmp_path / "c" / STATE_INDEX).read_text())
+    del index["optimizers"]
+    shutil.copytree(tmp_path / "c", tmp_path / "old")
+    (tmp_path / "old" / STATE_INDEX).write_text(json.dumps(index))
+    export(tmp_path / "old", tmp_path / "old.pt")
+    assert same_bits(*(torch.load(tmp_path / name, weights_only=True) for name in ("old.pt", "new.pt")))
+    engaged(seed=3).load_checkpoint(tmp_path / "old")

@@ -1,0 +1,302 @@
+"""Types of parameters: those that nobody asked to change train as in plain torch; all are in one plan."""
+
+import copy
+
+import pytest
+import torch
+from models import make_batch, make_model
+from torch import nn
+from trainers import assert_same_run, smallest_budget, train
+
+from hf_patrickstar import PatrickStarAccelerator, PatrickStarEngine
+from hf_patrickstar.errors import ConfigError
+
+WIDTH = 32
+
+
+class Stack(nn.Module):
+    """Some layers, of which each may have its own type; what a layer gets is given its type."""
+
+    def __init__(self, dtypes):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for dtype in dtypes)
+        self.norm = nn.LayerNorm(WIDTH, dtype=dtypes[-1])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x.to(layer.weight.dtype)))
+        return self.norm(x.to(self.norm.weight.dtype)).float().square().mean()
+
+
+def make_stack(*dtypes):
+    torch.manual_seed(0)
+    return Stack(dtypes)
+
+
+def adamw(model, **kwargs):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, **kwargs)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+
+def adafactor(model):
+    return torch.optim.Adafactor(model.parameters(), lr=1e-2)
+
+
+def inputs(step):
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def train_both(plain, managed, make_optimizer, config, accumulation=1, max_norm=0.05, loss_of=None, steps=3):
+    """Trains the same model with and without an engine; everything must be the same, types too."""
+    loss_of = loss_of or (lambda model, step: model(inputs(step)))
+    optimizer = make_optimizer(plain)
+    engine = PatrickStarEngine(
+        managed, config, make_optimizer(managed), device="cpu", gradient_accumulation_steps=accumulation
+    )
+    for step in range(steps):
+        losses = []
+        for model, used in ((plain, optimizer), (managed, engine.optimizer)):
+            for micro in range(accumulation):
+                torch.manual_seed(step)
+                loss = loss_of(model, 10 * step + micro)
+                losses.append((loss.dtype, loss.item()))
+                (loss / accumulation).backward()
+            if max_norm is not None:
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+                losses.append((norm.dtype, norm.item()))
+            used.step()
+            used.zero_grad()
+        assert losses[: len(losses) // 2] == losses[len(losses) // 2 :]
+    expected, found = plain.state_dict(), managed.state_dict()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+    states = zip(optimizer.state_dict()["state"].items(), engine.optimizer.state_dict()["state"].items(), strict=True)
+    for (key, state), (other, own) in states:
+        assert key == other
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                assert own[name].dtype == value.dtype, name
+                assert torch.equal(own[name], value), name
+    return engine
+
+
+def budget_for(model):
+    return {"chunk_budget": smallest_budget(copy.deepcopy(model))}
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("make_optimizer", [adamw, sgd, adafactor])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bf16", "fp64"])
+def test_a_model_that_nobody_asked_to_change_trains_as_in_plain_torch(dtype, make_optimizer, accumulation):
+    model = make_stack(dtype, dtype, dtype)
+    config = budget_for(model)
+    engine = train_both(model, make_stack(dtype, dtype, dtype), make_optimizer, config, accumulation)
+    types = {payload.dtype for chunk in engine.manager.chunks for payload in (chunk.param, *chunk.lists.values())}
+    assert types == {dtype}
+    assert engine.stats()["chunk_evictions"] > 0
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_a_16_bit_model_of_transformers_without_bf16(name, fused):
+    plain, managed = (make_model(name).to(torch.bfloat16).train() for _ in range(2))
+
+    def loss_of(model, step):
+        return model(**make_batch(name, seed=step)).loss
+
+    def make_optimizer(model):
+        return adamw(model, fused=fused)
+
+    train_both(plain, managed, make_optimizer, budget_for(managed), loss_of=loss_of)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_types_beside_each_other(accumulation):
+    dtypes = (torch.float64, torch.bfloat16, torch.float32, torch.bfloat16)
+    engine = train_both(make_stack(*dtypes), make_stack(*dtypes), adamw, budget_for(make_stack(*dtypes)), accumulation)
+    assert {chunk.param.dtype for chunk in engine.manager.chunks} == set(dtypes)
+
+
+def types_of(engine):
+    return {
+        tensor.spec.name: (tensor.spec.types.param, tensor.spec.types.state)
+        for tensor in engine.manager.tensors
+        if "bias" not in tensor.spec.name
+    }
+
+
+MIXED, FP32, FP64 = ("bfloat16", "float32"), ("float32", "float32"), ("float64", "float64")
+
+
+def test_what_keeps_its_type_when_16_bit_was_asked_for():
+    model = make_stack(torch.bfloat16, torch.bfloat16, torch.float32, torch.float64)
+    engine = PatrickStarEngine(model, {"dtype": "bf16"}, adamw(model))
+    names = [f"layers.{index}.weight" for index in range(4)]
+    assert types_of(engine) == dict(zip([*names, "norm.weight"], [MIXED, MIXED, FP32, FP64, FP64], strict=True))
+    engine.detach()
+    assert [layer.weight.dtype for layer in model.layers] == [torch.bfloat16] * 2 + [torch.float32, torch.float64]
+
+
+def test_what_autocast_does_not_round_stays_fp32():
+    model = make_model("gpt2")
+    engine = PatrickStarEngine(model, {"dtype": "bf16"}, adamw(model))
+    for name, types in types_of(engine).items():
+        is_rounded = any(part in name for part in ("c_attn", "c_proj", "c_fc"))
+        assert types == (MIXED if is_rounded else FP32), name
+    assert model.state_dict()["transformer.wte.weight"].dtype is torch.float32
+
+
+def test_patterns_replace_that():
+    model = make_model("gpt2")
+    engine = PatrickStarEngine(model, {"dtype": "bf16", "keep_fp32": ["*.ln_1.*"]}, adamw(model))
+    for name, types in types_of(engine).items():
+        assert types == (FP32 if "ln_1" in name else MIXED), name
+    model(**make_batch("gpt2")).loss.backward()
+    engine.optimizer.step()
+
+
+def test_what_transformers_keeps_in_fp32():
+    model = make_model("t5").to(torch.bfloat16)
+    engine = PatrickStarEngine(model, {"dtype": "fp16"}, adamw(model))
+    kept = [name for name, types in types_of(engine).items() if types == FP32]
+    assert kept
+    assert all(".wo." in name for name in kept)
+    assert model(**make_batch("t5")).loss.isfinite()
+
+
+def test_asked_for_fp32():
+    model = make_stack(torch.bfloat16, torch.float64)
+    engine = PatrickStarEngine(model, {"dtype": "fp32"}, adamw(model))
+    assert set(types_of(engine).values()) == {FP32}
+
+
+def test_an_adapter_in_fp32_beside_a_16_bit_body():
+    """It is computed with in fp32, as PEFT makes it, and rounded by autocast alone."""
+    model = make_stack(torch.bfloat16, torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    model.adapter = nn.Parameter(torch.full((WIDTH, 2), 1e-4 + 1e-9))
+    optimizer = torch.optim.AdamW([model.adapter])
+    PatrickStarEngine(model, {"dtype": "bf16"}, optimizer)
+    assert model.adapter.dtype is torch.float32
+    assert torch.equal(model.adapter, torch.full((WIDTH, 2), 1e-4 + 1e-9))
+
+
+def test_batch_norm_under_autocast():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1))
+    plain = copy.deepcopy(model)
+    optimizer = adamw(plain)
+    engine = PatrickStarEngine(model, {"dtype": "bf16"}, adamw(model))
+    for step in range(3):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            expected = plain(inputs(step))
+        expected.float().square().mean().backward()
+        output = model(inputs(step))
+        assert torch.equal(output, expected.float())
+        output.square().mean().backward()
+        for used in (optimizer, engine.optimizer):
+            used.step()
+            used.zero_grad()
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in plain.state_dict().items())
+    with pytest.raises(ConfigError, match=r"module '1' \(BatchNorm1d\).*leave autocast on"):
+        PatrickStarEngine(plain, {"dtype": "bf16", "autocast": False}, adamw(plain))
+
+
+def test_outputs_are_wide():
+    """As Accelerate gives them: a loss that is computed outside of the model is computed in fp32."""
+    model = make_model("gpt2")
+    engine = PatrickStarEngine(model, {"dtype": "bf16"}, adamw(model))
+    output = model(**make_batch("gpt2"))
+    assert type(output).__name__ == "CausalLMOutputWithCrossAttentions"
+    assert output.logits.dtype is output.loss.dtype is torch.float32
+    assert model.transformer(make_batch("gpt2")["input_ids"])[0].dtype is torch.float32
+    assert not torch.is_autocast_enabled("cpu")
+    engine.detach()
+
+
+def test_a_forward_that_fails_leaves_autocast():
+    model = make_model("gpt2")
+    PatrickStarEngine(model, {"dtype": "bf16"}, adamw(model))
+    with pytest.raises(IndexError):
+        model(input_ids=torch.full((1, 2), 10**6))
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_checkpointing_around_the_whole_model(is_inside):
+    """The recomputation gets the autocast that the forward had, also where checkpointing began outside of it."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    plain = copy.deepcopy(model)
+    engine = PatrickStarEngine(model, {"dtype": "bf16"}, adamw(model))
+
+    def run(called, context):
+        x = inputs(0).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_inside):
+            output = torch.utils.checkpoint.checkpoint(called, x, use_reentrant=False, context_fn=context)
+        output.float().square().mean().backward()
+        return x.grad
+
+    gradient = run(model, torch.utils.checkpoint.noop_context_fn)
+    x = inputs(0).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        output = plain(x)
+    output.float().square().mean().backward()
+    assert torch.equal(gradient, x.grad)
+    engine.optimizer.step()
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"gradient_accumulation_steps": 2}, {"gradient_checkpointing": True}])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "bert_mlm", "opt", "llama", "t5"])
+def test_bf16_is_the_stock_trainers(tmp_path, name, kwargs):
+    """The same losses, norms and weights as ``--bf16`` of the stock Trainer, bit for bit, in a small budget."""
+    expected = train(name, tmp_path / "plain", bf16=True, **kwargs)
+    budget = smallest_budget(make_model(name), "bf16", "gradient_checkpointing" in kwargs)
+    ours = train(name, tmp_path / "ours", {"chunk_budget": budget}, bf16=True, **kwargs)
+    assert_same_run(expected, ours)
+    assert ours[0].patrickstar_stats()["chunk_evictions"] > 0
+
+
+@pytest.mark.parametrize("is_moving", [True, False])
+def test_frozen_parameters_keep_their_bits_if_asked(is_moving):
+    model = make_model("gpt2")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("ln_" in name)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
+    budget = {"chunk_budget": smallest_budget(make_model("gpt2"), "bf16")} if is_moving else {}
+    engine = PatrickStarEngine(model, {"dtype": "bf16", "frozen_master": True, **budget}, optimizer)
+    model(**make_batch("gpt2")).loss.backward()
+    engine.optimizer.step()
+    weight = model.transformer.h[0].mlp.c_fc.weight
+    assert weight.dtype is torch.bfloat16
+    assert torch.equal(weight, before["transformer.h.0.mlp.c_fc.weight"].bfloat16())
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items() if "ln_" not in name)
+    engine.detach()
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items() if "ln_" not in name)
+
+
+def test_frozen_16_bit_parameters_need_no_master():
+    model = make_model("gpt2").to(torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    model.lm_head.bias = nn.Parameter(torch.zeros(model.config.vocab_size))
+    engine = PatrickStarEngine(model, {"dtype": "bf16", "frozen_master": True}, torch.optim.SGD([model.lm_head.bias]))
+    frozen = [chunk for chunk in engine.manager.chunks if not chunk.spec.trainable]
+    assert frozen
+    assert not any(chunk.lists for chunk in frozen)
+
+
+def test_what_the_accelerator_says():
+    accelerator = PatrickStarAccelerator(cpu=True, mixed_precision="bf16")
+    assert accelerator.mixed_precision == "bf16"
+    with accelerator.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
+    accelerator = PatrickStarAccelerator(cpu=True, mixed_precision="bf16", patrickstar_config={"autocast": False})
+    with accelerator.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
