@@ -164,8 +164,10 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
     widens = any(spec.types.is_mixed for spec in tensors) and situation.num_micro_batches == 1
     workspace = _workspace_nbytes(situation, choice) if widens else 0
 
+    usable = ledger.usable(Tier.DEVICE)
+
     def need_at(device_nbytes: int, chunk_nbytes: int | None) -> int:
-        share, limit = _shares(situation, int(device_nbytes * ledger.usable(Tier.DEVICE)), others, chunk_nbytes)
+        share, limit = _shares(situation, int(device_nbytes * usable), others, chunk_nbytes)
         fits = total <= share and not config.debug_evict_all
         found = choose(limit, None if fits and collectives.world_size == 1 else limit, others).working_set_nbytes
         return total + workspace if fits and not _can_move_homes(situation) else found

@@ -29,7 +29,7 @@ class Limit:
 
     def value_for(self, need_nbytes: int) -> int:
         """The value of the setting that leaves so many bytes."""
-        return math.ceil(need_nbytes / min(self.usable, 1 - self.reserve)) + self.taken_nbytes
+        return math.ceil((need_nbytes + self.taken_nbytes) / min(self.usable, 1 - self.reserve))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,11 +13,14 @@ from typing import Any, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from hf_patrickstar.memory.meters import StorageMeter
 
 logger = logging.getLogger(__name__)
+
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device)
+_OPAQUE = "an object that is not kept"
 
 
 class Casting(Protocol):
@@ -49,6 +52,12 @@ class _Like:
     def make(self, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
         dtype = dtype if dtype is not None and self.dtype.is_floating_point else self.dtype
         return torch.empty(self.shape, dtype=dtype, device=device, requires_grad=self.requires_grad)
+
+
+def _without_values(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return _Like.of(leaf)
+    return leaf if leaf is None or isinstance(leaf, _PLAIN) else _OPAQUE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,19 +95,21 @@ class Rehearsal:
         """
         is_autocast = torch.is_autocast_enabled(device.type)
         autocast = torch.get_autocast_dtype(device.type) if is_autocast else None
-        return cls(module, tree_map_only(torch.Tensor, _Like.of, inputs), device, casting, autocast, with_backward)
+        return cls(module, tree_map(_without_values, inputs), device, casting, autocast, with_backward)
 
     @property
     def key(self) -> Any:
         """The same for calls that take the same memory."""
-        leaves = tuple(leaf if isinstance(leaf, _Like) else id(leaf) for leaf in tree_leaves(self.inputs))
-        return id(self.module), leaves, self.autocast, self.with_backward, self.module.training
+        return id(self.module), tuple(tree_leaves(self.inputs)), self.autocast, self.with_backward, self.module.training
 
     def run(self) -> int | None:
         """The most bytes that the call, and its backward, take beside inputs and parameters.
 
-        ``None`` if it cannot be run with fake tensors: a model that looks at values cannot.
+        ``None`` if it cannot be run with fake tensors: a model that looks at values cannot, nor one that is given an
+        object that may hold tensors (a cache, say), which it would change.
         """
+        if any(leaf is _OPAQUE for leaf in tree_leaves(self.inputs)):
+            return None
 
         def attempt() -> int:
             try:

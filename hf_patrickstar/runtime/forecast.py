@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_patrickstar.errors import BudgetError
-from hf_patrickstar.memory.meters import Meter
+from hf_patrickstar.memory.meters import Meter, UnmeteredTier
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.rehearsal import Rehearsal
 from hf_patrickstar.memory.tiers import Tier
@@ -23,6 +23,8 @@ _ROUNDING = 0.05
 _UNKNOWN = 2
 """How much more than was seen is advised where a forward cannot be run with fake tensors."""
 _MOST_ROUNDS = 32
+_MOST_CALLS = 32
+"""Forwards of one step that are remembered; some never meet a backward."""
 
 
 class Forecast:
@@ -61,8 +63,11 @@ class Forecast:
             casting: What happens to their types, and to those of the output.
             is_training: Whether a backward will follow.
         """
+        if isinstance(self._meter, UnmeteredTier):
+            return
         if not self._calls:
             self._before_nbytes = self._meter.live(self._pool.ledger.used(Tier.DEVICE))
+        del self._calls[: len(self._calls) + 1 - _MOST_CALLS]
         self._calls.append(Rehearsal.of(module, inputs, self._device, casting, with_backward=is_training))
 
     def forget(self, *, is_evaluation: bool = False) -> None:
@@ -122,6 +127,8 @@ class Forecast:
     def _non_model_nbytes(self) -> int:
         """The most non-model bytes of the whole step, as far as that can be told."""
         ledger, step = self._pool.ledger, self._tracer.step
+        if isinstance(self._meter, UnmeteredTier):
+            return 0
         seen = max(ledger.non_model_nbytes(), self._meter.peak(ledger.used(Tier.DEVICE)))
         if step is not None:
             trace = self._tracer.traces.get(step.key)
