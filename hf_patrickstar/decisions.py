@@ -143,14 +143,7 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
     _check(model, tensors, parameters, is_training=bool(situation.kernels))
     chosen = choose_precision(model, config, precision, parameters)
     tensors = chosen.assign(model, tensors, parameters)
-    # Without an optimizer masters are kept only where the model could not be restored without them.
-    is_restorable = all(
-        parameter.dtype is torch_dtype(spec.types.param) for spec, parameter in zip(tensors, parameters, strict=True)
-    )
-    lists: dict[int, tuple[str, ...]] = {-1: () if is_restorable else (MASTER,)}
-    lists[_FROZEN] = (MASTER,) if config.frozen_master else ()
-    for number, kernel in enumerate(situation.kernels):
-        lists[number] = list_names(kernel, situation.num_micro_batches)
+    lists = _choose_lists(situation, tensors, parameters)
     others = _taken_by_others(situation, parameters)
     total = sum(align(spec.numel) * (spec.types.itemsize + _state_itemsize(spec, lists)) for spec in tensors)
     total = -(-total // collectives.world_size)
@@ -189,6 +182,21 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
         # Both tiers are the same memory: what the home takes is not there for the compute tier.
         ledger.lower_limit(Tier.DEVICE, max(ledger.limit(Tier.DEVICE) - total, choice.working_set_nbytes))
     return Decisions(tensors, parameters, chosen, choice, embeddings, nbytes, homes, workspace, need_at, lists, widens)
+
+
+def _choose_lists(
+    situation: Circumstances, tensors: list[TensorSpec], parameters: list[torch.nn.Parameter]
+) -> dict[int, tuple[str, ...]]:
+    """The lists beside ``param``, by the index of the optimizer."""
+    # Without an optimizer masters are kept only where the model could not be restored without them.
+    is_restorable = all(
+        parameter.dtype is torch_dtype(spec.types.param) for spec, parameter in zip(tensors, parameters, strict=True)
+    )
+    lists: dict[int, tuple[str, ...]] = {-1: () if is_restorable else (MASTER,)}
+    lists[_FROZEN] = (MASTER,) if situation.config.frozen_master else ()
+    for number, kernel in enumerate(situation.kernels):
+        lists[number] = list_names(kernel, situation.num_micro_batches)
+    return lists
 
 
 def _workspace_nbytes(situation: Circumstances, choice: ChunkSizeChoice) -> int:
