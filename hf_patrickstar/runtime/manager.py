@@ -83,6 +83,7 @@ class ChunkManager:
         self.gradients = Gradients(
             pool, transfers, emit, residency.make_room, accumulate, lockstep.is_alone, keeps_gradients
         )
+        self.gradients.chunks = chunks
         self._lock = self.gradients.lock
         self._list_names = {name for chunk in chunks for name in chunk.lists}
         self.sharing = Sharing(collectives, lockstep)
@@ -226,6 +227,7 @@ class ChunkManager:
                 pauses = iter(pauses_s()) if pauses is None else pauses
                 pause_s = next(pauses)
                 if not pause_s or error.__cause__ is not None:  # the system refused memory: no thread will let go of it
+                    self.steps.give_up()
                     raise
                 time.sleep(pause_s)
 
@@ -271,8 +273,12 @@ class ChunkManager:
             tensor: The parameter.
             who: Who asks, for errors.
         """
-        with self._lock:
-            return self._reach(tensor, who)
+        try:
+            with self._lock:
+                return self._reach(tensor, who)
+        except DeviceMemoryError:
+            self.steps.give_up()
+            raise
 
     # Gradients
 
@@ -546,5 +552,6 @@ class ChunkManager:
 def _unfrozen(tensor: ManagedTensor) -> str:
     return (
         f"parameter '{tensor.spec.name}' was unfrozen inside of a forward, where the processes cannot agree on a place "
-        "for its gradient; set requires_grad before the model is called"
+        "for its gradient; set requires_grad between two steps: before the model is called, or in a TrainerCallback "
+        "(on_step_begin, on_epoch_begin)"
     )

@@ -18,6 +18,7 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.memory.transfers import Transfers
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.collectives import Collectives
+from hf_patrickstar.runtime.forecast import Forecast
 from hf_patrickstar.runtime.lockstep import Lockstep, Subject
 from hf_patrickstar.runtime.tracer import Step, Tracer
 from hf_patrickstar.schedule.eviction import Chooser
@@ -26,6 +27,8 @@ from hf_patrickstar.schedule.trace import Trace, common_trace
 from hf_patrickstar.units import format_need
 
 logger = logging.getLogger(__name__)
+
+_NEED_LESS = "use smaller or shorter batches, or activation checkpointing (--gradient_checkpointing)"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class Residency:
         before_drop: Called with a chunk before its copy is dropped: something may have been written to it.
         before_gather: Called with a group before this rank's chunk is sent to others: it must hold values.
         gradient_peak: Tells the most bytes of gradients on the device since it was asked last.
+        forecast: Tells what binds when there is no room.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class Residency:
         self.num_hits = self.num_late = 0
         self.waiting_s = 0.0
         self.ledger = pool.ledger
+        self.forecast = Forecast(chunks, pool, meter, self.tracer, transfers.device)
         self._pool = pool
         self.device = transfers.device
         self._transfers = transfers
@@ -215,12 +220,12 @@ class Residency:
                 continue
             if not is_step:
                 break
+            missing = -self.ledger.available(Tier.DEVICE, cautious=False)
+            short = self.forecast.shortage(sum(chunk.copy_nbytes for chunk in self._copies.values()))
             raise DeviceMemoryError(
-                f"device_budget is too small: non-model data (activations, temporaries) of "
-                f"{format_need(self.ledger.non_model_nbytes())} and the chunks in use need "
-                f"{format_need(-self.ledger.available(Tier.DEVICE, cautious=False))} more than there is. Raise "
-                "device_budget, use smaller or shorter batches, or activation checkpointing "
-                f"(--gradient_checkpointing).\n{self.ledger.table()}"
+                f"{short.subject}: non-model data (activations, temporaries) of "
+                f"{format_need(self.ledger.non_model_nbytes())} and the chunks in use need {format_need(missing)} more "
+                f"than there is. {short.advise(_NEED_LESS)}\n{self.ledger.table()}"
             )
         self.ledger.note_total(self.ledger.non_model_nbytes())
 
@@ -481,15 +486,13 @@ class Residency:
         names = ", ".join(
             sorted({tensor.spec.name for other in self.chunks for tensor in other.tensors if tensor.users})
         )
-        setting, budget = "device_budget", ledger.budget(Tier.DEVICE)
-        if ledger.chunk_budget is not None and ledger.chunk_budget - ledger.used(Tier.DEVICE) == room:
-            setting, budget = "chunk_budget", ledger.chunk_budget
+        short = self.forecast.shortage(nbytes + sum(self.chunks[index].copy_nbytes for index in pinned))
         return (
-            f"{setting} is too small for {who}: chunk {chunk.spec.index} needs {format_need(nbytes)}, "
+            f"{short.subject} for {who}: chunk {chunk.spec.index} needs {format_need(nbytes)}, "
             f"{format_need(max(room, 0))} are free beside non-model data of {format_need(ledger.non_model_nbytes())}, "
             f"and none of the chunks there ({pinned}) can leave, because they are in use (computing with: "
-            f"{names or 'none'}; a recomputed segment keeps all of its parameters). Raise {setting} to at least "
-            f"{budget + nbytes - room} bytes, or lower chunk_numel.\n{ledger.table()}"
+            f"{names or 'none'}; a recomputed segment keeps all of its parameters). "
+            f"{short.advise(_NEED_LESS + ', or lower chunk_numel')}\n{ledger.table()}"
         )
 
     def _choose(self, exclude: Chunk | None) -> Chunk | None:

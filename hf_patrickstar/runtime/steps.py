@@ -109,6 +109,7 @@ class Steps:
         if is_whole:
             self.end_phase(Phase.EVALUATION)
         self.tracer.end_interlude(is_whole=is_whole)
+        self.residency.forecast.forget(is_evaluation=True)
         step = self.tracer.step
         if step is None or not step.is_metered:
             self._meter.pause()
@@ -125,6 +126,7 @@ class Steps:
     def finish_step(self) -> None:
         """Ends a step. It may be called inside of backward, where the meter cannot be stopped, only paused."""
         self.tracer.finish()
+        self.residency.forecast.forget()
         self._meter.pause()
         self.residency.expect(None)
 
@@ -150,8 +152,13 @@ class Steps:
     def forget_step(self) -> None:
         """Drops a step that came to nothing."""
         self.tracer.forget()
+        self.residency.forecast.forget()
         self.settle()
         self.residency.expect(None)
+
+    def give_up(self) -> None:
+        """Stops measuring: the step has failed, and nobody may tell its end (a backward that raises)."""
+        self._meter.pause()
 
     def settle(self) -> None:
         """Takes the meter off this thread if no step is running; called outside of backward."""
