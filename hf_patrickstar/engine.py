@@ -35,8 +35,8 @@ from hf_patrickstar.report.statistics import Statistics
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.homes import Homes
 from hf_patrickstar.runtime.hooks import ModelHooks
-from hf_patrickstar.runtime.lockstep import Lockstep
 from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.runtime.order import make_order
 from hf_patrickstar.runtime.recovery import MAX_RETRIES, Recovery
 from hf_patrickstar.runtime.residency import MovePolicy, Residency
 from hf_patrickstar.runtime.steps import Steps
@@ -193,7 +193,7 @@ class PatrickStarEngine:
     def _make_manager(self, chunks: list[Chunk]) -> ChunkManager:
         decisions, config = self._decisions, self.config
         transfers = Transfers(self.device)
-        lockstep = Lockstep(self.collectives, len(decisions.tensors), config.debug_collectives)
+        order = make_order(self.collectives, len(decisions.tensors), config.debug_collectives)
         policy = MovePolicy(
             Chooser(config.eviction),
             config.prefetch_depth,
@@ -201,12 +201,12 @@ class PatrickStarEngine:
             config.debug_evict_all,
         )
         residency = Residency(
-            chunks, self.machine.pool, transfers, self.machine.meter, policy, self._emit, self.collectives, lockstep
+            chunks, self.machine.pool, transfers, self.machine.meter, policy, self._emit, self.collectives, order
         )
         residency.forecast.need_at = decisions.need_at
         manager = ChunkManager(
             chunks,
-            Steps(residency, self.machine.pool, self.machine.meter, policy, lockstep, self._num_micro_batches),
+            Steps(residency, self.machine.pool, self.machine.meter, policy, order, self._num_micro_batches),
             self.machine.pool,
             transfers,
             self._emit,

@@ -24,8 +24,8 @@ from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.homes import Homes
 from hf_patrickstar.runtime.live_parameter import requires_grad, set_raw_grad
-from hf_patrickstar.runtime.lockstep import Phase
 from hf_patrickstar.runtime.mirrors import Mirrors
+from hf_patrickstar.runtime.order import Phase
 from hf_patrickstar.runtime.reducer import Reducer
 from hf_patrickstar.runtime.sharing import Held, Sharing
 from hf_patrickstar.runtime.steps import Steps
@@ -79,24 +79,24 @@ class ChunkManager:
         self.homes: Homes | None = None
         self.turns = Turns()
         self.unwind: Callable[[], None] = lambda: None  # ends forwards that were interrupted
-        lockstep, accumulate = steps.lockstep, steps.num_micro_batches > 1
+        order, accumulate = steps.order, steps.num_micro_batches > 1
         self.gradients = Gradients(
-            pool, transfers, emit, residency.make_room, accumulate, lockstep.is_alone, keeps_gradients
+            pool, transfers, emit, residency.make_room, accumulate, order.is_alone, keeps_gradients
         )
         self.gradients.chunks = chunks
         self._lock = self.gradients.lock
         self._list_names = {name for chunk in chunks for name in chunk.lists}
-        self.sharing = Sharing(collectives, lockstep)
+        self.sharing = Sharing(collectives, order)
         self.values = Values(self.gradients, self.sharing, transfers, residency.device)
         self.mirrors = Mirrors(self.values, self.gradients)
         self.writes = Writes(self.values, self.mirrors, self.gradients)
-        self._is_alone = lockstep.is_alone
-        self._lockstep = lockstep
+        self._is_alone = order.is_alone
+        self._order = order
         self._reducer = Reducer(chunks, pool, transfers, collectives, residency.make_room, self._deliver)
         residency.before_gather = self.gradients.bring_values_back
         residency.before_drop = self.writes.collect
         residency.gradient_peak = self._reducer.take_peak
-        lockstep.reduce = self._reduce
+        residency.reduce = self._reduce
 
     def index_tensors(self, tensors: Sequence[ManagedTensor]) -> None:
         """Takes note of which parameters there are.
@@ -150,7 +150,7 @@ class ChunkManager:
         self.residency.tracer.forget_chunks([chunk.copy_nbytes for chunk in self.chunks])
         self.residency.note_chunks()
         self._reducer.note_chunks()
-        self._lockstep.note_tensors(max(self.by_index, default=-1) + 1)
+        self._order.note_tensors(max(self.by_index, default=-1) + 1)
         if self.homes is not None:
             self.homes.note_chunks(nbytes)
         self.values.version += 1
