@@ -119,7 +119,7 @@ class Operands:
 
     def _find(self, tensor: torch.Tensor) -> Chunk | None:
         """The chunk that a tensor looks into."""
-        return self._manager.residency.find(storage_key(tensor))
+        return self._manager.copies.find(storage_key(tensor))
 
     def unpack(self, saved: torch.Tensor | SavedView) -> torch.Tensor:
         """Brings back an operand of backward.

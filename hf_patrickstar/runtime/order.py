@@ -36,7 +36,7 @@ from typing import Any, NamedTuple, Protocol
 
 from hf_patrickstar.errors import CollectiveError
 from hf_patrickstar.runtime.collectives import Collectives
-from hf_patrickstar.schedule.trace import Shapes
+from hf_patrickstar.schedule.trace import Shapes, Trace, common_trace
 
 _MOST_SHAPE_NUMBERS = 96
 _BITS = 62
@@ -253,6 +253,14 @@ class Order(Protocol):
         """
         ...
 
+    def agree_on_trace(self, trace: Trace) -> Trace:
+        """Makes one trace of what the processes have recorded.
+
+        Args:
+            trace: What this one has.
+        """
+        ...
+
     def check(self, collective: Collective) -> None:
         """Takes note of the next collective of the plan, which the caller does now.
 
@@ -347,6 +355,10 @@ class OwnOrder:
         """What is given."""
         return Beginning(shapes, True, room)
 
+    def agree_on_trace(self, trace: Trace) -> Trace:
+        """What is given."""
+        return trace
+
     def check(self, collective: Collective) -> None:
         """Nothing to do."""
 
@@ -412,6 +424,11 @@ class AgreedOrder:
             room.resident if _are_same(message.resident for message in found) else (),
         )
         return Beginning(shapes, _are_same(message.traces for message in found), agreed)
+
+    def agree_on_trace(self, trace: Trace) -> Trace:
+        """See ``Order``."""
+        found = self._collectives.exchange_objects(trace.to_json(), f"agrees on the trace '{trace.key}'")
+        return common_trace([Trace.from_json(text) for text in found])
 
     def check(self, collective: Collective) -> None:
         """See ``Order``."""
