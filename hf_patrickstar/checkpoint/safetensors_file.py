@@ -237,8 +237,9 @@ class FileSource:
         Raises:
             CheckpointError: If somebody has written to it since, or it cannot be read.
         """
-        value = self.read(start, stop)
         self._file.check_unchanged()
+        value = self.read(start, stop)
+        self._file.check_unchanged()  # not while it was read either
         return value
 
     def read_into(self, start: int, values: torch.Tensor) -> None:

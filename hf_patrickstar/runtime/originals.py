@@ -13,11 +13,12 @@ from typing import Protocol
 
 import torch
 
-from hf_patrickstar.errors import PatrickStarError
+from hf_patrickstar.errors import BudgetError, PatrickStarError
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.bits import differs, same_bits
 from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.units import format_nbytes, format_need
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class Originals:
             origin is lost: then nothing knows more.
         """
         held = tensor.view(tensor.chunk.param).reshape(-1)[start:stop].cpu()
-        value = torch.full(held.shape, 0, dtype=tensor.original_dtype)
+        value = torch.full(held.shape, 0, dtype=tensor.original_dtype, device="cpu")
         begin = tensor.part[0] + start
         try:
             for place in range(0, held.numel(), _PIECE_NUMEL):
@@ -87,7 +88,7 @@ class Originals:
                 is_written = differs(found.to(own.dtype), own)
                 value[place : place + own.numel()] = torch.where(is_written, own.to(found.dtype), found)
         except PatrickStarError as error:
-            self._lose(tensor, str(error))
+            self._lose(tensor, str(error), "; with frozen_master=true the host keeps all of their bits from the start")
             return held
         return value
 
@@ -111,8 +112,10 @@ class Originals:
             return
         try:
             buffer = self._pool.allocate(Tier.HOST, own.numel(), own.dtype, _OWNER)
-        except PatrickStarError as error:
-            self._lose(tensor, f"the host has no room for what is written to frozen parameters: {error}")
+        except BudgetError:
+            have = format_nbytes(self._pool.room(Tier.HOST))
+            why = f"host_budget has {have} left, too little for all bits of what is written to frozen parameters"
+            self._lose(tensor, why, f"; '{tensor.spec.name}' needs {format_need(own.nbytes)}")
             return
         tensor.origin = _Kept(buffer.copy_(own), tensor.part[0])
 
@@ -122,14 +125,15 @@ class Originals:
             self._pool.release(Tier.HOST, tensor.origin.buffer, _OWNER, keep=False)
         tensor.origin = None
 
-    def _lose(self, tensor: ManagedTensor, why: str) -> None:
+    def _lose(self, tensor: ManagedTensor, why: str, advice: str) -> None:
         tensor.origin = None
         if why not in self._told:
             self._told.add(why)
             logger.warning(
-                "patrickstar: %s; so frozen parameters ('%s' is the first) are read and saved as they are computed "
-                "with, rounded to %s. frozen_master=true keeps all of their bits from the start",
+                "patrickstar: %s. So frozen parameters ('%s' is the first) are read and saved as they are computed "
+                "with, rounded to %s%s",
                 why,
                 tensor.spec.name,
                 tensor.spec.types.param,
+                advice,
             )
