@@ -98,6 +98,7 @@ class FirstValues:
             parameter.data = tensor.placeholder
             parameter.grad = None
             self._unread.pop(tensor.spec.index, None)
+        self._files = None  # those that are not needed are closed
         self._explain_origins()
         self._collectives.exchange_objects(None, "reads the weights")  # a disk of one may be slower
 

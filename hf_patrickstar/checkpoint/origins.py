@@ -15,7 +15,7 @@ from hf_patrickstar.runtime.bits import same_bits
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.originals import Origin
 
-_WRAPPERS = ("base_layer", "original_module", "modules_to_save")
+_WRAPPERS = ("base_layer", "original_module")
 """Names of modules that PEFT puts between a module and its parameters."""
 
 
@@ -47,15 +47,11 @@ class ModelFiles:
             value: The value, in memory. What this rank has of it is compared.
         """
         start, stop = tensor.part
-        own, reader = value.detach().reshape(-1)[start:stop], Reader()
+        own = value.detach().reshape(-1)[start:stop]
         for found in self._candidates(tensor.spec.name):
             if found.shape == value.shape and found.dtype == value.dtype:
                 with contextlib.suppress(CheckpointError):
-                    places = range(start, stop, PIECE_NUMEL)
-                    pieces = (
-                        (place - start, reader.read(found, place, min(place + PIECE_NUMEL, stop))) for place in places
-                    )
-                    if all(same_bits(own[place : place + piece.numel()].cpu(), piece) for place, piece in pieces):
+                    if _is_at(own, found, start):
                         return origin_of(found)
         return None
 
@@ -79,6 +75,16 @@ class ModelFiles:
                 if path is not None:
                     found[path] = None
         return list(found)
+
+
+def _is_at(own: torch.Tensor, found: DeferredTensor, start: int) -> bool:
+    """Whether a flat tensor has the same bits as the elements of another one from a first one on."""
+    reader = Reader()
+    for place in range(0, own.numel(), PIECE_NUMEL):
+        piece = own[place : place + PIECE_NUMEL].cpu()
+        if not same_bits(piece, reader.read(found, start + place, start + place + piece.numel())):
+            return False
+    return True
 
 
 def _in_cache(name: str, config: Any) -> Path | None:
