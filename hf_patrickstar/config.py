@@ -100,7 +100,8 @@ class PatrickStarConfig:
         debug_collectives: With several processes, agree on every collective before it is done, so that a process that
             does another one is named at once. Without it, processes find out when forward or backward ends.
         debug_evict_all: Evict every chunk that is not in use at every access, and fill what it leaves with NaN. Very
-            slow; it turns a use of released memory into NaN instead of luck.
+            slow; it turns a use of released memory into NaN instead of luck. All chunks are at home on the host then,
+            as far as it has room, also where everything would fit on the device; a warning says where nothing moves.
     """
 
     device_budget: int | str = "auto"

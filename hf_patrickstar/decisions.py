@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +26,7 @@ from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, torch_dtype
 from hf_patrickstar.runtime.live_parameter import LiveMixin
 from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.placement import ChunkBytes, HomePlan, plan_homes
+from hf_patrickstar.shortage import Limit
 from hf_patrickstar.units import format_nbytes
 
 logger = logging.getLogger(__name__)
@@ -72,6 +74,7 @@ class Decisions:
         chunk_nbytes: Bytes of this rank's chunks over all lists.
         homes: Where they are at home.
         workspace_nbytes: Bytes of scratch space that the optimizer needs on a tier.
+        need_at: Tells the bytes that chunks would need at once, with other bytes of the device, and of chunks there.
         lists: The lists that chunks have beside ``param``, by the index of their optimizer; see ``lists_of``.
         widens_gradients: Whether the optimizer finds gradients that it has to widen; those of an accumulation list are
             wide already.
@@ -85,6 +88,7 @@ class Decisions:
     chunk_nbytes: list[ChunkBytes]
     homes: HomePlan
     workspace_nbytes: int
+    need_at: Callable[[int, int | None], int]
     lists: dict[int, tuple[str, ...]]
     widens_gradients: bool
 
@@ -100,6 +104,8 @@ class Decisions:
         logger.info("patrickstar: %s: %s", chosen, self.choice.describe())
         logger.info("patrickstar: %s", self.homes.reason)
         logger.info("patrickstar: %s", self.embeddings.reason)
+        if config.debug_evict_all and len(self.chunk_nbytes) - len(self.homes.device_homed) < 2:
+            logger.warning("patrickstar: debug_evict_all has nothing to evict: %s", self.homes.reason)
         pinned = "are pinned" if situation.machine.pool.pins_memory else "are not pinned"
         logger.info("patrickstar: pin_memory=%s: host chunks %s", config.pin_memory, pinned)
         for tier, setting in ((Tier.DEVICE, config.device_budget), (Tier.HOST, config.host_budget)):
@@ -137,29 +143,28 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
     _check(model, tensors, parameters, is_training=bool(situation.kernels))
     chosen = choose_precision(model, config, precision, parameters)
     tensors = chosen.assign(model, tensors, parameters)
-    # Without an optimizer masters are kept only where the model could not be restored without them.
-    is_restorable = all(
-        parameter.dtype is torch_dtype(spec.types.param) for spec, parameter in zip(tensors, parameters, strict=True)
-    )
-    lists: dict[int, tuple[str, ...]] = {-1: () if is_restorable else (MASTER,)}
-    lists[_FROZEN] = (MASTER,) if config.frozen_master else ()
-    for number, kernel in enumerate(situation.kernels):
-        lists[number] = list_names(kernel, situation.num_micro_batches)
-    limit = _chunk_limit(situation, parameters)
+    lists = _choose_lists(situation, tensors, parameters)
+    others = _taken_by_others(situation, parameters)
     total = sum(align(spec.numel) * (spec.types.itemsize + _state_itemsize(spec, lists)) for spec in tensors)
     total = -(-total // collectives.world_size)
-    share = int(limit * _UNMEASURED_SHARE) if situation.machine.is_metered else limit
-    if ledger.chunk_budget is not None:
-        share, limit = min(share, ledger.chunk_budget), min(limit, ledger.chunk_budget)
+    share, limit = _shares(situation, ledger.limit(Tier.DEVICE), others, ledger.chunk_budget)
     limit = _agree(situation, tensors, limit)
-    embeddings = _choose_embeddings(model, tensors, situation, everything_fits=total <= share)
-    most = None if total <= share and collectives.world_size == 1 else limit
-    choice = _choose_layout(situation, tensors, modules, embeddings.apart, limit, most)
+    # Where everything lives on the device there is nothing to evict: debugging that needs chunks that move.
+    fits = total <= share and not config.debug_evict_all
+    embeddings = _choose_embeddings(model, tensors, situation, everything_fits=fits)
+    choose = functools.partial(_choose_layout, situation, tensors, modules, embeddings.apart)
+    choice = choose(limit, None if fits and collectives.world_size == 1 else limit, others)
     widens = any(spec.types.is_mixed for spec in tensors) and situation.num_micro_batches == 1
-    workspace = 0
-    for number, kernel in enumerate(situation.kernels if widens else ()):
-        own = [spec.chunk_numel for spec in choice.layout.chunks if widened_by(spec, number)]
-        workspace += kernel.workspace_numel(max(own, default=0)) * torch.float32.itemsize
+    workspace = _workspace_nbytes(situation, choice) if widens else 0
+
+    usable = ledger.usable(Tier.DEVICE)
+
+    def need_at(device_nbytes: int, chunk_nbytes: int | None) -> int:
+        share, limit = _shares(situation, int(device_nbytes * usable), others, chunk_nbytes)
+        fits = total <= share and not config.debug_evict_all
+        found = choose(limit, None if fits and collectives.world_size == 1 else limit, others).working_set_nbytes
+        return total + workspace if fits and not _can_move_homes(situation) else found
+
     nbytes = chunk_bytes(choice.layout.chunks, lists, situation.machine.pool.pins_memory, embeddings)
     homes = plan_homes(
         nbytes,
@@ -168,11 +173,39 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
         choice.working_set_nbytes,
         workspace,
         is_copied=collectives.world_size > 1,
+        keeps_off=config.debug_evict_all,
+        is_metered=situation.machine.is_metered,
+        host_limit=ledger.limits(Tier.HOST)[0],
     )
+    ledger.spilled_nbytes = sum(nbytes[index].host_nbytes for index in homes.spilled)
     if not situation.machine.is_metered and not homes.device_homed:
         # Both tiers are the same memory: what the home takes is not there for the compute tier.
         ledger.lower_limit(Tier.DEVICE, max(ledger.limit(Tier.DEVICE) - total, choice.working_set_nbytes))
-    return Decisions(tensors, parameters, chosen, choice, embeddings, nbytes, homes, workspace, lists, widens)
+    return Decisions(tensors, parameters, chosen, choice, embeddings, nbytes, homes, workspace, need_at, lists, widens)
+
+
+def _choose_lists(
+    situation: Circumstances, tensors: list[TensorSpec], parameters: list[torch.nn.Parameter]
+) -> dict[int, tuple[str, ...]]:
+    """The lists beside ``param``, by the index of the optimizer."""
+    # Without an optimizer masters are kept only where the model could not be restored without them.
+    is_restorable = all(
+        parameter.dtype is torch_dtype(spec.types.param) for spec, parameter in zip(tensors, parameters, strict=True)
+    )
+    lists: dict[int, tuple[str, ...]] = {-1: () if is_restorable else (MASTER,)}
+    lists[_FROZEN] = (MASTER,) if situation.config.frozen_master else ()
+    for number, kernel in enumerate(situation.kernels):
+        lists[number] = list_names(kernel, situation.num_micro_batches)
+    return lists
+
+
+def _workspace_nbytes(situation: Circumstances, choice: ChunkSizeChoice) -> int:
+    """Bytes of scratch space in which optimizers widen gradients, on each tier where they update chunks."""
+    workspace = 0
+    for number, kernel in enumerate(situation.kernels):
+        own = [spec.chunk_numel for spec in choice.layout.chunks if widened_by(spec, number)]
+        workspace += kernel.workspace_numel(max(own, default=0)) * torch.float32.itemsize
+    return workspace
 
 
 def collect(
@@ -204,6 +237,11 @@ def _check(
 ) -> None:
     if any("patrickstar_engine" in root.__dict__ for root in roots_of(model)):
         raise EngineError("an engine is attached to this model already; call its detach() first")
+    if is_training and not tensors and any(map(is_left_out, model.parameters())):
+        raise EngineError(
+            "every parameter of the model is lazy and has no shape yet; run one forward (under torch.no_grad()) before "
+            "the model is prepared"
+        )
     if is_training and not any(spec.trainable for spec in tensors):
         raise EngineError(
             "the model has no trainable parameter: every requires_grad is False; unfreeze what should be trained"
@@ -268,12 +306,28 @@ def _agree(situation: Circumstances, tensors: list[TensorSpec], limit: int) -> i
     return min(row[0] for row in rows)
 
 
-def _chunk_limit(situation: Circumstances, parameters: list[torch.nn.Parameter]) -> int:
-    """Bytes of the device that chunks may take: what others (another model, say) hold there is not for us."""
-    limit = situation.machine.ledger.limit(Tier.DEVICE)
-    others = limit - situation.machine.ledger.available(Tier.DEVICE)  # nothing is booked yet
+def _taken_by_others(situation: Circumstances, parameters: list[torch.nn.Parameter]) -> int:
+    """Bytes of the device that others (another model, say) hold: what they take is not for us."""
+    if situation.machine.device.type != "cuda":
+        return 0
+    taken = situation.machine.ledger.limit(Tier.DEVICE) - situation.machine.ledger.available(Tier.DEVICE)
     own = sum(p.numel() * p.dtype.itemsize for p in parameters if p.device == situation.machine.device)
-    return max(limit - max(others - own, 0), 0) if situation.machine.device.type == "cuda" else limit
+    return max(taken - own, 0)
+
+
+def _can_move_homes(situation: Circumstances) -> bool:
+    """Whether chunks that live on the device can leave it later."""
+    config = situation.config
+    return config.placement != "host" and all(kernel.follows_homes for kernel in situation.kernels)
+
+
+def _shares(
+    situation: Circumstances, device_nbytes: int, others_nbytes: int, chunk_nbytes: int | None
+) -> tuple[int, int]:
+    """What model data may fill before non-model data has been measured, and what chunks may take at all."""
+    limit = max(device_nbytes - others_nbytes, 0)
+    share = int(limit * _UNMEASURED_SHARE) if situation.machine.is_metered else limit
+    return (share, limit) if chunk_nbytes is None else (min(share, chunk_nbytes), min(limit, chunk_nbytes))
 
 
 def _choose_embeddings(
@@ -304,10 +358,11 @@ def _choose_layout(
     apart: frozenset[int],
     limit: int,
     most: int | None,
+    others: int,
 ) -> ChunkSizeChoice:
     """The layout for a chunk size that was asked for, or the best one for chunks of at most so many bytes."""
     config, collectives = situation.config, situation.machine.collectives
-    usable, world_size = situation.machine.ledger.usable(Tier.DEVICE), collectives.world_size
+    limits, world_size = _limits(situation, others), collectives.world_size
 
     def staging(chunk_numel: int, name: str) -> int:
         dtype = torch_dtype(name)
@@ -317,15 +372,28 @@ def _choose_layout(
     splits = world_size > 1 and all(kernel.splits_tensors for kernel in situation.kernels)
     if config.chunk_numel != "auto":
         numel = int(config.chunk_numel)
-        return fixed_layout(tensors, modules, numel, limit, apart, usable, world_size, staging, splits)
+        return fixed_layout(tensors, modules, numel, limit, apart, limits, world_size, staging, splits)
     if world_size > 1:
         # Whole tensors make the fewest groups. Where they waste much, or leave little room, large ones are spread.
         with contextlib.suppress(BudgetError):
             room = int(limit * _WHOLE_SHARE)
-            choice = search_layout(tensors, modules, room, apart, usable, world_size, staging)
+            choice = search_layout(tensors, modules, room, apart, limits, world_size, staging)
             if not splits or choice.layout.utilisation >= _WELL_USED:
                 return choice
-    return search_layout(tensors, modules, most, apart, usable, world_size, staging, splits)
+    return search_layout(tensors, modules, most, apart, limits, world_size, staging, splits)
+
+
+def _limits(situation: Circumstances, others_nbytes: int) -> list[Limit]:
+    """The settings that limit what chunks may take on the device, for errors."""
+    ledger, machine = situation.machine.ledger, situation.machine
+    device, *chunks = ledger.limits(Tier.DEVICE, cautious=ledger.is_cautious)
+    device = dataclasses.replace(
+        device,
+        nbytes=max(device.nbytes - others_nbytes, 0),
+        taken_nbytes=others_nbytes,
+        reserve=_UNMEASURED_SHARE if machine.is_metered else 0.0,
+    )
+    return [device, *chunks]
 
 
 def chunk_bytes(

@@ -35,8 +35,8 @@ from hf_patrickstar.report.statistics import Statistics
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.homes import Homes
 from hf_patrickstar.runtime.hooks import ModelHooks
-from hf_patrickstar.runtime.lockstep import Lockstep
 from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.runtime.order import make_order
 from hf_patrickstar.runtime.recovery import MAX_RETRIES, Recovery
 from hf_patrickstar.runtime.residency import MovePolicy, Residency
 from hf_patrickstar.runtime.steps import Steps
@@ -193,7 +193,7 @@ class PatrickStarEngine:
     def _make_manager(self, chunks: list[Chunk]) -> ChunkManager:
         decisions, config = self._decisions, self.config
         transfers = Transfers(self.device)
-        lockstep = Lockstep(self.collectives, len(decisions.tensors), config.debug_collectives)
+        order = make_order(self.collectives, len(decisions.tensors), config.debug_collectives)
         policy = MovePolicy(
             Chooser(config.eviction),
             config.prefetch_depth,
@@ -201,11 +201,12 @@ class PatrickStarEngine:
             config.debug_evict_all,
         )
         residency = Residency(
-            chunks, self.machine.pool, transfers, self.machine.meter, policy, self._emit, self.collectives, lockstep
+            chunks, self.machine.pool, transfers, self.machine.meter, policy, self._emit, self.collectives, order
         )
+        residency.forecast.need_at = decisions.need_at
         manager = ChunkManager(
             chunks,
-            Steps(residency, self.machine.pool, self.machine.meter, policy, lockstep, self._num_micro_batches),
+            Steps(residency, self.machine.pool, self.machine.meter, policy, order, self._num_micro_batches),
             self.machine.pool,
             transfers,
             self._emit,
@@ -227,7 +228,7 @@ class PatrickStarEngine:
             self._payloads.reserve,
             decisions.workspace_nbytes,
             config.prefetch_depth,
-            self._rates() if follows and config.placement != "host" else None,
+            self._rates() if follows and config.placement != "host" and not config.debug_evict_all else None,
         )
 
     def _rates(self) -> Rates:
@@ -388,7 +389,8 @@ class PatrickStarEngine:
             was measured or is known from a recorded step.
             ``device_step_peak_nbytes``, ``device_total_step_peak_nbytes``, ``host_step_peak_nbytes``: the same in the
             last step.
-            ``device_budget_nbytes``, ``host_budget_nbytes``: the budgets.
+            ``device_budget_nbytes``, ``host_budget_nbytes``: the budgets. ``chunk_budget_nbytes``: what chunks may take
+            of the first; where ``chunk_budget`` is less, that binds them.
             ``model_data_nbytes``: bytes of all chunk lists, padding left out.
             ``host_to_device_nbytes``, ``device_to_host_nbytes``: bytes moved.
             ``chunk_loads``, ``chunk_evictions``, ``chunk_invalidations``: how often a chunk came to the device, left
@@ -417,6 +419,7 @@ class PatrickStarEngine:
             "host_step_peak_nbytes": self.manager.step_peaks[2],
             "device_budget_nbytes": self.ledger.budget(Tier.DEVICE),
             "host_budget_nbytes": self.ledger.budget(Tier.HOST),
+            "chunk_budget_nbytes": min(limit.nbytes for limit in self.ledger.limits(Tier.DEVICE)),
             "model_data_nbytes": self.model_data_nbytes(),
             **self._statistics.summary(),
             "lost_steps": residency.tracer.num_lost,

@@ -11,7 +11,7 @@ from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.meters import CudaMeter, Meter, StorageMeter, UnmeteredTier
 from hf_patrickstar.memory.pool import PayloadPool
-from hf_patrickstar.memory.tiers import resolve_budgets
+from hf_patrickstar.memory.tiers import Tier, resolve_budgets
 from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.vigil import Patience
 
@@ -70,7 +70,9 @@ class Machine:
             meter = StorageMeter(lambda key: pool.owns(key), relieve)
         fraction = 1.0 if isinstance(meter, UnmeteredTier) else config.warmup_fraction
         chunk_budget = None if config.chunk_budget == "auto" else int(config.chunk_budget)
-        ledger = Ledger(budgets, meter.live, fraction, chunk_budget)
+        asked = {Tier.DEVICE: config.device_budget, Tier.HOST: config.host_budget}
+        of_machine = [tier for tier, setting in asked.items() if setting == "auto"]
+        ledger = Ledger(budgets, meter.live, fraction, chunk_budget, of_machine)
         ledger.is_cautious = device.type != "cpu"
         pinned = config.pin_memory if config.pin_memory != "auto" else device.type == "cuda"
         pool = PayloadPool(ledger, device, bool(pinned) and torch.cuda.is_available())

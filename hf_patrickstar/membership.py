@@ -31,6 +31,7 @@ from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.hooks import ModelHooks
 from hf_patrickstar.runtime.live_parameter import raw_grad
 from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.shortage import Shortage
 from hf_patrickstar.units import format_need
 
 logger = logging.getLogger(__name__)
@@ -301,19 +302,20 @@ class Membership:
         sizes |= {spec.index: spec.nbytes for spec in layout.chunks}
         places = {tensor.spec.index: tensor.chunk.spec.index for tensor in manager.tensors}
         places |= {placement.tensor_index: placement.chunk_index for placement in layout.placements}
-        limit = ledger.limit(Tier.DEVICE)
-        setting = "device_budget"
-        if ledger.chunk_budget is not None and ledger.chunk_budget < limit:
-            limit, setting = ledger.chunk_budget, "chunk_budget"
+        limits = ledger.limits(Tier.DEVICE, cautious=ledger.is_cautious)
         for module in change.modules:
             chunks = {places[change.specs[place].index] for place in module.tensor_indices}
             need = sum(sizes[index] for index in chunks)
-            if need > limit:
+            if need > min(limit.nbytes for limit in limits):
+                short = Shortage.of((limit, need) for limit in limits)
                 raise BudgetError(
-                    f"{setting} is too small for module '{module.name}' ({module.class_name}), which is new or has "
-                    f"changed: its chunks need {format_need(need)} on the compute device at once, {format_need(limit)} "
-                    f"are available for chunks. Raise {setting}, or make a new engine (detach() and prepare the model "
-                    "again), which chooses smaller chunks"
+                    f"{short.subject} for module '{module.name}' ({module.class_name}), which is new or has changed: "
+                    f"its chunks need {format_need(need)} on the compute device at once, "
+                    f"{format_need(min(limit.nbytes for limit in limits))} are available for chunks. "
+                    + short.advise(
+                        "make the change before the model is prepared (before Trainer.train() is called): chunk sizes "
+                        "are chosen for the model as it is then"
+                    )
                 )
 
     def _give_back(self, tensor: ManagedTensor) -> None:

@@ -10,14 +10,15 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import transformers
 from transformers import AutoConfig, AutoTokenizer, HfArgumentParser, PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_patrickstar import deferred_weights
+from hf_patrickstar import PatrickStarError, deferred_weights
 from hf_patrickstar.units import format_nbytes
 
 # One for all recipes, so that their own notes can be shown without those of every library.
@@ -76,6 +77,43 @@ class DataArguments:
     preprocessing_num_workers: int | None = dataclasses.field(
         default=None, metadata={"help": "Processes that tokenize."}
     )
+
+
+# Running
+
+
+def run(main: Callable[[], Any]) -> None:
+    """Runs a recipe from the command line: what it or the engine refuses ends in a sentence, without a traceback.
+
+    Args:
+        main: The recipe.
+
+    Raises:
+        SystemExit: With status 1 after such an error. Any other error is a mistake of a program, with its traceback.
+    """
+    try:
+        main()
+    except Exception as error:
+        if not is_expected(error):
+            raise
+        name, rank = os.path.basename(sys.argv[0]), os.environ.get("RANK", "0")
+        who = name if os.environ.get("WORLD_SIZE", "1") == "1" else f"{name}, rank {rank}"
+        print(f"{who}: error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
+
+
+def is_expected(error: BaseException) -> bool:
+    """Whether an error is one that the engine raises on purpose, or that a recipe itself raises about its input.
+
+    Args:
+        error: What was caught.
+    """
+    if isinstance(error, PatrickStarError):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    place = os.path.dirname(os.path.abspath(frames[-1].filename)) if frames else ""
+    is_ours = place == os.path.dirname(os.path.abspath(__file__))
+    return is_ours and isinstance(error, (ValueError, FileNotFoundError))
 
 
 # Options
@@ -552,9 +590,10 @@ def print_patrickstar_stats(trainer: Any) -> None:
         with open(os.path.join(trainer.args.output_dir, "patrickstar_stats.json"), "w", encoding="utf-8") as file:
             json.dump(stats, file, indent=2)
     rows = [("model data", format_nbytes(stats["model_data_nbytes"]))]
-    for tier in ("device", "host"):
-        peak, budget = (format_nbytes(stats[f"{tier}_{what}_nbytes"]) for what in ("peak", "budget"))
-        rows.append((f"{tier} peak", f"{peak} of {budget}"))
+    is_capped = stats["chunk_budget_nbytes"] < stats["device_budget_nbytes"]
+    for tier, setting in (("device", "chunk_budget" if is_capped else "device_budget"), ("host", "host_budget")):
+        peak, budget = (format_nbytes(stats[f"{name}_nbytes"]) for name in (f"{tier}_peak", setting))
+        rows.append((f"{tier} peak", f"{peak} of {budget} ({setting})"))
     rows.append(("host to device", f"{format_nbytes(stats['host_to_device_nbytes'])}, {stats['chunk_loads']} loads"))
     rows.append(
         ("device to host", f"{format_nbytes(stats['device_to_host_nbytes'])}, {stats['chunk_evictions']} evictions")

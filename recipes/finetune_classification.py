@@ -283,4 +283,4 @@ def quoted(values):
 
 
 if __name__ == "__main__":
-    main()
+    common.run(main)

@@ -113,4 +113,4 @@ def make_blocks(split, tokenizer, block_size, data_args, args):
 
 
 if __name__ == "__main__":
-    main()
+    common.run(main)

@@ -124,4 +124,4 @@ def make_sequences(split, tokenizer, length, data_args, args):
 
 
 if __name__ == "__main__":
-    main()
+    common.run(main)

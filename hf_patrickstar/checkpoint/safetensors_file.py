@@ -10,7 +10,6 @@ import json
 import math
 import os
 import struct
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ import safetensors.torch
 import torch
 
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, in_reading_order
+from hf_patrickstar.checkpoint.patches import SAVE_FILE, replaced
 from hf_patrickstar.checkpoint.pieces import PieceWriter, bytes_of, new_file
 from hf_patrickstar.checkpoint.storage import replace_file
 from hf_patrickstar.errors import CheckpointError
@@ -47,14 +47,6 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _RANKS = {dtype: rank for rank, dtype in enumerate(_DTYPES.values())}
 _ALIGNMENT = 8
 _MOST_HEADER_NBYTES = 100_000_000
-
-_WRITING_MODULES = (
-    "safetensors.torch",
-    "transformers.modeling_utils",
-    "transformers.trainer",
-    "peft.peft_model",
-    "accelerate.utils.other",
-)
 
 
 class Entry(NamedTuple):
@@ -309,20 +301,8 @@ def streamed_writing(piece_numel: int) -> Iterator[None]:
         else:
             original(tensors, filename, metadata=metadata)
 
-    places = [
-        (module, name)
-        for module in map(sys.modules.get, _WRITING_MODULES)
-        if module is not None
-        for name, value in vars(module).items()
-        if value is original
-    ]
-    for module, name in places:
-        setattr(module, name, save_file)
-    try:
+    with replaced(SAVE_FILE, save_file):
         yield
-    finally:
-        for module, name in places:
-            setattr(module, name, original)
 
 
 def _make_header(

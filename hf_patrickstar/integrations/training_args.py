@@ -65,12 +65,13 @@ class PatrickStarArgumentsMixin:
             raise ConfigError(f"patrickstar_logging is {self.patrickstar_logging!r}; it must be one of {choices}")
         if self.patrickstar:
             self._refuse_other_engines()
+        given = self._checkpointing_name()
         super().__post_init__()  # type: ignore[misc]
         if not self.patrickstar:
             if self.patrickstar_config is not None:
                 raise ConfigError("patrickstar_config is given but patrickstar is not; add --patrickstar")
             return
-        self._refuse_unsupported()
+        self._refuse_unsupported(given)
         config = PatrickStarConfig.from_any(self.patrickstar_config)
         if self.patrickstar_config is not None:
             self.patrickstar_config = config.to_dict()
@@ -78,6 +79,16 @@ class PatrickStarArgumentsMixin:
         arguments: Any = self  # the fields of the TrainingArguments class behind the mixin
         arguments.patrickstar_precision = arguments.mixed_precision
         arguments.mixed_precision = "no"
+
+    def _checkpointing_name(self) -> str:
+        """The name by which the user gave the keyword arguments of checkpointing, before transformers renames them.
+
+        transformers calls it ``activation_checkpointing`` now; the name before that still works, and so do both.
+        """
+        for name in ("activation_checkpointing", "gradient_checkpointing"):
+            if getattr(self, f"{name}_kwargs", None) is not None:
+                return name
+        return "gradient_checkpointing" if getattr(self, "gradient_checkpointing", None) else "activation_checkpointing"
 
     def _refuse_other_engines(self) -> None:
         for name, flag in (("fsdp", "ACCELERATE_USE_FSDP"), ("deepspeed", "ACCELERATE_USE_DEEPSPEED")):
@@ -93,16 +104,18 @@ class PatrickStarArgumentsMixin:
                 "drop --torch_compile"
             )
 
-    def _refuse_unsupported(self) -> None:
+    def _refuse_unsupported(self, given: str) -> None:
+        """Refuses what cannot work; ``given`` is the name by which the user asked for checkpointing."""
         name = "activation_checkpointing" if hasattr(self, "activation_checkpointing") else "gradient_checkpointing"
         if getattr(self, name):
             kwargs = dict(getattr(self, f"{name}_kwargs", None) or {})
             if kwargs.setdefault("use_reentrant", False):
                 raise ConfigError(
                     "reentrant checkpointing hides the backward of parameters; pass "
-                    f"--{name}_kwargs '{{\"use_reentrant\": false}}'"
+                    f"--{given}_kwargs '{{\"use_reentrant\": false}}'"
                 )
-            setattr(self, f"{name}_kwargs", kwargs)
+            for alias in {name, "gradient_checkpointing"}:
+                setattr(self, f"{alias}_kwargs", kwargs)
         arguments: Any = self
         optim = str(getattr(arguments.optim, "value", arguments.optim))
         if optim in _NOT_PER_CHUNK or optim.endswith("_layerwise"):

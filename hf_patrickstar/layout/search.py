@@ -1,12 +1,12 @@
 """Chunk-size search: the size that wastes least, within what the device can hold (PatrickStar section 6.1)."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 
 from hf_patrickstar.errors import BudgetError, ConfigError
 from hf_patrickstar.layout.packing import ALIGNMENT_NUMEL, Layout, align, pack
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec
+from hf_patrickstar.shortage import Limit, Shortage
 from hf_patrickstar.units import format_need
 
 _MAX_CANDIDATES = 512
@@ -43,7 +43,7 @@ def check_fits(
     layout: Layout,
     modules: Sequence[ModuleSpec],
     device_nbytes: int | None,
-    usable: float = 1.0,
+    limits: Sequence[Limit] = (),
     world_size: int = 1,
     staging_nbytes: Callable[[int, str], int] = lambda chunk_numel, dtype: 0,
 ) -> int:
@@ -53,7 +53,7 @@ def check_fits(
         layout: The layout to check.
         modules: The modules that own parameters.
         device_nbytes: Bytes that chunks may take on the device, or ``None`` if there is no limit.
-        usable: Part of the device's budget that these bytes are; what the error advises is the whole budget.
+        limits: The settings that ``device_nbytes`` comes from, for the error; ``device_budget`` alone by default.
         world_size: Processes that share the chunks of the layout, for the error.
         staging_nbytes: Scratch space for reducing groups with chunks of so many elements of a type.
 
@@ -70,12 +70,12 @@ def check_fits(
         what = "chunks" if world_size == 1 else f"groups of {world_size} chunks"
         beside = f" beside {format_need(gradients)} of gradients" if gradients else ""
         own = sum(layout.tensors[index].nbytes for index in module.tensor_indices)
+        short = Shortage.of((limit, need) for limit in limits or (Limit("device_budget", device_nbytes),))
         raise BudgetError(
-            f"device_budget is too small for module '{module.name}' ({module.class_name}): its {what} need "
+            f"{short.subject} for module '{module.name}' ({module.class_name}): its {what} need "
             f"{format_need(need - gradients)} on the compute device at once{beside}, {format_need(device_nbytes)} are "
-            f"available for chunks. Its parameters alone are {format_need(own)}. Raise device_budget to at least "
-            f"{math.ceil(need / usable)} bytes, or "
-            f"lower chunk_numel (now {layout.chunk_numel}; 'auto' searches for one that fits)."
+            f"available for chunks. Its parameters alone are {format_need(own)}. "
+            + short.advise(f"lower chunk_numel (now {layout.chunk_numel}; 'auto' searches for one that fits)")
         )
     return need
 
@@ -86,7 +86,7 @@ def fixed_layout(
     chunk_numel: int,
     device_nbytes: int | None,
     on_host: frozenset[int] = frozenset(),
-    usable: float = 1.0,
+    limits: Sequence[Limit] = (),
     world_size: int = 1,
     staging_nbytes: Callable[[int, str], int] = lambda chunk_numel, dtype: 0,
     splits: bool = False,
@@ -103,7 +103,7 @@ def fixed_layout(
             "use 'auto' or a larger number"
         )
     layout = pack(tensors, chunk_numel, on_host, world_size, splits)
-    need = check_fits(layout, modules, device_nbytes, usable, world_size, staging_nbytes)
+    need = check_fits(layout, modules, device_nbytes, limits, world_size, staging_nbytes)
     return ChunkSizeChoice(layout, 1, need)
 
 
@@ -112,7 +112,7 @@ def search_layout(
     modules: Sequence[ModuleSpec],
     device_nbytes: int | None,
     on_host: frozenset[int] = frozenset(),
-    usable: float = 1.0,
+    limits: Sequence[Limit] = (),
     world_size: int = 1,
     staging_nbytes: Callable[[int, str], int] = lambda chunk_numel, dtype: 0,
     splits: bool = False,
@@ -131,7 +131,7 @@ def search_layout(
         modules: The modules that own parameters.
         device_nbytes: Bytes that chunks may take on the device, or ``None`` if there is no limit.
         on_host: Indices of tensors that are computed on the host.
-        usable: Part of the device's budget that ``device_nbytes`` is, for the error.
+        limits: As for ``check_fits``.
         world_size: Processes that share the model data; sizes are of one chunk of a group.
         staging_nbytes: As for ``check_fits``.
         splits: As for ``pack``.
@@ -152,7 +152,7 @@ def search_layout(
     fitting = [item for item in layouts if device_nbytes is None or item[1] <= device_nbytes]
     if not fitting:
         smallest = min(layouts, key=lambda item: item[1])[0]
-        check_fits(smallest, modules, device_nbytes, usable, world_size, staging_nbytes)
+        check_fits(smallest, modules, device_nbytes, limits, world_size, staging_nbytes)
     if device_nbytes is not None:
         itemsize = _mean_itemsize(tensors)
         share = min(device_nbytes // _BUDGET_SHARE, max(total // _MODEL_SHARE, ALIGNMENT_NUMEL) * itemsize)

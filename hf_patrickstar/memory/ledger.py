@@ -1,10 +1,16 @@
 """The book of bytes: every payload, per tier and owner. Going over a budget raises before anything is allocated."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.shortage import Limit, Shortage
 from hf_patrickstar.units import format_nbytes, format_need
+
+_NEED_LESS = {
+    Tier.DEVICE: "use smaller batches or smaller chunks (chunk_numel)",
+    Tier.HOST: "train fewer parameters, in 16 bits or with more processes",
+}
 
 
 class Ledger:
@@ -18,10 +24,12 @@ class Ledger:
         non_model_nbytes: Tells, from the bytes booked on ``DEVICE``, how many more are taken there by others.
         device_fraction: Part of the device's budget that may be used while ``is_cautious``.
         chunk_budget: Bytes that may be booked on ``DEVICE`` at most, or ``None``.
+        of_machine: The tiers whose budget is what the machine has, because nobody set one.
 
     Attributes:
         is_cautious: Whether ``available`` keeps to the fraction: what others will need is not known yet.
         reserved_nbytes: Bytes that others are known to need on ``DEVICE`` before the next moment.
+        spilled_nbytes: Bytes that are at home on ``DEVICE`` because ``HOST`` is full, and would come to a larger one.
     """
 
     def __init__(
@@ -30,13 +38,15 @@ class Ledger:
         non_model_nbytes: Callable[[int], int] = lambda booked: 0,
         device_fraction: float = 1.0,
         chunk_budget: int | None = None,
+        of_machine: Collection[Tier] = (),
     ) -> None:
         self.is_cautious = True
-        self.reserved_nbytes = 0
+        self.reserved_nbytes = self.spilled_nbytes = 0
         self._budgets = dict(budgets)
         self._fraction = device_fraction
         self._limits = dict(budgets)
         self._chunk_budget = chunk_budget
+        self._of_machine = frozenset(of_machine)
         self._non_model_nbytes = non_model_nbytes
         self._owners: dict[Tier, dict[str, int]] = {tier: {} for tier in Tier}
         self._used = dict.fromkeys(Tier, 0)
@@ -68,6 +78,31 @@ class Ledger:
     def usable(self, tier: Tier) -> float:
         """Part of a tier's budget that may be used now, between 0 and 1."""
         return self._fraction if tier is Tier.DEVICE and self.is_cautious else 1.0
+
+    def limits(self, tier: Tier, *, cautious: bool = False) -> tuple[Limit, ...]:
+        """The settings that limit a tier, whatever is there already: that of all bytes first, that of chunks second.
+
+        Args:
+            tier: The tier.
+            cautious: As for ``limit``.
+        """
+        nbytes = self.limit(tier, cautious=cautious)
+        budget = Limit(
+            f"{tier.value}_budget", nbytes, tier in self._of_machine, min(nbytes / max(self._budgets[tier], 1), 1) or 1
+        )
+        if tier is Tier.HOST or self._chunk_budget is None:
+            return (budget,)
+        return (budget, Limit("chunk_budget", self._chunk_budget))
+
+    def shortage(self, tier: Tier, booked_nbytes: int, all_nbytes: int) -> Shortage:
+        """What binds if a tier has to hold so many bytes.
+
+        Args:
+            tier: The tier.
+            booked_nbytes: Bytes of chunks and what belongs to them.
+            all_nbytes: These and non-model data.
+        """
+        return Shortage.of(zip(self.limits(tier), (all_nbytes, booked_nbytes), strict=False))
 
     def lower_limit(self, tier: Tier, nbytes: int) -> None:
         """Allows a tier fewer bytes from now on; never more."""
@@ -132,7 +167,7 @@ class Ledger:
                 free = min(free, self._chunk_budget - self._used[tier])
         return free
 
-    def book(self, tier: Tier, owner: str, nbytes: int, *, is_allocated: bool = False) -> None:
+    def book(self, tier: Tier, owner: str, nbytes: int, *, is_allocated: bool = False, ahead_nbytes: int = 0) -> None:
         """Books bytes for an owner.
 
         Args:
@@ -140,6 +175,7 @@ class Ledger:
             owner: What they are, for example ``"exp_avg"``.
             nbytes: How many.
             is_allocated: Whether they are taken already, so that they count as non-model data until they are booked.
+            ahead_nbytes: Bytes that the same owner will ask for next: what the error advises has room for them too.
 
         Raises:
             BudgetError: If the tier would go over its budget; nothing is booked then.
@@ -148,20 +184,21 @@ class Ledger:
         if nbytes < 0:
             raise ValueError(f"cannot book {nbytes} bytes for '{owner}'")
         available = self.available(tier, cautious=False)
+        others = self.non_model_nbytes() if tier is Tier.DEVICE else 0
         if is_allocated and tier is Tier.DEVICE:
             # They leave the measured bytes as they enter the book; what is reserved for others stays reserved.
-            measured = self._non_model_nbytes(self._used[tier])
-            available += self.non_model_nbytes() - max(measured - nbytes, self.reserved_nbytes, 0)
+            rest = max(self._non_model_nbytes(self._used[tier]) - nbytes, self.reserved_nbytes, 0)
+            available, others = available + others - rest, rest
         if nbytes > max(available, 0):
-            setting, limit = f"{tier.value}_budget", self._limits[tier]
-            if tier is Tier.DEVICE and self._chunk_budget is not None:
-                of_chunks = self._chunk_budget - self._used[tier]
-                if of_chunks <= available:
-                    setting, limit = "chunk_budget", self._chunk_budget
+            booked = self._used[tier] + nbytes + ahead_nbytes
+            if tier is Tier.HOST and self.spilled_nbytes:
+                booked += self.spilled_nbytes + self._owners[Tier.DEVICE].get(owner, 0)
+            short = self.shortage(tier, booked, booked + others)
+            ahead = f", and up to {format_need(ahead_nbytes)} beside it later" if ahead_nbytes else ""
             raise BudgetError(
-                f"{setting} exceeded: {format_need(nbytes)} more needed for '{owner}', "
-                f"{format_need(max(available, 0))} left of {format_need(limit)}. Raise {setting} by at least "
-                f"{nbytes - available} bytes.\n{self.table()}"
+                f"{short.subject}: {format_need(nbytes)} more needed for '{owner}'{ahead}, "
+                f"{format_need(max(available, 0))} left of {format_need(short.needs[0][0].nbytes)}. "
+                f"{short.advise(_NEED_LESS[tier])}\n{self.table()}"
             )
         self._owners[tier][owner] = self._owners[tier].get(owner, 0) + nbytes
         self._used[tier] += nbytes

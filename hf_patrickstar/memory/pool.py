@@ -9,6 +9,7 @@ import torch
 from hf_patrickstar.errors import BudgetError, DeviceMemoryError
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.units import format_need
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,15 @@ class PayloadPool:
         return self._is_allocating or storage_key in self._taken
 
     def allocate(
-        self, tier: Tier, numel: int, dtype: torch.dtype, owner: str, *, pinned: bool = False, zero: bool = False
+        self,
+        tier: Tier,
+        numel: int,
+        dtype: torch.dtype,
+        owner: str,
+        *,
+        pinned: bool = False,
+        zero: bool = False,
+        ahead_nbytes: int = 0,
     ) -> torch.Tensor:
         """Allocates a buffer.
 
@@ -63,6 +72,7 @@ class PayloadPool:
             owner: Whose bytes they are in the ledger.
             pinned: Ask for page-locked memory (host tier only).
             zero: Fill with zeros.
+            ahead_nbytes: Bytes that the same owner will ask for next, for the error.
 
         Returns:
             A one-dimensional tensor of ``numel`` elements, not initialised unless ``zero``.
@@ -72,12 +82,12 @@ class PayloadPool:
         """
         nbytes = numel * dtype.itemsize
         if tier is Tier.DEVICE:
-            return self._allocate_device(numel, dtype, owner, zero)
+            return self._allocate_device(numel, dtype, owner, zero, ahead_nbytes)
         if pinned and self._pin_memory:
             buffer = self._allocate_pinned(numel, dtype, owner)
             if buffer is not None:
                 return buffer.zero_() if zero else buffer
-        self.ledger.book(tier, owner, nbytes)
+        self.ledger.book(tier, owner, nbytes, ahead_nbytes=ahead_nbytes)
         return self._new(tier, numel, dtype, owner, zero)
 
     def release(self, tier: Tier, buffer: torch.Tensor, owner: str, *, keep: bool = True) -> None:
@@ -123,7 +133,9 @@ class PayloadPool:
                 del self._taken[buffer.untyped_storage()._cdata]
         self._cache.clear()
 
-    def _allocate_device(self, numel: int, dtype: torch.dtype, owner: str, zero: bool) -> torch.Tensor:
+    def _allocate_device(
+        self, numel: int, dtype: torch.dtype, owner: str, zero: bool, ahead_nbytes: int
+    ) -> torch.Tensor:
         nbytes = numel * dtype.itemsize
         kept = self._cache.get((dtype, numel))
         if kept:
@@ -134,7 +146,7 @@ class PayloadPool:
             return buffer.zero_() if zero else buffer
         if self.ledger.available(Tier.DEVICE) < nbytes:
             self.trim()
-        self.ledger.book(Tier.DEVICE, owner, nbytes)
+        self.ledger.book(Tier.DEVICE, owner, nbytes, ahead_nbytes=ahead_nbytes)
         return self._new(tier=Tier.DEVICE, numel=numel, dtype=dtype, owner=owner, zero=zero)
 
     def _allocate_pinned(self, numel: int, dtype: torch.dtype, owner: str) -> torch.Tensor | None:
@@ -161,8 +173,11 @@ class PayloadPool:
                 raise
             kind = DeviceMemoryError if tier is Tier.DEVICE else BudgetError
             raise kind(
-                f"the system refused {numel * dtype.itemsize} bytes on {device} although the budget allows it; "
-                f"lower the budget: {error}"
+                f"{device} has no {format_need(numel * dtype.itemsize)} for '{owner}', although {tier.value}_budget "
+                f"({format_need(self.ledger.budget(tier))}) allows it beside the {format_need(self.ledger.used(tier))} "
+                "that are taken: the machine has less than the budget says. End other programs on it, or lower "
+                f"{tier.value}_budget to at most {self.ledger.used(tier)} bytes, so that the engine makes do with what "
+                f"is there: {error}"
             ) from error
 
     def _make(self, nbytes: int, make: Callable[..., torch.Tensor], numel: int, **kwargs: Any) -> torch.Tensor:

@@ -81,5 +81,8 @@ def resolve_budgets(
         reusable = torch.cuda.memory_reserved(device)
         return {Tier.DEVICE: int((free + reusable) * _DEVICE_SHARE), Tier.HOST: host}
     if int(device_budget) > total:
-        raise ConfigError(f"device_budget: {device_budget} bytes asked for, {device} has {total} bytes")
+        raise ConfigError(
+            f"device_budget: {device_budget} bytes asked for, {device} has {total} bytes; set device_budget to at most "
+            f"{total} bytes, or 'auto', which takes what is free"
+        )
     return {Tier.DEVICE: int(device_budget), Tier.HOST: host}

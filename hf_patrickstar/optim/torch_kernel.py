@@ -20,6 +20,9 @@ from hf_patrickstar.optim.kernel import (
 )
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor
 
+OWN_STATE = "optimizer_state"
+"""Ledger owner of what optimizers allocate themselves."""
+
 
 class TorchKernel:
     """Any ``torch.optim.Optimizer``: its own ``step`` runs on fp32 masters.
@@ -48,7 +51,7 @@ class TorchKernel:
         self._scratch: dict[Tier, torch.Tensor] = {}
         self._before: list[dict[str, Any]] = []
         self._booked: dict[int, int] = {}
-        self._over_budget: BudgetError | None = None
+        self._over_budget: dict[Tier, int] = {}
 
     def workspace_numel(self, capacity_numel: int) -> int:
         """A whole chunk."""
@@ -137,9 +140,15 @@ class TorchKernel:
 
     def end_step(self) -> None:
         """Raises what booking the optimizer's state met, now that no chunk is left half updated."""
-        error, self._over_budget = self._over_budget, None
-        if error is not None:
-            raise error
+        missing, self._over_budget = self._over_budget, {}
+        ledger = self._pool.ledger
+        for tier, nbytes in sorted(missing.items(), key=lambda item: item[0] is Tier.DEVICE):
+            ahead = sum(missing.values()) - nbytes if tier is Tier.HOST else 0
+            for other in Tier if tier is Tier.HOST else (tier,):  # gradients that stay after the step take room, too
+                owners = ledger.owners(other)
+                ahead += max(owners.get(MASTER, 0) - owners.get(GRADIENT, 0), 0)
+            ledger.book(tier, OWN_STATE, nbytes, is_allocated=True, ahead_nbytes=ahead)  # it raises, with all of them
+            ledger.unbook(tier, OWN_STATE, nbytes)
 
     def update(self, chunk: Chunk, groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
         """Updates one chunk; see ``Kernel.update``."""
@@ -229,13 +238,14 @@ class TorchKernel:
         difference = nbytes - self._booked.get(tensor.spec.index, 0)
         if difference > 0:
             try:
-                self._pool.ledger.book(tensor.chunk.home, "optimizer_state", difference, is_allocated=True)
-            except BudgetError as error:
-                self._over_budget = self._over_budget or error
+                self._pool.ledger.book(tensor.chunk.home, OWN_STATE, difference, is_allocated=True)
+            except BudgetError:
+                tier = tensor.chunk.home
+                self._over_budget[tier] = self._over_budget.get(tier, 0) + difference
                 return
         self._booked[tensor.spec.index] = nbytes
         if difference < 0:
-            self._pool.ledger.unbook(tensor.chunk.home, "optimizer_state", -difference)
+            self._pool.ledger.unbook(tensor.chunk.home, OWN_STATE, -difference)
 
 
 def _without_params(group: dict[str, Any]) -> dict[str, Any]:

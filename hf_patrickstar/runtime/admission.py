@@ -24,9 +24,10 @@ def check_model(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
         if getattr(checkpoint, "keywords", {}).get("use_reentrant"):
+            kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
             raise ConfigError(
                 f"module '{name}' uses reentrant checkpointing, which hides the backward of parameters; call "
-                "model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
+                f"model.{kind}_checkpointing_enable({kind}_checkpointing_kwargs={{'use_reentrant': False}})"
             )
     for name, parameter in model.named_parameters():
         if is_left_out(parameter):

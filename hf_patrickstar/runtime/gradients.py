@@ -18,7 +18,7 @@ by a backward that would add to it, is an error and not a wrong number.
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -55,6 +55,7 @@ class Gradients:
         coefficient: What all gradients are to be multiplied with (clipping), if that has not been done yet.
         inverse_scale: The same for the loss scale.
         is_watched: Whether somebody is known to look at them between the step and ``zero_grad``.
+        chunks: All chunks: what else may need an accumulation list.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Gradients:
         self._is_after_step = False  # whether a step has left the gradients that there are
         self._was_read_late = False
         self.is_watched = False
+        self.chunks: Sequence[Chunk] = ()
 
     # Finding them
 
@@ -414,7 +416,15 @@ class Gradients:
             numel = chunk.param.numel()
             if chunk.home is Tier.DEVICE:  # nobody has planned for it: copies make room, or chunks leave the margin
                 self._make_room(numel * chunk.state_dtype.itemsize)
-            chunk.lists[GRADIENT] = self._pool.allocate(chunk.home, numel, chunk.state_dtype, GRADIENT)
+            others = (other for other in self.chunks if other is not chunk and chunk.home in (other.home, Tier.HOST))
+            ahead = sum(
+                other.param.numel() * other.state_dtype.itemsize
+                for other in others
+                if other.spec.trainable and GRADIENT not in other.lists
+            )
+            chunk.lists[GRADIENT] = self._pool.allocate(
+                chunk.home, numel, chunk.state_dtype, GRADIENT, ahead_nbytes=ahead
+            )
         return chunk.lists[GRADIENT]
 
 

@@ -24,8 +24,8 @@ from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.homes import Homes
 from hf_patrickstar.runtime.live_parameter import requires_grad, set_raw_grad
-from hf_patrickstar.runtime.lockstep import Phase
 from hf_patrickstar.runtime.mirrors import Mirrors
+from hf_patrickstar.runtime.order import Phase
 from hf_patrickstar.runtime.originals import Originals
 from hf_patrickstar.runtime.reducer import Reducer
 from hf_patrickstar.runtime.sharing import Held, Sharing
@@ -80,24 +80,25 @@ class ChunkManager:
         self.homes: Homes | None = None
         self.turns = Turns()
         self.unwind: Callable[[], None] = lambda: None  # ends forwards that were interrupted
-        lockstep, accumulate = steps.lockstep, steps.num_micro_batches > 1
+        order, accumulate = steps.order, steps.num_micro_batches > 1
         self.gradients = Gradients(
-            pool, transfers, emit, residency.make_room, accumulate, lockstep.is_alone, keeps_gradients
+            pool, transfers, emit, residency.make_room, accumulate, order.is_alone, keeps_gradients
         )
+        self.gradients.chunks = chunks
         self._lock = self.gradients.lock
         self._list_names = {name for chunk in chunks for name in chunk.lists}
-        self.sharing = Sharing(collectives, lockstep)
+        self.sharing = Sharing(collectives, order)
         self.originals = Originals(pool)
         self.values = Values(self.gradients, self.sharing, transfers, self.originals, residency.device)
         self.mirrors = Mirrors(self.values, self.gradients)
         self.writes = Writes(self.values, self.mirrors, self.gradients)
-        self._is_alone = lockstep.is_alone
-        self._lockstep = lockstep
+        self._is_alone = order.is_alone
+        self._order = order
         self._reducer = Reducer(chunks, pool, transfers, collectives, residency.make_room, self._deliver)
         residency.before_gather = self.gradients.bring_values_back
         residency.before_drop = self.writes.collect
         residency.gradient_peak = self._reducer.take_peak
-        lockstep.reduce = self._reduce
+        residency.reduce = self._reduce
 
     def index_tensors(self, tensors: Sequence[ManagedTensor]) -> None:
         """Takes note of which parameters there are.
@@ -152,7 +153,7 @@ class ChunkManager:
         self.residency.tracer.forget_chunks([chunk.copy_nbytes for chunk in self.chunks])
         self.residency.note_chunks()
         self._reducer.note_chunks()
-        self._lockstep.note_tensors(max(self.by_index, default=-1) + 1)
+        self._order.note_tensors(max(self.by_index, default=-1) + 1)
         if self.homes is not None:
             self.homes.note_chunks(nbytes)
         self.values.version += 1
@@ -229,6 +230,7 @@ class ChunkManager:
                 pauses = iter(pauses_s()) if pauses is None else pauses
                 pause_s = next(pauses)
                 if not pause_s or error.__cause__ is not None:  # the system refused memory: no thread will let go of it
+                    self.steps.give_up()
                     raise
                 time.sleep(pause_s)
 
@@ -274,8 +276,12 @@ class ChunkManager:
             tensor: The parameter.
             who: Who asks, for errors.
         """
-        with self._lock:
-            return self._reach(tensor, who)
+        try:
+            with self._lock:
+                return self._reach(tensor, who)
+        except DeviceMemoryError:
+            self.steps.give_up()
+            raise
 
     # Gradients
 
@@ -551,5 +557,6 @@ class ChunkManager:
 def _unfrozen(tensor: ManagedTensor) -> str:
     return (
         f"parameter '{tensor.spec.name}' was unfrozen inside of a forward, where the processes cannot agree on a place "
-        "for its gradient; set requires_grad before the model is called"
+        "for its gradient; set requires_grad between two steps: before the model is called, or in a TrainerCallback "
+        "(on_step_begin, on_epoch_begin)"
     )

@@ -134,13 +134,15 @@ class Recovery:
         return (
             f"{self._device}: out of memory. The micro-batch failed {times}. Parameters are as they were before it. "
             f"{gradients}. Use a smaller batch (--per_device_train_batch_size, with --gradient_accumulation_steps for "
-            "the same total), shorter inputs, --gradient_checkpointing, or a larger device_budget. "
-            f"The last failure: {cause}"
+            "the same total), shorter inputs, --gradient_checkpointing, or what the last failure says: "
+            f"{cause}"
         )
 
     def _describe(self, error: BaseException) -> str:
         """What failed, and the ledger as it was then."""
         text = str(error) or type(error).__name__
+        if not isinstance(error, DeviceMemoryError):
+            text = f"{self._device} itself has no more memory, which no setting changes: {text}"
         return text if "\ntier " in text else f"{text}\n{self._manager.residency.ledger.table()}"
 
 

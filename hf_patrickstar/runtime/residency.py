@@ -18,7 +18,8 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.memory.transfers import Transfers
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.collectives import Collectives
-from hf_patrickstar.runtime.lockstep import Lockstep, Subject
+from hf_patrickstar.runtime.forecast import Forecast
+from hf_patrickstar.runtime.order import Collective, Order, Subject
 from hf_patrickstar.runtime.tracer import Step, Tracer
 from hf_patrickstar.schedule.eviction import Chooser
 from hf_patrickstar.schedule.plan import Actions
@@ -26,6 +27,8 @@ from hf_patrickstar.schedule.trace import Trace, common_trace
 from hf_patrickstar.units import format_need
 
 logger = logging.getLogger(__name__)
+
+_NEED_LESS = "use smaller or shorter batches, or activation checkpointing (--gradient_checkpointing)"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,13 +62,15 @@ class Residency:
         policy: How copies come and go.
         emit: Told of every event.
         collectives: Brings the chunks of other ranks.
-        lockstep: Keeps to the same order of collectives on all ranks.
+        order: Says which collective comes next on all ranks.
 
     Attributes:
         give_up_margin: Makes room by moving chunks out of the device margin; whether any moved.
         before_drop: Called with a chunk before its copy is dropped: something may have been written to it.
+        reduce: Averages the gradients of a group.
         before_gather: Called with a group before this rank's chunk is sent to others: it must hold values.
         gradient_peak: Tells the most bytes of gradients on the device since it was asked last.
+        forecast: Tells what binds when there is no room.
     """
 
     def __init__(
@@ -77,7 +82,7 @@ class Residency:
         policy: MovePolicy,
         emit: Listener,
         collectives: Collectives,
-        lockstep: Lockstep,
+        order: Order,
     ) -> None:
         def agree(trace: Trace) -> Trace:
             found = collectives.exchange_objects(trace.to_json(), f"agrees on the trace '{trace.key}'")
@@ -94,6 +99,7 @@ class Residency:
         self.num_hits = self.num_late = 0
         self.waiting_s = 0.0
         self.ledger = pool.ledger
+        self.forecast = Forecast(chunks, pool, meter, self.tracer, transfers.device)
         self._pool = pool
         self.device = transfers.device
         self._transfers = transfers
@@ -102,9 +108,8 @@ class Residency:
         self._chooser = policy.chooser
         self._emit = emit
         self._collectives = collectives
-        self._lockstep = lockstep
-        lockstep.gather = self._gather
-        lockstep.in_step = lambda: self.in_backward or self.tracer.step is not None
+        self._order = order
+        self.reduce: Callable[[int], None] = lambda index: None
         self._reached: Chunk | None = None
         self.in_backward = False
         self._tick = 0
@@ -177,7 +182,7 @@ class Residency:
         if self._policy.evict_all:
             self._evict_everything(exclude=chunk)
         was_there = chunk.compute is not None
-        if not self._lockstep.is_alone:
+        if not self._order.is_alone:
             self._reach_together(chunk, step, moment, who)
         elif moment is not None and step is not None and step.plan is not None:
             self._follow(step.plan.moments[moment], chunk, who)
@@ -215,12 +220,12 @@ class Residency:
                 continue
             if not is_step:
                 break
+            missing = -self.ledger.available(Tier.DEVICE, cautious=False)
+            short = self.forecast.shortage(sum(chunk.copy_nbytes for chunk in self._copies.values()))
             raise DeviceMemoryError(
-                f"device_budget is too small: non-model data (activations, temporaries) of "
-                f"{format_need(self.ledger.non_model_nbytes())} and the chunks in use need "
-                f"{format_need(-self.ledger.available(Tier.DEVICE, cautious=False))} more than there is. Raise "
-                "device_budget, use smaller or shorter batches, or activation checkpointing "
-                f"(--gradient_checkpointing).\n{self.ledger.table()}"
+                f"{short.subject}: non-model data (activations, temporaries) of "
+                f"{format_need(self.ledger.non_model_nbytes())} and the chunks in use need {format_need(missing)} more "
+                f"than there is. {short.advise(_NEED_LESS)}\n{self.ledger.table()}"
             )
         self.ledger.note_total(self.ledger.non_model_nbytes())
 
@@ -373,10 +378,10 @@ class Residency:
         """
         step = self.tracer.step
         if step is None or step.plan is None:
-            self._lockstep.ask(Subject.REDUCE, chunk.spec.index, "its gradients, which are complete")
+            self.ask(Subject.REDUCE, chunk.spec.index, "its gradients, which are complete")
             return
         while step.due and is_complete(self.chunks[step.due[0]]):
-            self._lockstep.follow(Subject.REDUCE, step.due.pop(0))
+            self._follow_plan(Subject.REDUCE, step.due.pop(0))
 
     def _reach_together(self, chunk: Chunk, step: Step | None, moment: int | None, who: str) -> None:
         self._reached = chunk
@@ -389,7 +394,7 @@ class Residency:
         if chunk.compute is None or step is None:  # between steps nobody knows what others have at hand
             if step is not None and step.plan is not None:
                 self.reduce_due(step)  # the others do these before they hear of what no plan has
-            self._lockstep.ask(Subject.GATHER, chunk.spec.index, who)
+            self.ask(Subject.GATHER, chunk.spec.index, who)
         self._reached = None
 
     def follow_to(self, step: Step, end: int) -> None:
@@ -401,13 +406,13 @@ class Residency:
             step.num_followed += 1
             self._let_go(actions.evict)
             for index in actions.load:
-                self._lockstep.follow(Subject.GATHER, index)
+                self._follow_plan(Subject.GATHER, index)
             step.due = list(actions.reduce)
 
     def reduce_due(self, step: Step) -> None:
         """Executes what is left of the reductions of the moment that the plan has come to."""
         while step.due:
-            self._lockstep.follow(Subject.REDUCE, step.due.pop(0))
+            self._follow_plan(Subject.REDUCE, step.due.pop(0))
 
     def end_of_phase(self, step: Step, is_forward: bool) -> int:
         """The moment of the plan up to which what is running now may go."""
@@ -416,6 +421,27 @@ class Residency:
         if is_forward and turns:
             return turns[len(step.turns)] if len(step.turns) < len(turns) else step.num_followed
         return len(step.plan.moments)
+
+    def ask(self, subject: Subject, index: int, who: str) -> None:
+        """Does a collective that no plan has, with all that other processes ask for at the same time.
+
+        Args:
+            subject: ``GATHER`` or ``REDUCE``.
+            index: The group.
+            who: What it is needed for, for errors.
+        """
+        is_in_step = self.in_backward or self.tracer.step is not None
+        self.perform(self._order.ask(Collective(subject, index), who, is_in_step=is_in_step))
+
+    def _follow_plan(self, subject: Subject, index: int) -> None:
+        collective = Collective(subject, index)
+        self._order.check(collective)
+        self.perform([collective])
+
+    def perform(self, collectives: Iterable[Collective]) -> None:
+        """Does what all processes do now."""
+        for subject, index in collectives:
+            (self._gather if subject is Subject.GATHER else self.reduce)(index)
 
     def _gather(self, index: int) -> None:
         """Takes part in a gather, whether or not this process needs it."""
@@ -443,7 +469,7 @@ class Residency:
 
     def _await_gathers(self, exclude: Chunk | None) -> bool:
         """Waits for gathers that this process had no need of, which still look into copies; whether there were any."""
-        if self._lockstep.is_alone:
+        if self._order.is_alone:
             return False
         pending = [chunk for chunk in self._copies.values() if chunk is not exclude and chunk.arrival is not None]
         for chunk in pending:
@@ -481,15 +507,13 @@ class Residency:
         names = ", ".join(
             sorted({tensor.spec.name for other in self.chunks for tensor in other.tensors if tensor.users})
         )
-        setting, budget = "device_budget", ledger.budget(Tier.DEVICE)
-        if ledger.chunk_budget is not None and ledger.chunk_budget - ledger.used(Tier.DEVICE) == room:
-            setting, budget = "chunk_budget", ledger.chunk_budget
+        short = self.forecast.shortage(nbytes + sum(self.chunks[index].copy_nbytes for index in pinned))
         return (
-            f"{setting} is too small for {who}: chunk {chunk.spec.index} needs {format_need(nbytes)}, "
+            f"{short.subject} for {who}: chunk {chunk.spec.index} needs {format_need(nbytes)}, "
             f"{format_need(max(room, 0))} are free beside non-model data of {format_need(ledger.non_model_nbytes())}, "
             f"and none of the chunks there ({pinned}) can leave, because they are in use (computing with: "
-            f"{names or 'none'}; a recomputed segment keeps all of its parameters). Raise {setting} to at least "
-            f"{budget + nbytes - room} bytes, or lower chunk_numel.\n{ledger.table()}"
+            f"{names or 'none'}; a recomputed segment keeps all of its parameters). "
+            f"{short.advise(_NEED_LESS + ', or lower chunk_numel')}\n{ledger.table()}"
         )
 
     def _choose(self, exclude: Chunk | None) -> Chunk | None:

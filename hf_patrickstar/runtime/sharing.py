@@ -12,7 +12,7 @@ import torch
 from hf_patrickstar.errors import CheckpointError, CollectiveError
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives
-from hf_patrickstar.runtime.lockstep import Lockstep, Subject
+from hf_patrickstar.runtime.order import Order, Subject
 
 
 class Held(NamedTuple):
@@ -57,17 +57,17 @@ class Sharing:
 
     Args:
         collectives: How they travel.
-        lockstep: Makes sure that all ranks ask for the same.
+        order: Makes sure that all ranks ask for the same.
     """
 
-    def __init__(self, collectives: Collectives, lockstep: Lockstep) -> None:
+    def __init__(self, collectives: Collectives, order: Order) -> None:
         self._collectives = collectives
-        self._lockstep = lockstep
+        self._order = order
 
     @property
     def is_alone(self) -> bool:
         """Whether there is only one process."""
-        return self._lockstep.is_alone
+        return self._order.is_alone
 
     @property
     def rank(self) -> int:
@@ -75,12 +75,12 @@ class Sharing:
         return self._collectives.rank
 
     def enter(self, what: str) -> None:
-        """Begins what all processes must call together; one that is alone is told so, see ``Lockstep``.
+        """Begins what all processes must call together; one that is alone is told so, see ``runtime/order.py``.
 
         Args:
             what: What it is, as a verb phrase, for warnings and errors.
         """
-        self._lockstep.agree(Subject.ENTER, [zlib.crc32(what.encode())], what)
+        self._order.agree(Subject.ENTER, [zlib.crc32(what.encode())], what)
 
     def meet(self, what: str) -> None:
         """Waits for all processes, which come when they have done what they do.
@@ -88,7 +88,7 @@ class Sharing:
         Args:
             what: What that is, as a verb phrase, for warnings and errors.
         """
-        self._lockstep.agree(Subject.MEET, [], what)
+        self._order.agree(Subject.MEET, [], what)
 
     def tensor(self, held: Held, name: str) -> torch.Tensor:
         """A copy of what the owners of a parameter have, in the parameter's shape.
@@ -114,14 +114,14 @@ class Sharing:
             place: The first element of the flattened parameter, and one after the last.
             piece_numel: Elements at once.
             name: What it is, for errors.
-            is_patient: Whether all are known to come; see ``Lockstep.agree``.
+            is_patient: Whether all are known to come; see ``Order.agree``.
 
         Yields:
             Flat tensors on the host, which may alias the source; one that is empty if there is no element.
         """
         what = _reading(held, name)
         index = held.tensor.spec.index if held.number is None else held.number
-        readers = self._lockstep.agree(Subject.READ, [index, *place, piece_numel], what, is_patient=is_patient)
+        readers = self._order.agree(Subject.READ, [index, *place, piece_numel], what, is_patient=is_patient)
         yield from self._pieces(held, place, piece_numel, what, readers)
 
     def follow(self, held_of: Callable[[int], Held]) -> None:
@@ -135,7 +135,7 @@ class Sharing:
             CollectiveError: If a process is gone, or does something else.
         """
         while True:
-            subject, (index, start, stop, piece_numel), readers = self._lockstep.follow_readers()
+            subject, (index, start, stop, piece_numel), readers = self._order.follow_readers()
             if subject is Subject.READ and index >= 0:
                 held = held_of(index)
                 for _ in self._pieces(held, (start, stop), piece_numel, _reading(held, "the value"), readers):
@@ -176,7 +176,7 @@ class Sharing:
         Args:
             has_failed: Whether that is because of an error.
         """
-        self._lockstep.agree(Subject.LEAVE, [int(has_failed)], "has saved the model")
+        self._order.agree(Subject.LEAVE, [int(has_failed)], "has saved the model")
 
     def _pieces(
         self, held: Held, place: tuple[int, int], piece_numel: int, what: str, readers: list[int]
@@ -233,7 +233,7 @@ class Sharing:
             All, in fp32, on the host.
         """
         what = f"computes the norm of {num} gradients"
-        self._lockstep.agree(Subject.NORM, [num], what)
+        self._order.agree(Subject.NORM, [num], what)
         vector = torch.full((num,), 0.0)
         for place, scalar in found.items():
             vector[place] = scalar
@@ -279,7 +279,7 @@ class Sharing:
         if self.is_alone:
             return {index: dict(state) for index, state in own.items()}
         what = "reads the optimizer's state"
-        self._lockstep.agree(Subject.READ, [-1], what)
+        self._order.agree(Subject.READ, [-1], what)
         states: dict[int, dict[str, Any]] = {}
         for rank, outlines in enumerate(self._collectives.exchange_objects(_outlines(own), what)):
             for index, keys in outlines.items():

@@ -10,7 +10,7 @@ from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
-from hf_patrickstar.runtime.lockstep import Lockstep, Phase, Room, Subject
+from hf_patrickstar.runtime.order import Ending, Order, Phase, Room, Subject
 from hf_patrickstar.runtime.residency import MovePolicy, Residency
 from hf_patrickstar.runtime.tracer import Step
 from hf_patrickstar.schedule.plan import Plan, chunkable_nbytes, make_plan
@@ -30,7 +30,7 @@ class Steps:
         pool: Knows what is taken on the device.
         meter: Measures what else is on the device.
         policy: How copies come and go.
-        lockstep: Agrees with other processes on what begins and ends.
+        order: Agrees with other processes on what begins and ends.
         num_micro_batches: How many make a step of the optimizer.
     """
 
@@ -40,12 +40,12 @@ class Steps:
         pool: PayloadPool,
         meter: Meter,
         policy: MovePolicy,
-        lockstep: Lockstep,
+        order: Order,
         num_micro_batches: int,
     ) -> None:
         self.residency = residency
         self.tracer = residency.tracer
-        self.lockstep = lockstep
+        self.order = order
         self.num_micro_batches = num_micro_batches
         self.micro_batch = 0  # those since the optimizer's step
         self._pool = pool
@@ -91,9 +91,9 @@ class Steps:
     def _begin(self, kind: str, shapes: Shapes, version: int) -> tuple[Shapes, Room]:
         """What a step has to work with, agreed with the other processes: shapes and room."""
         room = self._room()
-        if self.lockstep.is_alone:
+        if self.order.is_alone:
             return shapes, room
-        agreed = self.lockstep.begin(kind, shapes, self.tracer.fingerprint, room, version)
+        agreed = self.order.begin(kind, shapes, self.tracer.fingerprint, room, version)
         if not agreed.is_traced:
             self.tracer.discard()
         if agreed.room.resident != room.resident:
@@ -109,6 +109,7 @@ class Steps:
         if is_whole:
             self.end_phase(Phase.EVALUATION)
         self.tracer.end_interlude(is_whole=is_whole)
+        self.residency.forecast.forget(is_evaluation=True)
         step = self.tracer.step
         if step is None or not step.is_metered:
             self._meter.pause()
@@ -125,6 +126,7 @@ class Steps:
     def finish_step(self) -> None:
         """Ends a step. It may be called inside of backward, where the meter cannot be stopped, only paused."""
         self.tracer.finish()
+        self.residency.forecast.forget()
         self._meter.pause()
         self.residency.expect(None)
 
@@ -150,8 +152,13 @@ class Steps:
     def forget_step(self) -> None:
         """Drops a step that came to nothing."""
         self.tracer.forget()
+        self.residency.forecast.forget()
         self.settle()
         self.residency.expect(None)
+
+    def give_up(self) -> None:
+        """Stops measuring: the step has failed, and nobody may tell its end (a backward that raises)."""
+        self._meter.pause()
 
     def settle(self) -> None:
         """Takes the meter off this thread if no step is running; called outside of backward."""
@@ -159,7 +166,7 @@ class Steps:
             self._meter.stop()
 
     def _enter(self, step: Step, present: Iterable[torch.Tensor], room: Room) -> None:
-        if step.cursor is not None and not (self._policy.evict_all and not self.lockstep.is_alone):
+        if step.cursor is not None and not (self._policy.evict_all and not self.order.is_alone):
             step.plan = self._plan(step.cursor.trace, step.dropped_after, room)
             if step.plan is not None and not self.residency.moves:
                 self._pool.ledger.note_total(step.cursor.trace.non_model_peak_nbytes)
@@ -181,7 +188,7 @@ class Steps:
         Returns:
             The tensors that got a gradient anywhere.
         """
-        if self.lockstep.is_alone:
+        if self.order.is_alone:
             return frozenset(indices)
         step = self.tracer.step
         if step is not None and step.plan is not None:
@@ -189,14 +196,14 @@ class Steps:
             if phase is not Phase.FORWARD:  # what the last visit of a forward is followed by is not complete yet
                 self.residency.reduce_due(step)
         while waiting := unreduced():  # what others ask for at the same time is done too
-            self.lockstep.ask(Subject.REDUCE, waiting[0], "gradients that no plan expects")
+            self.residency.ask(Subject.REDUCE, waiting[0], "gradients that no plan expects")
         is_recorded = step is not None and step.is_recorded
-        is_lost, found = self.lockstep.end(
-            phase, step is not None and step.is_lost, sorted(indices), is_recorded=is_recorded
-        )
+        ending = Ending(phase, step is not None and step.is_lost, sorted(indices), is_recorded)
+        while (ended := self.order.end(ending)).collectives:
+            self.residency.perform(ended.collectives)
         if step is not None and phase is not Phase.FORWARD:
-            step.is_lost = is_lost  # anywhere: traces are recorded anew by all or by none
-        return found
+            step.is_lost = ended.is_diverged  # anywhere: traces are recorded anew by all or by none
+        return ended.indices
 
     def _room(self) -> Room:
         resident = self.residency.resident
@@ -225,7 +232,7 @@ class Steps:
                     dropped_after=dropped_after,
                     static=static,
                     prefetch_depth=0 if self._policy.evict_all else self._policy.prefetch_depth,
-                    reshard_after_forward=self._policy.reshard_after_forward and not self.lockstep.is_alone,
+                    reshard_after_forward=self._policy.reshard_after_forward and not self.order.is_alone,
                 )
                 logger.debug(
                     "patrickstar: plan of '%s': %d loads, %d evictions", trace.key, plan.num_loads, plan.num_evictions

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.shortage import Limit, Shortage
 from hf_patrickstar.units import format_nbytes, format_need
 
 
@@ -38,10 +39,11 @@ class ChunkBytes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HomePlan:
-    """Which chunks are at home on the device, and why."""
+    """Which chunks are at home on the device, and why; ``spilled`` are those because the host is full."""
 
     device_homed: frozenset[int]
     reason: str
+    spilled: frozenset[int] = frozenset()
 
 
 def plan_homes(
@@ -52,6 +54,9 @@ def plan_homes(
     workspace_nbytes: int,
     *,
     is_copied: bool = False,
+    keeps_off: bool = False,
+    is_metered: bool = False,
+    host_limit: Limit | None = None,
 ) -> HomePlan:
     """Decides the home of every chunk.
 
@@ -66,6 +71,9 @@ def plan_homes(
         working_set_nbytes: Bytes that the most demanding module needs on the device at once.
         workspace_nbytes: Bytes of scratch space that the optimizer needs on each tier where it updates chunks.
         is_copied: Whether the working set comes beside what is at home on the device, because it is gathered.
+        keeps_off: Whether nothing is at home on the device that the host has room for (debugging).
+        is_metered: Whether non-model data takes of the device's bytes too: the error advises a host that holds all.
+        host_limit: The setting that ``host_nbytes`` comes from, for the error.
 
     Raises:
         BudgetError: If both tiers together cannot hold the model data.
@@ -75,12 +83,13 @@ def plan_homes(
     fixed = sum(chunk.host_nbytes for chunk in chunks if chunk.on_host)
     fixed_workspace = workspace_nbytes if fixed else 0
     beside = working_set_nbytes if is_copied else 0
-    if total + workspace_nbytes + beside <= device_nbytes and fixed + fixed_workspace <= host_nbytes:
+    fits = total + workspace_nbytes + beside <= device_nbytes and fixed + fixed_workspace <= host_nbytes
+    if fits and not keeps_off:
         return HomePlan(
             frozenset(chunk.chunk_index for chunk in movable),
             f"all model data ({format_nbytes(total)}) is at home on the device: it fits the device budget",
         )
-    need = fixed + sum(chunk.host_nbytes for chunk in movable) + workspace_nbytes
+    need = whole = fixed + sum(chunk.host_nbytes for chunk in movable) + workspace_nbytes
     room = device_nbytes - working_set_nbytes - workspace_nbytes
     homed: list[int] = []
     for chunk in reversed(movable):
@@ -91,18 +100,20 @@ def plan_homes(
             need -= chunk.host_nbytes
             homed.append(chunk.chunk_index)
     if need > host_nbytes:
-        raise BudgetError(
-            f"host_budget is too small for the model data: {format_need(need)} needed on the host, "
-            f"{format_need(host_nbytes)} available, after {len(homed)} of {len(movable)} chunks were given a home on "
-            f"the device ({format_need(device_nbytes)}, of which {format_need(working_set_nbytes)} is the largest "
-            f"working set). Raise host_budget by at least {need - host_nbytes} bytes, or device_budget."
-        )
+        short = Shortage.of([(host_limit or Limit("host_budget", host_nbytes), whole if is_metered else need)])
+        raise BudgetError(_host_too_small(short, (need, host_nbytes), (len(homed), len(movable)), device_nbytes))
+    reason = f"model data ({format_nbytes(need)}) is at home on the host, chunks move to the device"
     if homed:
-        return HomePlan(
-            frozenset(homed), f"{len(homed)} of {len(movable)} chunks are at home on the device: the host is full"
-        )
-    return HomePlan(
-        frozenset(), f"model data ({format_nbytes(need)}) is at home on the host, chunks move to the device"
+        reason = f"{len(homed)} of {len(movable)} chunks are at home on the device: the host is full"
+    return HomePlan(frozenset(homed), reason, frozenset(homed))
+
+
+def _host_too_small(short: Shortage, nbytes: tuple[int, int], num_homed: tuple[int, int], device_nbytes: int) -> str:
+    return (
+        f"{short.subject} for the model data: {format_need(nbytes[0])} needed on the host, {format_need(nbytes[1])} "
+        f"available, after {num_homed[0]} of {num_homed[1]} chunks were given a home on the device, where chunks may "
+        f"take {format_need(device_nbytes)}. "
+        + short.advise("raise device_budget and chunk_budget, train fewer parameters, or use more processes")
     )
 
 

@@ -266,7 +266,11 @@ def test_command_line(tmp_path):
         ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "deepspeed"),
         (
             {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-            "use_reentrant",
+            "pass --gradient_checkpointing_kwargs '{\"use_reentrant\": false}'",
+        ),
+        (
+            {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
+            "pass --activation_checkpointing_kwargs '{\"use_reentrant\": false}'",
         ),
         ({"optim": "lomo"}, "lomo"),
         ({"bf16_full_eval": True}, "--bf16 instead"),
@@ -283,7 +287,7 @@ def test_refused_arguments(kwargs, match, tmp_path):
 def test_reentrant_checkpointing_of_the_model_is_refused(tmp_path):
     model = make_model("gpt2")
     model.gradient_checkpointing_enable({"use_reentrant": True})
-    with pytest.raises(ConfigError, match="'use_reentrant': False"):
+    with pytest.raises(ConfigError, match=r"activation_checkpointing_enable\(.*'use_reentrant': False"):
         make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, model=model)
 
 
@@ -291,7 +295,7 @@ def test_a_failed_construction_leaves_the_model_alone(tmp_path):
     before = make_model("gpt2").state_dict()
     config = {"chunk_budget": 100}
     trainer = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, patrickstar_config=config)
-    with pytest.raises(BudgetError, match=r"module 'transformer.h.0.mlp.c_fc' \(Conv1D\).*Raise device_budget"):
+    with pytest.raises(BudgetError, match=r"module 'transformer.h.0.mlp.c_fc' \(Conv1D\).*Raise chunk_budget to"):
         run(trainer)
     config = {"chunk_budget": 2**15, "host_budget": 2**15}
     trainer2 = make_trainer(

@@ -65,7 +65,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(tier=tiers, owner=owners, nbytes=sizes)
     def book(self, tier, owner, nbytes):
         if nbytes > max(self.available(tier, cautious=False), 0):
-            with pytest.raises(BudgetError, match=f"^{self.scarce(tier)} exceeded"):
+            with pytest.raises(BudgetError, match=rf"^(\w+ and )?{self.scarce(tier)}( and \w+)? (is|are) too small"):
                 self.ledger.book(tier, owner, nbytes)
             return
         self.ledger.book(tier, owner, nbytes)

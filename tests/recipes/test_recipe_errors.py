@@ -324,3 +324,38 @@ def test_unknown_on_the_hub(checkpoints, tmp_path):
         _, stderr = process.communicate(timeout=120)
     assert process.returncode
     assert "Dataset 'someone/absent' doesn't exist on the Hub or cannot be accessed." in stderr
+
+
+# From the command line
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--do_train", "--train_file", "absent.txt"], "--train_file: there is no file 'absent.txt'; give the path"),
+        (["--do_train", "--patrickstar_config", "{}"], "patrickstar_config is given but patrickstar is not"),
+        (None, "chunk_budget is too small for module 'transformer."),
+    ],
+    ids=["recipe", "arguments", "engine"],
+)
+def test_an_expected_error_ends_without_a_traceback(options, sentence, checkpoints, data, tmp_path):
+    if options is None:
+        options = ["--do_train", "--train_file", str(data / "train.txt"), "--patrickstar", "--block_size", "16"]
+        options += ["--patrickstar_config", '{"chunk_budget": 1000}']
+    argv = ["--model_name_or_path", str(checkpoints / "clm"), *COMMON, "--output_dir", str(tmp_path / "out"), *options]
+    process = start_recipe("clm", argv, tmp_path / "home")
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "finetune_clm.py: error: " in stderr
+    assert sentence in stderr
+    assert "Traceback" not in stderr
+
+
+def test_a_mistake_of_a_program_keeps_its_traceback(monkeypatch):
+    import common
+
+    def main():
+        return {}["absent"]
+
+    with pytest.raises(KeyError):
+        common.run(main)

@@ -9,6 +9,7 @@ from hf_patrickstar.errors import BudgetError, ConfigError
 from hf_patrickstar.layout.packing import pack
 from hf_patrickstar.layout.search import check_fits, fixed_layout, search_layout
 from hf_patrickstar.layout.specs import TensorSpec
+from hf_patrickstar.shortage import Limit
 
 ITEMSIZE = 2
 
@@ -157,7 +158,7 @@ def test_the_working_set_counts_whole_groups():
         r"Raise device_budget to at least 1280 bytes"
     )
     with pytest.raises(BudgetError, match=message):
-        check_fits(layout, modules, 1023, usable=0.8, world_size=2)
+        check_fits(layout, modules, 1023, [Limit("device_budget", 1023, usable=0.8)], world_size=2)
 
 
 def test_gradients_of_the_two_largest_groups_wait_on_the_device():

@@ -1,0 +1,147 @@
+"""What a step needs of the device in all, told when it has failed for want of memory: the advice of that error.
+
+A step that fails has not seen its largest moment, so its forwards are rehearsed (``memory/rehearsal.py``).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.memory.meters import Meter, UnmeteredTier
+from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.rehearsal import Rehearsal
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.runtime.casting import Casting
+from hf_patrickstar.runtime.chunk import Chunk
+from hf_patrickstar.runtime.tracer import Tracer
+from hf_patrickstar.shortage import Shortage
+
+_ROUNDING = 0.05
+"""An accelerator's allocator rounds up, and libraries take workspaces there."""
+_UNKNOWN = 2
+"""How much more than was seen is advised where a forward cannot be run with fake tensors."""
+_MOST_ROUNDS = 32
+_MOST_CALLS = 32
+"""Forwards of one step that are remembered; some never meet a backward."""
+
+
+class Forecast:
+    """Tells what binds when the device has no room, and what would do.
+
+    Args:
+        chunks: All chunks.
+        pool: Knows what is taken on the device.
+        meter: Measures what else is there.
+        tracer: Has the step that runs.
+        device: The compute device.
+
+    Attributes:
+        need_at: Tells the bytes that chunks need at once in the layout for other budgets: of the device, and of chunks.
+    """
+
+    def __init__(
+        self, chunks: Sequence[Chunk], pool: PayloadPool, meter: Meter, tracer: Tracer, device: torch.device
+    ) -> None:
+        self.need_at: Callable[[int, int | None], int] = lambda device_nbytes, chunk_nbytes: 0
+        self._chunks = chunks
+        self._pool = pool
+        self._meter = meter
+        self._tracer = tracer
+        self._device = device
+        self._calls: list[Rehearsal] = []
+        self._before_nbytes = 0
+        self._known: dict[Any, int | None] = {}
+
+    def note(self, module: torch.nn.Module, inputs: Any, casting: Casting, *, is_training: bool) -> None:
+        """Notes that an outermost forward begins; of its tensors nothing is kept but shapes and types.
+
+        Args:
+            module: What is called.
+            inputs: Positional and named arguments.
+            casting: What happens to their types, and to those of the output.
+            is_training: Whether a backward will follow.
+        """
+        if isinstance(self._meter, UnmeteredTier):
+            return
+        if not self._calls:
+            self._before_nbytes = self._meter.live(self._pool.ledger.used(Tier.DEVICE))
+        del self._calls[: len(self._calls) + 1 - _MOST_CALLS]
+        self._calls.append(Rehearsal.of(module, inputs, self._device, casting, with_backward=is_training))
+
+    def forget(self, *, is_evaluation: bool = False) -> None:
+        """Forgets the forwards of a step that has ended, or only those of evaluations."""
+        self._calls = [call for call in self._calls if is_evaluation and call.with_backward]
+
+    def shortage(self, in_use_nbytes: int) -> Shortage:
+        """What binds, and values that work.
+
+        Args:
+            in_use_nbytes: Bytes of copies that are in use, or are needed now, and cannot leave.
+        """
+        ledger = self._pool.ledger
+        copies = sum(chunk.copy_nbytes for chunk in self._chunks if chunk.compute is not None and not chunk.is_static)
+        fixed = self._pool.in_use(Tier.DEVICE) - copies
+        static = sum(
+            payload.nbytes
+            for chunk in self._chunks
+            if chunk.home is Tier.DEVICE
+            for payload in (chunk.param, *chunk.lists.values())
+        )
+        others = self._non_model_nbytes()
+        explained = self._need_at(ledger.budget(Tier.DEVICE), ledger.chunk_budget)
+        if explained is not None and in_use_nbytes > explained:
+            in_use_nbytes += self._unvisited_nbytes()
+        booked = fixed + in_use_nbytes
+        limits = ledger.limits(Tier.DEVICE)
+        device_nbytes, chunk_nbytes = max(ledger.budget(Tier.DEVICE), booked + others), ledger.chunk_budget
+        for _ in range(_MOST_ROUNDS):  # a larger budget may have larger chunks
+            chunk_nbytes = None if chunk_nbytes is None else max(chunk_nbytes, booked)
+            need = self._need_at(device_nbytes, chunk_nbytes)
+            if need is None:
+                device_nbytes += device_nbytes // 8
+                continue
+            booked = max(booked, fixed - static + need)
+            if booked + others <= device_nbytes and (chunk_nbytes is None or booked <= chunk_nbytes):
+                break
+            device_nbytes = max(device_nbytes, booked + others)
+        return Shortage.of(zip(limits, (booked + others, booked), strict=False))
+
+    def _unvisited_nbytes(self) -> int:
+        """Bytes of chunks that the step has not come to: more are held than modules tell, and these may be, too."""
+        step = self._tracer.step
+        visited = {index for index, _ in step.visits} if step is not None and step.is_recorded else set()
+        coming = (chunk for chunk in self._chunks if chunk.compute is None and chunk.spec.index not in visited)
+        return sum(chunk.copy_nbytes for chunk in coming)
+
+    def _need_at(self, device_nbytes: int, chunk_nbytes: int | None) -> int | None:
+        key = ("need", device_nbytes, chunk_nbytes)
+        if key not in self._known:
+            try:
+                self._known[key] = self.need_at(device_nbytes, chunk_nbytes)
+            except BudgetError:
+                self._known[key] = None
+        return self._known[key]
+
+    def _non_model_nbytes(self) -> int:
+        """The most non-model bytes of the whole step, as far as that can be told."""
+        ledger, step = self._pool.ledger, self._tracer.step
+        if isinstance(self._meter, UnmeteredTier):
+            return 0
+        seen = max(ledger.non_model_nbytes(), self._meter.peak(ledger.used(Tier.DEVICE)))
+        if step is not None:
+            trace = self._tracer.traces.get(step.key)
+            seen = max(seen, *step.non_model_nbytes, 0 if trace is None else trace.non_model_peak_nbytes)
+        grown = [self._growth(call) for call in self._calls]
+        known = [nbytes for nbytes in grown if nbytes is not None]
+        if len(known) < len(grown) or not grown:
+            nbytes = max(seen * _UNKNOWN, self._before_nbytes + sum(known))
+        else:
+            nbytes = max(seen, self._before_nbytes + sum(known))
+        return nbytes if self._device.type == "cpu" else int(nbytes * (1 + _ROUNDING))
+
+    def _growth(self, call: Rehearsal) -> int | None:
+        if call.key not in self._known:
+            self._known[call.key] = call.run()
+        return self._known[call.key]

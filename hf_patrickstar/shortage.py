@@ -1,0 +1,87 @@
+"""What binds where memory does not suffice: which settings, what they would have to be, and the advice in words."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+_PLACES = {"device_budget": "the compute device", "chunk_budget": "the compute device", "host_budget": "the host"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limit:
+    """What a setting allows.
+
+    Attributes:
+        setting: Its key in ``PatrickStarConfig``.
+        nbytes: Bytes that it leaves for what is needed.
+        is_auto: Whether ``"auto"`` chose it: then it is what the machine has, and cannot be raised.
+        usable: Part of the setting that may be used for what is needed; the advised value has the rest too.
+        taken_nbytes: Bytes of the setting that others hold.
+        reserve: Part of the setting that is advised for activations, which are not known yet.
+    """
+
+    setting: str
+    nbytes: int
+    is_auto: bool = False
+    usable: float = 1.0
+    taken_nbytes: int = 0
+    reserve: float = 0.0
+
+    def value_for(self, need_nbytes: int) -> int:
+        """The value of the setting that leaves so many bytes."""
+        return math.ceil((need_nbytes + self.taken_nbytes) / min(self.usable, 1 - self.reserve))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shortage:
+    """The limits that bind, each with the bytes that are needed of it; at least one."""
+
+    needs: tuple[tuple[Limit, int], ...]
+
+    @classmethod
+    def of(cls, needs: Iterable[tuple[Limit, int]]) -> "Shortage":
+        """Those of some limits that leave fewer bytes than are needed.
+
+        Args:
+            needs: Limits, and the bytes that are needed of each. If all suffice, the tightest one is named.
+        """
+        needs = list(needs)
+        short = [(limit, need) for limit, need in needs if need > limit.nbytes]
+        return cls(tuple(short) or (min(needs, key=lambda item: item[0].nbytes - item[1]),))
+
+    @property
+    def is_of_machine(self) -> bool:
+        """Whether the machine has no more, so that no setting helps."""
+        return any(limit.is_auto for limit, _ in self.needs)
+
+    @property
+    def subject(self) -> str:
+        """What is too small: the beginning of a sentence."""
+        if self.is_of_machine:
+            auto = next(limit for limit, _ in self.needs if limit.is_auto)
+            return f"{_PLACES[auto.setting]} has too little memory"
+        names = [limit.setting for limit, _ in self.needs]
+        return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} too small"
+
+    def advise(self, otherwise: str) -> str:
+        """What to do, as a sentence.
+
+        Args:
+            otherwise: What helps beside a larger setting, as an imperative.
+        """
+        if self.is_of_machine:
+            auto = next(limit.setting for limit, _ in self.needs if limit.is_auto)
+            return f"{auto}=auto is all that the machine has to give, so {otherwise}."
+        values = [(limit, limit.value_for(need)) for limit, need in self.needs]
+        plain = " and ".join(
+            f"{limit.setting} to at least {value} bytes" for limit, value in values if not limit.reserve
+        )
+        sentences = [f"Raise {plain}"] if plain else []
+        for limit, value in values:
+            if limit.reserve:
+                sentences.append(
+                    f"Set {limit.setting} to 'auto', which is all that the machine has, or to at least {value} bytes: "
+                    f"{limit.reserve:.0%} of it is for activations, which are not known before the first step (if they "
+                    "need more, its error says how much)"
+                )
+        return f"{'. '.join(sentences)}, or {otherwise}."

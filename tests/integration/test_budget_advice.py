@@ -1,0 +1,302 @@
+"""Every error about memory names the setting that binds; whoever does what it says succeeds in one round."""
+
+import contextlib
+import re
+
+import pytest
+import torch
+from models import MODELS, make_batch, make_model
+
+import hf_patrickstar.machine
+from hf_patrickstar import BudgetError, DeviceMemoryError, PatrickStarEngine
+from hf_patrickstar.memory.tiers import Tier
+
+AUTO = re.compile(r"Set (\w+_budget) to 'auto'")
+VALUE = re.compile(r"(\w+_budget) to at least (\d+) bytes")
+
+
+def advice_of(error):
+    """The settings that a message advises."""
+    text = str(error).split("\ntier ")[0]
+    return {name: int(value) for name, value in VALUE.findall(text)} | dict.fromkeys(AUTO.findall(text), "auto")
+
+
+def follow(run, config, kind=BudgetError):
+    """Provokes an error, does what it says, and succeeds; returns the message and what was advised."""
+    with pytest.raises(kind) as caught:
+        run(config)
+    advised = advice_of(caught.value)
+    assert advised, f"no advice in: {caught.value}"
+    for name, value in advised.items():
+        before = config.get(name, "auto")
+        assert value == "auto" or value > before, f"{name} was {before} already"
+        assert name in str(caught.value).split(" too small")[0]
+    run({**config, **advised})
+    return str(caught.value), advised
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+
+
+class Training:
+    """Three steps of a tiny model, from the making of the engine on."""
+
+    def __init__(self, name, checkpointing=False, batches=(4, 4, 4), make_optimizer=adamw, micro=1):
+        self.name, self.checkpointing, self.batches = name, checkpointing, batches
+        self.make_optimizer, self.micro = make_optimizer, micro
+
+    def __call__(self, config):
+        model = make_model(self.name).train()
+        if self.checkpointing:
+            model.gradient_checkpointing_enable()
+        engine = PatrickStarEngine(model, config, self.make_optimizer(list(model.parameters())))
+        for step, size in enumerate(self.batches):
+            for micro in range(self.micro):
+                model(**make_batch(self.name, size=size, seed=10 * step + micro)).loss.backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        stats = engine.stats()
+        engine.detach()
+        return stats
+
+
+CHECKPOINTING = pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+
+
+@CHECKPOINTING
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "mixtral"])
+@pytest.mark.parametrize("config", [{}, {"chunk_numel": 8192}, {"dtype": "bf16"}], ids=["auto", "fixed", "bf16"])
+def test_chunk_budget(name, checkpointing, config):
+    message, advised = follow(Training(name, checkpointing), {"chunk_budget": 5000, **config})
+    assert message.startswith("chunk_budget is too small for module '")
+    assert list(advised) == ["chunk_budget"]
+    assert advised["chunk_budget"] < 200_000, "the advice is near what is short, not near what the machine has"
+
+
+@CHECKPOINTING
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_device_budget_in_the_first_step(name, checkpointing):
+    """Activations count, also those that the step had not come to when it failed."""
+    training = Training(name, checkpointing)
+    message, advised = follow(training, {"device_budget": 125_000}, DeviceMemoryError)
+    assert message.startswith("device_budget is too small")
+    peak = training({"device_budget": advised["device_budget"]})["device_total_peak_nbytes"]
+    assert advised["device_budget"] < 2.5 * peak
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_device_budget_for_16_bit(name):
+    follow(Training(name), {"device_budget": 100_000, "dtype": "bf16"}, DeviceMemoryError)
+
+
+def test_device_budget_before_the_first_step():
+    """Nobody knows activations then: what works for sure is what the machine has."""
+    message, advised = follow(Training("gpt2"), {"device_budget": 1000})
+    assert "module 'transformer.h.0.mlp.c_fc' (Conv1D)" in message
+    assert "or to at least 33792 bytes: 50% of it is for activations, which are not known" in message
+    assert advised == {"device_budget": "auto"}
+
+
+def test_both_budgets_of_the_device_at_once():
+    message, advised = follow(Training("gpt2"), {"device_budget": 15_000, "chunk_budget": 12_000})
+    assert message.startswith("device_budget and chunk_budget are too small for module")
+    assert advised == {"device_budget": "auto", "chunk_budget": 16_896}
+
+
+def test_device_budget_in_a_later_step_with_more_inputs():
+    small = Training("gpt2", batches=(1, 1))
+    _, advised = follow(small, {"device_budget": 100_000})
+    message, _ = follow(Training("gpt2", batches=(1, 1, 4)), advised, DeviceMemoryError)
+    assert message.startswith("device_budget is too small")
+
+
+def test_device_budget_in_an_evaluation():
+    def run(config):
+        model = make_model("gpt2").eval()
+        engine = PatrickStarEngine(model, config, adamw(model.parameters()))
+        with torch.no_grad():
+            model(**make_batch("gpt2", size=8))
+        engine.detach()
+
+    message, advised = follow(run, {"device_budget": 60_000}, DeviceMemoryError)
+    assert message.startswith("device_budget is too small")
+    assert advised["device_budget"] < 1_000_000
+
+
+@pytest.mark.parametrize("make_optimizer", [adamw, lambda p: torch.optim.SGD(p, lr=0.1)], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("placement", ["auto", "host"])
+def test_device_budget_where_everything_would_live_there(placement, make_optimizer):
+    """With more room everything is at home on the device, and may not be able to leave."""
+    training = Training("bert", make_optimizer=make_optimizer, batches=(16, 16))
+    follow(training, {"device_budget": 400_000, "placement": placement}, DeviceMemoryError)
+
+
+@pytest.mark.parametrize("config", [{"chunk_budget": 60_000}, {"device_budget": 1_050_000, "chunk_numel": 8192}])
+def test_host_budget_before_the_first_step(config):
+    message, advised = follow(Training("gpt2"), {**config, "host_budget": 1000})
+    assert message.startswith("host_budget is too small for the model data")
+    assert list(advised) == ["host_budget"]
+    assert advised["host_budget"] < 1_200_000
+
+
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), torch.optim.RMSprop],
+    ids=["momentum", "rmsprop"],
+)
+def test_host_budget_of_an_optimizer_that_allocates_its_own_state(make_optimizer):
+    """Its size shows in the first step, parameter by parameter: the error has all of it."""
+    training = Training("gpt2", make_optimizer=make_optimizer)
+    _, advised = follow_placement(training)
+    message, _ = follow(training, {"chunk_budget": 60_000, "host_budget": advised["host_budget"] + 1000})
+    assert message.startswith("host_budget is too small")
+    assert "for 'optimizer_state'" in message
+
+
+def follow_placement(training, **config):
+    """What the host needs before a step has begun."""
+    with pytest.raises(BudgetError) as caught:
+        training({"chunk_budget": 60_000, "host_budget": 1000, **config})
+    return caught.value, advice_of(caught.value)
+
+
+@pytest.mark.parametrize(("micro", "keeps"), [(2, "auto"), (1, True)], ids=["micro-batches", "kept"])
+def test_host_budget_of_gradients_that_nobody_announced(micro, keeps):
+    training = Training("gpt2", micro=micro)
+    _, advised = follow_placement(training)
+    config = {"chunk_budget": 60_000, "host_budget": advised["host_budget"] + 10_000, "keep_gradients": keeps}
+    message, _ = follow(training, config)
+    assert message.startswith("host_budget is too small")
+    assert "for 'grad'" in message
+
+
+class Hoarder(torch.nn.Module):
+    """Holds all its parameters at once, which its structure does not tell."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = torch.nn.ModuleList(torch.nn.Linear(32, 32, bias=False) for _ in range(8))
+
+    def forward(self, x):
+        held = [x]
+        with contextlib.ExitStack() as stack:
+            for part in self.parts:  # a view for somebody else's library, say
+                view = part.weight.T
+                stack.callback(view.size)
+                held.append(held[-1] @ view)
+        return held[-1].square().mean()
+
+
+def test_chunks_that_are_in_use_together_although_no_module_says_so():
+    def run(config):
+        model = Hoarder()
+        engine = PatrickStarEngine(model, config, adamw(model.parameters()))
+        for _ in range(2):
+            model(torch.ones(2, 32)).backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+
+    message, advised = follow(run, {"chunk_budget": 5000, "chunk_numel": 1024, "cpu_embedding": False})
+    assert message.startswith("chunk_budget is too small for")
+    assert advised["chunk_budget"] <= 8 * 4096
+
+
+class Fickle(torch.nn.Module):
+    """Looks at a value, so that it cannot be run with fake tensors."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.sum() if x.sum().item() > 0 else -x.sum()
+
+
+def test_what_cannot_be_foreseen_is_advised_with_room_to_spare():
+    def run(config):
+        model = Fickle()
+        engine = PatrickStarEngine(model, config, adamw(model.parameters()))
+        model(torch.ones(64, 32)).backward()
+        engine.optimizer.step()
+
+    follow(run, {"device_budget": 50_000}, DeviceMemoryError)
+
+
+def test_a_loss_that_is_computed_outside_of_the_model():
+    def run(config):
+        model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 512))
+        engine = PatrickStarEngine(model, config, adamw(model.parameters()))
+        for _ in range(3):
+            logits = model(torch.ones(64, 32))
+            torch.nn.functional.cross_entropy(logits, torch.zeros(64, dtype=torch.long)).backward()
+            del logits
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+
+    follow(run, {"device_budget": 300_000}, DeviceMemoryError)
+
+
+def test_a_module_that_is_new_while_it_trains():
+    def run(config):
+        model = make_model("gpt2").train()
+        engine = PatrickStarEngine(model, config, adamw(model.parameters()))
+        model.lm_head = torch.nn.Linear(32, 700, bias=False)
+        model(input_ids=make_batch("gpt2")["input_ids"]).logits.sum().backward()
+        engine.optimizer.step()
+
+    message, _ = follow(run, {"chunk_budget": 40_000})
+    assert message.startswith("chunk_budget is too small for module 'lm_head' (Linear), which is new or has changed")
+    assert "before the model is prepared (before Trainer.train() is called)" in message
+
+
+@CHECKPOINTING
+def test_layers_that_are_unfrozen_while_it_trains(checkpointing):
+    """What construction advises has room for them."""
+
+    def run(config):
+        model = make_model("gpt2").train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        held = [model.transformer.h[0].mlp, model.transformer.h[1]]
+        for module in held:
+            module.requires_grad_(False)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        engine = PatrickStarEngine(model, config, adamw(trained))
+        for module in (None, *held):
+            if module is not None:
+                module.requires_grad_(True)
+                engine.optimizer.add_param_group({"params": list(module.parameters())})
+            model(**make_batch("gpt2")).loss.backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+
+    follow(run, {"chunk_budget": 5000})
+
+
+def test_the_machine_binds_where_no_setting_does(monkeypatch):
+    """Then no number is advised: nothing that can be set would help."""
+    small = {Tier.DEVICE: 5000, Tier.HOST: 10**9}
+    monkeypatch.setattr(hf_patrickstar.machine, "resolve_budgets", lambda *args: dict(small))
+    with pytest.raises(BudgetError, match=r"^the compute device has too little memory for module '.*") as caught:
+        Training("gpt2")({})
+    assert "device_budget=auto is all that the machine has to give, so lower chunk_numel" in str(caught.value)
+    assert not advice_of(caught.value)
+    small[Tier.DEVICE], small[Tier.HOST] = 60_000, 5000
+    with pytest.raises(BudgetError, match=r"^the host has too little memory for the model data") as caught:
+        Training("gpt2")({})
+    assert not advice_of(caught.value)
+
+
+def test_attempts_that_give_up_have_the_advice_too():
+    def run(config):
+        model = make_model("gpt2").train()
+        engine = PatrickStarEngine(model, config, adamw(model.parameters()))
+        engine.attempt(lambda: model(**make_batch("gpt2")).loss.backward())
+
+    with pytest.raises(DeviceMemoryError, match="failed 4 times") as caught:
+        run({"device_budget": 200_000})
+    run(advice_of(caught.value))
