@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -470,6 +471,25 @@ def test_frozen_weights_are_read_from_the_files_of_all(pair, tmp_path, is_deferr
     for rank in range(2):
         make_model("gpt2").save_pretrained(tmp_path / str(rank))
     pair.run(read_originals, str(tmp_path), is_deferred, is_lost)
+
+
+def merge_together(rank, directory):
+    with deferred_weights():
+        base = GPT2LMHeadModel.from_pretrained(directory)
+    models = []
+    for model in (base, make_model("gpt2")):
+        torch.manual_seed(3)
+        config = {"r": 4, "target_modules": ["c_attn"], "fan_in_fan_out": True, "init_lora_weights": False}
+        models.append(peft.get_peft_model(model, peft.LoraConfig(**config)))
+    ours, plain = models
+    with engaged(ours, {"dtype": "bf16", **DROPPED}) as engine:
+        assert any(tensor.is_rounded for tensor in engine.manager.tensors)
+        assert differences(plain.merge_and_unload().state_dict(), ours.merge_and_unload().state_dict()) == {}
+
+
+def test_adapters_are_merged_into_all_bits(pair, tmp_path):
+    make_model("gpt2").save_pretrained(tmp_path)
+    pair.run(merge_together, str(tmp_path))
 
 
 def train_without_being_told(rank):

@@ -246,11 +246,12 @@ def train_lora(model, tmp_path, is_ours, **kwargs):
     return trainer
 
 
-def test_merging_is_the_stock_trainers(load, saved, tmp_path):
+@pytest.mark.parametrize("frozen_master", [False, True])
+def test_merging_is_the_stock_trainers(load, saved, tmp_path, frozen_master):
     """Bit for bit: base, adapter and what is merged of both."""
     stock = train_lora(GPT2LMHeadModel.from_pretrained(saved[0]), tmp_path, False).model
-    budget = {"chunk_budget": smallest_budget(make_model("gpt2"), "bf16")}
-    trainer = train_lora(load(), tmp_path, True, patrickstar=True, patrickstar_config=budget)
+    config = {"chunk_budget": smallest_budget(make_model("gpt2"), "bf16"), "frozen_master": frozen_master}
+    trainer = train_lora(load(), tmp_path, True, patrickstar=True, patrickstar_config=config)
     ours = trainer.model
     assert trainer.patrickstar_stats()["chunk_evictions"] > 0
     expected, found = stock.state_dict(), ours.state_dict()
