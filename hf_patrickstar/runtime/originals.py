@@ -67,7 +67,7 @@ class Originals:
         return tensor.origin is not None and dtype != tensor.chunk.param.dtype
 
     def read(self, tensor: ManagedTensor, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Elements of what this rank has of a parameter that has an origin.
+        """Elements of what this rank has of a parameter that has an origin, or had one when somebody began to read it.
 
         Args:
             tensor: The parameter.
@@ -78,13 +78,15 @@ class Originals:
             A flat tensor on the host, in the type that the parameter was loaded in, or in that of the chunk if the
             origin is lost: then nothing knows more.
         """
-        held = tensor.view(tensor.chunk.param).reshape(-1)[start:stop].cpu()
+        held, origin = tensor.view(tensor.chunk.param).reshape(-1)[start:stop].cpu(), tensor.origin
+        if origin is None:
+            return held
         value = torch.full(held.shape, 0, dtype=tensor.original_dtype, device="cpu")
         begin = tensor.part[0] + start
         try:
             for place in range(0, held.numel(), _PIECE_NUMEL):
                 own = held[place : place + _PIECE_NUMEL]
-                found = tensor.origin.read_again(begin + place, begin + place + own.numel())
+                found = origin.read_again(begin + place, begin + place + own.numel())
                 is_written = differs(found.to(own.dtype), own)
                 value[place : place + own.numel()] = torch.where(is_written, own.to(found.dtype), found)
         except PatrickStarError as error:

@@ -126,6 +126,19 @@ def test_a_file_that_is_written_to_is_not_read(load, saved, caplog, how):
     assert "frozen_master" in message
 
 
+def test_a_file_that_is_written_to_while_it_is_read(load, saved, caplog):
+    engine = engage(load())
+    tensor = engine.manager.find(engine.model.get_parameter(WEIGHT))
+    parts = engine.weights.read_parts(tensor, 0, 256, 64)
+    pieces = [next(parts).clone()]  # the next one is on its way
+    os.truncate(saved[0] / "model.safetensors", 1000)
+    pieces += parts
+    expected = saved[1][WEIGHT].view(-1)[:256]
+    assert torch.equal(torch.cat(pieces[:2]), expected[:128])
+    assert torch.equal(torch.cat(pieces[2:]), expected[128:].bfloat16().float())
+    assert len(lost(caplog)) == 1
+
+
 def test_unfreezing_begins_with_all_bits(load, saved):
     model = load()
     engine = engage(model)
