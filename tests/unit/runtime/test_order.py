@@ -185,7 +185,7 @@ def test_whoever_has_ended_serves_the_others():
 
 
 def test_who_asks_for_what_is_told_to_the_collectives():
-    ranks, _ = run(lambda rank: rank.gather(4), lambda rank: rank.end() and None)
+    ranks, _ = run(lambda rank: (rank.gather(4), rank.end()), lambda rank: rank.end())
     assert ranks[0].collectives.whats[0] == "needs group 4 (gather) for layer 4"
     assert ranks[1].collectives.whats[0] == "has ended its forward"
 
