@@ -59,6 +59,20 @@ def open_weights(path: str | os.PathLike[str]) -> dict[str, DeferredTensor]:
     raise CheckpointError(f"'{path}' has no weights: none of {', '.join(_NAMES[:-1])} and {_NAMES[-1]} is there")
 
 
+def open_safetensors(directory: str | os.PathLike[str]) -> dict[str, DeferredTensor]:
+    """Opens what a directory has in safetensors files; nothing if there are none that are whole.
+
+    Args:
+        directory: The directory.
+    """
+    for name in (_SAFE_FILE, _SAFE_INDEX):
+        path = Path(directory) / name
+        if path.is_file():
+            with contextlib.suppress(CheckpointError):
+                return open_weights(path)
+    return {}
+
+
 def _open_index(path: Path) -> dict[str, DeferredTensor]:
     try:
         shards = json.loads(path.read_text(encoding="utf-8"))["weight_map"]

@@ -24,6 +24,7 @@ from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.live_parameter import requires_grad, set_raw_grad
 from hf_patrickstar.runtime.mirrors import Mirrors
 from hf_patrickstar.runtime.order import Phase
+from hf_patrickstar.runtime.originals import Originals
 from hf_patrickstar.runtime.placement import Placement
 from hf_patrickstar.runtime.reducer import Reducer
 from hf_patrickstar.runtime.sharing import Held, Sharing
@@ -87,7 +88,8 @@ class ChunkManager:
         self._lock = self.gradients.lock
         self._list_names = {name for chunk in chunks for name in chunk.lists}
         self.sharing = Sharing(services.collectives, order)
-        self.values = Values(self.gradients, self.sharing, transfers, transfers.device)
+        self.originals = Originals(pool)
+        self.values = Values(self.gradients, self.sharing, transfers, self.originals, transfers.device)
         self.mirrors = Mirrors(self.values, self.gradients)
         self.writes = Writes(self.values, self.mirrors, self.gradients)
         self._is_alone = order.is_alone
@@ -124,6 +126,7 @@ class ChunkManager:
         """Removes a parameter, which is an ordinary one again; its chunk is freed if no other is in it."""
         with self._lock:
             self.writes.forget(tensor)
+            self.originals.drop(tensor)
             tensor.num_writes += 1  # a graph of before cannot find its operands any more
             chunk = tensor.chunk
             chunk.remove(tensor)
@@ -488,6 +491,8 @@ class ChunkManager:
         """Gives every payload back. Parameters must have their own storage again by then."""
         with self._lock:
             self.mirrors.close()
+            for tensor in self.tensors:
+                self.originals.drop(tensor)
             self._transfers.settle()
             self._reducer.close()
             self.copies.close()

@@ -20,14 +20,15 @@ class Held(NamedTuple):
 
     Attributes:
         tensor: The parameter.
-        source: What this rank has at home, in place; nobody looks at it on a rank that has nothing.
+        source: What this rank has at home, in place, or a function that gives its elements from the first to one after
+            the last, flat, on the host; nobody looks at it on a rank that has nothing.
         dtype: The type to read it in.
         parts: The elements that each rank has, as (start, stop), if not the same as of the parameter.
         number: Its number among what is read, if not the parameter's.
     """
 
     tensor: ManagedTensor
-    source: torch.Tensor | None
+    source: torch.Tensor | Callable[[int, int], torch.Tensor] | None
     dtype: torch.dtype
     parts: Sequence[tuple[int, int]] | None = None
     number: int | None = None
@@ -98,7 +99,8 @@ class Sharing:
         """
         numel = held.tensor.spec.numel
         (value,) = self.parts(held, (0, numel), max(numel, 1), name)
-        if held.source is not None and value.untyped_storage()._cdata == held.source.untyped_storage()._cdata:
+        source = held.source
+        if isinstance(source, torch.Tensor) and value.untyped_storage()._cdata == source.untyped_storage()._cdata:
             value = value.clone()
         return value.view(held.tensor.spec.shape).data  # no view, which would keep its base alive as well
 
@@ -204,7 +206,7 @@ class Sharing:
         parts = held.tensor.parts if held.parts is None else held.parts
         first, last = parts[self.rank]
         if readers == [self.rank] and first <= start and stop <= last and source is not None:
-            return source.reshape(-1)[start - first : stop - first].to(device="cpu", dtype=dtype), ()
+            return _elements(source, start - first, stop - first).to(device="cpu", dtype=dtype), ()
         value = torch.full((stop - start,), 0, dtype=dtype)
         waits = []
         for rank, (first, last) in enumerate(parts):
@@ -215,7 +217,7 @@ class Sharing:
             piece = value[low - start : high - start]
             if rank == self.rank:
                 assert source is not None
-                piece.copy_(source.reshape(-1)[low - first : high - first])
+                piece.copy_(_elements(source, low - first, high - first))
             if is_sent:
                 waits.append(self._collectives.begin_broadcast(piece, rank, what))
         return value, waits
@@ -306,6 +308,10 @@ def _whole(
 
 def _outlines(states: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
     return {index: {key: _outline(value) for key, value in state.items()} for index, state in states.items()}
+
+
+def _elements(source: torch.Tensor | Callable[[int, int], torch.Tensor], start: int, stop: int) -> torch.Tensor:
+    return source.reshape(-1)[start:stop] if isinstance(source, torch.Tensor) else source(start, stop)
 
 
 def _reading(held: Held, name: str) -> str:
