@@ -120,7 +120,7 @@ def measure(name, options):
     orders = itertools.cycle(itertools.permutations(steps))
     seconds = {way: [] for way in steps}
     losses = {way: [] for way in steps}
-    for number, order in zip(range(options.warmup + options.steps), orders):
+    for number, order in zip(range(options.warmup + options.steps), orders, strict=False):
         batch = make_batch(name, number, options)
         if number == options.warmup:
             before = {way: engine.stats() for way, engine in engines.items()}

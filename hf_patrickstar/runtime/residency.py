@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -28,6 +29,7 @@ from hf_patrickstar.units import format_need
 
 logger = logging.getLogger(__name__)
 
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 _NEED_LESS = "use smaller or shorter batches, or activation checkpointing (--gradient_checkpointing)"
 
 
@@ -108,6 +110,7 @@ class Residency:
         self._emit = emit
         self._collectives = collectives
         self._lockstep = lockstep
+        self._is_alone = lockstep.is_alone
         lockstep.gather = self._gather
         lockstep.in_step = lambda: self.in_backward or self.tracer.step is not None
         self._reached: Chunk | None = None
@@ -182,7 +185,7 @@ class Residency:
         if self._policy.evict_all:
             self._evict_everything(exclude=chunk)
         was_there = chunk.compute is not None
-        if not self._lockstep.is_alone:
+        if not self._is_alone:
             self._reach_together(chunk, step, moment, who)
         elif moment is not None and step is not None and step.plan is not None:
             self._follow(step.plan.moments[moment], chunk, who)
@@ -326,7 +329,8 @@ class Residency:
     # Inside
 
     def _follow(self, actions: Actions, chunk: Chunk, who: str) -> None:
-        self._let_go(actions.evict)
+        if actions.evict:
+            self._let_go(actions.evict)
         for index in actions.load:
             other = self.chunks[index]
             if other is chunk:
@@ -337,8 +341,9 @@ class Residency:
 
     def _let_go(self, indices: Iterable[int]) -> None:
         for index in indices:
-            if index in self._copies and not self.chunks[index].is_in_use:
-                self._evict(self.chunks[index])
+            chunk = self._copies.get(index)
+            if chunk is not None and not chunk.is_in_use:
+                self._evict(chunk)
 
     def _load(self, chunk: Chunk, who: str) -> None:
         self._make_room(chunk.copy_nbytes, chunk, who)
@@ -537,14 +542,20 @@ class Residency:
         self._pool.release(Tier.DEVICE, payload, "param", keep=not aliased)
 
 
-@contextlib.contextmanager
-def _as_it_is(payload: torch.Tensor) -> Iterator[None]:
+def _as_it_is(payload: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Leaves whatever modes code is run under, so that new payloads are what the old one is.
 
     In inference mode they could never be trained with, inside a function transform they would be wrappers, and under
     fake tensors they would hold nothing.
     """
-    is_real = type(payload) is torch.Tensor
+    is_disguised = type(payload) is torch.Tensor and torch._C._get_dispatch_mode(_FAKE) is not None
+    if is_disguised or torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return _without_modes(is_real=type(payload) is torch.Tensor)
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _without_modes(*, is_real: bool) -> Iterator[None]:
     with (
         torch.inference_mode(False),
         temporarily_clear_interpreter_stack(),

@@ -171,9 +171,7 @@ class Cursor:
         self.trace = trace
         self._dropped_after = dropped_after
         self._moment = 0
-        self._moments: dict[int, list[int]] = {}
-        for moment, visit in enumerate(trace.visits):
-            self._moments.setdefault(visit.chunk_index, []).append(moment)
+        self._moments: dict[int, list[int]] = {}  # made when somebody asks: who has a plan does not
 
     @property
     def moment(self) -> int:
@@ -197,6 +195,9 @@ class Cursor:
         Returns:
             The moment, or ``None`` if the copy that is there now is never visited again.
         """
+        if not self._moments:
+            for moment, visit in enumerate(self.trace.visits):
+                self._moments.setdefault(visit.chunk_index, []).append(moment)
         moments = self._moments.get(chunk_index)
         if moments is None:
             return None
