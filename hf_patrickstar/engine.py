@@ -133,8 +133,8 @@ class PatrickStarEngine:
         return make_kernel(optimizer, self.machine.pool, self.config.tile_numel, self.device.type != "cpu")
 
     def _make_optimizer(self, optimizer: torch.optim.Optimizer, kernel: Kernel, number: int) -> ChunkedOptimizer:
-        def follow() -> None:
-            self._follow_model(True)
+        def follow() -> bool:
+            return self._follow_model(True)
 
         return ChunkedOptimizer(optimizer, kernel, self.manager, self._emit, number, follow, self.optimizers)
 
@@ -186,9 +186,9 @@ class PatrickStarEngine:
         chunked.take_inner_state()
         return chunked
 
-    def _follow_model(self, is_training: bool) -> None:
-        if self._attached and hasattr(self, "_membership"):
-            self._membership.follow(is_training=is_training)
+    def _follow_model(self, is_training: bool) -> bool:
+        is_whole = self._attached and hasattr(self, "_membership")
+        return is_whole and self._membership.follow(is_training=is_training)
 
     def _make_manager(self, chunks: list[Chunk]) -> ChunkManager:
         decisions, config = self._decisions, self.config
