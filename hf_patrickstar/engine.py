@@ -95,7 +95,7 @@ class PatrickStarEngine:
         self._num_micro_batches = max(gradient_accumulation_steps, 1)
         self._statistics = Statistics()
         self.figures = Figures()  # as they were told last
-        self._listener = listener
+        self._emit = self._statistics.record if listener is None else _both(self._statistics.record, listener)
         self.machine = Machine.find(self.config, device, process_group, self._relieve)
         self.device, self.collectives = self.machine.device, self.machine.collectives
         self.ledger = self.machine.ledger
@@ -509,17 +509,20 @@ class PatrickStarEngine:
         """Makes room for what is not chunks."""
         self.manager.residency.relieve(is_step=self._hooks.is_running)
 
-    def _emit(self, event: Event) -> None:
-        self._statistics.record(event)
-        if self._listener is not None:
-            self._listener(event)
-
     def _move_in(self) -> None:
         """Moves buffers to the device, and parameters into their chunks."""
         for buffer in self.model.buffers():
             self._buffer_devices.append((buffer, buffer.device))
             buffer.data = buffer.data.to(self.device)
         self._first_values.move_in(self.model.buffers())
+
+
+def _both(first: Listener, second: Listener) -> Listener:
+    def emit(event: Event) -> None:
+        first(event)
+        second(event)
+
+    return emit
 
 
 def initialize_engine(

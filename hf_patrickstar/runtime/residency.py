@@ -188,7 +188,9 @@ class Residency:
         if not self._is_alone:
             self._reach_together(chunk, step, moment, who)
         elif moment is not None and step is not None and step.plan is not None:
-            self._follow(step.plan.moments[moment], chunk, who)
+            actions = step.plan.moments[moment]
+            if actions.evict or actions.load:
+                self._follow(actions, chunk, who)
         if chunk.compute is None:
             self._load(chunk, who)
         elif self._copies and self.ledger.available(Tier.DEVICE) < 0:
@@ -196,10 +198,10 @@ class Residency:
         is_late = chunk.arrival is not None and self._await(chunk)
         self.num_late += is_late
         self.num_hits += was_there and not chunk.is_static and not is_late
-        if step is not None and step.is_recorded:
-            self._meter.restart()
-        elif step is not None and step.plan is not None:  # nobody measures it: what is known is noted
+        if step is not None and step.plan is not None:  # nobody measures it: what is known is noted
             self.ledger.note_total(self.ledger.reserved_nbytes)
+        elif step is not None and step.is_recorded:
+            self._meter.restart()
         assert chunk.compute is not None
         return chunk.compute
 
@@ -329,8 +331,7 @@ class Residency:
     # Inside
 
     def _follow(self, actions: Actions, chunk: Chunk, who: str) -> None:
-        if actions.evict:
-            self._let_go(actions.evict)
+        self._let_go(actions.evict)
         for index in actions.load:
             other = self.chunks[index]
             if other is chunk:
