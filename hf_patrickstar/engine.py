@@ -99,7 +99,7 @@ class PatrickStarEngine:
         self._num_micro_batches = max(gradient_accumulation_steps, 1)
         self._statistics = Statistics()
         self.figures = Figures()  # as they were told last
-        self._listener = listener
+        self._emit = self._statistics.record if listener is None else _both(self._statistics.record, listener)
         self.machine = Machine.find(self.config, device, process_group, self._relieve)
         self.device, self.collectives = self.machine.device, self.machine.collectives
         self.ledger = self.machine.ledger
@@ -137,8 +137,8 @@ class PatrickStarEngine:
         return make_kernel(optimizer, self.machine.pool, self.config.tile_numel, self.device.type != "cpu")
 
     def _make_optimizer(self, optimizer: torch.optim.Optimizer, kernel: Kernel, number: int) -> ChunkedOptimizer:
-        def follow() -> None:
-            self._follow_model(True)
+        def follow() -> bool:
+            return self._follow_model(True)
 
         return ChunkedOptimizer(optimizer, kernel, self.manager, self._emit, number, follow, self.optimizers)
 
@@ -187,9 +187,9 @@ class PatrickStarEngine:
         chunked.take_inner_state()
         return chunked
 
-    def _follow_model(self, is_training: bool) -> None:
-        if self._attached and hasattr(self, "_membership"):
-            self._membership.follow(is_training=is_training)
+    def _follow_model(self, is_training: bool) -> bool:
+        is_whole = self._attached and hasattr(self, "_membership")
+        return is_whole and self._membership.follow(is_training=is_training)
 
     def _make_manager(self, chunks: list[Chunk]) -> ChunkManager:
         """The parts of the runtime, each made of those before it."""
@@ -505,17 +505,20 @@ class PatrickStarEngine:
         """Makes room for what is not chunks."""
         self.manager.reclaim.make_room_for_others(is_step=self._hooks.is_running)
 
-    def _emit(self, event: Event) -> None:
-        self._statistics.record(event)
-        if self._listener is not None:
-            self._listener(event)
-
     def _move_in(self) -> None:
         """Moves buffers to the device, and parameters into their chunks."""
         for buffer in self.model.buffers():
             self._buffer_devices.append((buffer, buffer.device))
             buffer.data = buffer.data.to(self.device)
         self._first_values.move_in(self.model.buffers())
+
+
+def _both(first: Listener, second: Listener) -> Listener:
+    def emit(event: Event) -> None:
+        first(event)
+        second(event)
+
+    return emit
 
 
 def initialize_engine(

@@ -119,25 +119,29 @@ class Membership:
         self.layout: Layout = decisions.choice.layout
 
     @torch.no_grad()
-    def follow(self, *, is_training: bool) -> None:
+    def follow(self, *, is_training: bool) -> bool:
         """Adapts to what has changed, if anything has; with several processes all call it together.
 
         Args:
             is_training: Whether gradients will be computed: only then a frozen parameter that says that it requires one
                 is unfrozen, since adapters are switched on for a mere evaluation too.
 
+        Returns:
+            Whether anything may have changed.
+
         Raises:
             BudgetError: If there is no room for what is new; nothing has changed then.
             EngineError: If a new parameter cannot be managed.
         """
         if not self._parts.hooks.may_have_changed(is_training) or _is_functional_call():
-            return
+            return False
         change = self._compare(is_training)
         if change.new or change.gone:
             self._adapt(change)
         elif any(self._is_renamed(spec) for spec in change.specs):
             self._rename(change)
         self._parts.hooks.refresh()
+        return True
 
     def _compare(self, is_training: bool) -> _Change:
         manager = self._parts.manager

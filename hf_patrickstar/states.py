@@ -18,6 +18,8 @@ class TensorState(enum.Enum):
     HOLD_AFTER_FWD = "hold_after_fwd"
     HOLD_AFTER_BWD = "hold_after_bwd"
 
+    __hash__ = object.__hash__  # members are compared by identity; Enum's own is a Python function
+
 
 class Stage(enum.Enum):
     """What the engine is doing when an operator runs."""
@@ -36,13 +38,14 @@ class Stage(enum.Enum):
 
 
 _S = TensorState
-_LEGAL = {
+LEGAL = {
     _S.FREE: frozenset({_S.HOLD}),
     _S.HOLD: frozenset({_S.FREE, _S.COMPUTE, _S.HOLD_AFTER_BWD}),
     _S.COMPUTE: frozenset({_S.HOLD, _S.HOLD_AFTER_FWD}),
     _S.HOLD_AFTER_FWD: frozenset({_S.FREE, _S.COMPUTE, _S.HOLD, _S.HOLD_AFTER_BWD}),
     _S.HOLD_AFTER_BWD: frozenset({_S.FREE, _S.COMPUTE, _S.HOLD}),
 }
+"""The states that a tensor may take from each."""
 
 
 def check_transition(name: str, old: TensorState, new: TensorState) -> TensorState:
@@ -56,12 +59,12 @@ def check_transition(name: str, old: TensorState, new: TensorState) -> TensorSta
     Raises:
         StateError: If the transition is illegal.
     """
-    if new not in _LEGAL[old]:
-        legal = ", ".join(sorted(state.name for state in _LEGAL[old]))
+    if new not in LEGAL[old]:
+        legal = ", ".join(sorted(state.name for state in LEGAL[old]))
         raise StateError(f"parameter '{name}': illegal transition {old.name} -> {new.name}; from {old.name}: {legal}")
     return new
 
 
 def legal_transitions(state: TensorState) -> frozenset[TensorState]:
     """The states that a tensor may take from ``state``."""
-    return _LEGAL[state]
+    return LEGAL[state]

@@ -157,8 +157,9 @@ class Ledger:
     def note_total(self, non_model_nbytes: int) -> None:
         """Notes what others were seen to take on ``DEVICE`` beside the bytes that are booked now."""
         total = self._used[Tier.DEVICE] + non_model_nbytes
-        self._total_peak = max(self._total_peak, total)
-        self._total_step_peak = max(self._total_step_peak, total)
+        if total > self._total_step_peak:
+            self._total_step_peak = total
+            self._total_peak = max(self._total_peak, total)
 
     def available(self, tier: Tier, *, cautious: bool | None = None) -> int:
         """Bytes that can still be booked; negative when others on the device grew past the limit.
@@ -167,12 +168,11 @@ class Ledger:
             tier: The tier.
             cautious: Keep to the fraction; by default if the ledger ``is_cautious``.
         """
-        free = self.limit(tier, cautious=cautious) - self._used[tier]
-        if tier is Tier.DEVICE:
-            free -= self.non_model_nbytes()
-            if self._chunk_budget is not None:
-                free = min(free, self._chunk_budget - self._used[tier])
-        return free
+        used = self._used[tier]
+        if tier is Tier.HOST:
+            return self._limits[tier] - used
+        free = self.limit(tier, cautious=cautious) - used - self.non_model_nbytes()
+        return free if self._chunk_budget is None else min(free, self._chunk_budget - used)
 
     def book(self, tier: Tier, owner: str, nbytes: int, *, is_allocated: bool = False, ahead_nbytes: int = 0) -> None:
         """Books bytes for an owner.

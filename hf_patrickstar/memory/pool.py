@@ -1,5 +1,6 @@
 """The payload pool: allocates and reuses the buffers that chunks live in, and books every one in the ledger."""
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -183,7 +184,9 @@ class PayloadPool:
     def _make(self, nbytes: int, make: Callable[..., torch.Tensor], numel: int, **kwargs: Any) -> torch.Tensor:
         self._is_allocating = True
         try:
-            with torch.inference_mode(False):  # a buffer made in inference mode could never be trained with
+            is_inference = torch.is_inference_mode_enabled()
+            # A buffer made in inference mode could never be trained with.
+            with torch.inference_mode(False) if is_inference else contextlib.nullcontext():
                 buffer = make(numel, **kwargs)
             self._taken[buffer.untyped_storage()._cdata] = nbytes
         finally:

@@ -26,6 +26,8 @@ class Tier(enum.Enum):
     DEVICE = "device"
     HOST = "host"
 
+    __hash__ = object.__hash__  # members are compared by identity; Enum's own is a Python function
+
 
 def available_host_nbytes() -> int:
     """Bytes of host memory that this process can still take, cgroup limits respected."""

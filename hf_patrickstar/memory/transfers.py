@@ -9,9 +9,10 @@ from typing import Any, Protocol
 import numpy
 import torch
 
-from hf_patrickstar.units import MIB
+from hf_patrickstar.units import KIB, MIB
 
 _IN_FLIGHT_NBYTES = 64 * MIB
+_AT_ONCE_NBYTES = 256 * KIB
 
 
 class Ticket(Protocol):
@@ -96,17 +97,25 @@ class Transfers:
 
     On CUDA all copies run in order on one side stream, which first waits for the compute stream: a buffer is never
     overwritten while an earlier kernel reads it, and a gradient is never copied before it is written. On the CPU tier
-    copies that are started ahead run in order in one thread.
+    copies that are started ahead run in order in one thread, except small ones: to hand one of those to the thread
+    takes longer than to make it.
 
     Args:
         device: The compute device.
         copy: What the copy thread does with a pair of byte arrays, target first; it lets go of them.
+        at_once_nbytes: The largest copy that the thread is not asked for.
     """
 
-    def __init__(self, device: torch.device, copy: Callable[[list[Any]], None] = copy_bytes) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        copy: Callable[[list[Any]], None] = copy_bytes,
+        at_once_nbytes: int = _AT_ONCE_NBYTES,
+    ) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.device = device
         self._copy = copy
+        self._at_once_nbytes = at_once_nbytes
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
         self._in_flight: collections.deque[tuple[torch.cuda.Event, torch.Tensor, int]] = collections.deque()
         self._in_flight_nbytes = 0
@@ -123,7 +132,7 @@ class Transfers:
         """
         if self._stream is not None:
             return StreamTicket(self._copy_on_stream(source, target), self.device)
-        if type(source) is not torch.Tensor:  # a fake tensor has no bytes
+        if source.nbytes <= self._at_once_nbytes or type(source) is not torch.Tensor:  # a fake tensor has no bytes
             target.copy_(source)
             return None
         if self._thread is None:

@@ -112,8 +112,9 @@ class AdamKernel:
             gradient = self._gradient(chunk, segment)
             if coefficient is not None:
                 gradient.mul_(coefficient)
-            self._adam(master[part], gradient, chunk.lists[EXP_AVG][part], chunk.lists[EXP_AVG_SQ][part], segment)
-            param[part].copy_(master[part])
+            masters = master[part]
+            self._adam(masters, gradient, chunk.lists[EXP_AVG][part], chunk.lists[EXP_AVG_SQ][part], segment)
+            param[part].copy_(masters)
         for tensor in chunk.owned:
             if tensor.gradient in AT_HOME and tensor.spec.index in groups:
                 steps = self._steps.get(tensor.spec.index, 0)
@@ -177,6 +178,9 @@ class AdamKernel:
             numel = self._tile_numel if on_host else max(_DEVICE_TILE_NUMEL, self._tile_numel)
             if not on_host and chunk.home in self._scratch:
                 numel = self._scratch[chunk.home].numel() // ALIGNMENT_NUMEL * ALIGNMENT_NUMEL
+            if segment.stop - segment.start <= numel:
+                yield segment
+                continue
             for start in range(segment.start, segment.stop, numel):
                 yield dataclasses.replace(segment, start=start, stop=min(start + numel, segment.stop))
 
@@ -203,6 +207,25 @@ class AdamKernel:
         beta1, beta2 = group["betas"]
         # Made by a kernel: torch.tensor would copy from the host, and wait for it, once per tile.
         step = torch.full((), float(segment.step), device=master.device if fused else "cpu")
+        decoupled = group.get("decoupled_weight_decay", isinstance(self._optimizer, torch.optim.AdamW))
+        if fused and isinstance(group["lr"], float) and isinstance(beta1, float) and isinstance(beta2, float):
+            # What adam() comes to, without sorting one tensor by device and type.
+            (torch._fused_adamw_ if decoupled else torch._fused_adam_)(
+                [master],
+                [gradient],
+                [exp_avg],
+                [exp_avg_sq],
+                [],
+                [step.add_(1)],
+                lr=group["lr"],
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=group["maximize"],
+            )
+            return
         adam(
             [master],
             [gradient],
@@ -212,7 +235,7 @@ class AdamKernel:
             [step],
             foreach=foreach,
             fused=fused,
-            decoupled_weight_decay=group.get("decoupled_weight_decay", isinstance(self._optimizer, torch.optim.AdamW)),
+            decoupled_weight_decay=decoupled,
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,

@@ -41,9 +41,9 @@ def total_norm(manager: ChunkManager, items: Iterable[ManagedTensor | torch.Tens
             continue
         place = num_places + (item.chunk.rank if item.is_split else 0)
         num_places += len(item.parts) if item.is_split else 1  # parts of a norm make up its norm
-        gradient = gradients.of(item)
-        if gradient is not None:
-            norms[place] = _norm_of(item, gradient, norm_type)
+        found = _norm_of(manager, item, norm_type)
+        if found is not None:
+            norms[place] = found
     sharing = manager.sharing
     if not sharing.is_alone:
         together = sharing.scalars(norms, num_places)
@@ -113,13 +113,17 @@ def clip_by_value(manager: ChunkManager, items: Iterable[ManagedTensor | torch.T
             manager.mirrors.refresh_gradient(item)
 
 
-def _norm_of(tensor: ManagedTensor, gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """The norm of one gradient; that of order 2 is remembered."""
-    if norm_type != 2.0:
-        return gradient_norm(gradient, tensor.chunk.state_dtype, norm_type)
-    if tensor.gradient_norm is None:
-        tensor.gradient_norm = gradient_norm(gradient, tensor.chunk.state_dtype)
-    return tensor.gradient_norm
+def _norm_of(manager: ChunkManager, tensor: ManagedTensor, norm_type: float) -> torch.Tensor | None:
+    """The norm of what this rank has of a gradient; that of order 2 is remembered, until the gradient changes."""
+    if norm_type == 2.0 and tensor.gradient_norm is not None and tensor.aside is None:
+        return tensor.gradient_norm
+    gradient = manager.gradients.of(tensor)
+    if gradient is None:
+        return None
+    norm = gradient_norm(gradient, tensor.chunk.state_dtype, norm_type)
+    if norm_type == 2.0:
+        tensor.gradient_norm = norm
+    return norm
 
 
 def _stack(norms: list[torch.Tensor]) -> torch.Tensor:

@@ -37,7 +37,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         manager: The manager of the chunks.
         emit: Told of every step.
         index: Its number among the optimizers of the engine.
-        follow_model: Lets the engine follow changes of the model, or of param groups, before a step.
+        follow_model: Lets the engine follow changes of the model, or of param groups, before a step; tells whether
+            there were any.
         peers: All optimizers of the engine; the list may grow.
     """
 
@@ -51,7 +52,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         manager: ChunkManager,
         emit: Listener,
         index: int = 0,
-        follow_model: Callable[[], None] = lambda: None,
+        follow_model: Callable[[], bool] = lambda: False,
         peers: Sequence["ChunkedOptimizer"] = (),
     ) -> None:
         self.inner = optimizer
@@ -88,7 +89,11 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         return groups
 
     def _updates(self, tensor: ManagedTensor) -> bool:
-        return tensor.chunk.spec.is_updated and tensor.chunk.spec.optimizer_index == self.index
+        return self._has(tensor.chunk)
+
+    def _has(self, chunk: Chunk) -> bool:
+        """Whether it updates what is in a chunk."""
+        return chunk.spec.is_updated and chunk.spec.optimizer_index == self.index
 
     @property
     def _tensors(self) -> list[ManagedTensor]:
@@ -105,8 +110,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     @property
     def _is_beside_others(self) -> bool:
         """Whether there are gradients that are none of its own."""
-        has = self._manager.gradients.has
-        return any(has(tensor) for tensor in self._manager.tensors if not self._updates(tensor))
+        others = (chunk.tensors for chunk in self._manager.chunks if not self._has(chunk))
+        return any(self._manager.gradients.has(tensor) for tensors in others for tensor in tensors)
 
     @property
     def _is_wanted_by_peers(self) -> bool:
@@ -191,9 +196,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
             closure = None
-        self._index_groups()
-        self._follow_model()
         self._groups = self._index_groups()
+        if self._follow_model():
+            self._groups = self._index_groups()
         manager = self._manager
         manager.release_borrowed()
         manager.writes.sync()
@@ -201,17 +206,15 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             manager.writes.take_over(tensor)
             if closure is None:  # it computes other gradients
                 manager.gradients.check_complete(tensor)
-            self._begin_anew(tensor)
+            if self.inner.state:
+                self._begin_anew(tensor)
         if manager.gradients.has_factor and self._is_beside_others:
             manager.apply_factor()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made on the inner one asks for it
         if self.kernel.updates_at_once:
             loss = self.kernel.update_at_once(self._tensors, self._present, manager.writes.follow_master, closure)
-        chunks = [
-            chunk for chunk in manager.chunks if chunk.spec.is_updated and chunk.spec.optimizer_index == self.index
-        ]
-        self._update(chunks, manager.gradients.take_factor())
-        if not self.kernel.updates_at_once:
+        self._update([chunk for chunk in manager.chunks if self._has(chunk)], manager.gradients.take_factor())
+        if not self.kernel.updates_at_once and len(self._groups) < sum(len(g["params"]) for g in self.param_groups):
             self.kernel.update_others(self._others)
         self._num_steps += 1
         self._emit(StepFinished(self._num_steps, skipped=False))

@@ -26,14 +26,14 @@ class Statistics:
         """Takes one event."""
         kind = type(event)
         self._counts[kind] = self._counts.get(kind, 0) + 1
-        if isinstance(event, ChunkLoaded):
-            self._ahead += event.ahead
-        if isinstance(event, ChunkRehomed):
-            self._rehomed_nbytes[event.to_device] += event.nbytes
         if isinstance(event, StepFinished):
             self._skipped += event.skipped
-        else:
-            self._nbytes[kind] = self._nbytes.get(kind, 0) + event.nbytes
+            return
+        self._nbytes[kind] = self._nbytes.get(kind, 0) + event.nbytes
+        if isinstance(event, ChunkLoaded):
+            self._ahead += event.ahead
+        elif isinstance(event, ChunkRehomed):
+            self._rehomed_nbytes[event.to_device] += event.nbytes
 
     def summary(self) -> dict[str, int]:
         """Bytes moved by direction, and how often each thing happened."""

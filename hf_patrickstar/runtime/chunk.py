@@ -28,7 +28,7 @@ from hf_patrickstar.runtime.live_parameter import (
     set_raw_data,
     storage_key,
 )
-from hf_patrickstar.states import TensorState, check_transition
+from hf_patrickstar.states import LEGAL, TensorState, check_transition
 
 MASTER = "master"
 GRADIENT = "grad"
@@ -54,6 +54,8 @@ class GradientPlace(enum.Enum):
     KEPT = "kept"
     CONSUMED = "consumed"
     INCOMPLETE = "incomplete"
+
+    __hash__ = object.__hash__  # members are compared by identity; Enum's own is a Python function
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -129,6 +131,7 @@ class ManagedTensor:
         "part",
         "parts",
         "placeholder",
+        "placeholder_key",
         "read_at",
         "spec",
         "state",
@@ -148,6 +151,7 @@ class ManagedTensor:
         self.is_split = False
         self.is_owned = True
         self.placeholder = placeholder
+        self.placeholder_key = storage_key(placeholder)
         self.strides = contiguous_strides(spec.shape)
         self.original_dtype = parameter.dtype
         self.origin: Any = None  # what has bits of the value that the chunk does not hold; see ``Originals``
@@ -189,12 +193,13 @@ class ManagedTensor:
         """Whether the parameter is of the class that the engine gave it; ``swap_tensors`` takes it away, say."""
         return not self.is_bound or isinstance(self.parameter, LiveMixin) or self.is_open
 
-    def materialize(self, value: torch.Tensor) -> None:
-        """Gives the parameter a value, so that torch computes with it."""
-        set_raw_data(self.parameter, value)
+    def materialize(self, payload: torch.Tensor) -> None:
+        """Gives the parameter its value, in what its chunk is computed with, so that torch computes with it."""
+        set_raw_data(self.parameter, self.view_copy(payload))
         if self.is_bound:  # after it has a value, and until it has none: another thread may use it at any moment
             self.parameter.__class__ = acquired_type(self.original_type)
         self.is_materialized = True
+        self.version = self.parameter._version
 
     def dematerialize(self) -> None:
         """Takes the value away; the parameter answers by itself from now on."""
@@ -253,9 +258,15 @@ class ManagedTensor:
         return self.lookup != "device" and self.chunk.home is Tier.HOST
 
     @property
-    def is_placeholder(self) -> bool:
-        """Whether the parameter is what management left; false if somebody assigned ``parameter.data``."""
-        return storage_key(self.parameter) == self.placeholder.untyped_storage()._cdata
+    def is_as_left(self) -> bool:
+        """Whether the parameter is what management left: not exchanged, nor given other data around torch's functions.
+
+        What it was given while it has a value, or is open, is found when that ends.
+        """
+        if self.is_open:
+            return True
+        is_there = not self.is_bound or isinstance(self.parameter, LiveMixin)
+        return is_there and (self.is_materialized or storage_key(self.parameter) == self.placeholder_key)
 
     def go(self, state: TensorState) -> None:
         """Takes a state.
@@ -263,7 +274,9 @@ class ManagedTensor:
         Raises:
             StateError: If the transition is illegal.
         """
-        self.state = check_transition(self.spec.name, self.state, state)
+        if state not in LEGAL[self.state]:
+            check_transition(self.spec.name, self.state, state)
+        self.state = state
 
 
 class Chunk:
@@ -276,6 +289,10 @@ class Chunk:
         spec: The chunk as numbers.
         home: The tier where its lists live.
         rank: Which of the group's chunks this process owns.
+
+    Attributes:
+        state_dtype: The type of all lists but ``param``.
+        is_mixed: Whether its values are rounded masters, and gradients are widened for the optimizer.
     """
 
     __slots__ = (
@@ -284,6 +301,7 @@ class Chunk:
         "base_use_count",
         "compute",
         "home",
+        "is_mixed",
         "last_access",
         "lists",
         "num_computing",
@@ -292,6 +310,7 @@ class Chunk:
         "rank",
         "reader",
         "spec",
+        "state_dtype",
         "storage",
         "tensors",
         "ticket",
@@ -299,6 +318,8 @@ class Chunk:
 
     def __init__(self, spec: ChunkSpec, home: Tier, rank: int = 0) -> None:
         self.spec = spec
+        self.state_dtype = torch_dtype(spec.types.state)
+        self.is_mixed = spec.types.is_mixed
         self.home = home
         self.rank = rank
         self.tensors: list[ManagedTensor] = []
@@ -362,16 +383,6 @@ class Chunk:
     def is_static(self) -> bool:
         """Whether it is computed with where it is at home, and so never moves."""
         return self.home is Tier.DEVICE and self.spec.world_size == 1
-
-    @property
-    def state_dtype(self) -> torch.dtype:
-        """The type of all lists but ``param``."""
-        return torch_dtype(self.spec.types.state)
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether its values are rounded masters, and gradients are widened for the optimizer."""
-        return self.spec.types.is_mixed
 
     @property
     def param_nbytes(self) -> int:

@@ -90,6 +90,7 @@ class Executor:
         self._meter = services.meter
         self._collectives = services.collectives
         self._order = services.order
+        self._is_alone = services.order.is_alone
         self._copies = services.copies
         self._reclaim = services.reclaim
         self._tracer = services.tracer
@@ -134,10 +135,12 @@ class Executor:
         if self._evicts_all:
             self._evict_everything(exclude=chunk)
         was_there = chunk.compute is not None
-        if not self._order.is_alone:
+        if not self._is_alone:
             self._bring_together(chunk, step, moment, who)
         elif moment is not None and step is not None and step.plan is not None:
-            self._follow(step.plan.moments[moment], chunk, who)
+            actions = step.plan.moments[moment]
+            if actions.evict or actions.load:
+                self._follow(actions, chunk, who)
         if chunk.compute is None:
             self._load(chunk, who)
         elif len(self._copies) and self._ledger.available(Tier.DEVICE) < 0:
@@ -145,18 +148,17 @@ class Executor:
         is_late = chunk.arrival is not None and self._copies.wait(chunk)
         self.num_late += is_late
         self.num_hits += was_there and not chunk.is_static and not is_late
-        if step is not None and step.is_recorded:
-            self._meter.restart()
-        elif step is not None and step.plan is not None:  # nobody measures it: what is known is noted
+        if step is not None and step.plan is not None:  # nobody measures it: what is known is noted
             self._ledger.note_total(self._ledger.reserved_nbytes)
+        elif step is not None and step.is_recorded:
+            self._meter.restart()
         assert chunk.compute is not None
         return chunk.compute
 
     # Of this process alone
 
     def _follow(self, actions: Actions, chunk: Chunk, who: str) -> None:
-        if actions.evict:
-            self._evict_if_unused(actions.evict)
+        self._evict_if_unused(actions.evict)
         for index in actions.load:
             other = self._chunks[index]
             if other is chunk:

@@ -5,6 +5,7 @@ import threading
 from typing import Any
 
 import torch
+from torch._C import _current_graph_task_id
 
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.lookups import Lookup
@@ -38,19 +39,15 @@ class Frame:
     has_turn: bool = False
 
 
-class Frames:
-    """The forwards of one engine that are running, innermost last, for each thread."""
+class Frames(threading.local):
+    """The forwards of one engine that are running on this thread: each thread sees its own.
+
+    Attributes:
+        stack: The forwards, innermost last.
+    """
 
     def __init__(self) -> None:
-        self._local = threading.local()
-
-    @property
-    def stack(self) -> list[Frame]:
-        """Those of this thread; the list itself."""
-        stack: list[Frame] | None = getattr(self._local, "stack", None)
-        if stack is None:
-            stack = self._local.stack = []
-        return stack
+        self.stack: list[Frame] = []
 
     def end(self, frame: Frame) -> None:
         """Puts parameters back that copies stood in for."""
@@ -61,7 +58,7 @@ class Frames:
     @property
     def is_inside(self) -> bool:
         """Whether this thread is inside of a forward or backward."""
-        return bool(self.stack) or torch._C._current_graph_task_id() != -1
+        return bool(self.stack) or _current_graph_task_id() != -1
 
     @property
     def stage(self) -> Stage:
@@ -79,6 +76,6 @@ class Frames:
 
 def current_stage() -> Stage:
     """What begins when a module is called now."""
-    if torch._C._current_graph_task_id() != -1:
+    if _current_graph_task_id() != -1:
         return Stage.BACKWARD
     return Stage.FORWARD if torch.is_grad_enabled() else Stage.EVALUATION

@@ -375,7 +375,7 @@ class Gradients:
         if chunk.home is Tier.DEVICE:
             tensor.view(chunk.param).copy_(gradient)
         else:
-            if gradient.device.type == "cpu" or not chunk.param.is_pinned():
+            if gradient.is_cpu or not chunk.param.is_pinned():
                 chunk.wait()  # the host writes to the home, which a copy may be reading
             chunk.note(self._transfers.to_host(gradient, tensor.view(chunk.param)))
         tensor.gradient = GradientPlace.PARAM
@@ -445,6 +445,6 @@ def gradient_norm(gradient: torch.Tensor, dtype: torch.dtype, norm_type: float =
         dtype: The type of the norm: that of the optimizer's states.
         norm_type: Order of the norm.
     """
-    if gradient.device.type == "cuda":
+    if gradient.is_cuda:
         return torch._foreach_norm([gradient], norm_type, dtype=dtype)[0]
     return torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)

@@ -5,6 +5,7 @@ post-accumulate-grad hook, and every parameter a class that answers while it has
 """
 
 import dataclasses
+import itertools
 import operator
 import sys
 import weakref
@@ -12,13 +13,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.frames import Frame, Frames, current_stage
 from hf_patrickstar.runtime.live_model import LiveModel
-from hf_patrickstar.runtime.live_parameter import RAW, raw_grad, requires_grad, set_raw_grad
+from hf_patrickstar.runtime.live_parameter import RAW, requires_grad, take_raw_grad
 from hf_patrickstar.runtime.live_tensor import LiveServices, LiveTensor, LiveWeights
 from hf_patrickstar.runtime.lookups import Lookups
 from hf_patrickstar.runtime.manager import ChunkManager
@@ -45,7 +47,7 @@ class ModelHooks:
         model: torch.nn.Module,
         manager: ChunkManager,
         weights: LiveWeights,
-        follow_model: Callable[[bool], None],
+        follow_model: Callable[[bool], bool],
         device: torch.device,
         casting: Casting,
     ) -> None:
@@ -58,7 +60,8 @@ class ModelHooks:
         self._of_modules: dict[torch.nn.Module, tuple[list[ManagedTensor], list[Any]]] = {}  # what they hold, and hooks
         self._of_tensors: dict[int, Any] = {}
         self._of_model: list[Any] = []
-        self._structure: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
+        self._places: list[dict[str, Any]] = []  # where modules keep their parameters and modules
+        self._structure: tuple[list[int], list[Any]] = [], []  # what was there: how many in each place, and all of it
         self._names: dict[torch.nn.Module, str] = {}
         self._frames = Frames()
         self._lookups = Lookups(manager)
@@ -96,8 +99,8 @@ class ModelHooks:
                 self._of_modules[module][0][:] = own  # the list that its hooks have: one of them may be running
             else:
                 self._of_modules[module] = own, self._attach_module(module, own)
-        places = [places for module in self._names for places in (module._parameters, module._modules)]
-        self._structure = [(place, tuple(place.values())) for place in places]
+        self._places = [place for module in self._names for place in (module._parameters, module._modules)]
+        self._structure = self._found_structure()
 
     def _detach_module(self, module: torch.nn.Module) -> None:
         for handle in self._of_modules.pop(module)[1]:
@@ -148,16 +151,19 @@ class ModelHooks:
         Args:
             is_training: Whether a frozen parameter that says that it requires a gradient counts.
         """
-        for place, before in self._structure:
-            if len(place) != len(before) or not all(map(operator.is_, place.values(), before)):
+        (sizes, found), (sizes_before, before) = self._found_structure(), self._structure
+        if sizes != sizes_before or not all(map(operator.is_, found, before)):
+            return True
+        for tensor in self._manager.tensors:
+            if tensor.is_given_up or not tensor.is_ours:
                 return True
-        with RAW():
-            for tensor in self._manager.tensors:
-                if tensor.is_given_up or not tensor.is_ours:
-                    return True
-                if is_training and not tensor.spec.trainable and tensor.parameter.requires_grad:
-                    return True
+            if is_training and not tensor.spec.trainable and requires_grad(tensor.parameter):
+                return True
         return self._manager.has_new_groups
+
+    def _found_structure(self) -> tuple[list[int], list[Any]]:
+        contents = [place.values() for place in self._places]
+        return list(map(len, contents)), list(itertools.chain.from_iterable(contents))
 
     def refresh(self) -> None:
         """Registers hooks anew where modules hold other parameters now."""
@@ -180,18 +186,21 @@ class ModelHooks:
         manager, frames, name = self._manager, self._frames, self._names[module]
         # One with a buffer (a scale, say) computes with it on the device.
         is_embedding = isinstance(module, torch.nn.Embedding) and not any(True for _ in module.buffers())
+        is_model, is_root = module is self._model, module in self._roots
 
         def before(_module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             stack = frames.stack
-            if stack and (_module is self._model or (_module in self._roots and stack[0].module is _module)):
+            if stack and (is_model or (is_root and stack[0].module is _module)):
                 self.unwind()  # of a forward that was interrupted: torch runs no hooks after a KeyboardInterrupt
             frame = Frame(_module, current_stage())
             if not stack:
                 self._enter_outermost(frame, name, args, kwargs)
             stack.append(frame)
+            if not own:
+                return None
             if is_embedding and len(own) == 1 and self._looks_up(own[0]):
                 return self._begin_lookup(frame, own[0], args, kwargs)
-            if torch._C._functorch.peek_interpreter_stack() is not None:
+            if peek_interpreter_stack() is not None:
                 self._replace(frame, name)
                 return None
             is_recomputed = frame.stage is Stage.BACKWARD
@@ -206,7 +215,8 @@ class ModelHooks:
             if not stack or stack[-1].module is not _module:
                 return None
             frame = stack.pop()
-            frames.end(frame)
+            if frame.replaced:
+                frames.end(frame)
             for tensor in frame.acquired:
                 manager.release(tensor, frame.stage)
             for lookup in frame.lookups.values():
@@ -257,7 +267,7 @@ class ModelHooks:
 
     def _looks_up(self, tensor: ManagedTensor) -> bool:
         """Whether an embedding reads its rows at home; not where somebody watches the gradient of the weight."""
-        if not tensor.is_home_lookup or torch._C._functorch.peek_interpreter_stack() is not None:
+        if not tensor.is_home_lookup or peek_interpreter_stack() is not None:
             return False
         parameter: Any = tensor.parameter
         with RAW():
@@ -302,7 +312,7 @@ class ModelHooks:
             self._follow_model(frame.stage is Stage.FORWARD)
             inputs = _tensors_in((args, kwargs))
             shapes = input_shapes([tensor.shape for tensor in inputs])
-            present = (*inputs, *self._model.buffers())
+            present = itertools.chain(inputs, self._model.buffers())
             begin = self._manager.begin_evaluation if frame.stage is Stage.EVALUATION else self._manager.begin_forward
             begin("" if frame.module is self._model else name, shapes, present)
         except BaseException:
@@ -370,10 +380,10 @@ class ModelHooks:
 
     def _store_gradient(self, parameter: torch.Tensor) -> None:
         self._operands.notice_backward()
-        gradient, tensor = raw_grad(parameter), self._manager.find(parameter)
+        tensor = self._manager.find(parameter)
+        gradient = None if tensor is None else take_raw_grad(parameter)
         if gradient is None or tensor is None:
             return
-        set_raw_grad(parameter, None)
         if gradient.requires_grad and self._manager.sharing.is_alone:  # backward(create_graph=True)
             before = parameter.grad
             self._manager.store_gradient(tensor, gradient.detach())

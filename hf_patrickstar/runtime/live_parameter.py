@@ -25,6 +25,9 @@ RAW = torch._C.DisableTorchFunctionSubclass
 
 _Base: Any = torch._C.TensorBase
 _Tensor: Any = torch.Tensor
+_get_data, _set_data = _Base.data.__get__, _Base.data.__set__
+_get_grad, _set_grad = _Base.grad.__get__, _Base.grad.__set__
+_get_requires_grad = _Base.requires_grad.__get__
 
 
 class Access:
@@ -250,33 +253,41 @@ def can_answer(parameter: torch.Tensor) -> bool:
 def raw_data(parameter: torch.Tensor) -> torch.Tensor:
     """``parameter.data`` as torch has it."""
     with RAW():
-        value: torch.Tensor = _Base.data.__get__(parameter)
+        value: torch.Tensor = _get_data(parameter)
         return value
 
 
 def set_raw_data(parameter: torch.Tensor, value: torch.Tensor) -> None:
     """Assigns ``parameter.data`` as torch does."""
     with RAW():
-        _Base.data.__set__(parameter, value)
+        _set_data(parameter, value)
 
 
 def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """``parameter.grad`` as autograd has it."""
     with RAW():
-        gradient: torch.Tensor | None = _Base.grad.__get__(parameter)
+        gradient: torch.Tensor | None = _get_grad(parameter)
         return gradient
 
 
 def set_raw_grad(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """Assigns ``parameter.grad`` as autograd does."""
     with RAW():
-        _Base.grad.__set__(parameter, gradient)
+        _set_grad(parameter, gradient)
+
+
+def take_raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """``parameter.grad`` as autograd has it; it has none afterwards."""
+    with RAW():
+        gradient: torch.Tensor | None = _get_grad(parameter)
+        _set_grad(parameter, None)
+        return gradient
 
 
 def requires_grad(parameter: Any) -> bool:
     """Whether a parameter says that it is trained."""
     with RAW():
-        return bool(_Base.requires_grad.__get__(parameter))
+        return bool(_get_requires_grad(parameter))
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Literal
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from hf_patrickstar.errors import DeviceMemoryError, EngineError
@@ -212,7 +213,7 @@ class ChunkManager:
             BudgetError: If its chunk cannot be brought to the device.
             EngineError: If the parameter is open (``full_parameters``), or was unfrozen since the engine was made.
         """
-        if torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+        if torch.is_inference_mode_enabled() or peek_interpreter_stack() is not None:
             # A payload made there could never be trained with, or would be a wrapper without storage.
             is_graph = torch.is_grad_enabled()
             with torch.inference_mode(False), torch.set_grad_enabled(is_graph), temporarily_clear_interpreter_stack():
@@ -232,14 +233,15 @@ class ChunkManager:
 
     def _acquire(self, tensor: ManagedTensor, module_name: str, is_alias: bool) -> None:
         if tensor.users == 0:
-            self.check_usable(tensor)
-            self._check_unfrozen(tensor)
+            if tensor.is_open:
+                self.check_usable(tensor)
+            if not tensor.spec.trainable:
+                self._check_unfrozen(tensor)
             self.writes.take_over(tensor)
         payload = self._reach(tensor, module_name)
         tensor.read_at = tensor.num_writes
         if not is_alias and not tensor.is_materialized:
-            tensor.materialize(tensor.view_copy(payload))
-            tensor.version = tensor.parameter._version
+            tensor.materialize(payload)
         if tensor.users == 0:
             tensor.go(TensorState.COMPUTE)
             tensor.chunk.num_computing += 1
@@ -247,7 +249,7 @@ class ChunkManager:
 
     def release(self, tensor: ManagedTensor, stage: Stage) -> None:
         """Ends one acquisition; after the last, the parameter is a placeholder again."""
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if peek_interpreter_stack() is not None:
             with temporarily_clear_interpreter_stack():
                 return self.release(tensor, stage)
         with self._lock:
@@ -306,7 +308,7 @@ class ChunkManager:
                 self._reducer.store(tensor, gradient)
             elif not self.gradients.attempts.is_counted(tensor.spec.index):
                 if not (is_at_home or tensor.chunk.is_static):
-                    tensor.crossing_nbytes += gradient.numel() * gradient.dtype.itemsize
+                    tensor.crossing_nbytes += gradient.nbytes
                 self.gradients.place(tensor, gradient)
                 self.mirrors.refresh_gradient(tensor)
             if tensor.users == 0 and tensor.state is not TensorState.HOLD_AFTER_BWD:
@@ -520,14 +522,14 @@ class ChunkManager:
             )
 
     def _check_unfrozen(self, tensor: ManagedTensor) -> None:
-        """Refuses to compute with a parameter whose gradient would stay on this process, and not be averaged.
+        """Refuses to compute with a frozen parameter whose gradient would stay on this process, and not be averaged.
 
         One that is unfrozen between forwards is adopted by then. Alone, autograd keeps the gradient of any other.
 
         Raises:
             EngineError: If so.
         """
-        is_unfrozen = not tensor.spec.trainable and torch.is_grad_enabled() and requires_grad(tensor.parameter)
+        is_unfrozen = torch.is_grad_enabled() and requires_grad(tensor.parameter)
         if is_unfrozen and not self._is_alone and MASTER in self._list_names:
             raise EngineError(_unfrozen(tensor))
 

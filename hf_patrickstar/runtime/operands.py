@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch._C import _current_graph_task_id
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from hf_patrickstar.errors import EngineError
-from hf_patrickstar.runtime.chunk import Chunk, Epoch, ManagedTensor
+from hf_patrickstar.runtime.chunk import Epoch, ManagedTensor
 from hf_patrickstar.runtime.live_parameter import RAW, LiveMixin, storage_key
 from hf_patrickstar.runtime.manager import ChunkManager
 
@@ -54,6 +55,7 @@ class Operands:
 
     def __init__(self, manager: ChunkManager) -> None:
         self._manager = manager
+        self._find = manager.copies.find  # the chunk that a storage belongs to
         self._graph_task = -1
         self._lock = threading.Lock()
 
@@ -84,7 +86,9 @@ class Operands:
             theirs = pack(shown)
             if theirs is shown:
                 return _Kept(self.pack(view))
-            in_chunks = [t for t in tree_iter(theirs) if isinstance(t, torch.Tensor) and self._find(t) is not None]
+            in_chunks = [
+                t for t in tree_iter(theirs) if isinstance(t, torch.Tensor) and self._find(storage_key(t)) is not None
+            ]
             return _Kept(tree_map_only(torch.Tensor, self.pack, theirs)) if in_chunks else theirs
 
         def unpack_both(kept: Any) -> torch.Tensor:
@@ -97,7 +101,7 @@ class Operands:
         """Replaces an operand by its address, if it lives in a chunk."""
         if isinstance(view, LiveMixin):
             return self._pack_parameter(view)
-        chunk = self._find(view)
+        chunk = self._find(storage_key(view))
         if chunk is None or view.dtype is not chunk.param.dtype:
             # Of an output that is saved by its own operator the tensor itself would be a cycle that nobody collects.
             return view.detach()
@@ -117,10 +121,6 @@ class Operands:
         with RAW():
             return self.pack(parameter.detach())
 
-    def _find(self, tensor: torch.Tensor) -> Chunk | None:
-        """The chunk that a tensor looks into."""
-        return self._manager.copies.find(storage_key(tensor))
-
     def unpack(self, saved: torch.Tensor | SavedView) -> torch.Tensor:
         """Brings back an operand of backward.
 
@@ -130,7 +130,7 @@ class Operands:
             EngineError: If the parameter was changed since forward.
         """
         self.notice_backward()
-        if isinstance(saved, torch.Tensor):
+        if not isinstance(saved, SavedView):
             return saved
         tensor = saved.tensor
         if saved.epoch is not None and saved.epoch.value is not None:  # parameter.data was assigned since
@@ -148,7 +148,9 @@ class Operands:
 
     def notice_backward(self) -> None:
         """Asks autograd, once per backward, to be told of its end."""
-        task = torch._C._current_graph_task_id()
+        task = _current_graph_task_id()
+        if task == self._graph_task:
+            return
         with self._lock:  # a CUDA device's thread and the caller's may both come first
             is_new = task != -1 and task != self._graph_task
             if is_new:

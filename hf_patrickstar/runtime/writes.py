@@ -12,7 +12,7 @@ import torch
 from hf_patrickstar.runtime.bits import same_bits
 from hf_patrickstar.runtime.chunk import MASTER, Chunk, Epoch, GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.gradients import Gradients
-from hf_patrickstar.runtime.live_parameter import raw_data
+from hf_patrickstar.runtime.live_parameter import raw_data, storage_key
 from hf_patrickstar.runtime.mirrors import Mirrors, checksum_of
 from hf_patrickstar.runtime.values import Values
 
@@ -64,20 +64,26 @@ class Writes:
 
     def take_back(self, tensor: ManagedTensor) -> None:
         """Ends a parameter's having a value, and takes over what was written to it meanwhile."""
-        value, storage = raw_data(tensor.parameter), tensor.chunk.storage
+        parameter, storage = tensor.parameter, tensor.chunk.storage
         assert storage is not None
+        is_other = storage_key(parameter) != storage._cdata
+        if is_other or parameter._version != tensor.version or parameter.shape != tensor.spec.shape:
+            self._take_over_value(tensor, is_other=is_other)
+        else:
+            tensor.dematerialize()
+            if tensor in self._watched:
+                self._compare(tensor)
+
+    def _take_over_value(self, tensor: ManagedTensor, *, is_other: bool) -> None:
+        """Ends a parameter's having a value that is not, or not any more, the one that it was given."""
+        value = raw_data(tensor.parameter)
         if tuple(value.shape) != tensor.spec.shape:
             self.give_up(tensor, value)
             return
-        version = tensor.parameter._version
         tensor.dematerialize()
-        is_other = value.untyped_storage()._cdata != storage._cdata
-        if is_other or version != tensor.version:
-            if is_other:
-                self._end_epoch(tensor)
-            self.apply(tensor, value, voids_graphs=False)
-        elif tensor in self._watched:
-            self._compare(tensor)
+        if is_other:
+            self._end_epoch(tensor)
+        self.apply(tensor, value, voids_graphs=False)
 
     def _end_epoch(self, tensor: ManagedTensor) -> None:
         """Keeps what graphs of before need, as torch keeps memory that a parameter had."""
@@ -99,13 +105,17 @@ class Writes:
             tensor: The parameter.
             keeps_unused: As for ``Mirrors.sync_value``.
         """
+        if not tensor.is_as_left:
+            self._take_over_data(tensor)
+        self._mirrors.sync_value(tensor, keeps_unused=keeps_unused)
+
+    def _take_over_data(self, tensor: ManagedTensor) -> None:
         if not tensor.is_ours:
             self.give_up_swapped(tensor)
-        elif not (tensor.is_materialized or tensor.is_open or tensor.is_placeholder):
-            value = raw_data(tensor.parameter)
-            tensor.dematerialize()
-            self.assign(tensor, value)
-        self._mirrors.sync_value(tensor, keeps_unused=keeps_unused)
+            return
+        value = raw_data(tensor.parameter)
+        tensor.dematerialize()
+        self.assign(tensor, value)
 
     def watch(self, tensor: ManagedTensor) -> None:
         """Looks for what is written to a device copy without a trace: by ``.data``, or a view that outlives its use."""

@@ -165,20 +165,16 @@ class Cursor:
     Args:
         trace: The trace.
         dropped_after: Chunks whose device copies are void after the step: those that the optimizer updates.
+
+    Attributes:
+        moment: The moment of the last visit; -1 before the first.
     """
 
     def __init__(self, trace: Trace, dropped_after: frozenset[int] = frozenset()) -> None:
         self.trace = trace
         self._dropped_after = dropped_after
-        self._moment = 0
-        self._moments: dict[int, list[int]] = {}
-        for moment, visit in enumerate(trace.visits):
-            self._moments.setdefault(visit.chunk_index, []).append(moment)
-
-    @property
-    def moment(self) -> int:
-        """The moment of the last visit; -1 before the first."""
-        return self._moment - 1
+        self.moment = -1
+        self._moments: dict[int, list[int]] = {}  # made when somebody asks: who has a plan does not
 
     def advance(self, chunk_index: int) -> bool:
         """Notes a visit.
@@ -186,10 +182,9 @@ class Cursor:
         Returns:
             Whether the trace expected it.
         """
+        self.moment += 1
         visits = self.trace.visits
-        expected = self._moment < len(visits) and visits[self._moment].chunk_index == chunk_index
-        self._moment += 1
-        return expected
+        return self.moment < len(visits) and visits[self.moment].chunk_index == chunk_index
 
     def next_visit(self, chunk_index: int) -> int | None:
         """The moment at which a chunk is visited next; in the next repetition if no more in this one.
@@ -197,10 +192,13 @@ class Cursor:
         Returns:
             The moment, or ``None`` if the copy that is there now is never visited again.
         """
+        if not self._moments:
+            for moment, visit in enumerate(self.trace.visits):
+                self._moments.setdefault(visit.chunk_index, []).append(moment)
         moments = self._moments.get(chunk_index)
         if moments is None:
             return None
-        place = bisect.bisect_left(moments, self._moment)
+        place = bisect.bisect_right(moments, self.moment)
         if place < len(moments):
             return moments[place]
         return None if chunk_index in self._dropped_after else moments[0] + len(self.trace.visits)

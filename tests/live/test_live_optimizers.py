@@ -700,6 +700,8 @@ OPTIMIZERS = {
     "amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
     "maximize": lambda p: torch.optim.Adam(p, lr=1e-3, maximize=True),
     "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "fused_adam": lambda p: torch.optim.Adam(p, lr=1e-3, weight_decay=0.1, maximize=True, fused=True),
+    "fused_tensor_rate": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2), fused=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1),
     "rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
     "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2, t0=1),

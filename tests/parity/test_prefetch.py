@@ -26,6 +26,11 @@ class SlowCopy:
         copy_bytes(arrays)
 
 
+def hand_to_thread(engine, copy):
+    """Lets the copy thread make all copies that are started ahead, small ones too."""
+    engine.manager._transfers._copy, engine.manager._transfers._at_once_nbytes = copy, 0
+
+
 def losses_of(name, config, copy=None, accumulation=1, checkpointing=False, steps=4):
     model = make_model(name).train()
     if checkpointing:
@@ -33,7 +38,7 @@ def losses_of(name, config, copy=None, accumulation=1, checkpointing=False, step
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     engine = PatrickStarEngine(model, config, optimizer, gradient_accumulation_steps=accumulation)
     if copy is not None:
-        engine.manager._transfers._copy = copy
+        hand_to_thread(engine, copy)
     losses = []
     torch.manual_seed(3)
     for step in range(steps):
@@ -105,7 +110,7 @@ def test_detaching_waits_for_copies_under_way():
     model = make_model("gpt2").train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     engine = PatrickStarEngine(model, {"chunk_budget": 2 * smallest_budget(make_model("gpt2"))}, optimizer)
-    engine.manager._transfers._copy = SlowCopy(0.05)
+    hand_to_thread(engine, SlowCopy(0.05))
     for step in range(2):
         model(**make_batch("gpt2", seed=step)).loss.backward()
         engine.optimizer.step()

@@ -241,3 +241,15 @@ def test_the_first_optimizer_that_holds_a_parameter_has_it():
     optimizers = [torch.optim.SGD(first.parameters()), torch.optim.SGD([*second.parameters(), first.weight])]
     found = holders(optimizers)
     assert [found[id(p)] for p in (first.weight, first.bias, second.weight, second.bias)] == [0, 0, 1, 1]
+
+
+def test_a_parameter_that_goes_to_the_next_module_is_noticed():
+    """Read one after the other, the dictionaries of both modules have the same contents before and after."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Module())
+    engine = PatrickStarEngine(model, CONFIG, make_adamw(model))
+    assert not engine._hooks.may_have_changed(True)
+    model[1]._parameters["bias"] = model[0]._parameters.popitem()[1]
+    assert engine._hooks.may_have_changed(True)
+    engine.follow_model()
+    assert names_of(engine) == ["0.weight", "1.bias"]
+    assert not engine._hooks.may_have_changed(True)

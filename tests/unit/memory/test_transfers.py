@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def transfers():
-    made = Transfers(CPU)
+    made = Transfers(CPU, at_once_nbytes=0)
     yield made
     made.close()
 
@@ -42,7 +42,7 @@ class SlowCopy:
 def slow():
     """A slow copy and the transfers that use it."""
     copy = SlowCopy()
-    made = Transfers(CPU, copy)
+    made = Transfers(CPU, copy, at_once_nbytes=0)
     yield copy, made
     copy.may_go.set()
     made.close()
@@ -148,7 +148,7 @@ def test_errors_of_a_copy_are_raised_where_it_is_waited_for(method):
         arrays.clear()
         raise ValueError("a bad disk")
 
-    transfers = Transfers(CPU, fail)
+    transfers = Transfers(CPU, fail, at_once_nbytes=0)
     ticket = transfers.fetch(torch.ones(4), torch.zeros(4))
     with pytest.raises(ValueError, match="a bad disk"):
         getattr(ticket, method)()
@@ -164,7 +164,7 @@ def test_the_thread_goes_on_after_an_error():
             raise failures.pop()
         copy_bytes(arrays)
 
-    transfers = Transfers(CPU, fail_once)
+    transfers = Transfers(CPU, fail_once, at_once_nbytes=0)
     target = torch.zeros(4)
     first, second = transfers.fetch(torch.ones(4), target), transfers.fetch(torch.ones(4), target)
     second.wait()
@@ -211,7 +211,7 @@ def test_closing_waits_for_what_was_started(slow):
 
 
 def test_closing_ends_the_thread_and_may_come_twice():
-    transfers = Transfers(CPU)
+    transfers = Transfers(CPU, at_once_nbytes=0)
     transfers.close()
     before = set(threading.enumerate())
     transfers.fetch(torch.ones(4), torch.zeros(4))
@@ -222,6 +222,21 @@ def test_closing_ends_the_thread_and_may_come_twice():
     target = torch.zeros(4)
     transfers.fetch(torch.ones(4), target).wait()
     assert target.all(), "a copy after all has a new thread"
+    transfers.close()
+
+
+def test_small_copies_are_made_at_once_and_need_no_thread(slow):
+    copy, _ = slow
+    transfers = Transfers(CPU, copy, at_once_nbytes=16)
+    before = threading.active_count()
+    target = torch.zeros(4)
+    assert transfers.fetch(torch.ones(4), target) is None
+    assert target.all()
+    assert threading.active_count() == before
+    ticket = transfers.fetch(torch.ones(5), torch.zeros(5))
+    assert not ticket.is_done
+    copy.may_go.set()
+    ticket.wait()
     transfers.close()
 
 
