@@ -32,19 +32,14 @@ from hf_patrickstar.optim.optimizer_set import OptimizerSet
 from hf_patrickstar.payloads import Payloads
 from hf_patrickstar.report.figures import Figures
 from hf_patrickstar.report.statistics import Statistics
+from hf_patrickstar.runtime.assembly import Foundation, assemble
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
-from hf_patrickstar.runtime.copies import Copies
-from hf_patrickstar.runtime.executor import Executor, MovePolicy, Services
-from hf_patrickstar.runtime.forecast import Forecast
+from hf_patrickstar.runtime.executor import MovePolicy
 from hf_patrickstar.runtime.hooks import ModelHooks
 from hf_patrickstar.runtime.manager import ChunkManager
-from hf_patrickstar.runtime.order import make_order
-from hf_patrickstar.runtime.placement import Placement, PlacementRules
-from hf_patrickstar.runtime.reclaim import Reclaim
+from hf_patrickstar.runtime.placement import PlacementRules
 from hf_patrickstar.runtime.recovery import MAX_RETRIES, Recovery
-from hf_patrickstar.runtime.steps import DeviceGauges, Steps
 from hf_patrickstar.runtime.together import roots_of
-from hf_patrickstar.runtime.tracer import Tracer
 from hf_patrickstar.schedule.eviction import Chooser
 from hf_patrickstar.schedule.margin import ACCELERATOR, CPU_TIER, Rates
 from hf_patrickstar.states import TensorState
@@ -192,34 +187,33 @@ class PatrickStarEngine:
         return is_whole and self._membership.follow(is_training=is_training)
 
     def _make_manager(self, chunks: list[Chunk]) -> ChunkManager:
-        """The parts of the runtime, each made of those before it."""
         decisions, config, machine = self._decisions, self.config, self.machine
-        pool, meter = machine.pool, machine.meter
-        transfers = Transfers(self.device)
-        order = make_order(self.collectives, len(decisions.tensors), config.debug_collectives)
         policy = MovePolicy(
             Chooser(config.eviction),
             config.prefetch_depth,
             config.reshard_after_forward is True,
             config.debug_evict_all,
         )
-        tracer = Tracer((chunk.copy_nbytes for chunk in chunks), DeviceGauges(meter, self.ledger), order)
-        copies = Copies(chunks, pool, transfers, self._emit)
-        forecast = Forecast(chunks, pool, meter, tracer, self.device, decisions.need_at)
-        placement = Placement(
-            chunks,
-            self._payloads.nbytes_of(chunk.spec for chunk in chunks),
-            copies,
-            self.ledger,
-            tracer,
-            self._payloads.reserve,
-            PlacementRules(decisions.workspace_nbytes, config.prefetch_depth, policy.chooser.name),
-            self._rates(),
+        return assemble(
+            Foundation(
+                chunks=chunks,
+                chunk_nbytes=self._payloads.nbytes_of(chunk.spec for chunk in chunks),
+                num_tensors=len(decisions.tensors),
+                pool=machine.pool,
+                meter=machine.meter,
+                transfers=Transfers(self.device),
+                collectives=self.collectives,
+                emit=self._emit,
+                policy=policy,
+                placement=PlacementRules(decisions.workspace_nbytes, config.prefetch_depth, policy.chooser.name),
+                rates=self._rates(),
+                reserve=self._payloads.reserve,
+                need_at=decisions.need_at,
+                num_micro_batches=self._num_micro_batches,
+                keeps_gradients=config.keep_gradients,
+                checks_all=config.debug_collectives,
+            )
         )
-        reclaim = Reclaim(copies, placement, pool, tracer, policy.chooser, forecast)
-        services = Services(chunks, pool, meter, self.collectives, order, copies, reclaim, tracer, policy)
-        steps = Steps(services, Executor(services), forecast, self._num_micro_batches)
-        return ChunkManager(services, steps, placement, transfers, self._emit, config.keep_gradients)
 
     def _rates(self) -> Rates | None:
         """How fast chunks move and are updated, if they may move to better homes: every optimizer has to follow."""

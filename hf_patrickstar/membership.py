@@ -356,7 +356,7 @@ class Membership:
         if optimizer is not None:
             optimizer.take_inner_state(tensor)
         if gradient is not None and spec.trainable:
-            manager.mirrors.assign_gradient(tensor, gradient)
+            manager.gradient_mirrors.assign(tensor, gradient)
         return tensor
 
     def _optimizer_of(self, tensor: ManagedTensor) -> ChunkedOptimizer | None:

@@ -177,7 +177,7 @@ class ChunkWeights:
         """The same, for ``state_dict``: a tensor that follows the parameter, and is followed; see [Note: mirrors]."""
         if self._collected is not None or tensor.is_open:
             return self.read(tensor)
-        return self._manager.mirrors.hand_out_value(tensor, tensor.original_dtype, on_host=True).detach()
+        return self._manager.mirrors.hand_out(tensor, tensor.original_dtype, on_host=True).detach()
 
     @contextlib.contextmanager
     def opened(self, tensors: Iterable[ManagedTensor], writeback: bool, with_grads: bool) -> Iterator[None]:
@@ -231,7 +231,7 @@ class ChunkWeights:
             self._manager.writes.apply(tensor, value)
         if not with_grads or (handed is not None and gradient is handed[0] and gradient._version == handed[1]):
             return
-        self._manager.mirrors.drop_gradient(tensor)
+        self._manager.gradient_mirrors.drop(tensor)
         if gradient is None:
             self._manager.gradients.drop(tensor)
         else:

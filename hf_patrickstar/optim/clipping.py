@@ -27,7 +27,7 @@ def total_norm(manager: ChunkManager, items: Iterable[ManagedTensor | torch.Tens
         gradients.records_norms = True
     norms: dict[int, torch.Tensor] = {}
     num_places = 0
-    manager.mirrors.sync_gradients()
+    manager.gradient_mirrors.sync()
     inverse_scale = gradients.inverse_scale
     for item in items:
         if not isinstance(item, ManagedTensor):
@@ -76,14 +76,14 @@ def clip_by_norm(
     gradients = manager.gradients
     chosen = {item.spec.index for item in items if isinstance(item, ManagedTensor)}
     left_out = any(gradients.has(tensor) for tensor in manager.tensors if tensor.spec.index not in chosen)
-    is_at_once = left_out or manager.mirrors.has_gradients
+    is_at_once = left_out or len(manager.gradient_mirrors) > 0
     for item in items:
         if not isinstance(item, ManagedTensor):
             if item.grad is not None:
                 item.grad.mul_(coefficient.to(item.grad.device))
         elif is_at_once:
             gradients.multiply(item, coefficient)
-            manager.mirrors.refresh_gradient(item)
+            manager.gradient_mirrors.refresh(item)
     if not is_at_once:
         before = gradients.coefficient
         gradients.coefficient = coefficient if before is None else before * coefficient
@@ -100,7 +100,7 @@ def clip_by_value(manager: ChunkManager, items: Iterable[ManagedTensor | torch.T
     """
     if manager.gradients.coefficient is not None:
         manager.apply_factor()
-    manager.mirrors.sync_gradients()
+    manager.gradient_mirrors.sync()
     scale = manager.gradients.inverse_scale
     for item in items:
         is_scaled = isinstance(item, ManagedTensor) and scale is not None
@@ -110,7 +110,7 @@ def clip_by_value(manager: ChunkManager, items: Iterable[ManagedTensor | torch.T
             gradient.clamp_(-own_limit, own_limit)
         if isinstance(item, ManagedTensor):
             item.gradient_norm = None
-            manager.mirrors.refresh_gradient(item)
+            manager.gradient_mirrors.refresh(item)
 
 
 def _norm_of(manager: ChunkManager, tensor: ManagedTensor, norm_type: float) -> torch.Tensor | None:

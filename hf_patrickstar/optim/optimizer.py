@@ -247,7 +247,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def _present(self, is_all: bool) -> torch.Tensor | None:
         """Makes gradients ready for an optimizer that uses all at once; returns what they are to be multiplied with."""
-        self._manager.mirrors.sync_gradients()
+        self._manager.gradient_mirrors.sync()
         gradients = self._manager.gradients
         for tensor in self._tensors:
             if is_all:
@@ -262,7 +262,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """A gradient that no group holds stays, and so does the value of its parameter."""
         if factor is not None:
             self._manager.gradients.multiply(tensor, factor)
-            self._manager.mirrors.refresh_gradient(tensor)
+            self._manager.gradient_mirrors.refresh(tensor)
         self._manager.gradients.move_to_list(tensor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -355,13 +355,13 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 parameter.grad.mul_(inverse_scale.to(parameter.grad.device))
         manager = self._manager
         self._groups = self._index_groups()
-        manager.mirrors.sync_gradients()
-        if not (self._is_beside_others or manager.mirrors.has_gradients):
+        manager.gradient_mirrors.sync()
+        if not (self._is_beside_others or len(manager.gradient_mirrors) > 0):
             manager.gradients.inverse_scale = inverse_scale
             return self.grad_norm()
         for tensor in self._tensors:
             manager.gradients.multiply(tensor, inverse_scale)
-            manager.mirrors.refresh_gradient(tensor)
+            manager.gradient_mirrors.refresh(tensor)
         return self.grad_norm([parameter for group in self.param_groups for parameter in group["params"]])
 
     def owns(self, parameters: Iterable[torch.Tensor]) -> bool:

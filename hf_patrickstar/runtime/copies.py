@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.memory.transfers import Transfers
 from hf_patrickstar.runtime.chunk import Chunk
+from hf_patrickstar.runtime.watch import Watch
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
@@ -30,19 +31,21 @@ class Copies:
         pool: Where copies come from.
         transfers: How bytes cross.
         emit: Told of every event.
+        watch: Takes over what was written to a copy that is dropped.
 
     Attributes:
-        before_drop: Called with a chunk before its copy is dropped: something may have been written to it.
         waiting_s: Seconds that the host has waited for copies that had not arrived when they were needed.
     """
 
-    def __init__(self, chunks: list[Chunk], pool: PayloadPool, transfers: Transfers, emit: Listener) -> None:
-        self.before_drop: Callable[[Chunk], None] = lambda chunk: None
+    def __init__(
+        self, chunks: list[Chunk], pool: PayloadPool, transfers: Transfers, emit: Listener, watch: Watch
+    ) -> None:
         self.waiting_s = 0.0
         self._chunks = chunks
         self._pool = pool
         self._transfers = transfers
         self._emit = emit
+        self._watch = watch
         self._copies: dict[int, Chunk] = {}
         self._by_storage: dict[int, Chunk] = {}
         self._moves = False
@@ -165,7 +168,7 @@ class Copies:
     def poison(self, chunk: Chunk) -> None:
         """Fills a copy that is about to be evicted with NaN: who goes on to use it computes with that (debugging)."""
         assert chunk.compute is not None
-        self.before_drop(chunk)
+        self._watch.collect(chunk)
         chunk.compute.fill_(float("nan"))
 
     def invalidate(self, chunk: Chunk) -> None:
@@ -250,7 +253,7 @@ class Copies:
         if chunk.arrival is not None:
             self.wait(chunk)
         if is_filled:
-            self.before_drop(chunk)
+            self._watch.collect(chunk)
         aliased = chunk.is_aliased
         del self._copies[chunk.spec.index]
         payload, key = chunk.clear_compute()

@@ -1,16 +1,19 @@
 """Carries out what the plan of a step says: evict, load, bring in ahead, gather and reduce, visit by visit."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 
 from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.runtime.buckets import Average, Buckets
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.copies import Copies
+from hf_patrickstar.runtime.gradient_mirrors import GradientMirrors
+from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.order import Collective, Order, Subject
 from hf_patrickstar.runtime.reclaim import Reclaim
 from hf_patrickstar.runtime.tracer import Step, Tracer
@@ -70,18 +73,19 @@ class Executor:
 
     Args:
         services: What it works with.
+        gradients: Where gradients are at home.
+        gradient_mirrors: What was handed out of them.
+        buckets: Where they wait until their group is complete.
 
     Attributes:
         in_backward: Whether a backward has begun that has not ended.
         num_hits: How often a chunk was there when it was needed, without having been waited for.
         num_late: How often a copy that was started ahead had not arrived when it was needed.
-        before_gather: Called with a group before this rank's chunk is sent to others: it must hold values.
-        reduce: Averages the gradients of a group.
     """
 
-    def __init__(self, services: Services) -> None:
-        self.before_gather: Callable[[Chunk], None] = lambda chunk: None
-        self.reduce: Callable[[int], None] = lambda index: None
+    def __init__(
+        self, services: Services, gradients: Gradients, gradient_mirrors: GradientMirrors, buckets: Buckets
+    ) -> None:
         self.in_backward = False
         self.num_hits = self.num_late = 0
         self._chunks = services.chunks
@@ -94,6 +98,9 @@ class Executor:
         self._copies = services.copies
         self._reclaim = services.reclaim
         self._tracer = services.tracer
+        self._gradients = gradients
+        self._gradient_mirrors = gradient_mirrors
+        self._buckets = buckets
         self._evicts_all = services.policy.evict_all
         self._needed: Chunk | None = None
         self._tick = 0
@@ -179,13 +186,15 @@ class Executor:
 
     # Together with other processes; see [Note: one order of collectives]
 
-    def reduce_when_due(self, chunk: Chunk, is_complete: Callable[[Chunk], bool]) -> None:
-        """Reduces a group whose gradients are complete, as soon as it is its turn.
+    def reduce_when_due(self, chunk: Chunk) -> None:
+        """Reduces a group as soon as its gradients are complete and it is its turn.
 
         Args:
             chunk: The group.
-            is_complete: Tells it of others whose turn may come thereby.
         """
+        is_complete = self._buckets.is_complete
+        if not is_complete(chunk):
+            return
         step = self._tracer.step
         if step is None or step.plan is None:
             self.ask(Subject.REDUCE, chunk.spec.index, "its gradients, which are complete")
@@ -246,7 +255,7 @@ class Executor:
     def perform(self, collectives: Iterable[Collective]) -> None:
         """Does what all processes do now."""
         for subject, index in collectives:
-            (self._gather if subject is Subject.GATHER else self.reduce)(index)
+            (self._gather if subject is Subject.GATHER else self._reduce)(index)
 
     def _follow_plan(self, subject: Subject, index: int) -> None:
         collective = Collective(subject, index)
@@ -256,7 +265,7 @@ class Executor:
     def _gather(self, index: int) -> None:
         """Takes part in a gather, whether or not this process needs it."""
         chunk, what = self._chunks[index], f"gathers group {index}"
-        self.before_gather(chunk)
+        self._gradients.bring_values_back(chunk)
         if chunk.compute is None:
             self._reclaim.make_room_for(chunk, chunk.copy_nbytes, f"gathering group {index}")
             with self._copies.loaded_by_others(chunk, ahead=chunk is not self._needed) as payload:
@@ -265,6 +274,20 @@ class Executor:
         if chunk.arrival is not None:
             self._copies.wait(chunk)
         chunk.arrival = self._collectives.all_gather(chunk.compute, what)
+
+    def _reduce(self, index: int) -> None:
+        """Takes part in a reduction."""
+        self.take_home(self._buckets.reduce(self._chunks[index]))
+        self._tracer.note_reduced(index)
+
+    def take_home(self, averages: Iterable[Average]) -> None:
+        """Takes averages over processes to their places at home."""
+        for tensor, gradient in averages:
+            if tensor.chunk.home is Tier.HOST:
+                tensor.crossing_nbytes += gradient.nbytes
+            self._gradient_mirrors.sync_one(tensor)
+            self._gradients.add(tensor, gradient)
+            self._gradient_mirrors.drop(tensor)
 
     # Inside
 

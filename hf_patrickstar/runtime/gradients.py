@@ -17,19 +17,20 @@ somebody has read one after that first step, as AdaLoRA does. What is asked for 
 by a backward that would add to it, is an error and not a wrong number.
 """
 
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
 
 from hf_patrickstar.errors import BudgetError, EngineError
-from hf_patrickstar.events import GradientStored, Listener, ValueRestored
+from hf_patrickstar.events import GradientStored, Listener
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.memory.transfers import Transfers
 from hf_patrickstar.runtime.attempts import Attempts
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.reclaim import Reclaim
+from hf_patrickstar.runtime.values import Values
 from hf_patrickstar.states import TensorState
 
 _NOWHERE = frozenset({GradientPlace.NONE, GradientPlace.CONSUMED, GradientPlace.INCOMPLETE})
@@ -42,9 +43,10 @@ class Gradients:
         pool: Where accumulation lists come from.
         transfers: How bytes cross.
         emit: Told of every event.
-        make_room: Evicts copies until so many bytes are free on the device.
+        reclaim: Makes room for lists that nobody has planned for.
+        values: Brings values back; its lock is held while places change.
+        chunks: All chunks: what else may need an accumulation list.
         accumulate: Whether gradients go to the accumulation list at once: several micro-batches make a step.
-        is_alone: Whether there is only one process.
         keeps: Whether gradients stay after a step: see ``keep_gradients`` of the configuration.
 
     Attributes:
@@ -55,7 +57,6 @@ class Gradients:
         coefficient: What all gradients are to be multiplied with (clipping), if that has not been done yet.
         inverse_scale: The same for the loss scale.
         is_watched: Whether somebody is known to look at them between the step and ``zero_grad``.
-        chunks: All chunks: what else may need an accumulation list.
     """
 
     def __init__(
@@ -63,28 +64,30 @@ class Gradients:
         pool: PayloadPool,
         transfers: Transfers,
         emit: Listener,
-        make_room: Callable[[int], None],
+        reclaim: Reclaim,
+        values: Values,
+        chunks: Sequence[Chunk],
         accumulate: bool,
-        is_alone: bool,
         keeps: bool | Literal["auto"],
     ) -> None:
         self.accumulate = accumulate
         self.records_norms = False
         self.attempts = Attempts()
-        self.lock = threading.RLock()
+        self.lock = values.lock
         self.coefficient: torch.Tensor | None = None
         self.inverse_scale: torch.Tensor | None = None
         self._pool = pool
         self._transfers = transfers
         self._emit = emit
-        self._make_room = make_room
-        self._is_alone = is_alone
+        self._reclaim = reclaim
+        self._values = values
+        self._chunks = chunks
+        self._is_alone = values.sharing.is_alone
         self._keeps = keeps
         self._was_zeroed = False
         self._is_after_step = False  # whether a step has left the gradients that there are
         self._was_read_late = False
         self.is_watched = False
-        self.chunks: Sequence[Chunk] = ()
 
     # Finding them
 
@@ -230,7 +233,7 @@ class Gradients:
             tensor.view(self._list(chunk)).copy_(tensor.view(chunk.param))
             tensor.gradient = GradientPlace.LIST
             tensor.gradient_norm = None
-            self.restore_value(tensor)
+            self._values.restore(tensor)
 
     def bring_values_back(self, chunk: Chunk) -> None:
         """Makes a chunk at home hold values: others are about to get it."""
@@ -317,7 +320,7 @@ class Gradients:
         with self.lock:
             was_there = self.has(tensor) or tensor.gradient is not GradientPlace.NONE
             if tensor.gradient is GradientPlace.PARAM:
-                self.restore_value(tensor)
+                self._values.restore(tensor)
             self.forget(tensor)
             if to_zero and was_there:
                 tensor.gradient = GradientPlace.ZERO if tensor.is_owned else GradientPlace.REMOTE
@@ -350,23 +353,6 @@ class Gradients:
             tensor.gradient = GradientPlace.CONSUMED
 
     # Places
-
-    def restore_value(self, tensor: ManagedTensor) -> None:
-        """Writes the parameter's place from ``master``, at home and in a device copy if there is one."""
-        chunk = tensor.chunk
-        chunk.wait()
-        home = tensor.view(chunk.param)
-        home.copy_(tensor.view(chunk.lists[MASTER]))
-        if self._is_alone:
-            self.refresh_copy(tensor)
-
-    def refresh_copy(self, tensor: ManagedTensor) -> None:
-        """Makes a device copy of the chunk, if there is one, follow a change of this tensor at home."""
-        chunk = tensor.chunk
-        if chunk.compute is not None and not chunk.is_static:
-            home = tensor.view(chunk.param)
-            chunk.note(self._transfers.to_device(home, tensor.view_copy(chunk.compute)))
-            self._emit(ValueRestored(chunk.spec.index, tensor.spec.index, home.numel() * home.dtype.itemsize))
 
     def _write_over_parameter(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
         chunk = tensor.chunk
@@ -415,8 +401,8 @@ class Gradients:
         if GRADIENT not in chunk.lists:
             numel = chunk.param.numel()
             if chunk.home is Tier.DEVICE:  # nobody has planned for it: copies make room, or chunks leave the margin
-                self._make_room(numel * chunk.state_dtype.itemsize)
-            others = (other for other in self.chunks if other is not chunk and chunk.home in (other.home, Tier.HOST))
+                self._reclaim.make_room(numel * chunk.state_dtype.itemsize)
+            others = (other for other in self._chunks if other is not chunk and chunk.home in (other.home, Tier.HOST))
             ahead = sum(
                 other.param.numel() * other.state_dtype.itemsize
                 for other in others

@@ -387,7 +387,7 @@ class ModelHooks:
         if gradient.requires_grad and self._manager.sharing.is_alone:  # backward(create_graph=True)
             before = parameter.grad
             self._manager.store_gradient(tensor, gradient.detach())
-            self._manager.mirrors.follow_recorded(tensor, gradient if before is None else before + gradient)
+            self._manager.gradient_mirrors.follow_recorded(tensor, gradient if before is None else before + gradient)
         else:
             self._manager.store_gradient(tensor, gradient)
 

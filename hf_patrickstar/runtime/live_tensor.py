@@ -176,7 +176,7 @@ class LiveTensor:
 
     def note_data_is_out(self) -> None:
         """Remembers to compare: what is written to ``.data`` leaves no trace."""
-        self.services.manager.writes.watch(self.tensor)
+        self.services.manager.watch.add(self.tensor)
 
     def detached_for_state_dict(self) -> torch.Tensor:
         """The placeholder."""
@@ -194,7 +194,7 @@ class LiveTensor:
         parameter = tensor.parameter
         with manager.gradients.lock, torch.no_grad():
             manager.writes.take_over(tensor, keeps_unused=True)
-            value = manager.mirrors.hand_out_value(tensor)
+            value = manager.mirrors.hand_out(tensor)
             placeholder = raw_data(parameter)
             set_raw_data(parameter, value)
             try:
@@ -223,7 +223,7 @@ class LiveTensor:
                 return None
             manager.apply_factor()
             manager.gradients.note_read()
-            return manager.mirrors.hand_out_gradient(tensor)
+            return manager.gradient_mirrors.hand_out(tensor)
 
     def set_grad(self, gradient: torch.Tensor | None) -> None:
         """Replaces the gradient, or drops it.
@@ -237,7 +237,7 @@ class LiveTensor:
             set_raw_grad(tensor.parameter, gradient)
             return
         if gradient is None:
-            manager.mirrors.drop_gradient(tensor)
+            manager.gradient_mirrors.drop(tensor)
             manager.gradients.drop(tensor)
             return
         if isinstance(gradient, ConsumedGradient):
@@ -256,7 +256,7 @@ class LiveTensor:
                 f"{types[0]}, got {tuple(gradient.shape)} and {gradient.dtype}"
             )
         manager.apply_factor()
-        manager.mirrors.assign_gradient(tensor, gradient)
+        manager.gradient_mirrors.assign(tensor, gradient)
 
 
 class ConsumedGradient(torch.Tensor):
@@ -307,7 +307,7 @@ class _InsideAccess(Access):
         """No copy: what aliases the chunk keeps it on the device. What is written through it is looked for later."""
         storage = self._tensor.chunk.storage
         if self._is_held and storage is not None and any(_is_over(result, storage._cdata) for result in results):
-            self._manager.writes.watch(self._tensor)
+            self._manager.watch.add(self._tensor)
         return False
 
     def make_room(self) -> None:
@@ -361,13 +361,13 @@ class _GraphAccess(Access):
             return False
         self._is_mirror = True
         mirrors = self._manager.mirrors
-        if self._manager.sharing.is_alone and mirrors.has_value(self._tensor):
+        if self._manager.sharing.is_alone and mirrors.has(self._tensor):
             # The same memory at each call: the addresses of parameters tell which are tied.
-            self.value = _Alias.apply(self._tensor.parameter, mirrors.hand_out_value(self._tensor))
+            self.value = _Alias.apply(self._tensor.parameter, mirrors.hand_out(self._tensor))
             return True
         needs_copy = not self._is_copy
         self._copy()
-        mirrors.add_value(self._tensor, self.value.detach())
+        mirrors.add(self._tensor, self.value.detach())
         return needs_copy
 
     def _copy(self) -> None:
@@ -414,12 +414,13 @@ class _ValueAccess(Access):
         try:
             manager.check_usable(tensor)
             manager.mirrors.sync_unused(but=tensor)
+            manager.gradient_mirrors.sync_unused(but=tensor)
             manager.writes.take_over(tensor, keeps_unused=True)
             tensor.read_at = tensor.num_writes
             self._is_private = func in _EXPORTS
             self._changes_shape = func in _CHANGES_OF_SHAPE
             if self._is_private:
-                self._use(manager.mirrors.hand_out_value(tensor, is_held=func in _ADDRESSES))
+                self._use(manager.mirrors.hand_out(tensor, is_held=func in _ADDRESSES))
             elif self._changes_shape:
                 self._use(manager.values.look(tensor).clone())
             else:
@@ -441,11 +442,11 @@ class _ValueAccess(Access):
             return False
         self._is_private = True
         # With several processes another one may not have a mirror any more, and to make one here all of them must read.
-        is_known = self._manager.sharing.is_alone and self._manager.mirrors.has_value(self._tensor)
+        is_known = self._manager.sharing.is_alone and self._manager.mirrors.has(self._tensor)
         if key not in _places(self._tensor) and not is_known:
-            self._manager.mirrors.add_value(self._tensor, self.value.detach())
+            self._manager.mirrors.add(self._tensor, self.value.detach())
             return False
-        self._use(self._manager.mirrors.hand_out_value(self._tensor))
+        self._use(self._manager.mirrors.hand_out(self._tensor))
         return True
 
     def finish(self) -> None:

@@ -7,9 +7,9 @@ them. So a device copy is never dirty: evicting one drops it and copies nothing,
 gradients, and after the optimizer has changed a home its device copy is stale and is dropped.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Literal
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
@@ -19,23 +19,50 @@ from hf_patrickstar.errors import DeviceMemoryError, EngineError
 from hf_patrickstar.events import Listener
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.memory.transfers import Transfers
+from hf_patrickstar.runtime.buckets import Buckets
 from hf_patrickstar.runtime.chunk import MASTER, Chunk, GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.executor import Services
+from hf_patrickstar.runtime.gradient_mirrors import GradientMirrors
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.live_parameter import requires_grad, set_raw_grad
-from hf_patrickstar.runtime.mirrors import Mirrors
+from hf_patrickstar.runtime.mirrors import ValueMirrors
 from hf_patrickstar.runtime.order import Phase
 from hf_patrickstar.runtime.originals import Originals
 from hf_patrickstar.runtime.placement import Placement
-from hf_patrickstar.runtime.reducer import Reducer
-from hf_patrickstar.runtime.sharing import Held, Sharing
+from hf_patrickstar.runtime.sharing import Held
 from hf_patrickstar.runtime.steps import Steps
 from hf_patrickstar.runtime.turns import Turns, is_backward_elsewhere, pauses_s
 from hf_patrickstar.runtime.values import Values
+from hf_patrickstar.runtime.watch import Watch
 from hf_patrickstar.runtime.writes import Writes
 from hf_patrickstar.schedule.placement import ChunkBytes
 from hf_patrickstar.schedule.trace import Shapes
 from hf_patrickstar.states import Stage, TensorState
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Data:
+    """The places where values and gradients are.
+
+    Attributes:
+        originals: Values of frozen parameters, with bits that chunks do not hold.
+        values: Reads and writes values.
+        mirrors: What was handed out of values.
+        gradient_mirrors: What was handed out of gradients.
+        watch: Finds what was written to copies on the device.
+        gradients: Where gradients are at home.
+        writes: Takes what is written to parameters to every place where they are.
+        buckets: Where gradients wait until their group is complete.
+    """
+
+    originals: Originals
+    values: Values
+    mirrors: ValueMirrors
+    gradient_mirrors: GradientMirrors
+    watch: Watch
+    gradients: Gradients
+    writes: Writes
+    buckets: Buckets
 
 
 class ChunkManager:
@@ -45,9 +72,9 @@ class ChunkManager:
         services: What it works with.
         steps: Begins and ends steps.
         placement: Moves chunks to better homes.
+        data: The places where values and gradients are.
         transfers: How bytes cross.
         emit: Told of every event.
-        keeps_gradients: Whether gradients stay after a step; see ``keep_gradients`` of the configuration.
     """
 
     def __init__(
@@ -55,14 +82,14 @@ class ChunkManager:
         services: Services,
         steps: Steps,
         placement: Placement,
+        data: Data,
         transfers: Transfers,
         emit: Listener,
-        keeps_gradients: bool | Literal["auto"] = "auto",
     ) -> None:
         self.chunks = chunks = services.chunks
         self.steps = steps
         self.copies, self.reclaim, self.tracer = services.copies, services.reclaim, services.tracer
-        self.executor = executor = steps.executor
+        self.executor = steps.executor
         self.placement = placement
         self.ledger = services.pool.ledger
         self.tensors: list[ManagedTensor] = sorted(
@@ -75,30 +102,21 @@ class ChunkManager:
         self.has_new_groups = False  # param groups were changed: parameters may need other lists
         self.num_steps = 0  # of all optimizers
         self.step_peaks = (0, 0, 0)  # bytes in the last step: chunks on the device, all on the device, on the host
-        self._pool = pool = services.pool
+        self._pool = services.pool
         self._meter = services.meter
         self._transfers = transfers
         self._emit = emit
         self.turns = Turns()
         self.unwind: Callable[[], None] = lambda: None  # ends forwards that were interrupted
-        order, accumulate = steps.order, steps.num_micro_batches > 1
-        self.gradients = Gradients(
-            pool, transfers, emit, self.reclaim.make_room, accumulate, order.is_alone, keeps_gradients
-        )
-        self.gradients.chunks = chunks
-        self._lock = self.gradients.lock
+        self.originals, self.values, self.sharing = data.originals, data.values, data.values.sharing
+        self.mirrors, self.gradient_mirrors = data.mirrors, data.gradient_mirrors
+        self.gradients, self.writes = data.gradients, data.writes
+        self.watch = data.watch
+        self._buckets = data.buckets
+        self._lock = self.values.lock
         self._list_names = {name for chunk in chunks for name in chunk.lists}
-        self.sharing = Sharing(services.collectives, order)
-        self.originals = Originals(pool)
-        self.values = Values(self.gradients, self.sharing, transfers, self.originals, transfers.device)
-        self.mirrors = Mirrors(self.values, self.gradients)
-        self.writes = Writes(self.values, self.mirrors, self.gradients)
-        self._is_alone = order.is_alone
-        self._order = order
-        self._reducer = Reducer(chunks, pool, transfers, services.collectives, self.reclaim.make_room, self._deliver)
-        executor.before_gather = self.gradients.bring_values_back
-        executor.reduce = self._reduce
-        self.copies.before_drop = self.writes.collect
+        self._is_alone = steps.order.is_alone
+        self._order = steps.order
 
     def index_tensors(self, tensors: Sequence[ManagedTensor]) -> None:
         """Takes note of which parameters there are.
@@ -152,7 +170,7 @@ class ChunkManager:
         self._list_names = {name for chunk in self.chunks for name in chunk.lists}
         self.tracer.forget_chunks([chunk.copy_nbytes for chunk in self.chunks])
         self.copies.note_chunks()
-        self._reducer.note_chunks()
+        self._buckets.note_chunks()
         self._order.note_tensors(max(self.by_index, default=-1) + 1)
         self.placement.note_chunks(nbytes)
         self.values.version += 1
@@ -196,7 +214,7 @@ class ChunkManager:
         """Drops the step whose backward raised: one that has begun and neither runs nor has ended."""
         if self.in_backward and torch._C._current_graph_task_id() == -1 and not is_backward_elsewhere():
             self.in_backward = False
-            self._reducer.forget()
+            self.executor.take_home(self._buckets.forget())
             self.steps.forget_step()
 
     # Access and release of parameters
@@ -303,18 +321,18 @@ class ChunkManager:
                     "place; let it read the parameter inside of the forward of the module that owns it, or in "
                     "full_parameters()"
                 )
-            self.mirrors.sync_gradient(tensor)
+            self.gradient_mirrors.sync_one(tensor)
             if not self._is_alone:
-                self._reducer.store(tensor, gradient)
+                self._buckets.store(tensor, gradient)
             elif not self.gradients.attempts.is_counted(tensor.spec.index):
                 if not (is_at_home or tensor.chunk.is_static):
                     tensor.crossing_nbytes += gradient.nbytes
                 self.gradients.place(tensor, gradient)
-                self.mirrors.refresh_gradient(tensor)
+                self.gradient_mirrors.refresh(tensor)
             if tensor.users == 0 and tensor.state is not TensorState.HOLD_AFTER_BWD:
                 tensor.go(TensorState.HOLD_AFTER_BWD)
-            if not self._is_alone and self._reducer.is_complete(tensor.chunk):
-                self.executor.reduce_when_due(tensor.chunk, self._reducer.is_complete)
+            if not self._is_alone:
+                self.executor.reduce_when_due(tensor.chunk)
 
     def begin_backward(self) -> None:
         """Begins a backward; called from within, by whatever comes first."""
@@ -334,12 +352,12 @@ class ChunkManager:
     def _end_backward(self) -> None:
         self.release_borrowed()
         if not self._is_alone:
-            found = self.steps.end_phase(Phase.BACKWARD, self._reducer.unreduced, self._reducer.found)
-            self._reducer.settle(found)
+            found = self.steps.end_phase(Phase.BACKWARD, self._buckets.unreduced, self._buckets.found)
+            self.executor.take_home(self._buckets.settle(found))
             for index in found:
                 if not self.by_index[index].is_owned:
                     self.gradients.note_remote(self.by_index[index])
-                self.mirrors.drop_gradient(self.by_index[index])
+                self.gradient_mirrors.drop(self.by_index[index])
         self.in_backward = False
         for tensor in self.tensors:
             if tensor.aside is not None:
@@ -366,7 +384,7 @@ class ChunkManager:
 
     def read_gradient(self, tensor: ManagedTensor, dtype: torch.dtype) -> torch.Tensor:
         """A copy of a parameter's gradient on the host; with several processes all call it together."""
-        self.mirrors.sync_gradient(tensor)
+        self.gradient_mirrors.sync_one(tensor)
         return self.sharing.tensor(Held(tensor, self.gradients.of(tensor), dtype), "the gradient")
 
     def apply_factor(self) -> None:
@@ -375,7 +393,7 @@ class ChunkManager:
         if factor is not None:
             for tensor in self.tensors:
                 self.gradients.multiply(tensor, factor)
-                self.mirrors.refresh_gradient(tensor)
+                self.gradient_mirrors.refresh(tensor)
 
     def begin_loading(self) -> None:
         """Begins to change values at home: gradients, and copies elsewhere, are dropped.
@@ -398,7 +416,7 @@ class ChunkManager:
         self.values.version += 1
         for tensor in self.tensors:
             tensor.num_writes += 1
-            self.mirrors.refresh_value(tensor)
+            self.mirrors.refresh(tensor)
 
     def zero_gradients(self, tensors: Iterable[ManagedTensor], *, set_to_none: bool) -> None:
         """What ``zero_grad`` means for some parameters; see [Note: gradients after the step]."""
@@ -427,9 +445,9 @@ class ChunkManager:
             for tensor in self.tensors if chosen is None else chosen:
                 if self.gradients.is_absent(tensor):
                     continue
-                self.mirrors.sync_gradient(tensor)
-                if not (to_zero and self.mirrors.zero_gradient(tensor)):
-                    self.mirrors.drop_gradient(tensor)
+                self.gradient_mirrors.sync_one(tensor)
+                if not (to_zero and self.gradient_mirrors.zero(tensor)):
+                    self.gradient_mirrors.drop(tensor)
                 self.gradients.drop(tensor, to_zero=to_zero)
 
     # What the optimizer and the checkpoints do at the chunk's home
@@ -458,8 +476,8 @@ class ChunkManager:
             for tensor in chunk.tensors:
                 if tensor.spec.index in updated and self.gradients.has(tensor):
                     tensor.num_writes += 1
-                    self.gradients.finish_update(tensor, self.mirrors.kept_gradient(tensor), keeps=keeps)
-                    self.mirrors.refresh_value(tensor)
+                    self.gradients.finish_update(tensor, self.gradient_mirrors.kept(tensor), keeps=keeps)
+                    self.mirrors.refresh(tensor)
 
     @property
     def in_backward(self) -> bool:
@@ -493,10 +511,11 @@ class ChunkManager:
         """Gives every payload back. Parameters must have their own storage again by then."""
         with self._lock:
             self.mirrors.close()
+            self.gradient_mirrors.close()
             for tensor in self.tensors:
                 self.originals.drop(tensor)
             self._transfers.settle()
-            self._reducer.close()
+            self._buckets.close()
             self.copies.close()
             self._meter.stop()
             for chunk in (chunk for chunk in self.chunks if not chunk.is_retired):
@@ -538,18 +557,6 @@ class ChunkManager:
         if tensor.gradient is GradientPlace.PARAM and self._is_alone:
             self.gradients.move_to_list(tensor)
         return self.executor.ensure_on_device(tensor.chunk, who)
-
-    def _reduce(self, index: int) -> None:
-        self._reducer.reduce(self.chunks[index])
-        self.tracer.note_reduced(index)
-
-    def _deliver(self, tensor: ManagedTensor, average: torch.Tensor) -> None:
-        """Takes an average over processes to its place at home."""
-        if tensor.chunk.home is Tier.HOST:
-            tensor.crossing_nbytes += average.numel() * average.dtype.itemsize
-        self.mirrors.sync_gradient(tensor)
-        self.gradients.add(tensor, average)
-        self.mirrors.drop_gradient(tensor)
 
 
 def _unfrozen(tensor: ManagedTensor) -> str:

@@ -9,11 +9,11 @@ from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.runtime.buckets import GRADIENTS
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.executor import Executor, Services
 from hf_patrickstar.runtime.forecast import Forecast
 from hf_patrickstar.runtime.order import Ending, Phase, Room, Subject
-from hf_patrickstar.runtime.reducer import GRADIENTS
 from hf_patrickstar.runtime.tracer import Step
 from hf_patrickstar.schedule.plan import Plan, chunkable_nbytes, make_plan
 from hf_patrickstar.schedule.trace import OPTIMIZER, Shapes, Trace

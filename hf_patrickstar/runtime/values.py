@@ -1,6 +1,7 @@
 """The values of parameters: read from, and written to, every place where they are."""
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,10 +10,10 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hf_patrickstar.events import Listener, ValueRestored
 from hf_patrickstar.memory.transfers import Transfers
 from hf_patrickstar.runtime.bits import differs
 from hf_patrickstar.runtime.chunk import MASTER, Chunk, GradientPlace, ManagedTensor
-from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.originals import Originals
 from hf_patrickstar.runtime.sharing import Held, Sharing
 
@@ -21,31 +22,25 @@ class Values:
     """Reads and writes the values of parameters where no module computes with them.
 
     Args:
-        gradients: Knows which places hold gradients; its lock is held while values change.
         sharing: Reads what other ranks have at home.
         transfers: How bytes cross.
         originals: Has the bits of frozen parameters that chunks do not hold.
-        device: The compute device.
+        emit: Told of every event.
 
     Attributes:
+        device: The compute device.
+        lock: Held while values or gradients change their places.
         version: Counts changes of values.
     """
 
-    def __init__(
-        self,
-        gradients: Gradients,
-        sharing: Sharing,
-        transfers: Transfers,
-        originals: Originals,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, sharing: Sharing, transfers: Transfers, originals: Originals, emit: Listener) -> None:
         self.version = 0
         self.sharing = sharing
         self.originals = originals
-        self.device = device
-        self._gradients = gradients
+        self.device = transfers.device
+        self.lock = threading.RLock()
         self._transfers = transfers
-        self._lock = gradients.lock
+        self._emit = emit
 
     # Reading
 
@@ -128,7 +123,7 @@ class Values:
             voids_graphs: Whether a backward that needs the old value is refused from now on, as torch refuses it after
                 a change in place; changes through ``.data`` go unnoticed there, and so here.
         """
-        with self._lock, as_it_is(), torch.no_grad():
+        with self.lock, as_it_is(), torch.no_grad():
             chunk = tensor.chunk
             chunk.wait()
             chunk.wait_for_reader()
@@ -149,9 +144,25 @@ class Values:
         if chunk.compute is None or chunk.is_static:
             return
         if self.sharing.is_alone and tensor.gradient is not GradientPlace.PARAM:
-            self._gradients.refresh_copy(tensor)
+            self.refresh_copy(tensor)
         else:
             _copy(tensor.view_copy(chunk.compute), value)
+
+    def restore(self, tensor: ManagedTensor) -> None:
+        """Writes the parameter's place from ``master``, at home and in a device copy if there is one."""
+        chunk = tensor.chunk
+        chunk.wait()
+        tensor.view(chunk.param).copy_(tensor.view(chunk.lists[MASTER]))
+        if self.sharing.is_alone:
+            self.refresh_copy(tensor)
+
+    def refresh_copy(self, tensor: ManagedTensor) -> None:
+        """Makes a device copy of the chunk, if there is one, follow a change of this tensor at home."""
+        chunk = tensor.chunk
+        if chunk.compute is not None and not chunk.is_static:
+            home = tensor.view(chunk.param)
+            chunk.note(self._transfers.to_device(home, tensor.view_copy(chunk.compute)))
+            self._emit(ValueRestored(chunk.spec.index, tensor.spec.index, home.numel() * home.dtype.itemsize))
 
     def load(self, tensor: ManagedTensor, fill: Callable[[torch.Tensor], None]) -> None:
         """Changes what this rank has at home of a parameter that has no gradient and no copy.
@@ -160,7 +171,7 @@ class Values:
             tensor: The parameter.
             fill: Writes the new value into what it is given: flat, fp32 if there is a master.
         """
-        with self._lock:
+        with self.lock:
             chunk = tensor.chunk
             chunk.wait()
             chunk.wait_for_reader()

@@ -2,19 +2,20 @@
 
 [Note: writes without a trace]
 What torch's functions write to a parameter comes here at once. What is written to ``parameter.data``, or to a view that
-outlives its use, leaves no trace: such a parameter is watched, and its copy on the device compared with its home before
-the copy is used or dropped. What was handed out otherwise is compared by ``Mirrors``. Where the parameter was made to
-be another memory (``parameter.data = x``), graphs of before keep the value that they need, as torch keeps the memory.
+outlives its use, leaves no trace; ``Watch`` finds it. What was handed out otherwise is compared by mirrors. Where the
+parameter was made to be another memory (``parameter.data = x``), graphs of before keep the value that they need, as
+torch keeps the memory.
 """
 
 import torch
 
-from hf_patrickstar.runtime.bits import same_bits
-from hf_patrickstar.runtime.chunk import MASTER, Chunk, Epoch, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.chunk import MASTER, Epoch, ManagedTensor
+from hf_patrickstar.runtime.gradient_mirrors import GradientMirrors
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.live_parameter import raw_data, storage_key
-from hf_patrickstar.runtime.mirrors import Mirrors, checksum_of
+from hf_patrickstar.runtime.mirrors import ValueMirrors
 from hf_patrickstar.runtime.values import Values
+from hf_patrickstar.runtime.watch import Watch
 
 
 class Writes:
@@ -22,24 +23,33 @@ class Writes:
 
     Args:
         values: Writes values.
-        mirrors: What was handed out, which follows.
-        gradients: Has the gradients; its lock is held while values change.
+        gradients: Has the gradients.
+        mirrors: What was handed out of values, which follows.
+        gradient_mirrors: What was handed out of gradients.
+        watch: Finds what was written to copies on the device.
     """
 
-    def __init__(self, values: Values, mirrors: Mirrors, gradients: Gradients) -> None:
+    def __init__(
+        self,
+        values: Values,
+        gradients: Gradients,
+        mirrors: ValueMirrors,
+        gradient_mirrors: GradientMirrors,
+        watch: Watch,
+    ) -> None:
         self._values = values
-        self._mirrors = mirrors
         self._gradients = gradients
-        self._lock = gradients.lock
-        self._is_alone = values.sharing.is_alone
-        self._watched: dict[ManagedTensor, int] = {}  # with a checksum of the copy, if there are several processes
+        self._mirrors = mirrors
+        self._gradient_mirrors = gradient_mirrors
+        self._watch = watch
+        self._lock = values.lock
 
     # Known ones
 
     def apply(self, tensor: ManagedTensor, value: torch.Tensor, *, voids_graphs: bool = True) -> None:
         """Changes the value of a parameter, in every place where it is; see ``Values.write``."""
         self._values.write(tensor, value, voids_graphs=voids_graphs)
-        self._mirrors.refresh_value(tensor)
+        self._mirrors.refresh(tensor)
 
     def follow_master(self, tensor: ManagedTensor) -> None:
         """Lets the value of a parameter follow a change of its fp32 master."""
@@ -56,11 +66,11 @@ class Writes:
             self.give_up(tensor, value)
             return
         with self._lock:
-            self._mirrors.drop_values(tensor)
+            self._mirrors.drop(tensor)
             self._end_epoch(tensor)
             self.apply(tensor, value, voids_graphs=False)
             if value.dtype == tensor.chunk.param.dtype:
-                self._mirrors.add_value(tensor, value)
+                self._mirrors.add(tensor, value)
 
     def take_back(self, tensor: ManagedTensor) -> None:
         """Ends a parameter's having a value, and takes over what was written to it meanwhile."""
@@ -71,8 +81,7 @@ class Writes:
             self._take_over_value(tensor, is_other=is_other)
         else:
             tensor.dematerialize()
-            if tensor in self._watched:
-                self._compare(tensor)
+            self._watch.compare(tensor)
 
     def _take_over_value(self, tensor: ManagedTensor, *, is_other: bool) -> None:
         """Ends a parameter's having a value that is not, or not any more, the one that it was given."""
@@ -95,19 +104,20 @@ class Writes:
 
     def sync(self) -> None:
         """Takes over what users wrote without a trace, before values are used."""
-        self.collect()
+        self._watch.collect()
         self._mirrors.sync()
+        self._gradient_mirrors.sync()
 
     def take_over(self, tensor: ManagedTensor, *, keeps_unused: bool = False) -> None:
         """Takes over what users wrote to one parameter: to what was handed out, or around torch's functions.
 
         Args:
             tensor: The parameter.
-            keeps_unused: As for ``Mirrors.sync_value``.
+            keeps_unused: As for ``ValueMirrors.sync_one``.
         """
         if not tensor.is_as_left:
             self._take_over_data(tensor)
-        self._mirrors.sync_value(tensor, keeps_unused=keeps_unused)
+        self._mirrors.sync_one(tensor, keeps_unused=keeps_unused)
 
     def _take_over_data(self, tensor: ManagedTensor) -> None:
         if not tensor.is_ours:
@@ -116,48 +126,6 @@ class Writes:
         value = raw_data(tensor.parameter)
         tensor.dematerialize()
         self.assign(tensor, value)
-
-    def watch(self, tensor: ManagedTensor) -> None:
-        """Looks for what is written to a device copy without a trace: by ``.data``, or a view that outlives its use."""
-        if tensor not in self._watched:
-            self._watched[tensor] = self._checksum_of_copy(tensor)
-
-    def collect(self, chunk: Chunk | None = None) -> None:
-        """Takes over what was written to device copies of watched parameters.
-
-        Args:
-            chunk: The chunk whose copy is about to be dropped; all by default.
-        """
-        if self._watched:
-            with self._lock:
-                for tensor in [t for t in self._watched if chunk is None or t.chunk is chunk]:
-                    self._compare(tensor)
-                    if chunk is not None:
-                        self._watched.pop(tensor, None)
-
-    def _compare(self, tensor: ManagedTensor) -> None:
-        chunk = tensor.chunk
-        if chunk.compute is not None and (tensor.gradient is not GradientPlace.PARAM or not self._is_alone):
-            value = tensor.view_copy(chunk.compute)
-            if self._is_alone:
-                home = self._values.own_part(tensor, value.dtype) if MASTER not in chunk.lists else self._master(tensor)
-                is_written = not same_bits(value.to(home.device), home)
-            else:
-                before, self._watched[tensor] = self._watched[tensor], self._checksum_of_copy(tensor)
-                is_written = before != self._watched[tensor]
-            if is_written:
-                self.apply(tensor, value, voids_graphs=False)
-        if not chunk.is_aliased:  # else it may still be written to
-            self._watched.pop(tensor, None)
-
-    def _checksum_of_copy(self, tensor: ManagedTensor) -> int:
-        """With several processes all find out by it what was written, wherever the value is at home."""
-        compute = tensor.chunk.compute
-        return 0 if self._is_alone or compute is None else checksum_of(tensor.view_copy(compute))
-
-    def _master(self, tensor: ManagedTensor) -> torch.Tensor:
-        """The value in the parameter's type, from ``master``: a static chunk has no other place to compare with."""
-        return tensor.view(tensor.chunk.lists[MASTER]).to(tensor.chunk.param.dtype)
 
     # Parameters that go
 
@@ -182,16 +150,16 @@ class Writes:
             tensor: A parameter that is not ours any more.
         """
         if not tensor.is_given_up:
-            self._mirrors.sync_value(tensor)
+            self._mirrors.sync_one(tensor)
             tensor.live.kept = self._values.read(tensor, tensor.original_dtype).to(tensor.device)
             self.give_up(tensor, raw_data(tensor.parameter))
 
     def forget(self, tensor: ManagedTensor) -> None:
         """Drops whatever there is of a parameter that is removed."""
         self._drop(tensor)
-        self._watched.pop(tensor, None)
+        self._watch.forget(tensor)
 
     def _drop(self, tensor: ManagedTensor) -> None:
-        self._mirrors.drop_values(tensor)
-        self._mirrors.drop_gradient(tensor)
+        self._mirrors.drop(tensor)
+        self._gradient_mirrors.drop(tensor)
         self._gradients.drop(tensor)

@@ -6,7 +6,8 @@ accumulation of micro-batches happens after the reduction, in 1/p of the memory;
 until the last micro-batch, as ``no_sync`` of ``DistributedDataParallel`` does, would need a whole model's.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -15,12 +16,20 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.memory.transfers import Ticket, Transfers
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives
+from hf_patrickstar.runtime.reclaim import Reclaim
 
 GRADIENTS = "gradients"
 STAGING = "staging"
 
 
-class Reducer:
+class Average(NamedTuple):
+    """The average over processes of a parameter's gradient: what this rank has of it at home, on the device."""
+
+    tensor: ManagedTensor
+    gradient: torch.Tensor
+
+
+class Buckets:
     """Collects gradients and reduces them.
 
     Args:
@@ -28,8 +37,7 @@ class Reducer:
         pool: Where buffers come from.
         transfers: How averages go home.
         collectives: Reduces.
-        make_room: Evicts copies until so many bytes are free on the device.
-        deliver: Takes the average of a parameter's gradient to its place at home.
+        reclaim: Makes room for buffers.
     """
 
     def __init__(
@@ -38,15 +46,13 @@ class Reducer:
         pool: PayloadPool,
         transfers: Transfers,
         collectives: Collectives,
-        make_room: Callable[[int], None],
-        deliver: Callable[[ManagedTensor, torch.Tensor], None],
+        reclaim: Reclaim,
     ) -> None:
         self.found: set[int] = set()
         self._pool = pool
         self._transfers = transfers
         self._collectives = collectives
-        self._make_room = make_room
-        self._deliver = deliver
+        self._reclaim = reclaim
         self._chunks = chunks
         self._num_expected: list[int] = []
         self._buffers: dict[int, torch.Tensor] = {}
@@ -115,8 +121,16 @@ class Reducer:
         """Groups with gradients that are not reduced."""
         return sorted(self._buffers)
 
-    def reduce(self, chunk: Chunk) -> None:
-        """Averages what all ranks have of a group's gradients; zero where one has none."""
+    def reduce(self, chunk: Chunk) -> Iterator[Average]:
+        """Averages what all ranks have of a group's gradients; zero where one has none.
+
+        Args:
+            chunk: The group.
+
+        Yields:
+            Averages that have arrived: of this group, or, where reductions go on beside the compute device, of the one
+            before. Each is used before the next is asked for, and all are asked for.
+        """
         index = chunk.spec.index
         buffer = self._buffer(chunk)
         stored = self._stored.pop(index)
@@ -125,13 +139,13 @@ class Reducer:
             if tensor.spec.index not in stored:
                 tensor.view_copy(buffer).zero_()
         ticket = self._collectives.reduce_scatter(buffer, self._staging[buffer.dtype], f"reduces group {index}")
-        self._finish()
+        yield from self._finish()
         self._under_way = (chunk, buffer, stored, ticket)
         if not self._collectives.is_asynchronous:
-            self._finish()
+            yield from self._finish()
 
-    def _finish(self) -> None:
-        """Takes the averages of the reduction that is under way home."""
+    def _finish(self) -> Iterator[Average]:
+        """The averages of the reduction that is under way; afterwards its buffer is free."""
         if self._under_way is None:
             return
         (chunk, buffer, stored, ticket), self._under_way = self._under_way, None
@@ -139,29 +153,36 @@ class Reducer:
         for tensor in chunk.owned:
             average = tensor.own(tensor.view_copy(buffer))
             if tensor.spec.index in stored:
-                self._deliver(tensor, average)
+                yield Average(tensor, average)
             else:  # another rank may have one, and this is it; that is known when backward ends
                 self._held.append((tensor, average.to(chunk.param.device, copy=True)))
         self._transfers.settle()  # the averages are on their way home from this buffer
         self._pool.release(Tier.DEVICE, buffer, GRADIENTS)
 
-    def settle(self, found: Iterable[int]) -> None:
+    def settle(self, found: Iterable[int]) -> Iterator[Average]:
         """Ends a backward.
 
         Args:
             found: Tensors that got a gradient on any rank.
+
+        Yields:
+            The averages that are left; see ``reduce``.
         """
-        self._finish()
+        yield from self._finish()
         anywhere = set(found)
         for tensor, average in self._held:
             if tensor.spec.index in anywhere:
-                self._deliver(tensor, average)
+                yield Average(tensor, average)
         self._held.clear()
         self.found.clear()
 
-    def forget(self) -> None:
-        """Drops what is not reduced: the gradients of a backward that failed."""
-        self._finish()
+    def forget(self) -> Iterator[Average]:
+        """Drops what is not reduced: the gradients of a backward that failed.
+
+        Yields:
+            The averages that are left; see ``reduce``.
+        """
+        yield from self._finish()
         for buffer in self._buffers.values():
             self._pool.release(Tier.DEVICE, buffer, GRADIENTS)
         self._buffers.clear()
@@ -171,13 +192,14 @@ class Reducer:
 
     def close(self) -> None:
         """Gives every buffer back."""
-        self.forget()
+        for _ in self.forget():
+            pass
         self._release_staging()
 
     def _buffer(self, chunk: Chunk) -> torch.Tensor:
         index = chunk.spec.index
         if index not in self._buffers:
-            self._make_room(chunk.copy_nbytes)
+            self._reclaim.make_room(chunk.copy_nbytes)
             numel = chunk.spec.capacity_numel
             self._buffers[index] = self._pool.allocate(Tier.DEVICE, numel, chunk.param.dtype, GRADIENTS)
             self._stored[index] = set()

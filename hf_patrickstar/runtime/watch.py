@@ -1,0 +1,81 @@
+"""Finds what was written to device copies of chunks without a trace.
+
+What is written to ``parameter.data`` while a module computes with the parameter, or to a view that outlives its use, is
+written to the copy of its chunk on the device, and torch says so to nobody. Such a parameter is watched: its copy is
+compared with its home before the copy is used again or dropped.
+"""
+
+import torch
+
+from hf_patrickstar.runtime.bits import same_bits
+from hf_patrickstar.runtime.chunk import MASTER, Chunk, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.mirrors import ValueMirrors, checksum_of
+from hf_patrickstar.runtime.values import Values
+
+
+class Watch:
+    """Watches parameters whose copy on the device may be written to.
+
+    Args:
+        values: Takes what was written to every place of the value.
+        mirrors: What was handed out of values, which follows.
+    """
+
+    def __init__(self, values: Values, mirrors: ValueMirrors) -> None:
+        self._values = values
+        self._mirrors = mirrors
+        self._lock = values.lock
+        self._is_alone = values.sharing.is_alone
+        self._watched: dict[ManagedTensor, int] = {}  # with a checksum of the copy, if there are several processes
+
+    def add(self, tensor: ManagedTensor) -> None:
+        """Looks for what is written to a device copy without a trace: by ``.data``, or a view that outlives its use."""
+        if tensor not in self._watched:
+            self._watched[tensor] = self._checksum_of_copy(tensor)
+
+    def compare(self, tensor: ManagedTensor) -> None:
+        """Takes over what was written to the copy of one parameter, if that is watched."""
+        if tensor in self._watched:
+            self._compare(tensor)
+
+    def forget(self, tensor: ManagedTensor) -> None:
+        """Stops watching a parameter."""
+        self._watched.pop(tensor, None)
+
+    def collect(self, chunk: Chunk | None = None) -> None:
+        """Takes over what was written to device copies of watched parameters.
+
+        Args:
+            chunk: The chunk whose copy is about to be dropped; all by default.
+        """
+        if self._watched:
+            with self._lock:
+                for tensor in [t for t in self._watched if chunk is None or t.chunk is chunk]:
+                    self._compare(tensor)
+                    if chunk is not None:
+                        self._watched.pop(tensor, None)
+
+    def _compare(self, tensor: ManagedTensor) -> None:
+        chunk = tensor.chunk
+        if chunk.compute is not None and (tensor.gradient is not GradientPlace.PARAM or not self._is_alone):
+            value = tensor.view_copy(chunk.compute)
+            if self._is_alone:
+                home = self._values.own_part(tensor, value.dtype) if MASTER not in chunk.lists else self._master(tensor)
+                is_written = not same_bits(value.to(home.device), home)
+            else:
+                before, self._watched[tensor] = self._watched[tensor], self._checksum_of_copy(tensor)
+                is_written = before != self._watched[tensor]
+            if is_written:
+                self._values.write(tensor, value, voids_graphs=False)
+                self._mirrors.refresh(tensor)
+        if not chunk.is_aliased:  # else it may still be written to
+            self._watched.pop(tensor, None)
+
+    def _checksum_of_copy(self, tensor: ManagedTensor) -> int:
+        """With several processes all find out by it what was written, wherever the value is at home."""
+        compute = tensor.chunk.compute
+        return 0 if self._is_alone or compute is None else checksum_of(tensor.view_copy(compute))
+
+    def _master(self, tensor: ManagedTensor) -> torch.Tensor:
+        """The value in the parameter's type, from ``master``: a static chunk has no other place to compare with."""
+        return tensor.view(tensor.chunk.lists[MASTER]).to(tensor.chunk.param.dtype)
