@@ -24,15 +24,15 @@ class Gauge:
     """Measures a step at its moments: wraps the way by which the engine comes to every chunk."""
 
     def __init__(self, engine):
-        self.engine, self.residency, self.meter = engine, engine.manager.residency, engine.machine.meter
+        self.engine, self.executor, self.meter = engine, engine.manager.executor, engine.machine.meter
         self.chunks, self.others = [], []
-        self._reach = self.residency.reach
-        self.residency.reach = self.reach
+        self._ensure_on_device = self.executor.ensure_on_device
+        self.executor.ensure_on_device = self.ensure_on_device
 
-    def reach(self, chunk, who):
+    def ensure_on_device(self, chunk, who):
         """Closes the moment before and opens the next one."""
         self.close()
-        payload = self._reach(chunk, who)
+        payload = self._ensure_on_device(chunk, who)
         self.meter.restart()
         self.chunks.append(self.engine.machine.pool.in_use(Tier.DEVICE))
         return payload
@@ -45,7 +45,7 @@ class Gauge:
     def end(self):
         """Ends the measurement."""
         self.close()
-        self.residency.reach = self._reach
+        self.executor.ensure_on_device = self._ensure_on_device
 
 
 def measure(batch_size, budget, options):
@@ -59,7 +59,7 @@ def measure(batch_size, budget, options):
         model(**common.make_batch(seed, batch_size, LENGTH, 256, device)).loss.backward()
         engine.optimizer.step()
         engine.optimizer.zero_grad()
-    tracer = engine.manager.residency.tracer
+    tracer = engine.manager.tracer
     tracer._erratic.update(tracer.traces)  # a step that follows its plan is not measured otherwise
     before = engine.stats()["host_to_device_nbytes"]
     gauge = Gauge(engine)
@@ -86,7 +86,7 @@ def find_budget(options):
         device=device,
     )
     model(**common.make_batch(0, options.large, LENGTH, 256, device)).loss.backward()
-    traces = engine.manager.residency.tracer.traces.values()
+    traces = engine.manager.tracer.traces.values()
     peak = max(trace.non_model_peak_nbytes for trace in traces)
     engine.detach()
     return peak + int(options.share * 2 * numel), numel

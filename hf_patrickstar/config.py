@@ -68,8 +68,9 @@ class PatrickStarConfig:
             ``"auto"`` is in it; with ``[]`` embeddings and norms are 16-bit too. Kept in any case is what transformers
             lists in ``_keep_in_fp32_modules``, and fp32 parameters of a model that was loaded mostly in 16-bit.
         frozen_master: Whether frozen parameters that were loaded in fp32 and are computed with in 16-bit keep their
-            original values beside them at home: ``True`` takes 4 bytes per such element, and reading, merging and
-            saving them loses nothing; with ``False`` they keep what 16 bits can hold.
+            original values beside them at home: ``True`` takes 4 bytes per such element. With ``False`` the engine
+            reads them again from the safetensors file that they came from, whenever they are saved, merged, copied or
+            unfrozen. Those that came from no such file keep what 16 bits can hold.
         pin_memory: Whether host chunks that move are page-locked: ``True``, ``False``, or ``"auto"``: yes with a CUDA
             device. Pinned memory copies faster and asynchronously; torch rounds each pinned allocation up to a power
             of two, which is booked against ``host_budget``.

@@ -33,14 +33,18 @@ from hf_patrickstar.payloads import Payloads
 from hf_patrickstar.report.figures import Figures
 from hf_patrickstar.report.statistics import Statistics
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
-from hf_patrickstar.runtime.homes import Homes
+from hf_patrickstar.runtime.copies import Copies
+from hf_patrickstar.runtime.executor import Executor, MovePolicy, Services
+from hf_patrickstar.runtime.forecast import Forecast
 from hf_patrickstar.runtime.hooks import ModelHooks
-from hf_patrickstar.runtime.lockstep import Lockstep
 from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.runtime.order import make_order
+from hf_patrickstar.runtime.placement import Placement, PlacementRules
+from hf_patrickstar.runtime.reclaim import Reclaim
 from hf_patrickstar.runtime.recovery import MAX_RETRIES, Recovery
-from hf_patrickstar.runtime.residency import MovePolicy, Residency
-from hf_patrickstar.runtime.steps import Steps
+from hf_patrickstar.runtime.steps import DeviceGauges, Steps
 from hf_patrickstar.runtime.together import roots_of
+from hf_patrickstar.runtime.tracer import Tracer
 from hf_patrickstar.schedule.eviction import Chooser
 from hf_patrickstar.schedule.margin import ACCELERATOR, CPU_TIER, Rates
 from hf_patrickstar.states import TensorState
@@ -179,10 +183,7 @@ class PatrickStarEngine:
                 self.optimizers.pop()
                 self.manager.has_new_groups = False
             raise
-        if self.manager.homes is None:
-            self.manager.homes = self._make_homes(self.manager)
-        elif not kernel.follows_homes:
-            self.manager.homes.stay()
+        self.manager.placement.follow(self._rates())
         chunked.take_inner_state()
         return chunked
 
@@ -191,47 +192,42 @@ class PatrickStarEngine:
         return is_whole and self._membership.follow(is_training=is_training)
 
     def _make_manager(self, chunks: list[Chunk]) -> ChunkManager:
-        decisions, config = self._decisions, self.config
+        """The parts of the runtime, each made of those before it."""
+        decisions, config, machine = self._decisions, self.config, self.machine
+        pool, meter = machine.pool, machine.meter
         transfers = Transfers(self.device)
-        lockstep = Lockstep(self.collectives, len(decisions.tensors), config.debug_collectives)
+        order = make_order(self.collectives, len(decisions.tensors), config.debug_collectives)
         policy = MovePolicy(
             Chooser(config.eviction),
             config.prefetch_depth,
             config.reshard_after_forward is True,
             config.debug_evict_all,
         )
-        residency = Residency(
-            chunks, self.machine.pool, transfers, self.machine.meter, policy, self._emit, self.collectives, lockstep
-        )
-        residency.forecast.need_at = decisions.need_at
-        manager = ChunkManager(
+        tracer = Tracer((chunk.copy_nbytes for chunk in chunks), DeviceGauges(meter, self.ledger), order)
+        copies = Copies(chunks, pool, transfers, self._emit)
+        forecast = Forecast(chunks, pool, meter, tracer, self.device, decisions.need_at)
+        placement = Placement(
             chunks,
-            Steps(residency, self.machine.pool, self.machine.meter, policy, lockstep, self._num_micro_batches),
-            self.machine.pool,
-            transfers,
-            self._emit,
-            self.collectives,
-            config.keep_gradients,
-        )
-        if self._kernels:
-            manager.homes = self._make_homes(manager)
-        return manager
-
-    def _make_homes(self, manager: ChunkManager) -> Homes:
-        """Lets chunks move to better homes, if every optimizer follows."""
-        decisions, config = self._decisions, self.config
-        follows = all(kernel.follows_homes for kernel in self._kernels)
-        return Homes(
-            manager.chunks,
-            self._payloads.nbytes_of(chunk.spec for chunk in manager.chunks),
-            manager.residency,
+            self._payloads.nbytes_of(chunk.spec for chunk in chunks),
+            copies,
+            self.ledger,
+            tracer,
             self._payloads.reserve,
-            decisions.workspace_nbytes,
-            config.prefetch_depth,
-            self._rates() if follows and config.placement != "host" and not config.debug_evict_all else None,
+            PlacementRules(decisions.workspace_nbytes, config.prefetch_depth, policy.chooser.name),
+            self._rates(),
         )
+        reclaim = Reclaim(copies, placement, pool, tracer, policy.chooser, forecast)
+        services = Services(chunks, pool, meter, self.collectives, order, copies, reclaim, tracer, policy)
+        steps = Steps(services, Executor(services), forecast, self._num_micro_batches)
+        return ChunkManager(services, steps, placement, transfers, self._emit, config.keep_gradients)
 
-    def _rates(self) -> Rates:
+    def _rates(self) -> Rates | None:
+        """How fast chunks move and are updated, if they may move to better homes: every optimizer has to follow."""
+        config = self.config
+        if config.placement == "host" or config.debug_evict_all or not self._kernels:
+            return None
+        if not all(kernel.follows_homes for kernel in self._kernels):
+            return None
         return CPU_TIER if self.device.type == "cpu" else ACCELERATOR
 
     def _attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -409,7 +405,7 @@ class PatrickStarEngine:
             bytes of parameters and gradients that this one sent, and the short agreements beside them.
             ``num_chunks``, ``chunk_numel``, ``chunk_utilisation``: the layout.
         """
-        layout, residency, homes = self._membership.layout, self.manager.residency, self.manager.homes
+        layout, manager, executor = self._membership.layout, self.manager, self.manager.executor
         return {
             "device_peak_nbytes": self.ledger.peak(Tier.DEVICE),
             "device_total_peak_nbytes": self.ledger.total_peak,
@@ -422,13 +418,13 @@ class PatrickStarEngine:
             "chunk_budget_nbytes": min(limit.nbytes for limit in self.ledger.limits(Tier.DEVICE)),
             "model_data_nbytes": self.model_data_nbytes(),
             **self._statistics.summary(),
-            "lost_steps": residency.tracer.num_lost,
-            "recorded_steps": residency.tracer.num_recorded,
-            "chunk_hits": residency.num_hits,
-            "late_prefetches": residency.num_late,
-            "waiting_seconds": residency.waiting_s,
+            "lost_steps": manager.tracer.num_lost,
+            "recorded_steps": manager.tracer.num_recorded,
+            "chunk_hits": executor.num_hits,
+            "late_prefetches": executor.num_late,
+            "waiting_seconds": manager.copies.waiting_s,
             "retries": self._recovery.num_retries,
-            "chunks_in_margin": len(homes.in_margin) if homes is not None else 0,
+            "chunks_in_margin": len(manager.placement.in_margin),
             "all_gathers": self.collectives.num_all_gathers,
             "reduce_scatters": self.collectives.num_reduce_scatters,
             "sent_nbytes": self.collectives.sent_nbytes,
@@ -507,7 +503,7 @@ class PatrickStarEngine:
 
     def _relieve(self) -> None:
         """Makes room for what is not chunks."""
-        self.manager.residency.relieve(is_step=self._hooks.is_running)
+        self.manager.reclaim.make_room_for_others(is_step=self._hooks.is_running)
 
     def _move_in(self) -> None:
         """Moves buffers to the device, and parameters into their chunks."""

@@ -284,7 +284,7 @@ class Membership:
         parts, manager = self._parts, self._parts.manager
         need = sum(found.device_nbytes for found in parts.payloads.nbytes_of(layout.chunks))
         is_static = all(chunk.is_static for chunk in manager.chunks if chunk.tensors)
-        is_static = is_static and need <= manager.residency.ledger.available(Tier.DEVICE)
+        is_static = is_static and need <= manager.ledger.available(Tier.DEVICE)
         with_gradients = {
             change.specs[place].index for place in change.new if self._brings_gradient(change.parameters[place])
         }
@@ -301,7 +301,7 @@ class Membership:
 
     def _check_working_sets(self, layout: Layout, change: _Change) -> None:
         """Makes sure that every module's chunks fit the device together."""
-        manager, ledger = self._parts.manager, self._parts.manager.residency.ledger
+        manager, ledger = self._parts.manager, self._parts.manager.ledger
         sizes = {chunk.spec.index: chunk.copy_nbytes for chunk in manager.chunks}
         sizes |= {spec.index: spec.nbytes for spec in layout.chunks}
         places = {tensor.spec.index: tensor.chunk.spec.index for tensor in manager.tensors}

@@ -8,6 +8,7 @@ import pickle
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -117,10 +118,11 @@ class Workers:
     def _start_processes(self):
         self._folder = tempfile.mkdtemp(prefix="hf_patrickstar-workers-")
         address = f"file://{self._folder}/store" if self._store == "file" else f"tcp://127.0.0.1:{_free_port()}"
-        # All are forked from one process that has imported torch, which takes longer than most tests.
+        # All are forked from one process that has imported everything, which takes longer than most tests.
         context = torch.multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "pytest"])
-        with _environment(ENVIRONMENT):  # read when that one imports torch
+        context.set_forkserver_preload(["torch.distributed", "pytest", "hf_patrickstar", "models"])
+        # Read when that one imports torch; it does not get this process's path by itself.
+        with _environment({**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}):
             for rank in range(self.world_size):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_serve, args=(rank, self.world_size, theirs), daemon=True)

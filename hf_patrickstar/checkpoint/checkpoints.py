@@ -11,6 +11,7 @@ import torch
 
 from hf_patrickstar.checkpoint.deferred import Reader
 from hf_patrickstar.checkpoint.found_weights import FoundWeights, find_weights, shape_mismatch
+from hf_patrickstar.checkpoint.origins import origin_of
 from hf_patrickstar.checkpoint.read_me import write_read_me
 from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile, streamed_writing
 from hf_patrickstar.checkpoint.storage import StagedDirectory, remove_leftovers
@@ -347,6 +348,7 @@ class Checkpoints:
                 value = value.to(tensor.original_dtype)
                 start = tensor.part[0]
                 self._manager.values.load(tensor, lambda home: reader.fill(home, value, start, piece_numel))  # noqa: B023
+                tensor.origin = origin_of(value) if tensor.is_rounded else None
         for name, buffer in self._model.named_buffers():
             if name in found.values:
                 buffer.copy_(reader.read(found.values[name]).view(buffer.shape))

@@ -8,9 +8,11 @@ import torch
 from tqdm.auto import tqdm
 
 from hf_patrickstar.checkpoint.deferred import DeferredTensor, Reader
+from hf_patrickstar.checkpoint.origins import ModelFiles, origin_of
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.runtime.chunk import MASTER, ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives
+from hf_patrickstar.runtime.originals import Origin
 from hf_patrickstar.states import TensorState
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ class FirstValues:
         self._collectives = collectives
         self._piece_numel = piece_numel
         self._unread: dict[int, torch.Tensor] = {}
+        self._files: ModelFiles | None = None
 
     def begin(self, model: torch.nn.Module) -> None:
         """Makes ordinary parameters of those that are still to be read; they stay the same objects.
@@ -45,6 +48,7 @@ class FirstValues:
             CheckpointError: If a file cannot be read any more.
         """
         reader = Reader()
+        self._files = ModelFiles(model)
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if isinstance(buffer, DeferredTensor):
@@ -66,7 +70,7 @@ class FirstValues:
     def move_in(self, buffers: Iterable[torch.Tensor]) -> None:
         """Moves every value to its place, freeing each as it goes.
 
-        Frozen ones come last: in 16-bit they have no master, and could not be given back to the last bit.
+        Frozen ones come last: in 16-bit they have no master, and might not be given back to the last bit.
 
         Args:
             buffers: The model's buffers: all processes start from the same.
@@ -88,11 +92,37 @@ class FirstValues:
                 reader.fill(place, value, tensor.part[0], self._piece_numel)
                 if place is not home:
                     home.copy_(place)
+                if tensor.is_rounded:
+                    tensor.origin = self._find_origin(tensor, value)
             tensor.go(TensorState.HOLD)
             parameter.data = tensor.placeholder
             parameter.grad = None
             self._unread.pop(tensor.spec.index, None)
+        self._files = None  # those that are not needed are closed
+        self._explain_origins()
         self._collectives.exchange_objects(None, "reads the weights")  # a disk of one may be slower
+
+    def _find_origin(self, tensor: ManagedTensor, value: torch.Tensor) -> Origin | None:
+        if isinstance(value, DeferredTensor):
+            return origin_of(value)
+        return None if self._files is None else self._files.find(tensor, value)
+
+    def _explain_origins(self) -> None:
+        rounded = [tensor for tensor in self._tensors if tensor.is_owned and tensor.is_rounded]
+        if rounded:
+            lost = [tensor.spec.name for tensor in rounded if tensor.origin is None]
+            kept = (
+                f"; '{lost[0]}' and {len(lost) - 1} more are kept rounded (frozen_master=true keeps all)"
+                if lost
+                else ""
+            )
+            logger.info(
+                "patrickstar: frozen_master=false: %d of %d frozen parameters that are rounded are read again from "
+                "their files when they are saved or merged%s",
+                len(rounded) - len(lost),
+                len(rounded),
+                kept,
+            )
 
     def _make_equal(self, buffers: Iterable[torch.Tensor]) -> None:
         """Lets all processes start from the values of rank 0, wherever a sample of them differs."""

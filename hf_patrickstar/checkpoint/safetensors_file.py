@@ -10,7 +10,6 @@ import json
 import math
 import os
 import struct
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ import safetensors.torch
 import torch
 
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, in_reading_order
+from hf_patrickstar.checkpoint.patches import SAVE_FILE, replaced
 from hf_patrickstar.checkpoint.pieces import PieceWriter, bytes_of, new_file
 from hf_patrickstar.checkpoint.storage import replace_file
 from hf_patrickstar.errors import CheckpointError
@@ -47,14 +47,6 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _RANKS = {dtype: rank for rank, dtype in enumerate(_DTYPES.values())}
 _ALIGNMENT = 8
 _MOST_HEADER_NBYTES = 100_000_000
-
-_WRITING_MODULES = (
-    "safetensors.torch",
-    "transformers.modeling_utils",
-    "transformers.trainer",
-    "peft.peft_model",
-    "accelerate.utils.other",
-)
 
 
 class Entry(NamedTuple):
@@ -86,6 +78,7 @@ class SafetensorsFile:
         try:
             self._descriptor = os.open(self.path, os.O_RDONLY)
             self.entries, self.metadata = self._read_header()
+            self._stamp = self._find_stamp()
         except FileNotFoundError as error:
             raise CheckpointError(f"'{self.path}' is missing") from error
         except OSError as error:
@@ -94,6 +87,23 @@ class SafetensorsFile:
     def __del__(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
+
+    def _find_stamp(self) -> tuple[int, int]:
+        found = os.fstat(self._descriptor)
+        return found.st_size, found.st_mtime_ns
+
+    def check_unchanged(self) -> None:
+        """Makes sure that nobody has written to the file since it was opened; one that was removed is still open.
+
+        Raises:
+            CheckpointError: If somebody has.
+        """
+        try:
+            is_same = self._find_stamp() == self._stamp
+        except OSError as error:
+            raise CheckpointError(f"'{self.path}' cannot be read any more: {error.strerror or error}") from error
+        if not is_same:
+            raise CheckpointError(f"'{self.path}' was written to since it was opened")
 
     def _read_header(self) -> tuple[dict[str, Entry], dict[str, str]]:
         size = os.fstat(self._descriptor).st_size
@@ -149,7 +159,7 @@ class SafetensorsFile:
 
     def deferred(self, name: str) -> DeferredTensor:
         """One of its tensors, to be read later."""
-        return DeferredTensor.make(_FileSource(self, name), is_loadable=True)
+        return DeferredTensor.make(FileSource(self, name), is_loadable=True)
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements of a flattened tensor, in memory of their own, on the host.
@@ -193,17 +203,39 @@ class SafetensorsFile:
             raise CheckpointError(f"'{self.path}': tensor '{name}' cannot be read: {error.strerror}") from error
 
 
-class _FileSource:
-    """A tensor of a file as the source of a deferred one."""
+class FileSource:
+    """A tensor of a file as the source of a deferred one.
+
+    Args:
+        file: The file.
+        name: The tensor.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its type.
+    """
 
     def __init__(self, file: SafetensorsFile, name: str) -> None:
         self._file, self._name = file, name
         self.dtype, self.shape, *_ = file.entries[name]
 
     def read(self, start: int, stop: int) -> torch.Tensor:
+        """See ``Source.read``."""
         return self._file.read(self._name, start, stop)
 
+    def read_again(self, start: int, stop: int) -> torch.Tensor:
+        """The same, long after the file was opened.
+
+        Raises:
+            CheckpointError: If somebody has written to it since, or it cannot be read.
+        """
+        self._file.check_unchanged()
+        value = self.read(start, stop)
+        self._file.check_unchanged()  # not while it was read either
+        return value
+
     def read_into(self, start: int, values: torch.Tensor) -> None:
+        """See ``DirectSource.read_into``."""
         self._file.read_into(self._name, start, values)
 
     def __str__(self) -> str:
@@ -269,20 +301,8 @@ def streamed_writing(piece_numel: int) -> Iterator[None]:
         else:
             original(tensors, filename, metadata=metadata)
 
-    places = [
-        (module, name)
-        for module in map(sys.modules.get, _WRITING_MODULES)
-        if module is not None
-        for name, value in vars(module).items()
-        if value is original
-    ]
-    for module, name in places:
-        setattr(module, name, save_file)
-    try:
+    with replaced(SAVE_FILE, save_file):
         yield
-    finally:
-        for module, name in places:
-            setattr(module, name, original)
 
 
 def _make_header(

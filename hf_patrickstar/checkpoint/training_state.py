@@ -9,8 +9,9 @@ with ``null`` in place of a parameter whose state is in ``optimizer-others.safet
 budgets or devices, so it can be read with any of these changed, and by any number of processes: each looks up who wrote
 which elements, and reads its own.
 
-Plain safetensors and not ``torch.distributed.checkpoint``: that pickles its metadata, so that loading a checkpoint may
-run code; it wants every tensor allocated beside the chunks; and its files need torch to be read, these need nothing.
+The files are not those of ``torch.distributed.checkpoint``. Its writer of safetensors builds the bytes of a whole file
+in memory before it writes any; its own format has an index that is a pickle, and needs torch to be read. Both load into
+tensors that are allocated beside the chunks.
 """
 
 import dataclasses

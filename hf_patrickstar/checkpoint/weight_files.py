@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 
 from hf_patrickstar.checkpoint.deferred import DeferredTensor
+from hf_patrickstar.checkpoint.patches import LOAD_STATE_DICT, SAFE_OPEN, replaced
 from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile
 from hf_patrickstar.errors import CheckpointError
 
@@ -57,6 +57,20 @@ def open_weights(path: str | os.PathLike[str]) -> dict[str, DeferredTensor]:
         if (path / name).is_file():
             return open_weights(path / name)
     raise CheckpointError(f"'{path}' has no weights: none of {', '.join(_NAMES[:-1])} and {_NAMES[-1]} is there")
+
+
+def open_safetensors(directory: str | os.PathLike[str]) -> dict[str, DeferredTensor]:
+    """Opens what a directory has in safetensors files; nothing if there are none that are whole.
+
+    Args:
+        directory: The directory.
+    """
+    for name in (_SAFE_FILE, _SAFE_INDEX):
+        path = Path(directory) / name
+        if path.is_file():
+            with contextlib.suppress(CheckpointError):
+                return open_weights(path)
+    return {}
 
 
 def _open_index(path: Path) -> dict[str, DeferredTensor]:
@@ -173,18 +187,10 @@ def deferred_weights(enabled: bool = True) -> Iterator[None]:
     if not enabled:
         yield
         return
-    import transformers.modeling_utils as library
+    import transformers.modeling_utils  # noqa: F401  (what is replaced must be imported)
 
     def load_state_dict(path: Any, *_args: Any, **_kwargs: Any) -> dict[str, DeferredTensor]:
         return _open_file(Path(path))
 
-    places = [(library, name, _OpenedFile) for name, value in vars(library).items() if value is safetensors.safe_open]
-    replaced: list[tuple[Any, str, Any]] = [*places, (library, "load_state_dict", load_state_dict)]
-    originals = [(module, name, getattr(module, name)) for module, name, _ in replaced]
-    for module, name, value in replaced:
-        setattr(module, name, value)
-    try:
+    with replaced(SAFE_OPEN, _OpenedFile), replaced(LOAD_STATE_DICT, load_state_dict):
         yield
-    finally:
-        for module, name, value in originals:
-            setattr(module, name, value)

@@ -102,9 +102,9 @@ class ChunkWeights:
 
     def _held(self, tensor: ManagedTensor) -> Held:
         self._manager.writes.take_over(tensor)
-        is_open = tensor.is_open
-        source = tensor.own(tensor.parameter.data) if is_open else self._manager.values.at_home(tensor)
-        return Held(tensor, source, tensor.original_dtype)
+        if tensor.is_open:
+            return Held(tensor, tensor.own(tensor.parameter.data), tensor.original_dtype)
+        return self._manager.values.held(tensor, tensor.original_dtype)
 
     def read_parts(
         self, tensor: ManagedTensor, start: int, stop: int, piece_numel: int
@@ -157,8 +157,8 @@ class ChunkWeights:
             tensor: The parameter.
 
         Returns:
-            A copy on the host, in the parameter's shape and original type: the fp32 master if there is one, so that
-            nothing is lost that training in 16-bit keeps.
+            A copy on the host, in the parameter's shape and original type: the fp32 master if there is one, or what a
+            frozen parameter was loaded from, so that nothing is lost.
 
         Raises:
             EngineError: If the parameters were collected for another process.

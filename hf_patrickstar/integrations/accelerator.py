@@ -1,14 +1,16 @@
 """``PatrickStarAccelerator``: Accelerate's interface over the engine."""
 
 import contextlib
+import functools
 import os
+import types
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType, DynamoBackend
+from accelerate.utils import DistributedType, DynamoBackend, convert_outputs_to_fp32
 
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.engine import PatrickStarEngine
@@ -166,12 +168,35 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
         is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
         if is_frozen and not evaluation_mode and get_engine(model) is None:
             # A teacher, say: nothing of it is trained, and Accelerate's own way is right.
-            return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+            model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+            self._compute_as_accelerate(model)
+            return model
         if get_engine(model) is None:
             self._connect([model], [], is_training=not evaluation_mode)
         if model not in self._models:
             self._models.append(model)
         return model
+
+    def _compute_as_accelerate(self, model: torch.nn.Module) -> None:
+        """Autocast around the forward of a model without an engine, and outputs in fp32, as Accelerate does it.
+
+        Accelerate itself was told of no mixed precision, so its own way leaves that out.
+        """
+        if self.mixed_precision == "no" or self.patrickstar_config.autocast is False:
+            return
+        # As there, a function and not a bound method is wrapped, so that copies of the model compute with themselves.
+        forward = model.forward
+        function = getattr(forward, "__func__", forward)
+
+        @functools.wraps(function)
+        def under_autocast(*args: Any, **kwargs: Any) -> Any:
+            with self.autocast(self.autocast_handler):
+                return function(*args, **kwargs)
+
+        wrapped: Any = model
+        wrapped._original_forward = forward
+        widened = convert_outputs_to_fp32(under_autocast)
+        wrapped.forward = widened if function is forward else types.MethodType(widened, model)
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None

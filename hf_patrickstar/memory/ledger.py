@@ -54,6 +54,7 @@ class Ledger:
         self._step_peak = dict.fromkeys(Tier, 0)
         self._total_peak = self._total_step_peak = 0
         self._owner_peaks: dict[tuple[Tier, str], int] = {}
+        self._recent_peaks: dict[tuple[Tier, str], int] = {}
 
     def budget(self, tier: Tier) -> int:
         """The budget of a tier, in bytes."""
@@ -119,6 +120,12 @@ class Ledger:
     def owner_peak(self, tier: Tier, owner: str) -> int:
         """The most bytes that one owner had booked on a tier at once."""
         return self._owner_peaks.get((tier, owner), 0)
+
+    def take_owner_peak(self, tier: Tier, owner: str) -> int:
+        """The same since the last call."""
+        key = (tier, owner)
+        peak, self._recent_peaks[key] = self._recent_peaks.get(key, 0), self._owners[tier].get(owner, 0)
+        return peak
 
     def owners(self, tier: Tier) -> dict[str, int]:
         """Bytes booked on a tier now, by owner."""
@@ -209,8 +216,7 @@ class Ledger:
         self._step_peak[tier] = max(self._step_peak[tier], self._used[tier])
         if tier is Tier.DEVICE:
             self.note_total(self.non_model_nbytes())
-        key = (tier, owner)
-        self._owner_peaks[key] = max(self._owner_peaks.get(key, 0), self._owners[tier][owner])
+        self._note_owner(tier, owner)
 
     def unbook(self, tier: Tier, owner: str, nbytes: int) -> None:
         """Takes bytes of an owner out of the book.
@@ -235,8 +241,12 @@ class Ledger:
             raise ValueError(f"cannot hand over {nbytes} bytes of '{source}' on {tier.value}: {booked} are booked")
         self._owners[tier][source] = booked - nbytes
         self._owners[tier][target] = self._owners[tier].get(target, 0) + nbytes
-        key = (tier, target)
-        self._owner_peaks[key] = max(self._owner_peaks.get(key, 0), self._owners[tier][target])
+        self._note_owner(tier, target)
+
+    def _note_owner(self, tier: Tier, owner: str) -> None:
+        key, nbytes = (tier, owner), self._owners[tier][owner]
+        self._owner_peaks[key] = max(self._owner_peaks.get(key, 0), nbytes)
+        self._recent_peaks[key] = max(self._recent_peaks.get(key, 0), nbytes)
 
     def table(self) -> str:
         """The book as text, for errors and reports."""

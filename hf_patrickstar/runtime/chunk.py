@@ -124,6 +124,7 @@ class ManagedTensor:
         "num_saved",
         "num_writes",
         "offset_numel",
+        "origin",
         "original_dtype",
         "original_type",
         "parameter",
@@ -153,6 +154,7 @@ class ManagedTensor:
         self.placeholder_key = storage_key(placeholder)
         self.strides = contiguous_strides(spec.shape)
         self.original_dtype = parameter.dtype
+        self.origin: Any = None  # what has bits of the value that the chunk does not hold; see ``Originals``
         self.original_type = type(parameter)
         self.is_bound = False  # whether the parameter answers while it has no value
         self.live: Any = None  # what answers then
@@ -237,6 +239,13 @@ class ManagedTensor:
     def own(self, value: torch.Tensor) -> torch.Tensor:
         """Of a tensor in the parameter's shape, what this rank has at home, in the shape that ``view`` gives it."""
         return value.reshape(-1)[self.part[0] : self.part[1]] if self.is_split else value
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether it is frozen, and in a chunk that has less bits of it than it was loaded with."""
+        param, lists = self.chunk.param, self.chunk.lists
+        is_narrow = param.dtype.itemsize < self.original_dtype.itemsize
+        return is_narrow and MASTER not in lists and not self.chunk.spec.trainable
 
     def take_crossing(self) -> int:
         """Bytes of the gradient that came from the device, and were not told of yet."""

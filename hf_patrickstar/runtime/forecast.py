@@ -36,15 +36,19 @@ class Forecast:
         meter: Measures what else is there.
         tracer: Has the step that runs.
         device: The compute device.
-
-    Attributes:
         need_at: Tells the bytes that chunks need at once in the layout for other budgets: of the device, and of chunks.
     """
 
     def __init__(
-        self, chunks: Sequence[Chunk], pool: PayloadPool, meter: Meter, tracer: Tracer, device: torch.device
+        self,
+        chunks: Sequence[Chunk],
+        pool: PayloadPool,
+        meter: Meter,
+        tracer: Tracer,
+        device: torch.device,
+        need_at: Callable[[int, int | None], int],
     ) -> None:
-        self.need_at: Callable[[int, int | None], int] = lambda device_nbytes, chunk_nbytes: 0
+        self._chunk_need_at = need_at
         self._chunks = chunks
         self._pool = pool
         self._meter = meter
@@ -108,6 +112,10 @@ class Forecast:
             device_nbytes = max(device_nbytes, booked + others)
         return Shortage.of(zip(limits, (booked + others, booked), strict=False))
 
+    def names_in_use(self) -> set[str]:
+        """The parameters that somebody computes with now."""
+        return {tensor.spec.name for chunk in self._chunks for tensor in chunk.tensors if tensor.users}
+
     def _unvisited_nbytes(self) -> int:
         """Bytes of chunks that the step has not come to: more are held than modules tell, and these may be, too."""
         step = self._tracer.step
@@ -119,7 +127,7 @@ class Forecast:
         key = ("need", device_nbytes, chunk_nbytes)
         if key not in self._known:
             try:
-                self._known[key] = self.need_at(device_nbytes, chunk_nbytes)
+                self._known[key] = self._chunk_need_at(device_nbytes, chunk_nbytes)
             except BudgetError:
                 self._known[key] = None
         return self._known[key]

@@ -323,7 +323,7 @@ class ModelHooks:
         frame.saved_tensors.__enter__()
         self._begin_autocast(frame)
         is_training = frame.stage is Stage.FORWARD
-        forecast = self._manager.residency.forecast
+        forecast = self._manager.steps.forecast
         forecast.note(frame.module, (args, kwargs), self._casting, is_training=is_training)
 
     def _begin_autocast(self, frame: Frame) -> None:

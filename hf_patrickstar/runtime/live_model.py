@@ -33,6 +33,7 @@ class LiveModel:
         self._roots = roots_of(model)
         self._manager = services.manager
         self._weights = services.weights
+        self._frames = services.frames
         self._installed: dict[torch.nn.Module, set[str]] = {}
         self._hook_ids: frozenset[int] = frozenset()
         self._read_cache: dict[int, tuple[int, Any]] = {}
@@ -71,6 +72,10 @@ class LiveModel:
                 is_there = hasattr(module if module in self._roots else type(module), name)
                 if is_there and name not in module.__dict__:
                     self._install(module, name, keep_together(getattr(module, name)))
+            if hasattr(type(module), "get_base_layer"):  # a layer of PEFT
+                for name in ("merge", "unmerge"):
+                    if hasattr(type(module), name):
+                        self._install(module, name, _bound(self._merge, module, getattr(type(module), name)))
 
     def _install(self, module: torch.nn.Module, name: str, method: Any) -> None:
         module.__dict__[name] = method
@@ -162,6 +167,21 @@ class LiveModel:
 
     # Saving
 
+    # Merging
+
+    def _merge(self, module: torch.nn.Module, merge: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Merges an adapter into a layer, or takes it out, with all bits of the weights and not those computed with.
+
+        Inside of a forward (an adapter that is switched off for one) weights are merged as they are computed with.
+        """
+        found = (self._manager.find(parameter) for parameter in module.parameters())
+        tensors = [tensor for tensor in found if tensor is not None]
+        is_rounded = any(tensor.original_dtype is not tensor.chunk.param.dtype for tensor in tensors)
+        if self._frames.is_inside or not is_rounded:
+            return merge(module, *args, **kwargs)
+        with self._weights.opened(tensors, writeback=True, with_grads=False):
+            return merge(module, *args, **kwargs)
+
     def _generate_together(self, generate: Callable[..., Any]) -> Callable[..., Any]:
         def generate_together(*args: Any, **kwargs: Any) -> Any:
             self._manager.sharing.enter("generates")
@@ -200,12 +220,12 @@ class LiveModel:
             module.__dict__.pop("parameters", None)
 
 
-def _bound(method: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
+def _bound(method: Callable[..., Any], module: torch.nn.Module, *first: Any) -> Callable[..., Any]:
     """A method of a module; the module is not kept alive by its own attribute."""
     this = weakref.ref(module)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return method(this(), *args, **kwargs)
+        return method(this(), *first, *args, **kwargs)
 
     return call
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -76,6 +77,12 @@ class LiveWeights(Protocol):
 
     def streamed(self, *, is_reader: bool) -> contextlib.AbstractContextManager[None]:
         """Saves the model piece by piece, the other processes following the one that reads."""
+        ...
+
+    def opened(
+        self, tensors: Iterable[ManagedTensor], writeback: bool, with_grads: bool
+    ) -> contextlib.AbstractContextManager[None]:
+        """Gives parameters their full value, as ordinary tensors on the host, for the length of a block."""
         ...
 
     def deferred(self, tensor: ManagedTensor) -> torch.Tensor | None:

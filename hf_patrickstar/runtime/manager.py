@@ -17,16 +17,16 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from hf_patrickstar.errors import DeviceMemoryError, EngineError
 from hf_patrickstar.events import Listener
-from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.memory.transfers import Transfers
 from hf_patrickstar.runtime.chunk import MASTER, Chunk, GradientPlace, ManagedTensor
-from hf_patrickstar.runtime.collectives import Collectives
+from hf_patrickstar.runtime.executor import Services
 from hf_patrickstar.runtime.gradients import Gradients
-from hf_patrickstar.runtime.homes import Homes
 from hf_patrickstar.runtime.live_parameter import requires_grad, set_raw_grad
-from hf_patrickstar.runtime.lockstep import Phase
 from hf_patrickstar.runtime.mirrors import Mirrors
+from hf_patrickstar.runtime.order import Phase
+from hf_patrickstar.runtime.originals import Originals
+from hf_patrickstar.runtime.placement import Placement
 from hf_patrickstar.runtime.reducer import Reducer
 from hf_patrickstar.runtime.sharing import Held, Sharing
 from hf_patrickstar.runtime.steps import Steps
@@ -42,28 +42,29 @@ class ChunkManager:
     """Gives parameters their values and takes their gradients.
 
     Args:
-        chunks: All chunks, with their payloads allocated.
-        steps: Begins and ends steps, over what brings chunks to the compute device.
-        pool: Where accumulation lists come from.
+        services: What it works with.
+        steps: Begins and ends steps.
+        placement: Moves chunks to better homes.
         transfers: How bytes cross.
         emit: Told of every event.
-        collectives: Averages gradients over processes.
         keeps_gradients: Whether gradients stay after a step; see ``keep_gradients`` of the configuration.
     """
 
     def __init__(
         self,
-        chunks: list[Chunk],
+        services: Services,
         steps: Steps,
-        pool: PayloadPool,
+        placement: Placement,
         transfers: Transfers,
         emit: Listener,
-        collectives: Collectives,
         keeps_gradients: bool | Literal["auto"] = "auto",
     ) -> None:
-        self.chunks = chunks
+        self.chunks = chunks = services.chunks
         self.steps = steps
-        self.residency = residency = steps.residency
+        self.copies, self.reclaim, self.tracer = services.copies, services.reclaim, services.tracer
+        self.executor = executor = steps.executor
+        self.placement = placement
+        self.ledger = services.pool.ledger
         self.tensors: list[ManagedTensor] = sorted(
             (tensor for chunk in chunks for tensor in chunk.tensors), key=lambda tensor: tensor.spec.index
         )
@@ -74,30 +75,30 @@ class ChunkManager:
         self.has_new_groups = False  # param groups were changed: parameters may need other lists
         self.num_steps = 0  # of all optimizers
         self.step_peaks = (0, 0, 0)  # bytes in the last step: chunks on the device, all on the device, on the host
-        self._pool = pool
+        self._pool = pool = services.pool
+        self._meter = services.meter
         self._transfers = transfers
         self._emit = emit
-        self.homes: Homes | None = None
         self.turns = Turns()
         self.unwind: Callable[[], None] = lambda: None  # ends forwards that were interrupted
-        lockstep, accumulate = steps.lockstep, steps.num_micro_batches > 1
+        order, accumulate = steps.order, steps.num_micro_batches > 1
         self.gradients = Gradients(
-            pool, transfers, emit, residency.make_room, accumulate, lockstep.is_alone, keeps_gradients
+            pool, transfers, emit, self.reclaim.make_room, accumulate, order.is_alone, keeps_gradients
         )
         self.gradients.chunks = chunks
         self._lock = self.gradients.lock
         self._list_names = {name for chunk in chunks for name in chunk.lists}
-        self.sharing = Sharing(collectives, lockstep)
-        self.values = Values(self.gradients, self.sharing, transfers, residency.device)
+        self.sharing = Sharing(services.collectives, order)
+        self.originals = Originals(pool)
+        self.values = Values(self.gradients, self.sharing, transfers, self.originals, transfers.device)
         self.mirrors = Mirrors(self.values, self.gradients)
         self.writes = Writes(self.values, self.mirrors, self.gradients)
-        self._is_alone = lockstep.is_alone
-        self._lockstep = lockstep
-        self._reducer = Reducer(chunks, pool, transfers, collectives, residency.make_room, self._deliver)
-        residency.before_gather = self.gradients.bring_values_back
-        residency.before_drop = self.writes.collect
-        residency.gradient_peak = self._reducer.take_peak
-        lockstep.reduce = self._reduce
+        self._is_alone = order.is_alone
+        self._order = order
+        self._reducer = Reducer(chunks, pool, transfers, services.collectives, self.reclaim.make_room, self._deliver)
+        executor.before_gather = self.gradients.bring_values_back
+        executor.reduce = self._reduce
+        self.copies.before_drop = self.writes.collect
 
     def index_tensors(self, tensors: Sequence[ManagedTensor]) -> None:
         """Takes note of which parameters there are.
@@ -120,12 +121,13 @@ class ChunkManager:
     def add_chunks(self, chunks: Sequence[Chunk]) -> None:
         """Adds chunks at the end of the chunk list."""
         self.chunks.extend(chunks)
-        self.residency.note_chunks()
+        self.copies.note_chunks()
 
     def remove(self, tensor: ManagedTensor) -> None:
         """Removes a parameter, which is an ordinary one again; its chunk is freed if no other is in it."""
         with self._lock:
             self.writes.forget(tensor)
+            self.originals.drop(tensor)
             tensor.num_writes += 1  # a graph of before cannot find its operands any more
             chunk = tensor.chunk
             chunk.remove(tensor)
@@ -137,7 +139,7 @@ class ChunkManager:
         """Frees a chunk that has become empty; its number is not used again."""
         chunk.wait()
         chunk.wait_for_reader()
-        self.residency.forget(chunk)
+        self.copies.forget(chunk)
         chunk.give_back(self._pool)
         chunk.retire()
 
@@ -148,12 +150,11 @@ class ChunkManager:
             nbytes: The bytes of every chunk over all lists.
         """
         self._list_names = {name for chunk in self.chunks for name in chunk.lists}
-        self.residency.tracer.forget_chunks([chunk.copy_nbytes for chunk in self.chunks])
-        self.residency.note_chunks()
+        self.tracer.forget_chunks([chunk.copy_nbytes for chunk in self.chunks])
+        self.copies.note_chunks()
         self._reducer.note_chunks()
-        self._lockstep.note_tensors(max(self.by_index, default=-1) + 1)
-        if self.homes is not None:
-            self.homes.note_chunks(nbytes)
+        self._order.note_tensors(max(self.by_index, default=-1) + 1)
+        self.placement.note_chunks(nbytes)
         self.values.version += 1
 
     def find(self, parameter: torch.Tensor) -> ManagedTensor | None:
@@ -173,12 +174,11 @@ class ChunkManager:
         """
         self._forget_failed_backward()
         self.writes.sync()
-        if self.residency.tracer.step is None:
+        if self.tracer.step is None:
             self.steps.settle()
             kind = f"{self.steps.kind}:{name}" if name else self.steps.kind
             is_last = self.steps.is_last
-            if self.homes is not None:
-                self.homes.prepare("training", shapes)
+            self.placement.prepare("training", shapes)
             updated = frozenset(chunk.spec.index for chunk in self.chunks if chunk.spec.is_updated and is_last)
             self.steps.begin_step(kind, shapes, present, updated, self.version)
 
@@ -188,8 +188,7 @@ class ChunkManager:
         self.release_borrowed()
         self.writes.sync()
         self.steps.settle()
-        if self.homes is not None:
-            self.homes.prepare("", shapes)
+        self.placement.prepare("", shapes)
         kind = f"evaluation:{name}" if name else "evaluation"
         self.steps.begin_interlude(kind, shapes, present, self.version)
 
@@ -315,7 +314,7 @@ class ChunkManager:
             if tensor.users == 0 and tensor.state is not TensorState.HOLD_AFTER_BWD:
                 tensor.go(TensorState.HOLD_AFTER_BWD)
             if not self._is_alone and self._reducer.is_complete(tensor.chunk):
-                self.residency.offer(tensor.chunk, self._reducer.is_complete)
+                self.executor.reduce_when_due(tensor.chunk, self._reducer.is_complete)
 
     def begin_backward(self) -> None:
         """Begins a backward; called from within, by whatever comes first."""
@@ -392,7 +391,7 @@ class ChunkManager:
         self.discard_gradients()
         with self._lock:
             for chunk in self.chunks:
-                self.residency.drop(chunk)
+                self.copies.invalidate(chunk)
 
     def end_loading(self) -> None:
         """Ends ``begin_loading``: graphs of before are void."""
@@ -423,7 +422,7 @@ class ChunkManager:
                 if any(self.gradients.has(tensor) for tensor in self.tensors if tensor.spec.index not in dropped):
                     self.apply_factor()  # those of another optimizer, say, are clipped all the same
             self.gradients.coefficient = self.gradients.inverse_scale = None
-            if self.residency.tracer.step is None:
+            if self.tracer.step is None:
                 self.steps.micro_batch = 0
             for tensor in self.tensors if chosen is None else chosen:
                 if self.gradients.is_absent(tensor):
@@ -444,7 +443,7 @@ class ChunkManager:
         self.unwind()
         with self._lock:
             for chunk in chunks:
-                self.residency.drop(chunk)
+                self.copies.invalidate(chunk)
             self.steps.begin_update()
 
     def finish_update(self, chunk: Chunk, updated: Container[int], *, keeps: bool) -> None:
@@ -465,12 +464,12 @@ class ChunkManager:
     @property
     def in_backward(self) -> bool:
         """Whether a backward has begun that has not ended."""
-        return self.residency.in_backward
+        return self.executor.in_backward
 
     @in_backward.setter
     def in_backward(self, value: bool) -> None:
         """Sets it."""
-        self.residency.in_backward = value
+        self.executor.in_backward = value
 
     @property
     def version(self) -> int:
@@ -482,12 +481,11 @@ class ChunkManager:
         self.values.version += 1
         self.num_steps += 1
         num_micro_batches, self.steps.micro_batch = self.steps.micro_batch, 0
-        ledger = self.residency.ledger
+        ledger = self.ledger
         self.step_peaks = (ledger.step_peak(Tier.DEVICE), ledger.total_step_peak, ledger.step_peak(Tier.HOST))
         ledger.begin_step()
         self.steps.forget_step()
-        if self.homes is not None:
-            self.homes.update(num_micro_batches)
+        self.placement.update(self.reclaim, num_micro_batches)
         for tensor in self.tensors:
             tensor.lookup_nbytes = 0
 
@@ -495,9 +493,12 @@ class ChunkManager:
         """Gives every payload back. Parameters must have their own storage again by then."""
         with self._lock:
             self.mirrors.close()
+            for tensor in self.tensors:
+                self.originals.drop(tensor)
             self._transfers.settle()
             self._reducer.close()
-            self.residency.close()
+            self.copies.close()
+            self._meter.stop()
             for chunk in (chunk for chunk in self.chunks if not chunk.is_retired):
                 chunk.wait()
                 chunk.wait_for_reader()
@@ -536,11 +537,11 @@ class ChunkManager:
         """The payload to compute with, holding this tensor's value."""
         if tensor.gradient is GradientPlace.PARAM and self._is_alone:
             self.gradients.move_to_list(tensor)
-        return self.residency.reach(tensor.chunk, who)
+        return self.executor.ensure_on_device(tensor.chunk, who)
 
     def _reduce(self, index: int) -> None:
         self._reducer.reduce(self.chunks[index])
-        self.residency.tracer.note_reduced(index)
+        self.tracer.note_reduced(index)
 
     def _deliver(self, tensor: ManagedTensor, average: torch.Tensor) -> None:
         """Takes an average over processes to its place at home."""

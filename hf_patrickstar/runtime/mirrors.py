@@ -7,7 +7,8 @@ of a value may hold a gradient next. So a copy is, and the engine keeps the two 
 compares and takes over what was written, and when it has changed the value it writes to the copy. A copy that nobody
 else refers to any more is compared once more and freed. With several processes what was handed out does not follow
 (each process has a part of the value, and they need not keep the same), but what is written to it counts until the next
-change. There a checksum tells what was written, so that every process finds out, wherever the value is at home.
+change. There a checksum tells what was written, so that every process finds out, wherever the value is at home. Of what
+was read from a file there is a checksum, too: the file is not read again to compare.
 """
 
 import sys
@@ -15,10 +16,11 @@ import zlib
 
 import torch
 
+from hf_patrickstar.runtime.bits import same_bits
 from hf_patrickstar.runtime.chunk import GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.sharing import Held
-from hf_patrickstar.runtime.values import Values, as_it_is, same_bits
+from hf_patrickstar.runtime.values import Values, as_it_is
 
 _SCAN_AT = 8
 """With so many parameters handed out, look for all that nobody uses any more; with fewer, at the last one alone."""
@@ -31,10 +33,12 @@ class Mirror:
         tensor: The parameter.
         value: What was handed out; users have aliases of it.
         is_held: Whether it must outlive its last reference, because only its address was asked for.
-        checksum: Of its bits as they were handed out, with several processes.
+        checksum: Of its bits as they were handed out, where they are not compared with what is at home.
     """
 
-    def __init__(self, tensor: ManagedTensor, value: torch.Tensor, *, is_held: bool, checksum: int = 0) -> None:
+    def __init__(
+        self, tensor: ManagedTensor, value: torch.Tensor, *, is_held: bool, checksum: int | None = None
+    ) -> None:
         self.tensor = tensor
         self.value = value
         self.is_held = is_held
@@ -97,8 +101,8 @@ class Mirrors:
             The tensor.
         """
         with self._lock:
-            checksum = 0 if self._values.sharing.is_alone else checksum_of(value)
-            mirror = Mirror(tensor, value, is_held=is_held, checksum=checksum)
+            is_compared = self._values.sharing.is_alone and not self._values.originals.has(tensor, value.dtype)
+            mirror = Mirror(tensor, value, is_held=is_held, checksum=None if is_compared else checksum_of(value))
             self._enter(mirror)
             self._of_values.setdefault(tensor.spec.index, []).append(mirror)
             return value
@@ -123,7 +127,7 @@ class Mirrors:
 
     def _take_over_value(self, mirror: Mirror) -> None:
         tensor = mirror.tensor
-        if self._values.sharing.is_alone:
+        if mirror.checksum is None:
             home = self._values.own_part(tensor, mirror.value.dtype)
             is_written = not same_bits(mirror.value.to(home.device), home)
         else:
@@ -159,6 +163,7 @@ class Mirrors:
             for mirror in mirrors:
                 if mirror is not but:
                     mirror.value.copy_(self._values.own_part(tensor, mirror.value.dtype))
+                    mirror.checksum = None if mirror.checksum is None else checksum_of(mirror.value)
 
     def has_value(self, tensor: ManagedTensor) -> bool:
         """Whether a parameter's value is handed out."""

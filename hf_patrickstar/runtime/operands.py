@@ -55,7 +55,7 @@ class Operands:
 
     def __init__(self, manager: ChunkManager) -> None:
         self._manager = manager
-        self._find = manager.residency.find  # the chunk that a storage belongs to
+        self._find = manager.copies.find  # the chunk that a storage belongs to
         self._graph_task = -1
         self._lock = threading.Lock()
 

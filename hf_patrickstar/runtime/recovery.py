@@ -97,7 +97,7 @@ class Recovery:
                 self._device,
                 attempt + 1,
                 max_retries,
-                format_nbytes(self._manager.residency.ledger.limit(Tier.DEVICE, cautious=False)),
+                format_nbytes(self._manager.ledger.limit(Tier.DEVICE, cautious=False)),
                 cause.splitlines()[0],
             )
             state.restore()
@@ -112,11 +112,10 @@ class Recovery:
     def _make_careful(self) -> None:
         manager = self._manager
         self.num_retries += 1
-        manager.residency.tracer.discard()
-        if manager.homes is not None:
-            manager.homes.retreat()
-        manager.residency.evict_unused()
-        ledger = manager.residency.ledger
+        manager.tracer.discard()
+        manager.placement.leave_margin()
+        manager.reclaim.evict_unused()
+        ledger = manager.ledger
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
             ledger.lower_limit(Tier.DEVICE, int(ledger.limit(Tier.DEVICE, cautious=False) * _SHRINK))
@@ -143,7 +142,7 @@ class Recovery:
         text = str(error) or type(error).__name__
         if not isinstance(error, DeviceMemoryError):
             text = f"{self._device} itself has no more memory, which no setting changes: {text}"
-        return text if "\ntier " in text else f"{text}\n{self._manager.residency.ledger.table()}"
+        return text if "\ntier " in text else f"{text}\n{self._manager.ledger.table()}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -52,7 +52,6 @@ class Reducer:
         self._buffers: dict[int, torch.Tensor] = {}
         self._stored: dict[int, set[int]] = {}
         self._held: list[tuple[ManagedTensor, torch.Tensor]] = []
-        self._used_nbytes = self._peak_nbytes = 0
         self._under_way: tuple[Chunk, torch.Tensor, set[int], Ticket] | None = None
         self._staging: dict[torch.dtype, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
         self.note_chunks()
@@ -87,11 +86,6 @@ class Reducer:
             for numel, kind in zip(numels, (dtype, torch.float32), strict=True)
         )
         return first, second
-
-    def take_peak(self) -> int:
-        """The most bytes of gradients that were on the device at once since the last call."""
-        peak, self._peak_nbytes = self._peak_nbytes, self._used_nbytes
-        return peak
 
     def store(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
         """Takes a gradient until its group is reduced.
@@ -149,7 +143,6 @@ class Reducer:
             else:  # another rank may have one, and this is it; that is known when backward ends
                 self._held.append((tensor, average.to(chunk.param.device, copy=True)))
         self._transfers.settle()  # the averages are on their way home from this buffer
-        self._used_nbytes -= chunk.copy_nbytes
         self._pool.release(Tier.DEVICE, buffer, GRADIENTS)
 
     def settle(self, found: Iterable[int]) -> None:
@@ -169,8 +162,7 @@ class Reducer:
     def forget(self) -> None:
         """Drops what is not reduced: the gradients of a backward that failed."""
         self._finish()
-        for index, buffer in self._buffers.items():
-            self._used_nbytes -= self._chunks[index].copy_nbytes
+        for buffer in self._buffers.values():
             self._pool.release(Tier.DEVICE, buffer, GRADIENTS)
         self._buffers.clear()
         self._stored.clear()
@@ -189,6 +181,4 @@ class Reducer:
             numel = chunk.spec.capacity_numel
             self._buffers[index] = self._pool.allocate(Tier.DEVICE, numel, chunk.param.dtype, GRADIENTS)
             self._stored[index] = set()
-            self._used_nbytes += chunk.copy_nbytes
-            self._peak_nbytes = max(self._peak_nbytes, self._used_nbytes)
         return self._buffers[index]

@@ -12,7 +12,7 @@ import torch
 from hf_patrickstar.errors import CheckpointError, CollectiveError
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives
-from hf_patrickstar.runtime.lockstep import Lockstep, Subject
+from hf_patrickstar.runtime.order import Order, Subject
 
 
 class Held(NamedTuple):
@@ -20,14 +20,15 @@ class Held(NamedTuple):
 
     Attributes:
         tensor: The parameter.
-        source: What this rank has at home, in place; nobody looks at it on a rank that has nothing.
+        source: What this rank has at home, in place, or a function that gives its elements from the first to one after
+            the last, flat, on the host; nobody looks at it on a rank that has nothing.
         dtype: The type to read it in.
         parts: The elements that each rank has, as (start, stop), if not the same as of the parameter.
         number: Its number among what is read, if not the parameter's.
     """
 
     tensor: ManagedTensor
-    source: torch.Tensor | None
+    source: torch.Tensor | Callable[[int, int], torch.Tensor] | None
     dtype: torch.dtype
     parts: Sequence[tuple[int, int]] | None = None
     number: int | None = None
@@ -56,17 +57,17 @@ class Sharing:
 
     Args:
         collectives: How they travel.
-        lockstep: Makes sure that all ranks ask for the same.
+        order: Makes sure that all ranks ask for the same.
     """
 
-    def __init__(self, collectives: Collectives, lockstep: Lockstep) -> None:
+    def __init__(self, collectives: Collectives, order: Order) -> None:
         self._collectives = collectives
-        self._lockstep = lockstep
+        self._order = order
 
     @property
     def is_alone(self) -> bool:
         """Whether there is only one process."""
-        return self._lockstep.is_alone
+        return self._order.is_alone
 
     @property
     def rank(self) -> int:
@@ -74,12 +75,12 @@ class Sharing:
         return self._collectives.rank
 
     def enter(self, what: str) -> None:
-        """Begins what all processes must call together; one that is alone is told so, see ``Lockstep``.
+        """Begins what all processes must call together; one that is alone is told so, see ``runtime/order.py``.
 
         Args:
             what: What it is, as a verb phrase, for warnings and errors.
         """
-        self._lockstep.agree(Subject.ENTER, [zlib.crc32(what.encode())], what)
+        self._order.agree(Subject.ENTER, [zlib.crc32(what.encode())], what)
 
     def meet(self, what: str) -> None:
         """Waits for all processes, which come when they have done what they do.
@@ -87,7 +88,7 @@ class Sharing:
         Args:
             what: What that is, as a verb phrase, for warnings and errors.
         """
-        self._lockstep.agree(Subject.MEET, [], what)
+        self._order.agree(Subject.MEET, [], what)
 
     def tensor(self, held: Held, name: str) -> torch.Tensor:
         """A copy of what the owners of a parameter have, in the parameter's shape.
@@ -98,7 +99,8 @@ class Sharing:
         """
         numel = held.tensor.spec.numel
         (value,) = self.parts(held, (0, numel), max(numel, 1), name)
-        if held.source is not None and value.untyped_storage()._cdata == held.source.untyped_storage()._cdata:
+        source = held.source
+        if isinstance(source, torch.Tensor) and value.untyped_storage()._cdata == source.untyped_storage()._cdata:
             value = value.clone()
         return value.view(held.tensor.spec.shape).data  # no view, which would keep its base alive as well
 
@@ -112,14 +114,14 @@ class Sharing:
             place: The first element of the flattened parameter, and one after the last.
             piece_numel: Elements at once.
             name: What it is, for errors.
-            is_patient: Whether all are known to come; see ``Lockstep.agree``.
+            is_patient: Whether all are known to come; see ``Order.agree``.
 
         Yields:
             Flat tensors on the host, which may alias the source; one that is empty if there is no element.
         """
         what = _reading(held, name)
         index = held.tensor.spec.index if held.number is None else held.number
-        readers = self._lockstep.agree(Subject.READ, [index, *place, piece_numel], what, is_patient=is_patient)
+        readers = self._order.agree(Subject.READ, [index, *place, piece_numel], what, is_patient=is_patient)
         yield from self._pieces(held, place, piece_numel, what, readers)
 
     def follow(self, held_of: Callable[[int], Held]) -> None:
@@ -133,7 +135,7 @@ class Sharing:
             CollectiveError: If a process is gone, or does something else.
         """
         while True:
-            subject, (index, start, stop, piece_numel), readers = self._lockstep.follow_readers()
+            subject, (index, start, stop, piece_numel), readers = self._order.follow_readers()
             if subject is Subject.READ and index >= 0:
                 held = held_of(index)
                 for _ in self._pieces(held, (start, stop), piece_numel, _reading(held, "the value"), readers):
@@ -174,7 +176,7 @@ class Sharing:
         Args:
             has_failed: Whether that is because of an error.
         """
-        self._lockstep.agree(Subject.LEAVE, [int(has_failed)], "has saved the model")
+        self._order.agree(Subject.LEAVE, [int(has_failed)], "has saved the model")
 
     def _pieces(
         self, held: Held, place: tuple[int, int], piece_numel: int, what: str, readers: list[int]
@@ -204,7 +206,7 @@ class Sharing:
         parts = held.tensor.parts if held.parts is None else held.parts
         first, last = parts[self.rank]
         if readers == [self.rank] and first <= start and stop <= last and source is not None:
-            return source.reshape(-1)[start - first : stop - first].to(device="cpu", dtype=dtype), ()
+            return _elements(source, start - first, stop - first).to(device="cpu", dtype=dtype), ()
         value = torch.full((stop - start,), 0, dtype=dtype)
         waits = []
         for rank, (first, last) in enumerate(parts):
@@ -215,7 +217,7 @@ class Sharing:
             piece = value[low - start : high - start]
             if rank == self.rank:
                 assert source is not None
-                piece.copy_(source.reshape(-1)[low - first : high - first])
+                piece.copy_(_elements(source, low - first, high - first))
             if is_sent:
                 waits.append(self._collectives.begin_broadcast(piece, rank, what))
         return value, waits
@@ -231,7 +233,7 @@ class Sharing:
             All, in fp32, on the host.
         """
         what = f"computes the norm of {num} gradients"
-        self._lockstep.agree(Subject.NORM, [num], what)
+        self._order.agree(Subject.NORM, [num], what)
         vector = torch.full((num,), 0.0)
         for place, scalar in found.items():
             vector[place] = scalar
@@ -277,7 +279,7 @@ class Sharing:
         if self.is_alone:
             return {index: dict(state) for index, state in own.items()}
         what = "reads the optimizer's state"
-        self._lockstep.agree(Subject.READ, [-1], what)
+        self._order.agree(Subject.READ, [-1], what)
         states: dict[int, dict[str, Any]] = {}
         for rank, outlines in enumerate(self._collectives.exchange_objects(_outlines(own), what)):
             for index, keys in outlines.items():
@@ -306,6 +308,10 @@ def _whole(
 
 def _outlines(states: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
     return {index: {key: _outline(value) for key, value in state.items()} for index, state in states.items()}
+
+
+def _elements(source: torch.Tensor | Callable[[int, int], torch.Tensor], start: int, stop: int) -> torch.Tensor:
+    return source.reshape(-1)[start:stop] if isinstance(source, torch.Tensor) else source(start, stop)
 
 
 def _reading(held: Held, name: str) -> str:

@@ -6,17 +6,42 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.meters import Meter
-from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
-from hf_patrickstar.runtime.lockstep import Lockstep, Phase, Room, Subject
-from hf_patrickstar.runtime.residency import MovePolicy, Residency
+from hf_patrickstar.runtime.executor import Executor, Services
+from hf_patrickstar.runtime.forecast import Forecast
+from hf_patrickstar.runtime.order import Ending, Phase, Room, Subject
+from hf_patrickstar.runtime.reducer import GRADIENTS
 from hf_patrickstar.runtime.tracer import Step
 from hf_patrickstar.schedule.plan import Plan, chunkable_nbytes, make_plan
 from hf_patrickstar.schedule.trace import OPTIMIZER, Shapes, Trace
 
 logger = logging.getLogger(__name__)
+
+
+class DeviceGauges:
+    """Measures on the compute device; see ``Gauges``.
+
+    Args:
+        meter: Measures what is not chunks.
+        ledger: Has the bytes of chunks, and of gradients.
+    """
+
+    def __init__(self, meter: Meter, ledger: Ledger) -> None:
+        self._meter = meter
+        self._ledger = ledger
+
+    def take_non_model_peak(self) -> int:
+        """See ``Gauges``; it is noted in the ledger, too."""
+        nbytes = self._meter.peak(self._ledger.used(Tier.DEVICE))
+        self._ledger.note_total(nbytes)
+        return nbytes
+
+    def take_gradient_peak(self) -> int:
+        """See ``Gauges``."""
+        return self._ledger.take_owner_peak(Tier.DEVICE, GRADIENTS)
 
 
 class Steps:
@@ -26,31 +51,25 @@ class Steps:
     chunks leave in list order.
 
     Args:
-        residency: Executes plans, and has the tracer.
-        pool: Knows what is taken on the device.
-        meter: Measures what else is on the device.
-        policy: How copies come and go.
-        lockstep: Agrees with other processes on what begins and ends.
+        services: What it works with.
+        executor: Executes plans.
+        forecast: Remembers what a step has called.
         num_micro_batches: How many make a step of the optimizer.
     """
 
-    def __init__(
-        self,
-        residency: Residency,
-        pool: PayloadPool,
-        meter: Meter,
-        policy: MovePolicy,
-        lockstep: Lockstep,
-        num_micro_batches: int,
-    ) -> None:
-        self.residency = residency
-        self.tracer = residency.tracer
-        self.lockstep = lockstep
+    def __init__(self, services: Services, executor: Executor, forecast: Forecast, num_micro_batches: int) -> None:
+        self.executor = executor
+        self.forecast = forecast
+        self.tracer = services.tracer
+        self.order = services.order
         self.num_micro_batches = num_micro_batches
         self.micro_batch = 0  # those since the optimizer's step
-        self._pool = pool
-        self._meter = meter
-        self._policy = policy
+        self._chunks = services.chunks
+        self._copies = services.copies
+        self._reclaim = services.reclaim
+        self._pool = services.pool
+        self._meter = services.meter
+        self._policy = services.policy
         self._plans: dict[str, tuple[Trace, object, Plan | None]] = {}
 
     def begin_step(
@@ -91,13 +110,13 @@ class Steps:
     def _begin(self, kind: str, shapes: Shapes, version: int) -> tuple[Shapes, Room]:
         """What a step has to work with, agreed with the other processes: shapes and room."""
         room = self._room()
-        if self.lockstep.is_alone:
+        if self.order.is_alone:
             return shapes, room
-        agreed = self.lockstep.begin(kind, shapes, self.tracer.fingerprint, room, version)
+        agreed = self.order.begin(kind, shapes, self.tracer.fingerprint, room, version)
         if not agreed.is_traced:
             self.tracer.discard()
         if agreed.room.resident != room.resident:
-            self.residency.evict_unused()
+            self._reclaim.evict_unused()
         return agreed.shapes, agreed.room
 
     def end_interlude(self, *, is_whole: bool) -> None:
@@ -109,12 +128,12 @@ class Steps:
         if is_whole:
             self.end_phase(Phase.EVALUATION)
         self.tracer.end_interlude(is_whole=is_whole)
-        self.residency.forecast.forget(is_evaluation=True)
+        self.forecast.forget(is_evaluation=True)
         step = self.tracer.step
         if step is None or not step.is_metered:
             self._meter.pause()
             self._meter.stop()
-        self.residency.expect(step)
+        self.executor.expect(step)
 
     def end_forward(self) -> None:
         """Ends an outermost forward of training: a step that cannot be measured to its end is not recorded."""
@@ -126,9 +145,9 @@ class Steps:
     def finish_step(self) -> None:
         """Ends a step. It may be called inside of backward, where the meter cannot be stopped, only paused."""
         self.tracer.finish()
-        self.residency.forecast.forget()
+        self.forecast.forget()
         self._meter.pause()
-        self.residency.expect(None)
+        self.executor.expect(None)
 
     def begin_update(self) -> None:
         """Begins the optimizer's step, which has a trace of its own: what it needs on the device beside the chunks."""
@@ -152,9 +171,9 @@ class Steps:
     def forget_step(self) -> None:
         """Drops a step that came to nothing."""
         self.tracer.forget()
-        self.residency.forecast.forget()
+        self.forecast.forget()
         self.settle()
-        self.residency.expect(None)
+        self.executor.expect(None)
 
     def give_up(self) -> None:
         """Stops measuring: the step has failed, and nobody may tell its end (a backward that raises)."""
@@ -166,14 +185,14 @@ class Steps:
             self._meter.stop()
 
     def _enter(self, step: Step, present: Iterable[torch.Tensor], room: Room) -> None:
-        if step.cursor is not None and not (self._policy.evict_all and not self.lockstep.is_alone):
+        if step.cursor is not None and not (self._policy.evict_all and not self.order.is_alone):
             step.plan = self._plan(step.cursor.trace, step.dropped_after, room)
-            if step.plan is not None and not self.residency.moves:
+            if step.plan is not None and not self._copies.moves:
                 self._pool.ledger.note_total(step.cursor.trace.non_model_peak_nbytes)
         if step.is_metered:
             self._meter.start(present)
             self._meter.restart()
-        self.residency.expect(step)
+        self.executor.expect(step)
 
     def end_phase(
         self, phase: Phase, unreduced: Callable[[], Sequence[int]] = tuple, indices: Iterable[int] = ()
@@ -188,25 +207,25 @@ class Steps:
         Returns:
             The tensors that got a gradient anywhere.
         """
-        if self.lockstep.is_alone:
+        if self.order.is_alone:
             return frozenset(indices)
         step = self.tracer.step
         if step is not None and step.plan is not None:
-            self.residency.follow_to(step, self.residency.end_of_phase(step, phase is Phase.FORWARD))
+            self.executor.follow_to(step, self.executor.end_of_phase(step, phase is Phase.FORWARD))
             if phase is not Phase.FORWARD:  # what the last visit of a forward is followed by is not complete yet
-                self.residency.reduce_due(step)
+                self.executor.reduce_due(step)
         while waiting := unreduced():  # what others ask for at the same time is done too
-            self.lockstep.ask(Subject.REDUCE, waiting[0], "gradients that no plan expects")
+            self.executor.ask(Subject.REDUCE, waiting[0], "gradients that no plan expects")
         is_recorded = step is not None and step.is_recorded
-        is_lost, found = self.lockstep.end(
-            phase, step is not None and step.is_lost, sorted(indices), is_recorded=is_recorded
-        )
+        ending = Ending(phase, step is not None and step.is_lost, sorted(indices), is_recorded)
+        while (ended := self.order.end(ending)).collectives:
+            self.executor.perform(ended.collectives)
         if step is not None and phase is not Phase.FORWARD:
-            step.is_lost = is_lost  # anywhere: traces are recorded anew by all or by none
-        return found
+            step.is_lost = ended.is_diverged  # anywhere: traces are recorded anew by all or by none
+        return ended.indices
 
     def _room(self) -> Room:
-        resident = self.residency.resident
+        resident = self._copies.by_age
         fixed = self._pool.in_use(Tier.DEVICE) - sum(chunk.copy_nbytes for chunk in resident)
         chunk_budget = self._pool.ledger.chunk_budget
         return Room(
@@ -218,7 +237,7 @@ class Steps:
 
     def _plan(self, trace: Trace, dropped_after: frozenset[int], room: Room) -> Plan | None:
         """The plan of a step that begins now; the last one of its kind if everything is as it was then."""
-        static = frozenset(chunk.spec.index for chunk in self.residency.chunks if chunk.is_static)
+        static = frozenset(chunk.spec.index for chunk in self._chunks if chunk.is_static)
         indices = room.resident
         situation = (room, static, dropped_after)
         known = self._plans.get(trace.key)
@@ -232,7 +251,7 @@ class Steps:
                     dropped_after=dropped_after,
                     static=static,
                     prefetch_depth=0 if self._policy.evict_all else self._policy.prefetch_depth,
-                    reshard_after_forward=self._policy.reshard_after_forward and not self.lockstep.is_alone,
+                    reshard_after_forward=self._policy.reshard_after_forward and not self.order.is_alone,
                 )
                 logger.debug(
                     "patrickstar: plan of '%s': %d loads, %d evictions", trace.key, plan.num_loads, plan.num_evictions

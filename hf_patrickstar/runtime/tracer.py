@@ -3,6 +3,7 @@
 import dataclasses
 import zlib
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from hf_patrickstar.schedule.plan import Plan
 from hf_patrickstar.schedule.trace import Cursor, Shapes, Trace, Visit, trace_key
@@ -48,6 +49,26 @@ class Step:
         return self.cursor is None and not self.is_lost
 
 
+class Gauges(Protocol):
+    """What is measured while a step is recorded."""
+
+    def take_non_model_peak(self) -> int:
+        """The most non-model bytes on the device since the last moment."""
+        ...
+
+    def take_gradient_peak(self) -> int:
+        """The most bytes of gradients that waited on the device for their group since then."""
+        ...
+
+
+class TraceOrder(Protocol):
+    """What brings the traces of several processes together."""
+
+    def agree_on_trace(self, trace: Trace) -> Trace:
+        """One trace for all."""
+        ...
+
+
 class Tracer:
     """The traces of a model, one for each kind of step and bucket of input shapes.
 
@@ -58,17 +79,15 @@ class Tracer:
 
     Args:
         chunk_nbytes: Bytes of every chunk's ``param`` payload, by chunk index.
-        non_model_peak: Tells the most non-model bytes since the last moment.
-        gradient_peak: Tells the most bytes of gradients that waited for their group since then.
-        agree: Makes one trace of what several processes have recorded.
+        gauges: What is measured while a step is recorded.
+        order: Makes one trace of what several processes have recorded.
     """
 
     def __init__(
         self,
         chunk_nbytes: Iterable[int],
-        non_model_peak: Callable[[], int] = lambda: 0,
-        gradient_peak: Callable[[], int] = lambda: 0,
-        agree: Callable[[Trace], Trace] = lambda trace: trace,
+        gauges: Gauges,
+        order: TraceOrder,
     ) -> None:
         self.traces: dict[str, Trace] = {}
         self.num_lost = 0
@@ -76,9 +95,8 @@ class Tracer:
         self.step: Step | None = None
         self._erratic: set[str] = set()
         self._chunk_nbytes = tuple(chunk_nbytes)
-        self._non_model_peak = non_model_peak
-        self._gradient_peak = gradient_peak
-        self._agree = agree
+        self._gauges = gauges
+        self._order = order
         self._lost_in_a_row: dict[str, int] = {}
         self._interrupted: list[Step | None] = []
 
@@ -181,7 +199,7 @@ class Tracer:
             rows = zip(step.visits, step.non_model_nbytes, step.gradient_nbytes, step.reduced, strict=True)
             visits = tuple(Visit(*visit, nbytes, gradients, tuple(done)) for visit, nbytes, gradients, done in rows)
             trace = Trace(step.key, self._chunk_nbytes, visits, (step.shapes,), tuple(step.turns))
-            trace = self._agree(trace)
+            trace = self._order.agree_on_trace(trace)
             known = self.traces.get(step.key)
             self.traces[step.key] = trace if known is None else trace.merged(known)
             self.num_recorded += 1
@@ -209,8 +227,8 @@ class Tracer:
 
     def _close_moment(self, step: Step) -> None:
         if len(step.non_model_nbytes) < len(step.visits):
-            step.non_model_nbytes.append(self._non_model_peak())
-            step.gradient_nbytes.append(self._gradient_peak())
+            step.non_model_nbytes.append(self._gauges.take_non_model_peak())
+            step.gradient_nbytes.append(self._gauges.take_gradient_peak())
         elif step.visits:  # closed before, by an interlude
-            step.non_model_nbytes[-1] = max(step.non_model_nbytes[-1], self._non_model_peak())
-            step.gradient_nbytes[-1] = max(step.gradient_nbytes[-1], self._gradient_peak())
+            step.non_model_nbytes[-1] = max(step.non_model_nbytes[-1], self._gauges.take_non_model_peak())
+            step.gradient_nbytes[-1] = max(step.gradient_nbytes[-1], self._gauges.take_gradient_peak())

@@ -1,5 +1,6 @@
 """The values of parameters: read from, and written to, every place where they are."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,8 +10,10 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_patrickstar.memory.transfers import Transfers
+from hf_patrickstar.runtime.bits import differs
 from hf_patrickstar.runtime.chunk import MASTER, Chunk, GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.gradients import Gradients
+from hf_patrickstar.runtime.originals import Originals
 from hf_patrickstar.runtime.sharing import Held, Sharing
 
 
@@ -21,15 +24,24 @@ class Values:
         gradients: Knows which places hold gradients; its lock is held while values change.
         sharing: Reads what other ranks have at home.
         transfers: How bytes cross.
+        originals: Has the bits of frozen parameters that chunks do not hold.
         device: The compute device.
 
     Attributes:
         version: Counts changes of values.
     """
 
-    def __init__(self, gradients: Gradients, sharing: Sharing, transfers: Transfers, device: torch.device) -> None:
+    def __init__(
+        self,
+        gradients: Gradients,
+        sharing: Sharing,
+        transfers: Transfers,
+        originals: Originals,
+        device: torch.device,
+    ) -> None:
         self.version = 0
         self.sharing = sharing
+        self.originals = originals
         self.device = device
         self._gradients = gradients
         self._transfers = transfers
@@ -37,12 +49,19 @@ class Values:
 
     # Reading
 
-    def at_home(self, tensor: ManagedTensor) -> torch.Tensor | None:
-        """What this rank has of a parameter's value, in place: its fp32 master if there is one."""
+    def held(self, tensor: ManagedTensor, dtype: torch.dtype) -> Held:
+        """What this rank has of a parameter's value: in place, its fp32 master if there is one, or its original.
+
+        Args:
+            tensor: The parameter.
+            dtype: Type to read it in.
+        """
         if not tensor.is_owned:
-            return None
+            return Held(tensor, None, dtype)
         tensor.chunk.wait()
-        return tensor.view(tensor.chunk.lists.get(MASTER, tensor.chunk.param))
+        if self.originals.has(tensor, dtype):
+            return Held(tensor, functools.partial(self.originals.read, tensor), dtype)
+        return Held(tensor, tensor.view(tensor.chunk.lists.get(MASTER, tensor.chunk.param)), dtype)
 
     def own_part(self, tensor: ManagedTensor, dtype: torch.dtype) -> torch.Tensor:
         """What this rank has of a parameter's value, in a type; in place where that is possible."""
@@ -50,10 +69,12 @@ class Values:
         chunk.wait()
         if dtype == chunk.param.dtype and tensor.gradient is not GradientPlace.PARAM:
             return tensor.view(chunk.param)
+        if self.originals.has(tensor, dtype):
+            return self.originals.read(tensor).view_as(tensor.view(chunk.param)).to(dtype)
         return tensor.view(chunk.lists.get(MASTER, chunk.param)).to(dtype)
 
     def read(self, tensor: ManagedTensor, dtype: torch.dtype) -> torch.Tensor:
-        """A copy of a parameter's value on the host: from the fp32 master if there is one.
+        """A copy of a parameter's value on the host, with all bits that are known; see ``held``.
 
         With several processes all must call it, for the same parameter.
 
@@ -62,7 +83,7 @@ class Values:
             dtype: Type of the copy.
         """
         with as_it_is():
-            return self.sharing.tensor(Held(tensor, self.at_home(tensor), dtype), "the value")
+            return self.sharing.tensor(self.held(tensor, dtype), "the value")
 
     def look(self, tensor: ManagedTensor) -> torch.Tensor:
         """The value on the compute device, in the type that is computed with; in place where that is possible.
@@ -98,7 +119,8 @@ class Values:
     def write(self, tensor: ManagedTensor, value: torch.Tensor, *, voids_graphs: bool = True) -> None:
         """Changes the value of a parameter, in every place where it is; a gradient that it holds is kept.
 
-        Where the new value has less bits than the fp32 master, elements that are the old value rounded keep theirs.
+        Where the new value has less bits than the fp32 master, elements that are the old value rounded keep theirs; so
+        it is with originals of frozen parameters.
 
         Args:
             tensor: The parameter.
@@ -112,6 +134,7 @@ class Values:
             chunk.wait_for_reader()
             if tensor.is_owned:
                 own = tensor.own(value)
+                self.originals.note_write(tensor, own)
                 if MASTER in chunk.lists:
                     _write_master(tensor.view(chunk.lists[MASTER]), own)
                 if tensor.gradient is not GradientPlace.PARAM:
@@ -142,6 +165,7 @@ class Values:
             chunk.wait()
             chunk.wait_for_reader()
             home = tensor.view(chunk.param)
+            self.originals.drop(tensor)
             if MASTER not in chunk.lists:
                 fill(home.view(-1))
                 return
@@ -165,23 +189,6 @@ def _write_master(master: torch.Tensor, value: torch.Tensor) -> None:
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     if target.data_ptr() != source.data_ptr() or not target.numel():
         target.copy_(source)
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _bits(value: torch.Tensor) -> torch.Tensor:
-    return value.view(_INTEGERS[value.dtype.itemsize])
-
-
-def differs(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Where two tensors of one type have different bits."""
-    return _bits(left) != _bits(right)
-
-
-def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors of one type have the same bits; NaN equals itself, and 0 is not -0."""
-    return torch.equal(_bits(left), _bits(right))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ rank, or comes later, fails at once, finds the reason in the store, and raises i
 waits for somebody else looks into the store from time to time. If what it waits for is data, it closes the connections
 for data too, which may be those of the default group: what it had begun there would never end either.
 
-Which waits may end so, ``Lockstep`` knows. A wait that is over soon has cost nothing of all this.
+``Order`` knows which waits may end so. A wait that is over soon has cost nothing of all this.
 """
 
 import contextlib

@@ -9,11 +9,12 @@ be another memory (``parameter.data = x``), graphs of before keep the value that
 
 import torch
 
+from hf_patrickstar.runtime.bits import same_bits
 from hf_patrickstar.runtime.chunk import MASTER, Chunk, Epoch, GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.live_parameter import raw_data, storage_key
 from hf_patrickstar.runtime.mirrors import Mirrors, checksum_of
-from hf_patrickstar.runtime.values import Values, same_bits
+from hf_patrickstar.runtime.values import Values
 
 
 class Writes:

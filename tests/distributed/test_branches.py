@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from together import copy_state, differences, engaged, on_one_rank, seed_of, train_alone, train_together
 
-from hf_patrickstar.runtime.lockstep import Lockstep
+from hf_patrickstar.runtime.executor import Executor
 
 pytestmark = pytest.mark.xdist_group("distributed")  # one worker of pytest-xdist, or each starts processes
 
@@ -56,13 +56,13 @@ class Recorder:
 
     def __init__(self, monkeypatch):
         self.done = []
-        original = Lockstep._do
+        original = Executor.perform
 
-        def do(lockstep, subject, index):
-            self.done.append((subject.name.lower(), index))
-            original(lockstep, subject, index)
+        def perform(executor, collectives):
+            self.done += [(subject.name.lower(), index) for subject, index in collectives]
+            original(executor, collectives)
 
-        monkeypatch.setattr(Lockstep, "_do", do)
+        monkeypatch.setattr(Executor, "perform", perform)
 
     def take(self):
         done, self.done = self.done, []

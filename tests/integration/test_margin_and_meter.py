@@ -127,7 +127,7 @@ def test_an_evaluation_that_fails_makes_no_trace(mode):
     """Half of its visits would be taken for the whole, and the next evaluation would be lost."""
     model = make_layers()
     engine = PatrickStarEngine(model, {"chunk_budget": 3000, "chunk_numel": 320}, adamw(model))
-    tracer, x = engine.manager.residency.tracer, torch.randn(4, 16)
+    tracer, x = engine.manager.tracer, torch.randn(4, 16)
 
     def fail(*_):
         raise ValueError("in evaluation")
@@ -163,7 +163,7 @@ def test_steps_of_somebody_who_handles_an_error_are_recorded():
             model(torch.randn(4, 16)).sum().backward()
             engine.optimizer.step()
             engine.optimizer.zero_grad()
-    kinds = sorted(key.split("/")[0] for key in engine.manager.residency.tracer.traces)
+    kinds = sorted(key.split("/")[0] for key in engine.manager.tracer.traces)
     assert kinds == ["evaluation", "optimizer", "training"]
     assert engine.stats()["lost_steps"] == 0
 
@@ -174,7 +174,7 @@ def test_forwards_that_never_meet_a_backward_are_forgotten(monkeypatch):
     model, plain = make_layers(), make_layers()
     optimizer = adamw(plain)
     engine = PatrickStarEngine(model, {"device_budget": 40000, "chunk_numel": 320}, adamw(model))
-    tracer, x = engine.manager.residency.tracer, torch.randn(4, 16)
+    tracer, x = engine.manager.tracer, torch.randn(4, 16)
     num_visits = []
     for _ in range(30):
         assert torch.equal(model(x), plain(x))
@@ -199,7 +199,7 @@ def test_steps_that_are_not_measured_have_total_peaks(budget):
     engine = PatrickStarEngine(model, {"device_budget": device_budget}, adamw(model))
     for step in range(3):
         train_step(model, engine.optimizer, step)
-    stats, traces = engine.stats(), engine.manager.residency.tracer.traces
+    stats, traces = engine.stats(), engine.manager.tracer.traces
     (trace,) = (trace for key, trace in traces.items() if key.startswith("training"))
     total = stats["device_total_step_peak_nbytes"]
     assert trace.non_model_peak_nbytes < total <= stats["device_step_peak_nbytes"] + trace.non_model_peak_nbytes

@@ -5,12 +5,12 @@ import pytest
 from live.both import CONFIGS, Both
 
 SAMPLE = 8
-"""Of the patterns, one in so many runs at budgets other than the tight one; all do with LIVE_ALL=1."""
+"""Of the patterns, one in so many runs at budgets other than the tight one; LIVE_ALL=1 runs all, on a deeper model."""
 
 
 @pytest.fixture(params=["plain"] if os.environ.get("LIVE_PLAIN") else list(CONFIGS))
 def both(request):
-    """Runs a pattern on a plain model and on one in chunks: at a tenth of its bytes, when all fits, and poisoned."""
+    """Runs a pattern on a plain model and on one in chunks: at a part of its bytes, when all fits, and poisoned."""
     return Both(CONFIGS.get(request.param))
 
 

@@ -133,7 +133,7 @@ def test_gradients_by_attribute(both):
     def pattern(model, optimizer, note):
         backward(model)
         note("weight", model.blocks[3].linear.weight.grad)
-        note("bias", model.blocks[33].linear.bias.grad)
+        note("bias", model.blocks[13].linear.bias.grad)
         note("own", model.scale.grad)
         note("tied", [model.embedding.weight.grad, model.head.weight.grad])
         note("by name", model.get_parameter("blocks.7.norm.weight").grad)
@@ -423,7 +423,7 @@ def test_a_backward_that_is_left_in_between_adds_up_what_had_been_done(both):
 
     def pattern(model, optimizer, note):
         activations = []
-        handle = model.blocks[20].register_forward_hook(lambda module, args, output: activations.append(output))
+        handle = model.blocks[8].register_forward_hook(lambda module, args, output: activations.append(output))
         loss = loss_of(model)
         handle.remove()
         activations[0].register_hook(stop)
@@ -779,9 +779,9 @@ def test_one_tensor_as_the_gradient_of_two_parameters(both):
         backward(model)
         shared = torch.randn(WIDTH, WIDTH, generator=generator())
         model.blocks[0].linear.weight.grad = shared
-        model.blocks[20].linear.weight.grad = shared
+        model.blocks[8].linear.weight.grad = shared
         model.blocks[0].linear.weight.grad.mul_(2)
-        note("both", [model.blocks[0].linear.weight.grad, model.blocks[20].linear.weight.grad])
+        note("both", [model.blocks[0].linear.weight.grad, model.blocks[8].linear.weight.grad])
         optimizer.step()
 
     both(pattern)
@@ -1704,7 +1704,7 @@ def test_autograd_grad_of_all_parameters(both):
 def test_autograd_grad_of_some_parameters(both):
     def pattern(model, optimizer, note):
         loss = loss_of(model)
-        note("one", list(torch.autograd.grad(loss, model.blocks[30].linear.weight, retain_graph=True)))
+        note("one", list(torch.autograd.grad(loss, model.blocks[12].linear.weight, retain_graph=True)))
         note("embedding", list(torch.autograd.grad(loss, model.embedding.weight, retain_graph=True)))
         note("two", list(torch.autograd.grad(loss, [model.scale, model.blocks[0].norm.bias], retain_graph=True)))
         loss.backward()

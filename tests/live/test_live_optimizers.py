@@ -20,6 +20,8 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from transformers.optimization import Adafactor, AdafactorSchedule
 
+from hf_patrickstar import PatrickStarAccelerator
+
 
 def first_parameters(model):
     return [model.embedding.weight, model.scale, model.blocks[3].linear.weight, model.blocks[-1].norm.bias]
@@ -1393,6 +1395,45 @@ def test_distillation(accelerated, frozen):
         note_all(note, student, teacher, optimizer)
 
     accelerated(script)
+
+
+def test_distillation_in_16_bit(accelerated):
+    """A frozen teacher computes under autocast as the student does, and gives its output in fp32."""
+
+    def script(make, note):
+        accelerator = make(mixed_precision="bf16")
+        student, teacher = make_tower(), make_tower(seed=5).requires_grad_(False)
+        student, teacher, optimizer = accelerator.prepare(student, teacher.eval(), make_adamw(student))
+        for step in range(2):
+            ids = make_ids(step)
+            wanted = teacher(ids)
+            note("teacher", wanted)
+            note("twin", copy.deepcopy(teacher).requires_grad_(False)(ids))
+            with torch.autocast("cpu", enabled=False):
+                note("inside", teacher.norm(torch.ones(1, 16)))
+            loss = -(wanted.softmax(-1) * student(ids).log_softmax(-1)).sum(-1).mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            note("loss", loss.detach())
+        note("student", student.state_dict())
+        note("weights", teacher.state_dict())
+        plain = accelerator.unwrap_model(teacher, keep_fp32_wrapper=False)
+        note("unwrapped", plain is teacher)
+
+    accelerated(script)
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_a_teacher_in_fp16(autocast):
+    """The stock Accelerator computes in fp32 then, on a CPU; this one in fp16, as it trains."""
+    accelerator = PatrickStarAccelerator(cpu=True, mixed_precision="fp16", patrickstar_config={"autocast": autocast})
+    teacher = make_tower().requires_grad_(False)
+    with torch.autocast("cpu", torch.float16, enabled=autocast):
+        expected = teacher(make_ids())
+    found = accelerator.prepare(teacher)(make_ids())
+    assert found.dtype is torch.float32
+    assert torch.equal(found, expected.float())
 
 
 def test_a_target_network_that_follows(accelerated):

@@ -1390,7 +1390,7 @@ def test_weights_read_in_forward_hooks(both, before):
             block.register_forward_pre_hook(look, prepend=True)
             block.register_forward_hook(look)
             block.register_forward_hook(look, prepend=True)
-        leaf = model.blocks[20].linear
+        leaf = model.blocks[8].linear
         leaf.register_forward_pre_hook(lambda module, args: model.seen.append(module.weight.data.norm()))
         leaf.register_forward_hook(lambda module, args, output: model.seen.append(module.weight.detach().clone()))
         leaf.register_forward_hook(lambda module, args, output: output + module.weight.mean())

@@ -19,7 +19,7 @@ def watch_over(engine):
     pool, ledger = engine.machine.pool, engine.ledger
 
     def is_settled():
-        step = engine.manager.residency.tracer.step
+        step = engine.manager.tracer.step
         return step is None or not step.is_metered or engine.machine.meter._is_on
 
     with Watch(lambda storage: pool.owns(storage._cdata), lambda: ledger.used(Tier.DEVICE), is_settled) as watch:
@@ -152,7 +152,7 @@ def test_input_lengths_that_alternate(lengths):
     """Each bucket has its trace; a longer input than any of its bucket is recorded anew."""
     engine, _ = run("gpt2", "fp32", False, 1, lengths, steps=3 * len(lengths))
     kinds = {trace_key("training", ((4, length),)) for length in lengths}
-    traces = engine.manager.residency.tracer.traces
+    traces = engine.manager.tracer.traces
     assert {key for key in traces if key.startswith("training")} == kinds
     for key in kinds:
         longest = max(length for length in lengths if trace_key("training", ((4, length),)) == key)

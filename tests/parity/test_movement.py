@@ -14,7 +14,7 @@ FIELDS = ("loads", "evictions", "prefetches", "host_to_device_nbytes", "device_t
 
 
 def traces_of(engine, kind):
-    traces = engine.manager.residency.tracer.traces
+    traces = engine.manager.tracer.traces
     return [trace for key, trace in traces.items() if key.split("/")[0] == kind]
 
 
@@ -65,8 +65,8 @@ def test_simulation_is_the_engine(name, checkpointing, freeze):
             moved, losses, engine = steps_of(name, config, 4, checkpointing, freeze)
             all_losses.append(losses)
             (recorded,) = traces_of(engine, "training")
-            margin = frozenset(engine.manager.homes.in_margin)
-            fixed = sum(engine.manager.homes._nbytes[index].device_nbytes for index in margin)
+            margin = frozenset(engine.manager.placement.in_margin)
+            fixed = sum(engine.manager.placement.nbytes[index].device_nbytes for index in margin)
             predicted = simulate(
                 recorded,
                 budget - fixed,
@@ -75,7 +75,7 @@ def test_simulation_is_the_engine(name, checkpointing, freeze):
                 static=margin,
                 prefetch_depth=depth,
                 gradient_nbytes=[c.spec.used_numel * 4 * c.spec.trainable for c in engine.manager.chunks],
-                home_nbytes=[nbytes.host_nbytes for nbytes in engine.manager.homes._nbytes],
+                home_nbytes=[nbytes.host_nbytes for nbytes in engine.manager.placement.nbytes],
             )
             assert predicted.host_peak_nbytes == engine.ledger.used(Tier.HOST)
             expected = [getattr(predicted, field) for field in FIELDS]

@@ -62,7 +62,7 @@ def test_all_are_there(process):
     store = Answers(0, 2)
     found, seconds = hold(RollCall(1, [elsewhere(), describe_self(), member_of(process)], store))
     assert found == "All other ranks are still there, and a collective failed on them too."
-    assert seconds < 1
+    assert seconds < 10
     assert store.keys["1"] == "here"
 
 
@@ -71,7 +71,7 @@ def test_an_ended_neighbour_is_seen_at_once(process):
     process.kill()  # nobody has asked for its exit code yet: it is a zombie
     found, seconds = hold(roll_call)
     assert found == f"Rank 1 has ended (process {process.pid} on {describe_self().host})."
-    assert seconds < 1
+    assert seconds < 10
 
 
 def test_the_answer_stays(process):

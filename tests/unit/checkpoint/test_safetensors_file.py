@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import struct
-import sys
 
 import pytest
 import safetensors.torch
@@ -274,36 +273,6 @@ def test_other_errors_of_the_disk(tmp_path):
 
 
 # Other libraries
-
-
-def writers():
-    """Where the library's function can be found now."""
-    return {
-        (module, name)
-        for module in map(sys.modules.get, safetensors_file._WRITING_MODULES)
-        if module is not None
-        for name, value in vars(module).items()
-        if value is safetensors.torch.save_file
-    }
-
-
-def test_streamed_writing_is_seen_by_the_libraries_and_over_at_its_end(tmp_path):
-    import transformers.modeling_utils  # noqa: F401
-
-    original, before = safetensors.torch.save_file, writers()
-    assert len(before) > 1
-    with streamed_writing(10):
-        assert safetensors.torch.save_file is not original
-        assert writers() == before
-        with streamed_writing(5):
-            assert writers() == before
-        assert safetensors.torch.save_file is not original
-    assert safetensors.torch.save_file is original
-    assert writers() == before
-    with pytest.raises(KeyError), streamed_writing(10):
-        raise KeyError
-    assert safetensors.torch.save_file is original
-    assert writers() == before
 
 
 def test_streamed_writing_of_deferred_and_of_ordinary_tensors(tmp_path, monkeypatch):

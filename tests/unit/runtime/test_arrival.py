@@ -73,7 +73,7 @@ def test_groups_do_not_meet_each_other():
     arrive(store, 0, (0,))
     arrive(store, 1, (1,))
     with pytest.raises(CollectiveError, match="rank 1 has not come"):
-        arrive(store, 0, (0, 1))
+        arrive(store, 0, (0, 1), timeout_s=0.3)
 
 
 def test_one_that_has_ended_is_named_at_once():

@@ -6,6 +6,24 @@ from hf_patrickstar.schedule.plan import Plan
 from hf_patrickstar.schedule.trace import Trace, Visit
 
 
+class Gauge:
+    """Tells what it is asked for: the next of some numbers, say."""
+
+    def __init__(self, non_model=lambda: 0, gradients=lambda: 0):
+        self.take_non_model_peak, self.take_gradient_peak = non_model, gradients
+
+
+class Agreement:
+    """What processes make of their traces."""
+
+    def __init__(self, agree=lambda trace: trace):
+        self.agree_on_trace = agree
+
+
+def make_tracer(chunk_nbytes, non_model=lambda: 0, gradients=lambda: 0, agree=lambda trace: trace):
+    return Tracer(chunk_nbytes, Gauge(non_model, gradients), Agreement(agree))
+
+
 def visit_all(tracer, chunks, pinned=()):
     return [tracer.visit(chunk, lambda: pinned) for chunk in chunks]
 
@@ -23,7 +41,7 @@ def chunks_of(tracer, key="training"):
 
 
 def test_the_first_step_is_recorded_and_later_ones_are_followed():
-    tracer = Tracer([8, 8, 8])
+    tracer = make_tracer([8, 8, 8])
     step = tracer.begin("training")
     assert tracer.step is step
     assert (step.cursor, step.is_recorded, step.is_lost, step.is_metered) == (None, True, False, True)
@@ -41,7 +59,7 @@ def test_the_first_step_is_recorded_and_later_ones_are_followed():
 
 
 def test_pinned_chunks_are_asked_for_only_while_recording():
-    tracer = Tracer([8])
+    tracer = make_tracer([8])
     run_step(tracer, [0])
 
     def refuse():
@@ -54,7 +72,7 @@ def test_pinned_chunks_are_asked_for_only_while_recording():
 
 
 def test_a_step_that_leaves_its_trace_goes_on_without_foresight():
-    tracer = Tracer([8, 8, 8])
+    tracer = make_tracer([8, 8, 8])
     run_step(tracer, [0, 2, 0])
     step = tracer.begin("training")
     step.plan = plan = Plan((), {}, ())  # other processes go on with it
@@ -66,7 +84,7 @@ def test_a_step_that_leaves_its_trace_goes_on_without_foresight():
 
 
 def test_a_key_that_was_lost_is_metered_from_then_on():
-    tracer = Tracer([8, 8])
+    tracer = make_tracer([8, 8])
     run_step(tracer, [0], shapes=((4,),))
     run_step(tracer, [0], shapes=((3,),))
     run_step(tracer, [1], shapes=((4,),))
@@ -75,7 +93,7 @@ def test_a_key_that_was_lost_is_metered_from_then_on():
 
 
 def test_a_kind_can_ask_to_be_metered_always():
-    tracer = Tracer([8])
+    tracer = make_tracer([8])
     run_step(tracer, [0])
     step = tracer.begin("training", always_metered=True)
     assert step.is_metered
@@ -83,7 +101,7 @@ def test_a_kind_can_ask_to_be_metered_always():
 
 
 def test_what_is_dropped_after_the_step_is_never_visited_again():
-    tracer = Tracer([8, 8])
+    tracer = make_tracer([8, 8])
     run_step(tracer, [0, 1])
     step = tracer.begin("training", dropped_after=frozenset({0}))
     visit_all(tracer, [0, 1])
@@ -94,7 +112,7 @@ def test_what_is_dropped_after_the_step_is_never_visited_again():
 
 
 def test_steps_of_one_bucket_follow_one_trace():
-    tracer = Tracer([8])
+    tracer = make_tracer([8])
     assert run_step(tracer, [0], shapes=((4, 12),)).is_recorded
     for shape in ((4, 12), (4, 11), (4, 9)):
         assert not run_step(tracer, [0], shapes=(shape,)).is_recorded, shape
@@ -104,9 +122,8 @@ def test_steps_of_one_bucket_follow_one_trace():
 
 def test_larger_inputs_of_the_same_bucket_are_recorded_anew():
     """Their activations may need more than the trace says."""
-    tracer = Tracer([8])
     nbytes = []
-    tracer._non_model_peak = lambda: nbytes[-1]
+    tracer = make_tracer([8], lambda: nbytes[-1])
     for shape, peak, is_recorded in (((4, 10), 100, True), ((4, 12), 120, True), ((4, 11), 110, False)):
         nbytes.append(peak)
         assert run_step(tracer, [0], shapes=(shape,)).is_recorded == is_recorded
@@ -116,7 +133,7 @@ def test_larger_inputs_of_the_same_bucket_are_recorded_anew():
 
 
 def test_other_buckets_and_kinds_have_traces_of_their_own():
-    tracer = Tracer([8, 8])
+    tracer = make_tracer([8, 8])
     run_step(tracer, [0], shapes=((4, 12),))
     run_step(tracer, [1], shapes=((4, 13),))
     run_step(tracer, [1, 1], "evaluation", ((4, 12),))
@@ -139,7 +156,7 @@ def test_peaks_of_others_belong_to_the_visit_before_them():
         asked.append(len(tracer.step.visits) if tracer.step else None)
         return 100 * len(asked)
 
-    tracer = Tracer([8, 8], peak)
+    tracer = make_tracer([8, 8], peak)
     tracer.begin("training")
     tracer.visit(0, tuple)
     assert asked == []
@@ -156,7 +173,7 @@ def test_peaks_of_others_belong_to_the_visit_before_them():
 def test_peaks_are_asked_for_before_the_chunks_in_use_are():
     """Finding out what is in use may allocate; that belongs to nobody."""
     order = []
-    tracer = Tracer([8], lambda: order.append("peak") or 0)
+    tracer = make_tracer([8], lambda: order.append("peak") or 0)
     tracer.begin("training")
     for _ in range(2):
         tracer.visit(0, lambda: order.append("pinned") or ())
@@ -167,7 +184,7 @@ def test_peaks_are_asked_for_before_the_chunks_in_use_are():
 
 
 def test_an_interlude_does_not_disturb_the_step_around_it():
-    tracer = Tracer([8, 8])
+    tracer = make_tracer([8, 8])
     around = tracer.begin("training")
     visit_all(tracer, [0])
     inside = tracer.begin_interlude("evaluation", always_metered=True)
@@ -187,7 +204,7 @@ def test_an_interlude_does_not_disturb_the_step_around_it():
 
 
 def test_an_interlude_that_is_not_whole_makes_no_trace():
-    tracer = Tracer([8, 8])
+    tracer = make_tracer([8, 8])
     around = tracer.begin("training")
     visit_all(tracer, [0])
     tracer.begin_interlude("evaluation")
@@ -209,7 +226,7 @@ def test_an_interlude_that_is_not_whole_makes_no_trace():
 @pytest.mark.parametrize("most", [3, 4])
 def test_a_step_with_more_visits_than_any_real_one_is_forgotten(monkeypatch, most):
     monkeypatch.setattr(tracer_module, "_MOST_VISITS", most)
-    tracer = Tracer([8, 8])
+    tracer = make_tracer([8, 8])
     step = tracer.begin("training")
     visit_all(tracer, [0, 1] * 10)
     assert tracer.step is None
@@ -225,7 +242,7 @@ def test_a_step_with_more_visits_than_any_real_one_is_forgotten(monkeypatch, mos
 
 
 def test_a_step_that_came_to_nothing_leaves_no_trace():
-    tracer = Tracer([8])
+    tracer = make_tracer([8])
     tracer.begin("training")
     visit_all(tracer, [0])
     tracer.forget()
@@ -239,7 +256,7 @@ def test_a_step_that_came_to_nothing_leaves_no_trace():
 
 
 def test_a_step_that_was_not_finished_is_forgotten_when_another_begins():
-    tracer = Tracer([8, 8])
+    tracer = make_tracer([8, 8])
     tracer.begin("training")
     visit_all(tracer, [0])
     run_step(tracer, [1])
@@ -247,7 +264,7 @@ def test_a_step_that_was_not_finished_is_forgotten_when_another_begins():
 
 
 def test_forgetting_ends_an_evaluation_that_was_interrupted():
-    tracer = Tracer([8])
+    tracer = make_tracer([8])
     tracer.begin("training")
     tracer.begin_interlude("evaluation")
     tracer.forget()
@@ -262,7 +279,7 @@ def test_forgetting_ends_an_evaluation_that_was_interrupted():
 @pytest.mark.parametrize("shapes", [(), ((4, 12),)])
 def test_a_trace_that_was_left_twice_in_a_row_is_recorded_anew(shapes):
     """A first step that failed half way leaves a wrong trace; steps must not be lost for ever because of it."""
-    tracer = Tracer([8, 8, 8])
+    tracer = make_tracer([8, 8, 8])
 
     def is_lost(chunks):
         return run_step(tracer, chunks, shapes=shapes).is_lost
@@ -275,7 +292,7 @@ def test_a_trace_that_was_left_twice_in_a_row_is_recorded_anew(shapes):
 
 
 def test_discarding_makes_every_kind_be_recorded_anew():
-    tracer = Tracer([8, 8])
+    tracer = make_tracer([8, 8])
     run_step(tracer, [0])
     run_step(tracer, [0], "evaluation")
     assert run_step(tracer, [1]).is_lost
@@ -289,7 +306,7 @@ def test_discarding_makes_every_kind_be_recorded_anew():
 
 def test_sizes_that_vary_independently_are_recorded_once_each():
     """Sequence to sequence: inputs and labels are padded on their own, and neither shape covers the other."""
-    tracer = Tracer([8])
+    tracer = make_tracer([8])
     recorded = [
         run_step(tracer, [0], shapes=shapes).is_recorded for shapes in [((4, 100), (4, 60)), ((4, 110), (4, 58))] * 3
     ]
@@ -298,7 +315,7 @@ def test_sizes_that_vary_independently_are_recorded_once_each():
 
 def test_what_is_recorded_again_keeps_the_larger_peaks():
     peaks = iter([5, 9, 7, 3])
-    tracer = Tracer([8, 8], lambda: next(peaks))
+    tracer = make_tracer([8, 8], lambda: next(peaks))
     run_step(tracer, [0, 1], shapes=((4, 100), (4, 60)))
     run_step(tracer, [0, 1], shapes=((4, 110), (4, 58)))
     (trace,) = tracer.traces.values()
@@ -307,7 +324,7 @@ def test_what_is_recorded_again_keeps_the_larger_peaks():
 
 def test_a_peak_before_an_interlude_is_kept():
     peaks = iter([40, 2, 3, 4])
-    tracer = Tracer([8, 8], lambda: next(peaks))
+    tracer = make_tracer([8, 8], lambda: next(peaks))
     tracer.begin("training")
     tracer.visit(0, tuple)
     tracer.begin_interlude("evaluation")
@@ -319,7 +336,7 @@ def test_a_peak_before_an_interlude_is_kept():
 
 
 def test_losing_twice_in_a_row_is_not_counted_over_a_recorded_step():
-    tracer = Tracer([8, 8])
+    tracer = make_tracer([8, 8])
     kinds = []
     for chunks, shape in (([0], (10,)), ([1], (10,)), ([0], (11,)), ([1], (11,)), ([0], (11,))):
         step = run_step(tracer, chunks, shapes=(shape,))
@@ -331,7 +348,7 @@ def test_losing_twice_in_a_row_is_not_counted_over_a_recorded_step():
 
 
 def test_turns_are_the_visits_before_each_end_of_a_forward():
-    tracer = Tracer([8, 8])
+    tracer = make_tracer([8, 8])
     tracer.begin("training")
     visit_all(tracer, [0, 1])
     tracer.note_turn()
@@ -343,7 +360,7 @@ def test_turns_are_the_visits_before_each_end_of_a_forward():
 
 
 def test_turns_of_a_step_that_is_followed_or_lost_are_counted():
-    tracer = Tracer([8, 8])
+    tracer = make_tracer([8, 8])
     run_step(tracer, [0, 1])
     step = tracer.begin("training")
     tracer.note_turn()
@@ -357,7 +374,7 @@ def test_turns_of_a_step_that_is_followed_or_lost_are_counted():
 
 
 def test_reductions_belong_to_the_visit_before_them():
-    tracer = Tracer([8, 8, 8])
+    tracer = make_tracer([8, 8, 8])
     tracer.note_reduced(0)
     tracer.begin("training")
     tracer.note_reduced(0)
@@ -371,7 +388,7 @@ def test_reductions_belong_to_the_visit_before_them():
 
 
 def test_reductions_of_a_step_that_is_followed_are_not_noted():
-    tracer = Tracer([8, 8])
+    tracer = make_tracer([8, 8])
     run_step(tracer, [0, 1])
     step = tracer.begin("training")
     visit_all(tracer, [0])
@@ -384,7 +401,7 @@ def test_reductions_of_a_step_that_is_followed_are_not_noted():
 
 
 def test_reductions_around_an_interlude():
-    tracer = Tracer([8, 8])
+    tracer = make_tracer([8, 8])
     tracer.begin("training")
     visit_all(tracer, [0])
     tracer.begin_interlude("evaluation")
@@ -398,7 +415,7 @@ def test_reductions_around_an_interlude():
 
 def test_peaks_of_gradients_belong_to_the_visit_before_them():
     peaks = iter([3, 9, 4])
-    tracer = Tracer([8, 8], lambda: 1, lambda: next(peaks))
+    tracer = make_tracer([8, 8], lambda: 1, lambda: next(peaks))
     run_step(tracer, [0, 1, 0])
     assert [visit.gradient_nbytes for visit in tracer.traces["training"].visits] == [3, 9, 4]
     run_step(tracer, [0, 1, 0])
@@ -408,7 +425,7 @@ def test_peaks_of_gradients_belong_to_the_visit_before_them():
 @pytest.mark.parametrize(("before", "after", "most"), [(40, 4, 40), (4, 40, 40)])
 def test_a_peak_of_gradients_around_an_interlude(before, after, most):
     peaks = iter([before, 3, after, 0])
-    tracer = Tracer([8, 8], gradient_peak=lambda: next(peaks))
+    tracer = make_tracer([8, 8], gradients=lambda: next(peaks))
     tracer.begin("training")
     visit_all(tracer, [0])
     tracer.begin_interlude("evaluation")
@@ -422,7 +439,7 @@ def test_a_peak_of_gradients_around_an_interlude(before, after, most):
 
 def test_a_fingerprint_tells_which_steps_are_known():
     def fingerprint(*steps):
-        tracer = Tracer([8, 8])
+        tracer = make_tracer([8, 8])
         for kind, shapes, chunks in steps:
             run_step(tracer, chunks, kind, shapes)
         return tracer.fingerprint
@@ -446,7 +463,7 @@ def test_what_is_recorded_is_agreed_on_before_it_is_kept():
         return Trace(trace.key, trace.chunk_nbytes, (*visits, Visit(1)), trace.shapes, trace.turns)
 
     peaks = iter([5, 3])
-    tracer = Tracer([8, 8], lambda: next(peaks), agree=agree)
+    tracer = make_tracer([8, 8], lambda: next(peaks), agree=agree)
     run_step(tracer, [0], shapes=((4, 100),))
     assert [visit.non_model_nbytes for visit in seen[0].visits] == [5]
     (trace,) = tracer.traces.values()
@@ -465,7 +482,7 @@ def test_a_step_that_came_to_nothing_is_not_agreed_on():
     def refuse(trace):
         raise AssertionError("asked")
 
-    tracer = Tracer([8], agree=refuse)
+    tracer = make_tracer([8], agree=refuse)
     run_step(tracer, [])
     tracer.begin("training")
     visit_all(tracer, [0])

@@ -7,7 +7,17 @@ import zlib
 import pytest
 
 from hf_patrickstar.errors import CollectiveError
-from hf_patrickstar.runtime.lockstep import Beginning, Lockstep, Phase, Room, Subject
+from hf_patrickstar.runtime.order import (
+    AgreedOrder,
+    Beginning,
+    Collective,
+    Ending,
+    OwnOrder,
+    Phase,
+    Room,
+    Subject,
+    make_order,
+)
 
 TIMEOUT_S = 10
 ROOM = Room(1000, None, 10, (3, 1))
@@ -32,7 +42,7 @@ class Exchange:
 
 
 class FakeCollectives:
-    """What ``Lockstep`` needs of ``Collectives``."""
+    """What an order needs of ``Collectives``."""
 
     def __init__(self, rank, exchange):
         self.rank, self.world_size = rank, exchange.world_size
@@ -51,29 +61,41 @@ class FakeCollectives:
 
 
 class Rank:
-    """One process: its lockstep, and the collectives that it did."""
+    """One process: its order, and the collectives that it did."""
 
     def __init__(self, rank, exchange, num_tensors=10, checks_all=False):
         self.rank = rank
         self.collectives = FakeCollectives(rank, exchange)
-        self.lockstep = Lockstep(self.collectives, num_tensors, checks_all)
+        self.order = AgreedOrder(self.collectives, num_tensors, checks_all)
+        self.is_in_step = True
         self.done = []
-        self.lockstep.gather = lambda index: self.done.append(("gather", index))
-        self.lockstep.reduce = lambda index: self.done.append(("reduce", index))
+
+    def do(self, collectives):
+        self.done += [(subject.name.lower(), index) for subject, index in collectives]
+
+    def ask(self, subject, index, who):
+        self.do(self.order.ask(Collective(subject, index), who, is_in_step=self.is_in_step))
 
     def gather(self, *indices):
         for index in indices:
-            self.lockstep.ask(Subject.GATHER, index, f"layer {index}")
+            self.ask(Subject.GATHER, index, f"layer {index}")
 
     def reduce(self, *indices):
         for index in indices:
-            self.lockstep.ask(Subject.REDUCE, index, "its gradients")
+            self.ask(Subject.REDUCE, index, "its gradients")
 
-    def end(self, phase=Phase.FORWARD, is_lost=False, indices=()):
-        return self.lockstep.end(phase, is_lost, indices)
+    def follow(self, subject, index):
+        self.order.check(Collective(subject, index))
+        self.do([Collective(subject, index)])
 
-    def begin(self, what="training", shapes=SHAPES, traces=7, room=ROOM, version=0):
-        return self.lockstep.begin(what, shapes, traces, room, version)
+    def end(self, phase=Phase.FORWARD, is_diverged=False, indices=(), is_recorded=False):
+        ending = Ending(phase, is_diverged, list(indices), is_recorded)
+        while (ended := self.order.end(ending)).collectives:
+            self.do(ended.collectives)
+        return ended.is_diverged, ended.indices
+
+    def begin(self, kind="training", shapes=SHAPES, traces=7, room=ROOM, version=0):
+        return self.order.begin(kind, shapes, traces, room, version)
 
 
 def run(*functions, **settings):
@@ -163,7 +185,7 @@ def test_whoever_has_ended_serves_the_others():
 
 
 def test_who_asks_for_what_is_told_to_the_collectives():
-    ranks, _ = run(lambda rank: rank.gather(4), lambda rank: rank.end() and None)
+    ranks, _ = run(lambda rank: (rank.gather(4), rank.end()), lambda rank: rank.end())
     assert ranks[0].collectives.whats[0] == "needs group 4 (gather) for layer 4"
     assert ranks[1].collectives.whats[0] == "has ended its forward"
 
@@ -171,8 +193,8 @@ def test_who_asks_for_what_is_told_to_the_collectives():
 def test_a_plan_needs_no_messages():
     def work(rank):
         rank.gather(1)
-        rank.lockstep.follow(Subject.GATHER, 2)
-        rank.lockstep.follow(Subject.REDUCE, 2)
+        rank.follow(Subject.GATHER, 2)
+        rank.follow(Subject.REDUCE, 2)
         return len(rank.collectives.whats)
 
     done, results = agree(work, work)
@@ -184,7 +206,7 @@ def test_a_plan_needs_no_messages():
 
 
 def test_one_that_is_lost_is_known_to_all():
-    _, results = agree(lambda rank: rank.end(), lambda rank: rank.end(is_lost=True), lambda rank: rank.end())
+    _, results = agree(lambda rank: rank.end(), lambda rank: rank.end(is_diverged=True), lambda rank: rank.end())
     assert results == [(True, frozenset())] * 3
 
 
@@ -230,7 +252,7 @@ def test_phases_that_differ(left, right):
 def test_collectives_that_differed_are_found_at_the_end(plans):
     def follow(rank):
         for name, index in plans[rank.rank]:
-            rank.lockstep.follow(Subject[name], index)
+            rank.follow(Subject[name], index)
         return rank.end()
 
     text = disagree(follow, follow)
@@ -246,10 +268,10 @@ def test_collectives_that_differed_are_found_at_the_end(plans):
 DOINGS = {
     "asks": (lambda rank: rank.gather(4), "needs group 4 (gather) for layer 4"),
     "begins": (lambda rank: rank.begin(), "begins 'training'"),
-    "reads": (lambda rank: rank.lockstep.agree(Subject.READ, [3], "reads 'weight'"), "reads 'weight'"),
-    "norm": (lambda rank: rank.lockstep.agree(Subject.NORM, [3], "computes a norm"), "computes a norm"),
+    "reads": (lambda rank: rank.order.agree(Subject.READ, [3], "reads 'weight'"), "reads 'weight'"),
+    "norm": (lambda rank: rank.order.agree(Subject.NORM, [3], "computes a norm"), "computes a norm"),
     "checks": (
-        lambda rank: rank.lockstep.follow(Subject.REDUCE, 3),
+        lambda rank: rank.follow(Subject.REDUCE, 3),
         "is about to reduce group 3, as planned",
     ),
     "ends": (lambda rank: rank.end(), "has ended its forward"),
@@ -273,57 +295,61 @@ def test_the_one_of_three_that_does_something_else():
 @pytest.mark.parametrize("subject", [Subject.READ, Subject.NORM])
 def test_one_subject_but_not_the_same_thing(subject):
     def same(rank):
-        rank.lockstep.agree(subject, [3], "reads 'three'")
+        rank.order.agree(subject, [3], "reads 'three'")
 
     agree(same, same)
-    text = disagree(same, lambda rank: rank.lockstep.agree(subject, [4], "reads 'four'"))
+    text = disagree(same, lambda rank: rank.order.agree(subject, [4], "reads 'four'"))
     assert text == "rank 0 reads 'three'; rank 1 reads 'four'"
 
 
 def test_one_process_agrees_with_itself():
-    rank = Rank(0, Exchange(1))
-    assert rank.lockstep.is_alone
-    rank.lockstep.agree(Subject.READ, [3], "reads")
-    assert rank.collectives.whats == []
-    assert not Rank(0, Exchange(2)).lockstep.is_alone
+    collectives = FakeCollectives(0, Exchange(1))
+    order = make_order(collectives, 10, checks_all=True)
+    assert isinstance(order, OwnOrder)
+    assert order.is_alone
+    assert order.begin("training", SHAPES, 7, ROOM, 0) == Beginning(SHAPES, True, ROOM)
+    wanted = Collective(Subject.GATHER, 3)
+    order.check(wanted)
+    assert order.ask(wanted, "layer 3", is_in_step=True) == (wanted,)
+    ended = order.end(Ending(Phase.BACKWARD, is_diverged=True, indices=[2, 5]))
+    assert (ended.collectives, ended.is_diverged, ended.indices) == ((), True, frozenset({2, 5}))
+    assert order.agree(Subject.READ, [3], "reads") == [0]
+    assert collectives.whats == []
+    several = make_order(FakeCollectives(0, Exchange(2)), 10, checks_all=False)
+    assert isinstance(several, AgreedOrder)
+    assert not several.is_alone
+
+
+def test_only_some_record_it():
+    """Then no trace is kept: a trace must be of all."""
+    _, results = agree(lambda rank: rank.end(is_recorded=True), lambda rank: rank.end())
+    assert results == [(True, frozenset())] * 2
+    _, results = agree(*[lambda rank: rank.end(is_recorded=True)] * 2)
+    assert results == [(False, frozenset())] * 2
 
 
 def test_plans_are_checked_only_for_debugging():
     def follow(rank):
-        rank.lockstep.follow(Subject.GATHER, rank.rank)
+        rank.follow(Subject.GATHER, rank.rank)
 
     ranks, results = run(follow, follow)
     assert results == [None, None]
     assert [rank.done for rank in ranks] == [[("gather", 0)], [("gather", 1)]]
     text = disagree(follow, follow, checks_all=True)
     assert text == "rank 0 is about to gather group 0, as planned; rank 1 is about to gather group 1, as planned"
-    text = disagree(
-        follow, lambda rank: rank.lockstep.follow(Subject.REDUCE, 0), checks_all=True
-    )  # the group is the same
+    text = disagree(follow, lambda rank: rank.follow(Subject.REDUCE, 0), checks_all=True)  # the group is the same
     assert text == "rank 0 is about to gather group 0, as planned; rank 1 is about to reduce group 0, as planned"
 
 
 def test_checked_plans_that_are_the_same():
     def follow(rank):
-        rank.lockstep.follow(Subject.GATHER, 2)
-        rank.lockstep.follow(Subject.REDUCE, 2)
+        rank.follow(Subject.GATHER, 2)
+        rank.follow(Subject.REDUCE, 2)
         return rank.end()
 
     done, results = agree(follow, follow, checks_all=True)
     assert done == [("gather", 2), ("reduce", 2)]
     assert results == [(False, frozenset())] * 2
-
-
-def test_a_collective_that_fails_is_not_hidden():
-    def fail(index):
-        raise CollectiveError("lost")
-
-    def ask(rank):
-        rank.lockstep.gather = fail
-        rank.gather(1)
-
-    _, results = run(ask, ask)
-    assert [str(result) for result in results] == ["lost", "lost"]
 
 
 # Beginning
@@ -437,7 +463,7 @@ def test_a_whole_step():
 
 
 def enter(subject, **settings):
-    return lambda rank: rank.lockstep.agree(subject, [], "does it", **settings)
+    return lambda rank: rank.order.agree(subject, [], "does it", **settings)
 
 
 def evaluate(rank):
@@ -474,13 +500,13 @@ def test_who_may_be_alone_gives_up(doing, patient):
 
 
 def test_who_follows_does_not_give_up():
-    ranks, _ = run(lambda rank: rank.lockstep.follow_readers(), enter(Subject.READ, is_patient=True))
+    ranks, _ = run(lambda rank: rank.order.follow_readers(), enter(Subject.READ, is_patient=True))
     assert [rank.collectives.patient for rank in ranks] == [[True], [True]]
 
 
 def test_between_steps_nobody_has_said_that_he_comes():
     def read(rank):
-        rank.lockstep.in_step = lambda: False
+        rank.is_in_step = False
         rank.gather(1)
 
     ranks, _ = run(read, read)
@@ -489,5 +515,5 @@ def test_between_steps_nobody_has_said_that_he_comes():
 
 @pytest.mark.parametrize("subject", [Subject.NORM, Subject.ENTER, Subject.MEET])
 def test_who_follows_follows_only_readers(subject):
-    text = disagree(lambda rank: rank.lockstep.follow_readers(), enter(subject))
+    text = disagree(lambda rank: rank.order.follow_readers(), enter(subject))
     assert text == "rank 0 follows the processes that save the model; rank 1 does it"

@@ -3,11 +3,14 @@
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
-from hf_patrickstar.runtime.residency import Residency
+from hf_patrickstar.runtime.copies import Copies
+from hf_patrickstar.runtime.tracer import Tracer
 from hf_patrickstar.schedule.margin import Rates, fill_margin, needed_nbytes, plan_margin
 from hf_patrickstar.schedule.placement import ChunkBytes, plan_lookups
 from hf_patrickstar.schedule.plan import chunkable_nbytes
@@ -17,60 +20,94 @@ from hf_patrickstar.schedule.trace import Shapes
 logger = logging.getLogger(__name__)
 
 
-class Homes:
+class Room(Protocol):
+    """What makes room on the device."""
+
+    def make_room(self, nbytes: int, *, keep_margin: bool = False) -> None:
+        """Frees so many bytes, without the chunks that live in the margin if ``keep_margin``."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlacementRules:
+    """What a placement takes into account.
+
+    Attributes:
+        workspace_nbytes: Bytes of scratch space that the optimizer needs on a tier where it updates chunks.
+        prefetch_depth: Chunks that are brought in ahead.
+        policy: The name of the policy by which copies leave.
+    """
+
+    workspace_nbytes: int
+    prefetch_depth: int
+    policy: str
+
+
+class Placement:
     """Decides anew, after every step that was recorded, which chunks live in the device margin.
 
     Args:
         chunks: All chunks, by index.
         nbytes: The bytes of each, over all lists.
-        residency: Moves them, and has the traces and the ledger.
+        copies: Moves them.
+        ledger: Knows the limits.
+        tracer: Has the traces.
         reserve: Makes the optimizer allocate its workspace on a tier where it will update chunks.
-        workspace_nbytes: Bytes of that workspace.
-        prefetch_depth: Chunks that are brought in ahead.
+        rules: What is taken into account.
         rates: How fast bytes cross and are updated; ``None`` if the first placement stays for ever.
+
+    Attributes:
+        in_margin: Indices of the chunks that live in the margin.
+        nbytes: The bytes of each chunk, over all lists.
     """
 
     def __init__(
         self,
         chunks: Sequence[Chunk],
         nbytes: Sequence[ChunkBytes],
-        residency: Residency,
+        copies: Copies,
+        ledger: Ledger,
+        tracer: Tracer,
         reserve: Callable[[Sequence[Chunk], Tier], None],
-        workspace_nbytes: int,
-        prefetch_depth: int,
+        rules: PlacementRules,
         rates: Rates | None,
     ) -> None:
         self.in_margin: set[int] = set()
         self._chunks = chunks
-        self._nbytes = list(nbytes)
-        self._residency = residency
+        self.nbytes = list(nbytes)
+        self._copies = copies
+        self._ledger = ledger
+        self._tracer = tracer
         self._reserve = reserve
-        self._workspace_nbytes = workspace_nbytes
-        self._prefetch_depth = prefetch_depth
+        self._rules = rules
         self._rates = rates
         self._is_alone = all(chunk.spec.world_size == 1 for chunk in chunks)
         self._num_seen = 0
         self._has_explained = False
-        residency.give_up_margin = self.retreat
 
-    def update(self, num_micro_batches: int) -> None:
+    def update(self, reclaim: Room, num_micro_batches: int) -> None:
         """Decides anew if a step was recorded since the last time; called between steps.
 
         Args:
+            reclaim: Makes room for chunks that move in.
             num_micro_batches: Micro-batches of the step that has ended.
         """
-        tracer = self._residency.tracer
+        tracer = self._tracer
         if tracer.num_recorded == self._num_seen:
             return
         self._num_seen = tracer.num_recorded
         if self._place_lookups(max(num_micro_batches, 1)):
             tracer.discard()  # the next step visits other chunks
         elif self._rates is not None and any(key.startswith("training") for key in tracer.traces):
-            self._fill_margin()
+            self._fill_margin(reclaim)
 
-    def stay(self) -> None:
-        """Tells that from now on there are chunks whose optimizer does not follow them."""
-        self._rates = None
+    def follow(self, rates: Rates | None) -> None:
+        """Tells how fast an optimizer works that came since, or that there is one that does not follow its chunks.
+
+        Args:
+            rates: As for the constructor.
+        """
+        self._rates = rates
 
     def note_chunks(self, nbytes: Sequence[ChunkBytes]) -> None:
         """Takes note of chunks that came or went.
@@ -78,7 +115,7 @@ class Homes:
         Args:
             nbytes: The bytes of each, over all lists.
         """
-        self._nbytes = list(nbytes)
+        self.nbytes = list(nbytes)
         self.in_margin = {index for index in self.in_margin if not self._chunks[index].is_retired}
         self._num_seen = -1
 
@@ -91,12 +128,12 @@ class Homes:
         """
         if not self.in_margin:
             return
-        same_kind = (trace for key, trace in self._residency.tracer.traces.items() if key.startswith(kind))
+        same_kind = (trace for key, trace in self._tracer.traces.items() if key.startswith(kind))
         if not any(trace.covers(shapes) for trace in same_kind):
             logger.info("patrickstar: larger inputs than any before, %s: the device margin is given up", list(shapes))
-            self.retreat()
+            self.leave_margin()
 
-    def retreat(self) -> bool:
+    def leave_margin(self) -> bool:
         """Moves every chunk out of the margin that is not in use; whether any moved. It may be called in a step.
 
         If none is there, chunks leave that have been at home on the device from the start, because it seemed that
@@ -115,7 +152,7 @@ class Homes:
         try:
             self._reserve(self._chunks, Tier.HOST)
             for chunk in leaving:
-                self._residency.rehome(chunk, Tier.HOST)
+                self._copies.rehome(chunk, Tier.HOST)
                 num_moved += 1
         except BudgetError as error:
             logger.info("patrickstar: the host has no room for all that the device cannot hold: %s", error)
@@ -137,7 +174,7 @@ class Homes:
         for tensor in asked:
             tensor.lookup = "home" if tensor.spec.index in choice.at_home else "device"
             if tensor.lookup == "device":
-                self._residency.pin(tensor.chunk)  # from now on it moves
+                self._copies.pin(tensor.chunk)  # from now on it moves
         logger.info("patrickstar: %s", choice.reason)
         return any(tensor.lookup == "device" for tensor in asked)
 
@@ -145,8 +182,8 @@ class Homes:
         """Bytes of the device that no moment of a recorded step needs."""
         limit, unusable = self._limits()
         static = self._at_home_on_device()
-        fixed = sum(self._nbytes[index].device_nbytes for index in static)
-        needs = needed_nbytes(list(self._residency.tracer.traces.values()), static, unusable)
+        fixed = sum(self.nbytes[index].device_nbytes for index in static)
+        needs = needed_nbytes(list(self._tracer.traces.values()), static, unusable)
         return limit - fixed - max((nbytes for nbytes, _ in needs), default=0)
 
     def _at_home_on_device(self) -> frozenset[int]:
@@ -154,29 +191,29 @@ class Homes:
 
     def _limits(self) -> tuple[int, int]:
         """Bytes of the device, and how many of them chunks may not take even where others leave them."""
-        ledger = self._residency.ledger
+        ledger = self._ledger
         limit = ledger.limit(Tier.DEVICE, cautious=False)
         return limit, 0 if ledger.chunk_budget is None else max(limit - ledger.chunk_budget, 0)
 
-    def _fill_margin(self) -> None:
+    def _fill_margin(self, reclaim: Room) -> None:
         assert self._rates is not None
-        traces = list(self._residency.tracer.traces.values())
-        self._nbytes = [  # an accumulation list may have come since
+        traces = list(self._tracer.traces.values())
+        self.nbytes = [  # an accumulation list may have come since
             dataclasses.replace(nbytes, state_nbytes=sum(payload.nbytes for payload in chunk.lists.values()))
-            for nbytes, chunk in zip(self._nbytes, self._chunks, strict=True)
+            for nbytes, chunk in zip(self.nbytes, self._chunks, strict=True)
         ]
         kept = self._at_home_on_device() - self.in_margin
         movable = [
-            self._nbytes[chunk.spec.index]
+            self.nbytes[chunk.spec.index]
             for chunk in self._chunks
             if chunk.spec.trainable
             and chunk.spec.index not in kept
             and not any(t.is_home_lookup for t in chunk.tensors)
         ]
         limit, unusable = self._limits()
-        fixed = self._workspace_nbytes + sum(self._nbytes[index].device_nbytes for index in kept)
+        fixed = self._rules.workspace_nbytes + sum(self.nbytes[index].device_nbytes for index in kept)
         largest = max((chunk.copy_nbytes for chunk in self._chunks), default=0)
-        ahead = largest if self._prefetch_depth else 0
+        ahead = largest if self._rules.prefetch_depth else 0
         candidates = fill_margin(movable, traces, limit - fixed, ahead, kept, unusable, copies_stay=not self._is_alone)
         plan = plan_margin(movable, candidates, lambda inside: self._moved(inside, kept, fixed), self._rates)
         wanted = set(plan.chunk_indices)
@@ -186,14 +223,14 @@ class Homes:
         if wanted == self.in_margin:
             return
         self._move_out(self.in_margin - wanted)
-        self._move_in([index for index in plan.chunk_indices if index not in self.in_margin])
+        self._move_in(reclaim, [index for index in plan.chunk_indices if index not in self.in_margin])
 
     def _moved(self, inside: frozenset[int], kept: frozenset[int], fixed: int) -> int | None:
         """Bytes that one step of each bucket moves if these chunks live in the margin, beside so many bytes."""
-        ledger = self._residency.ledger
+        ledger = self._ledger
         free = ledger.limit(Tier.DEVICE, cautious=False) - fixed
-        traces = [trace for key, trace in self._residency.tracer.traces.items() if key.startswith("training")]
-        taken = sum(self._nbytes[index].device_nbytes for index in inside)
+        traces = [trace for key, trace in self._tracer.traces.items() if key.startswith("training")]
+        taken = sum(self.nbytes[index].device_nbytes for index in inside)
         budget = None if ledger.chunk_budget is None else ledger.chunk_budget - fixed - taken
         updated = frozenset(chunk.spec.index for chunk in self._chunks if chunk.spec.is_updated)
         at_home = inside | kept
@@ -206,7 +243,7 @@ class Homes:
                 movement = simulate(
                     trace,
                     chunkable_nbytes(trace, free - taken, budget),
-                    self._residency.policy,
+                    self._rules.policy,
                     dropped_after=updated,
                     static=at_home if self._is_alone else frozenset(),
                     load_nbytes=loads,
@@ -221,11 +258,10 @@ class Homes:
     def _move_out(self, indices: set[int]) -> None:
         for index in sorted(indices):
             if self._chunks[index].can_rehome:
-                self._residency.rehome(self._chunks[index], Tier.HOST)
+                self._copies.rehome(self._chunks[index], Tier.HOST)
                 self.in_margin.discard(index)
 
-    def _move_in(self, indices: Sequence[int]) -> None:
-        residency = self._residency
+    def _move_in(self, reclaim: Room, indices: Sequence[int]) -> None:
         try:
             if indices:
                 self._reserve(self._chunks, Tier.DEVICE)
@@ -236,8 +272,8 @@ class Homes:
             if not self._chunks[index].can_rehome:
                 continue  # of a forward that was interrupted; there will be another time
             try:
-                residency.make_room(self._nbytes[index].device_nbytes, keep_margin=True)
-                residency.rehome(self._chunks[index], Tier.DEVICE)
+                reclaim.make_room(self.nbytes[index].device_nbytes, keep_margin=True)
+                self._copies.rehome(self._chunks[index], Tier.DEVICE)
             except BudgetError as error:  # something that no trace knows of is there; what moved in is enough
                 logger.info("patrickstar: the device margin is smaller than recorded: %s", error)
                 break

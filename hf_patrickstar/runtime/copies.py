@@ -1,0 +1,280 @@
+"""The device copies of chunks that are at home on the host; it knows no plan, and talks to no other process."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from hf_patrickstar.errors import BudgetError, DeviceMemoryError
+from hf_patrickstar.events import ChunkEvicted, ChunkInvalidated, ChunkLoaded, ChunkRehomed, Listener
+from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.memory.transfers import Transfers
+from hf_patrickstar.runtime.chunk import Chunk
+
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
+class Copies:
+    """Makes and drops device copies of chunks, and moves chunks between their homes.
+
+    A copy is never dirty, so dropping one copies nothing. A chunk that is computed with where it is at home (a static
+    one) has no copy; it is only known by its storage.
+
+    Args:
+        chunks: All chunks.
+        pool: Where copies come from.
+        transfers: How bytes cross.
+        emit: Told of every event.
+
+    Attributes:
+        before_drop: Called with a chunk before its copy is dropped: something may have been written to it.
+        waiting_s: Seconds that the host has waited for copies that had not arrived when they were needed.
+    """
+
+    def __init__(self, chunks: list[Chunk], pool: PayloadPool, transfers: Transfers, emit: Listener) -> None:
+        self.before_drop: Callable[[Chunk], None] = lambda chunk: None
+        self.waiting_s = 0.0
+        self._chunks = chunks
+        self._pool = pool
+        self._transfers = transfers
+        self._emit = emit
+        self._copies: dict[int, Chunk] = {}
+        self._by_storage: dict[int, Chunk] = {}
+        self._moves = False
+        self.note_chunks()
+
+    # Which there are
+
+    def __contains__(self, index: int) -> bool:
+        """Whether the chunk with this index has a copy."""
+        return index in self._copies
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """The chunks with a copy."""
+        return iter(self._copies.values())
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._copies)
+
+    @property
+    def by_age(self) -> list[Chunk]:
+        """The chunks with a copy, the one visited longest ago first."""
+        return sorted(self._copies.values(), key=lambda chunk: chunk.last_access)
+
+    @property
+    def moves(self) -> bool:
+        """Whether any chunk is not computed with where it is at home."""
+        return self._moves
+
+    def find(self, storage_key: int) -> Chunk | None:
+        """The chunk whose compute payload has this storage."""
+        return self._by_storage.get(storage_key)
+
+    def unused(self, exclude: Chunk | None = None) -> list[Chunk]:
+        """Chunks whose copies nobody computes with or looks into: these can leave."""
+        return [chunk for chunk in self._copies.values() if chunk is not exclude and not chunk.is_in_use]
+
+    # Making them
+
+    def load(self, chunk: Chunk, *, ahead: bool) -> None:
+        """Copies a chunk of this process alone from its home.
+
+        Args:
+            chunk: A chunk without a copy.
+            ahead: Whether nobody needs it yet: the copy is started, and the compute device does not wait for it; see
+                ``wait``.
+
+        Raises:
+            DeviceMemoryError: If the device has no room.
+        """
+        with _as_it_is(chunk.param):
+            payload = self._begin(chunk)
+            try:
+                if ahead:
+                    chunk.arrival = self._transfers.fetch(chunk.param, payload)
+                    chunk.note(chunk.arrival)
+                else:
+                    chunk.note(self._transfers.to_device(chunk.param, payload))
+            except BaseException:
+                self._drop(chunk, is_filled=False)
+                raise
+        self._note_loaded(chunk, ahead)
+
+    @contextlib.contextmanager
+    def loaded_by_others(self, chunk: Chunk, *, ahead: bool) -> Iterator[torch.Tensor]:
+        """Copies this process's chunk of a group from its home; inside of the block those of others are brought.
+
+        Args:
+            chunk: A group without a copy.
+            ahead: Whether nobody needs it yet.
+
+        Yields:
+            The buffer of the group.
+
+        Raises:
+            DeviceMemoryError: If the device has no room.
+        """
+        with _as_it_is(chunk.param):
+            payload = self._begin(chunk)
+            try:
+                chunk.note(self._transfers.to_slice(chunk.param, chunk.own_slice(payload)))
+                with self._transfers.beside():
+                    yield payload
+            except BaseException:
+                self._drop(chunk, is_filled=False)
+                raise
+        self._note_loaded(chunk, ahead)
+
+    def _begin(self, chunk: Chunk) -> torch.Tensor:
+        try:
+            payload = self._pool.allocate(Tier.DEVICE, chunk.spec.capacity_numel, chunk.param.dtype, "param")
+        except BudgetError as error:
+            raise DeviceMemoryError(str(error)) from error
+        self._copies[chunk.spec.index] = chunk
+        self._by_storage[chunk.set_compute(payload)] = chunk
+        return payload
+
+    def _note_loaded(self, chunk: Chunk, ahead: bool) -> None:
+        self._emit(ChunkLoaded(chunk.spec.index, chunk.param_nbytes if chunk.home is Tier.HOST else 0, ahead))
+
+    def wait(self, chunk: Chunk) -> bool:
+        """Lets the compute device wait for a copy that was started ahead; returns whether it had to."""
+        arrival = chunk.arrival
+        assert arrival is not None
+        is_late = not arrival.is_done
+        begin = time.perf_counter()
+        arrival.join()
+        chunk.arrival = None
+        if is_late:
+            self.waiting_s += time.perf_counter() - begin
+        return is_late
+
+    # Dropping them
+
+    def evict(self, chunk: Chunk) -> None:
+        """Drops a copy for want of room."""
+        self._drop(chunk)
+        self._emit(ChunkEvicted(chunk.spec.index, chunk.copy_nbytes))
+
+    def poison(self, chunk: Chunk) -> None:
+        """Fills a copy that is about to be evicted with NaN: who goes on to use it computes with that (debugging)."""
+        assert chunk.compute is not None
+        self.before_drop(chunk)
+        chunk.compute.fill_(float("nan"))
+
+    def invalidate(self, chunk: Chunk) -> None:
+        """Drops the copy of a chunk, if it has one, because its home has changed."""
+        if chunk.compute is not None and not chunk.is_static:
+            self._drop(chunk)
+            self._emit(ChunkInvalidated(chunk.spec.index, chunk.copy_nbytes))
+
+    def forget(self, chunk: Chunk) -> None:
+        """Drops what a chunk is computed with, because the chunk is about to go."""
+        if chunk.spec.index in self._copies:
+            self._drop(chunk)
+        elif chunk.compute is not None:
+            del self._by_storage[chunk.clear_compute()[1]]
+
+    def close(self) -> None:
+        """Drops every copy; static chunks are forgotten."""
+        for chunk in list(self._copies.values()):
+            self._drop(chunk)
+        self._by_storage.clear()
+
+    # Homes
+
+    def rehome(self, chunk: Chunk, home: Tier) -> None:
+        """Moves a chunk, with all its lists, to another tier. None of its tensors may be in use.
+
+        Args:
+            chunk: The chunk.
+            home: Where it shall live.
+
+        Raises:
+            BudgetError: If there is no room; the chunk stays where it is.
+        """
+        chunk.wait()
+        chunk.wait_for_reader()
+        if chunk.compute is not None and not chunk.is_static and chunk.spec.world_size == 1:
+            self._drop(chunk)  # a copy with the chunks of others stays true
+        old = {"param": chunk.param, **chunk.lists}
+        with _as_it_is(chunk.param):
+            new = self._copy_lists(old, home)
+        if chunk.is_static:
+            del self._by_storage[chunk.clear_compute()[1]]
+        for name, payload in old.items():
+            self._pool.release(chunk.home, payload, name, keep=False)
+        chunk.param = new["param"]
+        chunk.lists = {name: payload for name, payload in new.items() if name != "param"}
+        chunk.home = home
+        self.note_chunks()
+        nbytes = sum(payload.nbytes for payload in new.values())
+        self._emit(ChunkRehomed(chunk.spec.index, to_device=home is Tier.DEVICE, nbytes=nbytes))
+
+    def pin(self, chunk: Chunk) -> None:
+        """Moves a chunk that is at home on the host into pinned memory, if that is wanted and there is room for it."""
+        if self._pool.pins_memory and not chunk.param.is_pinned():
+            with contextlib.suppress(BudgetError):  # copies are slower then, and right
+                self.rehome(chunk, Tier.HOST)
+
+    def note_chunks(self) -> None:
+        """Takes note of chunks that came, went or have another home."""
+        for chunk in self._chunks:
+            if chunk.is_static and chunk.compute is None:
+                self._by_storage[chunk.set_compute(chunk.param)] = chunk
+        self._moves = any(not (chunk.is_static or chunk.is_retired) for chunk in self._chunks)
+
+    # Inside
+
+    def _copy_lists(self, lists: Mapping[str, torch.Tensor], home: Tier) -> dict[str, torch.Tensor]:
+        """The same on another tier; all or none."""
+        new: dict[str, torch.Tensor] = {}
+        try:
+            for name, payload in lists.items():
+                pinned = home is Tier.HOST and name == "param"
+                new[name] = self._pool.allocate(home, payload.numel(), payload.dtype, name, pinned=pinned)
+                new[name].copy_(payload)
+        except BaseException:
+            for name, payload in new.items():
+                self._pool.release(home, payload, name, keep=False)
+            raise
+        return new
+
+    def _drop(self, chunk: Chunk, *, is_filled: bool = True) -> None:
+        if chunk.arrival is not None:
+            self.wait(chunk)
+        if is_filled:
+            self.before_drop(chunk)
+        aliased = chunk.is_aliased
+        del self._copies[chunk.spec.index]
+        payload, key = chunk.clear_compute()
+        del self._by_storage[key]
+        self._pool.release(Tier.DEVICE, payload, "param", keep=not aliased)
+
+
+def _as_it_is(payload: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Leaves whatever modes code is run under, so that new payloads are what the old one is.
+
+    In inference mode they could never be trained with, inside a function transform they would be wrappers, and under
+    fake tensors they would hold nothing.
+    """
+    is_disguised = type(payload) is torch.Tensor and torch._C._get_dispatch_mode(_FAKE) is not None
+    if is_disguised or torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return _without_modes(is_real=type(payload) is torch.Tensor)
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _without_modes(*, is_real: bool) -> Iterator[None]:
+    with (
+        torch.inference_mode(False),
+        temporarily_clear_interpreter_stack(),
+        unset_fake_temporarily() if is_real else contextlib.nullcontext(),
+    ):
+        yield

@@ -1,0 +1,280 @@
+"""Carries out what the plan of a step says: evict, load, bring in ahead, gather and reduce, visit by visit."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+import torch
+
+from hf_patrickstar.memory.meters import Meter
+from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.runtime.chunk import Chunk
+from hf_patrickstar.runtime.collectives import Collectives
+from hf_patrickstar.runtime.copies import Copies
+from hf_patrickstar.runtime.order import Collective, Order, Subject
+from hf_patrickstar.runtime.reclaim import Reclaim
+from hf_patrickstar.runtime.tracer import Step, Tracer
+from hf_patrickstar.schedule.eviction import Chooser
+from hf_patrickstar.schedule.plan import Actions
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MovePolicy:
+    """How copies come and go.
+
+    Attributes:
+        chooser: Chooses which chunk leaves.
+        prefetch_depth: How many loads may be under way ahead of the chunk that is needed.
+        reshard_after_forward: With several processes, groups leave when forward has done with them.
+        evict_all: Evict all that can be evicted at every access and poison it (debugging).
+    """
+
+    chooser: Chooser
+    prefetch_depth: int
+    reshard_after_forward: bool
+    evict_all: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Services:
+    """What the parts of the runtime work with.
+
+    Attributes:
+        chunks: All chunks; the list may grow.
+        pool: Gives buffers, and has the ledger.
+        meter: Measures what else is on the device.
+        collectives: Talks to other processes.
+        order: Says which collective comes next on all processes.
+        copies: The copies on the device.
+        reclaim: Makes room for them.
+        tracer: Records steps, and follows them.
+        policy: How copies come and go.
+    """
+
+    chunks: list[Chunk]
+    pool: PayloadPool
+    meter: Meter
+    collectives: Collectives
+    order: Order
+    copies: Copies
+    reclaim: Reclaim
+    tracer: Tracer
+    policy: MovePolicy
+
+
+class Executor:
+    """Brings chunks to the device: by plan where the step has one, on demand where not.
+
+    A step whose trace is known follows a plan. One that is recorded is cautious: it keeps to a part of the budget,
+    and chunks leave in list order.
+
+    Args:
+        services: What it works with.
+
+    Attributes:
+        in_backward: Whether a backward has begun that has not ended.
+        num_hits: How often a chunk was there when it was needed, without having been waited for.
+        num_late: How often a copy that was started ahead had not arrived when it was needed.
+        before_gather: Called with a group before this rank's chunk is sent to others: it must hold values.
+        reduce: Averages the gradients of a group.
+    """
+
+    def __init__(self, services: Services) -> None:
+        self.before_gather: Callable[[Chunk], None] = lambda chunk: None
+        self.reduce: Callable[[int], None] = lambda index: None
+        self.in_backward = False
+        self.num_hits = self.num_late = 0
+        self._chunks = services.chunks
+        self._pool = services.pool
+        self._ledger = services.pool.ledger
+        self._meter = services.meter
+        self._collectives = services.collectives
+        self._order = services.order
+        self._is_alone = services.order.is_alone
+        self._copies = services.copies
+        self._reclaim = services.reclaim
+        self._tracer = services.tracer
+        self._evicts_all = services.policy.evict_all
+        self._needed: Chunk | None = None
+        self._tick = 0
+
+    def expect(self, step: Step | None, moment: int | None = None) -> None:
+        """Tells the ledger what others will need until the next moment, or to be cautious where nobody knows."""
+        ledger = self._ledger
+        if step is None:
+            ledger.is_cautious, ledger.reserved_nbytes = False, 0
+        elif step.cursor is None:
+            trace = self._tracer.traces.get(step.key) if step.is_lost else None
+            ledger.is_cautious = True
+            ledger.reserved_nbytes = trace.non_model_peak_nbytes if trace is not None else 0
+        else:
+            visits = step.cursor.trace.visits
+            ledger.is_cautious = False
+            ledger.reserved_nbytes = visits[max(step.cursor.moment if moment is None else moment, 0)].non_model_nbytes
+
+    def ensure_on_device(self, chunk: Chunk, who: str) -> torch.Tensor:
+        """The payload to compute with: a visit to the chunk.
+
+        Args:
+            chunk: The chunk.
+            who: Who asks, for errors.
+
+        Raises:
+            DeviceMemoryError: If it cannot be brought to the device.
+        """
+        index, tracer = chunk.spec.index, self._tracer
+        static = chunk.compute if not self._copies.moves else None
+        if static is not None and (tracer.step is None or tracer.step.cursor is not None):
+            return static  # everything is at home on the device: there is nothing to follow
+        self._tick += 1
+        chunk.last_access = self._tick
+        moment = tracer.visit(index, lambda: self._in_use(exclude=chunk))
+        step = tracer.step
+        if step is not None:
+            self.expect(step, moment)
+        if self._evicts_all:
+            self._evict_everything(exclude=chunk)
+        was_there = chunk.compute is not None
+        if not self._is_alone:
+            self._bring_together(chunk, step, moment, who)
+        elif moment is not None and step is not None and step.plan is not None:
+            actions = step.plan.moments[moment]
+            if actions.evict or actions.load:
+                self._follow(actions, chunk, who)
+        if chunk.compute is None:
+            self._load(chunk, who)
+        elif len(self._copies) and self._ledger.available(Tier.DEVICE) < 0:
+            self._reclaim.make_room_for(chunk, 0, who)
+        is_late = chunk.arrival is not None and self._copies.wait(chunk)
+        self.num_late += is_late
+        self.num_hits += was_there and not chunk.is_static and not is_late
+        if step is not None and step.plan is not None:  # nobody measures it: what is known is noted
+            self._ledger.note_total(self._ledger.reserved_nbytes)
+        elif step is not None and step.is_recorded:
+            self._meter.restart()
+        assert chunk.compute is not None
+        return chunk.compute
+
+    # Of this process alone
+
+    def _follow(self, actions: Actions, chunk: Chunk, who: str) -> None:
+        self._evict_if_unused(actions.evict)
+        for index in actions.load:
+            other = self._chunks[index]
+            if other is chunk:
+                if chunk.compute is None:
+                    self._load(chunk, who)
+            elif other.compute is None and self._pool.room(Tier.DEVICE) >= other.copy_nbytes:
+                self._copies.load(other, ahead=True)
+
+    def _evict_if_unused(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            chunk = self._chunks[index]
+            if index in self._copies and not chunk.is_in_use:
+                self._copies.evict(chunk)
+
+    def _load(self, chunk: Chunk, who: str) -> None:
+        self._reclaim.make_room_for(chunk, chunk.copy_nbytes, who)
+        self._copies.load(chunk, ahead=False)
+
+    # Together with other processes; see [Note: one order of collectives]
+
+    def reduce_when_due(self, chunk: Chunk, is_complete: Callable[[Chunk], bool]) -> None:
+        """Reduces a group whose gradients are complete, as soon as it is its turn.
+
+        Args:
+            chunk: The group.
+            is_complete: Tells it of others whose turn may come thereby.
+        """
+        step = self._tracer.step
+        if step is None or step.plan is None:
+            self.ask(Subject.REDUCE, chunk.spec.index, "its gradients, which are complete")
+            return
+        while step.due and is_complete(self._chunks[step.due[0]]):
+            self._follow_plan(Subject.REDUCE, step.due.pop(0))
+
+    def _bring_together(self, chunk: Chunk, step: Step | None, moment: int | None, who: str) -> None:
+        self._needed = chunk
+        if step is not None and step.plan is not None:
+            end = self.end_of_phase(step, not self.in_backward)
+            if moment is not None:  # another branch may look like what comes after this forward
+                self.follow_to(step, min(moment + 1, end))
+            while chunk.compute is None and step.num_followed < end:
+                self.follow_to(step, step.num_followed + 1)
+        if chunk.compute is None or step is None:  # between steps nobody knows what others have at hand
+            if step is not None and step.plan is not None:
+                self.reduce_due(step)  # the others do these before they hear of what no plan has
+            self.ask(Subject.GATHER, chunk.spec.index, who)
+        self._needed = None
+
+    def follow_to(self, step: Step, end: int) -> None:
+        """Executes the plan up to a moment, whether or not this process has come to it."""
+        assert step.plan is not None
+        while step.num_followed < end:
+            self.reduce_due(step)
+            actions = step.plan.moments[step.num_followed]
+            step.num_followed += 1
+            self._evict_if_unused(actions.evict)
+            for index in actions.load:
+                self._follow_plan(Subject.GATHER, index)
+            step.due = list(actions.reduce)
+
+    def reduce_due(self, step: Step) -> None:
+        """Executes what is left of the reductions of the moment that the plan has come to."""
+        while step.due:
+            self._follow_plan(Subject.REDUCE, step.due.pop(0))
+
+    def end_of_phase(self, step: Step, is_forward: bool) -> int:
+        """The moment of the plan up to which what is running now may go."""
+        assert step.plan is not None
+        turns = self._tracer.traces[step.key].turns if step.key in self._tracer.traces else ()
+        if is_forward and turns:
+            return turns[len(step.turns)] if len(step.turns) < len(turns) else step.num_followed
+        return len(step.plan.moments)
+
+    def ask(self, subject: Subject, index: int, who: str) -> None:
+        """Does a collective that no plan has, with all that other processes ask for at the same time.
+
+        Args:
+            subject: ``GATHER`` or ``REDUCE``.
+            index: The group.
+            who: What it is needed for, for errors.
+        """
+        is_in_step = self.in_backward or self._tracer.step is not None
+        self.perform(self._order.ask(Collective(subject, index), who, is_in_step=is_in_step))
+
+    def perform(self, collectives: Iterable[Collective]) -> None:
+        """Does what all processes do now."""
+        for subject, index in collectives:
+            (self._gather if subject is Subject.GATHER else self.reduce)(index)
+
+    def _follow_plan(self, subject: Subject, index: int) -> None:
+        collective = Collective(subject, index)
+        self._order.check(collective)
+        self.perform([collective])
+
+    def _gather(self, index: int) -> None:
+        """Takes part in a gather, whether or not this process needs it."""
+        chunk, what = self._chunks[index], f"gathers group {index}"
+        self.before_gather(chunk)
+        if chunk.compute is None:
+            self._reclaim.make_room_for(chunk, chunk.copy_nbytes, f"gathering group {index}")
+            with self._copies.loaded_by_others(chunk, ahead=chunk is not self._needed) as payload:
+                chunk.arrival = self._collectives.all_gather(payload, what)
+            return
+        if chunk.arrival is not None:
+            self._copies.wait(chunk)
+        chunk.arrival = self._collectives.all_gather(chunk.compute, what)
+
+    # Inside
+
+    def _in_use(self, exclude: Chunk) -> Iterable[int]:
+        """Indices of the chunks that could not leave the device now."""
+        for chunk in self._chunks:
+            if chunk is not exclude and chunk.is_in_use:
+                yield chunk.spec.index
+
+    def _evict_everything(self, exclude: Chunk) -> None:
+        for chunk in self._copies.unused(exclude):
+            self._copies.poison(chunk)
+            self._copies.evict(chunk)

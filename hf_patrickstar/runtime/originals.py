@@ -1,0 +1,141 @@
+"""The bits of frozen parameters that their chunks do not hold.
+
+[Note: originals]
+A frozen fp32 parameter that is computed with in 16 bits has no master, since nothing updates it (``frozen_master`` asks
+for one). The file that it was read from has all of its bits: its *origin*. Whoever reads the parameter in the type that
+it was loaded in (state dictionaries, saving, copies, unfreezing) gets them from there. Where the chunk does not have
+what the origin has, rounded, somebody has written to the parameter since; such an element is read from the chunk. What
+is written in fp32, by merging an adapter for example, is kept on the host, and that is the origin from then on.
+"""
+
+import logging
+from typing import Protocol
+
+import torch
+
+from hf_patrickstar.errors import BudgetError, PatrickStarError
+from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.runtime.bits import differs, same_bits
+from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.units import format_nbytes, format_need
+
+logger = logging.getLogger(__name__)
+
+_OWNER = "original"
+"""Ledger owner of what is kept on the host."""
+_PIECE_NUMEL = 2**18
+"""Elements that are compared at once."""
+
+
+class Origin(Protocol):
+    """Where the value of a parameter is, in the type that it was loaded in."""
+
+    def read_again(self, start: int, stop: int) -> torch.Tensor:
+        """Elements of the flattened parameter, on the host; do not write to them.
+
+        Raises:
+            PatrickStarError: If they are not there any more; the message says why.
+        """
+        ...
+
+
+class _Kept:
+    """What this rank has of a value, on the host; an ``Origin``."""
+
+    def __init__(self, buffer: torch.Tensor, first: int) -> None:
+        self.buffer = buffer
+        self._first = first
+
+    def read_again(self, start: int, stop: int) -> torch.Tensor:
+        return self.buffer[start - self._first : stop - self._first]
+
+
+class Originals:
+    """Reads frozen parameters with all of their bits; see [Note: originals].
+
+    Args:
+        pool: Where the memory of what is kept on the host comes from.
+    """
+
+    def __init__(self, pool: PayloadPool) -> None:
+        self._pool = pool
+        self._told: set[str] = set()
+
+    def has(self, tensor: ManagedTensor, dtype: torch.dtype) -> bool:
+        """Whether a parameter is read from its origin if it is read in a type."""
+        return tensor.origin is not None and dtype != tensor.chunk.param.dtype
+
+    def read(self, tensor: ManagedTensor, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Elements of what this rank has of a parameter that has an origin, or had one when somebody began to read it.
+
+        Args:
+            tensor: The parameter.
+            start: The first, of the flattened part of this rank.
+            stop: One after the last; by default all.
+
+        Returns:
+            A flat tensor on the host, in the type that the parameter was loaded in, or in that of the chunk if the
+            origin is lost: then nothing knows more.
+        """
+        held, origin = tensor.view(tensor.chunk.param).reshape(-1)[start:stop].cpu(), tensor.origin
+        if origin is None:
+            return held
+        value = torch.full(held.shape, 0, dtype=tensor.original_dtype, device="cpu")
+        begin = tensor.part[0] + start
+        try:
+            for place in range(0, held.numel(), _PIECE_NUMEL):
+                own = held[place : place + _PIECE_NUMEL]
+                found = origin.read_again(begin + place, begin + place + own.numel())
+                is_written = differs(found.to(own.dtype), own)
+                value[place : place + own.numel()] = torch.where(is_written, own.to(found.dtype), found)
+        except PatrickStarError as error:
+            self._lose(tensor, str(error), "; with frozen_master=true the host keeps all of their bits from the start")
+            return held
+        return value
+
+    def note_write(self, tensor: ManagedTensor, own: torch.Tensor) -> None:
+        """Keeps all bits of what is about to be written to a parameter that its chunk rounds.
+
+        Args:
+            tensor: The parameter.
+            own: What this rank will have of it.
+        """
+        dtype = tensor.chunk.param.dtype
+        if not tensor.is_rounded or own.dtype.itemsize <= dtype.itemsize:
+            return
+        own = own.detach().reshape(-1).to("cpu", tensor.original_dtype)
+        if tensor.origin is not None:
+            before = self.read(tensor)
+            if before.dtype == own.dtype and same_bits(before, own):
+                return
+        self.drop(tensor)
+        if same_bits(own.to(dtype).to(own.dtype), own):
+            return
+        try:
+            buffer = self._pool.allocate(Tier.HOST, own.numel(), own.dtype, _OWNER)
+        except BudgetError:
+            have = format_nbytes(self._pool.room(Tier.HOST))
+            why = f"host_budget has {have} left, too little for all bits of what is written to frozen parameters"
+            self._lose(tensor, why, f"; '{tensor.spec.name}' needs {format_need(own.nbytes)}")
+            return
+        tensor.origin = _Kept(buffer.copy_(own), tensor.part[0])
+
+    def drop(self, tensor: ManagedTensor) -> None:
+        """Forgets the origin of a parameter."""
+        if isinstance(tensor.origin, _Kept):
+            self._pool.release(Tier.HOST, tensor.origin.buffer, _OWNER, keep=False)
+        tensor.origin = None
+
+    def _lose(self, tensor: ManagedTensor, why: str, advice: str) -> None:
+        tensor.origin = None
+        if why not in self._told:
+            self._told.add(why)
+            logger.warning(
+                "patrickstar: %s. So frozen parameters ('%s' is the first) are read and saved as they are computed "
+                "with, rounded to %s%s",
+                why,
+                tensor.spec.name,
+                tensor.spec.types.param,
+                advice,
+            )
