@@ -168,11 +168,14 @@ class Ledger:
             tier: The tier.
             cautious: Keep to the fraction; by default if the ledger ``is_cautious``.
         """
-        used = self._used[tier]
+        used, limit = self._used[tier], self._limits[tier]
         if tier is Tier.HOST:
-            return self._limits[tier] - used
-        free = self.limit(tier, cautious=cautious) - used - self.non_model_nbytes()
-        return free if self._chunk_budget is None else min(free, self._chunk_budget - used)
+            return limit - used
+        if self.is_cautious if cautious is None else cautious:
+            limit = self.limit(tier, cautious=True)
+        others, chunk_budget = self._non_model_nbytes(used), self._chunk_budget
+        free = limit - used - (others if others > self.reserved_nbytes else self.reserved_nbytes)
+        return free if chunk_budget is None or chunk_budget - used > free else chunk_budget - used
 
     def book(self, tier: Tier, owner: str, nbytes: int, *, is_allocated: bool = False, ahead_nbytes: int = 0) -> None:
         """Books bytes for an owner.

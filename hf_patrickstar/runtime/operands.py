@@ -104,7 +104,7 @@ class Operands:
         chunk = self._find(storage_key(view))
         if chunk is None or view.dtype is not chunk.param.dtype:
             # Of an output that is saved by its own operator the tensor itself would be a cycle that nobody collects.
-            return view.detach()
+            return view.detach() if view.requires_grad else view
         offset = int(view.storage_offset())
         return SavedView(chunk.tensor_at(offset), view.size(), view.stride(), offset, self._manager.num_steps)
 
