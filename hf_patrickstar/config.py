@@ -66,7 +66,8 @@ class PatrickStarConfig:
             is. ``"auto"``: what autocast does not round (embeddings, norms, scales, positions), so that losses are the
             stock Trainer's. A list of patterns of names, such as ``["*norm*", "score.*"]``, replaces that, unless
             ``"auto"`` is in it; with ``[]`` embeddings and norms are 16-bit too. Kept in any case is what transformers
-            lists in ``_keep_in_fp32_modules``, and fp32 parameters of a model that was loaded mostly in 16-bit.
+            lists in ``_keep_in_fp32_modules_strict`` (in fp16 also ``_keep_in_fp32_modules``), and fp32 parameters of a
+            model that was loaded mostly in 16-bit.
         frozen_master: Whether frozen parameters that were loaded in fp32 and are computed with in 16-bit keep their
             original values beside them at home: ``True`` takes 4 bytes per such element. With ``False`` the engine
             reads them again from the safetensors file that they came from, whenever they are saved, merged, copied or

@@ -391,7 +391,7 @@ def _limits(situation: Circumstances, others_nbytes: int) -> list[Limit]:
         device,
         nbytes=max(device.nbytes - others_nbytes, 0),
         taken_nbytes=others_nbytes,
-        reserve=_UNMEASURED_SHARE if machine.is_metered else 0.0,
+        has_others=machine.is_metered,
     )
     return [device, *chunks]
 

@@ -19,7 +19,9 @@ what transformers or ``keep_fp32`` names.
 """
 
 import dataclasses
+import difflib
 import fnmatch
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -30,6 +32,8 @@ from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.layout.specs import FP32, TensorSpec, Types
 from hf_patrickstar.runtime.casting import Casting
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OWN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -177,7 +181,23 @@ def choose_precision(
     autocast = asked if asked is not torch.float32 and config.autocast is not False else None
     if asked is not torch.float32 and autocast is None:
         _refuse_batch_norm(model)
+    if asked is not torch.float32:
+        _warn_of_patterns(model, config)
     return Precision(asked, asked, reason, autocast, is_narrow, tuple(config.keep_fp32))
+
+
+def _warn_of_patterns(model: torch.nn.Module, config: PatrickStarConfig) -> None:
+    """Tells of patterns that are the name of no parameter; one configuration may be for several models."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for pattern in config.keep_fp32:
+        if pattern != "auto" and not fnmatch.filter(names, pattern):
+            close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
+            logger.warning(
+                "patrickstar: keep_fp32: no parameter of %s has a name like '%s'; names are, for example, %s",
+                type(model).__name__,
+                pattern,
+                ", ".join(map(repr, close)),
+            )
 
 
 def _refuse_batch_norm(model: torch.nn.Module) -> None:

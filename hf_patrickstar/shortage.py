@@ -17,7 +17,7 @@ class Limit:
         is_auto: Whether ``"auto"`` chose it: then it is what the machine has, and cannot be raised.
         usable: Part of the setting that may be used for what is needed; the advised value has the rest too.
         taken_nbytes: Bytes of the setting that others hold.
-        reserve: Part of the setting that is advised for activations, which are not known yet.
+        has_others: Whether activations, which are not known yet, take of it too.
     """
 
     setting: str
@@ -25,11 +25,11 @@ class Limit:
     is_auto: bool = False
     usable: float = 1.0
     taken_nbytes: int = 0
-    reserve: float = 0.0
+    has_others: bool = False
 
     def value_for(self, need_nbytes: int) -> int:
         """The value of the setting that leaves so many bytes."""
-        return math.ceil((need_nbytes + self.taken_nbytes) / min(self.usable, 1 - self.reserve))
+        return math.ceil((need_nbytes + self.taken_nbytes) / self.usable)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,14 +74,13 @@ class Shortage:
             return f"{auto}=auto is all that the machine has to give, so {otherwise}."
         values = [(limit, limit.value_for(need)) for limit, need in self.needs]
         plain = " and ".join(
-            f"{limit.setting} to at least {value} bytes" for limit, value in values if not limit.reserve
+            f"{limit.setting} to at least {value} bytes" for limit, value in values if not limit.has_others
         )
         sentences = [f"Raise {plain}"] if plain else []
         for limit, value in values:
-            if limit.reserve:
+            if limit.has_others:
                 sentences.append(
-                    f"Set {limit.setting} to 'auto', which is all that the machine has, or to at least {value} bytes: "
-                    f"{limit.reserve:.0%} of it is for activations, which are not known before the first step (if they "
-                    "need more, its error says how much)"
+                    f"Set {limit.setting} to 'auto', which is all that the machine has. A number must be more than "
+                    f"{value} bytes, by what activations need: the error of the first step says how much that is"
                 )
         return f"{'. '.join(sentences)}, or {otherwise}."

@@ -103,17 +103,24 @@ def run(main: Callable[[], Any]) -> None:
 
 
 def is_expected(error: BaseException) -> bool:
-    """Whether an error is one that the engine raises on purpose, or that a recipe itself raises about its input.
+    """Whether an error is one that the engine raises on purpose, or that is about the recipe's input.
+
+    That is an error of the recipe itself, or one of the hub about a data set or a model that it does not have.
 
     Args:
         error: What was caught.
     """
-    if isinstance(error, PatrickStarError):
+    from datasets.exceptions import DatasetNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if isinstance(error, (PatrickStarError, DatasetNotFoundError, HfHubHTTPError)):
         return True
     frames = traceback.extract_tb(error.__traceback__)
     place = os.path.dirname(os.path.abspath(frames[-1].filename)) if frames else ""
-    is_ours = place == os.path.dirname(os.path.abspath(__file__))
-    return is_ours and isinstance(error, (ValueError, FileNotFoundError))
+    if place == os.path.dirname(os.path.abspath(__file__)):
+        return isinstance(error, (ValueError, FileNotFoundError))
+    is_about_a_model = any(part in str(error) for part in ("is not a local folder", "does not appear to have a file"))
+    return isinstance(error, OSError) and is_about_a_model
 
 
 # Options

@@ -111,18 +111,20 @@ class FirstValues:
         rounded = [tensor for tensor in self._tensors if tensor.is_owned and tensor.is_rounded]
         if rounded:
             lost = [tensor.spec.name for tensor in rounded if tensor.origin is None]
-            kept = (
-                f"; '{lost[0]}' and {len(lost) - 1} more are kept rounded (frozen_master=true keeps all)"
-                if lost
-                else ""
-            )
             logger.info(
                 "patrickstar: frozen_master=false: %d of %d frozen parameters that are rounded are read again from "
-                "their files when they are saved or merged%s",
+                "their files when they are saved or merged",
                 len(rounded) - len(lost),
                 len(rounded),
-                kept,
             )
+            if lost:
+                logger.warning(
+                    "patrickstar: %d frozen fp32 parameters ('%s' is the first) came from no safetensors file that is "
+                    "there. They are computed with in 16 bits, and saved and merged as rounded to them; pass "
+                    "frozen_master=true to keep all of their bits, 4 bytes for each element",
+                    len(lost),
+                    lost[0],
+                )
 
     def _make_equal(self, buffers: Iterable[torch.Tensor]) -> None:
         """Lets all processes start from the values of rank 0, wherever a sample of them differs."""

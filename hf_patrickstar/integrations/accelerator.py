@@ -104,9 +104,9 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
         self.patrickstar_config = config
         self._patrickstar_precision = precision
         self._patrickstar_accumulation_steps = accumulation_steps
-        effective = precision if config.dtype == "auto" else config.dtype
+        self._patrickstar_dtype = precision if config.dtype == "auto" else config.dtype
         self._patrickstar_preparing: list[torch.nn.Module] = []
-        self.scaler = ChunkedGradScaler(self.device.type) if effective == "fp16" else None
+        self.scaler = ChunkedGradScaler(self.device.type) if self._patrickstar_dtype == "fp16" else None
 
     @property
     def mixed_precision(self) -> str:
@@ -116,14 +116,20 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
     def autocast(self, autocast_handler: Any = None) -> Any:
         """A context in which operators compute as in the forward of the model, for losses outside of it.
 
+        That is in the type of ``mixed_precision``, unless ``dtype`` of the configuration names another one.
+
         Args:
             autocast_handler: As for ``Accelerator.autocast``.
         """
-        if self.mixed_precision == "no" or self.patrickstar_config.autocast is False:
+        if not self._computes_under_autocast:
             return contextlib.nullcontext()
         kwargs = {} if autocast_handler is None else autocast_handler.to_kwargs()
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.mixed_precision]
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self._patrickstar_dtype]
         return torch.autocast(self.device.type, **{"dtype": dtype, "cache_enabled": False, **kwargs})
+
+    @property
+    def _computes_under_autocast(self) -> bool:
+        return self._patrickstar_dtype in ("bf16", "fp16") and self.patrickstar_config.autocast is not False
 
     # Preparing
 
@@ -182,7 +188,7 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
 
         Accelerate itself was told of no mixed precision, so its own way leaves that out.
         """
-        if self.mixed_precision == "no" or self.patrickstar_config.autocast is False:
+        if not self._computes_under_autocast:
             return
         # As there, a function and not a bound method is wrapped, so that copies of the model compute with themselves.
         forward = model.forward

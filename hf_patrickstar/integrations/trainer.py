@@ -10,7 +10,7 @@ from hf_patrickstar.errors import ConfigError, DeviceMemoryError, EngineError
 from hf_patrickstar.integrations.accelerator import PatrickStarAccelerator
 from hf_patrickstar.integrations.trainer_checkpoints import TrainerCheckpoints
 from hf_patrickstar.integrations.trainer_logs import figures_told
-from hf_patrickstar.runtime.admission import check_model
+from hf_patrickstar.runtime.admission import check_model, check_shapes
 from hf_patrickstar.runtime.recovery import MAX_RETRIES
 
 
@@ -52,6 +52,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         config = PatrickStarConfig.from_any(self.args.patrickstar_config)
         if self.model is not None:
             check_model(self.model)
+            check_shapes(self.model)
         steps = self.args.gradient_accumulation_steps
         PatrickStarAccelerator.adopt(self.accelerator, config, self.args.patrickstar_precision, steps)
 

@@ -45,6 +45,23 @@ def check_model(model: torch.nn.Module) -> None:
             raise ConfigError(f"parameter '{name}' is a DTensor; load the model without tensor parallelism")
 
 
+def check_shapes(model: torch.nn.Module) -> None:
+    """Refuses a model of which a parameter has no shape yet; the Trainer counts them before the first forward.
+
+    Args:
+        model: The model.
+
+    Raises:
+        ConfigError: If there is one.
+    """
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+            raise ConfigError(
+                f"parameter '{name}' is lazy and has no shape yet; run one forward (under torch.no_grad()) before the "
+                "Trainer is made"
+            )
+
+
 def check_values(names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> None:
     """Refuses parameters whose values cannot be moved into chunks.
 

@@ -56,7 +56,7 @@ class Operands:
     def __init__(self, manager: ChunkManager) -> None:
         self._manager = manager
         self._find = manager.copies.find  # the chunk that a storage belongs to
-        self._graph_task = -1
+        self._graph_tasks: set[int] = set()  # backwards that have begun: threads may have one each
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -149,12 +149,16 @@ class Operands:
     def notice_backward(self) -> None:
         """Asks autograd, once per backward, to be told of its end."""
         task = _current_graph_task_id()
-        if task == self._graph_task:
+        if task == -1 or task in self._graph_tasks:
             return
         with self._lock:  # a CUDA device's thread and the caller's may both come first
-            is_new = task != -1 and task != self._graph_task
-            if is_new:
-                self._graph_task = task
+            is_new = task not in self._graph_tasks
+            self._graph_tasks.add(task)
         if is_new:
             self._manager.begin_backward()
-            torch.autograd.Variable._execution_engine.queue_callback(self._manager.end_backward)
+
+            def end() -> None:
+                self._graph_tasks.discard(task)
+                self._manager.end_backward()
+
+            torch.autograd.Variable._execution_engine.queue_callback(end)

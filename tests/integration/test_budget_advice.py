@@ -94,8 +94,9 @@ def test_device_budget_before_the_first_step():
     """Nobody knows activations then: what works for sure is what the machine has."""
     message, advised = follow(Training("gpt2"), {"device_budget": 1000})
     assert "module 'transformer.h.0.mlp.c_fc' (Conv1D)" in message
-    assert "or to at least 33792 bytes: 50% of it is for activations, which are not known" in message
+    assert "A number must be more than 16896 bytes, by what activations need" in message
     assert advised == {"device_budget": "auto"}
+    follow(Training("gpt2"), {"device_budget": 16_897}, DeviceMemoryError)  # the error of the first step says the rest
 
 
 def test_both_budgets_of_the_device_at_once():

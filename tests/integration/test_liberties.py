@@ -1,5 +1,6 @@
 """Liberties that users take with models and loops: each works as in torch, or is refused with a sentence."""
 
+import concurrent.futures
 import copy
 
 import pytest
@@ -677,3 +678,33 @@ def test_a_thread_that_computes_with_parameters_while_another_trains():
         thread.join(60)
     assert not errors, errors
     assert_equal(pair)
+
+
+def test_two_threads_train_in_turns():
+    """Each has a backward of its own; one that waits inside of its backward does not hold the other up."""
+    models, x = (make_layers(), make_layers()), batch()
+    engine = PatrickStarEngine(models[1], MOVING, adamw(models[1]))
+    for _ in range(6):
+        models[0](x).sum().backward()
+
+    def work():
+        for _ in range(3):
+            models[1](x).sum().backward()
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(work) for _ in range(2)]:
+            future.result(60)
+    for plain, ours in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(plain.grad, ours.grad)
+    engine.detach()
+
+
+def test_a_lazy_module_in_the_trainer_gets_a_sentence(tmp_path):
+    class Lazy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.lazy = nn.Linear(WIDTH, WIDTH), nn.LazyLinear(2)
+
+    args = arguments(PatrickStarTrainingArguments, tmp_path, patrickstar=True)
+    with pytest.raises(ConfigError, match=r"parameter 'lazy.weight' is lazy and has no shape yet; run one forward"):
+        PatrickStarTrainer(model=Lazy(), args=args, train_dataset=make_rows("gpt2", 8))

@@ -306,3 +306,17 @@ def test_what_is_said(load, caplog):
     engine = engage(load())
     rounded = sum(tensor.is_rounded for tensor in engine.manager.tensors)
     assert any(f"{rounded} of {rounded} frozen parameters" in record.getMessage() for record in caplog.records)
+
+
+def test_weights_that_came_from_no_file_are_told_at_once(caplog):
+    """They are saved as they were rounded, which nobody should find out later."""
+    model = make_model("gpt2")
+    with caplog.at_level(logging.WARNING, "hf_patrickstar"):
+        engage(model)
+    (text,) = [record.getMessage() for record in caplog.records]
+    assert "frozen fp32 parameters ('transformer.h." in text
+    assert "pass frozen_master=true to keep all of their bits" in text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "hf_patrickstar"):
+        engage(make_model("gpt2"), frozen_master=True)
+    assert not caplog.records

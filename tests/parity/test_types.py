@@ -159,6 +159,15 @@ def test_patterns_replace_that():
     engine.optimizer.step()
 
 
+def test_a_pattern_that_matches_nothing_is_told(caplog):
+    model = make_model("gpt2")
+    with caplog.at_level("WARNING", "hf_patrickstar"):
+        PatrickStarEngine(model, {"dtype": "bf16", "keep_fp32": ["auto", "*.ln_9.*", "*.ln_1.*"]}, adamw(model))
+    (text,) = [record.getMessage() for record in caplog.records if "keep_fp32" in record.getMessage()]
+    assert "no parameter of GPT2LMHeadModel has a name like '*.ln_9.*'; names are, for example, '" in text
+    assert ".ln_" in text.partition("for example")[2]
+
+
 def test_what_transformers_keeps_in_fp32():
     model = make_model("t5").to(torch.bfloat16)
     engine = PatrickStarEngine(model, {"dtype": "fp16"}, adamw(model))
@@ -300,3 +309,19 @@ def test_what_the_accelerator_says():
     accelerator = PatrickStarAccelerator(cpu=True, mixed_precision="bf16", patrickstar_config={"autocast": False})
     with accelerator.autocast():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype", "computed"),
+    [
+        ("bf16", "fp32", torch.float32),
+        ("bf16", "fp16", torch.float16),
+        ("no", "bf16", torch.bfloat16),
+        ("no", "auto", torch.float32),
+    ],
+)
+def test_autocast_of_the_accelerator_is_that_of_the_model(asked, dtype, computed):
+    accelerator = PatrickStarAccelerator(cpu=True, mixed_precision=asked, patrickstar_config={"dtype": dtype})
+    assert accelerator.mixed_precision == asked
+    with accelerator.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is computed

@@ -308,22 +308,19 @@ def test_three_text_columns(refuse, tmp_path):
 # The hub
 
 
-def test_unknown_on_the_hub(checkpoints, tmp_path):
+@pytest.mark.parametrize("what", ["dataset", "model"])
+def test_unknown_on_the_hub(what, checkpoints, data, tmp_path):
+    known = {"dataset": ["--train_file", str(data / "train.txt")], "model": [str(checkpoints / "clm")]}
+    dataset = ["--dataset_name", "someone/absent"] if what == "dataset" else known["dataset"]
+    model = ["--model_name_or_path", *(["someone/absent"] if what == "model" else known["model"])]
     with Hub(tmp_path) as hub:
-        model = ["--model_name_or_path", str(checkpoints / "clm")]
-        argv = [
-            *model,
-            "--dataset_name",
-            "someone/absent",
-            "--do_train",
-            "--use_cpu",
-            "--output_dir",
-            str(tmp_path / "o"),
-        ]
+        argv = [*model, *dataset, "--do_train", "--use_cpu", "--output_dir", str(tmp_path / "o")]
         process = start_recipe("clm", argv, tmp_path / "home", hub)
         _, stderr = process.communicate(timeout=120)
     assert process.returncode
-    assert "Dataset 'someone/absent' doesn't exist on the Hub or cannot be accessed." in stderr
+    assert "finetune_clm.py: error: " in stderr
+    assert "someone/absent" in stderr
+    assert "Traceback" not in stderr
 
 
 # From the command line
