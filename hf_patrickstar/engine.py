@@ -261,7 +261,7 @@ class PatrickStarEngine:
                 ),
                 self._decisions,
             )
-            self._recovery = Recovery(self.manager, self._hooks.unwind, self.device, self.model.buffers)
+            self._recovery = Recovery(self.manager, self.device, self.model.buffers)
             self._hooks.attach()
             self._move_in()
             self._hooks.bind()

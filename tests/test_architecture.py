@@ -308,6 +308,33 @@ def _changed_name(node):
     return None
 
 
+def calls_nobody_back(source):
+    """In the runtime no object gives another one a function to call later: no ``other.name = self.method``."""
+    if source.part not in ("runtime", "optim", "memory", "schedule"):
+        return []
+    bad = []
+    for cls in (node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)):
+        methods = {node.name for node in cls.body if isinstance(node, ast.FunctionDef)}
+        for function in (node for node in ast.walk(cls) if isinstance(node, ast.FunctionDef)):
+            local = {node.name for node in ast.walk(function) if isinstance(node, ast.FunctionDef)} - {function.name}
+            for node in ast.walk(function):
+                if isinstance(node, (ast.Assign, ast.AnnAssign)) and _is_function(node.value, methods, local):
+                    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                    bad += [
+                        report(source, node.lineno, f"gives away {ast.unparse(node.value)}")
+                        for target in targets
+                        if isinstance(target, ast.Attribute) and dotted(target) != f"self.{target.attr}"
+                    ]
+    return sorted(set(bad))
+
+
+def _is_function(value, methods, local):
+    """Whether an expression is a lambda, a function that is defined here, or a method of this object."""
+    if isinstance(value, ast.Attribute):
+        return dotted(value) == f"self.{value.attr}" and value.attr in methods
+    return isinstance(value, ast.Lambda) or (isinstance(value, ast.Name) and value.id in local)
+
+
 def runtime_does_not_know_report(source):
     """The runtime emits events and never imports what sums them up."""
     if source.part != "runtime":
@@ -367,6 +394,7 @@ RULES = (
     leaves_byte_factors_to_units,
     has_no_state_at_module_level,
     runtime_does_not_know_report,
+    calls_nobody_back,
     documents_what_is_public,
     stays_readable,
 )
@@ -503,6 +531,14 @@ BAD = [
     (has_no_state_at_module_level, "engine", "_CACHE = {}\ndef f(key):\n    _CACHE[key] = 1"),
     (has_no_state_at_module_level, "engine", "NAMES = []\ndef f(name):\n    NAMES.append(name)"),
     (has_no_state_at_module_level, "engine", "COUNT = 0\ndef f():\n    global COUNT\n    COUNT += 1"),
+    (calls_nobody_back, "runtime.a", "class A:\n    def f(self, b):\n        b.g = self.f"),
+    (calls_nobody_back, "runtime.a", "class A:\n    def f(self):\n        self.b.g = self.f"),
+    (calls_nobody_back, "runtime.a", "class A:\n    def f(self, b):\n        b.g = lambda: self.x"),
+    (
+        calls_nobody_back,
+        "optim.a",
+        "class A:\n    def f(self, b):\n        def g():\n            return 1\n        b.g = g",
+    ),
     (runtime_does_not_know_report, "runtime.manager", "from hf_patrickstar.report.statistics import Statistics"),
     (runtime_does_not_know_report, "runtime.manager", "def f():\n    from ..report import statistics"),
     (documents_what_is_public, "engine", "x = 1"),
@@ -537,6 +573,9 @@ GOOD = [
     (leaves_byte_factors_to_units, "engine", "x = 1 << y.bit_length(), 512, 2**8, '1024'"),
     (has_no_state_at_module_level, "engine", "_NAMES = {'a': 1}\n__all__ = ['f']\ndef f():\n    return _NAMES['a']"),
     (has_no_state_at_module_level, "engine", "def f():\n    cache = {}\n    cache['a'] = 1"),
+    (calls_nobody_back, "runtime.a", "class A:\n    def f(self):\n        self.g = self.f"),
+    (calls_nobody_back, "runtime.a", "class A:\n    def f(self, b):\n        b.g = self.x"),
+    (calls_nobody_back, "engine", "class A:\n    def f(self, b):\n        b.g = self.f"),
     (runtime_does_not_know_report, "engine", "from hf_patrickstar.report.statistics import Statistics"),
     (documents_what_is_public, "engine", _DOC + "def _f():\n    pass\nclass _A:\n    def f(self):\n        pass"),
     (documents_what_is_public, "engine", _DOC + 'class A:\n    """Doc."""\n    def __init__(self):\n        pass'),

@@ -2,14 +2,27 @@
 
 import dataclasses
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C import _current_graph_task_id
 
 from hf_patrickstar.runtime.chunk import ManagedTensor
-from hf_patrickstar.runtime.lookups import Lookup
 from hf_patrickstar.states import Stage
+
+
+class Lookup(NamedTuple):
+    """An embedding weight that is read at its home: a leaf stands in for the parameter while its module runs.
+
+    Attributes:
+        tensor: The parameter.
+        leaf: Aliases the home, in the parameter's shape; its gradient belongs to the parameter.
+        version: Of the leaf, as it was.
+    """
+
+    tensor: ManagedTensor
+    leaf: torch.Tensor
+    version: int
 
 
 @dataclasses.dataclass(slots=True)
@@ -37,6 +50,15 @@ class Frame:
     autocast: Any = None
     handled: BaseException | None = None
     has_turn: bool = False
+
+    def leave_contexts(self) -> None:
+        """Leaves autocast and the hooks on saved tensors, which were entered with the outermost forward."""
+        autocast, self.autocast = self.autocast, None
+        if autocast is not None:
+            autocast.__exit__(None, None, None)
+        saved_tensors, self.saved_tensors = self.saved_tensors, None
+        if saved_tensors is not None:
+            saved_tensors.__exit__(None, None, None)
 
 
 class Frames(threading.local):

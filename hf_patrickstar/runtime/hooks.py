@@ -18,7 +18,7 @@ from torch._C._functorch import peek_interpreter_stack
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.runtime.chunk import ManagedTensor
-from hf_patrickstar.runtime.frames import Frame, Frames, current_stage
+from hf_patrickstar.runtime.frames import Frame, current_stage
 from hf_patrickstar.runtime.live_model import LiveModel
 from hf_patrickstar.runtime.live_parameter import RAW, requires_grad, take_raw_grad
 from hf_patrickstar.runtime.live_tensor import LiveServices, LiveTensor, LiveWeights
@@ -63,13 +63,12 @@ class ModelHooks:
         self._places: list[dict[str, Any]] = []  # where modules keep their parameters and modules
         self._structure: tuple[list[int], list[Any]] = [], []  # what was there: how many in each place, and all of it
         self._names: dict[torch.nn.Module, str] = {}
-        self._frames = Frames()
+        self._frames = manager.frames
         self._lookups = Lookups(manager)
         self._operands = Operands(manager)
         self._services = LiveServices(manager, weights, self._frames, self._operands)
         self._live_model = LiveModel(model, self._services)
         self._is_attached = False
-        manager.unwind = self.unwind
 
     # Attach and detach
 
@@ -133,7 +132,7 @@ class ModelHooks:
     def detach(self) -> None:
         """Removes every hook; the model's attributes are as they were before ``attach``."""
         self._is_attached = False
-        self.unwind()
+        self._manager.unwind()
         self._manager.release_borrowed()
         for module in list(self._of_modules):
             self._detach_module(module)
@@ -191,7 +190,7 @@ class ModelHooks:
         def before(_module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             stack = frames.stack
             if stack and (is_model or (is_root and stack[0].module is _module)):
-                self.unwind()  # of a forward that was interrupted: torch runs no hooks after a KeyboardInterrupt
+                manager.unwind()  # of a forward that was interrupted: torch runs no hooks after a KeyboardInterrupt
             frame = Frame(_module, current_stage())
             if not stack:
                 self._enter_outermost(frame, name, args, kwargs)
@@ -331,16 +330,8 @@ class ModelHooks:
         if frame.autocast is not None:
             frame.autocast.__enter__()
 
-    @staticmethod
-    def _end_autocast(frame: Frame) -> None:
-        if frame.autocast is not None:
-            frame.autocast.__exit__(None, None, None)
-            frame.autocast = None
-
     def _leave_outermost(self, frame: Frame) -> None:
-        self._end_autocast(frame)
-        if frame.saved_tensors is not None:
-            frame.saved_tensors.__exit__(None, None, None)
+        frame.leave_contexts()
         has_failed = sys.exc_info()[1] is not frame.handled
         try:
             if frame.stage is Stage.EVALUATION:
@@ -350,31 +341,12 @@ class ModelHooks:
             elif frame.stage is Stage.FORWARD:
                 self._manager.steps.end_forward()
         finally:
-            self._end_turn(frame)
-
-    def _end_turn(self, frame: Frame) -> None:
-        if frame.has_turn:
-            frame.has_turn = False
-            self._manager.turns.give_up()
+            self._manager.end_turn(frame)
 
     @property
     def is_running(self) -> bool:
         """Whether this thread is inside of a forward or backward."""
         return self._frames.is_inside
-
-    def unwind(self) -> None:
-        """Ends every forward that is open on this thread, because it was interrupted."""
-        stack = self._frames.stack
-        self._manager.steps.forget_step()
-        while stack:
-            frame = stack.pop()
-            self._frames.end(frame)
-            for tensor in frame.acquired:
-                self._manager.release(tensor, frame.stage)
-            self._end_autocast(frame)
-            if frame.saved_tensors is not None:
-                frame.saved_tensors.__exit__(None, None, None)
-            self._end_turn(frame)
 
     # Backward
 

@@ -1,25 +1,10 @@
 """Embeddings that are looked up where their weight is at home: only rows cross the bus (PatrickStar section 8.2)."""
 
-from typing import NamedTuple
-
 import torch
 
 from hf_patrickstar.runtime.chunk import GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.frames import Lookup
 from hf_patrickstar.runtime.manager import ChunkManager
-
-
-class Lookup(NamedTuple):
-    """An embedding weight that is read at its home: a leaf stands in for the parameter while its module runs.
-
-    Attributes:
-        tensor: The parameter.
-        leaf: Aliases the home, in the parameter's shape; its gradient belongs to the parameter.
-        version: Of the leaf, as it was.
-    """
-
-    tensor: ManagedTensor
-    leaf: torch.Tensor
-    version: int
 
 
 class Lookups:

@@ -9,7 +9,7 @@ gradients, and after the optimizer has changed a home its device copy is stale a
 
 import dataclasses
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
@@ -22,6 +22,7 @@ from hf_patrickstar.memory.transfers import Transfers
 from hf_patrickstar.runtime.buckets import Buckets
 from hf_patrickstar.runtime.chunk import MASTER, Chunk, GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.executor import Services
+from hf_patrickstar.runtime.frames import Frame, Frames
 from hf_patrickstar.runtime.gradient_mirrors import GradientMirrors
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.live_parameter import requires_grad, set_raw_grad
@@ -107,7 +108,7 @@ class ChunkManager:
         self._transfers = transfers
         self._emit = emit
         self.turns = Turns()
-        self.unwind: Callable[[], None] = lambda: None  # ends forwards that were interrupted
+        self.frames = Frames()
         self.originals, self.values, self.sharing = data.originals, data.values, data.values.sharing
         self.mirrors, self.gradient_mirrors = data.mirrors, data.gradient_mirrors
         self.gradients, self.writes = data.gradients, data.writes
@@ -216,6 +217,24 @@ class ChunkManager:
             self.in_backward = False
             self.executor.take_home(self._buckets.forget())
             self.steps.forget_step()
+
+    def unwind(self) -> None:
+        """Ends every forward that is open on this thread, because it was interrupted."""
+        stack = self.frames.stack
+        self.steps.forget_step()
+        while stack:
+            frame = stack.pop()
+            self.frames.end(frame)
+            for tensor in frame.acquired:
+                self.release(tensor, frame.stage)
+            frame.leave_contexts()
+            self.end_turn(frame)
+
+    def end_turn(self, frame: Frame) -> None:
+        """Ends the turn of a thread that an outermost forward has."""
+        if frame.has_turn:
+            frame.has_turn = False
+            self.turns.give_up()
 
     # Access and release of parameters
 

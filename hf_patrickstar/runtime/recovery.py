@@ -33,7 +33,6 @@ class Recovery:
 
     Args:
         manager: The manager of the chunks.
-        unwind: Ends the forwards that the failure interrupted.
         device: The compute device.
         buffers: Gives the model's buffers; some modules write to them in forward.
     """
@@ -41,13 +40,11 @@ class Recovery:
     def __init__(
         self,
         manager: ChunkManager,
-        unwind: Callable[[], None],
         device: torch.device,
         buffers: Callable[[], Iterable[torch.Tensor]],
     ) -> None:
         self.num_retries = 0
         self._manager = manager
-        self._unwind = unwind
         self._device = device
         self._buffers = buffers
         self._is_running = False
@@ -104,7 +101,7 @@ class Recovery:
         raise AssertionError("unreachable")
 
     def _reset(self) -> None:
-        self._unwind()
+        self._manager.unwind()
         gc.collect()
         self._manager.undo_attempt()
         self._manager.steps.forget_step()
