@@ -14,6 +14,7 @@ from hf_patrickstar.optim.kernel import Kernel, place_state
 from hf_patrickstar.optim.state import StateView, call_hooks, check_keys, check_shapes, has_shapes, pack_state, pair_up
 from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedTensor
 from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.runtime.ranges import named
 
 logger = logging.getLogger(__name__)
 
@@ -238,7 +239,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 if tensor.spec.index not in self._groups:
                     self._leave_alone(tensor, on_device.get(place))
             chunk.wait()
-            with gradients.lock:
+            with named("update", chunk.spec.index), gradients.lock:
                 self.kernel.update(chunk, self._groups, on_device.get(place))
                 manager.finish_update(chunk, self._groups, keeps=keeps)
         gradients.note_step()

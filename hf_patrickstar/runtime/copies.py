@@ -15,6 +15,7 @@ from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.memory.transfers import Transfers
 from hf_patrickstar.runtime.chunk import Chunk
+from hf_patrickstar.runtime.ranges import named
 from hf_patrickstar.runtime.watch import Watch
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
@@ -96,7 +97,7 @@ class Copies:
         Raises:
             DeviceMemoryError: If the device has no room.
         """
-        with _as_it_is(chunk.param):
+        with named("bring in ahead" if ahead else "load", chunk.spec.index), _as_it_is(chunk.param):
             payload = self._begin(chunk)
             try:
                 if ahead:
@@ -152,7 +153,8 @@ class Copies:
         assert arrival is not None
         is_late = not arrival.is_done
         begin = time.perf_counter()
-        arrival.join()
+        with named("wait for", chunk.spec.index):
+            arrival.join()
         chunk.arrival = None
         if is_late:
             self.waiting_s += time.perf_counter() - begin
@@ -162,7 +164,8 @@ class Copies:
 
     def evict(self, chunk: Chunk) -> None:
         """Drops a copy for want of room."""
-        self._drop(chunk)
+        with named("evict", chunk.spec.index):
+            self._drop(chunk)
         self._emit(ChunkEvicted(chunk.spec.index, chunk.copy_nbytes))
 
     def poison(self, chunk: Chunk) -> None:
@@ -207,7 +210,7 @@ class Copies:
         if chunk.compute is not None and not chunk.is_static and chunk.spec.world_size == 1:
             self._drop(chunk)  # a copy with the chunks of others stays true
         old = {"param": chunk.param, **chunk.lists}
-        with _as_it_is(chunk.param):
+        with named(f"move home to the {home.value} of", chunk.spec.index), _as_it_is(chunk.param):
             new = self._copy_lists(old, home)
         if chunk.is_static:
             del self._by_storage[chunk.clear_compute()[1]]

@@ -15,6 +15,7 @@ from hf_patrickstar.runtime.copies import Copies
 from hf_patrickstar.runtime.gradient_mirrors import GradientMirrors
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.order import Collective, Order, Subject
+from hf_patrickstar.runtime.ranges import named
 from hf_patrickstar.runtime.reclaim import Reclaim
 from hf_patrickstar.runtime.tracer import Step, Tracer
 from hf_patrickstar.schedule.eviction import Chooser
@@ -255,7 +256,8 @@ class Executor:
     def perform(self, collectives: Iterable[Collective]) -> None:
         """Does what all processes do now."""
         for subject, index in collectives:
-            (self._gather if subject is Subject.GATHER else self._reduce)(index)
+            with named(subject.name.lower(), index):
+                (self._gather if subject is Subject.GATHER else self._reduce)(index)
 
     def _follow_plan(self, subject: Subject, index: int) -> None:
         collective = Collective(subject, index)

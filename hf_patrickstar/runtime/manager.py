@@ -30,6 +30,7 @@ from hf_patrickstar.runtime.mirrors import ValueMirrors
 from hf_patrickstar.runtime.order import Phase
 from hf_patrickstar.runtime.originals import Originals
 from hf_patrickstar.runtime.placement import Placement
+from hf_patrickstar.runtime.ranges import named
 from hf_patrickstar.runtime.sharing import Held
 from hf_patrickstar.runtime.steps import Steps
 from hf_patrickstar.runtime.turns import Turns, is_backward_elsewhere, pauses_s
@@ -363,7 +364,7 @@ class ChunkManager:
     def end_backward(self) -> None:
         """Settles what backward left: gradients put aside, and tensors that got none."""
         try:
-            with self._lock:
+            with named("end of backward"), self._lock:
                 self._end_backward()
         finally:
             self.turns.give_up_backward()
@@ -522,7 +523,8 @@ class ChunkManager:
         self.step_peaks = (ledger.step_peak(Tier.DEVICE), ledger.total_step_peak, ledger.step_peak(Tier.HOST))
         ledger.begin_step()
         self.steps.forget_step()
-        self.placement.update(self.reclaim, num_micro_batches)
+        with named("placement"):
+            self.placement.update(self.reclaim, num_micro_batches)
         for tensor in self.tensors:
             tensor.lookup_nbytes = 0
 

@@ -14,6 +14,7 @@ from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.executor import Executor, Services
 from hf_patrickstar.runtime.forecast import Forecast
 from hf_patrickstar.runtime.order import Ending, Phase, Room, Subject
+from hf_patrickstar.runtime.ranges import named
 from hf_patrickstar.runtime.tracer import Step
 from hf_patrickstar.schedule.plan import Plan, chunkable_nbytes, make_plan
 from hf_patrickstar.schedule.trace import OPTIMIZER, Shapes, Trace
@@ -243,16 +244,17 @@ class Steps:
         known = self._plans.get(trace.key)
         if known is None or known[0] is not trace or known[1] != situation:
             try:
-                plan = make_plan(
-                    trace,
-                    chunkable_nbytes(trace, room.free_nbytes, room.chunk_nbytes, room.floor_nbytes),
-                    self._policy.chooser,
-                    {index: place - len(indices) for place, index in enumerate(indices)},
-                    dropped_after=dropped_after,
-                    static=static,
-                    prefetch_depth=0 if self._policy.evict_all else self._policy.prefetch_depth,
-                    reshard_after_forward=self._policy.reshard_after_forward and not self.order.is_alone,
-                )
+                with named("plan"):
+                    plan = make_plan(
+                        trace,
+                        chunkable_nbytes(trace, room.free_nbytes, room.chunk_nbytes, room.floor_nbytes),
+                        self._policy.chooser,
+                        {index: place - len(indices) for place, index in enumerate(indices)},
+                        dropped_after=dropped_after,
+                        static=static,
+                        prefetch_depth=0 if self._policy.evict_all else self._policy.prefetch_depth,
+                        reshard_after_forward=self._policy.reshard_after_forward and not self.order.is_alone,
+                    )
                 logger.debug(
                     "patrickstar: plan of '%s': %d loads, %d evictions", trace.key, plan.num_loads, plan.num_evictions
                 )
