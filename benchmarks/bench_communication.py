@@ -43,7 +43,7 @@ LIMIT = 0.9
 DTYPE = torch.bfloat16
 LONGEST = datetime.timedelta(minutes=5)
 TIMED = ("all_gather", "reduce_scatter", "exchange", "exchange_objects", "broadcast", "all_reduce")
-COUNTED = ("sent_nbytes", "all_gathers", "reduce_scatters", "messages", "recorded_steps", "lost_steps")
+COUNTED = ("sent_nbytes", "all_gathers", "reduce_scatters", "messages", "recorded_steps", "diverged_steps")
 
 
 class Stopwatch:
@@ -210,7 +210,7 @@ def summarize(cases, problems):
         row[key] = values[0]
         if len(values) > 1:
             problems.append(f"{where}: {key} differs between ranks or steps: {values}")
-    if row["recorded_steps"] or row["lost_steps"]:
+    if row["recorded_steps"] or row["diverged_steps"]:
         problems.append(f"{where}: steps were recorded or lost while they were measured")
     if any(value != value for case in cases for value in case["losses"]):
         problems.append(f"{where}: a loss is not a number")

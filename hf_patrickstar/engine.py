@@ -391,8 +391,8 @@ class PatrickStarEngine:
             ``chunk_moves``, ``moved_home_to_device_nbytes``, ``moved_home_to_host_nbytes``: how often a chunk moved its
             home, and the bytes of all its lists; the bytes above are without them, and without rows of lookups.
             ``steps``, ``skipped_steps``: optimizer steps.
-            ``recorded_steps``: traces made. ``lost_steps``: steps that did not do what the recorded one did, and went
-            on without foresight.
+            ``recorded_steps``: traces made. ``diverged_steps``: steps that did not do what the recorded one did, and
+            went on without foresight.
             ``retries``: how often a micro-batch was repeated because memory had not sufficed.
             ``chunks_in_margin``: chunks that live on the device, optimizer states and all, because there is room.
             ``all_gathers``, ``reduce_scatters``, ``sent_nbytes``, ``messages``: collectives with other processes, the
@@ -412,7 +412,7 @@ class PatrickStarEngine:
             "chunk_budget_nbytes": min(limit.nbytes for limit in self.ledger.limits(Tier.DEVICE)),
             "model_data_nbytes": self.model_data_nbytes(),
             **self._statistics.summary(),
-            "lost_steps": manager.tracer.num_lost,
+            "diverged_steps": manager.tracer.num_diverged,
             "recorded_steps": manager.tracer.num_recorded,
             "chunk_hits": executor.num_hits,
             "late_prefetches": executor.num_late,

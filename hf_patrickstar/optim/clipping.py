@@ -115,7 +115,7 @@ def clip_by_value(manager: ChunkManager, items: Iterable[ManagedTensor | torch.T
 
 def _norm_of(manager: ChunkManager, tensor: ManagedTensor, norm_type: float) -> torch.Tensor | None:
     """The norm of what this rank has of a gradient; that of order 2 is remembered, until the gradient changes."""
-    if norm_type == 2.0 and tensor.gradient_norm is not None and tensor.aside is None:
+    if norm_type == 2.0 and tensor.gradient_norm is not None and tensor.deferred_gradient is None:
         return tensor.gradient_norm
     gradient = manager.gradients.of(tensor)
     if gradient is None:

@@ -201,7 +201,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         if self._follow_model():
             self._groups = self._index_groups()
         manager = self._manager
-        manager.release_borrowed()
+        manager.release_held_outside_forward()
         manager.writes.sync()
         for tensor in self._tensors:
             manager.writes.take_over(tensor)

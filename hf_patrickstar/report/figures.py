@@ -34,7 +34,7 @@ STANDING = (
     "device_budget_nbytes",
     "host_budget_nbytes",
     "skipped_steps",
-    "lost_steps",
+    "diverged_steps",
     "recorded_steps",
     "retries",
     "chunks_in_margin",

@@ -102,9 +102,9 @@ class ManagedTensor:
     """
 
     __slots__ = (
-        "aside",
         "chunk",
         "crossing_nbytes",
+        "deferred_gradient",
         "device",
         "epoch",
         "gradient",
@@ -176,7 +176,7 @@ class ManagedTensor:
         self.epoch = Epoch()
         self.gradient = GradientPlace.NONE
         self.gradient_norm: torch.Tensor | None = None
-        self.aside: torch.Tensor | None = None
+        self.deferred_gradient: torch.Tensor | None = None
         self.kept: torch.Tensor | None = None
 
     def bind(self, live: Any) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hf_patrickstar.errors import CollectiveError, ConfigError
 from hf_patrickstar.memory.transfers import Ticket
 from hf_patrickstar.runtime.arrival import Arrival, announce
-from hf_patrickstar.runtime.rollcall import Member, RollCall, describe_self
+from hf_patrickstar.runtime.liveness import Liveness, Member, describe_self
 from hf_patrickstar.runtime.tickets import DeviceTicket, GlooTicket, Users
 from hf_patrickstar.runtime.vigil import Patience, Vigil
 from hf_patrickstar.units import KIB, MIB
@@ -77,7 +77,7 @@ class Collectives:
         self._group = group
         self._control = control
         self._is_gloo = group is not None and _backend(group, device).name() == "gloo"
-        self._roll_call: RollCall | None = None
+        self._liveness: Liveness | None = None
         self._vigil: Vigil | None = None
 
     @classmethod
@@ -138,9 +138,9 @@ class Collectives:
         members = [Member(*member) for member, _ in told]
         self.local_world_size = sum(member.host == members[self.rank].host for member in members)
         # The number that rank 0 drew keeps the keys apart from those of every other connection over this store.
-        store = dist.PrefixStore(f"hf_patrickstar/rollcall/{told[0][1]}", dist.distributed_c10d._get_default_store())
-        self._roll_call = RollCall(self.rank, members, store)
-        self._vigil = Vigil(self.rank, self._roll_call, store, patience, self._hang_up)
+        store = dist.PrefixStore(f"hf_patrickstar/liveness/{told[0][1]}", dist.distributed_c10d._get_default_store())
+        self._liveness = Liveness(self.rank, members, store)
+        self._vigil = Vigil(self.rank, self._liveness, store, patience, self._hang_up)
 
     def all_gather(self, buffer: torch.Tensor, what: str) -> Ticket:
         """Starts to fill in the slices of the other ranks.
@@ -465,7 +465,7 @@ class Collectives:
         if self._vigil is not None and self._vigil.ask():
             self._hang_up(False)  # others may wait for this rank, and for nobody else
             return CollectiveError(f"{what}: {self._vigil.verdict}")
-        finding = "" if self._roll_call is None else self._roll_call.hold()
+        finding = "" if self._liveness is None else self._liveness.hold()
         return CollectiveError(_complain(what, self.rank, self.world_size, finding, error))
 
 

@@ -112,7 +112,7 @@ class Executor:
         if step is None:
             ledger.is_cautious, ledger.reserved_nbytes = False, 0
         elif step.cursor is None:
-            trace = self._tracer.traces.get(step.key) if step.is_lost else None
+            trace = self._tracer.traces.get(step.key) if step.is_diverged else None
             ledger.is_cautious = True
             ledger.reserved_nbytes = trace.non_model_peak_nbytes if trace is not None else 0
         else:
@@ -237,9 +237,9 @@ class Executor:
     def end_of_phase(self, step: Step, is_forward: bool) -> int:
         """The moment of the plan up to which what is running now may go."""
         assert step.plan is not None
-        turns = self._tracer.traces[step.key].turns if step.key in self._tracer.traces else ()
-        if is_forward and turns:
-            return turns[len(step.turns)] if len(step.turns) < len(turns) else step.num_followed
+        ends = self._tracer.traces[step.key].forward_ends if step.key in self._tracer.traces else ()
+        if is_forward and ends:
+            return ends[len(step.forward_ends)] if len(step.forward_ends) < len(ends) else step.num_followed
         return len(step.plan.moments)
 
     def ask(self, subject: Subject, index: int, who: str) -> None:

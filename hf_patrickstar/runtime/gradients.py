@@ -108,16 +108,20 @@ class Gradients:
     @staticmethod
     def has(tensor: ManagedTensor) -> bool:
         """Whether a parameter has a gradient, here or on the rank where it is at home."""
-        return tensor.aside is not None or tensor.gradient not in _NOWHERE
+        return tensor.deferred_gradient is not None or tensor.gradient not in _NOWHERE
 
     @staticmethod
     def is_absent(tensor: ManagedTensor) -> bool:
         """Whether there is none of a parameter, nor was one before the last step."""
-        return tensor.gradient is GradientPlace.NONE and tensor.aside is None and tensor.state is TensorState.HOLD
+        return (
+            tensor.gradient is GradientPlace.NONE
+            and tensor.deferred_gradient is None
+            and tensor.state is TensorState.HOLD
+        )
 
     def make_ready(self, tensor: ManagedTensor) -> None:
         """Brings a gradient that is elsewhere to a place at home, where the optimizer finds it."""
-        if tensor.aside is not None:
+        if tensor.deferred_gradient is not None:
             self.settle(tensor)
         if tensor.gradient is GradientPlace.ZERO and tensor.is_owned:
             self._write_zero(tensor)
@@ -136,13 +140,13 @@ class Gradients:
             gradient: The gradient of one backward, in the parameter's shape and type.
         """
         is_needed = tensor.num_saved > 0 or tensor.users > 0
-        if tensor.aside is not None:
-            tensor.aside = tensor.aside + gradient.to(tensor.aside.device)
+        if tensor.deferred_gradient is not None:
+            tensor.deferred_gradient = tensor.deferred_gradient + gradient.to(tensor.deferred_gradient.device)
         elif tensor.is_looked_up:
             # What its uses on either device contribute is added up in the parameter's type, as autograd does.
-            tensor.aside = gradient.to(tensor.chunk.param.device)
+            tensor.deferred_gradient = gradient.to(tensor.chunk.param.device)
         elif is_needed and tensor.gradient is GradientPlace.NONE and not self.accumulate:
-            tensor.aside = gradient
+            tensor.deferred_gradient = gradient
         else:
             self.add(tensor, gradient)
 
@@ -219,9 +223,9 @@ class Gradients:
 
     def settle(self, tensor: ManagedTensor) -> None:
         """Finds a place for a gradient that was put aside; if there is none it still is where it was."""
-        assert tensor.aside is not None
-        self.add(tensor, tensor.aside)
-        tensor.aside = None
+        assert tensor.deferred_gradient is not None
+        self.add(tensor, tensor.deferred_gradient)
+        tensor.deferred_gradient = None
 
     def move_to_list(self, tensor: ManagedTensor) -> None:
         """Brings the value back to its place, keeping the gradient in the accumulation list; [Note: gradient reuse]."""
@@ -329,7 +333,7 @@ class Gradients:
         """Forgets a gradient whose place holds the value again, or is about to."""
         tensor.gradient = GradientPlace.NONE
         tensor.gradient_norm = None
-        tensor.aside = None
+        tensor.deferred_gradient = None
         tensor.kept = None
         tensor.crossing_nbytes = 0
         if tensor.state in (TensorState.HOLD_AFTER_FWD, TensorState.HOLD_AFTER_BWD):

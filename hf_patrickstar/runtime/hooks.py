@@ -133,7 +133,7 @@ class ModelHooks:
         """Removes every hook; the model's attributes are as they were before ``attach``."""
         self._is_attached = False
         self._manager.unwind()
-        self._manager.release_borrowed()
+        self._manager.release_held_outside_forward()
         for module in list(self._of_modules):
             self._detach_module(module)
         for handle in (*self._of_tensors.values(), *self._of_model):
@@ -335,7 +335,7 @@ class ModelHooks:
         has_failed = sys.exc_info()[1] is not frame.handled
         try:
             if frame.stage is Stage.EVALUATION:
-                self._manager.steps.end_interlude(is_whole=not has_failed)
+                self._manager.steps.end_nested_evaluation(is_whole=not has_failed)
             elif frame.stage is Stage.FORWARD and has_failed:
                 self._manager.steps.forget_step()
             elif frame.stage is Stage.FORWARD:

@@ -331,7 +331,7 @@ class _InsideAccess(Access):
         elif self._stack:
             self._stack[-1].acquired.append(self._tensor)
         else:
-            self._manager.borrowed.append(self._tensor)
+            self._manager.held_outside_forward.append(self._tensor)
 
 
 class _GraphAccess(Access):

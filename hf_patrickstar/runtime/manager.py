@@ -100,7 +100,7 @@ class ChunkManager:
         self.by_index: dict[int, ManagedTensor] = {}
         self._by_parameter: dict[int, ManagedTensor] = {}
         self.index_tensors(self.tensors)
-        self.borrowed: list[ManagedTensor] = []  # acquired by code in backward that no forward is around
+        self.held_outside_forward: list[ManagedTensor] = []  # acquired by code in backward that no forward is around
         self.has_new_groups = False  # param groups were changed: parameters may need other lists
         self.num_steps = 0  # of all optimizers
         self.step_peaks = (0, 0, 0)  # bytes in the last step: chunks on the device, all on the device, on the host
@@ -205,12 +205,12 @@ class ChunkManager:
     def begin_evaluation(self, name: str, shapes: Shapes, present: Iterable[torch.Tensor]) -> None:
         """Begins a forward without gradients, between steps or inside of one; see ``begin_forward``."""
         self._forget_failed_backward()
-        self.release_borrowed()
+        self.release_held_outside_forward()
         self.writes.sync()
         self.steps.settle()
         self.placement.prepare("", shapes)
         kind = f"evaluation:{name}" if name else "evaluation"
-        self.steps.begin_interlude(kind, shapes, present, self.version)
+        self.steps.begin_nested_evaluation(kind, shapes, present, self.version)
 
     def _forget_failed_backward(self) -> None:
         """Drops the step whose backward raised: one that has begun and neither runs nor has ended."""
@@ -299,11 +299,11 @@ class ChunkManager:
                     self.writes.take_back(tensor)
         return None
 
-    def release_borrowed(self) -> None:
+    def release_held_outside_forward(self) -> None:
         """Takes back parameters that were read outside of every forward."""
         with self._lock:
-            while self.borrowed:
-                self.release(self.borrowed.pop(), Stage.FORWARD)
+            while self.held_outside_forward:
+                self.release(self.held_outside_forward.pop(), Stage.FORWARD)
 
     def reach(self, tensor: ManagedTensor, who: str) -> torch.Tensor:
         """The payload to compute with, with this parameter's value; while it is aliased its chunk cannot leave.
@@ -370,7 +370,7 @@ class ChunkManager:
             self.turns.give_up_backward()
 
     def _end_backward(self) -> None:
-        self.release_borrowed()
+        self.release_held_outside_forward()
         if not self._is_alone:
             found = self.steps.end_phase(Phase.BACKWARD, self._buckets.unreduced, self._buckets.found)
             self.executor.take_home(self._buckets.settle(found))
@@ -380,7 +380,7 @@ class ChunkManager:
                 self.gradient_mirrors.drop(self.by_index[index])
         self.in_backward = False
         for tensor in self.tensors:
-            if tensor.aside is not None:
+            if tensor.deferred_gradient is not None:
                 self.gradients.settle(tensor)
             if tensor.state is TensorState.HOLD_AFTER_FWD or (
                 tensor.state is TensorState.HOLD_AFTER_BWD and tensor.gradient is not GradientPlace.PARAM
@@ -398,7 +398,7 @@ class ChunkManager:
             dropped = self.gradients.attempts.undo()
             for tensor in self.tensors:
                 set_raw_grad(tensor.parameter, None)
-                tensor.aside, tensor.crossing_nbytes = None, 0
+                tensor.deferred_gradient, tensor.crossing_nbytes = None, 0
                 if tensor.spec.index in dropped:
                     self.gradients.drop(tensor)
 
@@ -452,7 +452,7 @@ class ChunkManager:
         """
         with self._lock:
             self._forget_failed_backward()
-            self.release_borrowed()
+            self.release_held_outside_forward()
             self.steps.settle()
             chosen = None if tensors is None else list(tensors)
             if chosen is not None and self.gradients.has_factor:

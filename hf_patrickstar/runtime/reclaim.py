@@ -130,8 +130,8 @@ class Reclaim:
             return None
         step = self._tracer.step
         candidates = sorted((index, chunk.last_access) for index, chunk in unused.items())
-        cursor, is_lost = (step.cursor, step.is_lost) if step is not None else (None, True)
-        return unused[self._chooser.choose(candidates, cursor, is_lost)]
+        cursor, is_diverged = (step.cursor, step.is_diverged) if step is not None else (None, True)
+        return unused[self._chooser.choose(candidates, cursor, is_diverged)]
 
     def _await_gathers(self, exclude: Chunk | None) -> bool:
         """Waits for gathers that this process had no need of, which still look into copies; whether there were any."""

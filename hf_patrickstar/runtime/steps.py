@@ -103,10 +103,10 @@ class Steps:
         """Whether the optimizer follows the micro-batch that begins."""
         return self.num_micro_batches == 1 or self.micro_batch == self.num_micro_batches - 1
 
-    def begin_interlude(self, kind: str, shapes: Shapes, present: Iterable[torch.Tensor], version: int) -> None:
+    def begin_nested_evaluation(self, kind: str, shapes: Shapes, present: Iterable[torch.Tensor], version: int) -> None:
         """Begins an evaluation, between steps or inside of one; see ``begin_step``."""
         shapes, room = self._begin(kind, shapes, version)
-        self._enter(self.tracer.begin_interlude(kind, shapes, always_metered=True), present, room)
+        self._enter(self.tracer.begin_nested_evaluation(kind, shapes, always_metered=True), present, room)
 
     def _begin(self, kind: str, shapes: Shapes, version: int) -> tuple[Shapes, Room]:
         """What a step has to work with, agreed with the other processes: shapes and room."""
@@ -120,7 +120,7 @@ class Steps:
             self._reclaim.evict_unused()
         return agreed.shapes, agreed.room
 
-    def end_interlude(self, *, is_whole: bool) -> None:
+    def end_nested_evaluation(self, *, is_whole: bool) -> None:
         """Ends it; the step that it interrupted goes on.
 
         Args:
@@ -128,7 +128,7 @@ class Steps:
         """
         if is_whole:
             self.end_phase(Phase.EVALUATION)
-        self.tracer.end_interlude(is_whole=is_whole)
+        self.tracer.end_nested_evaluation(is_whole=is_whole)
         self.forecast.forget(is_evaluation=True)
         step = self.tracer.step
         if step is None or not step.is_metered:
@@ -139,7 +139,7 @@ class Steps:
     def end_forward(self) -> None:
         """Ends an outermost forward of training: a step that cannot be measured to its end is not recorded."""
         self.end_phase(Phase.FORWARD)
-        self.tracer.note_turn()
+        self.tracer.note_forward_end()
         if self._meter.leave() and self.tracer.step is not None and self.tracer.step.is_recorded:
             self.forget_step()
 
@@ -218,11 +218,11 @@ class Steps:
         while waiting := unreduced():  # what others ask for at the same time is done too
             self.executor.ask(Subject.REDUCE, waiting[0], "gradients that no plan expects")
         is_recorded = step is not None and step.is_recorded
-        ending = Ending(phase, step is not None and step.is_lost, sorted(indices), is_recorded)
+        ending = Ending(phase, step is not None and step.is_diverged, sorted(indices), is_recorded)
         while (ended := self.order.end(ending)).collectives:
             self.executor.perform(ended.collectives)
         if step is not None and phase is not Phase.FORWARD:
-            step.is_lost = ended.is_diverged  # anywhere: traces are recorded anew by all or by none
+            step.is_diverged = ended.is_diverged  # anywhere: traces are recorded anew by all or by none
         return ended.indices
 
     def _room(self) -> Room:

@@ -8,7 +8,7 @@ from typing import Protocol
 from hf_patrickstar.schedule.plan import Plan
 from hf_patrickstar.schedule.trace import Cursor, Shapes, Trace, Visit, trace_key
 
-_MOST_LOST_IN_A_ROW = 2
+_MOST_DIVERGED_IN_A_ROW = 2
 _MOST_VISITS = 200_000
 
 
@@ -20,8 +20,8 @@ class Step:
         key: The name of its trace.
         shapes: Shapes of its inputs.
         dropped_after: Chunks whose device copies are void when it has ended.
-        cursor: Its place in the trace that it follows; ``None`` if it is recorded, or lost.
-        is_lost: Whether it has left its trace.
+        cursor: Its place in the trace that it follows; ``None`` if it is recorded, or has diverged.
+        is_diverged: Whether it has left its trace.
         plan: What to move at each moment, if there is a plan; one that left its trace keeps it for others' sake.
         is_metered: Whether non-model data is measured while it runs.
         num_followed: How many moments of the plan have been executed; processes execute all of them together.
@@ -32,7 +32,7 @@ class Step:
     shapes: Shapes
     dropped_after: frozenset[int]
     cursor: Cursor | None = None
-    is_lost: bool = False
+    is_diverged: bool = False
     plan: Plan | None = None
     is_metered: bool = True
     num_followed: int = 0
@@ -41,12 +41,12 @@ class Step:
     non_model_nbytes: list[int] = dataclasses.field(default_factory=list)
     gradient_nbytes: list[int] = dataclasses.field(default_factory=list)
     reduced: list[list[int]] = dataclasses.field(default_factory=list)
-    turns: list[int] = dataclasses.field(default_factory=list)
+    forward_ends: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def is_recorded(self) -> bool:
         """Whether this step makes a trace."""
-        return self.cursor is None and not self.is_lost
+        return self.cursor is None and not self.is_diverged
 
 
 class Gauges(Protocol):
@@ -74,7 +74,7 @@ class Tracer:
 
     The first step of a kind is recorded, later ones are followed. A step with larger inputs than any recorded one is
     recorded too, and its trace joined to what was known: its activations may need more. A step that does not do what
-    its trace says is lost: it goes on without foresight, and is counted. After two in a row the trace is recorded
+    its trace says has diverged: it goes on without foresight, and is counted. After two in a row the trace is recorded
     anew: the first step may have failed half way, or the model have changed.
 
     Args:
@@ -90,14 +90,14 @@ class Tracer:
         order: TraceOrder,
     ) -> None:
         self.traces: dict[str, Trace] = {}
-        self.num_lost = 0
+        self.num_diverged = 0
         self.num_recorded = 0
         self.step: Step | None = None
-        self._erratic: set[str] = set()
+        self._diverging: set[str] = set()
         self._chunk_nbytes = tuple(chunk_nbytes)
         self._gauges = gauges
         self._order = order
-        self._lost_in_a_row: dict[str, int] = {}
+        self._diverged_in_a_row: dict[str, int] = {}
         self._interrupted: list[Step | None] = []
 
     @property
@@ -126,7 +126,7 @@ class Tracer:
         trace = self.traces.get(key)
         if trace is not None and trace.covers(shapes):
             step.cursor = Cursor(trace, dropped_after)
-            step.is_metered = always_metered or key in self._erratic
+            step.is_metered = always_metered or key in self._diverging
         self.step = step
         return step
 
@@ -141,7 +141,7 @@ class Tracer:
             The moment, if the step follows its trace.
         """
         step = self.step
-        if step is None or step.is_lost:
+        if step is None or step.is_diverged:
             return None
         if step.cursor is None:
             if len(step.visits) == _MOST_VISITS:  # forwards that never meet a backward
@@ -154,29 +154,29 @@ class Tracer:
         if step.cursor.advance(chunk_index):
             return step.cursor.moment
         step.cursor = None
-        step.is_lost = True
-        self._erratic.add(step.key)
-        self.num_lost += 1
+        step.is_diverged = True
+        self._diverging.add(step.key)
+        self.num_diverged += 1
         return None
 
-    def note_turn(self) -> None:
+    def note_forward_end(self) -> None:
         """Notes that an outermost forward has ended."""
         if self.step is not None:
-            self.step.turns.append(len(self.step.visits))
+            self.step.forward_ends.append(len(self.step.visits))
 
     def note_reduced(self, chunk_index: int) -> None:
         """Notes that the gradients of a group were reduced."""
         if self.step is not None and self.step.is_recorded and self.step.visits:
             self.step.reduced[-1].append(chunk_index)
 
-    def begin_interlude(self, kind: str, shapes: Shapes = (), always_metered: bool = False) -> Step:
+    def begin_nested_evaluation(self, kind: str, shapes: Shapes = (), always_metered: bool = False) -> Step:
         """Begins a step of another kind inside a step, or between steps: an evaluation, say; see ``begin``."""
         if self.step is not None and self.step.is_recorded:
             self._close_moment(self.step)  # the interlude begins peaks of its own
         self._interrupted.append(self.step)
         return self.begin(kind, shapes, always_metered=always_metered)
 
-    def end_interlude(self, *, is_whole: bool = True) -> None:
+    def end_nested_evaluation(self, *, is_whole: bool = True) -> None:
         """Ends it and goes on where it began; one that is not whole makes no trace."""
         if not is_whole:
             self.step = None
@@ -198,23 +198,23 @@ class Tracer:
             self._close_moment(step)
             rows = zip(step.visits, step.non_model_nbytes, step.gradient_nbytes, step.reduced, strict=True)
             visits = tuple(Visit(*visit, nbytes, gradients, tuple(done)) for visit, nbytes, gradients, done in rows)
-            trace = Trace(step.key, self._chunk_nbytes, visits, (step.shapes,), tuple(step.turns))
+            trace = Trace(step.key, self._chunk_nbytes, visits, (step.shapes,), tuple(step.forward_ends))
             trace = self._order.agree_on_trace(trace)
             known = self.traces.get(step.key)
             self.traces[step.key] = trace if known is None else trace.merged(known)
             self.num_recorded += 1
-            self._lost_in_a_row[step.key] = 0
+            self._diverged_in_a_row[step.key] = 0
             return
-        in_a_row = self._lost_in_a_row.get(step.key, 0) + 1 if step.is_lost else 0
-        if in_a_row == _MOST_LOST_IN_A_ROW:
+        in_a_row = self._diverged_in_a_row.get(step.key, 0) + 1 if step.is_diverged else 0
+        if in_a_row == _MOST_DIVERGED_IN_A_ROW:
             self.traces.pop(step.key, None)
             in_a_row = 0
-        self._lost_in_a_row[step.key] = in_a_row
+        self._diverged_in_a_row[step.key] = in_a_row
 
     def discard(self) -> None:
         """Drops every trace: what was recorded is no longer true, and the next steps are recorded anew."""
         self.traces.clear()
-        self._lost_in_a_row.clear()
+        self._diverged_in_a_row.clear()
 
     def forget_chunks(self, chunk_nbytes: Iterable[int]) -> None:
         """Drops every trace, because there are other chunks now.

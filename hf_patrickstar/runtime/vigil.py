@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from hf_patrickstar.errors import CollectiveError
 from hf_patrickstar.runtime.callers import find_caller
-from hf_patrickstar.runtime.rollcall import RollCall, Store
+from hf_patrickstar.runtime.liveness import Liveness, Store
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class Vigil:
 
     Args:
         rank: This rank.
-        roll_call: Knows which processes have ended.
+        liveness: Knows which processes have ended.
         store: Where ranks tell each other what they wait for.
         patience: How long to wait.
         hang_up: Closes this rank's connections for messages; if it is told to, those for data too.
@@ -101,11 +101,11 @@ class Vigil:
     """
 
     def __init__(
-        self, rank: int, roll_call: RollCall, store: Store, patience: Patience, hang_up: Callable[[bool], None]
+        self, rank: int, liveness: Liveness, store: Store, patience: Patience, hang_up: Callable[[bool], None]
     ) -> None:
         self.verdict = ""
         self._rank = rank
-        self._roll_call = roll_call
+        self._liveness = liveness
         self._store = store
         self._patience = patience
         self._hang_up = hang_up
@@ -198,7 +198,7 @@ class Vigil:
 
     def _describe_others(self, own: _Wait) -> str:
         """Which ranks have not come, and what those do that wait for something else."""
-        ended = self._roll_call.find_ended()
+        ended = self._liveness.find_ended()
         waits = self._try(self._read_waits, None)
         if waits is None:
             texts = [*ended.values(), "the store where the ranks met is gone, so that nothing is known of the others"]
@@ -227,7 +227,7 @@ class Vigil:
 
     def _read_waits(self) -> dict[int, _Wait | None]:
         """What each of the others waits for."""
-        texts = {rank: self._read(self._key(rank)) for rank in self._roll_call.others}
+        texts = {rank: self._read(self._key(rank)) for rank in self._liveness.others}
         return {rank: _Wait(*json.loads(text)) if text else None for rank, text in texts.items()}
 
     def _try(self, action: Callable[[], _T], otherwise: _T) -> _T:

@@ -73,15 +73,15 @@ class Chooser:
         self.name = name
         policies: dict[str, EvictionPolicy] = {"lru": LRUPolicy(), "list_order": ListOrderPolicy()}
         self._policy = policies.get(name)
-        self._belady, self._warmup, self._lost = BeladyPolicy(), policies["list_order"], policies["lru"]
+        self._belady, self._warmup, self._diverged = BeladyPolicy(), policies["list_order"], policies["lru"]
 
-    def choose(self, chunks: Iterable[tuple[int, int]], cursor: Cursor | None, is_lost: bool = False) -> int:
+    def choose(self, chunks: Iterable[tuple[int, int]], cursor: Cursor | None, is_diverged: bool = False) -> int:
         """Chooses the chunk to evict.
 
         Args:
             chunks: Index and last access of every chunk that may leave; not empty.
             cursor: The place in the trace of the step, if it has one and keeps to it.
-            is_lost: Whether the step has left its trace.
+            is_diverged: Whether the step has left its trace.
 
         Returns:
             The index of the victim.
@@ -90,5 +90,5 @@ class Chooser:
             return self._policy.choose([Candidate(index, last) for index, last in chunks])
         if cursor is not None:
             return self._belady.choose([Candidate(index, last, cursor.next_visit(index)) for index, last in chunks])
-        policy = self._lost if is_lost else self._warmup
+        policy = self._diverged if is_diverged else self._warmup
         return policy.choose([Candidate(index, last) for index, last in chunks])

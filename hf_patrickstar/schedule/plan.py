@@ -113,11 +113,11 @@ def _leaving(trace: Trace) -> dict[int, list[int]]:
     """The chunks that have been visited for the last time in a forward, by the moment that follows."""
     leaving: dict[int, list[int]] = {}
     begin = 0
-    for turn in trace.turns:
-        last = {visit.chunk_index: moment for moment, visit in enumerate(trace.visits[begin:turn], begin)}
+    for end in trace.forward_ends:
+        last = {visit.chunk_index: moment for moment, visit in enumerate(trace.visits[begin:end], begin)}
         for index, moment in last.items():
             leaving.setdefault(moment + 1, []).append(index)
-        begin = turn
+        begin = end
     return leaving
 
 

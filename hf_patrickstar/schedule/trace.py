@@ -47,14 +47,14 @@ class Trace:
         chunk_nbytes: Bytes of every chunk's ``param`` payload, by chunk index.
         visits: The visits, in order.
         shapes: Shapes of the inputs of each step that it was recorded from.
-        turns: Moments before which an outermost forward ended: how many visits there had been by then.
+        forward_ends: Moments before which an outermost forward ended: how many visits there had been by then.
     """
 
     key: str
     chunk_nbytes: tuple[int, ...]
     visits: tuple[Visit, ...]
     shapes: tuple[Shapes, ...] = ((),)
-    turns: tuple[int, ...] = ()
+    forward_ends: tuple[int, ...] = ()
 
     @property
     def non_model_peak_nbytes(self) -> int:
@@ -100,8 +100,8 @@ class Trace:
                 for index, pinned, non_model, gradients, reduced in values["visits"]
             )
             shapes = tuple(input_shapes(recorded) for recorded in values["shapes"])
-            sizes, turns = _integers(values["chunk_nbytes"]), _integers(values["turns"])
-            trace = cls(str(values["key"]), sizes, visits, shapes, turns)
+            sizes, forward_ends = _integers(values["chunk_nbytes"]), _integers(values["forward_ends"])
+            trace = cls(str(values["key"]), sizes, visits, shapes, forward_ends)
         except (ValueError, TypeError, KeyError, IndexError) as error:
             raise ConfigError(f"this is not a trace: {type(error).__name__}: {error}") from error
         num_chunks = len(trace.chunk_nbytes)

@@ -85,7 +85,7 @@ def record(rank, config, num_frozen, steps):
             sent, counts = stats["sent_nbytes"] - before["sent_nbytes"], recorder.take()
             assert stats["all_gathers"] - before["all_gathers"] == sum(kind == "gather" for kind, _ in counts)
             assert stats["reduce_scatters"] - before["reduce_scatters"] == sum(kind == "reduce" for kind, _ in counts)
-            found.append((counts, sent, stats["lost_steps"]))
+            found.append((counts, sent, stats["diverged_steps"]))
             before = stats
         assert stats["recorded_steps"] == 2  # of training and of the optimizer
     return found
@@ -178,14 +178,14 @@ def branch(rank, config, route, steps, kwargs, tolerance=0.0):
         found = engine.optimizer.state_dict()["state"]
         if tolerance:
             assert max(differences(state, model.state_dict()).values(), default=0.0) <= tolerance
-            return engine.stats()["lost_steps"], len(found)
+            return engine.stats()["diverged_steps"], len(found)
         assert ours == losses[rank::world_size]
         assert our_norms == norms
         assert differences(state, model.state_dict()) == {}
         assert found.keys() == optimizer_state["state"].keys()
         for number, expected in optimizer_state["state"].items():
             assert differences(expected, found[number]) == {}, number
-        return engine.stats()["lost_steps"], len(found)
+        return engine.stats()["diverged_steps"], len(found)
 
 
 CONFIGS = {

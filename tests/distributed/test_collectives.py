@@ -366,7 +366,7 @@ def reduce_chunk(collectives):
 def be_late(rank):
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
     collectives = Collectives.connect(group, CPU)
-    collectives._roll_call._patience_s = 0.5
+    collectives._liveness._patience_s = 0.5
     if rank == 1:
         time.sleep(6)
         return None

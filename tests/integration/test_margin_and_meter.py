@@ -147,7 +147,7 @@ def test_an_evaluation_that_fails_makes_no_trace(mode):
     assert visited == {chunk.spec.index for chunk in engine.manager.chunks}
     with mode():
         model(x)
-    assert engine.stats()["lost_steps"] == 0
+    assert engine.stats()["diverged_steps"] == 0
 
 
 def test_steps_of_somebody_who_handles_an_error_are_recorded():
@@ -165,7 +165,7 @@ def test_steps_of_somebody_who_handles_an_error_are_recorded():
             engine.optimizer.zero_grad()
     kinds = sorted(key.split("/")[0] for key in engine.manager.tracer.traces)
     assert kinds == ["evaluation", "optimizer", "training"]
-    assert engine.stats()["lost_steps"] == 0
+    assert engine.stats()["diverged_steps"] == 0
 
 
 def test_forwards_that_never_meet_a_backward_are_forgotten(monkeypatch):

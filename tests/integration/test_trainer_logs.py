@@ -31,7 +31,7 @@ STANDING = {
     *("device_step_peak_nbytes", "device_total_step_peak_nbytes", "host_step_peak_nbytes"),
     *("device_peak_nbytes", "device_total_peak_nbytes", "host_peak_nbytes"),
     *("device_budget_nbytes", "host_budget_nbytes"),
-    *("skipped_steps", "lost_steps", "recorded_steps", "retries", "chunks_in_margin"),
+    *("skipped_steps", "diverged_steps", "recorded_steps", "retries", "chunks_in_margin"),
 }
 
 
@@ -57,7 +57,7 @@ def test_statistics_are_logged_per_step(tmp_path, factor, has_margin):
         assert 0 <= entry["late_prefetches"] <= entry["prefetches"]
         assert (0 < entry["waiting_seconds"] < 60) == (entry["late_prefetches"] > 0)
         assert entry["recorded_steps"] == 2, "the training step and the update"
-        assert entry["lost_steps"] == entry["skipped_steps"] == entry["retries"] == 0
+        assert entry["diverged_steps"] == entry["skipped_steps"] == entry["retries"] == 0
         assert entry["moved_home_to_host_nbytes"] == 0
         assert entry["all_gathers"] == entry["reduce_scatters"] == entry["sent_nbytes"] == entry["messages"] == 0
     first, second = entries

@@ -173,7 +173,7 @@ def test_auto_decides_by_the_bytes_of_the_first_step(rows, tokens, at_home):
     (tensor,) = embeddings_of(engine)
     assert tensor.lookup == ("home" if at_home else "device")
     assert (engine.stats()["host_to_device_nbytes"] > rows * 8 * 4) is not at_home
-    assert engine.stats()["lost_steps"] == 0
+    assert engine.stats()["diverged_steps"] == 0
     for key, value in plain.state_dict().items():
         assert torch.equal(value, managed.state_dict()[key]), key
 

@@ -81,7 +81,7 @@ def test_simulation_is_the_engine(name, checkpointing, freeze):
             expected = [getattr(predicted, field) for field in FIELDS]
             assert list(moved[-1]) == expected, config
             assert moved[-1] == moved[-2], "steps repeat themselves"
-            assert engine.stats()["lost_steps"] == 0
+            assert engine.stats()["diverged_steps"] == 0
             assert predicted.device_peak_nbytes + fixed <= budget
             counts[eviction, placement, depth] = moved[-1]
         assert counts["belady", "host", 0][0] == counts["belady", "host", 2][0], "prefetch moves not a byte more"
@@ -124,7 +124,7 @@ def test_a_step_that_leaves_its_trace_is_counted_and_right():
         assert losses[0] == losses[1]
         with torch.no_grad():
             assert torch.equal(plain(x), managed(x))
-    assert engine.stats()["lost_steps"] == 2 * 2, "two training steps and the evaluations after them"
+    assert engine.stats()["diverged_steps"] == 2 * 2, "two training steps and the evaluations after them"
 
 
 def test_zero_grad_between_forward_and_backward_does_not_lose_the_trace():
@@ -147,6 +147,6 @@ def test_zero_grad_between_forward_and_backward_does_not_lose_the_trace():
             loss.backward()
             engine.optimizer.step()
         assert traces_of(engine, "training")
-        assert engine.stats()["lost_steps"] == 0
+        assert engine.stats()["diverged_steps"] == 0
         moved.append(engine.stats()["host_to_device_nbytes"])
     assert moved[0] == moved[1]

@@ -158,7 +158,7 @@ def test_a_plan_is_refused_where_what_is_in_use_does_not_fit_and_nowhere_else(ca
 def test_what_leaves_after_forward_is_there_and_not_in_use(case, turns, depth):
     """The visited one may go and come back at once: it was done with, and is needed again."""
     trace = case.trace
-    trace = dataclasses.replace(trace, turns=tuple(sorted(turn for turn in turns if turn <= len(trace.visits))))
+    trace = dataclasses.replace(trace, forward_ends=tuple(sorted(turn for turn in turns if turn <= len(trace.visits))))
     plan = make_plan(
         trace,
         case.capacities,

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from hf_patrickstar.errors import CollectiveError
-from hf_patrickstar.runtime import rollcall
+from hf_patrickstar.runtime import liveness
 from hf_patrickstar.runtime.arrival import Arrival, announce
 from hf_patrickstar.runtime.vigil import Patience
 
@@ -46,7 +46,7 @@ def announced(store, rank):
     """Another process that has told who it is, and never comes."""
     with subprocess.Popen(SLEEPER) as process:
         started = psutil.Process(process.pid).create_time()
-        told = [rollcall.describe_system(), "a host", process.pid, started]
+        told = [liveness.describe_system(), "a host", process.pid, started]
         store.set(f"member {rank}", json.dumps(told))
         yield process
         process.kill()
@@ -121,7 +121,7 @@ def test_one_that_runs_is_waited_for_as_long_as_a_group_is():
 def test_a_process_of_another_system_is_not_looked_for(monkeypatch):
     """A number that is of nobody here says nothing about a container beside."""
     store = Keys()
-    monkeypatch.setattr(rollcall, "describe_system", lambda: "another")
+    monkeypatch.setattr(liveness, "describe_system", lambda: "another")
     store.set("member 1", json.dumps(["another", "a host", 2**22 + 1, 0.0]))
     with pytest.raises(CollectiveError, match="rank 1 has not come"):
         arrive(store)
@@ -131,6 +131,6 @@ def test_what_is_announced():
     store = Keys()
     announce(3, store)
     system, *member = json.loads(store.get("member 3"))
-    assert system == rollcall.describe_system()
-    assert not rollcall.has_ended(rollcall.Member(*member))
-    assert rollcall.has_ended(rollcall.Member(member[0], member[1], member[2] - 100)), "the number is another's now"
+    assert system == liveness.describe_system()
+    assert not liveness.has_ended(liveness.Member(*member))
+    assert liveness.has_ended(liveness.Member(member[0], member[1], member[2] - 100)), "the number is another's now"

@@ -44,18 +44,18 @@ def test_the_first_step_is_recorded_and_later_ones_are_followed():
     tracer = make_tracer([8, 8, 8])
     step = tracer.begin("training")
     assert tracer.step is step
-    assert (step.cursor, step.is_recorded, step.is_lost, step.is_metered) == (None, True, False, True)
+    assert (step.cursor, step.is_recorded, step.is_diverged, step.is_metered) == (None, True, False, True)
     assert visit_all(tracer, [0, 2, 0], pinned=(1,)) == [None, None, None]
     tracer.finish()
     assert tracer.step is None
     assert tracer.traces == {"training": Trace("training", (8, 8, 8), (Visit(0, (1,)), Visit(2, (1,)), Visit(0, (1,))))}
     step = tracer.begin("training")
-    assert (step.is_recorded, step.is_lost, step.is_metered) == (False, False, False)
+    assert (step.is_recorded, step.is_diverged, step.is_metered) == (False, False, False)
     assert visit_all(tracer, [0, 2]) == [0, 1]
     assert step.cursor.next_visit(0) == 2
     assert visit_all(tracer, [0]) == [2]
     tracer.finish()
-    assert (tracer.num_recorded, tracer.num_lost) == (1, 0)
+    assert (tracer.num_recorded, tracer.num_diverged) == (1, 0)
 
 
 def test_pinned_chunks_are_asked_for_only_while_recording():
@@ -68,7 +68,7 @@ def test_pinned_chunks_are_asked_for_only_while_recording():
     tracer.begin("training")
     assert tracer.visit(0, refuse) == 0
     tracer.visit(0, refuse)
-    assert tracer.step.is_lost
+    assert tracer.step.is_diverged
 
 
 def test_a_step_that_leaves_its_trace_goes_on_without_foresight():
@@ -77,9 +77,9 @@ def test_a_step_that_leaves_its_trace_goes_on_without_foresight():
     step = tracer.begin("training")
     step.plan = plan = Plan((), {}, ())  # other processes go on with it
     assert visit_all(tracer, [0, 1, 0, 2]) == [0, None, None, None]
-    assert (step.cursor, step.plan, step.is_lost, step.is_recorded) == (None, plan, True, False)
+    assert (step.cursor, step.plan, step.is_diverged, step.is_recorded) == (None, plan, True, False)
     tracer.finish()
-    assert (tracer.num_lost, tracer.num_recorded) == (1, 1)
+    assert (tracer.num_diverged, tracer.num_recorded) == (1, 1)
     assert chunks_of(tracer) == [0, 2, 0]
 
 
@@ -187,40 +187,40 @@ def test_an_interlude_does_not_disturb_the_step_around_it():
     tracer = make_tracer([8, 8])
     around = tracer.begin("training")
     visit_all(tracer, [0])
-    inside = tracer.begin_interlude("evaluation", always_metered=True)
+    inside = tracer.begin_nested_evaluation("evaluation", always_metered=True)
     visit_all(tracer, [1, 1])
     assert tracer.step is inside
-    tracer.end_interlude()
+    tracer.end_nested_evaluation()
     assert tracer.step is around
     visit_all(tracer, [1])
     tracer.finish()
     assert chunks_of(tracer) == [0, 1]
     assert chunks_of(tracer, "evaluation") == [1, 1]
-    tracer.begin_interlude("evaluation")
+    tracer.begin_nested_evaluation("evaluation")
     assert visit_all(tracer, [1, 1]) == [0, 1]
-    tracer.end_interlude()
+    tracer.end_nested_evaluation()
     assert tracer.step is None
-    assert tracer.num_lost == 0
+    assert tracer.num_diverged == 0
 
 
 def test_an_interlude_that_is_not_whole_makes_no_trace():
     tracer = make_tracer([8, 8])
     around = tracer.begin("training")
     visit_all(tracer, [0])
-    tracer.begin_interlude("evaluation")
+    tracer.begin_nested_evaluation("evaluation")
     visit_all(tracer, [1])
-    tracer.end_interlude(is_whole=False)
+    tracer.end_nested_evaluation(is_whole=False)
     assert tracer.step is around
     assert not tracer.traces
     for visits in ([1, 0], [1, 0], [1], [1, 0]):
-        tracer.begin_interlude("evaluation")
+        tracer.begin_nested_evaluation("evaluation")
         visit_all(tracer, visits)
-        tracer.end_interlude(is_whole=len(visits) == 2)
+        tracer.end_nested_evaluation(is_whole=len(visits) == 2)
         assert chunks_of(tracer, "evaluation") == [1, 0]
     visit_all(tracer, [1])
     tracer.finish()
     assert chunks_of(tracer) == [0, 1]
-    assert (tracer.num_recorded, tracer.num_lost) == (2, 0)
+    assert (tracer.num_recorded, tracer.num_diverged) == (2, 0)
 
 
 @pytest.mark.parametrize("most", [3, 4])
@@ -266,13 +266,13 @@ def test_a_step_that_was_not_finished_is_forgotten_when_another_begins():
 def test_forgetting_ends_an_evaluation_that_was_interrupted():
     tracer = make_tracer([8])
     tracer.begin("training")
-    tracer.begin_interlude("evaluation")
+    tracer.begin_nested_evaluation("evaluation")
     tracer.forget()
-    tracer.begin_interlude("evaluation")
+    tracer.begin_nested_evaluation("evaluation")
     visit_all(tracer, [0])
-    tracer.end_interlude()
+    tracer.end_nested_evaluation()
     assert tracer.step is None
-    tracer.end_interlude()
+    tracer.end_nested_evaluation()
     assert tracer.step is None
 
 
@@ -281,26 +281,31 @@ def test_a_trace_that_was_left_twice_in_a_row_is_recorded_anew(shapes):
     """A first step that failed half way leaves a wrong trace; steps must not be lost for ever because of it."""
     tracer = make_tracer([8, 8, 8])
 
-    def is_lost(chunks):
-        return run_step(tracer, chunks, shapes=shapes).is_lost
+    def is_diverged(chunks):
+        return run_step(tracer, chunks, shapes=shapes).is_diverged
 
-    assert [is_lost(chunks) for chunks in ([0, 0, 1], [0, 1, 2], [0, 0, 1], [0, 1, 2])] == [False, True, False, True]
-    assert [is_lost([0, 1, 2]) for _ in range(4)] == [True, False, False, False]
+    assert [is_diverged(chunks) for chunks in ([0, 0, 1], [0, 1, 2], [0, 0, 1], [0, 1, 2])] == [
+        False,
+        True,
+        False,
+        True,
+    ]
+    assert [is_diverged([0, 1, 2]) for _ in range(4)] == [True, False, False, False]
     (key,) = tracer.traces
     assert chunks_of(tracer, key) == [0, 1, 2]
-    assert (tracer.num_lost, tracer.num_recorded) == (3, 2)
+    assert (tracer.num_diverged, tracer.num_recorded) == (3, 2)
 
 
 def test_discarding_makes_every_kind_be_recorded_anew():
     tracer = make_tracer([8, 8])
     run_step(tracer, [0])
     run_step(tracer, [0], "evaluation")
-    assert run_step(tracer, [1]).is_lost
+    assert run_step(tracer, [1]).is_diverged
     tracer.discard()
     assert not tracer.traces
     for kind in ("training", "evaluation"):
         assert run_step(tracer, [0], kind).is_recorded
-    assert run_step(tracer, [1]).is_lost
+    assert run_step(tracer, [1]).is_diverged
     assert "training" in tracer.traces, "what was lost before counts no more"
 
 
@@ -327,9 +332,9 @@ def test_a_peak_before_an_interlude_is_kept():
     tracer = make_tracer([8, 8], lambda: next(peaks))
     tracer.begin("training")
     tracer.visit(0, tuple)
-    tracer.begin_interlude("evaluation")
+    tracer.begin_nested_evaluation("evaluation")
     tracer.visit(1, tuple)
-    tracer.end_interlude()
+    tracer.end_nested_evaluation()
     tracer.visit(1, tuple)
     tracer.finish()
     assert [visit.non_model_nbytes for visit in tracer.traces["training"].visits] == [40, 4]
@@ -340,7 +345,7 @@ def test_losing_twice_in_a_row_is_not_counted_over_a_recorded_step():
     kinds = []
     for chunks, shape in (([0], (10,)), ([1], (10,)), ([0], (11,)), ([1], (11,)), ([0], (11,))):
         step = run_step(tracer, chunks, shapes=(shape,))
-        kinds.append((step.is_recorded, step.is_lost))
+        kinds.append((step.is_recorded, step.is_diverged))
     assert kinds == [(True, False), (False, True), (True, False), (False, True), (False, False)]
 
 
@@ -351,26 +356,26 @@ def test_turns_are_the_visits_before_each_end_of_a_forward():
     tracer = make_tracer([8, 8])
     tracer.begin("training")
     visit_all(tracer, [0, 1])
-    tracer.note_turn()
+    tracer.note_forward_end()
     visit_all(tracer, [1])
-    tracer.note_turn()
+    tracer.note_forward_end()
     visit_all(tracer, [0])
     tracer.finish()
-    assert tracer.traces["training"].turns == (2, 3)
+    assert tracer.traces["training"].forward_ends == (2, 3)
 
 
 def test_turns_of_a_step_that_is_followed_or_lost_are_counted():
     tracer = make_tracer([8, 8])
     run_step(tracer, [0, 1])
     step = tracer.begin("training")
-    tracer.note_turn()
+    tracer.note_forward_end()
     visit_all(tracer, [1])
-    assert step.is_lost
-    tracer.note_turn()
-    assert len(step.turns) == 2
+    assert step.is_diverged
+    tracer.note_forward_end()
+    assert len(step.forward_ends) == 2
     tracer.finish()
-    assert tracer.traces["training"].turns == ()
-    tracer.note_turn()  # outside of any step
+    assert tracer.traces["training"].forward_ends == ()
+    tracer.note_forward_end()  # outside of any step
 
 
 def test_reductions_belong_to_the_visit_before_them():
@@ -395,7 +400,7 @@ def test_reductions_of_a_step_that_is_followed_are_not_noted():
     tracer.note_reduced(0)
     visit_all(tracer, [0])
     tracer.note_reduced(1)
-    assert (step.is_lost, step.reduced) == (True, [])
+    assert (step.is_diverged, step.reduced) == (True, [])
     tracer.finish()
     assert tracer.traces["training"].visits == (Visit(0), Visit(1))
 
@@ -404,9 +409,9 @@ def test_reductions_around_an_interlude():
     tracer = make_tracer([8, 8])
     tracer.begin("training")
     visit_all(tracer, [0])
-    tracer.begin_interlude("evaluation")
+    tracer.begin_nested_evaluation("evaluation")
     visit_all(tracer, [1])
-    tracer.end_interlude()
+    tracer.end_nested_evaluation()
     tracer.note_reduced(1)
     tracer.finish()
     assert tracer.traces["training"].visits == (Visit(0, reduced=(1,)),)
@@ -428,9 +433,9 @@ def test_a_peak_of_gradients_around_an_interlude(before, after, most):
     tracer = make_tracer([8, 8], gradients=lambda: next(peaks))
     tracer.begin("training")
     visit_all(tracer, [0])
-    tracer.begin_interlude("evaluation")
+    tracer.begin_nested_evaluation("evaluation")
     visit_all(tracer, [1])
-    tracer.end_interlude()
+    tracer.end_nested_evaluation()
     visit_all(tracer, [1])
     tracer.finish()
     assert [visit.gradient_nbytes for visit in tracer.traces["training"].visits] == [most, 0]
@@ -460,7 +465,7 @@ def test_what_is_recorded_is_agreed_on_before_it_is_kept():
     def agree(trace):
         seen.append(trace)
         visits = tuple(Visit(visit.chunk_index, (), visit.non_model_nbytes + 100) for visit in trace.visits)
-        return Trace(trace.key, trace.chunk_nbytes, (*visits, Visit(1)), trace.shapes, trace.turns)
+        return Trace(trace.key, trace.chunk_nbytes, (*visits, Visit(1)), trace.shapes, trace.forward_ends)
 
     peaks = iter([5, 3])
     tracer = make_tracer([8, 8], lambda: next(peaks), agree=agree)
@@ -475,7 +480,7 @@ def test_what_is_recorded_is_agreed_on_before_it_is_kept():
     step = tracer.begin("training", ((4, 110),))
     assert visit_all(tracer, [0, 1]) == [0, 1]
     tracer.finish()
-    assert (step.is_lost, len(seen)) == (False, 2), "nothing is agreed on when nothing was recorded"
+    assert (step.is_diverged, len(seen)) == (False, 2), "nothing is agreed on when nothing was recorded"
 
 
 def test_a_step_that_came_to_nothing_is_not_agreed_on():
@@ -488,7 +493,7 @@ def test_a_step_that_came_to_nothing_is_not_agreed_on():
     visit_all(tracer, [0])
     tracer.forget()
     tracer.finish()
-    tracer.begin_interlude("evaluation")
+    tracer.begin_nested_evaluation("evaluation")
     visit_all(tracer, [0])
-    tracer.end_interlude(is_whole=False)
+    tracer.end_nested_evaluation(is_whole=False)
     assert not tracer.traces

@@ -13,7 +13,7 @@ import pytest
 
 from hf_patrickstar.errors import CollectiveError
 from hf_patrickstar.runtime import vigil as module
-from hf_patrickstar.runtime.rollcall import Member, RollCall, describe_self
+from hf_patrickstar.runtime.liveness import Liveness, Member, describe_self
 from hf_patrickstar.runtime.vigil import Patience, Vigil
 
 ELSEWHERE = Member("another host", 1, 0.0)
@@ -74,8 +74,8 @@ class Rank:
 
     def __init__(self, store, rank=0, patience=SHORT, members=(ELSEWHERE,) * 3):
         self.store, self.hung_up = store, []
-        roll_call = RollCall(rank, [*members[:rank], describe_self(), *members[rank + 1 :]], store)
-        self.vigil = Vigil(rank, roll_call, store, patience, self.hung_up.append)
+        liveness = Liveness(rank, [*members[:rank], describe_self(), *members[rank + 1 :]], store)
+        self.vigil = Vigil(rank, liveness, store, patience, self.hung_up.append)
 
     def say(self, what="reads", work=None, **settings):
         self.vigil.wait(Work() if work is None else work, what, is_message=True, **settings)

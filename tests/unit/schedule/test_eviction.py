@@ -36,9 +36,9 @@ def test_names_of_the_configuration():
     assert Chooser("list_order").choose(chunks, cursor) == 2
     assert Chooser("belady").choose(chunks, cursor) == 4
     for name, victim in (("lru", 7), ("list_order", 2)):
-        assert Chooser(name).choose(chunks, None, is_lost=True) == victim, "the same rule whatever the step is"
+        assert Chooser(name).choose(chunks, None, is_diverged=True) == victim, "the same rule whatever the step is"
     assert Chooser("belady").choose(chunks, None) == 2, "warm-up: list order"
-    assert Chooser("belady").choose(chunks, None, is_lost=True) == 7, "lost: least recently used"
+    assert Chooser("belady").choose(chunks, None, is_diverged=True) == 7, "lost: least recently used"
 
 
 def test_misses_over_a_cyclic_sweep():

@@ -191,7 +191,7 @@ def make_turning(chunks, turns, pinned=None, reduced=None):
     visits = [
         dataclasses.replace(visit, reduced=(reduced or {}).get(moment, ())) for moment, visit in enumerate(trace.visits)
     ]
-    return dataclasses.replace(trace, visits=tuple(visits), turns=turns)
+    return dataclasses.replace(trace, visits=tuple(visits), forward_ends=turns)
 
 
 def test_chunks_leave_after_forward_though_there_is_room():

@@ -97,7 +97,7 @@ def make_common(*traces, **settings):
 
 def test_what_all_recorded_is_common():
     visits = (Visit(0, (1,), 5, 9, (2,)), Visit(1))
-    assert make_common(visits, visits, turns=(1,)) == Trace("t", (8, 8, 8), visits, turns=(1,))
+    assert make_common(visits, visits, forward_ends=(1,)) == Trace("t", (8, 8, 8), visits, forward_ends=(1,))
     assert make_common(visits) == Trace("t", (8, 8, 8), visits)
 
 
@@ -126,10 +126,10 @@ def test_the_first_of_the_longest_is_the_trace():
 
 
 def test_turns_and_reductions_are_those_of_the_trace_that_was_chosen():
-    short = Trace("t", (8, 8, 8), (Visit(0, (), 0, 0, (1,)),), turns=(1,))
-    long = Trace("t", (8, 8, 8), (Visit(0), Visit(1, (), 0, 0, (0,))), turns=(2,))
+    short = Trace("t", (8, 8, 8), (Visit(0, (), 0, 0, (1,)),), forward_ends=(1,))
+    long = Trace("t", (8, 8, 8), (Visit(0), Visit(1, (), 0, 0, (0,))), forward_ends=(2,))
     common = common_trace([short, long, short])
-    assert (common.turns, [visit.reduced for visit in common.visits]) == ((2,), [(), (0,)])
+    assert (common.forward_ends, [visit.reduced for visit in common.visits]) == ((2,), [(), (0,)])
 
 
 def test_one_that_visited_nothing_changes_nothing():
@@ -145,11 +145,11 @@ def test_the_same_is_common_to_those_that_agreed_before():
 
 
 def test_what_is_recorded_again_keeps_the_most_gradients():
-    new = Trace("t", (8, 8, 8), (Visit(0, (), 1, 5, (2,)), Visit(1, (), 0, 7)), turns=(1,))
-    old = Trace("t", (8, 8, 8), (Visit(0, (), 0, 6, (1,)), Visit(1, (), 2, 3)), turns=(2,))
-    assert new.merged(old) == Trace("t", (8, 8, 8), (Visit(0, (), 1, 6, (2,)), Visit(1, (), 2, 7)), turns=(1,)), (
-        "what was reduced when, and the turns, are the new ones"
-    )
+    new = Trace("t", (8, 8, 8), (Visit(0, (), 1, 5, (2,)), Visit(1, (), 0, 7)), forward_ends=(1,))
+    old = Trace("t", (8, 8, 8), (Visit(0, (), 0, 6, (1,)), Visit(1, (), 2, 3)), forward_ends=(2,))
+    visits = (Visit(0, (), 1, 6, (2,)), Visit(1, (), 2, 7))
+    expected = Trace("t", (8, 8, 8), visits, forward_ends=(1,))
+    assert new.merged(old) == expected, "what was reduced when, and the ends of forwards, are the new ones"
 
 
 # JSON
@@ -169,7 +169,7 @@ def test_there_and_back_as_json():
         "chunk_nbytes": [8, 0, 2**40],
         "shapes": [[[4, 11], []]],
         "visits": [[2, [0, 1], 2**33, 0, []], [0, [], 0, 9, [2, 1]], [1, [], 7, 0, []]],
-        "turns": [1, 2],
+        "forward_ends": [1, 2],
     }
     assert Trace.from_json(text) == trace
 
@@ -195,7 +195,7 @@ def test_a_trace_of_nothing_as_json():
     ],
 )
 def test_bad_values(change, message):
-    whole = {"key": "t", "chunk_nbytes": [1], "shapes": [], "turns": [], "visits": [[0, [], 0, 0, []]]}
+    whole = {"key": "t", "chunk_nbytes": [1], "shapes": [], "forward_ends": [], "visits": [[0, [], 0, 0, []]]}
     text = json.dumps(whole | change)
     if message is None:
         Trace.from_json(text)

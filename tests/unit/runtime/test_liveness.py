@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from hf_patrickstar.runtime.rollcall import Member, RollCall, describe_self
+from hf_patrickstar.runtime.liveness import Liveness, Member, describe_self
 
 SLEEPER = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
 
@@ -53,47 +53,47 @@ def elsewhere():
     return Member("another host", 1, 0.0)
 
 
-def hold(roll_call):
+def hold(liveness):
     begin = time.monotonic()
-    return roll_call.hold(), time.monotonic() - begin
+    return liveness.hold(), time.monotonic() - begin
 
 
 def test_all_are_there(process):
     store = Answers(0, 2)
-    found, seconds = hold(RollCall(1, [elsewhere(), describe_self(), member_of(process)], store))
+    found, seconds = hold(Liveness(1, [elsewhere(), describe_self(), member_of(process)], store))
     assert found == "All other ranks are still there, and a collective failed on them too."
     assert seconds < 10
     assert store.keys["1"] == "here"
 
 
 def test_an_ended_neighbour_is_seen_at_once(process):
-    roll_call = RollCall(0, [describe_self(), member_of(process), elsewhere()], Answers())
+    liveness = Liveness(0, [describe_self(), member_of(process), elsewhere()], Answers())
     process.kill()  # nobody has asked for its exit code yet: it is a zombie
-    found, seconds = hold(roll_call)
+    found, seconds = hold(liveness)
     assert found == f"Rank 1 has ended (process {process.pid} on {describe_self().host})."
     assert seconds < 10
 
 
 def test_the_answer_stays(process):
-    roll_call = RollCall(0, [describe_self(), member_of(process)], Answers(1))
-    found = roll_call.hold()
+    liveness = Liveness(0, [describe_self(), member_of(process)], Answers(1))
+    found = liveness.hold()
     process.kill()
     process.wait()
-    assert roll_call.hold() == found
+    assert liveness.hold() == found
 
 
 def test_one_that_has_answered_and_left_is_not_missed(process):
-    roll_call = RollCall(0, [describe_self(), member_of(process), elsewhere()], Answers(1), patience_s=0.2)
+    liveness = Liveness(0, [describe_self(), member_of(process), elsewhere()], Answers(1), patience_s=0.2)
     process.kill()
     process.wait()
-    found, seconds = hold(roll_call)
+    found, seconds = hold(liveness)
     assert found == "No answer within 0.2 s from rank 2: stuck, busy elsewhere, or gone with the host."
     assert 0.2 <= seconds < 1
 
 
 def test_silent_ranks_are_listed(process):
     members = [describe_self(), member_of(process), elsewhere(), elsewhere()]
-    found, _ = hold(RollCall(0, members, Answers(2), patience_s=0.2))
+    found, _ = hold(Liveness(0, members, Answers(2), patience_s=0.2))
     assert found.startswith("No answer within 0.2 s from ranks 1, 3: ")
 
 
@@ -101,7 +101,7 @@ def test_an_answer_that_comes_late_counts():
     store = Answers()
     timer = threading.Timer(0.3, store.set, ("1", "here"))
     timer.start()
-    found, seconds = hold(RollCall(0, [describe_self(), elsewhere()], store))
+    found, seconds = hold(Liveness(0, [describe_self(), elsewhere()], store))
     assert found.startswith("All other ranks are still there")
     assert 0.2 < seconds < 2
 
@@ -109,22 +109,22 @@ def test_an_answer_that_comes_late_counts():
 def test_processes_that_cannot_be_told_apart_are_not_watched(process):
     stranger = member_of(process)._replace(started=1.0)
     nobody = describe_self()._replace(pid=2**22 + 1)
-    found, _ = hold(RollCall(0, [describe_self(), stranger, nobody], Answers(1, 2)))
+    found, _ = hold(Liveness(0, [describe_self(), stranger, nobody], Answers(1, 2)))
     assert found.startswith("All other ranks are still there")
 
 
 def test_a_store_that_is_gone(process):
-    roll_call = RollCall(1, [member_of(process), describe_self()], Gone(), patience_s=0.2)
-    found, seconds = hold(roll_call)
+    liveness = Liveness(1, [member_of(process), describe_self()], Gone(), patience_s=0.2)
+    found, seconds = hold(liveness)
     assert found.startswith("The store where the ranks met is gone, and so is the process that hosts it (rank 0 ")
     assert seconds < 1.5
 
 
 def test_a_store_that_hangs(process):
-    roll_call = RollCall(1, [member_of(process), describe_self()], Hanging(), patience_s=0.2)
+    liveness = Liveness(1, [member_of(process), describe_self()], Hanging(), patience_s=0.2)
     process.kill()
     process.wait()
-    found, seconds = hold(roll_call)
+    found, seconds = hold(liveness)
     assert found.startswith(f"Rank 0 has ended (process {process.pid} ")
     assert "The store where the ranks met is gone" in found
     assert seconds < 2

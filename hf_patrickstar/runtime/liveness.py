@@ -72,7 +72,7 @@ def has_ended(member: Member) -> bool:
         return False
 
 
-class RollCall:
+class Liveness:
     """Asks every rank, once, whether it is still there.
 
     A rank whose collective has failed says so in the store and looks for the same from the others. That one of the
@@ -112,7 +112,7 @@ class RollCall:
         """
         if not self._finding:
             # A store whose host has lost its power answers nothing, not even with an error.
-            thread = threading.Thread(target=self._ask, name="hf_patrickstar-rollcall", daemon=True)
+            thread = threading.Thread(target=self._ask, name="hf_patrickstar-liveness", daemon=True)
             thread.start()
             thread.join(self._patience_s + 1)
             if thread.is_alive():
