@@ -105,11 +105,16 @@ class Kernel(Protocol):
         """
         ...
 
-    def update(self, chunk: Chunk, groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
-        """Updates one chunk from its gradients, at its home.
+    @property
+    def batch_numel(self) -> int:
+        """Small chunks are updated together as long as they have at most so many elements; 0 for one by one."""
+        ...
+
+    def update(self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
+        """Updates chunks from their gradients, at their home.
 
         Args:
-            chunk: The chunk.
+            chunks: The chunks; all have the same home.
             groups: Param group of each tensor index; tensors that are not in it are left alone.
             coefficient: What gradients are multiplied with (clipping, unscaling), or ``None``.
         """

@@ -227,23 +227,38 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self.kernel.begin_step()
         manager.begin_update(chunks)
         keeps = (gradients.must_keep or self._is_wanted_by_peers) and gradients.try_to_keep(chunks)
-        for chunk in chunks:
-            manager.steps.visit_for_update(chunk)
-            chunk.wait_for_reader()
-            place = chunk.param.device
+        for batch in self._batches(chunks):
+            place = batch[0].param.device
             if factor is not None and place not in on_device:
                 on_device[place] = factor.to(place)
-            for tensor in chunk.tensors:
-                gradients.make_ready(tensor)
-                if tensor.spec.index not in self._groups:
-                    self._leave_alone(tensor, on_device.get(place))
-            chunk.wait()
+            for chunk in batch:
+                manager.steps.visit_for_update(chunk)
+                chunk.wait_for_reader()
+                for tensor in chunk.tensors:
+                    gradients.make_ready(tensor)
+                    if tensor.spec.index not in self._groups:
+                        self._leave_alone(tensor, on_device.get(place))
+                chunk.wait()
             with gradients.lock:
-                self.kernel.update(chunk, self._groups, on_device.get(place))
-                manager.finish_update(chunk, self._groups, keeps=keeps)
+                self.kernel.update(batch, self._groups, on_device.get(place))
+                for chunk in batch:
+                    manager.finish_update(chunk, self._groups, keeps=keeps)
         gradients.note_step()
         manager.steps.finish_update()
         manager.finish_step()
+
+    def _batches(self, chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
+        """Chunks that are updated in one call: a large one alone, small ones with those after them on the same tier."""
+        batch: list[Chunk] = []
+        numel = 0
+        for chunk in chunks:
+            numel += chunk.param.numel()
+            if batch and (chunk.home is not batch[0].home or numel > self.kernel.batch_numel):
+                yield batch
+                batch, numel = [], chunk.param.numel()
+            batch.append(chunk)
+        if batch:
+            yield batch
 
     def _present(self, is_all: bool) -> torch.Tensor | None:
         """Makes gradients ready for an optimizer that uses all at once; returns what they are to be multiplied with."""
