@@ -209,6 +209,7 @@ def train(name, steps, is_ours, settings, device):
             **more,
         )
         trainer = (OurTrainer if is_ours else StockTrainer)(model=model, args=arguments, train_dataset=rows)
+        trainer.remove_callback(transformers.PrinterCallback)  # the table is what is to be read
         trainer.train()
     return trainer.losses, trainer.norms
 

@@ -232,9 +232,16 @@ def disk_error(directory: Path, error: BaseException) -> CheckpointError | None:
     found = error if isinstance(error, OSError) else _try_out(directory)
     if found is None or found.errno not in _OF_THE_DISK:
         return None
-    files = [path for path in directory.rglob("*") if path.is_file()]
-    newest = max(files, key=lambda path: path.stat().st_mtime_ns, default=directory)
-    return CheckpointError(describe_failure(found.filename or newest, found))
+    return CheckpointError(describe_failure(found.filename or _newest_file(directory) or directory, found))
+
+
+def _newest_file(directory: Path) -> Path | None:
+    times = {}
+    for path in directory.rglob("*"):
+        with contextlib.suppress(OSError):  # a thread that writes in the background may remove its file meanwhile
+            if path.is_file():
+                times[path] = path.stat().st_mtime_ns
+    return max(times, key=times.__getitem__, default=None)
 
 
 def _try_out(directory: Path) -> OSError | None:

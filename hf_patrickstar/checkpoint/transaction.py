@@ -86,7 +86,7 @@ class Transactions:
         try:
             yield checkpoint
         except BaseException as raised:
-            error = disk_error(checkpoint.path, raised) or raised
+            error = _disk_error(checkpoint, raised) or raised
             try:
                 self._end(checkpoint, error)
             except CheckpointError as agreed:
@@ -211,6 +211,17 @@ def _attempt(function: Callable[[], None]) -> BaseException | None:
     except Exception as error:
         return error
     return None
+
+
+def _disk_error(checkpoint: Checkpoint, raised: BaseException) -> CheckpointError | None:
+    """What was wrong with the disk, where that is why a file of the checkpoint was not written."""
+    error = disk_error(checkpoint.path, raised)
+    if error is None and isinstance(raised, RuntimeError) and checkpoint.write is not None:
+        # The background may have met the full disk as well, and has made room again when it removed its file.
+        checkpoint.write.join()
+        if isinstance(checkpoint.write.error, CheckpointError):
+            error = checkpoint.write.error
+    return error
 
 
 def _failure(checkpoint: Checkpoint, file: Path) -> str | None:

@@ -104,7 +104,9 @@ class PayloadPool:
         nbytes = self._taken[key]
         if tier is Tier.DEVICE and keep and self.ledger.available(tier) >= 0:
             self.ledger.hand_over(tier, owner, CACHE_OWNER, nbytes)
-            self._cache.setdefault((buffer.dtype, buffer.numel()), []).append(buffer)
+            kind = (buffer.dtype, buffer.numel())
+            kept = self._cache[kind] = self._cache.pop(kind, [])  # last in the order
+            kept.append(buffer)
             self._cached_nbytes += nbytes
         else:
             self.ledger.unbook(tier, owner, nbytes)
@@ -126,13 +128,19 @@ class PayloadPool:
 
     def trim(self) -> None:
         """Gives up all buffers that are kept for reuse."""
-        if self._cached_nbytes:
-            self.ledger.unbook(Tier.DEVICE, CACHE_OWNER, self._cached_nbytes)
-            self._cached_nbytes = 0
-        for kept in self._cache.values():
-            for buffer in kept:
-                del self._taken[buffer.untyped_storage()._cdata]
-        self._cache.clear()
+        self._give_up(self._cached_nbytes)
+
+    def _give_up(self, nbytes: int) -> None:
+        """Gives up buffers that are kept for reuse, those of the size that came back longest ago first."""
+        for key in list(self._cache) if nbytes > 0 else ():
+            dtype, numel = key
+            while nbytes > 0 and self._cache[key]:
+                del self._taken[self._cache[key].pop().untyped_storage()._cdata]
+                self.ledger.unbook(Tier.DEVICE, CACHE_OWNER, numel * dtype.itemsize)
+                self._cached_nbytes -= numel * dtype.itemsize
+                nbytes -= numel * dtype.itemsize
+            if not self._cache[key]:
+                del self._cache[key]
 
     def _allocate_device(
         self, numel: int, dtype: torch.dtype, owner: str, zero: bool, ahead_nbytes: int
@@ -145,8 +153,7 @@ class PayloadPool:
             # It is there already: to book it anew could fail where others are measured by what is not booked.
             self.ledger.hand_over(Tier.DEVICE, CACHE_OWNER, owner, nbytes)
             return buffer.zero_() if zero else buffer
-        if self.ledger.available(Tier.DEVICE) < nbytes:
-            self.trim()
+        self._give_up(nbytes - self.ledger.available(Tier.DEVICE))
         self.ledger.book(Tier.DEVICE, owner, nbytes, ahead_nbytes=ahead_nbytes)
         return self._new(tier=Tier.DEVICE, numel=numel, dtype=dtype, owner=owner, zero=zero)
 

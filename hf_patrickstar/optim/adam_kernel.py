@@ -9,6 +9,7 @@ optimizer that sees the parameters one by one, and results are the same bit for 
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,11 +31,21 @@ _DEVICE_TILE_NUMEL = 2**24
 class _Segment:
     """A range of a chunk whose elements are updated alike."""
 
+    chunk: Chunk
     start: int
     stop: int
     group: int
     step: int
     place: GradientPlace
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return self.stop - self.start
+
+    def of(self, payload: torch.Tensor) -> torch.Tensor:
+        """The range in one of the chunk's lists at home."""
+        return payload if self.numel == payload.numel() else payload[self.start : self.stop]
 
 
 def is_plain_adam(optimizer: torch.optim.Optimizer) -> bool:
@@ -66,6 +77,7 @@ class AdamKernel:
     def __init__(
         self, optimizer: torch.optim.Optimizer, pool: PayloadPool, tile_numel: int, prefer_fused: bool
     ) -> None:
+        self.batch_numel = tile_numel
         self._optimizer = optimizer
         self._pool = pool
         self._tile_numel = tile_numel
@@ -104,21 +116,25 @@ class AdamKernel:
     def end_step(self) -> None:
         """Nothing to do: all state was allocated beforehand."""
 
-    def update(self, chunk: Chunk, groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
-        """Updates one chunk; see ``Kernel.update``."""
-        param, master = chunk.param, chunk.lists[MASTER]
-        for segment in self._tiles(chunk, groups):
-            part = slice(segment.start, segment.stop)
-            gradient = self._gradient(chunk, segment)
-            if coefficient is not None:
-                gradient.mul_(coefficient)
-            masters = master[part]
-            self._adam(masters, gradient, chunk.lists[EXP_AVG][part], chunk.lists[EXP_AVG_SQ][part], segment)
-            param[part].copy_(masters)
-        for tensor in chunk.owned:
+    def update(self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
+        """Updates chunks; see ``Kernel.update``."""
+        for segments in self._tiles(chunks, groups):
+            self._update_tile(segments, coefficient)
+        for tensor in (tensor for chunk in chunks for tensor in chunk.owned):
             if tensor.gradient in AT_HOME and tensor.spec.index in groups:
                 steps = self._steps.get(tensor.spec.index, 0)
                 self._steps[tensor.spec.index] = steps.add_(1) if isinstance(steps, torch.Tensor) else steps + 1
+
+    def _update_tile(self, segments: Sequence[_Segment], coefficient: torch.Tensor | None) -> None:
+        """Updates ranges of one param group and step in one call: where chunks are small, calls take the time."""
+        gradients = self._gradients(segments)
+        if coefficient is not None:
+            torch._foreach_mul_(gradients, coefficient)
+        masters, exp_avgs, exp_avg_sqs = (
+            [segment.of(segment.chunk.lists[name]) for segment in segments] for name in self.list_names
+        )
+        self._adam(masters, gradients, exp_avgs, exp_avg_sqs, segments[0])
+        torch._foreach_copy_([segment.of(segment.chunk.param) for segment in segments], masters)
 
     def tensor_state(self, tensor: ManagedTensor) -> dict[str, Any]:
         """``step``, ``exp_avg`` and ``exp_avg_sq`` of one parameter; empty before its first step."""
@@ -153,8 +169,30 @@ class AdamKernel:
         for place in self.state_places(tensor).values():
             place.zero_()
 
-    def _tiles(self, chunk: Chunk, groups: Mapping[int, int]) -> Iterator[_Segment]:
-        """Ranges to update, joined and cut as [Note: same bits as torch] allows."""
+    def _tiles(self, chunks: Sequence[Chunk], groups: Mapping[int, int]) -> Iterator[list[_Segment]]:
+        """Ranges that are updated together: alike, and no more elements than a tile has."""
+        tiles: dict[tuple[Any, ...], list[_Segment]] = {}
+        for chunk in chunks:
+            numel = self._tile_numel_of(chunk)
+            for segment in self._segments(chunk, groups, numel):
+                key = (segment.group, segment.step, chunk.state_dtype, chunk.is_mixed)
+                tile = tiles.setdefault(key, [])
+                if tile and sum(other.numel for other in tile) + segment.numel > numel:
+                    yield tile
+                    tile = tiles[key] = []
+                tile.append(segment)
+        yield from tiles.values()
+
+    def _tile_numel_of(self, chunk: Chunk) -> int:
+        # Tiles are for the caches of CPUs; a GPU only pays for launching them.
+        on_host = chunk.param.device.type == "cpu"
+        numel = self._tile_numel if on_host else max(_DEVICE_TILE_NUMEL, self._tile_numel)
+        if chunk.home in self._scratch and (chunk.is_mixed or not on_host):
+            numel = min(numel, self._scratch[chunk.home].numel() // ALIGNMENT_NUMEL * ALIGNMENT_NUMEL)
+        return numel
+
+    def _segments(self, chunk: Chunk, groups: Mapping[int, int], tile_numel: int) -> Iterator[_Segment]:
+        """Ranges of one chunk, joined and cut as [Note: same bits as torch] allows."""
         joined: list[_Segment] = []
         for tensor in chunk.owned:
             group = groups.get(tensor.spec.index)
@@ -171,33 +209,34 @@ class AdamKernel:
             ):
                 last.stop = start + tensor.own_numel
             else:
-                joined.append(_Segment(start, start + tensor.own_numel, group, step, tensor.gradient))
+                joined.append(_Segment(chunk, start, start + tensor.own_numel, group, step, tensor.gradient))
         for segment in joined:
-            # Tiles are for the caches of CPUs; a GPU only pays for launching them.
-            on_host = chunk.param.device.type == "cpu"
-            numel = self._tile_numel if on_host else max(_DEVICE_TILE_NUMEL, self._tile_numel)
-            if not on_host and chunk.home in self._scratch:
-                numel = self._scratch[chunk.home].numel() // ALIGNMENT_NUMEL * ALIGNMENT_NUMEL
-            if segment.stop - segment.start <= numel:
+            if segment.numel <= tile_numel:
                 yield segment
                 continue
-            for start in range(segment.start, segment.stop, numel):
-                yield dataclasses.replace(segment, start=start, stop=min(start + numel, segment.stop))
+            for start in range(segment.start, segment.stop, tile_numel):
+                yield dataclasses.replace(segment, start=start, stop=min(start + tile_numel, segment.stop))
 
-    def _gradient(self, chunk: Chunk, segment: _Segment) -> torch.Tensor:
-        part = slice(segment.start, segment.stop)
-        if segment.place is GradientPlace.LIST:
-            return chunk.lists[GRADIENT][part]
-        if not chunk.is_mixed:
-            return chunk.param[part]
-        return self._scratch[chunk.home][: segment.stop - segment.start].copy_(chunk.param[part])
+    def _gradients(self, segments: Sequence[_Segment]) -> list[torch.Tensor]:
+        gradients, used = [], 0
+        for segment in segments:
+            chunk = segment.chunk
+            if segment.place is GradientPlace.LIST:
+                gradients.append(segment.of(chunk.lists[GRADIENT]))
+            elif not chunk.is_mixed:
+                gradients.append(segment.of(chunk.param))
+            else:
+                wide = self._scratch[chunk.home][used : used + segment.numel]
+                gradients.append(wide.copy_(segment.of(chunk.param)))
+                used += segment.numel
+        return gradients
 
     def _adam(
         self,
-        master: torch.Tensor,
-        gradient: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
+        masters: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        exp_avgs: list[torch.Tensor],
+        exp_avg_sqs: list[torch.Tensor],
         segment: _Segment,
     ) -> None:
         group = self._optimizer.param_groups[segment.group]
@@ -205,18 +244,18 @@ class AdamKernel:
         if fused is None and foreach is None and self._prefer_fused:
             fused = True
         beta1, beta2 = group["betas"]
-        # Made by a kernel: torch.tensor would copy from the host, and wait for it, once per tile.
-        step = torch.full((), float(segment.step), device=master.device if fused else "cpu")
         decoupled = group.get("decoupled_weight_decay", isinstance(self._optimizer, torch.optim.AdamW))
+        # Made by a kernel: torch.tensor would copy from the host, and wait for it, once per tile.
+        make_step = functools.partial(torch.full, (), device=masters[0].device if fused else "cpu")
         if fused and isinstance(group["lr"], float) and isinstance(beta1, float) and isinstance(beta2, float):
-            # What adam() comes to, without sorting one tensor by device and type.
+            # What adam() comes to, without sorting tensors by device and type.
             (torch._fused_adamw_ if decoupled else torch._fused_adam_)(
-                [master],
-                [gradient],
-                [exp_avg],
-                [exp_avg_sq],
+                masters,
+                gradients,
+                exp_avgs,
+                exp_avg_sqs,
                 [],
-                [step.add_(1)],
+                [make_step(fill_value=float(segment.step + 1))] * len(masters),
                 lr=group["lr"],
                 beta1=beta1,
                 beta2=beta2,
@@ -227,12 +266,12 @@ class AdamKernel:
             )
             return
         adam(
-            [master],
-            [gradient],
-            [exp_avg],
-            [exp_avg_sq],
+            masters,
+            gradients,
+            exp_avgs,
+            exp_avg_sqs,
             [],
-            [step],
+            [make_step(fill_value=float(segment.step)) for _ in masters],
             foreach=foreach,
             fused=fused,
             decoupled_weight_decay=decoupled,

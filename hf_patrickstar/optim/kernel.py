@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -105,11 +105,16 @@ class Kernel(Protocol):
         """
         ...
 
-    def update(self, chunk: Chunk, groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
-        """Updates one chunk from its gradients, at its home.
+    @property
+    def batch_numel(self) -> int:
+        """Small chunks are updated together as long as they have at most so many elements; 0 for one by one."""
+        ...
+
+    def update(self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
+        """Updates chunks from their gradients, at their home.
 
         Args:
-            chunk: The chunk.
+            chunks: The chunks; all have the same home.
             groups: Param group of each tensor index; tensors that are not in it are left alone.
             coefficient: What gradients are multiplied with (clipping, unscaling), or ``None``.
         """
@@ -134,6 +139,25 @@ class Kernel(Protocol):
     def load_own_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
         """Takes over what this rank has of a state, beside what was written to ``state_places`` already."""
         ...
+
+
+def in_batches(chunks: Iterable[Chunk], batch_numel: int) -> Iterator[list[Chunk]]:
+    """Chunks that are updated in one call: a large one alone, small ones with those after them on the same tier.
+
+    Args:
+        chunks: What is to be updated, in order.
+        batch_numel: The most elements that several chunks may have together.
+    """
+    batch: list[Chunk] = []
+    numel = 0
+    for chunk in chunks:
+        numel += chunk.param.numel()
+        if batch and (chunk.home is not batch[0].home or numel > batch_numel):
+            yield batch
+            batch, numel = [], chunk.param.numel()
+        batch.append(chunk)
+    if batch:
+        yield batch
 
 
 def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ import torch
 
 from hf_patrickstar.events import Listener, StepFinished
 from hf_patrickstar.optim.clipping import clip_by_norm, clip_by_value, total_norm
-from hf_patrickstar.optim.kernel import Kernel, place_state
+from hf_patrickstar.optim.kernel import Kernel, in_batches, place_state
 from hf_patrickstar.optim.state import StateView, call_hooks, check_keys, check_shapes, has_shapes, pack_state, pair_up
 from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedTensor
 from hf_patrickstar.runtime.manager import ChunkManager
@@ -228,20 +228,22 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self.kernel.begin_step()
         manager.begin_update(chunks)
         keeps = (gradients.must_keep or self._is_wanted_by_peers) and gradients.try_to_keep(chunks)
-        for chunk in chunks:
-            manager.steps.visit_for_update(chunk)
-            chunk.wait_for_reader()
-            place = chunk.param.device
+        for batch in in_batches(chunks, self.kernel.batch_numel):
+            place = batch[0].param.device
             if factor is not None and place not in on_device:
                 on_device[place] = factor.to(place)
-            for tensor in chunk.tensors:
-                gradients.make_ready(tensor)
-                if tensor.spec.index not in self._groups:
-                    self._leave_alone(tensor, on_device.get(place))
-            chunk.wait()
-            with named("update", chunk.spec.index), gradients.lock:
-                self.kernel.update(chunk, self._groups, on_device.get(place))
-                manager.finish_update(chunk, self._groups, keeps=keeps)
+            for chunk in batch:
+                manager.steps.visit_for_update(chunk)
+                chunk.wait_for_reader()
+                for tensor in chunk.tensors:
+                    gradients.make_ready(tensor)
+                    if tensor.spec.index not in self._groups:
+                        self._leave_alone(tensor, on_device.get(place))
+                chunk.wait()
+            with named("update", *(chunk.spec.index for chunk in batch)), gradients.lock:
+                self.kernel.update(batch, self._groups, on_device.get(place))
+                for chunk in batch:
+                    manager.finish_update(chunk, self._groups, keeps=keeps)
         gradients.note_step()
         manager.steps.finish_update()
         manager.finish_step()

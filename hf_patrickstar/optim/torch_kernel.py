@@ -41,6 +41,7 @@ class TorchKernel:
 
     list_names = (MASTER,)
     follows_homes = False  # the optimizer keeps tensors of its own where the masters were
+    batch_numel = 0
     splits_tensors = False  # it may look at rows and columns, or at norms
 
     def __init__(self, optimizer: torch.optim.Optimizer, pool: PayloadPool, updates_at_once: bool) -> None:
@@ -150,8 +151,12 @@ class TorchKernel:
             ledger.book(tier, OWN_STATE, nbytes, is_allocated=True, ahead_nbytes=ahead)  # it raises, with all of them
             ledger.unbook(tier, OWN_STATE, nbytes)
 
-    def update(self, chunk: Chunk, groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
-        """Updates one chunk; see ``Kernel.update``."""
+    def update(self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
+        """Updates chunks; see ``Kernel.update``."""
+        for chunk in chunks:
+            self._update_chunk(chunk, groups, coefficient)
+
+    def _update_chunk(self, chunk: Chunk, groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
         work = [t for t in chunk.owned if t.spec.index in groups and t.gradient in AT_HOME]
         if work and not self.updates_at_once:
             self._step_on(work, groups, coefficient)

@@ -472,12 +472,12 @@ def _places(tensor: ManagedTensor) -> set[int]:
     """The storages of the chunk that a parameter is in."""
     chunk = tensor.chunk
     payloads = [chunk.param, *chunk.lists.values(), *([chunk.compute] if chunk.compute is not None else [])]
-    return {payload.untyped_storage()._cdata for payload in payloads}
+    return {storage_key(payload) for payload in payloads}
 
 
 def _is_over(result: torch.Tensor, key: int) -> bool:
     """Whether a tensor looks into a storage; some kinds of tensors have none."""
     try:
         return storage_key(result) == key
-    except (RuntimeError, NotImplementedError):
+    except NotImplementedError:
         return False

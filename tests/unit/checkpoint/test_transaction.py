@@ -2,11 +2,14 @@
 
 import errno
 import os
+import pathlib
+import types
 
 import pytest
 import torch
 
 from hf_patrickstar.checkpoint import storage
+from hf_patrickstar.checkpoint.background import BackgroundWrite
 from hf_patrickstar.checkpoint.transaction import Transactions
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.runtime.collectives import Collectives
@@ -41,6 +44,41 @@ def test_a_full_disk_is_told_whoever_meets_it(transactions, tmp_path, monkeypatc
         raise RuntimeError("unexpected pos 8448 vs 8342")  # what torch.save says of it
     assert "scheduler.pt' cannot be written: No space left on device; the file needs more, " in str(caught.value)
     assert "are left" in str(caught.value)
+    assert names(tmp_path) == []
+
+
+def test_a_full_disk_while_the_background_removes_its_part(transactions, tmp_path, monkeypatch):
+    """That thread meets the full disk as well, and its file goes while this one looks for what was written last."""
+    is_file = pathlib.Path.is_file
+
+    def is_file_and_gone(path):
+        found = is_file(path)
+        if path.name.endswith(".writing"):
+            path.unlink(missing_ok=True)
+        return found
+
+    with pytest.raises(CheckpointError) as caught, transactions.writing(tmp_path / "c") as checkpoint:  # noqa: PT012
+        (checkpoint.path / "optimizer.writing").touch()
+        (checkpoint.path / "scheduler.pt").touch()
+        os.utime(checkpoint.path / ".mark", (0, 0))
+        monkeypatch.setattr(pathlib.Path, "is_file", is_file_and_gone)
+        full()
+    assert "scheduler.pt' cannot be written: No space left on device" in str(caught.value)
+    monkeypatch.undo()
+    assert names(tmp_path) == []
+
+
+def test_a_full_disk_that_has_room_again_when_the_background_removed_its_part(transactions, tmp_path, monkeypatch):
+    """``torch.save`` does not say that the disk was full, and by now it is not; the background's error says it."""
+    with pytest.raises(CheckpointError) as caught, transactions.writing(tmp_path / "c") as checkpoint:  # noqa: PT012
+        chunk = types.SimpleNamespace(spec=types.SimpleNamespace(index=0), reader=None)
+        with monkeypatch.context() as patch:
+            patch.setattr(storage.os, "fsync", full)
+            path = checkpoint.path / "optimizer"
+            checkpoint.write = BackgroundWrite(path, {"a": torch.ones(3)}, {}, {"a": chunk}, piece_numel=8)
+            checkpoint.write.join()
+        raise RuntimeError("unexpected pos 8448 vs 8342")
+    assert "optimizer.writing' cannot be written: No space left on device; the file needs" in str(caught.value)
     assert names(tmp_path) == []
 
 

@@ -115,6 +115,20 @@ def test_kept_buffers_go_when_room_is_tight():
     assert pool.ledger.owners(DEVICE) == {"param": 1000}
 
 
+def test_no_more_kept_buffers_go_than_must_and_the_oldest_kind_first():
+    pool = make_pool()
+    buffers = {numel: pool.allocate(DEVICE, numel, FP32, "param") for numel in (50, 60, 70)}
+    for numel in (60, 50, 70):
+        pool.release(DEVICE, buffers[numel], "param")
+    pool.release(DEVICE, pool.allocate(DEVICE, 60, FP32, "param"), "param")  # it is the newest now
+    assert pool.ledger.owners(DEVICE) == {CACHE_OWNER: 720}
+    pool.allocate(DEVICE, 80, FP32, "master")  # 280 are free, 320 needed
+    assert pool.ledger.owners(DEVICE) == {CACHE_OWNER: 520, "master": 320}
+    assert pool.allocate(DEVICE, 70, FP32, "param").data_ptr() == buffers[70].data_ptr()
+    assert pool.allocate(DEVICE, 60, FP32, "param").data_ptr() == buffers[60].data_ptr()
+    assert pool.ledger.owners(DEVICE) == {"master": 320, "param": 520}
+
+
 def test_kept_buffers_stay_when_there_is_room():
     pool = make_pool()
     pool.release(DEVICE, pool.allocate(DEVICE, 50, FP32, "param"), "param")
