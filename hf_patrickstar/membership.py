@@ -185,7 +185,7 @@ class Membership:
         by_index = self._parts.manager.by_index
         for spec in change.specs:
             by_index[spec.index].spec = spec
-        self._parts.manager.index_tensors([by_index[spec.index] for spec in change.specs])
+        self._parts.manager.parameters.index([by_index[spec.index] for spec in change.specs])
 
     # Adapting
 
@@ -215,7 +215,7 @@ class Membership:
         tensors = [made.get(spec.index) or manager.by_index[spec.index] for spec in change.specs]
         for spec, tensor in zip(change.specs, tensors, strict=True):
             tensor.spec = spec
-        manager.index_tensors(tensors)
+        manager.parameters.index(tensors)
         manager.end_change(parts.payloads.nbytes_of(chunk.spec for chunk in manager.chunks))
         self._update_layout()
 

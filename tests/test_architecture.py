@@ -223,13 +223,13 @@ def leaves_collectives_to_one_module(source):
 
 _HOOK_OWNERS = {
     "runtime.hooks": re.compile(r"register_(\w+_)?hook"),
-    "runtime.operands": re.compile(r"saved_tensors_hooks"),
+    "runtime.autograd": re.compile(r"saved_tensors_hooks"),
 }
 """The one module that may use a kind of hook."""
 
 
 def leaves_each_kind_of_hook_to_one_module(source):
-    """Only ``runtime/hooks.py`` registers hooks, and only ``runtime/operands.py`` has those of saved tensors."""
+    """Only ``runtime/hooks.py`` registers hooks, and only ``runtime/autograd.py`` has those of saved tensors."""
     return [
         report(source, line, f"uses {name}")
         for name, line in names_used(source)
@@ -568,7 +568,7 @@ GOOD = [
     (leaves_collectives_to_one_module, "runtime.collectives", "import torch.distributed as dist"),
     (leaves_collectives_to_one_module, "engine", "from accelerate.utils import DistributedType"),
     (leaves_each_kind_of_hook_to_one_module, "runtime.hooks", "m.register_forward_hook(f)"),
-    (leaves_each_kind_of_hook_to_one_module, "runtime.operands", "torch.autograd.graph.saved_tensors_hooks(f, g)"),
+    (leaves_each_kind_of_hook_to_one_module, "runtime.autograd", "torch.autograd.graph.saved_tensors_hooks(f, g)"),
     (leaves_byte_factors_to_units, "units", "KIB = 1024"),
     (leaves_byte_factors_to_units, "engine", "x = 1 << y.bit_length(), 512, 2**8, '1024'"),
     (has_no_state_at_module_level, "engine", "_NAMES = {'a': 1}\n__all__ = ['f']\ndef f():\n    return _NAMES['a']"),

@@ -22,7 +22,7 @@ def total_norm(manager: ChunkManager, items: Iterable[ManagedTensor | torch.Tens
     """
     gradients = manager.gradients
     if gradients.coefficient is not None:
-        manager.apply_factor()
+        manager.phases.apply_factor()
     if norm_type == 2.0:
         gradients.records_norms = True
     norms: dict[int, torch.Tensor] = {}
@@ -99,7 +99,7 @@ def clip_by_value(manager: ChunkManager, items: Iterable[ManagedTensor | torch.T
         limit: The bound.
     """
     if manager.gradients.coefficient is not None:
-        manager.apply_factor()
+        manager.phases.apply_factor()
     manager.gradient_mirrors.sync()
     scale = manager.gradients.inverse_scale
     for item in items:

@@ -188,7 +188,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         Raises:
             EngineError: If a gradient is not known, because torch would have added it to one that a step has consumed.
         """
-        with self._manager.turns.taken("optimizer.step()"):
+        with self._manager.phases.turns.taken("optimizer.step()"):
             return self._step(closure)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
@@ -201,7 +201,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         if self._follow_model():
             self._groups = self._index_groups()
         manager = self._manager
-        manager.release_held_outside_forward()
+        manager.parameters.release_held_outside_forward()
         manager.writes.sync()
         for tensor in self._tensors:
             manager.writes.take_over(tensor)
@@ -210,7 +210,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             if self.inner.state:
                 self._begin_anew(tensor)
         if manager.gradients.has_factor and self._is_beside_others:
-            manager.apply_factor()
+            manager.phases.apply_factor()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made on the inner one asks for it
         if self.kernel.updates_at_once:
             loss = self.kernel.update_at_once(self._tensors, self._present, manager.writes.follow_master, closure)
@@ -223,18 +223,17 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _update(self, chunks: Sequence[Chunk], factor: torch.Tensor | None) -> None:
-        manager, gradients = self._manager, self._manager.gradients
+        phases, gradients = self._manager.phases, self._manager.gradients
         on_device: dict[torch.device, torch.Tensor] = {}  # one copy per tier, not one per chunk
         self.kernel.begin_step()
-        manager.begin_update(chunks)
+        phases.update_begin(chunks)
         keeps = (gradients.must_keep or self._is_wanted_by_peers) and gradients.try_to_keep(chunks)
         for batch in in_batches(chunks, self.kernel.batch_numel):
             place = batch[0].param.device
             if factor is not None and place not in on_device:
                 on_device[place] = factor.to(place)
             for chunk in batch:
-                manager.steps.visit_for_update(chunk)
-                chunk.wait_for_reader()
+                phases.before_update(chunk)
                 for tensor in chunk.tensors:
                     gradients.make_ready(tensor)
                     if tensor.spec.index not in self._groups:
@@ -243,10 +242,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             with named("update", *(chunk.spec.index for chunk in batch)), gradients.lock:
                 self.kernel.update(batch, self._groups, on_device.get(place))
                 for chunk in batch:
-                    manager.finish_update(chunk, self._groups, keeps=keeps)
-        gradients.note_step()
-        manager.steps.finish_update()
-        manager.finish_step()
+                    phases.chunk_updated(chunk, self._groups, keeps=keeps)
+        phases.update_end()
 
     def _present(self, is_all: bool) -> torch.Tensor | None:
         """Makes gradients ready for an optimizer that uses all at once; returns what they are to be multiplied with."""

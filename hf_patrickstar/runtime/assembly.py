@@ -13,14 +13,17 @@ from hf_patrickstar.runtime.buckets import Buckets
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.copies import Copies
+from hf_patrickstar.runtime.data import Data
 from hf_patrickstar.runtime.executor import Executor, MovePolicy, Services
 from hf_patrickstar.runtime.forecast import Forecast
 from hf_patrickstar.runtime.gradient_mirrors import GradientMirrors
 from hf_patrickstar.runtime.gradients import Gradients
-from hf_patrickstar.runtime.manager import ChunkManager, Data
+from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.mirrors import MirrorUsers, ValueMirrors
 from hf_patrickstar.runtime.order import make_order
 from hf_patrickstar.runtime.originals import Originals
+from hf_patrickstar.runtime.parameters import Parameters
+from hf_patrickstar.runtime.phases import Phases
 from hf_patrickstar.runtime.placement import Placement, PlacementRules
 from hf_patrickstar.runtime.reclaim import Reclaim
 from hf_patrickstar.runtime.sharing import Sharing
@@ -108,4 +111,6 @@ def assemble(given: Foundation) -> ChunkManager:
     executor = Executor(services, gradients, gradient_mirrors, buckets)
     steps = Steps(services, executor, forecast, given.num_micro_batches)
     data = Data(originals, values, mirrors, gradient_mirrors, watch, gradients, writes, buckets)
-    return ChunkManager(services, steps, placement, data, transfers, emit)
+    parameters = Parameters(chunks, steps, gradients, writes)
+    phases = Phases(services, steps, placement, data, parameters, transfers)
+    return ChunkManager(services, steps, placement, data, parameters, phases, transfers)

@@ -16,6 +16,7 @@ import torch
 from torch._C._functorch import peek_interpreter_stack
 
 from hf_patrickstar.errors import EngineError
+from hf_patrickstar.runtime.autograd import Autograd
 from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.frames import Frame, current_stage
@@ -24,7 +25,6 @@ from hf_patrickstar.runtime.live_parameter import RAW, requires_grad, take_raw_g
 from hf_patrickstar.runtime.live_tensor import LiveServices, LiveTensor, LiveWeights
 from hf_patrickstar.runtime.lookups import Lookups
 from hf_patrickstar.runtime.manager import ChunkManager
-from hf_patrickstar.runtime.operands import Operands
 from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.trace import input_shapes
 from hf_patrickstar.states import Stage
@@ -63,10 +63,11 @@ class ModelHooks:
         self._places: list[dict[str, Any]] = []  # where modules keep their parameters and modules
         self._structure: tuple[list[int], list[Any]] = [], []  # what was there: how many in each place, and all of it
         self._names: dict[torch.nn.Module, str] = {}
-        self._frames = manager.frames
+        self._parameters, self._phases = manager.parameters, manager.phases
+        self._frames = manager.phases.frames
         self._lookups = Lookups(manager)
-        self._operands = Operands(manager)
-        self._services = LiveServices(manager, weights, self._frames, self._operands)
+        self._autograd = Autograd(manager.phases, manager.copies)
+        self._services = LiveServices(manager, weights, self._frames, self._autograd)
         self._live_model = LiveModel(model, self._services)
         self._is_attached = False
 
@@ -132,8 +133,8 @@ class ModelHooks:
     def detach(self) -> None:
         """Removes every hook; the model's attributes are as they were before ``attach``."""
         self._is_attached = False
-        self._manager.unwind()
-        self._manager.release_held_outside_forward()
+        self._phases.unwind()
+        self._parameters.release_held_outside_forward()
         for module in list(self._of_modules):
             self._detach_module(module)
         for handle in (*self._of_tensors.values(), *self._of_model):
@@ -182,7 +183,7 @@ class ModelHooks:
             handle.remove()
 
     def _attach_module(self, module: torch.nn.Module, own: list[ManagedTensor]) -> list[Any]:
-        manager, frames, name = self._manager, self._frames, self._names[module]
+        phases, frames, name = self._phases, self._frames, self._names[module]
         # One with a buffer (a scale, say) computes with it on the device.
         is_embedding = isinstance(module, torch.nn.Embedding) and not any(True for _ in module.buffers())
         is_model, is_root = module is self._model, module in self._roots
@@ -190,7 +191,7 @@ class ModelHooks:
         def before(_module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             stack = frames.stack
             if stack and (is_model or (is_root and stack[0].module is _module)):
-                manager.unwind()  # of a forward that was interrupted: torch runs no hooks after a KeyboardInterrupt
+                phases.unwind()  # of a forward that was interrupted: torch runs no hooks after a KeyboardInterrupt
             frame = Frame(_module, current_stage())
             if not stack:
                 self._enter_outermost(frame, name, args, kwargs)
@@ -202,11 +203,7 @@ class ModelHooks:
             if peek_interpreter_stack() is not None:
                 self._replace(frame, name)
                 return None
-            is_recomputed = frame.stage is Stage.BACKWARD
-            for tensor in own:
-                # Of a frozen one checkpointing would keep the object, which has no value later: its chunk stays.
-                manager.acquire(tensor, name, is_alias=is_recomputed and not requires_grad(tensor.parameter))
-                frame.acquired.append(tensor)
+            phases.before_module(frame, own, name)
             return None
 
         def after(_module: torch.nn.Module, args: Any, output: Any) -> Any:
@@ -214,10 +211,7 @@ class ModelHooks:
             if not stack or stack[-1].module is not _module:
                 return None
             frame = stack.pop()
-            if frame.replaced:
-                frames.end(frame)
-            for tensor in frame.acquired:
-                manager.release(tensor, frame.stage)
+            phases.after_module(frame)
             for lookup in frame.lookups.values():
                 counts = frame.stage is Stage.FORWARD and isinstance(output, torch.Tensor)
                 nbytes = output.numel() * output.element_size() if counts else 0
@@ -243,7 +237,7 @@ class ModelHooks:
         parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
         if isinstance(module, torch.nn.MultiheadAttention):
             parameters += module.out_proj.parameters()
-        found = [self._manager.find(parameter) for parameter in parameters]
+        found = [self._parameters.find(parameter) for parameter in parameters]
         return [tensor for tensor in found if tensor is not None]
 
     def _replace(self, frame: Frame, name: str) -> None:
@@ -257,11 +251,11 @@ class ModelHooks:
             places.append(frame.module.out_proj)
         for module in places:
             for key, parameter in list(module._parameters.items()):
-                tensor = None if parameter is None else self._manager.find(parameter)
+                tensor = None if parameter is None else self._parameters.find(parameter)
                 if tensor is not None:
-                    self._manager.acquire(tensor, name)
+                    self._parameters.acquire(tensor, name)
                     module._parameters[key] = tensor.parameter.clone()  # type: ignore[assignment]
-                    self._manager.release(tensor, frame.stage)
+                    self._parameters.release(tensor, frame.stage)
                     frame.replaced.append((module._parameters, key, tensor.parameter))
 
     def _looks_up(self, tensor: ManagedTensor) -> bool:
@@ -285,8 +279,8 @@ class ModelHooks:
                 if gradient is not None and (hooks is None or not hooks._is_attached):
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
                 elif hooks is not None and gradient is not None:
-                    hooks._operands.notice_backward()
-                    hooks._manager.store_gradient(tensor, gradient, is_at_home=True)
+                    hooks._autograd.notice_backward()
+                    hooks._phases.gradient_ready(tensor, gradient, is_at_home=True)
 
             lookup.leaf.register_post_accumulate_grad_hook(store)
         if self._device.type == "cpu":
@@ -306,19 +300,18 @@ class ModelHooks:
             self._begin_autocast(frame)
             return
         frame.handled = sys.exc_info()[1]
-        self._manager.turns.take(f"the forward of {name}")
+        self._phases.turns.take(f"the forward of {name}")
         try:
             self._follow_model(frame.stage is Stage.FORWARD)
             inputs = _tensors_in((args, kwargs))
             shapes = input_shapes([tensor.shape for tensor in inputs])
             present = itertools.chain(inputs, self._model.buffers())
-            begin = self._manager.begin_evaluation if frame.stage is Stage.EVALUATION else self._manager.begin_forward
-            begin("" if frame.module is self._model else name, shapes, present)
+            self._phases.before_forward(frame.stage, "" if frame.module is self._model else name, shapes, present)
         except BaseException:
-            self._manager.turns.give_up()
+            self._phases.turns.give_up()
             raise
         frame.has_turn = True
-        frame.saved_tensors = self._operands.kept_as_numbers()
+        frame.saved_tensors = self._autograd.kept_as_numbers()
         frame.saved_tensors.__enter__()
         self._begin_autocast(frame)
         is_training = frame.stage is Stage.FORWARD
@@ -332,16 +325,7 @@ class ModelHooks:
 
     def _leave_outermost(self, frame: Frame) -> None:
         frame.leave_contexts()
-        has_failed = sys.exc_info()[1] is not frame.handled
-        try:
-            if frame.stage is Stage.EVALUATION:
-                self._manager.steps.end_nested_evaluation(is_whole=not has_failed)
-            elif frame.stage is Stage.FORWARD and has_failed:
-                self._manager.steps.forget_step()
-            elif frame.stage is Stage.FORWARD:
-                self._manager.steps.end_forward()
-        finally:
-            self._manager.end_turn(frame)
+        self._phases.after_forward(frame, has_failed=sys.exc_info()[1] is not frame.handled)
 
     @property
     def is_running(self) -> bool:
@@ -351,17 +335,17 @@ class ModelHooks:
     # Backward
 
     def _store_gradient(self, parameter: torch.Tensor) -> None:
-        self._operands.notice_backward()
-        tensor = self._manager.find(parameter)
+        self._autograd.notice_backward()
+        tensor = self._parameters.find(parameter)
         gradient = None if tensor is None else take_raw_grad(parameter)
         if gradient is None or tensor is None:
             return
         if gradient.requires_grad and self._manager.sharing.is_alone:  # backward(create_graph=True)
             before = parameter.grad
-            self._manager.store_gradient(tensor, gradient.detach())
+            self._phases.gradient_ready(tensor, gradient.detach())
             self._manager.gradient_mirrors.follow_recorded(tensor, gradient if before is None else before + gradient)
         else:
-            self._manager.store_gradient(tensor, gradient)
+            self._phases.gradient_ready(tensor, gradient)
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:

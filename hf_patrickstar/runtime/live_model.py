@@ -155,14 +155,14 @@ class LiveModel:
         if deferred is not None:
             return deferred
         version, reference = self._read_cache.get(tensor.spec.index, (-1, None))
-        if len(tensor.spec.aliases) and reference is not None and version == self._manager.version:
+        if len(tensor.spec.aliases) and reference is not None and version == self._manager.values.version:
             value = reference()
             if value is not None:
                 if self._weights.needs_all:  # others may not have kept theirs
                     self._weights.read(tensor)
                 return value
         value = self._weights.hand_out(tensor)
-        self._read_cache[tensor.spec.index] = (self._manager.version, weakref.ref(value))
+        self._read_cache[tensor.spec.index] = (self._manager.values.version, weakref.ref(value))
         return value
 
     # Saving

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from hf_patrickstar.errors import EngineError
+from hf_patrickstar.runtime.autograd import Autograd
 from hf_patrickstar.runtime.chunk import GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.frames import Frames
 from hf_patrickstar.runtime.gradients import consumed
@@ -23,7 +24,6 @@ from hf_patrickstar.runtime.live_parameter import (
     storage_key,
 )
 from hf_patrickstar.runtime.manager import ChunkManager
-from hf_patrickstar.runtime.operands import Operands
 from hf_patrickstar.runtime.values import as_it_is
 from hf_patrickstar.states import Stage
 
@@ -98,13 +98,13 @@ class LiveServices:
         manager: Gives and takes values.
         weights: Reads full parameters.
         frames: Which forwards are running.
-        operands: What autograd keeps.
+        autograd: What autograd keeps.
     """
 
     manager: ChunkManager
     weights: LiveWeights
     frames: Frames
-    operands: Operands
+    autograd: Autograd
 
 
 class LiveTensor:
@@ -221,7 +221,7 @@ class LiveTensor:
                 return ConsumedGradient.make(tensor)
             if not manager.gradients.has(tensor):
                 return None
-            manager.apply_factor()
+            manager.phases.apply_factor()
             manager.gradients.note_read()
             return manager.gradient_mirrors.hand_out(tensor)
 
@@ -255,7 +255,7 @@ class LiveTensor:
                 f"the gradient of parameter '{tensor.spec.name}' must have shape {tensor.spec.shape} and type "
                 f"{types[0]}, got {tuple(gradient.shape)} and {gradient.dtype}"
             )
-        manager.apply_factor()
+        manager.phases.apply_factor()
         manager.gradient_mirrors.assign(tensor, gradient)
 
 
@@ -298,7 +298,7 @@ class _InsideAccess(Access):
         self._stage = services.frames.stage
         self._is_held, self._is_kept = True, func in _EXPORTS
         is_alias = self._stage is Stage.BACKWARD and not requires_grad(tensor.parameter)
-        self._manager.acquire(tensor, "code that reads a parameter of another module", is_alias=is_alias)
+        self._manager.parameters.acquire(tensor, "code that reads a parameter of another module", is_alias=is_alias)
         chunk = tensor.chunk
         assert chunk.compute is not None
         self.value = tensor.view_copy(chunk.compute) if is_alias else tensor.parameter
@@ -327,11 +327,11 @@ class _InsideAccess(Access):
             return
         self._is_held = False
         if not self._is_kept:
-            self._manager.release(self._tensor, self._stage)
+            self._manager.parameters.release(self._tensor, self._stage)
         elif self._stack:
             self._stack[-1].acquired.append(self._tensor)
         else:
-            self._manager.held_outside_forward.append(self._tensor)
+            self._manager.parameters.held_outside_forward.append(self._tensor)
 
 
 class _GraphAccess(Access):
@@ -344,13 +344,13 @@ class _GraphAccess(Access):
     def __init__(self, tensor: ManagedTensor, services: LiveServices) -> None:
         self._tensor = tensor
         self._manager = services.manager
-        self._manager.turns.take("code that computes with a parameter")
+        self._manager.phases.turns.take("code that computes with a parameter")
         try:
-            self._manager.acquire(tensor, "code outside of every forward that computes with a parameter")
+            self._manager.parameters.acquire(tensor, "code outside of every forward that computes with a parameter")
         except BaseException:
-            self._manager.turns.give_up()
+            self._manager.phases.turns.give_up()
             raise
-        self._kept = services.operands.kept_as_numbers()
+        self._kept = services.autograd.kept_as_numbers()
         self._kept.__enter__()
         self._is_held, self._is_copy, self._is_mirror = True, False, False
         self.value: torch.Tensor = tensor.parameter
@@ -382,12 +382,12 @@ class _GraphAccess(Access):
     def end(self) -> None:
         self._kept.__exit__(None, None, None)
         self._release()
-        self._manager.turns.give_up()
+        self._manager.phases.turns.give_up()
 
     def _release(self) -> None:
         if self._is_held:
             self._is_held = False
-            self._manager.release(self._tensor, Stage.FORWARD)
+            self._manager.parameters.release(self._tensor, Stage.FORWARD)
 
 
 class _Alias(torch.autograd.Function):
@@ -412,7 +412,7 @@ class _ValueAccess(Access):
         self._lock = manager.gradients.lock
         self._lock.acquire()
         try:
-            manager.check_usable(tensor)
+            manager.parameters.check_usable(tensor)
             manager.mirrors.sync_unused(but=tensor)
             manager.gradient_mirrors.sync_unused(but=tensor)
             manager.writes.take_over(tensor, keeps_unused=True)

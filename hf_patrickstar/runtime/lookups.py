@@ -22,7 +22,7 @@ class Lookups:
         manager = self._manager
         with manager.gradients.lock:
             if tensor.users == 0:
-                manager.check_usable(tensor)
+                manager.parameters.check_usable(tensor)
                 manager.writes.take_over(tensor)
             tensor.read_at = tensor.num_writes
             if tensor.gradient is GradientPlace.PARAM:

@@ -101,7 +101,7 @@ class Recovery:
         raise AssertionError("unreachable")
 
     def _reset(self) -> None:
-        self._manager.unwind()
+        self._manager.phases.unwind()
         gc.collect()
         self._manager.undo_attempt()
         self._manager.steps.forget_step()

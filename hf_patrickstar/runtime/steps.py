@@ -65,6 +65,8 @@ class Steps:
         self.order = services.order
         self.num_micro_batches = num_micro_batches
         self.micro_batch = 0  # those since the optimizer's step
+        self.num_updates = 0  # of all optimizers
+        self.peaks = (0, 0, 0)  # bytes in the last step: chunks on the device, all on the device, on the host
         self._chunks = services.chunks
         self._copies = services.copies
         self._reclaim = services.reclaim
@@ -73,38 +75,33 @@ class Steps:
         self._policy = services.policy
         self._plans: dict[str, tuple[Trace, object, Plan | None]] = {}
 
-    def begin_step(
-        self, kind: str, shapes: Shapes, present: Iterable[torch.Tensor], dropped_after: frozenset[int], version: int
-    ) -> None:
+    def begin_step(self, name: str, shapes: Shapes, present: Iterable[torch.Tensor], version: int) -> None:
         """Begins a training step.
 
         Args:
-            kind: What the step is.
+            name: The outermost module whose forward begins; empty for the model itself.
             shapes: Shapes of its inputs.
             present: Tensors on the device that are there already and are not chunks.
-            dropped_after: Chunks whose copies are void when it has ended.
             version: Counts changes of parameters.
         """
+        kind, is_last = self._kind_of_micro_batch()
+        dropped_after = frozenset(chunk.spec.index for chunk in self._chunks if chunk.spec.is_updated and is_last)
+        kind = f"{kind}:{name}" if name else kind
         shapes, room = self._begin(kind, shapes, version)
         is_unknown = not shapes  # what its inputs are cannot be seen, so a trace may not be relied on
         self._enter(self.tracer.begin(kind, shapes, dropped_after, always_metered=is_unknown), present, room)
 
-    @property
-    def kind(self) -> str:
-        """What the micro-batch that begins is."""
+    def _kind_of_micro_batch(self) -> tuple[str, bool]:
+        """What the micro-batch that begins is, and whether the optimizer follows it."""
         if self.num_micro_batches == 1:
-            return "training"
-        if self.is_last:
-            return "training last"
-        return "training middle" if self.micro_batch else "training first"
+            return "training", True
+        if self.micro_batch == self.num_micro_batches - 1:
+            return "training last", True
+        return "training middle" if self.micro_batch else "training first", False
 
-    @property
-    def is_last(self) -> bool:
-        """Whether the optimizer follows the micro-batch that begins."""
-        return self.num_micro_batches == 1 or self.micro_batch == self.num_micro_batches - 1
-
-    def begin_nested_evaluation(self, kind: str, shapes: Shapes, present: Iterable[torch.Tensor], version: int) -> None:
+    def begin_nested_evaluation(self, name: str, shapes: Shapes, present: Iterable[torch.Tensor], version: int) -> None:
         """Begins an evaluation, between steps or inside of one; see ``begin_step``."""
+        kind = f"evaluation:{name}" if name else "evaluation"
         shapes, room = self._begin(kind, shapes, version)
         self._enter(self.tracer.begin_nested_evaluation(kind, shapes, always_metered=True), present, room)
 
@@ -143,7 +140,12 @@ class Steps:
         if self._meter.leave() and self.tracer.step is not None and self.tracer.step.is_recorded:
             self.forget_step()
 
-    def finish_step(self) -> None:
+    def end_micro_batch(self) -> None:
+        """Ends the step of a micro-batch, inside of its backward."""
+        self.micro_batch += 1
+        self._finish()
+
+    def _finish(self) -> None:
         """Ends a step. It may be called inside of backward, where the meter cannot be stopped, only paused."""
         self.tracer.finish()
         self.forecast.forget()
@@ -164,10 +166,17 @@ class Steps:
         if self.tracer.step is not None and self.tracer.step.is_recorded:
             self._meter.restart()
 
-    def finish_update(self) -> None:
-        """Ends the optimizer's step."""
-        self.finish_step()
+    def end_update(self) -> int:
+        """Ends the optimizer's step; returns how many micro-batches it was made of."""
+        self._finish()
         self.settle()
+        ledger = self._pool.ledger
+        self.num_updates += 1
+        self.peaks = (ledger.step_peak(Tier.DEVICE), ledger.total_step_peak, ledger.step_peak(Tier.HOST))
+        ledger.begin_step()
+        num_micro_batches, self.micro_batch = self.micro_batch, 0
+        self.forget_step()
+        return num_micro_batches
 
     def forget_step(self) -> None:
         """Drops a step that came to nothing."""

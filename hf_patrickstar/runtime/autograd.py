@@ -1,0 +1,95 @@
+"""What autograd tells: which operands it keeps and needs, and when a backward begins and ends."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch._C import _current_graph_task_id
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from hf_patrickstar.runtime.copies import Copies
+from hf_patrickstar.runtime.live_parameter import RAW, LiveMixin, storage_key
+from hf_patrickstar.runtime.operands import SavedView
+from hf_patrickstar.runtime.phases import Phases
+
+
+class _Kept(NamedTuple):
+    """What the hooks of somebody else gave back, with numbers in place of what lives in chunks."""
+
+    value: Any
+
+
+class Autograd:
+    """Translates what autograd tells into phases.
+
+    Args:
+        phases: What happens then.
+        copies: Finds the chunk that a storage belongs to.
+    """
+
+    def __init__(self, phases: Phases, copies: Copies) -> None:
+        self._phases = phases
+        self._copies = copies
+        self._graph_tasks: set[int] = set()  # backwards that have begun: threads may have one each
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def kept_as_numbers(self) -> Iterator[None]:
+        """Inside, autograd keeps numbers in place of operands that live in chunks.
+
+        Where somebody else's hooks are in force (offloading of activations, checkpointing of the whole model) they are
+        asked for every operand, as they are in torch; numbers are kept of what they give back that lives in a chunk.
+        Under ``torch.func`` hooks are not possible.
+        """
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            yield
+            return
+        others = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        pack, unpack = (self._phases.operand_saved, self._unpack) if others is None else self._around(*others)
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+
+    def _around(
+        self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+    ) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+        """Hooks that ask those of somebody else; a released parameter as such would be a placeholder by then."""
+
+        def pack_both(view: torch.Tensor) -> Any:
+            with RAW():
+                shown = view.detach() if isinstance(view, LiveMixin) else view
+            theirs = pack(shown)
+            if theirs is shown:
+                return _Kept(self._phases.operand_saved(view))
+            tensors = [leaf for leaf in tree_iter(theirs) if isinstance(leaf, torch.Tensor)]
+            if all(self._copies.find(storage_key(tensor)) is None for tensor in tensors):
+                return theirs
+            return _Kept(tree_map_only(torch.Tensor, self._phases.operand_saved, theirs))
+
+        def unpack_both(kept: Any) -> torch.Tensor:
+            self.notice_backward()
+            return unpack(tree_map_only(SavedView, self._unpack, kept.value) if isinstance(kept, _Kept) else kept)
+
+        return pack_both, unpack_both
+
+    def _unpack(self, saved: torch.Tensor | SavedView) -> torch.Tensor:
+        self.notice_backward()
+        return self._phases.operand_needed(saved)
+
+    def notice_backward(self) -> None:
+        """Asks autograd, once per backward, to be told of its end."""
+        task = _current_graph_task_id()
+        if task == -1 or task in self._graph_tasks:
+            return
+        with self._lock:  # a CUDA device's thread and the caller's may both come first
+            is_new = task not in self._graph_tasks
+            self._graph_tasks.add(task)
+        if is_new:
+            self._phases.backward_begin()
+
+            def end() -> None:
+                self._graph_tasks.discard(task)
+                self._phases.backward_end()
+
+            torch.autograd.Variable._execution_engine.queue_callback(end)

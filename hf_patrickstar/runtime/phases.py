@@ -1,0 +1,280 @@
+"""What happens when, on one page: every phase of a step, in the order in which it reads.
+
+``ModelHooks`` and ``Autograd`` translate what torch tells into these calls, the optimizer makes those of an update, and
+nobody below calls back. A load goes from here to the step (what does the plan say now?), to the executor (evict, load,
+gather) and to the copies. A gradient goes from here to the bucket of its group, where there are several processes, and
+to its home.
+
+[Note: where things live]
+Every chunk has a home tier with all its lists. A chunk at home on the host is copied to the device to be computed
+with, and keeps its host storage meanwhile. Gradients go straight to the home, tensor by tensor, as autograd finishes
+them. So a device copy is never dirty: evicting one drops it and copies nothing, device -> host carries exactly the
+gradients, and after the optimizer has changed a home its device copy is stale and is dropped.
+"""
+
+import contextlib
+from collections.abc import Container, Iterable, Iterator
+
+import torch
+
+from hf_patrickstar.memory.transfers import Transfers
+from hf_patrickstar.runtime.chunk import Chunk, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.data import Data
+from hf_patrickstar.runtime.executor import Services
+from hf_patrickstar.runtime.frames import Frame, Frames
+from hf_patrickstar.runtime.live_parameter import requires_grad
+from hf_patrickstar.runtime.operands import Operands, SavedView
+from hf_patrickstar.runtime.order import Phase
+from hf_patrickstar.runtime.parameters import Parameters
+from hf_patrickstar.runtime.placement import Placement
+from hf_patrickstar.runtime.ranges import named
+from hf_patrickstar.runtime.steps import Steps
+from hf_patrickstar.runtime.turns import Turns, is_backward_elsewhere
+from hf_patrickstar.schedule.trace import Shapes
+from hf_patrickstar.states import Stage, TensorState
+
+
+class Phases:
+    """The phases of steps.
+
+    Args:
+        services: What loads and evicts.
+        steps: Begins and ends steps.
+        placement: Moves chunks to better homes.
+        data: The places where values and gradients are.
+        parameters: Finds parameters, and gives them their values.
+        transfers: How bytes cross.
+
+    Attributes:
+        turns: Which thread runs a forward, a backward or an update.
+        frames: The forwards that run on this thread.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        steps: Steps,
+        placement: Placement,
+        data: Data,
+        parameters: Parameters,
+        transfers: Transfers,
+    ) -> None:
+        self.turns = Turns()
+        self.frames = Frames()
+        self._chunks, self._copies, self._reclaim = services.chunks, services.copies, services.reclaim
+        self._tracer = services.tracer
+        self._steps = steps
+        self._executor = steps.executor
+        self._is_alone = steps.order.is_alone
+        self._placement = placement
+        self._values, self._writes, self._mirrors = data.values, data.writes, data.mirrors
+        self._gradients, self._gradient_mirrors = data.gradients, data.gradient_mirrors
+        self._buckets = data.buckets
+        self._parameters = parameters
+        self._operands = Operands(parameters, services.copies, steps)
+        self._transfers = transfers
+        self._lock = data.gradients.lock
+
+    # Forward
+
+    def before_forward(self, stage: Stage, name: str, shapes: Shapes, present: Iterable[torch.Tensor]) -> None:
+        """An outermost forward begins: of training, which may go on with a step that runs, or an evaluation.
+
+        Args:
+            stage: ``FORWARD`` or ``EVALUATION``.
+            name: The outermost module; empty for the model itself.
+            shapes: Shapes of its inputs.
+            present: Tensors on the device that are there already and are not chunks.
+        """
+        self.forget_failed_backward()
+        if stage is Stage.EVALUATION:
+            self._parameters.release_held_outside_forward()
+        self._writes.sync()
+        if stage is Stage.EVALUATION:
+            self._steps.settle()
+            self._placement.prepare("", shapes)
+            self._steps.begin_nested_evaluation(name, shapes, present, self._values.version)
+        elif self._tracer.step is None:
+            self._steps.settle()
+            self._placement.prepare("training", shapes)
+            self._steps.begin_step(name, shapes, present, self._values.version)
+
+    def after_forward(self, frame: Frame, *, has_failed: bool) -> None:
+        """An outermost forward has ended; a step of training goes on with its backward."""
+        try:
+            if frame.stage is Stage.EVALUATION:
+                self._steps.end_nested_evaluation(is_whole=not has_failed)
+            elif frame.stage is Stage.FORWARD and has_failed:
+                self._steps.forget_step()
+            elif frame.stage is Stage.FORWARD:
+                self._steps.end_forward()
+        finally:
+            self._end_turn(frame)
+
+    def before_module(self, frame: Frame, own: Iterable[ManagedTensor], name: str) -> None:
+        """A module is about to compute with its own parameters."""
+        is_recomputed = frame.stage is Stage.BACKWARD
+        for tensor in own:
+            # Of a frozen one checkpointing would keep the object, which has no value later: its chunk stays.
+            is_alias = is_recomputed and not requires_grad(tensor.parameter)
+            self._parameters.acquire(tensor, name, is_alias=is_alias)
+            frame.acquired.append(tensor)
+
+    def after_module(self, frame: Frame) -> None:
+        """A module has computed; its chunks may leave, unless somebody looks into them."""
+        if frame.replaced:
+            self.frames.end(frame)
+        for tensor in frame.acquired:
+            self._parameters.release(tensor, frame.stage)
+
+    def unwind(self) -> None:
+        """Every forward that is open on this thread was interrupted, and ends."""
+        self._steps.forget_step()
+        while self.frames.stack:
+            frame = self.frames.stack.pop()
+            self.after_module(frame)
+            frame.leave_contexts()
+            self._end_turn(frame)
+
+    def _end_turn(self, frame: Frame) -> None:
+        if frame.has_turn:
+            frame.has_turn = False
+            self.turns.give_up()
+
+    # Backward
+
+    def operand_saved(self, operand: torch.Tensor) -> torch.Tensor | SavedView:
+        """Autograd keeps an operand for backward: numbers, where it lives in a chunk."""
+        return self._operands.pack(operand)
+
+    def operand_needed(self, saved: torch.Tensor | SavedView) -> torch.Tensor:
+        """Backward needs an operand; its chunk is brought to the device, and stays while somebody looks into it."""
+        return self._operands.unpack(saved)
+
+    def backward_begin(self) -> None:
+        """A backward begins; called from within, by what it needs or finishes first."""
+        self.turns.take_backward()
+        self._executor.in_backward = True
+        self._writes.sync()
+        self.apply_factor()  # what this backward adds is not clipped, or unscaled, with what is there
+
+    def gradient_ready(self, tensor: ManagedTensor, gradient: torch.Tensor, *, is_at_home: bool = False) -> None:
+        """Autograd has finished the gradient of a parameter; it goes to its home, or to the bucket of its group.
+
+        Args:
+            tensor: Whose gradient it is.
+            gradient: The gradient of one backward, in the parameter's shape and type.
+            is_at_home: Whether it was computed where the chunk is at home: then nothing crosses.
+
+        Raises:
+            EngineError: If the parameter is frozen, or was computed with while it had no value.
+        """
+        with self._lock:
+            self._parameters.check_gradient(tensor)
+            if gradient.is_sparse:
+                gradient = gradient.to_dense()
+            self._gradient_mirrors.sync_one(tensor)
+            if not self._is_alone:
+                self._buckets.store(tensor, gradient)
+            elif not self._gradients.attempts.is_counted(tensor.spec.index):
+                if not (is_at_home or tensor.chunk.is_static):
+                    tensor.crossing_nbytes += gradient.nbytes
+                self._gradients.place(tensor, gradient)
+                self._gradient_mirrors.refresh(tensor)
+            if tensor.users == 0 and tensor.state is not TensorState.HOLD_AFTER_BWD:
+                tensor.go(TensorState.HOLD_AFTER_BWD)
+            if not self._is_alone:
+                self._executor.reduce_when_due(tensor.chunk)
+
+    def backward_end(self) -> None:
+        """A backward has ended: what it left is reduced and settled, and the micro-batch is counted."""
+        with self._end_of_backward():
+            self._parameters.release_held_outside_forward()
+            if not self._is_alone:
+                found = self._steps.end_phase(Phase.BACKWARD, self._buckets.unreduced, self._buckets.found)
+                self._executor.take_home(self._buckets.settle(found))
+                for tensor in map(self._parameters.by_index.__getitem__, found):
+                    if not tensor.is_owned:
+                        self._gradients.note_remote(tensor)
+                    self._gradient_mirrors.drop(tensor)
+            self._executor.in_backward = False
+            self._settle_gradients()
+            self._transfers.settle()
+            self._steps.end_micro_batch()
+
+    @contextlib.contextmanager
+    def _end_of_backward(self) -> Iterator[None]:
+        try:
+            with named("end of backward"), self._lock:
+                yield
+        finally:
+            self.turns.give_up_backward()
+
+    def _settle_gradients(self) -> None:
+        """Finds a place for gradients that waited until the values in their places were not needed any more."""
+        for tensor in self._parameters.tensors:
+            if tensor.deferred_gradient is not None:
+                self._gradients.settle(tensor)
+            if tensor.state is TensorState.HOLD_AFTER_FWD or (
+                tensor.state is TensorState.HOLD_AFTER_BWD and tensor.gradient is not GradientPlace.PARAM
+            ):
+                tensor.go(TensorState.HOLD)
+
+    def forget_failed_backward(self) -> None:
+        """Drops the step whose backward raised: one that has begun and neither runs nor has ended."""
+        if self._executor.in_backward and torch._C._current_graph_task_id() == -1 and not is_backward_elsewhere():
+            self._executor.in_backward = False
+            self._executor.take_home(self._buckets.forget())
+            self._steps.forget_step()
+
+    def apply_factor(self) -> None:
+        """Multiplies gradients with what the optimizer's step would multiply them with: somebody looks at them."""
+        factor = self._gradients.take_factor()
+        if factor is not None:
+            for tensor in self._parameters.tensors:
+                self._gradients.multiply(tensor, factor)
+                self._gradient_mirrors.refresh(tensor)
+
+    # The optimizer's step
+
+    def update_begin(self, chunks: Iterable[Chunk]) -> None:
+        """The optimizer begins: copies of what it will change are dropped, which makes room for its work.
+
+        Args:
+            chunks: What it will change.
+        """
+        self.unwind()
+        with self._lock:
+            for chunk in chunks:
+                self._copies.invalidate(chunk)
+            self._steps.begin_update()
+
+    def before_update(self, chunk: Chunk) -> None:
+        """The optimizer comes to a chunk; a checkpoint that is being written from it goes first."""
+        self._steps.visit_for_update(chunk)
+        chunk.wait_for_reader()
+
+    def chunk_updated(self, chunk: Chunk, updated: Container[int], *, keeps: bool) -> None:
+        """The optimizer has written new values at the home of a chunk.
+
+        Args:
+            chunk: The chunk.
+            updated: Indices of the parameters that the optimizer has; gradients of others stay.
+            keeps: Whether gradients stay too, in the accumulation list.
+        """
+        with self._lock:
+            for tensor in chunk.tensors:
+                if tensor.spec.index in updated and self._gradients.has(tensor):
+                    tensor.num_writes += 1
+                    self._gradients.finish_update(tensor, self._gradient_mirrors.kept(tensor), keeps=keeps)
+                    self._mirrors.refresh(tensor)
+
+    def update_end(self) -> None:
+        """The optimizer has changed all values; chunks may move to better homes."""
+        self._gradients.note_step()
+        self._values.version += 1
+        num_micro_batches = self._steps.end_update()
+        with named("placement"):
+            self._placement.update(self._reclaim, num_micro_batches)
+        for tensor in self._parameters.tensors:
+            tensor.lookup_nbytes = 0
