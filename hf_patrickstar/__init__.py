@@ -18,7 +18,6 @@ from hf_patrickstar.errors import (
     DeviceMemoryError,
     EngineError,
     PatrickStarError,
-    StateError,
 )
 from hf_patrickstar.version import __version__
 
@@ -49,7 +48,6 @@ __all__ = [
     "PatrickStarTrainer",
     "PatrickStarTrainerMixin",
     "PatrickStarTrainingArguments",
-    "StateError",
     "__version__",
     "deferred_weights",
     "initialize_engine",

@@ -42,7 +42,6 @@ from hf_patrickstar.runtime.recovery import MAX_RETRIES, Recovery
 from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.eviction import Chooser
 from hf_patrickstar.schedule.margin import ACCELERATOR, CPU_TIER, Rates
-from hf_patrickstar.states import TensorState
 
 logger = logging.getLogger(__name__)
 
@@ -469,7 +468,7 @@ class PatrickStarEngine:
             optimizer.give_back_state()
         for tensor in self.manager.tensors:
             # Else construction failed before it was moved in, or somebody gave it a value of another shape since.
-            if tensor.state is not TensorState.FREE and not tensor.is_given_up:
+            if tensor.is_filled and not tensor.is_given_up:
                 value = self.weights.read(tensor).to(tensor.device)
                 tensor.unbind()
                 tensor.parameter.data = value

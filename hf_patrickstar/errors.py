@@ -28,10 +28,6 @@ class DeviceMemoryError(BudgetError, RuntimeError):
     """
 
 
-class StateError(PatrickStarError, RuntimeError):
-    """A tensor or chunk was asked for a state transition that is not legal (PatrickStar section 6.2)."""
-
-
 class EngineError(PatrickStarError, RuntimeError):
     """The engine was used in a way, or at a moment, in which it cannot give a right answer."""
 

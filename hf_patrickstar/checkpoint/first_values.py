@@ -13,7 +13,6 @@ from hf_patrickstar.errors import EngineError
 from hf_patrickstar.runtime.chunk import MASTER, ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.originals import Origin
-from hf_patrickstar.states import TensorState
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +93,7 @@ class FirstValues:
                     home.copy_(place)
                 if tensor.is_rounded:
                     tensor.origin = self._find_origin(tensor, value)
-            tensor.go(TensorState.HOLD)
+            tensor.is_filled = True
             parameter.data = tensor.placeholder
             parameter.grad = None
             self._unread.pop(tensor.spec.index, None)

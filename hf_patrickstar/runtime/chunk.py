@@ -28,7 +28,7 @@ from hf_patrickstar.runtime.live_parameter import (
     set_raw_data,
     storage_key,
 )
-from hf_patrickstar.states import LEGAL, TensorState, check_transition
+from hf_patrickstar.states import TensorState
 
 MASTER = "master"
 GRADIENT = "grad"
@@ -111,6 +111,7 @@ class ManagedTensor:
         "gradient_norm",
         "home_offset_numel",
         "is_bound",
+        "is_filled",
         "is_given_up",
         "is_looked_up",
         "is_materialized",
@@ -134,7 +135,6 @@ class ManagedTensor:
         "placeholder_key",
         "read_at",
         "spec",
-        "state",
         "strides",
         "users",
         "version",
@@ -160,7 +160,7 @@ class ManagedTensor:
         self.live: Any = None  # what answers then
         self.device = parameter.device
         self.chunk: Chunk
-        self.state = TensorState.FREE
+        self.is_filled = False  # whether its value is in the chunk
         self.users = 0
         self.version = 0
         self.num_writes = 0  # changes of the value that void graphs
@@ -268,15 +268,16 @@ class ManagedTensor:
         is_there = not self.is_bound or isinstance(self.parameter, LiveMixin)
         return is_there and (self.is_materialized or storage_key(self.parameter) == self.placeholder_key)
 
-    def go(self, state: TensorState) -> None:
-        """Takes a state.
-
-        Raises:
-            StateError: If the transition is illegal.
-        """
-        if state not in LEGAL[self.state]:
-            check_transition(self.spec.name, self.state, state)
-        self.state = state
+    @property
+    def state(self) -> TensorState:
+        """What is going on with it, as the facts say."""
+        if not self.is_filled or self.is_given_up:
+            return TensorState.FREE
+        if self.users:
+            return TensorState.COMPUTE
+        if self.gradient is GradientPlace.PARAM:
+            return TensorState.HOLD_AFTER_BWD
+        return TensorState.HOLD_AFTER_FWD if self.num_saved else TensorState.HOLD
 
 
 class Chunk:

@@ -31,7 +31,6 @@ from hf_patrickstar.runtime.attempts import Attempts
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.reclaim import Reclaim
 from hf_patrickstar.runtime.values import Values
-from hf_patrickstar.states import TensorState
 
 _NOWHERE = frozenset({GradientPlace.NONE, GradientPlace.CONSUMED, GradientPlace.INCOMPLETE})
 
@@ -113,11 +112,7 @@ class Gradients:
     @staticmethod
     def is_absent(tensor: ManagedTensor) -> bool:
         """Whether there is none of a parameter, nor was one before the last step."""
-        return (
-            tensor.gradient is GradientPlace.NONE
-            and tensor.deferred_gradient is None
-            and tensor.state is TensorState.HOLD
-        )
+        return tensor.gradient is GradientPlace.NONE and tensor.deferred_gradient is None
 
     def make_ready(self, tensor: ManagedTensor) -> None:
         """Brings a gradient that is elsewhere to a place at home, where the optimizer finds it."""
@@ -336,8 +331,6 @@ class Gradients:
         tensor.deferred_gradient = None
         tensor.kept = None
         tensor.crossing_nbytes = 0
-        if tensor.state in (TensorState.HOLD_AFTER_FWD, TensorState.HOLD_AFTER_BWD):
-            tensor.go(TensorState.HOLD)
 
     def finish_update(self, tensor: ManagedTensor, handed_out: torch.Tensor | None, *, keeps: bool) -> None:
         """Ends the optimizer's step for a parameter that had a gradient.

@@ -255,7 +255,7 @@ class ModelHooks:
                 if tensor is not None:
                     self._parameters.acquire(tensor, name)
                     module._parameters[key] = tensor.parameter.clone()  # type: ignore[assignment]
-                    self._parameters.release(tensor, frame.stage)
+                    self._parameters.release(tensor)
                     frame.replaced.append((module._parameters, key, tensor.parameter))
 
     def _looks_up(self, tensor: ManagedTensor) -> bool:

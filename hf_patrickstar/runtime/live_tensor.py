@@ -327,7 +327,7 @@ class _InsideAccess(Access):
             return
         self._is_held = False
         if not self._is_kept:
-            self._manager.parameters.release(self._tensor, self._stage)
+            self._manager.parameters.release(self._tensor)
         elif self._stack:
             self._stack[-1].acquired.append(self._tensor)
         else:
@@ -387,7 +387,7 @@ class _GraphAccess(Access):
     def _release(self) -> None:
         if self._is_held:
             self._is_held = False
-            self._manager.parameters.release(self._tensor, Stage.FORWARD)
+            self._manager.parameters.release(self._tensor)
 
 
 class _Alias(torch.autograd.Function):

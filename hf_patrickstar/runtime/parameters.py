@@ -14,7 +14,6 @@ from hf_patrickstar.runtime.live_parameter import requires_grad
 from hf_patrickstar.runtime.steps import Steps
 from hf_patrickstar.runtime.turns import pauses_s
 from hf_patrickstar.runtime.writes import Writes
-from hf_patrickstar.states import Stage, TensorState
 
 
 class Parameters:
@@ -114,20 +113,18 @@ class Parameters:
         if not is_alias and not tensor.is_materialized:
             tensor.materialize(payload)
         if tensor.users == 0:
-            tensor.go(TensorState.COMPUTE)
             tensor.chunk.num_computing += 1
         tensor.users += 1
 
-    def release(self, tensor: ManagedTensor, stage: Stage) -> None:
+    def release(self, tensor: ManagedTensor) -> None:
         """Ends one acquisition; after the last, the parameter is a placeholder again."""
         if peek_interpreter_stack() is not None:
             with temporarily_clear_interpreter_stack():
-                return self.release(tensor, stage)
+                return self.release(tensor)
         with self._lock:
             tensor.users -= 1
             if tensor.users == 0:
                 tensor.chunk.num_computing -= 1
-                tensor.go(stage.to_released())
                 if tensor.is_materialized:
                     self._writes.take_back(tensor)
         return None
@@ -136,7 +133,7 @@ class Parameters:
         """Takes back parameters that were read outside of every forward."""
         with self._lock:
             while self.held_outside_forward:
-                self.release(self.held_outside_forward.pop(), Stage.FORWARD)
+                self.release(self.held_outside_forward.pop())
 
     def ensure_on_device(self, tensor: ManagedTensor, who: str) -> torch.Tensor:
         """The payload to compute with, with this parameter's value; while it is aliased its chunk cannot leave.

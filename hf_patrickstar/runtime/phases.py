@@ -18,7 +18,7 @@ from collections.abc import Container, Iterable, Iterator
 import torch
 
 from hf_patrickstar.memory.transfers import Transfers
-from hf_patrickstar.runtime.chunk import Chunk, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.data import Data
 from hf_patrickstar.runtime.executor import Services
 from hf_patrickstar.runtime.frames import Frame, Frames
@@ -31,7 +31,7 @@ from hf_patrickstar.runtime.ranges import named
 from hf_patrickstar.runtime.steps import Steps
 from hf_patrickstar.runtime.turns import Turns, is_backward_elsewhere
 from hf_patrickstar.schedule.trace import Shapes
-from hf_patrickstar.states import Stage, TensorState
+from hf_patrickstar.states import Stage
 
 
 class Phases:
@@ -125,7 +125,7 @@ class Phases:
         if frame.replaced:
             self.frames.end(frame)
         for tensor in frame.acquired:
-            self._parameters.release(tensor, frame.stage)
+            self._parameters.release(tensor)
 
     def unwind(self) -> None:
         """Every forward that is open on this thread was interrupted, and ends."""
@@ -181,8 +181,6 @@ class Phases:
                     tensor.crossing_nbytes += gradient.nbytes
                 self._gradients.place(tensor, gradient)
                 self._gradient_mirrors.refresh(tensor)
-            if tensor.users == 0 and tensor.state is not TensorState.HOLD_AFTER_BWD:
-                tensor.go(TensorState.HOLD_AFTER_BWD)
             if not self._is_alone:
                 self._executor.reduce_when_due(tensor.chunk)
 
@@ -215,10 +213,6 @@ class Phases:
         for tensor in self._parameters.tensors:
             if tensor.deferred_gradient is not None:
                 self._gradients.settle(tensor)
-            if tensor.state is TensorState.HOLD_AFTER_FWD or (
-                tensor.state is TensorState.HOLD_AFTER_BWD and tensor.gradient is not GradientPlace.PARAM
-            ):
-                tensor.go(TensorState.HOLD)
 
     def forget_failed_backward(self) -> None:
         """Drops the step whose backward raised: one that has begun and neither runs nor has ended."""
