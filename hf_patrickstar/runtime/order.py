@@ -36,7 +36,7 @@ from typing import Any, NamedTuple, Protocol
 
 from hf_patrickstar.errors import CollectiveError
 from hf_patrickstar.runtime.collectives import Collectives
-from hf_patrickstar.schedule.trace import Shapes, Trace, common_trace
+from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace, common_trace
 
 _MOST_SHAPE_NUMBERS = 96
 _BITS = 62
@@ -242,7 +242,7 @@ class Order(Protocol):
         """Agrees on a step that begins.
 
         Args:
-            kind: The kind of step, for example ``"training"``.
+            kind: The kind of step and what it is of, for example ``"evaluation:encoder"``.
             shapes: Shapes of this process's inputs.
             traces: The fingerprint of the traces that this process has.
             room: What this process has to work with.
@@ -406,7 +406,7 @@ class AgreedOrder:
     def begin(self, kind: str, shapes: Shapes, traces: int, room: Room, version: int) -> Beginning:
         """See ``Order``."""
         own = _BeginMessage.of(kind, shapes, traces, room, version)
-        is_training = kind.startswith("training")
+        is_training = StepKind.of(kind).is_training
         rows = self._payloads(Subject.BEGIN, own.to_words(), f"begins '{kind}'", is_patient=is_training)
         found = [_BeginMessage.from_words(row) for row in rows]
         if not _are_same((message.kind, message.version) for message in found):

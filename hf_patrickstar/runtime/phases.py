@@ -92,11 +92,11 @@ class Phases:
         self._writes.sync()
         if stage is Stage.EVALUATION:
             self._steps.settle()
-            self._placement.prepare("", shapes)
+            self._placement.prepare(shapes, is_training=False)
             self._steps.begin_nested_evaluation(name, shapes, present, self._values.version)
         elif self._tracer.step is None:
             self._steps.settle()
-            self._placement.prepare("training", shapes)
+            self._placement.prepare(shapes, is_training=True)
             self._steps.begin_step(name, shapes, present, self._values.version)
 
     def after_forward(self, frame: Frame, *, has_failed: bool) -> None:

@@ -98,7 +98,7 @@ class Placement:
         self._num_seen = tracer.num_recorded
         if self._place_lookups(max(num_micro_batches, 1)):
             tracer.discard()  # the next step visits other chunks
-        elif self._rates is not None and any(key.startswith("training") for key in tracer.traces):
+        elif self._rates is not None and any(trace.kind.is_training for trace in tracer.traces.values()):
             self._fill_margin(reclaim)
 
     def follow(self, rates: Rates | None) -> None:
@@ -119,17 +119,17 @@ class Placement:
         self.in_margin = {index for index in self.in_margin if not self._chunks[index].is_retired}
         self._num_seen = -1
 
-    def prepare(self, kind: str, shapes: Shapes) -> None:
+    def prepare(self, shapes: Shapes, *, is_training: bool) -> None:
         """Leaves the margin before a step is recorded that may need more memory than any before it.
 
         Args:
-            kind: What the step is.
             shapes: Shapes of its inputs.
+            is_training: Whether a backward belongs to it: then no evaluation tells what it needs.
         """
         if not self.in_margin:
             return
-        same_kind = (trace for key, trace in self._tracer.traces.items() if key.startswith(kind))
-        if not any(trace.covers(shapes) for trace in same_kind):
+        known = (trace for trace in self._tracer.traces.values() if trace.kind.is_training or not is_training)
+        if not any(trace.covers(shapes) for trace in known):
             logger.info("patrickstar: larger inputs than any before, %s: the device margin is given up", list(shapes))
             self.leave_margin()
 
@@ -229,7 +229,7 @@ class Placement:
         """Bytes that one step of each bucket moves if these chunks live in the margin, beside so many bytes."""
         ledger = self._ledger
         free = ledger.limit(Tier.DEVICE, cautious=False) - fixed
-        traces = [trace for key, trace in self._tracer.traces.items() if key.startswith("training")]
+        traces = [trace for trace in self._tracer.traces.values() if trace.kind.is_training]
         taken = sum(self.nbytes[index].device_nbytes for index in inside)
         budget = None if ledger.chunk_budget is None else ledger.chunk_budget - fixed - taken
         updated = frozenset(chunk.spec.index for chunk in self._chunks if chunk.spec.is_updated)

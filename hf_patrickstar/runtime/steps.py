@@ -17,7 +17,7 @@ from hf_patrickstar.runtime.order import Ending, Phase, Room, Subject
 from hf_patrickstar.runtime.ranges import named
 from hf_patrickstar.runtime.tracer import Step
 from hf_patrickstar.schedule.plan import Plan, chunkable_nbytes, make_plan
-from hf_patrickstar.schedule.trace import OPTIMIZER, Shapes, Trace
+from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace
 
 logger = logging.getLogger(__name__)
 
@@ -84,33 +84,34 @@ class Steps:
             present: Tensors on the device that are there already and are not chunks.
             version: Counts changes of parameters.
         """
-        kind, is_last = self._kind_of_micro_batch()
+        kind = self._kind_of_micro_batch()
+        is_last = kind in (StepKind.TRAINING, StepKind.LAST)
         dropped_after = frozenset(chunk.spec.index for chunk in self._chunks if chunk.spec.is_updated and is_last)
-        kind = f"{kind}:{name}" if name else kind
-        shapes, room = self._begin(kind, shapes, version)
+        title = _title(kind, name)
+        shapes, room = self._begin(title, shapes, version)
         is_unknown = not shapes  # what its inputs are cannot be seen, so a trace may not be relied on
-        self._enter(self.tracer.begin(kind, shapes, dropped_after, always_metered=is_unknown), present, room)
+        self._enter(self.tracer.begin(title, shapes, dropped_after, always_metered=is_unknown), present, room)
 
-    def _kind_of_micro_batch(self) -> tuple[str, bool]:
-        """What the micro-batch that begins is, and whether the optimizer follows it."""
+    def _kind_of_micro_batch(self) -> StepKind:
+        """What the micro-batch that begins is."""
         if self.num_micro_batches == 1:
-            return "training", True
+            return StepKind.TRAINING
         if self.micro_batch == self.num_micro_batches - 1:
-            return "training last", True
-        return "training middle" if self.micro_batch else "training first", False
+            return StepKind.LAST
+        return StepKind.MIDDLE if self.micro_batch else StepKind.FIRST
 
     def begin_nested_evaluation(self, name: str, shapes: Shapes, present: Iterable[torch.Tensor], version: int) -> None:
         """Begins an evaluation, between steps or inside of one; see ``begin_step``."""
-        kind = f"evaluation:{name}" if name else "evaluation"
-        shapes, room = self._begin(kind, shapes, version)
-        self._enter(self.tracer.begin_nested_evaluation(kind, shapes, always_metered=True), present, room)
+        title = _title(StepKind.EVALUATION, name)
+        shapes, room = self._begin(title, shapes, version)
+        self._enter(self.tracer.begin_nested_evaluation(title, shapes, always_metered=True), present, room)
 
-    def _begin(self, kind: str, shapes: Shapes, version: int) -> tuple[Shapes, Room]:
+    def _begin(self, title: str, shapes: Shapes, version: int) -> tuple[Shapes, Room]:
         """What a step has to work with, agreed with the other processes: shapes and room."""
         room = self._room()
         if self.order.is_alone:
             return shapes, room
-        agreed = self.order.begin(kind, shapes, self.tracer.fingerprint, room, version)
+        agreed = self.order.begin(title, shapes, self.tracer.fingerprint, room, version)
         if not agreed.is_traced:
             self.tracer.discard()
         if agreed.room.resident != room.resident:
@@ -155,7 +156,7 @@ class Steps:
     def begin_update(self) -> None:
         """Begins the optimizer's step, which has a trace of its own: what it needs on the device beside the chunks."""
         self.tracer.forget()
-        step = self.tracer.begin(OPTIMIZER)
+        step = self.tracer.begin(StepKind.UPDATE)
         if step.is_metered:
             self._meter.start(())
             self._meter.restart()
@@ -272,3 +273,8 @@ class Steps:
                 logger.info("patrickstar: no plan for '%s', chunks move on demand: %s", trace.key, error)
             self._plans[trace.key] = (trace, situation, plan)
         return self._plans[trace.key][2]
+
+
+def _title(kind: StepKind, module_name: str) -> str:
+    """What a step is called: its kind, and the outermost module if that is not the model."""
+    return f"{kind}:{module_name}" if module_name else kind

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from hf_patrickstar.schedule.placement import ChunkBytes
-from hf_patrickstar.schedule.trace import OPTIMIZER, Trace
+from hf_patrickstar.schedule.trace import StepKind, Trace
 from hf_patrickstar.units import GIB, format_nbytes
 
 _NUM_PARTS = 8
@@ -52,8 +52,9 @@ def needed_nbytes(
     """
     needs = []
     for trace in traces:
+        is_update = trace.kind is StepKind.UPDATE
         for visit in trace.visits:
-            in_use = frozenset() if trace.key == OPTIMIZER else frozenset({visit.chunk_index, *visit.pinned}) - kept
+            in_use = frozenset() if is_update else frozenset({visit.chunk_index, *visit.pinned}) - kept
             chunks = sum(trace.chunk_nbytes[index] for index in in_use)
             others = max(visit.non_model_nbytes, unusable_nbytes) + visit.gradient_nbytes
             needs.append((others + chunks, in_use))

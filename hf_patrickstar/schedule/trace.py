@@ -5,7 +5,9 @@ A visit's place in its trace is its moment (PatrickStar section 8.1).
 
 import bisect
 import dataclasses
+import enum
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +15,33 @@ from hf_patrickstar.errors import ConfigError
 
 Shapes = tuple[tuple[int, ...], ...]
 
-OPTIMIZER = "optimizer"
-"""Key of the trace of the optimizer's step, which comes to chunks where they are at home."""
-
 _MOST_SHAPES = 16
+
+
+class StepKind(enum.StrEnum):
+    """What a step is: with it begins the key of its trace.
+
+    A micro-batch is ``TRAINING`` where each is followed by the optimizer; where gradients accumulate it is the first of
+    them, one in the middle, or the last. ``UPDATE`` is the optimizer's step, which comes to chunks where they are at
+    home.
+    """
+
+    TRAINING = "training"
+    FIRST = "training first"
+    MIDDLE = "training middle"
+    LAST = "training last"
+    EVALUATION = "evaluation"
+    UPDATE = "optimizer"
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a backward belongs to it."""
+        return self not in (StepKind.EVALUATION, StepKind.UPDATE)
+
+    @classmethod
+    def of(cls, key: str) -> "StepKind":
+        """The kind of a step whose trace has a key."""
+        return cls(re.split("[:/]", key, maxsplit=1)[0])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,6 +80,11 @@ class Trace:
     visits: tuple[Visit, ...]
     shapes: tuple[Shapes, ...] = ((),)
     forward_ends: tuple[int, ...] = ()
+
+    @property
+    def kind(self) -> StepKind:
+        """What the step was."""
+        return StepKind.of(self.key)
 
     @property
     def non_model_peak_nbytes(self) -> int:
@@ -140,18 +170,18 @@ def common_trace(traces: Sequence[Trace]) -> Trace:
     return chosen
 
 
-def trace_key(kind: str, shapes: Shapes) -> str:
+def trace_key(name: str, shapes: Shapes) -> str:
     """The name of the trace that a step belongs to: what it is, and its bucket of input shapes.
 
     Steps of one bucket share a trace: each size is rounded up to a power of two or to one and a half times one, so
     that batches which are padded to many lengths make few traces.
 
     Args:
-        kind: What the step is, for example ``"training"`` or ``"evaluation"``.
+        name: What the step is: its kind, and the outermost module if that is not the model: ``"evaluation:encoder"``.
         shapes: Shapes of its inputs.
     """
     sizes = dict.fromkeys("x".join(str(_round_up(size)) for size in shape) for shape in shapes)
-    return f"{kind}/{','.join(sizes)}" if sizes else kind
+    return f"{name}/{','.join(sizes)}" if sizes else str(name)
 
 
 def _round_up(size: int) -> int:

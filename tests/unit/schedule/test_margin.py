@@ -4,7 +4,7 @@ import pytest
 
 from hf_patrickstar.schedule.margin import Rates, fill_margin, needed_nbytes, plan_margin
 from hf_patrickstar.schedule.placement import ChunkBytes
-from hf_patrickstar.schedule.trace import OPTIMIZER, Trace, Visit
+from hf_patrickstar.schedule.trace import StepKind, Trace, Visit
 
 
 def make_chunks(count, param=100, host_param=128, state=600, on_host=()):
@@ -103,7 +103,7 @@ def test_chunks_of_the_host_stay_there():
     assert set(fill_margin(chunks, [SWEEP], 850, 0)) == {1}
 
 
-UPDATE = dataclasses.replace(make_trace((0, (), 150), (1, (), 150), (2, (), 150)), key=OPTIMIZER)
+UPDATE = dataclasses.replace(make_trace((0, (), 150), (1, (), 150), (2, (), 150)), key=StepKind.UPDATE)
 
 
 def test_what_is_needed_at_each_moment():

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.schedule.trace import Trace, Visit, common_trace, input_shapes, trace_key
+from hf_patrickstar.schedule.trace import StepKind, Trace, Visit, common_trace, input_shapes, trace_key
 
 
 def make_trace(shapes=(), visits=()):
@@ -208,3 +208,14 @@ def test_bad_values(change, message):
 def test_bad_text(text):
     with pytest.raises(ConfigError, match="this is not a trace"):
         Trace.from_json(text)
+
+
+@pytest.mark.parametrize("kind", StepKind)
+def test_a_key_says_of_which_kind_its_step_is(kind):
+    for key in (trace_key(kind, ()), trace_key(kind, ((4, 12),)), trace_key(f"{kind}:encoder.block/1", ((4,),))):
+        assert StepKind.of(key) is Trace(key, (), ()).kind is kind
+
+
+def test_what_a_backward_belongs_to():
+    kinds = [kind for kind in StepKind if kind.is_training]
+    assert kinds == [StepKind.TRAINING, StepKind.FIRST, StepKind.MIDDLE, StepKind.LAST]
