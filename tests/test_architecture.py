@@ -191,13 +191,11 @@ def leaves_hugging_face_to_integrations(source):
     ]
 
 
-_ALLOCATION = re.compile(
-    r"torch\.(empty|zeros|ones)(_like|_strided|_permuted)?|torch\.cuda\.(Stream|ExternalStream|stream)"
-)
+_ALLOCATION = re.compile(r"torch\.empty(_like|_strided|_permuted)?|torch\.cuda\.(Stream|ExternalStream|stream)")
 
 
 def leaves_payloads_and_streams_to_memory(source):
-    """Only memory allocates payloads, pins them, or names streams."""
+    """Only memory allocates payloads, which others fill, pins them, or names streams."""
     if source.part == "memory":
         return []
     bad = [report(source, line, f"uses {name}") for name, line in names_used(source) if _ALLOCATION.fullmatch(name)]
@@ -502,7 +500,7 @@ BAD = [
     (leaves_hugging_face_to_integrations, "checkpoint.weights", "from transformers.utils import logging"),
     (leaves_hugging_face_to_integrations, "runtime.hooks", "from accelerate import Accelerator"),
     (leaves_payloads_and_streams_to_memory, "runtime.chunk", "import torch\nx = torch.empty(3)"),
-    (leaves_payloads_and_streams_to_memory, "optim.kernels", "from torch import zeros"),
+    (leaves_payloads_and_streams_to_memory, "optim.kernels", "from torch import empty"),
     (leaves_payloads_and_streams_to_memory, "engine", "import torch\nx = torch.empty_like(y)"),
     (leaves_payloads_and_streams_to_memory, "engine", "import torch\ns = torch.cuda.Stream()"),
     (leaves_payloads_and_streams_to_memory, "engine", "x = make(3, pin_memory=True)"),
@@ -564,7 +562,7 @@ GOOD = [
     (leaves_hugging_face_to_integrations, "integrations.trainer", "from transformers import Trainer"),
     (leaves_hugging_face_to_integrations, "checkpoint.weights", "def f():\n    import transformers"),
     (leaves_payloads_and_streams_to_memory, "memory.pool", "import torch\nx = torch.empty(3, pin_memory=True)"),
-    (leaves_payloads_and_streams_to_memory, "engine", "import torch\nx = torch.full((), 1.0), config.pin_memory"),
+    (leaves_payloads_and_streams_to_memory, "engine", "import torch\nx = torch.zeros(3), config.pin_memory"),
     (leaves_collectives_to_one_module, "runtime.collectives", "import torch.distributed as dist"),
     (leaves_collectives_to_one_module, "engine", "from accelerate.utils import DistributedType"),
     (leaves_each_kind_of_hook_to_one_module, "runtime.hooks", "m.register_forward_hook(f)"),

@@ -120,7 +120,7 @@ class DeferredTensor(torch.Tensor):
             source: Where its values are.
             is_loadable: See the attribute.
         """
-        return _wrap(torch.full(source.shape, 0, dtype=source.dtype, device="meta"), source, is_loadable)
+        return _wrap(torch.zeros(source.shape, dtype=source.dtype, device="meta"), source, is_loadable)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -188,7 +188,7 @@ def _wrap(meta: torch.Tensor, recipe: "Source | _Call", is_loadable: bool) -> De
 
 def _fresh(meta: torch.Tensor) -> torch.Tensor:
     """One of the same shape with a storage of its own size: libraries count the bytes of storages."""
-    return torch.full(meta.shape, 0, dtype=meta.dtype, device="meta")
+    return torch.zeros(meta.shape, dtype=meta.dtype, device="meta")
 
 
 def _alias(tensor: DeferredTensor) -> DeferredTensor:
@@ -255,7 +255,7 @@ def _cast(func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*_shapes(args), **_shapes(kwargs))
         if isinstance(result, str):  # the name of its type
             return result
-        meta = torch.full(tensor.shape, 0, dtype=result.dtype, device="meta")
+        meta = torch.zeros(tensor.shape, dtype=result.dtype, device="meta")
     if meta.dtype == tensor.dtype:
         return _alias(tensor)
     if isinstance(tensor.recipe, _Call):

@@ -93,9 +93,7 @@ class FirstValues:
                     home.copy_(place)
                 if tensor.is_rounded:
                     tensor.origin = self._find_origin(tensor, value)
-            tensor.is_filled = True
-            parameter.data = tensor.placeholder
-            parameter.grad = None
+            tensor.move_in()
             self._unread.pop(tensor.spec.index, None)
         self._files = None  # those that are not needed are closed
         self._explain_origins()

@@ -6,14 +6,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 
-class ParameterLike(Protocol):
-    """The part of ``torch.nn.Parameter`` that a layout needs; meta tensors have it too."""
-
-    shape: Any
-    dtype: Any
-    requires_grad: bool
-
-
 class ModuleLike(Protocol):
     """The part of ``torch.nn.Module`` that a layout needs."""
 

@@ -123,7 +123,7 @@ class ParameterState(MutableMapping[str, Any]):
         self._kernel.load_tensor_state(self._tensor, {})
 
     def _complete(self) -> dict[str, Any]:
-        places = {key: torch.full(place.shape, 0.0) for key, place in self._kernel.state_places(self._tensor).items()}
+        places = {key: torch.zeros(place.shape) for key, place in self._kernel.state_places(self._tensor).items()}
         return {"step": torch.tensor(0.0), **places, **self._read()}
 
     def __iter__(self) -> Iterator[str]:

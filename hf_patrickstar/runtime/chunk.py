@@ -193,6 +193,12 @@ class ManagedTensor:
         """Whether the parameter is of the class that the engine gave it; ``swap_tensors`` takes it away, say."""
         return not self.is_bound or isinstance(self.parameter, LiveMixin) or self.is_open
 
+    def move_in(self) -> None:
+        """Gives up the memory that the parameter had of its own, and its gradient: its value is in the chunk now."""
+        self.is_filled = True
+        self.parameter.data = self.placeholder
+        self.parameter.grad = None
+
     def materialize(self, payload: torch.Tensor) -> None:
         """Gives the parameter its value, in what its chunk is computed with, so that torch computes with it."""
         set_raw_data(self.parameter, self.view_copy(payload))

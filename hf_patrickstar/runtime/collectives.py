@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hf_patrickstar.errors import CollectiveError, ConfigError
+from hf_patrickstar.layout.packing import ALIGNMENT_NUMEL
 from hf_patrickstar.memory.transfers import Ticket
 from hf_patrickstar.runtime.arrival import Arrival, announce
 from hf_patrickstar.runtime.liveness import Liveness, Member, describe_self
@@ -24,9 +25,8 @@ _ROUND_NBYTES = 2 * MIB
 _MIN_PIECE_NBYTES = 16 * KIB
 _NUM_PIECES = 2
 """Pieces that a slice is cut into at least, so that adding one hides the next; to wait for many costs more."""
-_TILE_NUMEL = 64 * KIB
+_TILE_NUMEL = 2**16
 """Elements that are widened to fp32 at a time."""
-_ALIGNMENT_NUMEL = 64
 _AT_ONCE = timedelta(milliseconds=1)
 _NOBODY_SENDS = 2**31 - 1
 """The tag of a message that never comes."""
@@ -325,7 +325,7 @@ class Collectives:
         with self._naming(what):
             self.num_messages += 1
             self._swap(sizes, what, is_patient=True)
-            rows = torch.full((self.world_size, int(sizes.max())), 0, dtype=torch.uint8)
+            rows = torch.zeros((self.world_size, int(sizes.max())), dtype=torch.uint8)
             rows[self.rank, : own.numel()] = own
             self._swap(rows, what, is_patient=True)
         return [pickle.loads(row[:size].numpy()) for row, size in zip(rows, sizes, strict=True)]
@@ -408,7 +408,7 @@ class Collectives:
         for group in (self._control, self._group if with_data and self._is_gloo else None):
             others = range(self.world_size) if group is not None else ()
             for other in set(others) - {self.rank}:
-                nothing = torch.full((1,), 0)
+                nothing = torch.zeros(1, dtype=torch.int64)
                 with contextlib.suppress(RuntimeError):  # gloo closes all when a receive takes too long
                     work: Any = dist.irecv(nothing, group=group, group_src=other, tag=_NOBODY_SENDS)
                     work.wait(_AT_ONCE)
@@ -433,7 +433,7 @@ class Collectives:
         """Elements that one rank sends to another at a time."""
         nbytes = min(_ROUND_NBYTES // (self.world_size - 1), slice_numel * dtype.itemsize // _NUM_PIECES)
         nbytes = max(_MIN_PIECE_NBYTES, nbytes)
-        return min(slice_numel, nbytes // dtype.itemsize // _ALIGNMENT_NUMEL * _ALIGNMENT_NUMEL)
+        return min(slice_numel, nbytes // dtype.itemsize // ALIGNMENT_NUMEL * ALIGNMENT_NUMEL)
 
     def _wait(self, work: Any, what: str) -> None:
         """Waits for data that is under way on gloo."""

@@ -9,11 +9,12 @@ import itertools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.runtime.autograd import Autograd
@@ -286,7 +287,7 @@ class ModelHooks:
         if self._device.type == "cpu":
             return None
         host = torch.device("cpu")
-        return _to(args, host), {name: _to(value, host) for name, value in kwargs.items()}
+        return _to((args, kwargs), host)
 
     # Forward
 
@@ -303,7 +304,7 @@ class ModelHooks:
         self._phases.turns.take(f"the forward of {name}")
         try:
             self._follow_model(frame.stage is Stage.FORWARD)
-            inputs = _tensors_in((args, kwargs))
+            inputs = list(_tensors_in((args, kwargs)))
             shapes = input_shapes([tensor.shape for tensor in inputs])
             present = itertools.chain(inputs, self._model.buffers())
             self._phases.before_forward(frame.stage, "" if frame.module is self._model else name, shapes, present)
@@ -348,14 +349,15 @@ class ModelHooks:
             self._phases.gradient_ready(tensor, gradient)
 
 
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors among a module's inputs, in order; tuples, lists, mappings and dataclasses are looked into."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
-    return [tensor for item in values for tensor in _tensors_in(item)]
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors among a module's inputs, in order; mappings and dataclasses that pytree does not know count too."""
+    for leaf in tree_iter(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif isinstance(leaf, Mapping):
+            yield from _tensors_in(list(leaf.values()))
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
 
 
 def _refuse_reentrant(name: str) -> None:
@@ -368,9 +370,5 @@ def _refuse_reentrant(name: str) -> None:
 
 
 def _to(value: Any, device: torch.device) -> Any:
-    """Moves a tensor, or the tensors of a tuple, to a device; leaves anything else alone."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if type(value) in (tuple, list):
-        return type(value)(_to(item, device) for item in value)
-    return value
+    """Moves every tensor in a value to a device."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)

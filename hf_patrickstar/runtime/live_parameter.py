@@ -490,7 +490,7 @@ def _strides(func: Any) -> Callable[..., Any]:
     """Parameters in chunks are contiguous; placeholders are not."""
 
     def answer(parameter: Any, *args: Any, **kwargs: Any) -> Any:
-        return func(torch.full(parameter.shape, 0, device="meta"), *args, **kwargs)
+        return func(torch.zeros(parameter.shape, device="meta"), *args, **kwargs)
 
     return answer
 

@@ -81,7 +81,7 @@ class Originals:
         held, origin = tensor.view(tensor.chunk.param).reshape(-1)[start:stop].cpu(), tensor.origin
         if origin is None:
             return held
-        value = torch.full(held.shape, 0, dtype=tensor.original_dtype, device="cpu")
+        value = torch.zeros(held.shape, dtype=tensor.original_dtype, device="cpu")
         begin = tensor.part[0] + start
         try:
             for place in range(0, held.numel(), _PIECE_NUMEL):

@@ -528,8 +528,8 @@ def test_a_construction_that_fails_anywhere_leaves_everything_as_it_was(stage, m
     target, name, after = {
         "allocate": (PayloadPool, "allocate", 5),
         "hooks": (ModelHooks, "_attach_module", 4),
-        "first": (ManagedTensor, "go", 0),
-        "middle": (ManagedTensor, "go", 10),
+        "first": (ManagedTensor, "move_in", 0),
+        "middle": (ManagedTensor, "move_in", 10),
         "state": (ChunkedOptimizer, "take_inner_state", 0),
     }[stage]
     original, calls = getattr(target, name), []
