@@ -1,0 +1,97 @@
+"""What docs/architecture.md says of files and names is there."""
+
+import ast
+import pathlib
+import re
+
+import pytest
+
+import hf_patrickstar
+
+ROOT = pathlib.Path(hf_patrickstar.__file__).parent
+TEXT = (ROOT.parent / "docs" / "architecture.md").read_text()
+MARKED = re.compile(r"`([^`\n]+)`")
+
+
+def section(title):
+    """The text of a section, without its title."""
+    return re.split(r"^## ", TEXT.split(f"\n## {title}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def names_of(definition):
+    """The methods and attributes of a class."""
+    names = {node.name for node in definition.body if isinstance(node, ast.FunctionDef)}
+    for node in definition.body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names.update(target.id for target in targets if isinstance(target, ast.Name))
+    for node in ast.walk(definition):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+            names.add(node.attr)
+    return names
+
+
+def read_classes():
+    """Of every class and top-level function its file and the names in it."""
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+                members = names_of(node) if isinstance(node, ast.ClassDef) else set()
+                found.setdefault(node.name, []).append((path.relative_to(ROOT).as_posix(), members))
+    return found
+
+
+CLASSES = read_classes()
+STEP = section("A step")
+WALKED = re.findall(r"`([\w/]+\.py)`\s+`([\w.]+)`", STEP)
+
+
+def is_there(file, name):
+    owner, _, member = name.partition(".")
+    places = [(path, members) for path, members in CLASSES.get(owner, []) if file in (None, path)]
+    return any(not member or member in members for _, members in places)
+
+
+@pytest.mark.parametrize(("file", "name"), WALKED)
+def test_the_walk_through_a_step_names_what_is_in_a_file(file, name):
+    assert is_there(file, name)
+
+
+def test_every_name_in_the_walk_exists():
+    names = [name for name in MARKED.findall(STEP) if re.fullmatch(r"[A-Z]\w*(\.\w+)?", name)]
+    assert len(names) > 30
+    assert [name for name in names if not is_there(None, name)] == []
+
+
+def test_every_file_in_the_walk_and_its_picture_exists():
+    files = re.findall(r"[\w/]+\.py\b", STEP)
+    assert len(set(files)) > 15
+    assert [file for file in files if not ((ROOT / file).is_file() or (ROOT / "runtime" / file).is_file())] == []
+
+
+def test_every_phase_is_in_the_walk_or_below_one():
+    """The page of phases is what the walk tells: a phase that it does not name would be found by nobody."""
+    (_, members), *_ = CLASSES["Phases"]
+    public = {name for name in members if not name.startswith("_")}
+    not_told = {"turns", "frames", "before_update", "forget_failed_backward", "apply_factor", "unwind"}
+    assert {name for name in public if f"Phases.{name}`" not in STEP} == not_told
+
+
+def rows_of_private_names():
+    for line in section("Private names that are used").splitlines():
+        if line.startswith("| `"):
+            names, files, _ = line.strip("|").split(" | ")
+            folder = ""
+            for file in MARKED.findall(files):
+                folder = file.rpartition("/")[0] if "/" in file else folder
+                yield names, f"{folder}/{file.rpartition('/')[2]}".lstrip("/")
+
+
+@pytest.mark.parametrize(("names", "file"), rows_of_private_names())
+def test_the_names_of_torch_are_used_where_the_table_says(names, file):
+    if not file.endswith(".py"):
+        assert (ROOT / file).is_dir()
+        return
+    text = (ROOT / file).read_text()
+    assert any(name.rpartition(".")[2].split("(")[0] in text for name in MARKED.findall(names))
