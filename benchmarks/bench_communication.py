@@ -85,7 +85,7 @@ def work(rank, world_size, options, folder):
     seen = {"cases": [], "bandwidth": []}
     numels = set()
     for checkpointing in (False, True):
-        for reshard in (True, "auto"):
+        for reshard in (True, False):
             case = train(options, rank, world_size, reshard, checkpointing)
             numels |= set(case["group_numels"])
             seen["cases"].append(case)
@@ -219,7 +219,7 @@ def summarize(cases, problems):
     row["factor"] = row["sent_nbytes"] / unit if unit else None
     row["factor_unpadded"] = row["sent_nbytes"] / ((p - 1) * first["parameters"] / p) if unit else None
     row["recording_nbytes"] = [step["sent_nbytes"] for step in first["recording"]]
-    if first["reshard_after_forward"] is True and row["sent_nbytes"] != row["expected_nbytes"]:
+    if first["reshard_after_forward"] and row["sent_nbytes"] != row["expected_nbytes"]:
         problems.append(f"{where}: {row['sent_nbytes']} bytes were sent, not 6 (p-1)/p M = {row['expected_nbytes']}")
     if row["sent_nbytes"] > row["expected_nbytes"]:
         problems.append(f"{where}: {row['sent_nbytes']} bytes are more than 6 (p-1)/p M = {row['expected_nbytes']}")

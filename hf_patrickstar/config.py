@@ -53,8 +53,8 @@ class PatrickStarConfig:
             loads each when it is needed. More hides the bus better where there is room, and never moves more bytes.
         reshard_after_forward: With several processes, whether a communication group leaves the device as soon as
             forward has done with it, and is gathered again for backward: ``True`` keeps the least memory and sends
-            exactly what PatrickStar section 7 says; ``False`` or ``"auto"`` keep it as long as nothing else needs the
-            room, which sends less.
+            exactly what PatrickStar section 7 says; ``False`` keeps it as long as nothing else needs the room, which
+            sends less.
         dtype: Type of parameters and gradients on the compute device: ``"fp32"``, ``"bf16"``, ``"fp16"``, or
             ``"auto"``: what ``--bf16`` or ``--fp16`` says. Where 16-bit was asked for, the optimizer works on fp32
             masters. Where nothing was asked for, each parameter and its optimizer states keep the type that the model
@@ -113,7 +113,7 @@ class PatrickStarConfig:
     cpu_embedding: bool | Literal["auto"] = "auto"
     placement: Literal["auto", "host"] = "auto"
     prefetch_depth: int = 2
-    reshard_after_forward: bool | Literal["auto"] = "auto"
+    reshard_after_forward: bool = False
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     autocast: bool | Literal["auto"] = "auto"
     keep_fp32: tuple[str, ...] | str = ("auto",)
@@ -150,7 +150,7 @@ class PatrickStarConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}: expected one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        for name in ("autocast", "cpu_embedding", "pin_memory", "reshard_after_forward", "keep_gradients"):
+        for name in ("autocast", "cpu_embedding", "pin_memory", "keep_gradients"):
             if not isinstance(getattr(self, name), bool) and getattr(self, name) != "auto":
                 raise ConfigError(f"{name}: expected true, false or 'auto', got {getattr(self, name)!r}")
         patterns = self.keep_fp32
@@ -173,7 +173,13 @@ class PatrickStarConfig:
         is_number = isinstance(wait_s, (int, float)) and not isinstance(wait_s, bool)
         if wait_s is not None and not (is_number and 0 <= wait_s < float("inf")):
             raise ConfigError(f"process_wait_s: expected a number of seconds, 0 or more, or null, got {wait_s!r}")
-        for name in ("background_save", "frozen_master", "debug_collectives", "debug_evict_all"):
+        for name in (
+            "background_save",
+            "frozen_master",
+            "reshard_after_forward",
+            "debug_collectives",
+            "debug_evict_all",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: expected true or false, got {getattr(self, name)!r}")
 

@@ -121,7 +121,7 @@ class Decisions:
                 "patrickstar: %d processes, each with its part of every list; reshard_after_forward=%s: groups %s",
                 situation.machine.collectives.world_size,
                 config.reshard_after_forward,
-                "leave after forward" if config.reshard_after_forward is True else "stay while there is room",
+                "leave after forward" if config.reshard_after_forward else "stay while there is room",
             )
 
 

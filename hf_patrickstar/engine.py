@@ -190,7 +190,7 @@ class PatrickStarEngine:
         policy = MovePolicy(
             Chooser(config.eviction),
             config.prefetch_depth,
-            config.reshard_after_forward is True,
+            config.reshard_after_forward,
             config.debug_evict_all,
         )
         return assemble(

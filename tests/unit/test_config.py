@@ -17,7 +17,7 @@ def test_defaults():
         "cpu_embedding": "auto",
         "placement": "auto",
         "prefetch_depth": 2,
-        "reshard_after_forward": "auto",
+        "reshard_after_forward": False,
         "dtype": "auto",
         "autocast": "auto",
         "keep_fp32": ("auto",),
@@ -113,6 +113,7 @@ def test_values_that_are_taken(name, given, kept):
         ("process_wait_s", "60", "process_wait_s: expected a number of seconds"),
         ("process_wait_s", True, "process_wait_s: expected a number of seconds"),
         ("debug_evict_all", 1, "debug_evict_all: expected true or false, got 1"),
+        ("reshard_after_forward", "auto", "reshard_after_forward: expected true or false, got 'auto'"),
         ("debug_evict_all", "auto", "debug_evict_all: expected true or false"),
     ],
 )
