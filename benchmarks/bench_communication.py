@@ -8,7 +8,7 @@ PatrickStar section 7 says, on every rank, in every step:
     6 (p-1)/p M    2 for each of: gathering groups in forward, gathering them in backward, reducing gradients
 
 beside 10 (p-1)/p M of a scheme that broadcasts each chunk from its owner and reduces to it. Activation checkpointing
-adds nothing: a group is gathered once for recomputation and backward. ``"auto"`` keeps groups from forward to backward
+adds nothing: a group is gathered once for recomputation and backward. ``false`` keeps groups from forward to backward
 where there is room, and sends 4 (p-1)/p M if all of them stay.
 
 The share of a step is the time inside of collectives, waiting for others included. It tells nothing of networks: these

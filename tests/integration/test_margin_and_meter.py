@@ -12,6 +12,7 @@ from trainers import smallest_budget
 from watch import non_model_peak
 
 from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar.memory.transfers import Transfers
 from hf_patrickstar.runtime import tracer as tracer_module
 
 
@@ -267,13 +268,12 @@ def test_an_interrupt_while_a_chunk_is_copied_leaves_no_garbage(monkeypatch):
     model, plain = make_layers(), make_layers()
     engine = PatrickStarEngine(model, {"chunk_budget": 3000, "chunk_numel": 320}, adamw(model))
     x = torch.randn(4, 16)
-    transfers = engine.manager._transfers
 
-    def interrupted(source, target):
+    def interrupted(transfers, source, target):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(transfers, "to_device", interrupted)
+        patch.setattr(Transfers, "to_device", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model(x)
     assert torch.equal(model(x), plain(x))

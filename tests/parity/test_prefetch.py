@@ -1,7 +1,10 @@
 """Copies that are started ahead: late ones are waited for, never raced, whatever the policy, depth and placement."""
 
+import contextlib
+import functools
 import random
 import time
+from unittest import mock
 
 import numpy
 import pytest
@@ -10,7 +13,7 @@ from models import make_batch, make_model
 from trainers import smallest_budget
 
 from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.memory.transfers import copy_bytes
+from hf_patrickstar.memory.transfers import Transfers, copy_bytes
 
 
 class SlowCopy:
@@ -26,9 +29,12 @@ class SlowCopy:
         copy_bytes(arrays)
 
 
-def hand_to_thread(engine, copy):
-    """Lets the copy thread make all copies that are started ahead, small ones too."""
-    engine.manager._transfers._copy, engine.manager._transfers._at_once_nbytes = copy, 0
+def handing_to_thread(copy):
+    """Inside, engines are made whose copy thread makes all copies that are started ahead, small ones too."""
+    if copy is None:
+        return contextlib.nullcontext()
+    make = functools.partial(Transfers, copy=copy, at_once_nbytes=0)
+    return mock.patch("hf_patrickstar.engine.Transfers", make)
 
 
 def losses_of(name, config, copy=None, accumulation=1, checkpointing=False, steps=4):
@@ -36,9 +42,8 @@ def losses_of(name, config, copy=None, accumulation=1, checkpointing=False, step
     if checkpointing:
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    engine = PatrickStarEngine(model, config, optimizer, gradient_accumulation_steps=accumulation)
-    if copy is not None:
-        hand_to_thread(engine, copy)
+    with handing_to_thread(copy):
+        engine = PatrickStarEngine(model, config, optimizer, gradient_accumulation_steps=accumulation)
     losses = []
     torch.manual_seed(3)
     for step in range(steps):
@@ -109,8 +114,8 @@ def test_a_copy_that_fails_is_an_error_where_the_chunk_is_needed():
 def test_detaching_waits_for_copies_under_way():
     model = make_model("gpt2").train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    engine = PatrickStarEngine(model, {"chunk_budget": 2 * smallest_budget(make_model("gpt2"))}, optimizer)
-    hand_to_thread(engine, SlowCopy(0.05))
+    with handing_to_thread(SlowCopy(0.05)):
+        engine = PatrickStarEngine(model, {"chunk_budget": 2 * smallest_budget(make_model("gpt2"))}, optimizer)
     for step in range(2):
         model(**make_batch("gpt2", seed=step)).loss.backward()
         engine.optimizer.step()
