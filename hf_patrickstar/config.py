@@ -7,7 +7,7 @@ import os
 from typing import Any, Literal
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.units import parse_nbytes
+from hf_patrickstar.units import ALIGNMENT_NUMEL, parse_nbytes
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "eviction": ("belady", "lru", "list_order"),
@@ -15,7 +15,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "fp32", "bf16", "fp16"),
     "optimizer_format": ("sharded", "torch", "both"),
 }
-_QUANTUM = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,8 +76,6 @@ class PatrickStarConfig:
             of two, which is booked against ``host_budget``.
         warmup_fraction: Part of ``device_budget`` that is used while a step is recorded, between 0 and 1. The rest is
             the reserve for activations that grow between two chunk accesses (PatrickStar section 8.1).
-        tile_numel: Elements that the optimizer works on at a time, a multiple of 64. 2**19 elements keep a tile's
-            gradient, parameter and states in the cache of common CPUs.
         keep_gradients: Whether gradients stay after the optimizer's step until ``zero_grad``, as in torch: ``True``
             keeps them beside the values, 4 bytes per trainable parameter; ``False`` lets the step consume them, as if
             ``zero_grad`` followed; ``"auto"`` keeps them, where the host has room, until ``zero_grad`` was called for
@@ -120,7 +117,6 @@ class PatrickStarConfig:
     frozen_master: bool = False
     pin_memory: bool | Literal["auto"] = "auto"
     warmup_fraction: float = 0.8
-    tile_numel: int = 2**19
     keep_gradients: bool | Literal["auto"] = "auto"
     background_save: bool = False
     optimizer_format: Literal["sharded", "torch", "both"] = "sharded"
@@ -141,10 +137,10 @@ class PatrickStarConfig:
                 raise ConfigError(
                     f"chunk_numel: expected 'auto' or a positive number of elements, got {self.chunk_numel!r}"
                 )
-            if chunk_numel < _QUANTUM:
+            if chunk_numel < ALIGNMENT_NUMEL:
                 raise ConfigError(
-                    f"chunk_numel: {chunk_numel} is smaller than the alignment of {_QUANTUM} elements; use 'auto' or a "
-                    "larger number"
+                    f"chunk_numel: {chunk_numel} is smaller than the alignment of {ALIGNMENT_NUMEL} elements; use "
+                    "'auto' or a larger number"
                 )
             object.__setattr__(self, "chunk_numel", chunk_numel)
         for name, choices in _CHOICES.items():
@@ -164,11 +160,6 @@ class PatrickStarConfig:
         depth = self.prefetch_depth
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
             raise ConfigError(f"prefetch_depth: expected a number of chunks, 0 or more, got {depth!r}")
-        tile_numel = self.tile_numel
-        if isinstance(tile_numel, bool) or not isinstance(tile_numel, int) or tile_numel < _QUANTUM:
-            raise ConfigError(f"tile_numel: expected at least {_QUANTUM} elements, got {tile_numel!r}")
-        if tile_numel % _QUANTUM:
-            raise ConfigError(f"tile_numel: expected a multiple of {_QUANTUM}, got {tile_numel!r}")
         wait_s = self.process_wait_s
         is_number = isinstance(wait_s, (int, float)) and not isinstance(wait_s, bool)
         if wait_s is not None and not (is_number and 0 <= wait_s < float("inf")):

@@ -128,7 +128,7 @@ class PatrickStarEngine:
         return self.checkpoints.state if self.optimizers else None
 
     def _make_kernel(self, optimizer: torch.optim.Optimizer) -> Kernel:
-        return make_kernel(optimizer, self.machine.pool, self.config.tile_numel, self.device.type != "cpu")
+        return make_kernel(optimizer, self.machine.pool, self.device.type != "cpu")
 
     def _make_optimizer(self, optimizer: torch.optim.Optimizer, kernel: Kernel, number: int) -> ChunkedOptimizer:
         def follow() -> bool:

@@ -1,4 +1,7 @@
-"""Bytes for people: parsing and printing of sizes. The only module that knows how many bytes a KiB has."""
+"""Bytes for people: parsing and printing of sizes; and what elements are counted by.
+
+The only module that knows how many bytes a KiB has.
+"""
 
 import decimal
 import re
@@ -12,6 +15,9 @@ _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
+
+ALIGNMENT_NUMEL = 64
+"""Offsets in chunks are multiples of this many elements: 128 bytes in 16-bit, 256 in fp32."""
 
 
 def parse_nbytes(value: int | str, name: str = "size") -> int:

@@ -25,9 +25,7 @@ from collections.abc import Iterable, Sequence
 
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.layout.specs import FP32, ModuleSpec, TensorSpec, Types
-
-ALIGNMENT_NUMEL = 64
-"""Offsets are multiples of this many elements: 128 bytes in 16-bit, 256 in fp32."""
+from hf_patrickstar.units import ALIGNMENT_NUMEL
 
 _CUT_STEPS = 256
 """Bins are cut to within about this part of their size."""

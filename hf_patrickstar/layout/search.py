@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from hf_patrickstar.errors import BudgetError, ConfigError
-from hf_patrickstar.layout.packing import ALIGNMENT_NUMEL, Layout, align, pack
+from hf_patrickstar.layout.packing import Layout, align, pack
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec
 from hf_patrickstar.shortage import Limit, Shortage
-from hf_patrickstar.units import format_need
+from hf_patrickstar.units import ALIGNMENT_NUMEL, format_need
 
 _MAX_CANDIDATES = 512
 _MAX_CHUNK_NUMEL = 2**26

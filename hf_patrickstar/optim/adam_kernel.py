@@ -16,14 +16,16 @@ from typing import Any
 import torch
 from torch.optim.adam import adam
 
-from hf_patrickstar.layout.packing import ALIGNMENT_NUMEL
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import AT_HOME, release_workspace, reserve_workspace, update_others
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor
+from hf_patrickstar.units import ALIGNMENT_NUMEL
 
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
+TILE_NUMEL = 2**19
+"""Elements per tile, a multiple of the alignment: gradient, parameter and states are in the cache of common CPUs."""
 _DEVICE_TILE_NUMEL = 2**24
 
 
@@ -65,7 +67,6 @@ class AdamKernel:
     Args:
         optimizer: The optimizer that says what to do; its ``param_groups`` are read at every step.
         pool: Where scratch space comes from.
-        tile_numel: Elements per tile, a multiple of the alignment.
         prefer_fused: Use torch's fused kernel where the optimizer leaves the choice open.
     """
 
@@ -74,13 +75,11 @@ class AdamKernel:
     splits_tensors = True
     updates_at_once = False
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, pool: PayloadPool, tile_numel: int, prefer_fused: bool
-    ) -> None:
-        self.batch_numel = tile_numel
+    def __init__(self, optimizer: torch.optim.Optimizer, pool: PayloadPool, prefer_fused: bool) -> None:
+        self.batch_numel = TILE_NUMEL
         self._optimizer = optimizer
         self._pool = pool
-        self._tile_numel = tile_numel
+        self._tile_numel = TILE_NUMEL
         self._prefer_fused = prefer_fused
         self._steps: dict[int, int | torch.Tensor] = {}  # tensors once somebody has seen them, and may write to them
         self._scratch: dict[Tier, torch.Tensor] = {}

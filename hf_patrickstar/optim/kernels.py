@@ -15,10 +15,8 @@ def is_one_by_one(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith(_ONE_BY_ONE) and not isinstance(optimizer, torch.optim.LBFGS)
 
 
-def make_kernel(
-    optimizer: torch.optim.Optimizer, pool: PayloadPool, tile_numel: int, prefer_fused: bool
-) -> "AdamKernel | TorchKernel":
+def make_kernel(optimizer: torch.optim.Optimizer, pool: PayloadPool, prefer_fused: bool) -> "AdamKernel | TorchKernel":
     """The kernel for a user's optimizer."""
     if is_plain_adam(optimizer):
-        return AdamKernel(optimizer, pool, tile_numel, prefer_fused)
+        return AdamKernel(optimizer, pool, prefer_fused)
     return TorchKernel(optimizer, pool, updates_at_once=not is_one_by_one(optimizer))

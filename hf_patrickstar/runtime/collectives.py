@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 
 from hf_patrickstar.errors import CollectiveError, ConfigError
-from hf_patrickstar.layout.packing import ALIGNMENT_NUMEL
 from hf_patrickstar.memory.transfers import Ticket
 from hf_patrickstar.runtime.arrival import Arrival, announce
 from hf_patrickstar.runtime.liveness import Liveness, Member, describe_self
 from hf_patrickstar.runtime.tickets import DeviceTicket, GlooTicket, Users
 from hf_patrickstar.runtime.vigil import Patience, Vigil
-from hf_patrickstar.units import KIB, MIB
+from hf_patrickstar.units import ALIGNMENT_NUMEL, KIB, MIB
 
 _ROUND_NBYTES = 2 * MIB
 """What a rank receives at a time in ``reduce_scatter``, from all others together."""

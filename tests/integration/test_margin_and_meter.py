@@ -277,6 +277,7 @@ def test_an_interrupt_while_a_chunk_is_copied_leaves_no_garbage(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             model(x)
     assert torch.equal(model(x), plain(x))
+    assert engine.stats()["chunk_loads"] > 0
 
 
 def test_an_interrupt_inside_a_module_and_then_a_step():

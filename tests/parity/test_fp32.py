@@ -4,6 +4,8 @@ import pytest
 from models import MODELS, make_model
 from trainers import assert_same_run, smallest_budget, train
 
+from hf_patrickstar.optim import adam_kernel
+
 HARSH = {"debug_evict_all": True}
 
 
@@ -60,8 +62,9 @@ def test_chunk_sizes(chunk_numel, tmp_path):
 
 
 @pytest.mark.parametrize("tile_numel", [64, 1024])
-def test_tiles(tile_numel, tmp_path):
-    assert_same_run(train("bert", tmp_path), train("bert", tmp_path, {"tile_numel": tile_numel}))
+def test_tiles(tile_numel, tmp_path, monkeypatch):
+    monkeypatch.setattr(adam_kernel, "TILE_NUMEL", tile_numel)
+    assert_same_run(train("bert", tmp_path), train("bert", tmp_path, {}))
 
 
 def test_dropout_and_no_clipping(tmp_path):

@@ -9,8 +9,9 @@ from unit.spec_builders import make_modules, make_tensors
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.layout import packing
-from hf_patrickstar.layout.packing import ALIGNMENT_NUMEL, align, pack
+from hf_patrickstar.layout.packing import align, pack
 from hf_patrickstar.layout.search import search_layout
+from hf_patrickstar.units import ALIGNMENT_NUMEL
 
 fast = settings(deadline=None, max_examples=100, database=None, derandomize=True)
 numels = st.lists(st.integers(0, 2000) | st.sampled_from([0, 64, 128, 5000]), max_size=30)

@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.spec_builders import make_modules, make_tensors
 
-from hf_patrickstar.layout.packing import ALIGNMENT_NUMEL, align, pack
+from hf_patrickstar.layout.packing import align, pack
+from hf_patrickstar.units import ALIGNMENT_NUMEL
 
 fast = settings(deadline=None, max_examples=100, database=None, derandomize=True)
 

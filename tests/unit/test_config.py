@@ -24,7 +24,6 @@ def test_defaults():
         "frozen_master": False,
         "pin_memory": "auto",
         "warmup_fraction": 0.8,
-        "tile_numel": 2**19,
         "keep_gradients": "auto",
         "background_save": False,
         "optimizer_format": "sharded",
@@ -58,7 +57,6 @@ def test_every_field_is_documented():
         ("dtype", "bf16", "bf16"),
         ("pin_memory", True, True),
         ("warmup_fraction", 1, 1),
-        ("tile_numel", 64, 64),
         ("process_wait_s", 0, 0),
         ("process_wait_s", 2.5, 2.5),
         ("process_wait_s", None, None),
@@ -103,10 +101,6 @@ def test_values_that_are_taken(name, given, kept):
         ("warmup_fraction", float("nan"), "warmup_fraction: expected a number above 0"),
         ("warmup_fraction", "half", "warmup_fraction: expected a number above 0"),
         ("warmup_fraction", True, "warmup_fraction: expected a number above 0"),
-        ("tile_numel", 0, "tile_numel: expected at least 64 elements, got 0"),
-        ("tile_numel", "512", "tile_numel: expected at least 64 elements, got '512'"),
-        ("tile_numel", True, "tile_numel: expected at least 64 elements"),
-        ("tile_numel", 100, "tile_numel: expected a multiple of 64, got 100"),
         ("process_wait_s", -1, "process_wait_s: expected a number of seconds, 0 or more, or null, got -1"),
         ("process_wait_s", float("nan"), "process_wait_s: expected a number of seconds"),
         ("process_wait_s", float("inf"), "process_wait_s: expected a number of seconds"),
@@ -169,7 +163,6 @@ def test_round_trip():
         dtype="fp16",
         pin_memory=False,
         warmup_fraction=0.5,
-        tile_numel=640,
         debug_evict_all=True,
     )
     assert PatrickStarConfig.from_any(config.to_dict()) == config
@@ -240,5 +233,5 @@ def test_other_types(source):
 
 
 def test_an_error_inside_a_file_names_the_setting():
-    with pytest.raises(ConfigError, match="tile_numel: expected a multiple of 64"):
-        PatrickStarConfig.from_any('{"tile_numel": 65}')
+    with pytest.raises(ConfigError, match="prefetch_depth: expected a number of chunks"):
+        PatrickStarConfig.from_any('{"prefetch_depth": -1}')
