@@ -118,7 +118,8 @@ def margins(draw):
     visits = st.builds(Visit, indices, st.sets(indices, max_size=3).map(tuple), st.integers(0, 300))
     sizes = tuple(chunk.param_nbytes for chunk in chunks)
     traces = [
-        Trace("training", sizes, tuple(draw(st.lists(visits, min_size=1, max_size=8)))) for _ in range(draw(st.integers(1, 3)))
+        Trace("training", sizes, tuple(draw(st.lists(visits, min_size=1, max_size=8))))
+        for _ in range(draw(st.integers(1, 3)))
     ]
     kept = draw(st.frozensets(indices, max_size=2))
     device = draw(st.integers(0, 1000) | st.integers(0, 10_000))
