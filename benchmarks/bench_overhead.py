@@ -121,10 +121,7 @@ def main():
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--limit", type=float, default=1.05, help="fail if the median ratio is above this")
     options = parser.parse_args()
-    if options.device.startswith("cuda"):
-        # Losses are compared bit for bit, which torch's fast attention backward does not repeat.
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+    common.repeat_bit_for_bit(options.device)
     device = torch.device(options.device)
     ratios, plain_seconds, our_seconds, numel = [], [], [], 0
     for repeat in range(options.repeats):

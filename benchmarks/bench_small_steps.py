@@ -174,10 +174,7 @@ def main():
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--limit", type=float, default=2.5, help="fail if a median ratio is above this")
     options = parser.parse_args()
-    if options.device.startswith("cuda"):
-        # Losses are compared bit for bit, which torch's fast attention backward does not repeat.
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+    common.repeat_bit_for_bit(options.device)
     results = {}
     print(f"{'model':6}{'':8}{'plain ms':>10}{'ours ms':>10}{'ratio':>8}  quartiles     evictions per step")
     for name in options.models:

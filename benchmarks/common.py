@@ -55,6 +55,13 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def repeat_bit_for_bit(device: str) -> None:
+    """Makes losses comparable bit for bit, which torch's fast attention backward on a GPU does not repeat."""
+    if device.startswith("cuda"):
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+
+
 def parser(description: str) -> argparse.ArgumentParser:
     """A parser with the options that every benchmark has."""
     options = argparse.ArgumentParser(description=description)
