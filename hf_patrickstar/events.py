@@ -1,4 +1,4 @@
-"""What the runtime tells whoever listens. Plain data: the runtime emits, ``report`` sums up."""
+"""Events of the runtime, as plain data: the runtime emits them, ``report`` sums them up."""
 
 import dataclasses
 from collections.abc import Callable

@@ -219,7 +219,7 @@ def _read_now(name: str, function: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _deepcopy(tensor: DeferredTensor, memo: dict[int, Any]) -> DeferredTensor:
-    """A copy for whoever copies a module; both are read from the same place."""
+    """A copy, for code that copies a module; both are read from the same place."""
     if id(tensor) not in memo:
         copied: Any = _alias(tensor).requires_grad_(tensor.requires_grad)
         is_parameter = isinstance(tensor, torch.nn.Parameter)

@@ -245,7 +245,7 @@ def _newest_file(directory: Path) -> Path | None:
 
 
 def _try_out(directory: Path) -> OSError | None:
-    """Writes a file that is a little larger than what is written without a look at the room."""
+    """Writes a small file, larger than the buffers of writers that do not check for errors; returns what fails."""
     probe = directory / ".probe"
     try:
         with open(probe, "wb", buffering=0) as file:

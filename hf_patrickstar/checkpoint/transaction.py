@@ -21,8 +21,9 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _PATIENCE_S = 1800.0
-"""How long other processes may take to write nothing in the background; less when this one ends with an error."""
+"""Seconds without progress after which this process gives up waiting for the parts that other processes write."""
 _LAST_PATIENCE_S = 20.0
+"""The same while this process ends: others may have ended already, and write nothing any more."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -175,7 +176,7 @@ class Transactions:
         world_size = self._collectives.world_size
         files = [checkpoint.path / shard_name(rank, world_size) for rank in checkpoint.makers[self._collectives.rank]]
         known, since = 0, time.monotonic()
-        # Until nobody writes any more: only then may it be removed.
+        # The directory may be removed only when every process has written its part, or has failed to.
         while not all(file.exists() or _failure(checkpoint, file) for file in files):
             nbytes = sum(map(nbytes_of, files))
             if nbytes != known:

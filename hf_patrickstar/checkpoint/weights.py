@@ -68,8 +68,8 @@ class ChunkWeights:
         """Saves the model piece by piece: inside the block ``state_dict`` gives deferred tensors.
 
         Writers of safetensors files (transformers', PEFT's, Accelerate's) read them as they write. All processes must
-        enter the block together. Those that do not read send the others what they have at home, until these leave the
-        block; then they run it themselves, and cannot read in it.
+        enter the block together. A process that does not read sends the readers what it has at home, until every
+        reader has left the block. Its own code in the block runs only then, and cannot read parameters.
 
         Args:
             is_reader: Whether this process reads: the same parts of the same parameters as all others that do.

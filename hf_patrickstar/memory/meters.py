@@ -54,7 +54,7 @@ class Meter(Protocol):
 
 
 class UnmeteredTier:
-    """A compute tier whose budget nobody set: nothing is measured."""
+    """A compute tier without a budget that was set: nothing is measured."""
 
     def live(self, booked: int) -> int:
         """Always 0."""

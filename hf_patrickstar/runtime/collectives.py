@@ -462,7 +462,7 @@ class Collectives:
 
     def _failure(self, what: str, error: Exception) -> CollectiveError:
         if self._vigil is not None and self._vigil.ask():
-            self._hang_up(False)  # others may wait for this rank, and for nobody else
+            self._hang_up(False)  # others may wait for this rank alone
             return CollectiveError(f"{what}: {self._vigil.verdict}")
         finding = "" if self._liveness is None else self._liveness.hold()
         return CollectiveError(_complain(what, self.rank, self.world_size, finding, error))

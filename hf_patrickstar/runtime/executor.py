@@ -107,7 +107,7 @@ class Executor:
         self._tick = 0
 
     def expect(self, step: Step | None, moment: int | None = None) -> None:
-        """Tells the ledger what others will need until the next moment, or to be cautious where nobody knows."""
+        """Tells the ledger what others will need until the next moment, or to be cautious where no trace is known."""
         ledger = self._ledger
         if step is None:
             ledger.is_cautious, ledger.reserved_nbytes = False, 0
@@ -156,7 +156,7 @@ class Executor:
         is_late = chunk.arrival is not None and self._copies.wait(chunk)
         self.num_late += is_late
         self.num_hits += was_there and not chunk.is_static and not is_late
-        if step is not None and step.plan is not None:  # nobody measures it: what is known is noted
+        if step is not None and step.plan is not None:  # it is not measured: what the trace says is noted
             self._ledger.note_total(self._ledger.reserved_nbytes)
         elif step is not None and step.is_recorded:
             self._meter.restart()
@@ -211,7 +211,7 @@ class Executor:
                 self.follow_to(step, min(moment + 1, end))
             while chunk.compute is None and step.num_followed < end:
                 self.follow_to(step, step.num_followed + 1)
-        if chunk.compute is None or step is None:  # between steps nobody knows what others have at hand
+        if chunk.compute is None or step is None:  # between steps others may lack it
             if step is not None and step.plan is not None:
                 self.reduce_due(step)  # the others do these before they hear of what no plan has
             self.ask(Subject.GATHER, chunk.spec.index, who)

@@ -133,7 +133,7 @@ class GradientMirrors:
         return True
 
     def drop(self, tensor: ManagedTensor) -> None:
-        """Forgets a gradient that was handed out; whoever has it keeps it."""
+        """Forgets a gradient that was handed out; code that has it keeps it."""
         mirror = self._mirrors.pop(tensor.spec.index, None)
         if mirror is not None:
             self._users.leave(mirror)

@@ -247,7 +247,7 @@ class Gradients:
         return self.coefficient is not None or self.inverse_scale is not None
 
     def take_factor(self) -> torch.Tensor | None:
-        """What gradients are still to be multiplied with; whoever takes it does so."""
+        """What gradients are still to be multiplied with; the caller multiplies them."""
         coefficient, scale = self.coefficient, self.inverse_scale
         self.coefficient = self.inverse_scale = None
         if coefficient is None or scale is None:
@@ -397,7 +397,7 @@ class Gradients:
     def _list(self, chunk: Chunk) -> torch.Tensor:
         if GRADIENT not in chunk.lists:
             numel = chunk.param.numel()
-            if chunk.home is Tier.DEVICE:  # nobody has planned for it: copies make room, or chunks leave the margin
+            if chunk.home is Tier.DEVICE:  # no plan knows of it: copies make room, or chunks leave the margin
                 self._reclaim.make_room(numel * chunk.state_dtype.itemsize)
             others = (other for other in self._chunks if other is not chunk and chunk.home in (other.home, Tier.HOST))
             ahead = sum(

@@ -138,7 +138,7 @@ class Ended:
 
     Attributes:
         collectives: What others still ask for; if there is any, the phase has not ended: do these, and say so again.
-        is_diverged: Whether any process left its trace, or only some make one.
+        is_diverged: Whether a process left its trace, or some processes record this step and others do not.
         indices: Tensors that got a gradient anywhere.
     """
 

@@ -67,7 +67,7 @@ class Originals:
         return tensor.origin is not None and dtype != tensor.chunk.param.dtype
 
     def read(self, tensor: ManagedTensor, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Elements of what this rank has of a parameter that has an origin, or had one when somebody began to read it.
+        """Elements of what this rank has of a parameter that has an origin, or had one when reading began.
 
         Args:
             tensor: The parameter.

@@ -46,7 +46,7 @@ class Reclaim:
         self._forecast = forecast
 
     def make_room(self, nbytes: int, *, keep_margin: bool = False) -> None:
-        """Frees so many bytes, or as many as there are; whoever needs them finds out.
+        """Frees so many bytes, or as many as can be freed; the allocation that follows fails if they are too few.
 
         Args:
             nbytes: How many.

@@ -187,7 +187,7 @@ class Steps:
         self.executor.expect(None)
 
     def give_up(self) -> None:
-        """Stops measuring: the step has failed, and nobody may tell its end (a backward that raises)."""
+        """Stops measuring: the step has failed, and torch does not tell the end of a backward that raises."""
         self._meter.pause()
 
     def settle(self) -> None:

@@ -143,7 +143,7 @@ class Trace:
 
 
 def common_trace(traces: Sequence[Trace]) -> Trace:
-    """One trace for several processes that recorded the same step, the same whoever computes it.
+    """One trace for several processes that recorded the same step; every process computes the same one.
 
     Where a process did something else than most, the longest of what was done counts, and at every moment there is
     room for the most that the others needed at any.
@@ -204,7 +204,7 @@ class Cursor:
         self.trace = trace
         self._dropped_after = dropped_after
         self.moment = -1
-        self._moments: dict[int, list[int]] = {}  # made when somebody asks: who has a plan does not
+        self._moments: dict[int, list[int]] = {}  # made at the first question: a step with a plan asks none
 
     def advance(self, chunk_index: int) -> bool:
         """Notes a visit.
