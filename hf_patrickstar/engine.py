@@ -177,7 +177,7 @@ class PatrickStarEngine:
                 self.optimizers.pop()
                 self.manager.has_new_groups = False
             raise
-        self.manager.placement.follow(self._rates())
+        self.manager.placement.take_rates(self._rates())
         chunked.take_inner_state()
         return chunked
 

@@ -207,7 +207,7 @@ class Transfers:
         self._keep(source, event, torch.cuda.current_stream(self.device))
         return StreamTicket(event, self.device)
 
-    def settle(self) -> None:
+    def release_in_flight(self) -> None:
         """Lets go of gradients in flight: whatever the compute stream does next comes after their copies."""
         if self._in_flight:
             torch.cuda.current_stream(self.device).wait_event(self._in_flight[-1][0])

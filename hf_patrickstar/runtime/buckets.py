@@ -139,12 +139,12 @@ class Buckets:
             if tensor.spec.index not in stored:
                 tensor.view_copy(buffer).zero_()
         ticket = self._collectives.reduce_scatter(buffer, self._staging[buffer.dtype], f"reduces group {index}")
-        yield from self._finish()
+        yield from self._receive()
         self._under_way = (chunk, buffer, stored, ticket)
         if not self._collectives.is_asynchronous:
-            yield from self._finish()
+            yield from self._receive()
 
-    def _finish(self) -> Iterator[Average]:
+    def _receive(self) -> Iterator[Average]:
         """The averages of the reduction that is under way; afterwards its buffer is free."""
         if self._under_way is None:
             return
@@ -156,10 +156,10 @@ class Buckets:
                 yield Average(tensor, average)
             else:  # another rank may have one, and this is it; that is known when backward ends
                 self._held.append((tensor, average.to(chunk.param.device, copy=True)))
-        self._transfers.settle()  # the averages are on their way home from this buffer
+        self._transfers.release_in_flight()  # the averages are on their way home from this buffer
         self._pool.release(Tier.DEVICE, buffer, GRADIENTS)
 
-    def settle(self, found: Iterable[int]) -> Iterator[Average]:
+    def finish(self, found: Iterable[int]) -> Iterator[Average]:
         """Ends a backward.
 
         Args:
@@ -168,7 +168,7 @@ class Buckets:
         Yields:
             The averages that are left; see ``reduce``.
         """
-        yield from self._finish()
+        yield from self._receive()
         anywhere = set(found)
         for tensor, average in self._held:
             if tensor.spec.index in anywhere:
@@ -176,13 +176,13 @@ class Buckets:
         self._held.clear()
         self.found.clear()
 
-    def forget(self) -> Iterator[Average]:
+    def abandon(self) -> Iterator[Average]:
         """Drops what is not reduced: the gradients of a backward that failed.
 
         Yields:
             The averages that are left; see ``reduce``.
         """
-        yield from self._finish()
+        yield from self._receive()
         for buffer in self._buffers.values():
             self._pool.release(Tier.DEVICE, buffer, GRADIENTS)
         self._buffers.clear()
@@ -192,7 +192,7 @@ class Buckets:
 
     def close(self) -> None:
         """Gives every buffer back."""
-        for _ in self.forget():
+        for _ in self.abandon():
             pass
         self._release_staging()
 

@@ -148,7 +148,7 @@ class Executor:
         elif moment is not None and step is not None and step.plan is not None:
             actions = step.plan.moments[moment]
             if actions.evict or actions.load:
-                self._follow(actions, chunk, who)
+                self._execute(actions, chunk, who)
         if chunk.compute is None:
             self._load(chunk, who)
         elif len(self._copies) and self._ledger.available(Tier.DEVICE) < 0:
@@ -165,7 +165,7 @@ class Executor:
 
     # Of this process alone
 
-    def _follow(self, actions: Actions, chunk: Chunk, who: str) -> None:
+    def _execute(self, actions: Actions, chunk: Chunk, who: str) -> None:
         self._evict_if_unused(actions.evict)
         for index in actions.load:
             other = self._chunks[index]
@@ -201,23 +201,23 @@ class Executor:
             self.ask(Subject.REDUCE, chunk.spec.index, "its gradients, which are complete")
             return
         while step.due and is_complete(self._chunks[step.due[0]]):
-            self._follow_plan(Subject.REDUCE, step.due.pop(0))
+            self._perform_planned(Subject.REDUCE, step.due.pop(0))
 
     def _bring_together(self, chunk: Chunk, step: Step | None, moment: int | None, who: str) -> None:
         self._needed = chunk
         if step is not None and step.plan is not None:
             end = self.end_of_phase(step, not self.in_backward)
             if moment is not None:  # another branch may look like what comes after this forward
-                self.follow_to(step, min(moment + 1, end))
+                self.execute_until(step, min(moment + 1, end))
             while chunk.compute is None and step.num_followed < end:
-                self.follow_to(step, step.num_followed + 1)
+                self.execute_until(step, step.num_followed + 1)
         if chunk.compute is None or step is None:  # between steps others may lack it
             if step is not None and step.plan is not None:
                 self.reduce_due(step)  # the others do these before they hear of what no plan has
             self.ask(Subject.GATHER, chunk.spec.index, who)
         self._needed = None
 
-    def follow_to(self, step: Step, end: int) -> None:
+    def execute_until(self, step: Step, end: int) -> None:
         """Executes the plan up to a moment, whether or not this process has come to it."""
         assert step.plan is not None
         while step.num_followed < end:
@@ -226,13 +226,13 @@ class Executor:
             step.num_followed += 1
             self._evict_if_unused(actions.evict)
             for index in actions.load:
-                self._follow_plan(Subject.GATHER, index)
+                self._perform_planned(Subject.GATHER, index)
             step.due = list(actions.reduce)
 
     def reduce_due(self, step: Step) -> None:
         """Executes what is left of the reductions of the moment that the plan has come to."""
         while step.due:
-            self._follow_plan(Subject.REDUCE, step.due.pop(0))
+            self._perform_planned(Subject.REDUCE, step.due.pop(0))
 
     def end_of_phase(self, step: Step, is_forward: bool) -> int:
         """The moment of the plan up to which what is running now may go."""
@@ -259,7 +259,7 @@ class Executor:
             with named(subject.name.lower(), index):
                 (self._gather if subject is Subject.GATHER else self._reduce)(index)
 
-    def _follow_plan(self, subject: Subject, index: int) -> None:
+    def _perform_planned(self, subject: Subject, index: int) -> None:
         collective = Collective(subject, index)
         self._order.check(collective)
         self.perform([collective])

@@ -74,7 +74,7 @@ class Forecast:
         del self._calls[: len(self._calls) + 1 - _MOST_CALLS]
         self._calls.append(Rehearsal.of(module, inputs, self._device, casting, with_backward=is_training))
 
-    def forget(self, *, is_evaluation: bool = False) -> None:
+    def clear(self, *, is_evaluation: bool = False) -> None:
         """Forgets the forwards of a step that has ended, or only those of evaluations."""
         self._calls = [call for call in self._calls if is_evaluation and call.with_backward]
 

@@ -117,7 +117,7 @@ class Gradients:
     def make_ready(self, tensor: ManagedTensor) -> None:
         """Brings a gradient that is elsewhere to a place at home, where the optimizer finds it."""
         if tensor.deferred_gradient is not None:
-            self.settle(tensor)
+            self.place_deferred(tensor)
         if tensor.gradient is GradientPlace.ZERO and tensor.is_owned:
             self._write_zero(tensor)
         elif tensor.gradient is GradientPlace.KEPT:
@@ -216,7 +216,7 @@ class Gradients:
                 consumed(tensor, "zero_grad was not called since: torch would have added the next one to it")
             )
 
-    def settle(self, tensor: ManagedTensor) -> None:
+    def place_deferred(self, tensor: ManagedTensor) -> None:
         """Finds a place for a gradient that was put aside; if there is none it still is where it was."""
         assert tensor.deferred_gradient is not None
         self.add(tensor, tensor.deferred_gradient)
@@ -320,11 +320,11 @@ class Gradients:
             was_there = self.has(tensor) or tensor.gradient is not GradientPlace.NONE
             if tensor.gradient is GradientPlace.PARAM:
                 self._values.restore(tensor)
-            self.forget(tensor)
+            self.clear(tensor)
             if to_zero and was_there:
                 tensor.gradient = GradientPlace.ZERO if tensor.is_owned else GradientPlace.REMOTE
 
-    def forget(self, tensor: ManagedTensor) -> None:
+    def clear(self, tensor: ManagedTensor) -> None:
         """Forgets a gradient whose place holds the value again, or is about to."""
         tensor.gradient = GradientPlace.NONE
         tensor.gradient_norm = None
@@ -343,7 +343,7 @@ class Gradients:
         gradient = tensor.gradient
         if keeps and gradient is not GradientPlace.PARAM:
             return
-        self.forget(tensor)
+        self.clear(tensor)
         if handed_out is not None and self._is_alone:
             tensor.kept, tensor.gradient = handed_out, GradientPlace.KEPT
         else:

@@ -70,7 +70,7 @@ class ChunkManager:
         """Begins to add and remove parameters: no step runs, and nothing that was written is missed."""
         self.phases.unwind()
         self.writes.sync()
-        self.steps.forget_step()
+        self.steps.abandon_step()
 
     def add_chunks(self, chunks: Sequence[Chunk]) -> None:
         """Adds chunks at the end of the chunk list."""
@@ -103,7 +103,7 @@ class ChunkManager:
         Args:
             nbytes: The bytes of every chunk over all lists.
         """
-        self.tracer.forget_chunks([chunk.copy_nbytes for chunk in self.chunks])
+        self.tracer.note_chunks([chunk.copy_nbytes for chunk in self.chunks])
         self.copies.note_chunks()
         self._buckets.note_chunks()
         self._order.note_tensors(max(self.by_index, default=-1) + 1)
@@ -130,9 +130,9 @@ class ChunkManager:
             to_zero: Whether those that were there are zero from now on.
         """
         with self._lock:
-            self.phases.forget_failed_backward()
+            self.phases.abandon_failed_backward()
             self.parameters.release_held_outside_forward()
-            self.steps.settle()
+            self.steps.stop_idle_meter()
             chosen = None if tensors is None else list(tensors)
             if chosen is not None and self.gradients.has_factor:
                 dropped = {tensor.spec.index for tensor in chosen}
@@ -153,7 +153,7 @@ class ChunkManager:
         """Takes back what a failed attempt at a micro-batch left, and begins the next; see ``Attempts``."""
         with self._lock:
             self.executor.in_backward = False
-            self._transfers.settle()
+            self._transfers.release_in_flight()
             dropped = self.gradients.attempts.undo()
             for tensor in self.tensors:
                 set_raw_grad(tensor.parameter, None)
@@ -193,7 +193,7 @@ class ChunkManager:
             self.gradient_mirrors.close()
             for tensor in self.tensors:
                 self.originals.drop(tensor)
-            self._transfers.settle()
+            self._transfers.release_in_flight()
             self._buckets.close()
             self.copies.close()
             self._meter.stop()

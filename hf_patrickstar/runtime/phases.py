@@ -86,16 +86,16 @@ class Phases:
             shapes: Shapes of its inputs.
             present: Tensors on the device that are there already and are not chunks.
         """
-        self.forget_failed_backward()
+        self.abandon_failed_backward()
         if stage is Stage.EVALUATION:
             self._parameters.release_held_outside_forward()
         self._writes.sync()
         if stage is Stage.EVALUATION:
-            self._steps.settle()
+            self._steps.stop_idle_meter()
             self._placement.prepare(shapes, is_training=False)
             self._steps.begin_nested_evaluation(name, shapes, present, self._values.version)
         elif self._tracer.step is None:
-            self._steps.settle()
+            self._steps.stop_idle_meter()
             self._placement.prepare(shapes, is_training=True)
             self._steps.begin_step(name, shapes, present, self._values.version)
 
@@ -105,7 +105,7 @@ class Phases:
             if frame.stage is Stage.EVALUATION:
                 self._steps.end_nested_evaluation(is_whole=not has_failed)
             elif frame.stage is Stage.FORWARD and has_failed:
-                self._steps.forget_step()
+                self._steps.abandon_step()
             elif frame.stage is Stage.FORWARD:
                 self._steps.end_forward()
         finally:
@@ -129,7 +129,7 @@ class Phases:
 
     def unwind(self) -> None:
         """Every forward that is open on this thread was interrupted, and ends."""
-        self._steps.forget_step()
+        self._steps.abandon_step()
         while self.frames.stack:
             frame = self.frames.stack.pop()
             self.after_module(frame)
@@ -176,28 +176,26 @@ class Phases:
             self._gradient_mirrors.sync_one(tensor)
             if not self._is_alone:
                 self._buckets.store(tensor, gradient)
+                self._executor.reduce_when_due(tensor.chunk)
             elif not self._gradients.attempts.is_counted(tensor.spec.index):
                 if not (is_at_home or tensor.chunk.is_static):
                     tensor.crossing_nbytes += gradient.nbytes
                 self._gradients.place(tensor, gradient)
                 self._gradient_mirrors.refresh(tensor)
-            if not self._is_alone:
-                self._executor.reduce_when_due(tensor.chunk)
 
     def backward_end(self) -> None:
         """A backward has ended: what it left is reduced and settled, and the micro-batch is counted."""
         with self._end_of_backward():
             self._parameters.release_held_outside_forward()
-            if not self._is_alone:
-                found = self._steps.end_phase(Phase.BACKWARD, self._buckets.unreduced, self._buckets.found)
-                self._executor.take_home(self._buckets.settle(found))
-                for tensor in map(self._parameters.by_index.__getitem__, found):
-                    if not tensor.is_owned:
-                        self._gradients.note_remote(tensor)
-                    self._gradient_mirrors.drop(tensor)
+            found = self._steps.end_phase(Phase.BACKWARD, self._buckets.unreduced, self._buckets.found)
+            self._executor.take_home(self._buckets.finish(found))
+            for tensor in map(self._parameters.by_index.__getitem__, found):  # with several processes
+                if not tensor.is_owned:
+                    self._gradients.note_remote(tensor)
+                self._gradient_mirrors.drop(tensor)
             self._executor.in_backward = False
-            self._settle_gradients()
-            self._transfers.settle()
+            self._place_deferred_gradients()
+            self._transfers.release_in_flight()
             self._steps.end_micro_batch()
 
     @contextlib.contextmanager
@@ -208,18 +206,18 @@ class Phases:
         finally:
             self.turns.give_up_backward()
 
-    def _settle_gradients(self) -> None:
+    def _place_deferred_gradients(self) -> None:
         """Finds a place for gradients that waited until the values in their places were not needed any more."""
         for tensor in self._parameters.tensors:
             if tensor.deferred_gradient is not None:
-                self._gradients.settle(tensor)
+                self._gradients.place_deferred(tensor)
 
-    def forget_failed_backward(self) -> None:
+    def abandon_failed_backward(self) -> None:
         """Drops the step whose backward raised: one that has begun and neither runs nor has ended."""
         if self._executor.in_backward and torch._C._current_graph_task_id() == -1 and not is_backward_elsewhere():
             self._executor.in_backward = False
-            self._executor.take_home(self._buckets.forget())
-            self._steps.forget_step()
+            self._executor.take_home(self._buckets.abandon())
+            self._steps.abandon_step()
 
     def apply_factor(self) -> None:
         """Multiplies gradients with what the optimizer's step would multiply them with: somebody looks at them."""

@@ -101,7 +101,7 @@ class Placement:
         elif self._rates is not None and any(trace.kind.is_training for trace in tracer.traces.values()):
             self._fill_margin(reclaim)
 
-    def follow(self, rates: Rates | None) -> None:
+    def take_rates(self, rates: Rates | None) -> None:
         """Tells how fast an optimizer works that came since, or that there is one that does not follow its chunks.
 
         Args:

@@ -104,7 +104,7 @@ class Recovery:
         self._manager.phases.unwind()
         gc.collect()
         self._manager.undo_attempt()
-        self._manager.steps.forget_step()
+        self._manager.steps.abandon_step()
 
     def _make_careful(self) -> None:
         manager = self._manager

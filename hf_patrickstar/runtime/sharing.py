@@ -124,7 +124,7 @@ class Sharing:
         readers = self._order.agree(Subject.READ, [index, *place, piece_numel], what, is_patient=is_patient)
         yield from self._pieces(held, place, piece_numel, what, readers)
 
-    def follow(self, held_of: Callable[[int], Held]) -> None:
+    def serve(self, held_of: Callable[[int], Held]) -> None:
         """Takes part in what other processes read, until they have ended.
 
         Args:
@@ -159,7 +159,7 @@ class Sharing:
             CheckpointError: On those that do not read, if one that does has failed.
         """
         if not is_reader:
-            self.follow(held_of)
+            self.serve(held_of)
         try:
             yield
         except BaseException:

@@ -127,7 +127,7 @@ class Steps:
         if is_whole:
             self.end_phase(Phase.EVALUATION)
         self.tracer.end_nested_evaluation(is_whole=is_whole)
-        self.forecast.forget(is_evaluation=True)
+        self.forecast.clear(is_evaluation=True)
         step = self.tracer.step
         if step is None or not step.is_metered:
             self._meter.pause()
@@ -139,7 +139,7 @@ class Steps:
         self.end_phase(Phase.FORWARD)
         self.tracer.note_forward_end()
         if self._meter.leave() and self.tracer.step is not None and self.tracer.step.is_recorded:
-            self.forget_step()
+            self.abandon_step()
 
     def end_micro_batch(self) -> None:
         """Ends the step of a micro-batch, inside of its backward."""
@@ -149,13 +149,13 @@ class Steps:
     def _finish(self) -> None:
         """Ends a step. It may be called inside of backward, where the meter cannot be stopped, only paused."""
         self.tracer.finish()
-        self.forecast.forget()
+        self.forecast.clear()
         self._meter.pause()
         self.executor.expect(None)
 
     def begin_update(self) -> None:
         """Begins the optimizer's step, which has a trace of its own: what it needs on the device beside the chunks."""
-        self.tracer.forget()
+        self.tracer.abandon()
         step = self.tracer.begin(StepKind.UPDATE)
         if step.is_metered:
             self._meter.start(())
@@ -170,27 +170,27 @@ class Steps:
     def end_update(self) -> int:
         """Ends the optimizer's step; returns how many micro-batches it was made of."""
         self._finish()
-        self.settle()
+        self.stop_idle_meter()
         ledger = self._pool.ledger
         self.num_updates += 1
         self.peaks = (ledger.step_peak(Tier.DEVICE), ledger.total_step_peak, ledger.step_peak(Tier.HOST))
         ledger.begin_step()
         num_micro_batches, self.micro_batch = self.micro_batch, 0
-        self.forget_step()
+        self.abandon_step()
         return num_micro_batches
 
-    def forget_step(self) -> None:
+    def abandon_step(self) -> None:
         """Drops a step that came to nothing."""
-        self.tracer.forget()
-        self.forecast.forget()
-        self.settle()
+        self.tracer.abandon()
+        self.forecast.clear()
+        self.stop_idle_meter()
         self.executor.expect(None)
 
     def give_up(self) -> None:
         """Stops measuring: the step has failed, and torch does not tell the end of a backward that raises."""
         self._meter.pause()
 
-    def settle(self) -> None:
+    def stop_idle_meter(self) -> None:
         """Takes the meter off this thread if no step is running; called outside of backward."""
         if self.tracer.step is None:
             self._meter.stop()
@@ -222,7 +222,7 @@ class Steps:
             return frozenset(indices)
         step = self.tracer.step
         if step is not None and step.plan is not None:
-            self.executor.follow_to(step, self.executor.end_of_phase(step, phase is Phase.FORWARD))
+            self.executor.execute_until(step, self.executor.end_of_phase(step, phase is Phase.FORWARD))
             if phase is not Phase.FORWARD:  # what the last visit of a forward is followed by is not complete yet
                 self.executor.reduce_due(step)
         while waiting := unreduced():  # what others ask for at the same time is done too

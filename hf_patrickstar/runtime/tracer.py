@@ -145,7 +145,7 @@ class Tracer:
             return None
         if step.cursor is None:
             if len(step.visits) == _MOST_VISITS:  # forwards that never meet a backward
-                self.forget()
+                self.abandon()
                 return None
             self._close_moment(step)
             step.visits.append((chunk_index, tuple(pinned())))
@@ -184,7 +184,7 @@ class Tracer:
         if self._interrupted:
             self.step = self._interrupted.pop()
 
-    def forget(self) -> None:
+    def abandon(self) -> None:
         """Drops a step that came to nothing: a forward without backward, or one that failed."""
         self.step = None
         self._interrupted.clear()
@@ -216,7 +216,7 @@ class Tracer:
         self.traces.clear()
         self._diverged_in_a_row.clear()
 
-    def forget_chunks(self, chunk_nbytes: Iterable[int]) -> None:
+    def note_chunks(self, chunk_nbytes: Iterable[int]) -> None:
         """Drops every trace, because there are other chunks now.
 
         Args:

@@ -245,7 +245,7 @@ def test_a_step_that_came_to_nothing_leaves_no_trace():
     tracer = make_tracer([8])
     tracer.begin("training")
     visit_all(tracer, [0])
-    tracer.forget()
+    tracer.abandon()
     assert not tracer.traces
     assert tracer.step is None
     assert visit_all(tracer, [0]) == [None]
@@ -267,7 +267,7 @@ def test_forgetting_ends_an_evaluation_that_was_interrupted():
     tracer = make_tracer([8])
     tracer.begin("training")
     tracer.begin_nested_evaluation("evaluation")
-    tracer.forget()
+    tracer.abandon()
     tracer.begin_nested_evaluation("evaluation")
     visit_all(tracer, [0])
     tracer.end_nested_evaluation()
@@ -491,7 +491,7 @@ def test_a_step_that_came_to_nothing_is_not_agreed_on():
     run_step(tracer, [])
     tracer.begin("training")
     visit_all(tracer, [0])
-    tracer.forget()
+    tracer.abandon()
     tracer.finish()
     tracer.begin_nested_evaluation("evaluation")
     visit_all(tracer, [0])
