@@ -120,7 +120,7 @@ def collect_optimizer(rank):
     engine = make_engine(gpt2())
     train(engine, rank, 0)
     with engine.optimizer.collected(keep=rank == 0):
-        num_collected = len(engine.optimizer._collected)
+        num_collected = len(engine.optimizer.state_dict()["state"])
     engine.detach()
     return num_collected == (len(engine.manager.tensors) if rank == 0 else 0)
 

@@ -247,9 +247,6 @@ def test_a_parameter_that_goes_to_the_next_module_is_noticed():
     """Read one after the other, the dictionaries of both modules have the same contents before and after."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Module())
     engine = PatrickStarEngine(model, CONFIG, make_adamw(model))
-    assert not engine._hooks.may_have_changed(True)
     model[1]._parameters["bias"] = model[0]._parameters.popitem()[1]
-    assert engine._hooks.may_have_changed(True)
     engine.follow_model()
     assert names_of(engine) == ["0.weight", "1.bias"]
-    assert not engine._hooks.may_have_changed(True)
