@@ -51,7 +51,7 @@ class ThreadCollectives:
     def __init__(self, rank=0, exchange=None):
         self.place = Exchange(1) if exchange is None else exchange
         self.rank, self.world_size = rank, self.place.world_size
-        self.whats = []
+        self.whats, self.sent_numels = [], []
 
     def exchange(self, message, what, *, is_patient=True):
         self.whats.append(what)
@@ -63,6 +63,7 @@ class ThreadCollectives:
 
     def begin_broadcast(self, tensor, source, what):
         """Writes when it is waited for, and not before."""
+        self.sent_numels.append(tensor.numel())
         found = self.place.swap(self.rank, tensor.clone())[source]
         return lambda: tensor.copy_(found)
 
