@@ -172,6 +172,7 @@ class Parts(Process):
         self.policy = MovePolicy(Chooser(chooser), prefetch_depth, reshard_after_forward=False, evict_all=evict_all)
         self.num_micro_batches, self.keeps, self.rates = num_micro_batches, keeps, rates
         self.reserved = []
+        self.reserve = lambda chunks, tier: self.reserved.append(tier)
         self.__dict__.update(instead)
 
     # What a test asks about
@@ -229,7 +230,7 @@ class Parts(Process):
             self.copies,
             self.ledger,
             self.tracer,
-            lambda chunks, tier: self.reserved.append(tier),
+            self.reserve,
             PlacementRules(0, self.policy.prefetch_depth, self.policy.chooser.name),
             self.rates,
         )
