@@ -1,0 +1,237 @@
+"""Small real parts that have values and gradients: chunks with payloads, and all that is made before them."""
+
+import threading
+
+import torch
+from unit.spec_builders import BF16
+
+from hf_patrickstar.layout.packing import ChunkSpec
+from hf_patrickstar.layout.specs import TensorSpec
+from hf_patrickstar.memory.ledger import Ledger
+from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.memory.transfers import Transfers
+from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedTensor, torch_dtype
+from hf_patrickstar.runtime.gradient_mirrors import GradientMirrors
+from hf_patrickstar.runtime.gradients import Gradients
+from hf_patrickstar.runtime.mirrors import MirrorUsers, ValueMirrors
+from hf_patrickstar.runtime.order import make_order
+from hf_patrickstar.runtime.originals import Originals
+from hf_patrickstar.runtime.sharing import Sharing
+from hf_patrickstar.runtime.values import Values
+from hf_patrickstar.runtime.watch import Watch
+from hf_patrickstar.runtime.writes import Writes
+
+CPU = torch.device("cpu")
+TIMEOUT_S = 10
+NUM_TENSORS = 8
+
+
+class Exchange:
+    """Where threads that stand for processes meet; one that fails lets the others go."""
+
+    def __init__(self, world_size):
+        self.world_size = world_size
+        self.slots = [None] * world_size
+        self.barrier = threading.Barrier(world_size, timeout=TIMEOUT_S)
+
+    def swap(self, rank, value):
+        self.slots[rank] = value
+        self.barrier.wait()
+        values = list(self.slots)
+        self.barrier.wait()
+        return values
+
+
+class ThreadCollectives:
+    """What the runtime needs of ``Collectives``, among threads; of one process alone if no exchange is given."""
+
+    is_asynchronous = False
+
+    def __init__(self, rank=0, exchange=None):
+        self.place = Exchange(1) if exchange is None else exchange
+        self.rank, self.world_size = rank, self.place.world_size
+        self.whats, self.sent_numels = [], []
+
+    def exchange(self, message, what, *, is_patient=True):
+        self.whats.append(what)
+        return [list(row) for row in self.place.swap(self.rank, list(message))]
+
+    def exchange_objects(self, value, what):
+        self.whats.append(what)
+        return self.place.swap(self.rank, value)
+
+    def begin_broadcast(self, tensor, source, what):
+        """Writes when it is waited for, and not before."""
+        self.sent_numels.append(tensor.numel())
+        found = self.place.swap(self.rank, tensor.clone())[source]
+        return lambda: tensor.copy_(found)
+
+    def broadcast(self, tensor, source, what):
+        self.begin_broadcast(tensor, source, what)()
+
+    def all_reduce(self, tensor, what):
+        tensor.copy_(sum(self.place.swap(self.rank, tensor.clone())))
+
+
+class Ticket:
+    """A copy under way, which does something when it is waited for."""
+
+    is_done = False
+
+    def __init__(self, when_done=lambda: None):
+        self.when_done, self.num_waits = when_done, 0
+
+    def wait(self):
+        self.num_waits += 1
+        self.when_done()
+
+    join = wait
+
+
+class Room:
+    """In place of ``Reclaim``: writes down what room is asked for, and finds none beyond what there is."""
+
+    def __init__(self):
+        self.asked = []
+
+    def make_room(self, nbytes):
+        self.asked.append(nbytes)
+
+
+class Process:
+    """One process with the parts below its chunks.
+
+    The value of tensor i, wherever it is, counts up from 16 * i: exact in any type.
+
+    Args:
+        collectives: The processes; by default there is one.
+        device_nbytes: The budget of the device.
+        host_nbytes: The budget of the host.
+    """
+
+    def __init__(self, collectives=None, device_nbytes=4096, host_nbytes=4096):
+        self.collectives = collectives or ThreadCollectives()
+        self.rank, self.world_size = self.collectives.rank, self.collectives.world_size
+        self.ledger = Ledger({Tier.DEVICE: device_nbytes, Tier.HOST: host_nbytes})
+        self.pool = PayloadPool(self.ledger, CPU, pin_memory=False)
+        self.transfers = Transfers(CPU)
+        self.events = []
+        self.chunks = []
+        self.tensors = []
+        self.room = Room()
+        self.originals = Originals(self.pool)
+        self.sharing = Sharing(self.collectives, make_order(self.collectives, NUM_TENSORS, checks_all=False))
+        self.values = Values(self.sharing, self.transfers, self.originals, self.events.append)
+        self.users = MirrorUsers()
+        self.mirrors = ValueMirrors(self.values, self.users)
+        self.watch = Watch(self.values, self.mirrors)
+
+    def add_chunk(
+        self,
+        *shapes,
+        home=Tier.HOST,
+        types=BF16,
+        trainable=True,
+        has_master=None,
+        original=torch.float32,
+        chunk_numel=None,
+        offsets=None,
+    ):
+        """Makes a chunk of tensors one after the other, with their values in it; returns its tensors.
+
+        Args:
+            *shapes: Shapes, or numbers of elements.
+            home: Where it lives.
+            types: Its types.
+            trainable: Whether its tensors get gradients.
+            has_master: Whether there is a list of masters; by default if it is trainable.
+            original: The type that parameters were loaded in.
+            chunk_numel: Elements that each process has; by default just what one needs.
+            offsets: Where the tensors are; by default without gaps.
+        """
+        shapes = [(shape,) if isinstance(shape, int) else shape for shape in shapes]
+        first = len(self.tensors)
+        specs = [
+            TensorSpec(index, f"t{index}", shape, trainable, types=types) for index, shape in enumerate(shapes, first)
+        ]
+        ends = [sum(spec.numel for spec in specs[:place]) for place in range(len(specs) + 1)]
+        numel = chunk_numel or ends[-1]
+        indices = tuple(spec.index for spec in specs)
+        spec = ChunkSpec(
+            *(len(self.chunks), numel * self.world_size, ends[-1], indices, trainable),
+            world_size=self.world_size,
+            types=types,
+        )
+        chunk = Chunk(spec, home, self.rank)
+        chunk.param = self.pool.allocate(home, numel, torch_dtype(types.param), "param", zero=True)
+        if trainable if has_master is None else has_master:
+            chunk.lists[MASTER] = self.pool.allocate(home, numel, chunk.state_dtype, MASTER, zero=True)
+        for one, offset in zip(specs, offsets or ends[:-1], strict=True):
+            parameter = torch.nn.Parameter(self.first_value(one).to(original), requires_grad=trainable)
+            placeholder = torch.full((), float("nan"), dtype=chunk.param.dtype).expand(one.shape)
+            tensor = ManagedTensor(one, parameter, offset, placeholder)
+            tensor.dematerialize()
+            chunk.add(tensor)
+            tensor.is_filled = True
+            self.tensors.append(tensor)
+            if tensor.is_owned:
+                for payload in (chunk.param, *chunk.lists.values()):
+                    tensor.view(payload).copy_(tensor.own(self.first_value(one)))
+        self.chunks.append(chunk)
+        return list(chunk.tensors)
+
+    @staticmethod
+    def first_value(spec):
+        """What a tensor has at first."""
+        return (torch.arange(spec.numel) + 16.0 * spec.index).view(spec.shape)
+
+    def load(self, chunk):
+        """Gives a chunk a copy on the device; that of a group has what its tensors had at first."""
+        payload = self.pool.allocate(Tier.DEVICE, chunk.spec.capacity_numel, chunk.param.dtype, "param", zero=True)
+        if self.world_size == 1:
+            payload.copy_(chunk.param)
+        else:
+            for tensor in chunk.tensors:
+                tensor.view_copy(payload).copy_(self.first_value(tensor.spec))
+        chunk.set_compute(payload)
+
+    def make_gradients(self, accumulate=False, keeps="auto"):
+        """What finds places for gradients."""
+        return Gradients(
+            *(self.pool, self.transfers, self.events.append, self.room, self.values, self.chunks, accumulate, keeps)
+        )
+
+    def make_writes(self, gradients):
+        """What takes writes everywhere, and the mirrors of gradients that it knows."""
+        mirrors = GradientMirrors(self.values, gradients, self.users)
+        return Writes(self.values, gradients, self.mirrors, mirrors, self.watch), mirrors
+
+
+def values_at(tensor):
+    """What a chunk has of a parameter at home: in its own type, and in the master if there is one."""
+    lists = tensor.chunk.lists
+    return [tensor.view(payload).tolist() for payload in (tensor.chunk.param, lists.get(MASTER)) if payload is not None]
+
+
+def run_together(world_size, function):
+    """Runs a function of a ``Process`` once for each of several processes; returns what came of it, by rank."""
+    exchange = Exchange(world_size)
+    results = [None] * world_size
+
+    def call(rank):
+        try:
+            results[rank] = function(Process(ThreadCollectives(rank, exchange)))
+        except Exception as error:
+            results[rank] = error
+            exchange.barrier.abort()
+
+    threads = [threading.Thread(target=call, args=(rank,), daemon=True) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    failed = [result for result in results if isinstance(result, Exception)]
+    for error in sorted(failed, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return results

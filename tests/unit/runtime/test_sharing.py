@@ -1,0 +1,332 @@
+"""What one rank has at home and all want, with threads in place of processes."""
+
+import itertools
+
+import pytest
+import torch
+from unit.runtime.data_parts import Process, run_together
+
+from hf_patrickstar.errors import CheckpointError, CollectiveError
+from hf_patrickstar.runtime.sharing import Held, SharedState
+
+WIDE = torch.float32
+
+
+def make(process, *shapes, chunk_numel):
+    """Tensors of a group, and a function that tells what this rank has of one of them."""
+    tensors = process.add_chunk(*shapes, chunk_numel=chunk_numel)
+
+    def held_of(index):
+        return process.values.held(tensors[index], WIDE)
+
+    return tensors, held_of
+
+
+def numbers(pieces):
+    return [piece.tolist() for piece in pieces]
+
+
+# One process
+
+
+def test_one_process_gets_a_copy():
+    process = Process()
+    (tensor,) = process.add_chunk((2, 2))
+    source = torch.arange(4.0)
+    value = process.sharing.tensor(Held(tensor, source, WIDE), "the value")
+    assert (value.tolist(), value.untyped_storage().nbytes()) == ([[0.0, 1.0], [2.0, 3.0]], 16)
+    value.zero_()
+    assert source.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert process.sharing.is_alone
+    assert process.sharing.rank == 0
+
+
+def test_one_process_reads_pieces_in_place():
+    process = Process()
+    (tensor,) = process.add_chunk(5)
+    source = torch.arange(5.0)
+    pieces = list(process.sharing.parts(Held(tensor, source, WIDE), (1, 5), 3, "the value"))
+    assert numbers(pieces) == [[1.0, 2.0, 3.0], [4.0]]
+    assert pieces[0].data_ptr() == source[1:].data_ptr()
+    other = process.sharing.parts(Held(tensor, source, torch.float64), (0, 1), 3, "the value")
+    assert next(other).dtype is torch.float64
+
+
+def test_a_source_that_reads_is_asked_for_each_piece():
+    process, asked = Process(), []
+    (tensor,) = process.add_chunk(5)
+
+    def source(start, stop):
+        asked.append((start, stop))
+        return torch.arange(start, stop, dtype=torch.float64)
+
+    pieces = process.sharing.parts(Held(tensor, source, WIDE), (0, 5), 2, "the value")
+    assert numbers(pieces) == [[0.0, 1.0], [2.0, 3.0], [4.0]]
+    assert asked == [(0, 2), (2, 4), (4, 5)]
+
+
+def test_of_nothing_there_is_one_empty_piece():
+    process = Process()
+    (tensor,) = process.add_chunk((0, 2))
+    held = Held(tensor, torch.zeros(0, 2), WIDE)
+    assert numbers(process.sharing.parts(held, (0, 0), 4, "the value")) == [[]]
+    assert process.sharing.tensor(held, "the value").shape == (0, 2)
+
+
+def test_one_process_does_not_wait_for_others():
+    process = Process()
+    process.sharing.enter("saves")
+    process.sharing.meet("saves")
+    process.sharing.follow(lambda index: None)
+    with process.sharing.led(lambda index: None, is_reader=True):
+        pass
+    process.sharing.leave(has_failed=False)
+    own = {1: {"step": torch.tensor(3.0)}}
+    states = process.sharing.states(own, {})
+    assert states == own
+    states[1]["other"] = 5
+    assert own[1].keys() == {"step"}
+    assert process.collectives.whats == []
+
+
+# Reading together
+
+
+@pytest.mark.parametrize("piece_numel", [1, 2, 3, 4, 6, 100])
+def test_pieces_of_a_tensor_that_is_spread_come_to_all_in_order(piece_numel):
+    def work(process):
+        _, held_of = make(process, 6, chunk_numel=2)
+        return numbers(process.sharing.parts(held_of(0), (0, 6), piece_numel, "the value"))
+
+    whole = [float(number) for number in range(6)]
+    assert run_together(3, work) == [[whole[place : place + piece_numel] for place in range(0, 6, piece_numel)]] * 3
+
+
+def test_a_part_of_a_tensor():
+    def work(process):
+        _, held_of = make(process, 4, 2, chunk_numel=4)
+        sharing = process.sharing
+        return numbers(sharing.parts(held_of(0), (1, 3), 10, "the value")), process.collectives.sent_numels
+
+    assert run_together(2, work) == [([[1.0, 2.0]], [2])] * 2
+
+
+def test_what_is_read_is_told():
+    def work(process):
+        _, held_of = make(process, 2, chunk_numel=2)
+        process.sharing.tensor(held_of(0), "the gradient")
+        return process.collectives.whats
+
+    assert run_together(2, work) == [["reads the gradient of parameter 't0'"]] * 2
+
+
+def test_who_does_not_want_the_rest_lets_the_others_have_it():
+    def work(process):
+        _, held_of = make(process, 6, chunk_numel=3)
+        pieces = process.sharing.parts(held_of(0), (0, 6), 1, "the value")
+        found = [next(pieces).tolist()]
+        if process.rank == 0:
+            pieces.close()
+        found += numbers(pieces)
+        return found, process.sharing.tensor(held_of(0), "the value").tolist()
+
+    whole = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert run_together(2, work) == [([[0.0]], whole), ([[number] for number in whole], whole)]
+
+
+def test_a_reader_may_have_parts_and_a_number_of_its_own():
+    def work(process):
+        (tensor,), _ = make(process, 2, chunk_numel=2)
+        state = torch.tensor([7.0, 8.0, 9.0]) if process.rank == 1 else None
+        held = Held(tensor, state, WIDE, parts=[(0, 0), (0, 3)], number=5)
+        return numbers(process.sharing.parts(held, (0, 3), 3, "a state"))
+
+    assert run_together(2, work) == [[[7.0, 8.0, 9.0]]] * 2
+
+
+@pytest.mark.parametrize(
+    "works",
+    list(
+        itertools.combinations(
+            [
+                lambda sharing, held_of: sharing.tensor(held_of(0), "the value"),
+                lambda sharing, held_of: sharing.tensor(held_of(1), "the value"),
+                lambda sharing, held_of: list(sharing.parts(held_of(0), (0, 1), 2, "the value")),
+                lambda sharing, held_of: sharing.enter("saves the model"),
+                lambda sharing, held_of: sharing.enter("loads the model"),
+                lambda sharing, held_of: sharing.scalars({}, 2),
+                lambda sharing, held_of: sharing.meet("has saved"),
+            ],
+            2,
+        )
+    ),
+)
+def test_those_who_do_not_do_the_same_find_out(works):
+    def work(process):
+        _, held_of = make(process, 2, 2, chunk_numel=2)
+        with pytest.raises(CollectiveError, match=r"the processes do not do the same: rank 0 .*; rank 1 "):
+            works[process.rank](process.sharing, held_of)
+
+    run_together(2, work)
+
+
+def test_those_who_do_the_same_go_on():
+    def work(process):
+        process.sharing.enter("saves the model")
+        process.sharing.meet("saves the model")
+        return process.collectives.whats
+
+    assert run_together(2, work) == [["saves the model"] * 2] * 2
+
+
+# Some read, the others follow
+
+
+def test_those_who_follow_serve_readers_until_they_leave():
+    def work(process):
+        _, held_of = make(process, 2, 2, chunk_numel=2)
+        if process.rank:
+            process.sharing.follow(held_of)
+            return process.collectives.sent_numels
+        found = [process.sharing.tensor(held_of(index), "the value").tolist() for index in (1, 0)]
+        process.sharing.leave(has_failed=False)
+        return found, process.collectives.sent_numels
+
+    assert run_together(2, work) == [([[16.0, 17.0], [0.0, 1.0]], [2]), [2]], "what only its owner reads stays there"
+
+
+def test_of_a_tensor_that_is_spread_only_what_others_have_is_sent():
+    def work(process):
+        _, held_of = make(process, 5, chunk_numel=3)
+        if process.rank:
+            process.sharing.follow(held_of)
+            return process.collectives.sent_numels
+        found = process.sharing.tensor(held_of(0), "the value").tolist()
+        process.sharing.leave(has_failed=False)
+        return found
+
+    assert run_together(2, work) == [[0.0, 1.0, 2.0, 3.0, 4.0], [2]]
+
+
+def test_those_who_follow_are_told_of_a_reader_that_failed():
+    def work(process):
+        if not process.rank:
+            return process.sharing.leave(has_failed=True)
+        with pytest.raises(CheckpointError, match="the process that saves the model failed; its own error says why"):
+            process.sharing.follow(lambda index: None)
+
+    run_together(2, work)
+
+
+def test_readers_go_first():
+    log = []
+
+    def work(process):
+        _, held_of = make(process, 2, 2, chunk_numel=2)
+        with process.sharing.led(held_of, is_reader=process.rank == 0):
+            if process.rank == 0:
+                log.append(process.sharing.tensor(held_of(1), "the value").tolist())
+            log.append(process.rank)
+
+    run_together(2, work)
+    assert log == [[16.0, 17.0], 0, 1]
+
+
+def test_a_reader_that_fails_says_so_to_the_others():
+    def work(process):
+        _, held_of = make(process, 2, chunk_numel=2)
+        expected = ValueError if process.rank == 0 else CheckpointError
+        with pytest.raises(expected), process.sharing.led(held_of, is_reader=process.rank == 0):
+            raise ValueError("disk full")
+        return process.sharing.tensor(held_of(0), "the value").tolist()
+
+    assert run_together(2, work) == [[0.0, 1.0]] * 2
+
+
+def test_one_that_follows_fails_alone():
+    def work(process):
+        _, held_of = make(process, 2, chunk_numel=2)
+        if process.rank == 0:
+            with process.sharing.led(held_of, is_reader=True):
+                return True
+        with pytest.raises(ValueError, match="disk full"), process.sharing.led(held_of, is_reader=False):
+            raise ValueError("disk full")
+        return True
+
+    assert run_together(2, work) == [True, True]
+
+
+# Scalars and states
+
+
+def test_scalars_that_are_spread_come_together():
+    def work(process):
+        found = [{0: torch.tensor(1.5), 3: torch.tensor(2.0)}, {2: torch.tensor(4.0, dtype=torch.float64)}]
+        vector = process.sharing.scalars(found[process.rank], 4)
+        return vector.tolist(), vector.dtype
+
+    assert run_together(2, work) == [([1.5, 0.0, 4.0, 2.0], WIDE)] * 2
+
+
+def own_states(rank):
+    """Tensor 0 is spread over both; tensor 1 is at home on the second rank."""
+    if rank == 0:
+        return {0: {"step": torch.tensor(3.0), "exp_avg": torch.tensor([0.0, 1.0]), "factor": torch.tensor([[5.0]])}}
+    return {
+        0: {"step": torch.tensor(3.0), "exp_avg": torch.tensor([2.0, 3.0])},
+        1: {"name": "sgd", "momentum": torch.tensor([[6.0, 7.0]], dtype=torch.bfloat16)},
+    }
+
+
+def states_parts(process):
+    process.add_chunk(4, chunk_numel=2)
+    process.add_chunk((1, 2), chunk_numel=2)
+    tensors = dict(enumerate(process.tensors))
+    tensors[1].parts = ((0, 0), (0, 2))
+    return own_states(process.rank), tensors
+
+
+def test_states_of_all_ranks_together():
+    def work(process):
+        own, tensors = states_parts(process)
+        states = process.sharing.states(own, tensors)
+        assert list(states) == [0, 1]
+        assert states[1]["momentum"].dtype is torch.bfloat16
+        return {
+            (index, key): value.tolist() if isinstance(value, torch.Tensor) else value
+            for index, state in states.items()
+            for key, value in state.items()
+        }
+
+    expected = {
+        (0, "step"): 3.0,
+        (0, "exp_avg"): [0.0, 1.0, 2.0, 3.0],
+        (0, "factor"): [[5.0]],
+        (1, "name"): "sgd",
+        (1, "momentum"): [[6.0, 7.0]],
+    }
+    assert run_together(2, work) == [expected] * 2
+
+
+def test_who_does_not_want_states_takes_part():
+    def work(process):
+        own, tensors = states_parts(process)
+        states = process.sharing.states(own, tensors, keep=process.rank == 1)
+        return sorted(states), process.collectives.sent_numels
+
+    assert run_together(2, work) == [([], [2, 1, 2, 2]), ([0, 1], [2, 1, 2, 2])]
+
+
+def test_the_outline_of_states_is_the_same_everywhere():
+    def work(process):
+        own, tensors = states_parts(process)
+        states = process.sharing.outline_states(own, tensors)
+        assert process.collectives.sent_numels == []
+        spread = SharedState(tensors[0], "exp_avg", (4,), WIDE, ((0, 2), (2, 4)))
+        assert states[0]["exp_avg"] == spread
+        assert states[0]["factor"] == SharedState(tensors[0], "factor", (1, 1), WIDE, [(0, 1), (0, 0)])
+        assert states[1]["momentum"] == SharedState(tensors[1], "momentum", (1, 2), torch.bfloat16, [(0, 0), (0, 2)])
+        assert states[0]["step"].item() == 3.0
+        return {index: list(state) for index, state in states.items()}
+
+    assert run_together(2, work) == [{0: ["step", "exp_avg", "factor"], 1: ["name", "momentum"]}] * 2
