@@ -113,9 +113,9 @@ def test_what_this_rank_has_not_found_counts_if_another_has():
     process, buckets = make((2, 2, 4))
     store(process, buckets, t2=[1, 2, 3, 4])
     assert told(buckets.reduce(process.chunks[0])) == []
-    assert told(buckets.settle({1, 2})) == [("t1", [5.0, 5.0])]
+    assert told(buckets.finish({1, 2})) == [("t1", [5.0, 5.0])]
     assert buckets.found == set()
-    assert told(buckets.settle({0, 1, 2})) == [], "once"
+    assert told(buckets.finish({0, 1, 2})) == [], "once"
 
 
 def test_an_average_that_is_held_needs_no_buffer():
@@ -123,7 +123,7 @@ def test_an_average_that_is_held_needs_no_buffer():
     store(process, buckets, t1=[1, 2, 3])
     list(buckets.reduce(process.chunks[0]))
     store(process, buckets, t0=[0, 0, 0, 0], t1=[0, 0, 0])  # in the same memory
-    assert told(buckets.settle({0, 1})) == [("t0", [5.0, 5.0, 5.0, 5.0])]
+    assert told(buckets.finish({0, 1})) == [("t0", [5.0, 5.0, 5.0, 5.0])]
 
 
 def test_a_group_is_reduced_again_for_what_comes_late():
@@ -134,7 +134,7 @@ def test_a_group_is_reduced_again_for_what_comes_late():
     assert buckets.unreduced() == [0]
     assert told(buckets.reduce(process.chunks[0])) == []
     assert process.collectives.sent[1][0][:7] == [0.0, 0.0, 0.0, 0.0, 4.0, 4.0, 4.0]
-    assert told(buckets.settle({0, 1})) == [("t0", [5.0, 5.0, 5.0, 5.0])]
+    assert told(buckets.finish({0, 1})) == [("t0", [5.0, 5.0, 5.0, 5.0])]
 
 
 def test_a_group_without_any_gradient_takes_part():
@@ -142,7 +142,7 @@ def test_a_group_without_any_gradient_takes_part():
     process, buckets = make((4, 3))
     assert told(buckets.reduce(process.chunks[0])) == []
     assert process.collectives.sent[0][0][:7] == [0.0] * 7
-    assert told(buckets.settle({0})) == [("t0", [5.0, 5.0, 5.0, 5.0])]
+    assert told(buckets.finish({0})) == [("t0", [5.0, 5.0, 5.0, 5.0])]
 
 
 def test_groups_that_wait_are_told_in_order():
@@ -160,7 +160,7 @@ def test_where_reductions_go_on_beside_the_device_the_one_before_ends_with_the_n
     assert told(buckets.reduce(process.chunks[1])) == [("t2", [7.0, 7.0, 7.0, 7.0])]
     assert process.pool.in_use(Tier.DEVICE) == 64
     assert told(buckets.reduce(process.chunks[0])) == [("t1", [6.0, 6.0, 6.0, 6.0])]
-    assert told(buckets.settle({0, 1, 2})) == [("t0", [5.0, 5.0, 5.0, 5.0])]
+    assert told(buckets.finish({0, 1, 2})) == [("t0", [5.0, 5.0, 5.0, 5.0])]
     assert process.collectives.log == [
         *("reduces group 2", "reduces group 1", "end of: reduces group 2"),
         *("reduces group 0", "end of: reduces group 1", "end of: reduces group 0"),
@@ -171,11 +171,11 @@ def test_where_reductions_go_on_beside_the_device_the_one_before_ends_with_the_n
 def test_averages_are_on_their_way_home_before_their_buffer_is_used_again():
     process, buckets = make((4,))
     log = []
-    process.transfers.settle = lambda: log.append(("settle", process.pool.in_use(Tier.DEVICE)))
+    process.transfers.release_in_flight = lambda: log.append(("release_in_flight", process.pool.in_use(Tier.DEVICE)))
     store(process, buckets, t0=[1, 1, 1, 1])
     for average in buckets.reduce(process.chunks[0]):
         log.append(average.tensor.spec.name)
-    assert log == ["t0", ("settle", 32)]
+    assert log == ["t0", ("release_in_flight", 32)]
 
 
 def test_a_backward_that_failed_leaves_nothing():
@@ -183,11 +183,11 @@ def test_a_backward_that_failed_leaves_nothing():
     store(process, buckets, t1=[1, 1])
     list(buckets.reduce(process.chunks[0]))  # of t0 an average is held
     store(process, buckets, t2=[1, 1, 1, 1])
-    assert told(buckets.forget()) == []
+    assert told(buckets.abandon()) == []
     assert (buckets.unreduced(), buckets.found) == ([], set())
     assert not buckets.is_complete(process.chunks[1])
     assert process.pool.in_use(Tier.DEVICE) == 0
-    assert told(buckets.settle({0, 1, 2, 3})) == []
+    assert told(buckets.finish({0, 1, 2, 3})) == []
     store(process, buckets, t2=[8, 8, 8, 8])
     assert told(buckets.reduce(process.chunks[1])) == [("t2", [9.0, 9.0, 9.0, 9.0])]
 
@@ -196,7 +196,7 @@ def test_what_is_under_way_when_a_backward_fails_arrives():
     process, buckets = make((4,), is_asynchronous=True)
     store(process, buckets, t0=[2, 2, 2, 2])
     assert told(buckets.reduce(process.chunks[0])) == []
-    assert told(buckets.forget()) == [("t0", [6.0, 6.0, 6.0, 6.0])]
+    assert told(buckets.abandon()) == [("t0", [6.0, 6.0, 6.0, 6.0])]
     assert process.pool.in_use(Tier.DEVICE) == 0
 
 

@@ -414,9 +414,9 @@ def test_how_far_the_plan_may_be_followed(is_forward, ended, followed, end):
 def test_what_is_due_is_reduced_before_the_plan_goes_on():
     parts = make_group()
     step = follow(parts, [0, 1], [Actions(load=(0,), reduce=(2, 1)), Actions(load=(1,), reduce=(0,))])
-    parts.executor.follow_to(step, 1)
+    parts.executor.execute_until(step, 1)
     assert (done(parts), step.due) == (gathered(0), [2, 1])
-    parts.executor.follow_to(step, 2)
+    parts.executor.execute_until(step, 2)
     reduced = [("check", "REDUCE", 2), ("reduce", 2), ("check", "REDUCE", 1), ("reduce", 1)]
     assert (done(parts), step.due) == ([*reduced, *gathered(1)], [0])
     parts.executor.reduce_due(step)

@@ -140,7 +140,7 @@ def test_a_gradient_waits_while_the_value_in_its_place_is_needed(need):
     assert gradients.has(tensor)
     assert not gradients.is_absent(tensor)
     setattr(tensor, need, 0)
-    gradients.settle(tensor)
+    gradients.place_deferred(tensor)
     assert tensor.deferred_gradient is None
     assert has(gradients, tensor) == (PARAM, [6.0, 7.0])
     assert process.events == [GradientStored(0, 0, 0)]
@@ -168,7 +168,7 @@ def test_gradients_of_a_lookup_wait_for_each_other():
     gradients.place(tensor, narrow(256, 6))
     gradients.place(tensor, narrow(1, 6))
     assert tensor.gradient is NONE
-    gradients.settle(tensor)
+    gradients.place_deferred(tensor)
     assert has(gradients, tensor) == (LIST, [256.0, 12.0]), "added in the parameter's type, as autograd does"
 
 
@@ -188,7 +188,7 @@ def test_a_gradient_that_finds_no_room_is_where_it_was():
     assert has(gradients, tensor) == (PARAM, [5.0, 6.0])
     tensor.deferred_gradient = narrow(1, 1)
     with pytest.raises(BudgetError):
-        gradients.settle(tensor)
+        gradients.place_deferred(tensor)
     assert tensor.deferred_gradient.tolist() == [1.0, 1.0]
     assert process.events == [GradientStored(0, 0, 0)]
 
@@ -459,7 +459,7 @@ def test_a_gradient_that_is_forgotten_leaves_nothing():
     _, gradients, tensor = make()
     tensor.gradient, tensor.gradient_norm, tensor.crossing_nbytes = KEPT, torch.tensor(1.0), 4
     tensor.deferred_gradient, tensor.kept = narrow(1, 2), narrow(1, 2)
-    gradients.forget(tensor)
+    gradients.clear(tensor)
     assert gradients.is_absent(tensor)
     assert (tensor.gradient_norm, tensor.deferred_gradient, tensor.kept) == (None, None, None)
     assert tensor.take_crossing() == 0

@@ -102,7 +102,7 @@ def test_an_optimizer_that_comes_later_has_a_margin():
     parts = make(rates=None)
     record(parts)
     update(parts)
-    parts.placement.follow(ACCELERATOR)
+    parts.placement.take_rates(ACCELERATOR)
     record(parts)
     assert update(parts)[1] == {0}
 

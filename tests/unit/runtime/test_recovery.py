@@ -46,7 +46,7 @@ class Manager:
         self.ledger = Ledger({Tier.DEVICE: 1000, Tier.HOST: 1000})
         self.gradients = types.SimpleNamespace(attempts=Attempts(log))
         self.phases = types.SimpleNamespace(unwind=note("unwind"))
-        self.steps = types.SimpleNamespace(forget_step=note("forget step"))
+        self.steps = types.SimpleNamespace(abandon_step=note("forget step"))
         self.tracer = types.SimpleNamespace(discard=note("discard trace"))
         self.placement = types.SimpleNamespace(leave_margin=note("leave margin"))
         self.reclaim = types.SimpleNamespace(evict_unused=note("evict unused"))

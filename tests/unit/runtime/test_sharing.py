@@ -77,7 +77,7 @@ def test_one_process_does_not_wait_for_others():
     process = Process()
     process.sharing.enter("saves")
     process.sharing.meet("saves")
-    process.sharing.follow(lambda index: None)
+    process.sharing.serve(lambda index: None)
     with process.sharing.led(lambda index: None, is_reader=True):
         pass
     process.sharing.leave(has_failed=False)
@@ -186,7 +186,7 @@ def test_those_who_follow_serve_readers_until_they_leave():
     def work(process):
         _, held_of = make(process, 2, 2, chunk_numel=2)
         if process.rank:
-            process.sharing.follow(held_of)
+            process.sharing.serve(held_of)
             return process.collectives.sent_numels
         found = [process.sharing.tensor(held_of(index), "the value").tolist() for index in (1, 0)]
         process.sharing.leave(has_failed=False)
@@ -199,7 +199,7 @@ def test_of_a_tensor_that_is_spread_only_what_others_have_is_sent():
     def work(process):
         _, held_of = make(process, 5, chunk_numel=3)
         if process.rank:
-            process.sharing.follow(held_of)
+            process.sharing.serve(held_of)
             return process.collectives.sent_numels
         found = process.sharing.tensor(held_of(0), "the value").tolist()
         process.sharing.leave(has_failed=False)
@@ -213,7 +213,7 @@ def test_those_who_follow_are_told_of_a_reader_that_failed():
         if not process.rank:
             return process.sharing.leave(has_failed=True)
         with pytest.raises(CheckpointError, match="the process that saves the model failed; its own error says why"):
-            process.sharing.follow(lambda index: None)
+            process.sharing.serve(lambda index: None)
 
     run_together(2, work)
 

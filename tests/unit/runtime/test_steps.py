@@ -28,8 +28,8 @@ def make(num_chunks=3, *, homes=None, frozen=(), device_nbytes=48, collectives=N
     """Parts with chunks of eight elements; the executor and the forecast write to ``told``."""
     told = []
     fakes = {
-        "executor": Fake(told, "expect", "follow_to", "reduce_due", "ask", "perform", end_of_phase=7),
-        "forecast": Fake(told, "forget"),
+        "executor": Fake(told, "expect", "execute_until", "reduce_due", "ask", "perform", end_of_phase=7),
+        "forecast": Fake(told, "clear"),
         "reclaim": Fake(told, "evict_unused"),
         "watch": Fake([], "collect"),
     }
@@ -73,7 +73,7 @@ def record(parts, *visits, name="", shapes=SHAPES):
     parts.steps.end_forward()
     parts.steps.end_micro_batch()
     parts.steps.micro_batch = 0
-    parts.steps.settle()
+    parts.steps.stop_idle_meter()
     told(parts), metered(parts)
 
 
@@ -145,7 +145,7 @@ def test_the_first_step_is_recorded_and_measured_and_the_next_is_not():
     assert (metered(parts), told(parts)) == ([("start", 2), "restart"], [("expect", RECORDED)])
     parts.tracer.visit(0, tuple)
     parts.steps.end_micro_batch()
-    assert (metered(parts), told(parts)) == (["pause"], [("forget",), ("expect", NONE)])
+    assert (metered(parts), told(parts)) == (["pause"], [("clear",), ("expect", NONE)])
     assert parts.tracer.traces["training/2x4"].visits == (Visit(0),)
     step = begin(parts)
     assert step.plan == Plan((Actions(load=(0,)),), {0: 0}, (16,))
@@ -187,7 +187,7 @@ def test_where_nothing_moves_what_a_step_takes_is_noted_when_it_begins():
 def plan_again(parts):
     """Begins the step again and drops it; returns its plan."""
     plan = begin(parts).plan
-    parts.steps.forget_step()
+    parts.steps.abandon_step()
     return plan
 
 
@@ -292,7 +292,7 @@ def test_an_evaluation_between_steps_makes_a_trace_and_ends_the_measuring():
     assert (metered(parts), told(parts)) == ([("start", 0), "restart"], [("expect", RECORDED)])
     parts.steps.end_nested_evaluation(is_whole=True)
     assert list(parts.tracer.traces) == ["evaluation/2x4"]
-    assert (metered(parts), told(parts)) == (["pause", "stop"], [("forget", True), ("expect", NONE)])
+    assert (metered(parts), told(parts)) == (["pause", "stop"], [("clear", True), ("expect", NONE)])
 
 
 def test_an_evaluation_that_did_not_come_to_its_end_makes_none():
@@ -316,7 +316,7 @@ def test_the_step_that_an_evaluation_interrupted_goes_on(is_known, state, told_m
     told(parts), metered(parts)
     parts.steps.end_nested_evaluation(is_whole=True)
     assert parts.tracer.step is step
-    assert (told(parts), metered(parts)) == ([("forget", True), ("expect", state)], told_meter)
+    assert (told(parts), metered(parts)) == ([("clear", True), ("expect", state)], told_meter)
 
 
 # What ends
@@ -379,9 +379,9 @@ def test_a_step_that_came_to_nothing_leaves_nothing():
     begin(parts)
     parts.tracer.visit(0, tuple)
     told(parts), metered(parts)
-    parts.steps.forget_step()
+    parts.steps.abandon_step()
     assert (parts.tracer.step, parts.tracer.traces) == (None, {})
-    assert (metered(parts), told(parts)) == (["stop"], [("forget",), ("expect", NONE)])
+    assert (metered(parts), told(parts)) == (["stop"], [("clear",), ("expect", NONE)])
 
 
 def test_a_step_that_has_failed_is_not_measured_any_more():
@@ -389,9 +389,9 @@ def test_a_step_that_has_failed_is_not_measured_any_more():
     begin(parts)
     metered(parts)
     parts.steps.give_up()
-    parts.steps.settle()
+    parts.steps.stop_idle_meter()
     assert metered(parts) == ["pause"], "it may go on: the meter stays on this thread"
-    parts.steps.forget_step()
+    parts.steps.abandon_step()
     assert metered(parts) == ["stop"]
 
 
@@ -489,7 +489,7 @@ def test_a_phase_ends_when_the_plan_is_carried_out_that_far(phase, is_forward, r
     told(parts)
     parts.said.clear()
     assert parts.steps.end_phase(phase, indices=iter([4, 2])) == {2, 4}
-    assert told(parts) == [("end_of_phase", FOLLOWED, is_forward), ("follow_to", FOLLOWED, 7), *reduces]
+    assert told(parts) == [("end_of_phase", FOLLOWED, is_forward), ("execute_until", FOLLOWED, 7), *reduces]
     assert parts.said == [("end", Ending(phase, False, [2, 4], False))]
 
 
