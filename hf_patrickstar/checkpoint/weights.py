@@ -177,7 +177,7 @@ class ChunkWeights:
         """The same, for ``state_dict``: a tensor that follows the parameter, and is followed; see [Note: mirrors]."""
         if self._collected is not None or tensor.is_open:
             return self.read(tensor)
-        return self._manager.mirrors.hand_out(tensor, tensor.original_dtype, on_host=True).detach()
+        return self._manager.mirrors.hand_out(tensor, tensor.original_dtype).detach()
 
     @contextlib.contextmanager
     def opened(self, tensors: Iterable[ManagedTensor], writeback: bool, with_grads: bool) -> Iterator[None]:

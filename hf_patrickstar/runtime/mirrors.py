@@ -90,26 +90,26 @@ class ValueMirrors:
         self._scan_at = SCAN_AT
 
     def hand_out(
-        self, tensor: ManagedTensor, dtype: torch.dtype | None = None, *, on_host: bool = False, is_held: bool = False
+        self, tensor: ManagedTensor, host_dtype: torch.dtype | None = None, *, is_held: bool = False
     ) -> torch.Tensor:
         """A copy of the value that stays the same as the value.
 
         Args:
             tensor: The parameter.
-            dtype: The type; by default the one that is computed with.
-            on_host: Whether it shall be on the host; by default it is on the compute device.
+            host_dtype: The type of a copy on the host; by default the copy is on the compute device, in the type that
+                is computed with.
             is_held: Whether it must outlive its last reference.
         """
         with self._lock, as_it_is(), torch.no_grad():
             self.sync_one(tensor, keeps_unused=True)
-            wanted = dtype or tensor.chunk.param.dtype
-            device = torch.device("cpu") if on_host else self._values.device
+            wanted = host_dtype or tensor.chunk.param.dtype
+            device = torch.device("cpu") if host_dtype else self._values.device
             known = self._mirrors.get(tensor.spec.index, ()) if self._values.sharing.is_alone else ()
             for mirror in known:  # other processes may not have theirs any more
                 if mirror.value.dtype == wanted and mirror.value.device == device and mirror.value.is_contiguous():
                     mirror.is_held |= is_held
                     return mirror.value
-            value = self._values.read(tensor, wanted) if on_host else self._values.look(tensor).clone()
+            value = self._values.read(tensor, wanted) if host_dtype else self._values.look(tensor).clone()
             return self.add(tensor, value, is_held=is_held)
 
     def add(self, tensor: ManagedTensor, value: torch.Tensor, *, is_held: bool = False) -> torch.Tensor:

@@ -56,20 +56,25 @@ class Watch:
                         self._watched.pop(tensor, None)
 
     def _compare(self, tensor: ManagedTensor) -> None:
-        chunk = tensor.chunk
-        if chunk.compute is not None and (tensor.gradient is not GradientPlace.PARAM or not self._is_alone):
-            value = tensor.view_copy(chunk.compute)
-            if self._is_alone:
-                home = self._values.own_part(tensor, value.dtype) if MASTER not in chunk.lists else self._master(tensor)
-                is_written = not same_bits(value.to(home.device), home)
-            else:
-                before, self._watched[tensor] = self._watched[tensor], self._checksum_of_copy(tensor)
-                is_written = before != self._watched[tensor]
-            if is_written:
-                self._values.write(tensor, value, voids_graphs=False)
-                self._mirrors.refresh(tensor)
-        if not chunk.is_aliased:  # else it may still be written to
+        compute = tensor.chunk.compute
+        if compute is not None and (tensor.gradient is not GradientPlace.PARAM or not self._is_alone):
+            self._take_over(tensor, compute)
+        if not tensor.chunk.is_aliased:  # else it may still be written to
             self._watched.pop(tensor, None)
+
+    def _take_over(self, tensor: ManagedTensor, compute: torch.Tensor) -> None:
+        """Takes over what was written to the copy; the view that it looks through is gone when it returns."""
+        value = tensor.view_copy(compute)
+        if self._is_alone:
+            has_master = MASTER in tensor.chunk.lists
+            home = self._master(tensor) if has_master else self._values.own_part(tensor, value.dtype)
+            is_written = not same_bits(value.to(home.device), home)
+        else:
+            before, self._watched[tensor] = self._watched[tensor], self._checksum_of_copy(tensor)
+            is_written = before != self._watched[tensor]
+        if is_written:
+            self._values.write(tensor, value, voids_graphs=False)
+            self._mirrors.refresh(tensor)
 
     def _checksum_of_copy(self, tensor: ManagedTensor) -> int:
         """With several processes all find out by it what was written, wherever the value is at home."""

@@ -62,12 +62,12 @@ def test_mirrors_over_one_memory_are_not_users_of_each_other():
 # Handing out
 
 
-@pytest.mark.parametrize(("dtype", "on_host"), [(None, False), (None, True), (NARROW, True), (WIDE, True)])
-def test_what_is_handed_out_is_the_same_one_and_not_the_chunk(dtype, on_host):
+@pytest.mark.parametrize("dtype", [None, NARROW, WIDE])
+def test_what_is_handed_out_is_the_same_one_and_not_the_chunk(dtype):
     process, tensor = make()
-    value = process.mirrors.hand_out(tensor, dtype, on_host=on_host)
+    value = process.mirrors.hand_out(tensor, dtype)
     assert (value.tolist(), value.dtype) == ([0.0, 1.0], dtype or NARROW)
-    assert process.mirrors.hand_out(tensor, dtype, on_host=on_host) is value
+    assert process.mirrors.hand_out(tensor, dtype) is value
     assert process.mirrors.has(tensor)
     assert not process.mirrors.has(process.tensors[1])
     assert process.mirrors.nbytes == value.nbytes
@@ -77,7 +77,7 @@ def test_what_is_handed_out_is_the_same_one_and_not_the_chunk(dtype, on_host):
 
 def test_each_type_is_a_mirror_of_its_own():
     process, tensor = make()
-    narrow, wide = process.mirrors.hand_out(tensor), process.mirrors.hand_out(tensor, WIDE, on_host=True)
+    narrow, wide = process.mirrors.hand_out(tensor), process.mirrors.hand_out(tensor, WIDE)
     assert process.mirrors.nbytes == 4 + 8
     wide[0] = FINE
     process.mirrors.sync()
@@ -264,7 +264,7 @@ def test_what_was_read_from_a_file_is_compared_by_a_checksum():
     process, tensor = make(2, trainable=False)
     tensor.view(tensor.chunk.param)[:] = torch.tensor([1.0, 2.0])
     tensor.origin = Origin(num_reads=1)
-    value = process.mirrors.hand_out(tensor, WIDE, on_host=True)
+    value = process.mirrors.hand_out(tensor, WIDE)
     assert value.tolist() == [FINE, 2.0]
     process.mirrors.sync()
     process.mirrors.sync()

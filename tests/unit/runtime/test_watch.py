@@ -10,11 +10,6 @@ from hf_patrickstar.runtime.chunk import GradientPlace
 FINE = 1 + 2**-10
 
 
-ENDS_LATE = pytest.mark.xfail(
-    strict=True, reason="what is compared is an alias itself, so watching ends when the copy is dropped and not before"
-)
-
-
 class OneOfTwo:
     """The second of two processes; it has none of the tensors here at home."""
 
@@ -84,7 +79,6 @@ def test_a_static_chunk_is_compared_with_its_masters():
     assert values_at(tensor) == [[7.0, 8.0]] * 2
 
 
-@ENDS_LATE
 def test_after_the_comparison_nobody_watches():
     process, tensor = make()
     process.watch.add(tensor)
@@ -104,7 +98,6 @@ def test_a_copy_that_somebody_still_looks_into_is_watched_further():
     assert values_at(tensor) == [[7.0, 1.0]] * 2
 
 
-@ENDS_LATE
 def test_when_nobody_looks_into_the_copy_any_more_watching_ends():
     process, tensor = make()
     alias = tensor.chunk.compute[:1]
