@@ -108,3 +108,16 @@ def test_after_the_last_attempt_nothing_is_noted():
     attempts.end()
     contribute(attempts, 3, NONE)
     assert attempts.undo() == set()
+
+
+def test_a_micro_batch_that_did_not_fail_leaves_nothing_to_undo():
+    attempts = begun()
+    contribute(attempts, 3, NONE)
+    attempts.begin()
+    assert attempts.undo() == set()
+
+
+def test_what_was_undone_is_not_undone_again():
+    attempts = begun()
+    contribute(attempts, 3, NONE)
+    assert [attempts.undo(), attempts.undo()] == [{3}, set()]

@@ -325,3 +325,11 @@ def test_there_the_first_mirror_that_was_written_to_ends_the_others():
         return process.values.read(tensor, WIDE).tolist(), process.mirrors.nbytes
 
     assert run_together(2, work) == [([5.0, 1.0], 4)] * 2
+
+
+def test_who_is_handed_a_mirror_finds_what_was_written_to_another():
+    process, tensor = make()
+    narrow = process.mirrors.hand_out(tensor)
+    narrow[0] = 7
+    assert process.mirrors.hand_out(tensor, WIDE, on_host=True).tolist() == [7.0, 1.0]
+    assert values_at(tensor) == [[7.0, 1.0]] * 2

@@ -395,3 +395,10 @@ def test_types_of_all_kinds():
     process, tensor = make(types=BF16)
     process.values.write(tensor, torch.tensor([7.0, 8.0], dtype=torch.float64))
     assert values_at(tensor) == [[7.0, 8.0]] * 2
+
+
+def test_loading_waits_for_those_who_read():
+    process, tensor = make()
+    tensor.chunk.ticket, tensor.chunk.reader = copy, reader = Ticket(), Ticket()
+    process.values.load(tensor, lambda flat: flat.fill_(copy.num_waits + reader.num_waits))
+    assert values_at(tensor) == [[2.0, 2.0]] * 2

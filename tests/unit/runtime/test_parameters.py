@@ -1,0 +1,298 @@
+"""Parameters that get their values for a while: what is asked of the parts around is written down."""
+
+import contextlib
+import types
+
+import pytest
+import torch
+from unit.runtime.parts import Fake, Parts
+
+from hf_patrickstar.errors import BudgetError, DeviceMemoryError, EngineError
+from hf_patrickstar.runtime import parameters as module
+from hf_patrickstar.runtime.chunk import GradientPlace
+from hf_patrickstar.runtime.live_parameter import raw_data
+from hf_patrickstar.runtime.parameters import Parameters
+
+
+class Device:
+    """In place of the executor: the chunk's home is what is computed with, unless there is an error to raise.
+
+    Attributes:
+        errors: What is raised next.
+        modes: Whether inference mode, gradients and a function transform were on, each time.
+    """
+
+    def __init__(self, told):
+        self.told, self.errors, self.modes = told, [], []
+
+    def ensure_on_device(self, chunk, who):
+        self.told.append(("load", chunk.spec.index, who))
+        in_transform = torch._C._functorch.peek_interpreter_stack() is not None
+        self.modes.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled(), in_transform))
+        if self.errors:
+            raise self.errors.pop(0)
+        if chunk.compute is None:
+            chunk.set_compute(chunk.param)
+        return chunk.compute
+
+
+def make(*, is_alone=True, trainable=True):
+    """Two chunks of two tensors of two elements, and what is told."""
+    parts = Parts()
+    parts.add_chunk(2, 2, trainable=trainable)
+    parts.add_chunk(2, 2)
+    parts.told = told = []
+    parts.device = Device(told)
+    writes = Fake(told, "take_over", take_back=lambda tensor: tensor.dematerialize())
+    gradients = Fake(told, "move_to_list")
+    gradients.lock = contextlib.nullcontext()
+    steps = Fake(told, "give_up")
+    steps.executor, steps.order = parts.device, types.SimpleNamespace(is_alone=is_alone)
+    parts.parameters = Parameters(parts.chunks, steps, gradients, writes)
+    return parts, parts.parameters, parts.tensors[0]
+
+
+def told(parts):
+    """What was told since the last call, in words."""
+    found, parts.told[:] = list(parts.told), []
+    return [(name, argument if name == "load" else argument.spec.name) for name, argument, *_ in found]
+
+
+@pytest.fixture
+def pauses(monkeypatch):
+    """Other threads may let go of memory after two pauses; the pauses that were made."""
+    made = []
+    monkeypatch.setattr(module, "pauses_s", lambda: (0.25, 0.5, 0.0))
+    monkeypatch.setattr(module.time, "sleep", made.append)
+    return made
+
+
+# Which there are
+
+
+def test_parameters_are_in_model_order_and_found_by_number_and_object():
+    parts = Parts()
+    parts.add_chunk(2, 2)
+    parts.add_chunk(2)
+    parts.chunks.reverse()
+    steps = types.SimpleNamespace(executor=None, order=types.SimpleNamespace(is_alone=True))
+    parameters = Parameters(parts.chunks, steps, types.SimpleNamespace(lock=None), None)
+    assert [tensor.spec.index for tensor in parameters.tensors] == [0, 1, 2]
+    assert {index: tensor.spec.index for index, tensor in parameters.by_index.items()} == {0: 0, 1: 1, 2: 2}
+    assert parameters.find(parts.tensors[2].parameter) is parts.tensors[2]
+    assert parameters.find(torch.nn.Parameter(torch.ones(2))) is None
+
+
+def test_what_is_indexed_anew_is_in_the_same_lists():
+    parts, parameters, _ = make()
+    tensors, by_index = parameters.tensors, parameters.by_index
+    parameters.index(parts.tensors[2:])
+    assert tensors == parts.tensors[2:]
+    assert list(by_index) == [2, 3]
+    assert parameters.find(parts.tensors[0].parameter) is None
+
+
+def test_a_parameter_that_was_given_up_or_forgotten_is_not_found():
+    parts, parameters, tensor = make()
+    tensor.is_given_up = True
+    parameters.forget(parts.tensors[1])
+    parameters.forget(parts.tensors[1])
+    assert [parameters.find(one.parameter) for one in parts.tensors] == [None, None, *parts.tensors[2:]]
+
+
+# Their values
+
+
+def test_a_parameter_has_its_value_until_it_is_released_as_often_as_it_was_acquired():
+    parts, parameters, tensor = make()
+    tensor.num_writes = 4
+    parameters.acquire(tensor, "layer")
+    assert parts.told == [("take_over", tensor), ("load", 0, "layer")]
+    told(parts)
+    assert raw_data(tensor.parameter).tolist() == [0, 1]
+    assert (tensor.users, tensor.chunk.num_computing, tensor.read_at, tensor.is_materialized) == (1, 1, 4, True)
+    parameters.acquire(tensor, "layer")
+    assert (tensor.users, tensor.chunk.num_computing, told(parts)) == (2, 1, [("load", 0)])
+    parameters.release(tensor)
+    assert (tensor.users, tensor.is_materialized, told(parts)) == (1, True, [])
+    parameters.release(tensor)
+    assert (tensor.users, tensor.chunk.num_computing, told(parts)) == (0, 0, [("take_back", "t0")])
+    assert raw_data(tensor.parameter).isnan().all()
+
+
+def test_a_chunk_counts_its_parameters_that_are_computed_with():
+    parts, parameters, _ = make()
+    for tensor in parts.tensors:
+        parameters.acquire(tensor, "layer")
+    assert [chunk.num_computing for chunk in parts.chunks] == [2, 2]
+    parameters.release(parts.tensors[0])
+    assert [chunk.num_computing for chunk in parts.chunks] == [1, 2]
+
+
+def test_an_alias_keeps_the_chunk_and_gives_the_parameter_nothing():
+    parts, parameters, tensor = make()
+    parameters.acquire(tensor, "layer", is_alias=True)
+    assert (tensor.is_materialized, tensor.users, tensor.chunk.num_computing) == (False, 1, 1)
+    parameters.release(tensor)
+    assert told(parts) == [("take_over", "t0"), ("load", 0)]
+
+
+def test_a_parameter_may_be_acquired_beside_an_alias():
+    parts, parameters, tensor = make()
+    parameters.acquire(tensor, "layer", is_alias=True)
+    parameters.acquire(tensor, "layer")
+    assert raw_data(tensor.parameter).tolist() == [0, 1]
+    parameters.acquire(tensor, "layer", is_alias=True)
+    parameters.release(tensor)
+    parameters.release(tensor)
+    assert tensor.is_materialized
+    parameters.release(tensor)
+    assert told(parts)[-1] == ("take_back", "t0")
+
+
+@pytest.mark.parametrize(
+    ("place", "is_alone", "moves"),
+    [(GradientPlace.PARAM, True, True), (GradientPlace.PARAM, False, False), (GradientPlace.LIST, True, False)],
+)
+def test_a_gradient_in_the_place_of_the_value_makes_way(place, is_alone, moves):
+    """With several processes the copies never hold gradients; a gather brings the values back."""
+    parts, parameters, tensor = make(is_alone=is_alone)
+    tensor.gradient = place
+    parameters.acquire(tensor, "layer")
+    assert told(parts) == [("take_over", "t0"), *[("move_to_list", "t0")] * moves, ("load", 0)]
+    parameters.ensure_on_device(tensor, "backward")
+    assert told(parts) == [*[("move_to_list", "t0")] * moves, ("load", 0)]
+
+
+def test_what_was_acquired_with_no_forward_around_it_is_released_at_once():
+    parts, parameters, tensor = make()
+    for one in (tensor, parts.tensors[2], tensor):
+        parameters.acquire(one, "code in backward")
+        parameters.held_outside_forward.append(one)
+    told(parts)
+    parameters.release_held_outside_forward()
+    assert told(parts) == [("take_back", "t2"), ("take_back", "t0")]
+    assert parameters.held_outside_forward == []
+
+
+def test_in_inference_mode_chunks_come_as_they_do_elsewhere():
+    parts, parameters, tensor = make()
+    with torch.inference_mode():
+        parameters.acquire(tensor, "layer")
+    assert parts.device.modes == [(False, False, False)]
+    parameters.release(tensor)
+    assert not raw_data(tensor.parameter).is_inference()
+
+
+def test_inside_of_a_function_transform_chunks_come_and_go_as_they_do_elsewhere():
+    parts, parameters, tensor = make()
+    inside = []
+
+    def function(x):
+        parameters.acquire(tensor, "layer")
+        inside.append(tensor.is_materialized)
+        parameters.release(tensor)
+        return (x * 2).sum()
+
+    torch.func.grad(function)(torch.ones(2))
+    assert parts.device.modes == [(False, True, False)]
+    assert (inside, tensor.users, tensor.is_materialized) == ([True], 0, False)
+
+
+# Without room
+
+
+def test_memory_that_another_thread_may_let_go_of_is_waited_for(pauses):
+    parts, parameters, tensor = make()
+    parts.device.errors = [DeviceMemoryError("no room")] * 2
+    parameters.acquire(tensor, "layer")
+    assert pauses == [0.25, 0.5]
+    assert (tensor.users, tensor.chunk.num_computing) == (1, 1)
+
+
+def test_without_room_the_step_is_given_up_and_nothing_is_held(pauses):
+    parts, parameters, tensor = make()
+    parts.device.errors = [DeviceMemoryError(f"no room {number}") for number in range(3)]
+    with pytest.raises(DeviceMemoryError, match="no room 2"):
+        parameters.acquire(tensor, "layer")
+    assert (pauses, parts.told[-1]) == ([0.25, 0.5], ("give_up",))
+    assert (tensor.users, tensor.chunk.num_computing, tensor.is_materialized) == (0, 0, False)
+
+
+def test_memory_that_the_system_refused_is_not_waited_for(pauses):
+    parts, parameters, tensor = make()
+    error = DeviceMemoryError("no room")
+    error.__cause__ = BudgetError("no room")
+    parts.device.errors = [error]
+    with pytest.raises(DeviceMemoryError, match="no room"):
+        parameters.acquire(tensor, "layer")
+    assert (pauses, parts.told[-1]) == ([], ("give_up",))
+
+
+def test_other_errors_are_neither_waited_for_nor_do_they_give_up_the_step(pauses):
+    parts, parameters, tensor = make()
+    parts.device.errors = [EngineError("no")]
+    with pytest.raises(EngineError, match="no"):
+        parameters.acquire(tensor, "layer")
+    assert (pauses, told(parts)) == ([], [("take_over", "t0"), ("load", 0)])
+
+
+def test_a_backward_that_finds_no_room_gives_up_at_once(pauses):
+    parts, parameters, tensor = make()
+    parts.device.errors = [DeviceMemoryError("no room")]
+    with pytest.raises(DeviceMemoryError, match="no room"):
+        parameters.ensure_on_device(tensor, "the backward of a use of 't0'")
+    assert pauses == []
+    assert parts.told == [("load", 0, "the backward of a use of 't0'"), ("give_up",)]
+
+
+# Checks
+
+
+def test_an_open_parameter_is_not_computed_with():
+    parts, parameters, tensor = make()
+    tensor.is_open = True
+    with pytest.raises(EngineError, match=r"'t0' is open in full_parameters\(\); run the model after the block"):
+        parameters.acquire(tensor, "layer")
+    assert (tensor.users, told(parts)) == (0, [])
+    tensor.is_open = False
+    parameters.check_usable(tensor)
+
+
+@pytest.mark.parametrize(("is_alone", "in_forward", "is_refused"), [(True, 1, 0), (False, 0, 0), (False, 1, 1)])
+def test_a_frozen_parameter_that_was_unfrozen_inside_of_a_forward(is_alone, in_forward, is_refused):
+    """Alone autograd keeps its gradient; in an evaluation there is none."""
+    _, parameters, tensor = make(is_alone=is_alone, trainable=False)
+    with torch.set_grad_enabled(bool(in_forward)):
+        parameters.acquire(tensor, "layer")
+        parameters.release(tensor)
+        tensor.parameter.requires_grad_(True)
+        if is_refused:
+            with pytest.raises(EngineError, match="parameter 't0' was unfrozen inside of a forward"):
+                parameters.acquire(tensor, "layer")
+        else:
+            parameters.acquire(tensor, "layer")
+
+
+def test_where_nothing_is_trained_nothing_was_unfrozen():
+    parts, parameters, tensor = make(is_alone=False, trainable=False)
+    parts.chunks[1].lists.clear()
+    parameters.index(parts.tensors)
+    tensor.parameter.requires_grad_(True)
+    parameters.acquire(tensor, "layer")
+    assert tensor.is_materialized
+
+
+@pytest.mark.parametrize(("read_at", "num_writes", "is_refused"), [(5, 5, 0), (4, 5, 0), (3, 5, 1), (-2, 0, 1)])
+def test_a_gradient_of_what_was_not_read_lately_is_refused(read_at, num_writes, is_refused):
+    _, parameters, tensor = make()
+    tensor.read_at, tensor.num_writes = read_at, num_writes
+    message = "a gradient arrived for parameter 't0', whose value was not read in this step nor in the one before"
+    with pytest.raises(EngineError, match=message) if is_refused else contextlib.nullcontext():
+        parameters.check_gradient(tensor)
+
+
+def test_a_gradient_of_a_frozen_parameter_is_refused():
+    _, parameters, tensor = make(trainable=False)
+    with pytest.raises(EngineError, match="parameter 't0' was unfrozen inside of a forward"):
+        parameters.check_gradient(tensor)

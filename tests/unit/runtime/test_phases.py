@@ -1,0 +1,468 @@
+"""What happens in each phase of a step, in which order: all that phases call is stood in for, and writes it down."""
+
+import contextlib
+import types
+
+import pytest
+import torch
+from unit.runtime.parts import Fake, Parts, narrow
+
+from hf_patrickstar.errors import EngineError
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.runtime.frames import Frame
+from hf_patrickstar.runtime.order import Phase
+from hf_patrickstar.runtime.phases import Phases
+from hf_patrickstar.states import Stage
+
+FORWARD, BACKWARD, EVALUATION = Stage.FORWARD, Stage.BACKWARD, Stage.EVALUATION
+SHAPES = ((2, 4),)
+
+
+def make(*, is_alone=True, step=None, factor=None, num_micro_batches=2, homes=(Tier.HOST,), **answers):
+    """Phases over chunks of two tensors, and all that they call."""
+    parts = Parts()
+    for home in homes:
+        parts.add_chunk(2, 2, home=home)
+    parts.told = told = []
+
+    def fake(part, *silent, **found):
+        return Fake(_Named(told, part), *silent, **{**found, **answers.get(part, {})})
+
+    executor = fake("executor", "reduce_when_due", "take_home")
+    executor.in_backward = False
+    steps = fake(
+        "steps",
+        *("settle", "begin_step", "begin_nested_evaluation", "end_nested_evaluation", "forget_step", "end_forward"),
+        *("end_micro_batch", "begin_update", "visit_for_update"),
+        end_update=num_micro_batches,
+        end_phase=frozenset(),
+    )
+    steps.executor, steps.order, steps.num_updates = executor, types.SimpleNamespace(is_alone=is_alone), 0
+    gradients = fake("gradients", "place", "multiply", "finish_update", "note_step", "settle", "note_remote", has=True)
+    gradients.lock = contextlib.nullcontext()
+    gradients.take_factor = lambda: factor
+    gradients.attempts = types.SimpleNamespace(is_counted=lambda index: index in parts.counted)
+    parts.counted = set()
+    buckets = fake("buckets", "store", forget="left", settle="left")
+    buckets.unreduced, buckets.found = "unreduced", {0}
+    parameters = fake("parameters", "acquire", "release", "check_gradient", "release_held_outside_forward")
+    parameters.tensors = parts.tensors
+    parameters.by_index = dict(enumerate(parts.tensors))
+    data = types.SimpleNamespace(
+        values=types.SimpleNamespace(version=7),
+        writes=fake("writes", "sync"),
+        mirrors=fake("mirrors", "refresh"),
+        gradients=gradients,
+        gradient_mirrors=fake("gradient mirrors", "sync_one", "refresh", "drop", kept="kept"),
+        buckets=buckets,
+    )
+    services = types.SimpleNamespace(
+        chunks=parts.chunks,
+        copies=fake("copies", "invalidate", find=None),
+        reclaim="reclaim",
+        tracer=types.SimpleNamespace(step=step),
+    )
+    placement, transfers = fake("placement", "prepare", "update"), fake("transfers", "settle")
+    parts.data, parts.executor, parts.gradients, parts.tracer = data, executor, gradients, services.tracer
+    phases = Phases(services, steps, placement, data, parameters, transfers)
+    phases.turns = fake("turns", "take_backward", "give_up_backward", "give_up")
+    return parts, phases
+
+
+class _Named:
+    """A list of what one part is told."""
+
+    def __init__(self, told, part):
+        self.told, self.part = told, part
+
+    def append(self, item):
+        name, *arguments = item
+        self.told.append((f"{self.part}.{name}", *arguments))
+
+
+def told(parts):
+    """What was told since the last call; tensors by their names."""
+    found, parts.told[:] = list(parts.told), []
+    return [(name, *(getattr(getattr(it, "spec", None), "name", it) for it in arguments)) for name, *arguments in found]
+
+
+def frame_of(stage, **settings):
+    return Frame(torch.nn.Identity(), stage, **settings)
+
+
+class Step:
+    """A step that runs."""
+
+
+# Forward
+
+
+def test_a_forward_of_training_begins_a_step():
+    parts, phases = make()
+    phases.before_forward(FORWARD, "encoder", SHAPES, "present")
+    assert told(parts) == [
+        ("writes.sync",),
+        ("steps.settle",),
+        ("placement.prepare", SHAPES, True),
+        ("steps.begin_step", "encoder", SHAPES, "present", 7),
+    ]
+
+
+def test_a_forward_of_training_goes_on_with_a_step_that_runs():
+    parts, phases = make(step=Step())
+    phases.before_forward(FORWARD, "", SHAPES, ())
+    assert told(parts) == [("writes.sync",)]
+
+
+@pytest.mark.parametrize("step", [None, Step()])
+def test_an_evaluation_is_a_step_of_its_own_even_inside_of_another(step):
+    parts, phases = make(step=step)
+    phases.before_forward(EVALUATION, "", SHAPES, ())
+    assert told(parts) == [
+        ("parameters.release_held_outside_forward",),
+        ("writes.sync",),
+        ("steps.settle",),
+        ("placement.prepare", SHAPES, False),
+        ("steps.begin_nested_evaluation", "", SHAPES, (), 7),
+    ]
+
+
+@pytest.mark.parametrize("stage", [FORWARD, EVALUATION])
+def test_a_backward_that_raised_is_dropped_before_the_next_forward(stage):
+    parts, phases = make(step=Step())
+    parts.executor.in_backward = True
+    phases.before_forward(stage, "", SHAPES, ())
+    assert told(parts)[:3] == [("buckets.forget",), ("executor.take_home", "left"), ("steps.forget_step",)]
+    assert not parts.executor.in_backward
+
+
+@pytest.mark.parametrize(
+    ("stage", "has_failed", "events"),
+    [
+        (FORWARD, False, [("steps.end_forward",)]),
+        (FORWARD, True, [("steps.forget_step",)]),
+        (EVALUATION, False, [("steps.end_nested_evaluation", True)]),
+        (EVALUATION, True, [("steps.end_nested_evaluation", False)]),
+        (BACKWARD, False, []),
+        (BACKWARD, True, []),
+    ],
+)
+def test_a_forward_ends(stage, has_failed, events):
+    parts, phases = make()
+    frame = frame_of(stage, has_turn=True)
+    phases.after_forward(frame, has_failed=has_failed)
+    assert told(parts) == [*events, ("turns.give_up",)]
+    assert not frame.has_turn
+    phases.after_forward(frame, has_failed=has_failed)
+    assert told(parts) == events, "what has no turn gives none up"
+
+
+def test_the_turn_ends_even_if_the_end_of_the_forward_fails():
+    def fail():
+        raise EngineError("the others are gone")
+
+    parts, phases = make(steps={"end_forward": fail})
+    with pytest.raises(EngineError, match="the others are gone"):
+        phases.after_forward(frame_of(FORWARD, has_turn=True), has_failed=False)
+    assert told(parts)[-1] == ("turns.give_up",)
+
+
+@pytest.mark.parametrize(
+    ("stage", "aliases"), [(FORWARD, [False, False]), (EVALUATION, [False, False]), (BACKWARD, [False, True])]
+)
+def test_a_module_has_its_parameters_until_it_has_computed(stage, aliases):
+    """Of a frozen one only the chunk stays where backward recomputes."""
+    parts, phases = make()
+    first, second = parts.tensors
+    second.parameter.requires_grad_(False)
+    frame = frame_of(stage)
+    phases.before_module(frame, iter([first, second]), "layer")
+    assert told(parts) == [
+        ("parameters.acquire", "t0", "layer", aliases[0]),
+        ("parameters.acquire", "t1", "layer", aliases[1]),
+    ]
+    phases.after_module(frame)
+    assert told(parts) == [("parameters.release", "t0"), ("parameters.release", "t1")]
+
+
+def test_what_a_module_got_before_an_error_is_released():
+    def acquire(tensor, name, *, is_alias):
+        if tensor.spec.index == 1:
+            raise EngineError("no room")
+
+    parts, phases = make(parameters={"acquire": acquire})
+    frame = frame_of(FORWARD)
+    with pytest.raises(EngineError, match="no room"):
+        phases.before_module(frame, parts.tensors, "layer")
+    told(parts)
+    phases.after_module(frame)
+    assert told(parts) == [("parameters.release", "t0")]
+
+
+def test_parameters_that_copies_stood_in_for_are_put_back():
+    _, phases = make()
+    names = {"weight": "a copy"}
+    phases.after_module(frame_of(FORWARD, replaced=[(names, "weight", "the parameter")]))
+    assert names == {"weight": "the parameter"}
+
+
+def test_every_forward_that_was_interrupted_ends_innermost_first():
+    parts, phases = make()
+    left = []
+    context = types.SimpleNamespace(__exit__=lambda *error: left.append(error))
+    outer = frame_of(FORWARD, acquired=[parts.tensors[0]], autocast=context, has_turn=True)
+    inner = frame_of(FORWARD, acquired=[parts.tensors[1]])
+    phases.frames.stack += [outer, inner]
+    phases.unwind()
+    assert told(parts) == [
+        ("steps.forget_step",),
+        ("parameters.release", "t1"),
+        ("parameters.release", "t0"),
+        ("turns.give_up",),
+    ]
+    assert (phases.frames.stack, left) == ([], [(None, None, None)])
+
+
+# Backward
+
+
+def test_operands_that_are_in_no_chunk_are_kept_and_come_back_as_they_are():
+    parts, phases = make()
+    operand = torch.ones(2)
+    assert phases.operand_needed(phases.operand_saved(operand)) is operand
+    assert [name for name, *_ in told(parts)] == ["copies.find"]
+
+
+def test_a_backward_begins_with_what_users_wrote():
+    parts, phases = make()
+    phases.backward_begin()
+    assert told(parts) == [("turns.take_backward",), ("writes.sync",)]
+    assert parts.executor.in_backward
+
+
+def test_what_is_there_before_a_backward_is_multiplied_first():
+    factor = torch.tensor(0.5)
+    parts, phases = make(factor=factor)
+    phases.backward_begin()
+    assert told(parts)[2:] == [
+        ("gradients.multiply", "t0", factor),
+        ("gradient mirrors.refresh", "t0"),
+        ("gradients.multiply", "t1", factor),
+        ("gradient mirrors.refresh", "t1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("home", "is_at_home", "crossing"), [(Tier.HOST, False, 4), (Tier.HOST, True, 0), (Tier.DEVICE, False, 0)]
+)
+def test_a_gradient_goes_home(home, is_at_home, crossing):
+    parts, phases = make(homes=[home])
+    tensor, gradient = parts.tensors[0], narrow(1, 2)
+    phases.gradient_ready(tensor, gradient, is_at_home=is_at_home)
+    assert told(parts) == [
+        ("parameters.check_gradient", "t0"),
+        ("gradient mirrors.sync_one", "t0"),
+        ("gradients.place", "t0", gradient),
+        ("gradient mirrors.refresh", "t0"),
+    ]
+    assert tensor.crossing_nbytes == crossing
+
+
+def test_a_gradient_that_a_failed_attempt_has_counted_is_not_counted_again():
+    parts, phases = make()
+    parts.counted = {0}
+    phases.gradient_ready(parts.tensors[0], narrow(1, 2))
+    assert [name for name, *_ in told(parts)] == ["parameters.check_gradient", "gradient mirrors.sync_one"]
+    assert parts.tensors[0].crossing_nbytes == 0
+
+
+def test_a_gradient_that_is_refused_goes_nowhere():
+    def refuse(tensor):
+        raise EngineError("frozen")
+
+    parts, phases = make(parameters={"check_gradient": refuse})
+    with pytest.raises(EngineError, match="frozen"):
+        phases.gradient_ready(parts.tensors[0], narrow(1, 2))
+    assert told(parts) == [("parameters.check_gradient", "t0")]
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_sparse_gradient_is_stored_dense(is_alone):
+    parts, phases = make(is_alone=is_alone)
+    phases.gradient_ready(parts.tensors[0], torch.sparse_coo_tensor([[1]], [3.0], (2,), check_invariants=True))
+    ((_, _, gradient),) = [event for event in parts.told if event[0] in ("gradients.place", "buckets.store")]
+    assert (gradient.layout, gradient.tolist()) == (torch.strided, [0, 3])
+
+
+def test_a_gradient_of_a_group_waits_for_the_others():
+    parts, phases = make(is_alone=False)
+    gradient = narrow(1, 2)
+    phases.gradient_ready(parts.tensors[1], gradient)
+    assert told(parts) == [
+        ("parameters.check_gradient", "t1"),
+        ("gradient mirrors.sync_one", "t1"),
+        ("buckets.store", "t1", gradient),
+        ("executor.reduce_when_due", parts.chunks[0]),
+    ]
+
+
+def test_a_backward_ends_with_gradients_that_waited_for_their_places():
+    parts, phases = make()
+    parts.executor.in_backward = True
+    parts.tensors[1].deferred_gradient = narrow(1, 2)
+    phases.backward_end()
+    assert told(parts) == [
+        ("parameters.release_held_outside_forward",),
+        ("gradients.settle", "t1"),
+        ("transfers.settle",),
+        ("steps.end_micro_batch",),
+        ("turns.give_up_backward",),
+    ]
+    assert not parts.executor.in_backward
+
+
+def test_a_backward_of_several_processes_ends_when_all_averages_are_at_home():
+    """Of what another process has at home only is known that it got a gradient."""
+    parts, phases = make(is_alone=False, steps={"end_phase": frozenset({1})})
+    parts.tensors[1].is_owned = False
+    phases.backward_end()
+    assert told(parts) == [
+        ("parameters.release_held_outside_forward",),
+        ("steps.end_phase", Phase.BACKWARD, "unreduced", {0}),
+        ("buckets.settle", frozenset({1})),
+        ("executor.take_home", "left"),
+        ("gradients.note_remote", "t1"),
+        ("gradient mirrors.drop", "t1"),
+        ("transfers.settle",),
+        ("steps.end_micro_batch",),
+        ("turns.give_up_backward",),
+    ]
+
+
+def test_of_an_own_gradient_that_arrived_only_its_mirror_goes():
+    parts, phases = make(is_alone=False, steps={"end_phase": frozenset({0})})
+    phases.backward_end()
+    assert [event for event in told(parts) if "t0" in event] == [("gradient mirrors.drop", "t0")]
+
+
+def test_the_turn_ends_even_if_the_end_of_the_backward_fails():
+    def fail():
+        raise EngineError("the others are gone")
+
+    parts, phases = make(transfers={"settle": fail})
+    with pytest.raises(EngineError, match="the others are gone"):
+        phases.backward_end()
+    assert told(parts)[-1] == ("turns.give_up_backward",)
+
+
+class InBackward(torch.autograd.Function):
+    """Its backward calls a function."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.function = function
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.function()
+        return gradient, None
+
+
+def test_a_backward_that_runs_has_not_failed():
+    parts, phases = make()
+    parts.executor.in_backward = True
+    InBackward.apply(torch.ones(1, requires_grad=True), phases.forget_failed_backward).backward()
+    assert (told(parts), parts.executor.in_backward) == ([], True)
+    phases.forget_failed_backward()
+    assert (told(parts)[-1], parts.executor.in_backward) == (("steps.forget_step",), False)
+
+
+def test_where_no_backward_has_begun_none_has_failed():
+    parts, phases = make()
+    phases.forget_failed_backward()
+    assert told(parts) == []
+
+
+# The optimizer's step
+
+
+def test_an_update_begins_without_copies_of_what_it_will_change():
+    parts, phases = make(homes=[Tier.HOST] * 3)
+    phases.frames.stack.append(frame_of(FORWARD, acquired=[parts.tensors[0]]))
+    phases.update_begin([parts.chunks[2], parts.chunks[0]])
+    assert told(parts) == [
+        ("steps.forget_step",),
+        ("parameters.release", "t0"),
+        ("copies.invalidate", parts.chunks[2]),
+        ("copies.invalidate", parts.chunks[0]),
+        ("steps.begin_update",),
+    ]
+
+
+def test_a_checkpoint_that_is_being_written_goes_before_an_update():
+    parts, phases = make()
+    (chunk,) = parts.chunks
+    chunk.reader = Fake(_Named(parts.told, "reader"), "wait")
+    phases.before_update(chunk)
+    assert told(parts) == [("steps.visit_for_update", chunk), ("reader.wait",)]
+    assert chunk.reader is None
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_an_update_changes_the_values_of_what_it_has_and_consumes_its_gradients(keeps):
+    """Three tensors have gradients, of which the optimizer has two."""
+    parts, phases = make(homes=[Tier.HOST] * 2, gradients={"has": lambda tensor: tensor.spec.index != 1})
+    for chunk in parts.chunks:
+        phases.chunk_updated(chunk, {0, 1, 3}, keeps=keeps)
+    names = [event for event in told(parts) if event[0] != "gradients.has"]
+    assert names == [
+        ("gradient mirrors.kept", "t0"),
+        ("gradients.finish_update", "t0", "kept", keeps),
+        ("mirrors.refresh", "t0"),
+        ("gradient mirrors.kept", "t3"),
+        ("gradients.finish_update", "t3", "kept", keeps),
+        ("mirrors.refresh", "t3"),
+    ]
+    assert [tensor.num_writes for tensor in parts.tensors] == [1, 0, 0, 1]
+
+
+def test_after_an_update_chunks_may_move_to_better_homes():
+    parts, phases = make(num_micro_batches=3)
+    parts.tensors[1].lookup_nbytes = 64
+    phases.update_end()
+    assert told(parts) == [
+        ("gradients.note_step",),
+        ("steps.end_update",),
+        ("placement.update", "reclaim", 3),
+    ]
+    assert (parts.data.values.version, parts.tensors[1].lookup_nbytes) == (8, 0)
+
+
+# All of it, of real parts
+
+
+def test_a_step_of_real_parts():
+    """Two chunks of which one fits: a forward, a backward and an update by hand."""
+    parts = Parts(device_nbytes=8)
+    parts.add_chunk(4)
+    parts.add_chunk(4)
+    phases = parts.phases
+    phases.before_forward(FORWARD, "", SHAPES, ())
+    for tensor in parts.tensors:
+        frame = frame_of(FORWARD)
+        phases.before_module(frame, [tensor], "layer")
+        phases.after_module(frame)
+    phases.after_forward(frame_of(FORWARD), has_failed=False)
+    phases.backward_begin()
+    for tensor in reversed(parts.tensors):
+        phases.gradient_ready(tensor, torch.ones(4, dtype=torch.bfloat16))
+    phases.backward_end()
+    assert parts.moved() == [("load", 0), ("evict", 0), ("load", 1), ("gradient", 1, 1), ("gradient", 0, 0)]
+    phases.update_begin(parts.chunks)
+    for chunk in parts.chunks:
+        phases.before_update(chunk)
+        phases.chunk_updated(chunk, {0, 1}, keeps=False)
+    phases.update_end()
+    assert sorted(parts.tracer.traces) == ["optimizer", "training/2x4"]
+    assert parts.steps.num_updates == 1
