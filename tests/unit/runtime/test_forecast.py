@@ -228,9 +228,9 @@ def test_calls_are_forgotten_when_their_step_has_ended():
     assert of_step > 0
     call(forecast, Square([]), torch.ones(8))
     assert others_at(forecast) == of_step + 32
-    forecast.forget(is_evaluation=True)
+    forecast.clear(is_evaluation=True)
     assert others_at(forecast) == of_step
-    forecast.forget()
+    forecast.clear()
     assert others_at(forecast) == 0
 
 
@@ -255,7 +255,7 @@ def test_a_new_step_begins_with_what_is_there_then():
     forecast, parts = make(homes=())
     parts.others.nbytes = 10
     call(forecast, Square([]), torch.ones(4))
-    forecast.forget()
+    forecast.clear()
     parts.others.nbytes = 2
     call(forecast, Square([]), torch.ones(4))
     assert others_at(forecast) == 2 + 16

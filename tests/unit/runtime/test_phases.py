@@ -32,7 +32,7 @@ def make(*, is_alone=True, step=None, factor=None, num_micro_batches=2, homes=(T
     executor.in_backward = False
     steps = fake(
         "steps",
-        *("settle", "begin_step", "begin_nested_evaluation", "end_nested_evaluation", "forget_step", "end_forward"),
+        *("settle", "begin_step", "begin_nested_evaluation", "end_nested_evaluation", "abandon_step", "end_forward"),
         *("end_micro_batch", "begin_update", "visit_for_update"),
         end_update=num_micro_batches,
         end_phase=frozenset(),
@@ -132,7 +132,7 @@ def test_a_backward_that_raised_is_dropped_before_the_next_forward(stage):
     parts, phases = make(step=Step())
     parts.executor.in_backward = True
     phases.before_forward(stage, "", SHAPES, ())
-    assert told(parts)[:3] == [("buckets.forget",), ("executor.take_home", "left"), ("steps.forget_step",)]
+    assert told(parts)[:3] == [("buckets.forget",), ("executor.take_home", "left"), ("steps.abandon_step",)]
     assert not parts.executor.in_backward
 
 
@@ -140,7 +140,7 @@ def test_a_backward_that_raised_is_dropped_before_the_next_forward(stage):
     ("stage", "has_failed", "events"),
     [
         (FORWARD, False, [("steps.end_forward",)]),
-        (FORWARD, True, [("steps.forget_step",)]),
+        (FORWARD, True, [("steps.abandon_step",)]),
         (EVALUATION, False, [("steps.end_nested_evaluation", True)]),
         (EVALUATION, True, [("steps.end_nested_evaluation", False)]),
         (BACKWARD, False, []),
@@ -215,7 +215,7 @@ def test_every_forward_that_was_interrupted_ends_innermost_first():
     phases.frames.stack += [outer, inner]
     phases.unwind()
     assert told(parts) == [
-        ("steps.forget_step",),
+        ("steps.abandon_step",),
         ("parameters.release", "t1"),
         ("parameters.release", "t0"),
         ("turns.give_up",),
@@ -372,15 +372,15 @@ class InBackward(torch.autograd.Function):
 def test_a_backward_that_runs_has_not_failed():
     parts, phases = make()
     parts.executor.in_backward = True
-    InBackward.apply(torch.ones(1, requires_grad=True), phases.forget_failed_backward).backward()
+    InBackward.apply(torch.ones(1, requires_grad=True), phases.abandon_failed_backward).backward()
     assert (told(parts), parts.executor.in_backward) == ([], True)
-    phases.forget_failed_backward()
-    assert (told(parts)[-1], parts.executor.in_backward) == (("steps.forget_step",), False)
+    phases.abandon_failed_backward()
+    assert (told(parts)[-1], parts.executor.in_backward) == (("steps.abandon_step",), False)
 
 
 def test_where_no_backward_has_begun_none_has_failed():
     parts, phases = make()
-    phases.forget_failed_backward()
+    phases.abandon_failed_backward()
     assert told(parts) == []
 
 
@@ -392,7 +392,7 @@ def test_an_update_begins_without_copies_of_what_it_will_change():
     phases.frames.stack.append(frame_of(FORWARD, acquired=[parts.tensors[0]]))
     phases.update_begin([parts.chunks[2], parts.chunks[0]])
     assert told(parts) == [
-        ("steps.forget_step",),
+        ("steps.abandon_step",),
         ("parameters.release", "t0"),
         ("copies.invalidate", parts.chunks[2]),
         ("copies.invalidate", parts.chunks[0]),
