@@ -32,18 +32,27 @@ def make(*, is_alone=True, step=None, factor=None, num_micro_batches=2, homes=(T
     executor.in_backward = False
     steps = fake(
         "steps",
-        *("settle", "begin_step", "begin_nested_evaluation", "end_nested_evaluation", "abandon_step", "end_forward"),
+        *(
+            "stop_idle_meter",
+            "begin_step",
+            "begin_nested_evaluation",
+            "end_nested_evaluation",
+            "abandon_step",
+            "end_forward",
+        ),
         *("end_micro_batch", "begin_update", "visit_for_update"),
         end_update=num_micro_batches,
         end_phase=frozenset(),
     )
     steps.executor, steps.order, steps.num_updates = executor, types.SimpleNamespace(is_alone=is_alone), 0
-    gradients = fake("gradients", "place", "multiply", "finish_update", "note_step", "settle", "note_remote", has=True)
+    gradients = fake(
+        "gradients", "place", "multiply", "finish_update", "note_step", "place_deferred", "note_remote", has=True
+    )
     gradients.lock = contextlib.nullcontext()
     gradients.take_factor = lambda: factor
     gradients.attempts = types.SimpleNamespace(is_counted=lambda index: index in parts.counted)
     parts.counted = set()
-    buckets = fake("buckets", "store", forget="left", settle="left")
+    buckets = fake("buckets", "store", abandon="left", finish="left")
     buckets.unreduced, buckets.found = "unreduced", {0}
     parameters = fake("parameters", "acquire", "release", "check_gradient", "release_held_outside_forward")
     parameters.tensors = parts.tensors
@@ -62,7 +71,7 @@ def make(*, is_alone=True, step=None, factor=None, num_micro_batches=2, homes=(T
         reclaim="reclaim",
         tracer=types.SimpleNamespace(step=step),
     )
-    placement, transfers = fake("placement", "prepare", "update"), fake("transfers", "settle")
+    placement, transfers = fake("placement", "prepare", "update"), fake("transfers", "release_in_flight")
     parts.data, parts.executor, parts.gradients, parts.tracer = data, executor, gradients, services.tracer
     phases = Phases(services, steps, placement, data, parameters, transfers)
     phases.turns = fake("turns", "take_backward", "give_up_backward", "give_up")
@@ -102,7 +111,7 @@ def test_a_forward_of_training_begins_a_step():
     phases.before_forward(FORWARD, "encoder", SHAPES, "present")
     assert told(parts) == [
         ("writes.sync",),
-        ("steps.settle",),
+        ("steps.stop_idle_meter",),
         ("placement.prepare", SHAPES, True),
         ("steps.begin_step", "encoder", SHAPES, "present", 7),
     ]
@@ -121,7 +130,7 @@ def test_an_evaluation_is_a_step_of_its_own_even_inside_of_another(step):
     assert told(parts) == [
         ("parameters.release_held_outside_forward",),
         ("writes.sync",),
-        ("steps.settle",),
+        ("steps.stop_idle_meter",),
         ("placement.prepare", SHAPES, False),
         ("steps.begin_nested_evaluation", "", SHAPES, (), 7),
     ]
@@ -132,7 +141,7 @@ def test_a_backward_that_raised_is_dropped_before_the_next_forward(stage):
     parts, phases = make(step=Step())
     parts.executor.in_backward = True
     phases.before_forward(stage, "", SHAPES, ())
-    assert told(parts)[:3] == [("buckets.forget",), ("executor.take_home", "left"), ("steps.abandon_step",)]
+    assert told(parts)[:3] == [("buckets.abandon",), ("executor.take_home", "left"), ("steps.abandon_step",)]
     assert not parts.executor.in_backward
 
 
@@ -307,14 +316,17 @@ def test_a_gradient_of_a_group_waits_for_the_others():
 
 
 def test_a_backward_ends_with_gradients_that_waited_for_their_places():
-    parts, phases = make()
+    parts, phases = make(steps={"end_phase": frozenset()})
     parts.executor.in_backward = True
     parts.tensors[1].deferred_gradient = narrow(1, 2)
     phases.backward_end()
     assert told(parts) == [
         ("parameters.release_held_outside_forward",),
-        ("gradients.settle", "t1"),
-        ("transfers.settle",),
+        ("steps.end_phase", Phase.BACKWARD, "unreduced", {0}),
+        ("buckets.finish", frozenset()),
+        ("executor.take_home", "left"),
+        ("gradients.place_deferred", "t1"),
+        ("transfers.release_in_flight",),
         ("steps.end_micro_batch",),
         ("turns.give_up_backward",),
     ]
@@ -329,11 +341,11 @@ def test_a_backward_of_several_processes_ends_when_all_averages_are_at_home():
     assert told(parts) == [
         ("parameters.release_held_outside_forward",),
         ("steps.end_phase", Phase.BACKWARD, "unreduced", {0}),
-        ("buckets.settle", frozenset({1})),
+        ("buckets.finish", frozenset({1})),
         ("executor.take_home", "left"),
         ("gradients.note_remote", "t1"),
         ("gradient mirrors.drop", "t1"),
-        ("transfers.settle",),
+        ("transfers.release_in_flight",),
         ("steps.end_micro_batch",),
         ("turns.give_up_backward",),
     ]
@@ -349,7 +361,7 @@ def test_the_turn_ends_even_if_the_end_of_the_backward_fails():
     def fail():
         raise EngineError("the others are gone")
 
-    parts, phases = make(transfers={"settle": fail})
+    parts, phases = make(transfers={"release_in_flight": fail})
     with pytest.raises(EngineError, match="the others are gone"):
         phases.backward_end()
     assert told(parts)[-1] == ("turns.give_up_backward",)
