@@ -136,6 +136,13 @@ def test_the_margin_leaves_room_for_the_workspace(workspace, num):
     assert len(update(parts)[1]) == num
 
 
+@pytest.mark.parametrize(("device_nbytes", "num"), [(47 + ONE, 0), (48 + ONE, 1)])
+def test_the_margin_is_beside_what_is_at_home_on_the_device_anyway(device_nbytes, num):
+    parts = make(device_nbytes, homes=(HOST, HOST, HOST, DEVICE), chunk_budget=device_nbytes)
+    record(parts, 0, 1, 2, 3)
+    assert len(update(parts)[1]) == num
+
+
 @pytest.mark.parametrize(("nbytes", "num"), [(0, 1), (1, 0)])
 def test_the_margin_leaves_room_for_others(nbytes, num):
     parts = make()

@@ -171,14 +171,16 @@ def test_others_are_measured_from_one_visit_to_the_next():
     assert [visit.non_model_nbytes for visit in parts.tracer.traces["training/2x4"].visits] == [7, 3]
 
 
-def test_where_nothing_moves_what_a_step_takes_is_noted_when_it_begins():
-    parts = make(homes=[Tier.DEVICE], device_nbytes=100)
+@pytest.mark.parametrize(("home", "nbytes"), [(Tier.DEVICE, 48 + 20), (Tier.HOST, 0)])
+def test_where_nothing_moves_what_a_step_takes_is_noted_when_it_begins(home, nbytes):
+    """Else it is noted from one visit to the next."""
+    parts = make(homes=[home], device_nbytes=100)
     parts.others.nbytes = 20
     record(parts, 0)
     parts.others.nbytes = 0
     parts.ledger.begin_step()
     begin(parts)
-    assert parts.ledger.total_step_peak == 48 + 20
+    assert parts.ledger.total_step_peak == nbytes
 
 
 # Plans
