@@ -5,7 +5,7 @@ import types
 
 import pytest
 from unit.runtime.data_parts import Ticket
-from unit.runtime.parts import Fake, NoForecast, Parts
+from unit.runtime.parts import Fake, NoForecast, OneOfTwo, Parts
 
 from hf_patrickstar.errors import DeviceMemoryError
 from hf_patrickstar.memory.tiers import Tier
@@ -13,12 +13,6 @@ from hf_patrickstar.runtime.tracer import Step
 from hf_patrickstar.schedule.trace import Cursor, Trace, Visit
 
 EVICT_ALL = [("evict", 0), ("evict", 1), ("evict", 2)]
-
-
-class OneOfTwo:
-    """The first of two processes; the other never says anything."""
-
-    rank, world_size = 0, 2
 
 
 class Margin:

@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from unit.runtime.parts import Fake, Others, Parts
+from unit.runtime.parts import Fake, OneOfTwo, Others, Parts
 
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.tiers import Tier
@@ -16,12 +16,6 @@ from hf_patrickstar.schedule.trace import Trace, Visit
 
 SHAPES = ((2, 4),)
 NONE, RECORDED, FOLLOWED = "no step", "recorded", "followed"
-
-
-class OneOfTwo:
-    """The first of two processes; the other never says anything."""
-
-    rank, world_size = 0, 2
 
 
 def make(num_chunks=3, *, homes=None, frozen=(), device_nbytes=48, collectives=None, **settings):
