@@ -63,6 +63,12 @@ class Fake:
         return call
 
 
+class OneOfTwo:
+    """The first of two processes; the other never says anything."""
+
+    rank, world_size = 0, 2
+
+
 class Others:
     """What else is on the device: as many bytes as a test says. A meter that writes down what it is told.
 

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from unit.runtime.parts import Fake, Parts
+from unit.runtime.parts import Fake, OneOfTwo, Parts
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.memory.tiers import Tier
@@ -15,12 +15,6 @@ from hf_patrickstar.schedule.trace import Trace, Visit
 HOST, DEVICE = Tier.HOST, Tier.DEVICE
 ONE, TWO, ALL = 48 + 16, 96 + 16, 144
 """Bytes of the device where one chunk, two, or all three fit the margin beside the one that is visited."""
-
-
-class OneOfTwo:
-    """The first of two processes; the other never says anything."""
-
-    rank, world_size = 0, 2
 
 
 def make(device_nbytes=ONE, *, homes=(HOST,) * 3, frozen=(), **settings):
@@ -133,6 +127,13 @@ def test_the_margin_leaves_room_for_the_workspace(workspace, num):
         *(PlacementRules(workspace, 0, "belady"), ACCELERATOR),
     )
     record(parts)
+    assert len(update(parts)[1]) == num
+
+
+@pytest.mark.parametrize(("device_nbytes", "num"), [(47 + ONE, 0), (48 + ONE, 1)])
+def test_the_margin_is_beside_what_is_at_home_on_the_device_anyway(device_nbytes, num):
+    parts = make(device_nbytes, homes=(HOST, HOST, HOST, DEVICE), chunk_budget=device_nbytes)
+    record(parts, 0, 1, 2, 3)
     assert len(update(parts)[1]) == num
 
 

@@ -5,7 +5,7 @@ import types
 
 import pytest
 from unit.runtime.data_parts import Ticket
-from unit.runtime.parts import Fake, NoForecast, Parts
+from unit.runtime.parts import Fake, NoForecast, OneOfTwo, Parts
 
 from hf_patrickstar.errors import DeviceMemoryError
 from hf_patrickstar.memory.tiers import Tier
@@ -13,12 +13,6 @@ from hf_patrickstar.runtime.tracer import Step
 from hf_patrickstar.schedule.trace import Cursor, Trace, Visit
 
 EVICT_ALL = [("evict", 0), ("evict", 1), ("evict", 2)]
-
-
-class OneOfTwo:
-    """The first of two processes; the other never says anything."""
-
-    rank, world_size = 0, 2
 
 
 class Margin:
@@ -157,7 +151,7 @@ def test_the_chunk_that_needs_the_room_does_not_leave():
 def test_nothing_beyond_the_room_for_a_chunk_leaves(nbytes, num_evicted):
     parts = make(num_chunks=4)
     parts.reclaim.make_room_for(parts.chunks[3], nbytes, "m")
-    assert parts.moved() == EVICT_ALL[:num_evicted]
+    assert (parts.moved(), parts.placement.num_asked) == (EVICT_ALL[:num_evicted], 0)
 
 
 @pytest.mark.parametrize(("others", "num_evicted"), [(0, 0), (1, 1), (17, 2), (500, 2)])
@@ -192,8 +186,9 @@ def test_a_cautious_step_keeps_to_its_part_of_the_budget_as_far_as_chunks_can_le
     assert (parts.moved(), parts.placement.num_asked) == ([], 0)
 
 
-def test_chunks_leave_the_margin_for_a_chunk_that_finds_no_room():
-    parts = make(2, margin=[lambda: setattr(parts.others, "nbytes", 0)])
+@pytest.mark.parametrize("device_fraction", [1.0, 0.5])
+def test_chunks_leave_the_margin_for_a_chunk_that_finds_no_room(device_fraction):
+    parts = make(2, margin=[lambda: setattr(parts.others, "nbytes", 0)], device_fraction=device_fraction)
     parts.others.nbytes = 16
     for chunk in parts.chunks[:2]:
         chunk.num_computing = 1
@@ -270,8 +265,10 @@ def test_others_outside_of_a_step_are_only_noted():
     assert parts.ledger.total_step_peak == 60
 
 
-def test_others_inside_of_a_step_may_be_too_many():
-    parts = make()
+@pytest.mark.parametrize("device_fraction", [1.0, 0.5])
+def test_others_inside_of_a_step_may_be_too_many(device_fraction):
+    """More than all there is, however cautious the step."""
+    parts = make(device_fraction=device_fraction)
     parts.others.nbytes = 40
     parts.chunks[1].num_computing = 1
     with pytest.raises(DeviceMemoryError) as caught:

@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from unit.runtime.parts import Fake, Others, Parts
+from unit.runtime.parts import Fake, OneOfTwo, Others, Parts
 
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.tiers import Tier
@@ -16,12 +16,6 @@ from hf_patrickstar.schedule.trace import Trace, Visit
 
 SHAPES = ((2, 4),)
 NONE, RECORDED, FOLLOWED = "no step", "recorded", "followed"
-
-
-class OneOfTwo:
-    """The first of two processes; the other never says anything."""
-
-    rank, world_size = 0, 2
 
 
 def make(num_chunks=3, *, homes=None, frozen=(), device_nbytes=48, collectives=None, **settings):
@@ -171,14 +165,16 @@ def test_others_are_measured_from_one_visit_to_the_next():
     assert [visit.non_model_nbytes for visit in parts.tracer.traces["training/2x4"].visits] == [7, 3]
 
 
-def test_where_nothing_moves_what_a_step_takes_is_noted_when_it_begins():
-    parts = make(homes=[Tier.DEVICE], device_nbytes=100)
+@pytest.mark.parametrize(("home", "nbytes"), [(Tier.DEVICE, 48 + 20), (Tier.HOST, 0)])
+def test_where_nothing_moves_what_a_step_takes_is_noted_when_it_begins(home, nbytes):
+    """Else it is noted from one visit to the next."""
+    parts = make(homes=[home], device_nbytes=100)
     parts.others.nbytes = 20
     record(parts, 0)
     parts.others.nbytes = 0
     parts.ledger.begin_step()
     begin(parts)
-    assert parts.ledger.total_step_peak == 48 + 20
+    assert parts.ledger.total_step_peak == nbytes
 
 
 # Plans
