@@ -71,7 +71,7 @@ class Forecast:
             return
         if not self._calls:
             self._before_nbytes = self._meter.live(self._pool.ledger.used(Tier.DEVICE))
-        del self._calls[: len(self._calls) + 1 - _MOST_CALLS]
+        del self._calls[: max(len(self._calls) + 1 - _MOST_CALLS, 0)]
         self._calls.append(Rehearsal.of(module, inputs, self._device, casting, with_backward=is_training))
 
     def clear(self, *, is_evaluation: bool = False) -> None:

@@ -234,15 +234,7 @@ def test_calls_are_forgotten_when_their_step_has_ended():
     assert others_at(forecast) == 0
 
 
-@pytest.mark.parametrize(
-    ("num_calls", "num_remembered"),
-    [
-        (16, 16),
-        pytest.param(17, 17, marks=pytest.mark.xfail(strict=True, reason="from 17 on the first ones are dropped")),
-        pytest.param(32, 32, marks=pytest.mark.xfail(strict=True, reason="16 are remembered")),
-        pytest.param(40, 32, marks=pytest.mark.xfail(strict=True, reason="16 are remembered")),
-    ],
-)
+@pytest.mark.parametrize(("num_calls", "num_remembered"), [(16, 16), (17, 17), (32, 32), (40, 32)])
 def test_of_forwards_that_never_meet_a_backward_the_last_are_remembered(num_calls, num_remembered):
     forecast, _ = make(homes=())
     square = Square([])
