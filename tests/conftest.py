@@ -1,3 +1,4 @@
+import gc
 import os
 
 # Before torch is imported: two shared cores, and spinning threads would steal each other's time.
@@ -12,6 +13,15 @@ import torch
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def small_heap():
+    """For tests whose every repetition collects garbage: what was imported need not be looked through each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items):

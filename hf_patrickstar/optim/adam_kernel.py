@@ -171,15 +171,16 @@ class AdamKernel:
     def _tiles(self, chunks: Sequence[Chunk], groups: Mapping[int, int]) -> Iterator[list[_Segment]]:
         """Ranges that are updated together: alike, and no more elements than a tile has."""
         tiles: dict[tuple[Any, ...], list[_Segment]] = {}
+        numels: dict[tuple[Any, ...], int] = {}
         for chunk in chunks:
-            numel = self._tile_numel_of(chunk)
-            for segment in self._segments(chunk, groups, numel):
+            tile_numel = self._tile_numel_of(chunk)
+            for segment in self._segments(chunk, groups, tile_numel):
                 key = (segment.group, segment.step, chunk.state_dtype, chunk.is_mixed)
-                tile = tiles.setdefault(key, [])
-                if tile and sum(other.numel for other in tile) + segment.numel > numel:
-                    yield tile
-                    tile = tiles[key] = []
-                tile.append(segment)
+                numels[key] = numels.get(key, 0) + segment.numel
+                if numels[key] > tile_numel and key in tiles:
+                    yield tiles.pop(key)
+                    numels[key] = segment.numel
+                tiles.setdefault(key, []).append(segment)
         yield from tiles.values()
 
     def _tile_numel_of(self, chunk: Chunk) -> int:

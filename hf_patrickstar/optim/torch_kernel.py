@@ -41,7 +41,7 @@ class TorchKernel:
 
     list_names = (MASTER,)
     follows_homes = False  # the optimizer keeps tensors of its own where the masters were
-    batch_numel = 0
+    batch_numel = 0  # one by one: an optimizer's step launches what it launches for each parameter anyway
     splits_tensors = False  # it may look at rows and columns, or at norms
 
     def __init__(self, optimizer: torch.optim.Optimizer, pool: PayloadPool, updates_at_once: bool) -> None:

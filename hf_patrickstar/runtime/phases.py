@@ -61,8 +61,7 @@ class Phases:
     ) -> None:
         self.turns = Turns()
         self.frames = Frames()
-        self._chunks, self._copies, self._reclaim = services.chunks, services.copies, services.reclaim
-        self._tracer = services.tracer
+        self._copies, self._reclaim, self._tracer = services.copies, services.reclaim, services.tracer
         self._steps = steps
         self._executor = steps.executor
         self._is_alone = steps.order.is_alone
@@ -87,10 +86,11 @@ class Phases:
             present: Tensors on the device that are there already and are not chunks.
         """
         self.abandon_failed_backward()
-        if stage is Stage.EVALUATION:
+        is_evaluation = stage is Stage.EVALUATION
+        if is_evaluation:
             self._parameters.release_held_outside_forward()
         self._writes.sync()
-        if stage is Stage.EVALUATION:
+        if is_evaluation:
             self._steps.stop_idle_meter()
             self._placement.prepare(shapes, is_training=False)
             self._steps.begin_nested_evaluation(name, shapes, present, self._values.version)

@@ -1,7 +1,5 @@
 """Out of memory in a step: the micro-batch is repeated, and nothing is lost or counted twice."""
 
-import gc
-
 import pytest
 import torch
 from models import make_batch, make_model
@@ -12,14 +10,7 @@ from transformers import TrainerCallback
 from hf_patrickstar import BudgetError, DeviceMemoryError, PatrickStarEngine
 from hf_patrickstar.runtime.recovery import MAX_RETRIES
 
-
-@pytest.fixture(autouse=True, scope="module")
-def small_heap():
-    """Every repetition collects garbage; what was imported need not be looked through each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("small_heap")
 
 
 class Failing(TorchDispatchMode):

@@ -9,6 +9,7 @@ from torch import nn
 from hf_patrickstar import BudgetError, EngineError, PatrickStarEngine
 from hf_patrickstar.membership import holders
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.runtime.hooks import ModelHooks
 
 WIDTH = 16
 CONFIG = {"chunk_numel": 320, "chunk_budget": 4096}
@@ -243,10 +244,17 @@ def test_the_first_optimizer_that_holds_a_parameter_has_it():
     assert [found[id(p)] for p in (first.weight, first.bias, second.weight, second.bias)] == [0, 0, 1, 1]
 
 
-def test_a_parameter_that_goes_to_the_next_module_is_noticed():
+def test_a_parameter_that_goes_to_the_next_module_is_noticed(monkeypatch):
     """Read one after the other, the dictionaries of both modules have the same contents before and after."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Module())
     engine = PatrickStarEngine(model, CONFIG, make_adamw(model))
+    refresh, refreshed = ModelHooks.refresh, []
+    monkeypatch.setattr(ModelHooks, "refresh", lambda hooks: refreshed.append(hooks) or refresh(hooks))
+    engine.follow_model()
+    assert refreshed == []
     model[1]._parameters["bias"] = model[0]._parameters.popitem()[1]
     engine.follow_model()
+    assert len(refreshed) == 1
     assert names_of(engine) == ["0.weight", "1.bias"]
+    engine.follow_model()
+    assert len(refreshed) == 1, "it is known by now"

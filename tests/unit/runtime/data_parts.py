@@ -27,6 +27,20 @@ TIMEOUT_S = 10
 NUM_TENSORS = 8
 
 
+class InBackward(torch.autograd.Function):
+    """Its backward calls a function."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.function = function
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.function()
+        return gradient, None
+
+
 class Exchange:
     """Where threads that stand for processes meet; one that fails lets the others go."""
 

@@ -5,23 +5,10 @@ import types
 
 import pytest
 import torch
+from unit.runtime.data_parts import InBackward
 
 from hf_patrickstar.runtime.frames import Frame, Frames, Lookup, current_stage
 from hf_patrickstar.states import Stage
-
-
-class InBackward(torch.autograd.Function):
-    """Its backward calls a function."""
-
-    @staticmethod
-    def forward(ctx, x, function):
-        ctx.function = function
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.function()
-        return gradient, None
 
 
 def in_backward(function):

@@ -5,6 +5,7 @@ import threading
 import zlib
 
 import pytest
+from unit.runtime import data_parts
 
 from hf_patrickstar.errors import CollectiveError
 from hf_patrickstar.runtime.order import (
@@ -19,26 +20,16 @@ from hf_patrickstar.runtime.order import (
     make_order,
 )
 
-TIMEOUT_S = 10
 ROOM = Room(1000, None, 10, (3, 1))
 SHAPES = ((4, 128), (4,))
 
 
-class Exchange:
-    """Where the threads meet; one that fails lets the others go."""
+class Exchange(data_parts.Exchange):
+    """It knows how long the messages were."""
 
     def __init__(self, world_size):
-        self.world_size = world_size
-        self.slots = [None] * world_size
-        self.barrier = threading.Barrier(world_size, timeout=TIMEOUT_S)
+        super().__init__(world_size)
         self.lengths = set()
-
-    def swap(self, rank, value):
-        self.slots[rank] = value
-        self.barrier.wait()
-        values = list(self.slots)
-        self.barrier.wait()
-        return values
 
 
 class FakeCollectives:
@@ -116,7 +107,7 @@ def run(*functions, **settings):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(TIMEOUT_S)
+        thread.join(data_parts.TIMEOUT_S)
     assert len(exchange.lengths) <= 1, "messages have one length"
     return ranks, results
 

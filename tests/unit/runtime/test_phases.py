@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+from unit.runtime.data_parts import InBackward
 from unit.runtime.parts import Fake, Parts, narrow
 
 from hf_patrickstar.errors import EngineError
@@ -365,20 +366,6 @@ def test_the_turn_ends_even_if_the_end_of_the_backward_fails():
     with pytest.raises(EngineError, match="the others are gone"):
         phases.backward_end()
     assert told(parts)[-1] == ("turns.give_up_backward",)
-
-
-class InBackward(torch.autograd.Function):
-    """Its backward calls a function."""
-
-    @staticmethod
-    def forward(ctx, x, function):
-        ctx.function = function
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.function()
-        return gradient, None
 
 
 def test_a_backward_that_runs_has_not_failed():

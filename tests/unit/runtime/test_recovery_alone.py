@@ -1,6 +1,5 @@
 """Repeating a micro-batch that ran out of memory, with a manager that only writes down what it is told."""
 
-import gc
 import random
 import types
 import weakref
@@ -19,13 +18,7 @@ RESET = ["unwind", "undo attempt", "forget step"]
 CAREFUL = ["discard trace", "leave margin", "evict unused"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def small_heap():
-    """Every repetition collects garbage; what was imported need not be looked through each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("small_heap")
 
 
 class Attempts:
