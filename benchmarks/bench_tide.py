@@ -60,7 +60,7 @@ def measure(batch_size, budget, options):
         engine.optimizer.step()
         engine.optimizer.zero_grad()
     tracer = engine.manager.tracer
-    tracer._diverging.update(tracer.traces)  # a step that follows its plan is not measured otherwise
+    tracer.diverging.update(tracer.traces)  # a step that follows its plan is not measured otherwise
     before = engine.stats()["host_to_device_nbytes"]
     gauge = Gauge(engine)
     loss = model(**common.make_batch(3, batch_size, LENGTH, 256, device)).loss

@@ -1,4 +1,4 @@
-"""``PatrickStarConfig``: every knob, its default, its unit and what it trades."""
+"""``PatrickStarConfig``: every setting with its default, its unit and its trade-off."""
 
 import dataclasses
 import difflib
@@ -28,12 +28,13 @@ class PatrickStarConfig:
 
     Attributes:
         device_budget: Bytes on the compute tier: a number, text such as ``"8GiB"``, or ``"auto"``. On an accelerator
-            ``"auto"`` is what the device has free less a reserve of 5 %. It covers model and non-model data together.
-            On a machine without an accelerator ``"auto"`` is 90 % of the memory that is available, less what the host
-            tier takes of it, and only chunks are counted; a number covers activations too there, which costs some
-            time in the steps that are recorded. Smaller saves memory and moves more bytes.
-        chunk_budget: Bytes that chunks may take on the compute tier at most: a number, text, or ``"auto"``: whatever
-            non-model data leaves of ``device_budget``. A number leaves more of the device to others, and moves more.
+            ``"auto"`` is the free memory of the device less a reserve of 5 %. The budget covers model and non-model
+            data together. On a machine without an accelerator ``"auto"`` is 90 % of the available memory, less what the
+            host tier takes of it, and only chunks are counted. A number there covers activations too, which makes
+            recorded steps slower. A smaller budget saves memory and moves more bytes.
+        chunk_budget: Bytes that chunks may take on the compute tier at most: a number, text, or ``"auto"``: what
+            non-model data leaves of ``device_budget``. A number leaves more of the device to other uses, and moves more
+            bytes.
         host_budget: Bytes on the host tier for model data: a number, text, or ``"auto"``: 90 % of the memory that is
             available to this process (cgroup limits respected). Too small raises ``BudgetError`` before training.
         chunk_numel: Elements per chunk, or ``"auto"``: the size, within the budget, that wastes least. Larger chunks
@@ -48,12 +49,12 @@ class PatrickStarConfig:
         placement: Where optimizer states live: ``"auto"`` gives the chunks of the first layers a home in the device
             margin, as many as the recorded steps leave room for (PatrickStar section 8.2), and the optimizer updates
             them there; ``"host"`` keeps all at home on the host, unless all fits on the device.
-        prefetch_depth: How many chunks may be on their way to the compute tier ahead of the one that needs them; 0
-            loads each when it is needed. More hides the bus better where there is room, and never moves more bytes.
+        prefetch_depth: How many chunks may be loaded to the compute tier ahead of their use; with 0, each is loaded
+            when it is needed. More hides transfer time better where there is room, and never moves more bytes.
         reshard_after_forward: With several processes, whether a communication group leaves the device as soon as
-            forward has done with it, and is gathered again for backward: ``True`` keeps the least memory and sends
-            exactly what PatrickStar section 7 says; ``False`` keeps it as long as nothing else needs the room, which
-            sends less.
+            forward does not need it any more, and is gathered again for backward: ``True`` takes the least memory and
+            sends exactly what PatrickStar section 7 says; ``False`` keeps the group on the device as long as nothing
+            else needs the room, which sends fewer bytes.
         dtype: Type of parameters and gradients on the compute device: ``"fp32"``, ``"bf16"``, ``"fp16"``, or
             ``"auto"``: what ``--bf16`` or ``--fp16`` says. Where 16-bit was asked for, the optimizer works on fp32
             masters. Where nothing was asked for, each parameter and its optimizer states keep the type that the model
@@ -61,16 +62,16 @@ class PatrickStarConfig:
         autocast: Whether forward runs under ``torch.autocast`` where 16-bit was asked for, as in the stock Trainer:
             matrix products in 16 bits, norms, softmax and losses in fp32. ``"auto"`` is ``True``. ``False`` computes
             everything in 16 bits: activations that autocast keeps in fp32 take half the bytes, and losses are 16-bit.
-        keep_fp32: Which fp32 parameters stay so where 16-bit was asked for; each element costs 2 bytes more wherever it
-            is. ``"auto"``: what autocast does not round (embeddings, norms, scales, positions), so that losses are the
-            stock Trainer's. A list of patterns of names, such as ``["*norm*", "score.*"]``, replaces that, unless
-            ``"auto"`` is in it; with ``[]`` embeddings and norms are 16-bit too. Kept in any case is what transformers
-            lists in ``_keep_in_fp32_modules_strict`` (in fp16 also ``_keep_in_fp32_modules``), and fp32 parameters of a
-            model that was loaded mostly in 16-bit.
-        frozen_master: Whether frozen parameters that were loaded in fp32 and are computed with in 16-bit keep their
-            original values beside them at home: ``True`` takes 4 bytes per such element. With ``False`` the engine
-            reads them again from the safetensors file that they came from, whenever they are saved, merged, copied or
-            unfrozen. Those that came from no such file keep what 16 bits can hold.
+        keep_fp32: Which fp32 parameters stay fp32 where 16-bit was asked for; each element takes 2 bytes more on every
+            tier. ``"auto"``: those that autocast does not round (embeddings, norms, scales, positions), so that losses
+            are the stock Trainer's. A list of name patterns, such as ``["*norm*", "score.*"]``, replaces these, unless
+            ``"auto"`` is in the list; with ``[]`` embeddings and norms are 16-bit too. Always fp32 are the modules that
+            transformers lists in ``_keep_in_fp32_modules_strict`` (in fp16 also ``_keep_in_fp32_modules``), and fp32
+            parameters of a model that was loaded mostly in 16-bit.
+        frozen_master: Whether frozen parameters that were loaded in fp32 and are used in 16-bit have fp32 masters:
+            ``True`` takes 4 bytes per such element. With ``False`` the engine reads the original values again from the
+            safetensors file that they came from, whenever the parameters are saved, merged, copied or unfrozen.
+            Parameters that came from no such file keep only their 16-bit values.
         pin_memory: Whether host chunks that move are page-locked: ``True``, ``False``, or ``"auto"``: yes with a CUDA
             device. Pinned memory copies faster and asynchronously; torch rounds each pinned allocation up to a power
             of two, which is booked against ``host_budget``.
@@ -78,28 +79,28 @@ class PatrickStarConfig:
             the reserve for activations that grow between two chunk accesses (PatrickStar section 8.1).
         keep_gradients: Whether gradients stay after the optimizer's step until ``zero_grad``, as in torch: ``True``
             keeps them beside the values, 4 bytes per trainable parameter; ``False`` lets the step consume them, as if
-            ``zero_grad`` followed; ``"auto"`` keeps them, where the host has room, until ``zero_grad`` was called for
-            the first time: from then on nothing needs them after a step, and what asks for one all the same is an
-            error.
+            ``zero_grad`` followed; ``"auto"`` keeps them, where the host has room, until the first call of
+            ``zero_grad``. After that call the step consumes gradients, and reading a consumed one is an error.
         background_save: Whether checkpoints (of the Trainer, ``save_state`` and ``save_checkpoint``) write the training
-            state while training goes on. It is as consistent: the optimizer's step waits at a chunk that has not been
-            written yet. Nothing is copied. The checkpoint appears a little later, and what goes wrong is told at the
-            next one, or when training ends.
-        optimizer_format: How checkpoints have the optimizer's state: ``"sharded"`` (each process writes a safetensors
-            file of what it has, which is fastest and keeps every bit), ``"torch"`` (one process writes the
-            ``optimizer.pt`` that the stock Trainer resumes from; it has no fp32 masters, so that a model that was
-            loaded in 16-bit goes on from its rounded weights) or ``"both"`` (which takes the room of both). All are
-            read as they are.
-        process_wait_s: With several processes, how many seconds one of them waits for the others to come to what all
-            must call together (making the engine, reading parameters, evaluation, saving) before it raises
-            ``CollectiveError``; it warns after ten. Less finds a mistake sooner; more is right where one process takes
-            long outside of the engine, as with a slow file system or an evaluation that it prepares alone. With 0 or
-            ``None`` only the timeout of the process group ends such a wait, as it does all others.
-        debug_collectives: With several processes, agree on every collective before it is done, so that a process that
-            does another one is named at once. Without it, processes find out when forward or backward ends.
-        debug_evict_all: Evict every chunk that is not in use at every access, and fill what it leaves with NaN. Very
-            slow; it turns a use of released memory into NaN instead of luck. All chunks are at home on the host then,
-            as far as it has room, also where everything would fit on the device; a warning says where nothing moves.
+            state while training goes on. The checkpoint is consistent without a copy: the optimizer's step waits at a
+            chunk that has not been written yet. The checkpoint appears a little later, and an error is raised at the
+            next checkpoint, or when training ends.
+        optimizer_format: The format of the optimizer's state in checkpoints: ``"sharded"`` (each process writes its
+            part to a safetensors file, which is fastest and keeps every bit), ``"torch"`` (one process writes the
+            ``optimizer.pt`` that the stock Trainer resumes from; it has no fp32 masters, so a model that was loaded in
+            16-bit resumes from its rounded weights) or ``"both"`` (which takes the disk space of both). Loading accepts
+            each format, whatever the setting is.
+        process_wait_s: With several processes, how many seconds a process waits for the others at a call that all must
+            make together (making the engine, reading parameters, evaluation, saving) before it raises
+            ``CollectiveError``; it warns after ten. A lower value finds a mistake sooner. A higher value is right where
+            one process takes long outside of the engine, for example on a slow file system. With 0 or ``None`` only
+            the timeout of the process group ends such a wait, as it ends all other waits.
+        debug_collectives: With several processes, whether they agree on every collective before they start it, so that
+            a process that starts another one is named at once. Without it, the processes notice such a difference when
+            forward or backward ends.
+        debug_evict_all: Whether to evict every chunk that is not in use, at every access, and to fill its memory with
+            NaN. Very slow; a use of released memory then always gives NaN. All chunks then have their home on the host,
+            as far as the host has room, even if everything fits on the device; a warning says if no chunk moves.
     """
 
     device_budget: int | str = "auto"

@@ -17,6 +17,7 @@ from hf_patrickstar.layout.packing import ChunkSpec, align
 from hf_patrickstar.layout.search import ChunkSizeChoice, fixed_layout, search_layout
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec, collect_specs
 from hf_patrickstar.machine import Machine
+from hf_patrickstar.memory.accelerator import is_accelerator
 from hf_patrickstar.memory.pool import pinned_nbytes
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel
@@ -31,15 +32,15 @@ from hf_patrickstar.units import format_nbytes
 
 logger = logging.getLogger(__name__)
 
-_UNMEASURED_SHARE = 0.5
+UNMEASURED_SHARE = 0.5
 """Part of a device budget that model data may fill while non-model data has not been measured."""
 
 _WHOLE_SHARE = 0.25
-"""Part of a device budget that the groups in use may need if no tensor is spread over processes."""
+"""Largest part of a device budget that the groups in use may need; if they need more, tensors are spread over ranks."""
 _WELL_USED = 0.9
 
 _FROZEN = -2
-"""Stands for the optimizer of frozen parameters."""
+"""Index that stands for the optimizer of frozen parameters."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Circumstances:
     Attributes:
         config: The settings.
         machine: What the engine runs on; nothing is allocated yet.
-        kernels: What updates chunks, one for each optimizer.
+        kernels: The kernels that update chunks, one for each optimizer.
         optimizer_of: Which optimizer holds a parameter, by the parameter's identity.
         num_micro_batches: Micro-batches per step.
     """
@@ -63,21 +64,20 @@ class Circumstances:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decisions:
-    """What was decided.
+    """The decisions for a model.
 
     Attributes:
         tensors: One spec per parameter, in model order.
         parameters: The parameters, in the same order.
-        precision: In which types parameters are, and what is computed in them.
+        precision: The types of parameters, and the type that forward computes in.
         choice: The layout.
-        embeddings: Which embeddings are looked up at home.
+        embeddings: Which embeddings are looked up on the CPU.
         chunk_nbytes: Bytes of this rank's chunks over all lists.
-        homes: Where they are at home.
+        homes: The tier where each chunk has its home.
         workspace_nbytes: Bytes of scratch space that the optimizer needs on a tier.
-        need_at: Tells the bytes that chunks would need at once, with other bytes of the device, and of chunks there.
+        need_at: Returns the bytes that chunks would need at once with another device budget and chunk budget.
         lists: The lists that chunks have beside ``param``, by the index of their optimizer; see ``lists_of``.
-        widens_gradients: Whether the optimizer finds gradients that it has to widen; those of an accumulation list are
-            wide already.
+        widens_gradients: Whether optimizers have to widen gradients to fp32; those of an accumulation list are wide.
     """
 
     tensors: list[TensorSpec]
@@ -91,10 +91,6 @@ class Decisions:
     need_at: Callable[[int, int | None], int]
     lists: dict[int, tuple[str, ...]]
     widens_gradients: bool
-
-    def list_names(self, spec: ChunkSpec) -> tuple[str, ...]:
-        """The lists of a chunk beside ``param``."""
-        return lists_of(spec, self.lists)
 
     def explain(self, situation: Circumstances) -> None:
         """Logs one line per decision that ``auto`` made."""
@@ -126,7 +122,7 @@ class Decisions:
 
 
 def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> Decisions:
-    """Decides everything.
+    """Decides types, layout and homes for a model.
 
     Args:
         model: The model; it stays as it is.
@@ -149,11 +145,11 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
     total = -(-total // collectives.world_size)
     share, limit = _shares(situation, ledger.limit(Tier.DEVICE), others, ledger.chunk_budget)
     limit = _agree(situation, tensors, limit)
-    # Where everything lives on the device there is nothing to evict: debugging that needs chunks that move.
+    # If everything lived on the device, nothing would be evicted: debug_evict_all needs chunks that move.
     fits = total <= share and not config.debug_evict_all
     embeddings = _choose_embeddings(model, tensors, situation, everything_fits=fits)
     choose = functools.partial(_choose_layout, situation, tensors, modules, embeddings.apart)
-    choice = choose(limit, None if fits and collectives.world_size == 1 else limit, others)
+    choice = choose(limit, fits, others)
     widens = any(spec.types.is_mixed for spec in tensors) and situation.num_micro_batches == 1
     workspace = _workspace_nbytes(situation, choice) if widens else 0
 
@@ -162,7 +158,7 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
     def need_at(device_nbytes: int, chunk_nbytes: int | None) -> int:
         share, limit = _shares(situation, int(device_nbytes * usable), others, chunk_nbytes)
         fits = total <= share and not config.debug_evict_all
-        found = choose(limit, None if fits and collectives.world_size == 1 else limit, others).working_set_nbytes
+        found = choose(limit, fits, others).working_set_nbytes
         return total + workspace if fits and not _can_move_homes(situation) else found
 
     nbytes = chunk_bytes(choice.layout.chunks, lists, situation.machine.pool.pins_memory, embeddings)
@@ -179,7 +175,7 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
     )
     ledger.spilled_nbytes = sum(nbytes[index].host_nbytes for index in homes.spilled)
     if not situation.machine.is_metered and not homes.device_homed:
-        # Both tiers are the same memory: what the home takes is not there for the compute tier.
+        # Both tiers are the same memory: the compute tier cannot have the bytes that are at home on the host.
         ledger.lower_limit(Tier.DEVICE, max(ledger.limit(Tier.DEVICE) - total, choice.working_set_nbytes))
     return Decisions(tensors, parameters, chosen, choice, embeddings, nbytes, homes, workspace, need_at, lists, widens)
 
@@ -213,12 +209,12 @@ def collect(
     optimizer_of: Mapping[int, int],
     find: Callable[[torch.Tensor], Any] = lambda parameter: None,
 ) -> tuple[list[TensorSpec], list[ModuleSpec], list[torch.nn.Parameter]]:
-    """The parameters of a model that can be managed now, and who updates them; see ``collect_specs``.
+    """The parameters of a model that can be managed now, with the index of their optimizer; see ``collect_specs``.
 
     Args:
         model: The model.
         optimizer_of: Which optimizer holds a parameter, by the parameter's identity.
-        find: Tells whether a parameter is managed by this engine; those of other engines are left to them.
+        find: Finds a parameter in this engine, or returns ``None``; parameters of other engines are left out.
     """
 
     def leave_out(parameter: torch.Tensor) -> bool:
@@ -270,7 +266,7 @@ def lists_of(spec: TensorSpec | ChunkSpec, lists: Mapping[int, tuple[str, ...]])
 
     Args:
         spec: The parameter or chunk.
-        lists: Those of chunks, by the index of the optimizer; -1 is none, -2 stands for frozen ones.
+        lists: The lists of chunks by the index of their optimizer; -1 means no optimizer, -2 frozen parameters.
     """
     is_updated = spec.trainable and spec.optimizer_index >= 0
     if not is_updated and not spec.types.is_mixed:
@@ -279,12 +275,12 @@ def lists_of(spec: TensorSpec | ChunkSpec, lists: Mapping[int, tuple[str, ...]])
 
 
 def _state_itemsize(spec: TensorSpec | ChunkSpec, lists: Mapping[int, tuple[str, ...]]) -> int:
-    """Bytes of all those lists for one element."""
+    """Bytes per element of all lists beside ``param``."""
     return spec.types.state_itemsize * len(lists_of(spec, lists))
 
 
 def _agree(situation: Circumstances, tensors: list[TensorSpec], limit: int) -> int:
-    """The least of what all processes have for chunks; they must have the same model and settings."""
+    """The smallest ``limit`` of all processes; raises if their models or settings differ."""
     collectives = situation.machine.collectives
     settings = {key: value for key, value in situation.config.to_dict().items() if not key.endswith("_budget")}
     settings["micro_batches"] = situation.num_micro_batches
@@ -307,8 +303,8 @@ def _agree(situation: Circumstances, tensors: list[TensorSpec], limit: int) -> i
 
 
 def _taken_by_others(situation: Circumstances, parameters: list[torch.nn.Parameter]) -> int:
-    """Bytes of the device that others (another model, say) hold: what they take is not for us."""
-    if situation.machine.device.type != "cuda":
+    """Bytes of the device that are in use by others (another model, for example)."""
+    if not is_accelerator(situation.machine.device):
         return 0
     taken = situation.machine.ledger.limit(Tier.DEVICE) - situation.machine.ledger.available(Tier.DEVICE)
     own = sum(p.numel() * p.dtype.itemsize for p in parameters if p.device == situation.machine.device)
@@ -324,9 +320,9 @@ def _can_move_homes(situation: Circumstances) -> bool:
 def _shares(
     situation: Circumstances, device_nbytes: int, others_nbytes: int, chunk_nbytes: int | None
 ) -> tuple[int, int]:
-    """What model data may fill before non-model data has been measured, and what chunks may take at all."""
+    """Bytes that model data may fill until non-model data is measured, and bytes that chunks may take at most."""
     limit = max(device_nbytes - others_nbytes, 0)
-    share = int(limit * _UNMEASURED_SHARE) if situation.machine.is_metered else limit
+    share = int(limit * UNMEASURED_SHARE) if situation.machine.is_metered else limit
     return (share, limit) if chunk_nbytes is None else (min(share, chunk_nbytes), min(limit, chunk_nbytes))
 
 
@@ -357,10 +353,10 @@ def _choose_layout(
     modules: list[ModuleSpec],
     apart: frozenset[int],
     limit: int,
-    most: int | None,
+    everything_fits: bool,
     others: int,
 ) -> ChunkSizeChoice:
-    """The layout for a chunk size that was asked for, or the best one for chunks of at most so many bytes."""
+    """The layout for the chunk size of the settings; with ``auto``, the best layout within the limits."""
     config, collectives = situation.config, situation.machine.collectives
     limits, world_size = _limits(situation, others), collectives.world_size
 
@@ -374,12 +370,13 @@ def _choose_layout(
         numel = int(config.chunk_numel)
         return fixed_layout(tensors, modules, numel, limit, apart, limits, world_size, staging, splits)
     if world_size > 1:
-        # Whole tensors make the fewest groups. Where they waste much, or leave little room, large ones are spread.
+        # Whole tensors make the fewest groups. If they waste much, or leave little room, large ones are spread.
         with contextlib.suppress(BudgetError):
             room = int(limit * _WHOLE_SHARE)
             choice = search_layout(tensors, modules, room, apart, limits, world_size, staging)
             if not splits or choice.layout.utilisation >= _WELL_USED:
                 return choice
+    most = None if everything_fits and world_size == 1 else limit
     return search_layout(tensors, modules, most, apart, limits, world_size, staging, splits)
 
 
@@ -408,7 +405,7 @@ def chunk_bytes(
         specs: The chunks.
         lists: The lists beside ``param`` of trainable ones, by the index of the optimizer.
         pinned: Whether host chunks that move are page-locked.
-        embeddings: Which embeddings are looked up at home.
+        embeddings: Which embeddings are looked up on the CPU.
     """
     chunks = []
     for spec in specs:

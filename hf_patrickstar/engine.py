@@ -1,7 +1,7 @@
 """The engine: prepare, forward, backward and step of one model, on one page.
 
-Numbers first: specs -> budgets -> layout -> homes. Only when every decision has been made and every byte has been
-found are payloads filled and hooks attached, so a construction that fails leaves the model as it was.
+The constructor decides on numbers first (specs -> budgets -> layout -> homes) and allocates every payload. Only then it
+moves values and attaches hooks, so a construction that fails leaves the model as it was.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ from hf_patrickstar.events import Event, Listener
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.membership import Membership, Parts, check_optimizers, holders
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.memory.transfers import Transfers
 from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.optim.kernels import make_kernel
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.optim.optimizer_set import OptimizerSet
+from hf_patrickstar.optim.torch_kernel import OWN_STATE
 from hf_patrickstar.payloads import Payloads
 from hf_patrickstar.report.figures import Figures
 from hf_patrickstar.report.statistics import Statistics
@@ -40,7 +40,6 @@ from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.placement import PlacementRules
 from hf_patrickstar.runtime.recovery import MAX_RETRIES, Recovery
 from hf_patrickstar.runtime.together import roots_of
-from hf_patrickstar.schedule.eviction import Chooser
 from hf_patrickstar.schedule.margin import ACCELERATOR, CPU_TIER, Rates
 
 logger = logging.getLogger(__name__)
@@ -52,22 +51,22 @@ class PatrickStarEngine:
     """Trains a model whose model data lives in chunks (PatrickStar sections 5 and 6).
 
     The model is changed in place and stays the user's model: same class, same modules, same ``Parameter`` objects.
-    While the engine is attached a parameter has its shape and type but no storage, except while it is computed with.
+    While the engine is attached, a parameter has its shape and type, but storage only while a module computes with it.
 
     Args:
         model: The model, on the host or on the compute device; several that share an optimizer are given as one
             ``Together`` and stay models of their own.
         config: Settings; a ``PatrickStarConfig``, dictionary, JSON text or path.
-        optimizer: A torch optimizer over the model's parameters, or several, each with its own; state that they have is
-            taken over. ``None`` makes an engine for evaluation, or for an optimizer that comes later: parameters only,
-            no masters unless they are needed to restore the model.
+        optimizer: A torch optimizer over the model's parameters, or several; the engine takes over their states.
+            ``None`` makes an engine for evaluation, or for an optimizer that comes later: it has no optimizer states,
+            and masters only if they are needed to restore the model.
         device: The compute device; by default the current CUDA device if there is one, else the CPU tier.
-        gradient_accumulation_steps: Micro-batches per step. More than one gives gradients a list of their own from
-            the start (+4 bytes per parameter). It is a hint: any pattern of calls is computed right.
+        gradient_accumulation_steps: Micro-batches per step. With more than one, gradients have their own chunk list
+            from the start (4 bytes more per parameter). It is a hint: results are right for any pattern of calls.
         precision: ``"no"``, ``"bf16"`` or ``"fp16"``: what ``dtype="auto"`` follows.
-        listener: Told of every event (``hf_patrickstar.events``), beside the engine's own statistics.
+        listener: Called with every event (``hf_patrickstar.events``), as the engine's own statistics are.
         process_group: The processes that train together, each with its part of the data; by default the default group
-            of ``torch.distributed``, if that is initialised. All of them make the engine, of the same model.
+            of ``torch.distributed``, if that is initialised. Each process must make the engine, for the same model.
 
     Raises:
         ConfigError: If a setting cannot work for this model.
@@ -92,9 +91,9 @@ class PatrickStarEngine:
         self.config = PatrickStarConfig.from_any(config)
         self._num_micro_batches = max(gradient_accumulation_steps, 1)
         self._statistics = Statistics()
-        self.figures = Figures()  # as they were told last
+        self.figures = Figures()  # remembers the last log
         self._emit = self._statistics.record if listener is None else _both(self._statistics.record, listener)
-        self.machine = Machine.find(self.config, device, process_group, self._relieve)
+        self.machine = Machine.find(self.config, device, process_group, self._make_room)
         self.device, self.collectives = self.machine.device, self.machine.collectives
         self.ledger = self.machine.ledger
         given = (
@@ -103,7 +102,7 @@ class PatrickStarEngine:
         check_optimizers(model, given)
         self._kernels: list[Kernel] = [self._make_kernel(item) for item in given]
         situation = Circumstances(self.config, self.machine, self._kernels, holders(given), self._num_micro_batches)
-        weakref.finalize(self, self.collectives.close)  # its group has threads and sockets
+        weakref.finalize(self, self.collectives.close)  # the process group has threads and sockets
         self._decisions = decide(model, precision, situation)
         self._payloads = Payloads(self.machine, self._decisions, self._kernels)
         self.manager = self._make_manager(self._payloads.allocate())
@@ -131,26 +130,26 @@ class PatrickStarEngine:
         return make_kernel(optimizer, self.machine.pool, self.device.type != "cpu")
 
     def _make_optimizer(self, optimizer: torch.optim.Optimizer, kernel: Kernel, number: int) -> ChunkedOptimizer:
-        def follow() -> bool:
-            return self._follow_model(True)
+        return ChunkedOptimizer(optimizer, kernel, self.manager, self._emit, number, self.follow_model, self.optimizers)
 
-        return ChunkedOptimizer(optimizer, kernel, self.manager, self._emit, number, follow, self.optimizers)
-
-    def follow_model(self) -> None:
-        """Adapts to what has changed in the model or the param groups, as every forward and step does by itself.
+    def follow_model(self) -> bool:
+        """Adapts the engine to changes of the model or the param groups, as every forward and step does anyway.
 
         With several processes all of them call it together.
+
+        Returns:
+            Whether there may have been any.
 
         Raises:
-            BudgetError: If there is no room for what is new; nothing has changed then.
+            BudgetError: If there is no room for new parameters; nothing has changed then.
         """
-        self._follow_model(True)
+        return self._follow_model(True)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> ChunkedOptimizer:
-        """Lets one more optimizer train the model: its parameters get places with its states, and keep their gradients.
+        """Adds an optimizer: its parameters move to chunks that have its states, and keep their gradients.
 
-        A parameter that another optimizer of the engine holds already stays in its place; this one updates it there.
-        With several processes all of them call it together.
+        A parameter that another optimizer of the engine holds already stays in its chunk, where the new optimizer
+        updates it too. With several processes all of them call it together.
 
         Args:
             optimizer: A torch optimizer over the model's parameters; a state that it has is taken over.
@@ -187,12 +186,6 @@ class PatrickStarEngine:
 
     def _make_manager(self, chunks: list[Chunk]) -> ChunkManager:
         decisions, config, machine = self._decisions, self.config, self.machine
-        policy = MovePolicy(
-            Chooser(config.eviction),
-            config.prefetch_depth,
-            config.reshard_after_forward,
-            config.debug_evict_all,
-        )
         return assemble(
             Foundation(
                 chunks=chunks,
@@ -200,11 +193,11 @@ class PatrickStarEngine:
                 num_tensors=len(decisions.tensors),
                 pool=machine.pool,
                 meter=machine.meter,
-                transfers=Transfers(self.device),
+                streams=machine.streams,
                 collectives=self.collectives,
                 emit=self._emit,
-                policy=policy,
-                placement=PlacementRules(decisions.workspace_nbytes, config.prefetch_depth, policy.chooser.name),
+                policy=MovePolicy.of(config, self.collectives.world_size),
+                placement=PlacementRules(decisions.workspace_nbytes, config.prefetch_depth, config.eviction),
                 rates=self._rates(),
                 reserve=self._payloads.reserve,
                 need_at=decisions.need_at,
@@ -215,7 +208,7 @@ class PatrickStarEngine:
         )
 
     def _rates(self) -> Rates | None:
-        """How fast chunks move and are updated, if they may move to better homes: every optimizer has to follow."""
+        """How fast chunks move and are updated; ``None`` if they may not move to other homes."""
         config = self.config
         if config.placement == "host" or config.debug_evict_all or not self._kernels:
             return None
@@ -224,7 +217,7 @@ class PatrickStarEngine:
         return CPU_TIER if self.device.type == "cpu" else ACCELERATOR
 
     def _attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Hooks, then values: what goes wrong until the last line is undone."""
+        """Attaches hooks, then moves values into chunks; an error undoes all of it."""
         gradients = [(parameter, parameter.grad) for parameter in self._decisions.parameters]
         try:
             self._first_values.begin(self.model)
@@ -290,26 +283,27 @@ class PatrickStarEngine:
         loss.backward(**kwargs)
 
     def attempt(self, function: Callable[[], _T], max_retries: int = MAX_RETRIES) -> _T:
-        """Runs forward and backward of one micro-batch, again if device memory does not suffice.
+        """Runs forward and backward of one micro-batch, and repeats them if device memory does not suffice.
 
         A bare loop calls ``engine.attempt(lambda: train_on(batch))``; the Trainer does the same. Before each repetition
-        gradients, parameters and random numbers are what they were, and chunks leave more of the device to activations,
-        so that no micro-batch is lost or counted twice.
+        the engine restores gradients, parameters and random states, so that no micro-batch is lost or counted twice,
+        and leaves more of the device to activations.
 
         Args:
-            function: Does forward and backward once, and nothing else that counts; not the optimizer's step.
-            max_retries: How often to repeat it at most.
+            function: Runs forward and backward once. It must not call the optimizer's step, or have other effects that
+                a repetition would double.
+            max_retries: The most repetitions.
 
         Returns:
             What the function returned.
 
         Raises:
-            DeviceMemoryError: If memory did not suffice in the end. Parameters are as they were before; so are
-                gradients, unless parts had been added to those of earlier micro-batches: then all are dropped, and the
-                message says so.
+            DeviceMemoryError: If memory does not suffice after all repetitions. Parameters are as they were before.
+                Gradients are too, unless parts of this micro-batch were added to gradients of earlier ones: then all
+                gradients are dropped, and the message says so.
         """
         if self.collectives.world_size > 1:
-            return function()  # the others would wait for what this process has done already
+            return function()  # a repetition would call collectives that the other processes have left behind
         return self._recovery.run(function, max_retries)
 
     def full_parameters(
@@ -319,8 +313,8 @@ class PatrickStarEngine:
 
         Args:
             parameters: Which; all by default. Opening a few at a time keeps memory low.
-            writeback: Take over what the block changed in place or through ``.data``.
-            with_grads: Also give them ``.grad``: this step's gradient so far, before unscaling and clipping.
+            writeback: Whether the engine takes over what the block changed in place or through ``.data``.
+            with_grads: Whether they also have ``.grad``: this step's gradient so far, before unscaling and clipping.
 
         Returns:
             A context manager. Do not run the model inside it.
@@ -339,15 +333,15 @@ class PatrickStarEngine:
         return self.weights.opened(tensors, writeback, with_grads)
 
     def save_checkpoint(self, directory: str | os.PathLike[str]) -> None:
-        """Saves weights, as any library reads them, and the training state; all processes call it together.
+        """Saves weights, in common file formats, and the training state; all processes call it together.
 
-        Schedulers of the learning rate and random numbers are for the caller to save.
+        The caller must save learning rate schedulers and random states.
 
         Args:
-            directory: Where to. It appears when all of it is on the disk; an older one is replaced.
+            directory: The checkpoint's directory. It appears when all of it is on the disk; an older one is replaced.
 
         Raises:
-            CheckpointError: If it cannot be written; an older one is as it was.
+            CheckpointError: If the checkpoint cannot be written; an older one stays unchanged.
         """
         self.follow_model()
         self.checkpoints.save(directory)
@@ -355,11 +349,11 @@ class PatrickStarEngine:
     def load_checkpoint(self, directory: str | os.PathLike[str]) -> None:
         """Loads what ``save_checkpoint`` or a Trainer with ``patrickstar`` saved; all processes call it together.
 
-        The number of processes, the size of chunks, budgets, devices and placement may be others than those that saved
-        it: every value is the same to the last bit. Gradients are dropped.
+        The number of processes, chunk size, budgets, devices and placement may differ from those of the run that saved
+        the checkpoint: every value is the same to the last bit. Gradients are dropped.
 
         Args:
-            directory: Where it was saved.
+            directory: The checkpoint's directory.
 
         Raises:
             CheckpointError: If something is missing, damaged or does not fit; nothing has changed then.
@@ -379,23 +373,23 @@ class PatrickStarEngine:
             ``device_step_peak_nbytes``, ``device_total_step_peak_nbytes``, ``host_step_peak_nbytes``: the same in the
             last step.
             ``device_budget_nbytes``, ``host_budget_nbytes``: the budgets. ``chunk_budget_nbytes``: what chunks may take
-            of the first; where ``chunk_budget`` is less, that binds them.
+            on the device at most: the lesser of its budget and ``chunk_budget``.
             ``model_data_nbytes``: bytes of all chunk lists, padding left out.
             ``host_to_device_nbytes``, ``device_to_host_nbytes``: bytes moved.
             ``chunk_loads``, ``chunk_evictions``, ``chunk_invalidations``: how often a chunk came to the device, left
             it for want of room, or was dropped because the optimizer had changed its home.
-            ``chunk_hits``: how often a chunk was there when it was needed, without having been waited for.
+            ``chunk_hits``: how often a chunk was on the device when it was needed, without a wait.
             ``prefetches``, ``late_prefetches``, ``waiting_seconds``: loads that were started ahead, those that had not
             arrived when they were needed, and how long the host waited for them.
             ``chunk_moves``, ``moved_home_to_device_nbytes``, ``moved_home_to_host_nbytes``: how often a chunk moved its
-            home, and the bytes of all its lists; the bytes above are without them, and without rows of lookups.
+            home, and the bytes of all its lists. The moved bytes above do not include these, or rows of lookups.
             ``steps``, ``skipped_steps``: optimizer steps.
-            ``recorded_steps``: traces made. ``diverged_steps``: steps that did not do what the recorded one did, and
-            went on without foresight.
+            ``recorded_steps``: traces made. ``diverged_steps``: steps that differed from their trace, and went on
+            without a plan.
             ``retries``: how often a micro-batch was repeated because memory had not sufficed.
-            ``chunks_in_margin``: chunks that live on the device, optimizer states and all, because there is room.
+            ``chunks_in_margin``: chunks whose home, optimizer states included, is in the device margin.
             ``all_gathers``, ``reduce_scatters``, ``sent_nbytes``, ``messages``: collectives with other processes, the
-            bytes of parameters and gradients that this one sent, and the short agreements beside them.
+            bytes of parameters and gradients that this process sent, and the short messages in which processes agree.
             ``num_chunks``, ``chunk_numel``, ``chunk_utilisation``: the layout.
         """
         layout, manager, executor = self._membership.layout, self.manager, self.manager.executor
@@ -437,25 +431,21 @@ class PatrickStarEngine:
         for chunk in self.manager.chunks:
             per_element = chunk.param.dtype.itemsize + sum(item.dtype.itemsize for item in chunk.lists.values())
             total += sum(tensor.own_numel for tensor in chunk.owned) * per_element
-        return (
-            total
-            + self.ledger.owners(Tier.DEVICE).get("optimizer_state", 0)
-            + self.ledger.owners(Tier.HOST).get("optimizer_state", 0)
-        )
+        return total + sum(self.ledger.owners(tier).get(OWN_STATE, 0) for tier in Tier)
 
     @torch.no_grad()
     def detach(self) -> None:
-        """Gives the model and its optimizer back.
+        """Removes the engine from the model.
 
-        Every hook is removed, every parameter has its value, its original type and storage of its own, and the
-        optimizer that the engine was made with has its state. Gradients are dropped.
+        Every hook is removed; every parameter has its value, its original type and its own storage; the optimizers that
+        the user made have their states. Gradients are dropped.
         """
         if not self._attached:
             return
         opened = [tensor.spec.name for tensor in self.manager.tensors if tensor.is_open]
         if opened:
             raise EngineError(f"parameter '{opened[0]}' is open in full_parameters(); detach after the block has ended")
-        if self.model.__dict__.get("patrickstar_engine") is self:  # else it was never whole
+        if self.model.__dict__.get("patrickstar_engine") is self:  # else construction failed
             self.manager.sharing.enter("detaches the engine")
         self._attached = False
         if hasattr(self, "checkpoints"):
@@ -467,7 +457,7 @@ class PatrickStarEngine:
         for optimizer in self.optimizers:
             optimizer.give_back_state()
         for tensor in self.manager.tensors:
-            # Else construction failed before it was moved in, or somebody gave it a value of another shape since.
+            # Else construction failed before its value was moved in, or the parameter was given another shape.
             if tensor.is_filled and not tensor.is_given_up:
                 value = self.weights.read(tensor).to(tensor.device)
                 tensor.unbind()
@@ -494,8 +484,8 @@ class PatrickStarEngine:
                 return True
         return False
 
-    def _relieve(self) -> None:
-        """Makes room for what is not chunks."""
+    def _make_room(self) -> None:
+        """Makes room on the compute tier for non-model data."""
         self.manager.reclaim.make_room_for_others(is_step=self._hooks.is_running)
 
     def _move_in(self) -> None:

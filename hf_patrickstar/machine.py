@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.memory.accelerator import can_pin_memory, find_device, is_accelerator
 from hf_patrickstar.memory.ledger import Ledger
-from hf_patrickstar.memory.meters import CudaMeter, Meter, StorageMeter, UnmeteredTier
+from hf_patrickstar.memory.meters import AllocatorMeter, Meter, StorageMeter, UnmeteredTier
 from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.streams import Streams, make_streams
 from hf_patrickstar.memory.tiers import Tier, resolve_budgets
 from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.vigil import Patience
@@ -23,9 +24,10 @@ class Machine:
     Attributes:
         device: The compute device.
         collectives: The processes that share the model data.
-        meter: Measures what else than chunks is on the device.
+        meter: Measures the non-model bytes on the device.
         ledger: The budgets.
-        pool: Where payloads come from.
+        pool: Allocates payloads.
+        streams: Copies between host and device.
     """
 
     device: torch.device
@@ -33,6 +35,7 @@ class Machine:
     meter: Meter
     ledger: Ledger
     pool: PayloadPool
+    streams: Streams
 
     @property
     def is_metered(self) -> bool:
@@ -45,46 +48,36 @@ class Machine:
         config: PatrickStarConfig,
         device: torch.device | str | None,
         process_group: Any,
-        relieve: Callable[[], None],
+        make_room: Callable[[], None],
     ) -> "Machine":
-        """Finds out what there is; nothing is allocated yet.
+        """Finds the device, the other processes and the budgets; no payload is allocated yet.
 
         Args:
             config: Settings.
-            device: The compute device; by default the current CUDA device if there is one, else the CPU tier.
+            device: The compute device; by default the accelerator of this machine if there is one, else the CPU tier.
             process_group: The processes; by default the default group of ``torch.distributed``, if there is one.
-            relieve: Makes room on the CPU tier when what is measured there comes to its budget.
+            make_room: Makes room on the CPU tier when the measured bytes reach its budget.
 
         Raises:
             ConfigError: If a setting cannot work here.
         """
-        device = _resolve_device(device)
+        device = find_device(device)
         collectives = Collectives.connect(process_group, device, Patience.of(config.process_wait_s))
         budgets = resolve_budgets(device, config.device_budget, config.host_budget, collectives.local_world_size)
         meter: Meter
-        if device.type == "cuda":
-            meter = CudaMeter(device)
+        if is_accelerator(device):
+            meter = AllocatorMeter(device)
         elif config.device_budget == "auto":
-            meter = UnmeteredTier()  # both tiers are the machine's memory, and the system watches over that
+            meter = UnmeteredTier()  # both tiers are the machine's memory, which is not measured
         else:
-            meter = StorageMeter(lambda key: pool.owns(key), relieve)
+            meter = StorageMeter(lambda key: pool.owns(key), make_room)
         fraction = 1.0 if isinstance(meter, UnmeteredTier) else config.warmup_fraction
         chunk_budget = None if config.chunk_budget == "auto" else int(config.chunk_budget)
         asked = {Tier.DEVICE: config.device_budget, Tier.HOST: config.host_budget}
         of_machine = [tier for tier, setting in asked.items() if setting == "auto"]
         ledger = Ledger(budgets, meter.live, fraction, chunk_budget, of_machine)
-        ledger.is_cautious = device.type != "cpu"
-        pinned = config.pin_memory if config.pin_memory != "auto" else device.type == "cuda"
-        pool = PayloadPool(ledger, device, bool(pinned) and torch.cuda.is_available())
-        return cls(device, collectives, meter, ledger, pool)
-
-
-def _resolve_device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device '{device}': the compute device must be a CUDA device or the CPU")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
+        ledger.is_cautious = is_accelerator(device)
+        pinned = config.pin_memory if config.pin_memory != "auto" else is_accelerator(device)
+        streams = make_streams(device)
+        pool = PayloadPool(ledger, device, bool(pinned) and can_pin_memory(), streams)
+        return cls(device, collectives, meter, ledger, pool, streams)

@@ -1,11 +1,12 @@
-"""Keeps what the engine manages the same as what the model consists of, while the model changes.
+"""Keeps the managed parameters equal to the parameters of the model while the model changes.
 
 [Note: following the model]
-Layers are unfrozen, adapters added and merged, embeddings resized, modules replaced. Before a forward and before a step
-the engine compares what it manages with what is there. A parameter that is gone is given back: an ordinary parameter
-with its value, its gradient, and its state in the user's optimizer. One that is new gets a place in chunks of its own
-kind at the end of the chunk list, with whatever value, gradient and state it has; so does one that needs other lists
-from now on. What stays is not touched, chunks that have become empty are freed, and traces are recorded anew.
+Users unfreeze layers, add and merge adapters, resize embeddings and replace modules. Before a forward and before a step
+the engine compares the parameters that it manages with those of the model. A parameter that the model no longer has
+becomes an ordinary parameter again, with its value, its gradient, and its state in the user's optimizer. A new
+parameter gets a place in new chunks at the end of the chunk list, with its value, gradient and state; so does a
+parameter that needs other chunk lists from now on. Other parameters are not touched, empty chunks are freed, and traces
+are recorded anew.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 def holders(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, int]:
-    """Which optimizer holds a parameter, the first if several do, by the parameter's identity."""
+    """The index of the first optimizer that holds a parameter, by the parameter's identity."""
     found: dict[int, int] = {}
     for number, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
@@ -64,16 +65,16 @@ def check_optimizers(model: torch.nn.Module, optimizers: Iterable[torch.optim.Op
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parts:
-    """What is adapted.
+    """The parts of an engine that follow changes of the model.
 
     Attributes:
         model: The model.
-        manager: The manager of its chunks.
-        hooks: Its hooks.
-        weights: Reads its parameters.
+        manager: The manager of the model's chunks.
+        hooks: The model's hooks.
+        weights: Reads the model's parameters.
         payloads: Makes chunks and managed parameters.
         optimizers: The optimizers over chunks; the list may grow.
-        collectives: The processes that share it.
+        collectives: The processes that share the model data.
     """
 
     model: torch.nn.Module
@@ -87,14 +88,14 @@ class Parts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Change:
-    """What is different.
+    """The difference between the model's parameters and the managed ones.
 
     Attributes:
-        specs: All parameters of the model as it is, in model order; those that stay keep their index.
-        modules: The modules that own them, by places in ``specs``.
-        parameters: The parameters.
-        new: Places of those that need a place in a chunk.
-        gone: What is managed and not there any more.
+        specs: The specs of the model's parameters, in model order; parameters that stay keep their index.
+        modules: The modules that own the parameters, by positions in ``specs``.
+        parameters: The parameters, in the same order.
+        new: Positions of the parameters that need a place in a new chunk.
+        gone: Managed parameters that the model no longer has, or that were given another shape.
     """
 
     specs: list[TensorSpec]
@@ -108,8 +109,8 @@ class Membership:
     """Follows changes of the model; see [Note: following the model].
 
     Args:
-        parts: What is adapted.
-        decisions: What was decided when the engine was made.
+        parts: The parts of the engine.
+        decisions: The decisions with which the engine was made.
     """
 
     def __init__(self, parts: Parts, decisions: Decisions) -> None:
@@ -120,17 +121,17 @@ class Membership:
 
     @torch.no_grad()
     def follow(self, *, is_training: bool) -> bool:
-        """Adapts to what has changed, if anything has; with several processes all call it together.
+        """Adapts the engine to changes of the model, if there are any; with several processes all call it together.
 
         Args:
-            is_training: Whether gradients will be computed: only then a frozen parameter that says that it requires one
-                is unfrozen, since adapters are switched on for a mere evaluation too.
+            is_training: Whether gradients will be computed. Only then is a frozen parameter with ``requires_grad=True``
+                unfrozen, since users switch adapters on for evaluations too.
 
         Returns:
             Whether anything may have changed.
 
         Raises:
-            BudgetError: If there is no room for what is new; nothing has changed then.
+            BudgetError: If there is no room for new parameters; nothing has changed then.
             EngineError: If a new parameter cannot be managed.
         """
         if not self._parts.hooks.may_have_changed(is_training) or _is_functional_call():
@@ -138,7 +139,7 @@ class Membership:
         change = self._compare(is_training)
         if change.new or change.gone:
             self._adapt(change)
-        elif any(self._is_renamed(spec) for spec in change.specs):
+        elif any(self._parts.manager.by_index[spec.index].spec != spec for spec in change.specs):
             self._rename(change)
         self._parts.hooks.refresh()
         return True
@@ -175,11 +176,7 @@ class Membership:
         """Whether a parameter needs other lists than its chunk has."""
         if spec.trainable and not tensor.spec.trainable:
             return is_training
-        joins = spec.trainable and spec.optimizer_index >= 0 and spec.optimizer_index != tensor.spec.optimizer_index
-        return joins
-
-    def _is_renamed(self, spec: TensorSpec) -> bool:
-        return self._parts.manager.by_index[spec.index].spec != spec
+        return spec.trainable and spec.optimizer_index >= 0 and spec.optimizer_index != tensor.spec.optimizer_index
 
     def _rename(self, change: _Change) -> None:
         by_index = self._parts.manager.by_index
@@ -220,11 +217,11 @@ class Membership:
         self._update_layout()
 
     def _pack(self, specs: Sequence[TensorSpec], *, apart: bool) -> Layout:
-        """New chunks, with indices after those that there are.
+        """Packs parameters into new chunks, with indices after those of the present chunks.
 
         Args:
-            specs: What goes into them.
-            apart: Whether each module gets chunks of its own, so that as few as possible are needed at once.
+            specs: The parameters.
+            apart: Whether each module gets its own chunks, so that as few chunks as possible are needed at once.
         """
         first, pieces = len(self._parts.manager.chunks), [list(specs)]
         if apart:
@@ -246,10 +243,10 @@ class Membership:
         return Layout(tuple(specs), tuple(chunks), tuple(placements), chunk_numel)
 
     def _allocate(self, change: _Change) -> tuple[Layout, list[Chunk]]:
-        """Places what is new, and allocates its chunks, with all that can fail; on all processes or on none.
+        """Packs new parameters and allocates their chunks, on all processes or on none.
 
         Raises:
-            BudgetError: If there is no room; everything is as it was.
+            BudgetError: If there is no room; nothing has changed then.
         """
         parts, chunks = self._parts, list[Chunk]()
         specs, error = [change.specs[place] for place in change.new], None
@@ -280,7 +277,7 @@ class Membership:
         return all(found[0] for found in rows)
 
     def _fill(self, chunks: list[Chunk], layout: Layout, change: _Change) -> None:
-        """Allocates chunks, on the device if everything lives there and they fit."""
+        """Allocates the chunks of a layout, on the device if all other chunks live there and these fit."""
         parts, manager = self._parts, self._parts.manager
         need = sum(found.device_nbytes for found in parts.payloads.nbytes_of(layout.chunks))
         is_static = all(chunk.is_static for chunk in manager.chunks if chunk.tensors)
@@ -329,7 +326,7 @@ class Membership:
         if optimizer is not None:
             optimizer.give_back_state(tensor)
         if not tensor.is_given_up:
-            gradient = raw_grad(tensor.parameter)  # of a graph that was made when it had no place for one
+            gradient = raw_grad(tensor.parameter)  # from a graph older than its place for one
             if manager.gradients.has(tensor):
                 gradient = manager.read_gradient(tensor, tensor.original_dtype).to(tensor.placeholder.device)
             value = parts.weights.read(tensor).to(tensor.placeholder.device)
@@ -342,7 +339,7 @@ class Membership:
     def _take_in(
         self, spec: TensorSpec, parameter: torch.nn.Parameter, placement: Placement, chunk: Chunk
     ) -> ManagedTensor:
-        """Gives a parameter its place, and brings along what it has."""
+        """Moves a parameter into its place in a chunk, with its value, gradient and optimizer state."""
         parts, manager = self._parts, self._parts.manager
         before = manager.find(parameter)
         if before is not None:

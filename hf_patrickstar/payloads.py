@@ -1,10 +1,10 @@
-"""Makes chunks and managed parameters as it was decided: what allocates, or tells the bytes of what would be."""
+"""Allocates chunks and makes managed parameters according to the decisions, and computes the bytes of chunks."""
 
 from collections.abc import Iterable, Sequence
 
 import torch
 
-from hf_patrickstar.decisions import Decisions, chunk_bytes, widened_by
+from hf_patrickstar.decisions import Decisions, chunk_bytes, lists_of, widened_by
 from hf_patrickstar.errors import PatrickStarError
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import TensorSpec
@@ -16,12 +16,12 @@ from hf_patrickstar.schedule.placement import ChunkBytes
 
 
 class Payloads:
-    """Allocates the payloads of chunks, and the workspace of what updates them.
+    """Allocates the payloads of chunks, and the workspace of kernels.
 
     Args:
-        machine: Where.
-        decisions: What was decided.
-        kernels: What updates chunks, one for each optimizer; the list may grow.
+        machine: The machine that has the memory.
+        decisions: The decisions for the model.
+        kernels: The kernels that update chunks, one for each optimizer; the list may grow.
     """
 
     def __init__(self, machine: Machine, decisions: Decisions, kernels: Sequence[Kernel]) -> None:
@@ -32,10 +32,10 @@ class Payloads:
         self._kernels = kernels
 
     def allocate(self) -> list[Chunk]:
-        """Allocates every payload at home, and ties every parameter to its place; nothing is moved yet.
+        """Allocates every payload at its home, and gives every parameter its place in a chunk; no value is moved yet.
 
         Raises:
-            BudgetError: If one does not fit; all are given back.
+            BudgetError: If a payload does not fit; all payloads are freed.
         """
         decisions = self._decisions
         chunks: list[Chunk] = []
@@ -62,8 +62,8 @@ class Payloads:
         """Allocates the payloads of one chunk.
 
         Args:
-            spec: What it holds.
-            home: Where.
+            spec: The chunk's spec.
+            home: The tier of its home.
 
         Raises:
             BudgetError: If there is no room.
@@ -73,7 +73,7 @@ class Payloads:
         dtype = torch_dtype(spec.types.param)
         chunk.param = self._pool.allocate(home, spec.chunk_numel, dtype, "param", pinned=moves, zero=True)
         try:
-            for name in self._decisions.list_names(spec):
+            for name in lists_of(spec, self._decisions.lists):
                 chunk.lists[name] = self._pool.allocate(home, spec.chunk_numel, chunk.state_dtype, name, zero=True)
         except PatrickStarError:
             chunk.give_back(self._pool)
@@ -84,11 +84,11 @@ class Payloads:
         """Makes a managed parameter; it is in no chunk yet.
 
         Args:
-            spec: What it is.
+            spec: The parameter's spec.
             parameter: The parameter.
-            offset_numel: Where in its chunk it will be.
+            offset_numel: Its offset in its chunk.
         """
-        # A placeholder for each: that distinct parameters are distinct storages is how libraries find tied ones.
+        # Each parameter has its own placeholder, since libraries take parameters with one storage for tied ones.
         nan = torch.full((), float("nan"), dtype=torch_dtype(spec.types.param), device=self._device)
         return ManagedTensor(spec, parameter, offset_numel, nan.expand(spec.shape))
 
@@ -102,7 +102,7 @@ class Payloads:
 
         Args:
             chunks: All chunks.
-            *also: Tiers where chunks may move to.
+            *also: More tiers that chunks may move to.
 
         Raises:
             BudgetError: If there is no room.
@@ -111,7 +111,7 @@ class Payloads:
             kernel.reserve([chunk for chunk in chunks if widened_by(chunk.spec, number)], *also)
 
     def reserve_anew(self, chunks: Sequence[Chunk]) -> None:
-        """Gives the workspace of the kernels back, and allocates what other chunks need; see ``reserve``."""
+        """Frees the workspace of the kernels, and allocates it again for these chunks; see ``reserve``."""
         for kernel in self._kernels:
             kernel.release()
         self.reserve(chunks)

@@ -1,21 +1,21 @@
-"""In which types parameters are kept, and in which operators compute.
+"""Decides in which types parameters are kept and operators compute.
 
 [Note: precision]
 Three cases, for each parameter:
 
-- Nobody asked for a type: the parameter keeps the one that it was loaded in, and so do its gradient, its master and its
-  optimizer states. That is what plain torch does.
+- No type was asked for: the parameter, its gradient, its master and its optimizer states have the type in which the
+  parameter was loaded. That is what plain torch does.
 - 16-bit was asked for (``--bf16``, ``--fp16``, or ``dtype``): the parameter is 16-bit, its master and states are fp32,
   and forward runs under ``torch.autocast``.
 - fp32 was asked for: everything is fp32.
 
-The stock Trainer keeps fp32 parameters in 16-bit training, and autocast rounds those that are multiplied as matrices
-whenever they are used. A parameter that is rounded once is the same number there, and half the bytes. What autocast
-does not round (embeddings, norms, scales, positions) is used in fp32, and what it is added to becomes fp32 with it. So
-such a parameter keeps fp32 here too, if it was loaded in fp32, and losses are those of the stock Trainer.
+In 16-bit training the stock Trainer keeps parameters in fp32, and autocast rounds the operands of matrix products at
+every use. Rounding such a parameter once gives the same numbers with half the bytes. Autocast does not round the other
+parameters (embeddings, norms, scales, positions): operators use them in fp32, and their results are fp32. So these
+parameters stay fp32 here too, if they were loaded in fp32, and losses are those of the stock Trainer.
 
-In 16-bit a parameter also keeps its own type where a rounded one would be wrong: float64; fp32 beside a 16-bit body;
-what transformers or ``keep_fp32`` names.
+In 16-bit training float64 parameters stay float64. Parameters that transformers or ``keep_fp32`` names are fp32, and so
+are fp32 parameters of a model that was loaded mostly in 16-bit.
 """
 
 import dataclasses
@@ -49,20 +49,20 @@ _MULTIPLYING = (
 )
 _KEEPING = (torch.nn.Embedding, torch.nn.EmbeddingBag, ParametrizationList)
 _SMALL_SHARE = 0.05
-"""Parameters of modules of unknown kinds stay in fp32 where all of them are less than this part of the model."""
+"""Parameters of modules of unknown classes stay in fp32 if all of them are less than this part of the model."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Precision:
-    """What was decided; see [Note: precision].
+    """The decision about types; see [Note: precision].
 
     Attributes:
-        asked: The type that somebody asked for, or ``None``.
+        asked: The type that was asked for, or ``None``.
         dtype: The type of most parameters.
-        reason: Why, in a few words.
-        autocast: The type that forward computes in under ``torch.autocast``; ``None`` if it does not run under it.
+        reason: The reason for it, in a few words.
+        autocast: The type of ``torch.autocast`` around forward; ``None`` without autocast.
         is_narrow: Whether most of the model was loaded in 16-bit.
-        keep_fp32: Patterns of names of parameters that stay in fp32; ``"auto"`` among them is what autocast does not
+        keep_fp32: Name patterns of parameters that stay in fp32; ``"auto"`` stands for those that autocast does not
             round.
     """
 
@@ -74,7 +74,7 @@ class Precision:
     keep_fp32: tuple[str, ...]
 
     def casting(self, device: torch.device) -> Casting:
-        """What happens to types where forwards begin and end.
+        """The conversions of types at the beginning and the end of a forward.
 
         Args:
             device: The compute device.
@@ -93,9 +93,9 @@ class Precision:
 
         Args:
             model: The model.
-            specs: Its parameters as numbers.
+            specs: The specs of its parameters.
             parameters: Its parameters, in the same order.
-            loaded: The type that a parameter was loaded in.
+            loaded: Returns the type that a parameter was loaded in.
 
         Returns:
             The specs with types.
@@ -156,7 +156,7 @@ def choose_precision(
 
     Args:
         model: The model.
-        config: Its ``dtype``, ``autocast`` and ``keep_fp32`` count.
+        config: The settings; ``dtype``, ``autocast`` and ``keep_fp32`` are used.
         precision: ``"no"``, ``"bf16"`` or ``"fp16"``: what the Trainer or Accelerate was told.
         parameters: The model's parameters.
 
@@ -187,7 +187,7 @@ def choose_precision(
 
 
 def _warn_of_patterns(model: torch.nn.Module, config: PatrickStarConfig) -> None:
-    """Tells of patterns that are the name of no parameter; one configuration may be for several models."""
+    """Warns of patterns that match no parameter. They are no error: one configuration may serve several models."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for pattern in config.keep_fp32:
         if pattern != "auto" and not fnmatch.filter(names, pattern):
@@ -211,7 +211,7 @@ def _refuse_batch_norm(model: torch.nn.Module) -> None:
 
 
 def _left_by_autocast(model: torch.nn.Module, total_numel: int) -> set[int]:
-    """Identities of the parameters that some module uses in another way than to multiply them as a matrix."""
+    """Identities of the parameters that some module uses otherwise than as an operand of a matrix product."""
     rounded, left, unknown = set[int](), set[int](), dict[int, int]()
     for module in model.modules():
         own = [parameter for parameter in module._parameters.values() if parameter is not None]
@@ -219,14 +219,14 @@ def _left_by_autocast(model: torch.nn.Module, total_numel: int) -> set[int]:
             rounded |= {id(parameter) for parameter in own}
         elif isinstance(module, _KEEPING) or all(p.dim() < 2 or p.shape[0] == 1 for p in own):
             left |= {id(parameter) for parameter in own}
-        else:  # all or none: what they are used in together may want one type
+        else:  # all of them or none: an operator may need all its operands in one type
             unknown.update((id(parameter), parameter.numel()) for parameter in own)
     is_small = sum(unknown.values()) < _SMALL_SHARE * total_numel
     return left | (set(unknown) - rounded if is_small else set())
 
 
 def _kept_by_transformers(model: torch.nn.Module, asked: torch.dtype) -> set[str]:
-    """Names of modules that transformers loads in fp32, whichever of its models they are in."""
+    """Names of modules that transformers keeps in fp32, collected from every transformers model in the model."""
     found: set[str] = set()
     for module in model.modules():
         found |= set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())

@@ -1,4 +1,4 @@
-"""What binds where memory does not suffice: which settings, what they would have to be, and the advice in words."""
+"""Finds the settings that limit memory when it does not suffice, and words the advice for error messages."""
 
 import dataclasses
 import math
@@ -9,15 +9,15 @@ _PLACES = {"device_budget": "the compute device", "chunk_budget": "the compute d
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limit:
-    """What a setting allows.
+    """The bytes that a setting allows.
 
     Attributes:
         setting: Its key in ``PatrickStarConfig``.
-        nbytes: Bytes that it leaves for what is needed.
-        is_auto: Whether ``"auto"`` chose it: then it is what the machine has, and cannot be raised.
-        usable: Part of the setting that may be used for what is needed; the advised value has the rest too.
+        nbytes: Bytes that it leaves for a need.
+        is_auto: Whether the value comes from ``"auto"``: it is then all that the machine has, and cannot be raised.
+        usable: Part of the setting that a need may use; the advised value includes the rest.
         taken_nbytes: Bytes of the setting that others hold.
-        has_others: Whether activations, which are not known yet, take of it too.
+        has_others: Whether activations, whose bytes are not known yet, count against the setting too.
     """
 
     setting: str
@@ -34,16 +34,16 @@ class Limit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shortage:
-    """The limits that bind, each with the bytes that are needed of it; at least one."""
+    """The limits that are too small, each with the bytes that are needed of it; at least one limit."""
 
     needs: tuple[tuple[Limit, int], ...]
 
     @classmethod
     def of(cls, needs: Iterable[tuple[Limit, int]]) -> "Shortage":
-        """Those of some limits that leave fewer bytes than are needed.
+        """Selects the limits that leave fewer bytes than are needed.
 
         Args:
-            needs: Limits, and the bytes that are needed of each. If all suffice, the tightest one is named.
+            needs: Limits, and the bytes that are needed of each. If all suffice, the tightest one is selected.
         """
         needs = list(needs)
         short = [(limit, need) for limit, need in needs if need > limit.nbytes]

@@ -1,1 +1,1 @@
-"""Between the model's weights as everybody knows them and chunks."""
+"""Saves chunks to files and loads them: the model's weights in common formats, and the training state."""

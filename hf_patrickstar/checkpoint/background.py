@@ -1,9 +1,9 @@
-"""A file that is written while training goes on.
+"""A safetensors file that a thread writes while training goes on.
 
 [Note: consistent without a copy]
-Masters and optimizer states change in the optimizer's step alone, chunk by chunk. So nothing is copied: a thread writes
-the chunks in the order in which the step will come to them, and the step waits at a chunk that is not written yet.
-Forward and backward passes, of which there are many per step where gradients accumulate, do not notice.
+Only the optimizer's step changes masters and optimizer states, chunk by chunk. So the writer needs no copy: its thread
+writes the chunks in the order in which the step updates them, and the step waits at a chunk that is not written yet.
+Forward and backward do not wait for the writer.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _FAILED = ".failed"
 
 
 def nbytes_of(path: Path) -> int:
-    """How much of a file is written, by whichever process; -1 before it is begun."""
+    """Bytes of a file that any process has written so far; -1 if the file does not exist yet."""
     for name in (path, path.with_name(path.name + _UNFINISHED)):
         with contextlib.suppress(OSError):
             return name.stat().st_size
@@ -30,7 +30,7 @@ def nbytes_of(path: Path) -> int:
 
 
 def failure_of(path: Path) -> str | None:
-    """Why a file could not be written, by whichever process, or ``None``."""
+    """The reason that a writer in any process left when it could not write a file, or ``None``."""
     try:
         return path.with_name(path.name + _FAILED).read_text(encoding="utf-8") or f"'{path}' could not be written"
     except OSError:
@@ -38,18 +38,18 @@ def failure_of(path: Path) -> str | None:
 
 
 class BackgroundWrite:
-    """Writes a safetensors file in a thread of its own; the file has its name when all of it is on the disk.
+    """Writes a safetensors file in its own thread; the file gets its final name when all of it is on the disk.
 
     Args:
         path: The file.
-        tensors: What to write, in place.
-        metadata: Texts beside it.
-        chunks: The chunk that each tensor is in; it does not change before the tensor is written.
+        tensors: The tensors by name; they are not copied.
+        metadata: Metadata of the file.
+        chunks: The chunk of each tensor, by the tensor's name; updates of a chunk wait until its tensors are written.
         piece_numel: Elements in memory at once.
 
     Attributes:
         path: The file.
-        error: Why it could not be written; then there is a file that says so, see ``failure_of``.
+        error: Why the file could not be written, or ``None``; other processes learn of it by ``failure_of``.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class BackgroundWrite:
         self._thread.start()
 
     def join(self) -> None:
-        """Waits for its end; see ``error``."""
+        """Waits until the thread has ended; ``error`` says whether it failed."""
         self._thread.join()
 
     def _run(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
@@ -87,19 +87,19 @@ class BackgroundWrite:
                 metadata,
                 piece_numel=self._piece_numel,
                 is_sorted=False,
-                on_written=self._let_go,
+                on_written=self._allow_changes,
             )
             os.replace(unfinished, self.path)
         except BaseException as error:
-            with contextlib.suppress(OSError):  # another process failed before, and the directory is gone
-                unfinished.unlink(missing_ok=True)  # room to say so, if the disk is full
+            with contextlib.suppress(OSError):  # the directory may be gone, because another process failed first
+                unfinished.unlink(missing_ok=True)  # frees room for the message, if the disk is full
                 unfinished.with_name(self.path.name + _FAILED).write_text(str(error), encoding="utf-8")
-            self.error = error  # from here on the directory may be removed: nothing may be put into it
+            self.error = error  # set last: once it is set, another thread may remove the directory
         finally:
             for event in self._events.values():
                 event.set()
 
-    def _let_go(self, name: str) -> None:
+    def _allow_changes(self, name: str) -> None:
         index = self._indices[name]
         self._waiting[index] -= 1
         if not self._waiting[index]:

@@ -1,4 +1,4 @@
-"""Whole checkpoints of an engine: weights as any library reads them, and the training state beside them."""
+"""Complete checkpoints of an engine: weights in common file formats, and the training state."""
 
 import contextlib
 import logging
@@ -34,7 +34,7 @@ _ADAPTER_NAME = "adapter_model.safetensors"
 
 
 class Checkpoints:
-    """Saves and loads all that an engine trains.
+    """Saves and loads the weights and the training state of an engine.
 
     Args:
         model: The model.
@@ -42,7 +42,7 @@ class Checkpoints:
         weights: Reads and writes its parameters.
         state: Its training state; empty if no optimizer trains it.
         collectives: The processes that share it.
-        config: Settings: in which format training states are written, and whether while training goes on.
+        config: Settings; ``optimizer_format`` and ``background_save`` are used.
     """
 
     def __init__(
@@ -68,29 +68,29 @@ class Checkpoints:
     # Saving
 
     def writing(self, final: str | os.PathLike[str]) -> contextlib.AbstractContextManager[Checkpoint]:
-        """Writes a checkpoint that exists whole or not at all; see ``Transactions.writing``.
+        """Writes a checkpoint that appears complete or not at all; see ``Transactions.writing``.
 
         Args:
-            final: Where it will be.
+            final: The directory of the finished checkpoint.
         """
         return self._transactions.writing(final)
 
     def wait(self) -> None:
-        """Waits for what is written in the background; see ``Transactions.wait``."""
+        """Waits until a checkpoint that is written in the background is complete; see ``Transactions.wait``."""
         self._transactions.wait()
 
     def close(self) -> None:
-        """Waits for what this process writes in the background."""
+        """Waits until the background threads of this process have ended; see ``Transactions.close``."""
         self._transactions.close()
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Saves weights and training state; all processes call it together.
 
         Args:
-            directory: Where to; it appears when all of it is on the disk.
+            directory: The checkpoint's directory; it appears when all of it is on the disk.
 
         Raises:
-            CheckpointError: If it cannot be written; an older one there is as it was.
+            CheckpointError: If the checkpoint cannot be written; an older one in its place stays unchanged.
         """
         with self.writing(directory) as checkpoint:
             self.begin_state(checkpoint)
@@ -98,29 +98,29 @@ class Checkpoints:
             self.end_state(checkpoint)
 
     def begin_state(self, checkpoint: Checkpoint) -> None:
-        """Begins to save the training state, each process its part; meanwhile the model may be saved.
+        """Starts a thread in each process that saves its part of the training state; the model may be saved meanwhile.
 
         Args:
-            checkpoint: The checkpoint that it belongs to.
+            checkpoint: The checkpoint.
 
         Raises:
-            CheckpointError: If it cannot be written.
+            CheckpointError: If the index cannot be written, or a state cannot be saved without pickling it.
         """
         if not self.state.is_empty and self._is_sharded:
             with_index = self._collectives.rank in checkpoint.makers
             checkpoint.write = self.state.save_in_background(checkpoint.path, with_index=with_index)
 
     def end_state(self, checkpoint: Checkpoint, paths: Sequence[Path] | None = None) -> None:
-        """Waits until it is saved; where it may be saved in the background, training goes on meanwhile.
+        """Writes the training state in torch's format, if the settings ask for it; all processes call it together.
 
-        What is written in torch's format is written here: all processes call it together.
+        Without ``background_save`` it also waits for the thread that ``begin_state`` has started.
 
         Args:
             checkpoint: The checkpoint.
-            paths: The files in torch's format, by optimizer; by default ``optimizer.pt`` and so on.
+            paths: The files in torch's format, one for each optimizer; by default ``optimizer.pt`` and so on.
 
         Raises:
-            CheckpointError: If it cannot be written.
+            CheckpointError: If a file cannot be written.
         """
         is_maker = self._collectives.rank in checkpoint.makers
         self._complete_state(checkpoint.path, paths, is_maker=is_maker, older=checkpoint.staged.final)
@@ -138,11 +138,11 @@ class Checkpoints:
 
         Args:
             directory: A directory that exists.
-            is_maker: Whether this process writes what one writes for all, or one on each disk.
+            is_maker: Whether this process also writes the files that exist once for all, or once on each disk.
             paths: See ``end_state``.
 
         Raises:
-            CheckpointError: If it cannot be written.
+            CheckpointError: If a file cannot be written.
         """
         if self._is_sharded and not self.state.is_empty:
             self.state.save(directory, with_index=is_maker)
@@ -156,7 +156,7 @@ class Checkpoints:
         is_maker: bool,
         older: Path | None = None,
     ) -> None:
-        """Writes what goes with the files of the processes: the state in torch's format, and what is in which file."""
+        """Writes the state in torch's format, and the ``README.md`` that explains the files of the processes."""
         if self.state.is_empty:
             return
         if self._is_torch:
@@ -186,13 +186,13 @@ class Checkpoints:
     # Loading
 
     def load(self, directory: str | os.PathLike[str]) -> FoundWeights:
-        """Loads what ``save`` saved, in any shape: other processes, chunks, budgets, devices.
+        """Loads what ``save`` saved; the number of processes, chunk size, budgets and devices may differ.
 
         Args:
-            directory: Where it was saved.
+            directory: The checkpoint's directory.
 
         Returns:
-            What was found.
+            The weights that were found, and the names that did not match.
 
         Raises:
             CheckpointError: If something is missing, damaged or does not fit; nothing has changed then.
@@ -217,7 +217,7 @@ class Checkpoints:
             path: A directory or a file; see ``open_weights``.
 
         Returns:
-            What was found.
+            The weights that were found, and the names that did not match.
 
         Raises:
             CheckpointError: If something is missing, damaged or does not fit, here or on another process; nothing has
@@ -228,7 +228,7 @@ class Checkpoints:
         return self.load_parts(self.together(lambda: find_weights(self._model, path, self._manager.values.device)))
 
     def _find_all(self, directory: str | os.PathLike[str]) -> FoundWeights:
-        """The weights, of which none may be missing."""
+        """The weights in a directory; raises ``CheckpointError`` if a parameter has none."""
         found = find_weights(self._model, directory, self._manager.values.device)
         names = dict(self._model.named_parameters(remove_duplicate=False))
         missing = [name for name in found.missing_keys if name in names]
@@ -237,7 +237,7 @@ class Checkpoints:
         return found
 
     def _load_adapters(self, directory: str | os.PathLike[str]) -> None:
-        """Adapters are small: PEFT reads them, and knows their names."""
+        """Lets PEFT read the adapters, which are small, and find their parameters by name."""
         from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
         def check() -> None:
@@ -256,16 +256,16 @@ class Checkpoints:
             set_peft_model_state_dict(self._model, load_peft_weights(str(path), device="cpu"), adapter_name=name)
 
     def together(self, function: Callable[[], _T]) -> _T:
-        """Calls what may fail on one process alone, so that all raise then; all processes call it together.
+        """Calls a function on all processes; if it fails on one of them, all raise. All processes call it together.
 
         Args:
-            function: Does nothing with the other processes.
+            function: The function; it must not communicate with other processes.
 
         Returns:
-            What it returned.
+            The result of the function.
 
         Raises:
-            CheckpointError: If it raised that, here or on another process.
+            CheckpointError: If the function raised ``CheckpointError``, here or on another process.
         """
         error: CheckpointError | None = None
         try:
@@ -286,9 +286,9 @@ class Checkpoints:
         """Loads weights that were found, and a training state; all processes call it together.
 
         Args:
-            found: The weights; ``None`` leaves them.
-            state_directory: Where the training state is, ours or ``optimizer.pt``; where neither is, and with ``None``,
-                it stays as it is.
+            found: The weights; with ``None`` the model keeps its own.
+            state_directory: The directory of a training state, in this package's format or as ``optimizer.pt``. If it
+                has neither, or with ``None``, the optimizer keeps its state.
 
         Raises:
             CheckpointError: If something does not fit, here or on another process; nothing has changed then.
@@ -299,17 +299,17 @@ class Checkpoints:
         self._apply(found)
         if loading is not None:
             loading.apply()
-        self._manager.sharing.meet("loads a checkpoint")  # a disk of one may be slower
+        self._manager.sharing.meet("loads a checkpoint")  # one process may have a slower disk
         return found
 
     def check_state(self, directory: str | os.PathLike[str]) -> None:
         """Makes sure that a training state, if one is there, can be loaded; all processes call it together.
 
         Args:
-            directory: Where it is.
+            directory: The directory of the training state.
 
         Raises:
-            CheckpointError: If not, here or on another process.
+            CheckpointError: If it cannot be loaded, here or on another process.
         """
         self._open(FoundWeights({}, [], []), directory)
 
@@ -356,17 +356,17 @@ class Checkpoints:
 
 
 def has_training_state(directory: str | os.PathLike[str]) -> bool:
-    """Whether a training state of ours is there."""
+    """Whether a directory has a training state in this package's format."""
     return (Path(directory) / INDEX_NAME).is_file()
 
 
 def has_torch_state(directory: str | os.PathLike[str]) -> bool:
-    """Whether an ``optimizer.pt`` is there."""
+    """Whether a directory has an ``optimizer.pt``."""
     return torch_paths(directory)[0].is_file()
 
 
 def adapter_directories(model: torch.nn.Module, directory: str | os.PathLike[str]) -> dict[str, Path]:
-    """Where the adapters of a PEFT model are in a checkpoint, by name; empty if there is the whole model, or none.
+    """The directories of a PEFT model's adapters in a checkpoint, by adapter name; empty if it has no adapter files.
 
     Args:
         model: The model.

@@ -1,8 +1,8 @@
-"""Tensors that are read when they are needed: shape and type now, values later, a part at a time if need be.
+"""Deferred tensors: their shape and type are known, and their values are read when they are needed, in pieces.
 
-A checkpoint library renames tensors, splits and joins them, and only then reads or writes them. Given deferred tensors
-it does all that without touching a value; what comes out says how to compute each result from what is in files, or in
-chunks. So one model never exists twice, whatever the library does to it.
+A checkpoint library renames, splits and joins tensors before it reads or writes them. With deferred tensors it does so
+without any value: each result records how to compute it from tensors in files or in chunks. So the values of a model
+are never in memory twice.
 """
 
 import contextlib
@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from hf_patrickstar.errors import EngineError
 
 PIECE_NUMEL = 2**18
-"""Elements that are in memory at once, beside the tensors themselves, when nobody asks for less.
+"""Default number of elements of a piece: of what is in memory at once, beside the tensors themselves.
 
-Few enough that what was converted, or came from another process, is still in the processor's cache when it is written,
-and that the allocator, which may spread a handful of pieces over the heap, stays well below two chunks.
+A piece is small enough to stay in the processor's cache from its conversion, or its arrival from another process, until
+it is written. The allocator may spread several pieces over the heap; together they stay well below two chunks.
 """
 
 
@@ -35,11 +35,11 @@ class Source(Protocol):
     dtype: torch.dtype
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Elements of the flattened tensor.
+        """Reads elements of the flattened tensor.
 
         Args:
-            start: The first.
-            stop: One after the last.
+            start: The first element.
+            stop: One after the last element.
 
         Returns:
             A flat tensor on the host that may alias memory in use: do not write to it.
@@ -49,29 +49,34 @@ class Source(Protocol):
 
 @runtime_checkable
 class DirectSource(Source, Protocol):
-    """A source that can read to where values are wanted."""
+    """A source that can read straight into a given tensor."""
 
     def read_into(self, start: int, values: torch.Tensor) -> None:
-        """Reads as many elements as there is room for.
+        """Fills a tensor with elements of the flattened tensor.
 
         Args:
-            start: The first.
-            values: Where to: flat, contiguous, on the host, in the source's type.
+            start: The first element.
+            values: The tensor to fill: flat, contiguous, on the host, in the source's type.
         """
         ...
 
 
 @runtime_checkable
 class StreamedSource(Source, Protocol):
-    """A source that had better be told at once of all pieces that will be read."""
+    """A source that reads faster if it knows at the beginning which pieces will be read."""
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """See ``Source``; reads all in one piece."""
+        (value,) = self.stream(start, stop, max(stop - start, 1))
+        return value
 
     def stream(self, start: int, stop: int, piece_numel: int) -> Generator[torch.Tensor, None, None]:
-        """Elements in order, so many at a time; see ``read``. Who does not want the rest closes it at once."""
+        """Reads pieces of ``piece_numel`` elements in order; see ``read``. A caller that stops early must close it."""
         ...
 
 
 class _Cast:
-    """Another source in another type; rounding is element by element, so parts can be read."""
+    """A source converted to another type. Conversion is element-wise, so parts can be read."""
 
     def __init__(self, source: Source, dtype: torch.dtype) -> None:
         self._source = source
@@ -102,19 +107,19 @@ class _Call:
 
 
 class DeferredTensor(torch.Tensor):
-    """A tensor without values, on the meta device, that remembers where they come from.
+    """A tensor on the meta device that records where its values come from.
 
-    Functions of it give deferred tensors, ``to`` changes its type and forgets its device. What looks at values gets
-    them if they are in memory, and raises if they are still in files; ``Reader`` gives them a part at a time.
+    Functions of it return deferred tensors; ``to`` changes its type and ignores the device. Functions that need values
+    (``READING``) read them, or raise if the tensor is still to be loaded. ``Reader`` reads values in pieces.
     """
 
     recipe: "Source | _Call"
     is_loadable: bool
-    """Whether it stands for a tensor on the host that is to be loaded, and says that this is its device."""
+    """Whether the tensor is still to be loaded into a model; its ``device`` is then the CPU."""
 
     @staticmethod
     def make(source: Source, *, is_loadable: bool = False) -> "DeferredTensor":
-        """A deferred tensor of what a source has.
+        """Makes a deferred tensor of a source.
 
         Args:
             source: Where its values are.
@@ -165,7 +170,7 @@ class DeferredTensor(torch.Tensor):
 READING = frozenset(
     ("numpy", "item", "tolist", "cpu", "cuda", "equal", "allclose", "__array__", "__bool__", "__float__")
 ) | {"__int__", "__index__", "__reduce_ex__", "__setitem__", "share_memory_", "pin_memory"}
-"""Functions that look at values."""
+"""Functions that need values."""
 _KEEPING = frozenset(("detach", "contiguous", "clone", "alias"))
 _CASTING = frozenset(("to", "float", "half", "bfloat16", "type", "type_as"))
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
@@ -175,7 +180,7 @@ _TRANSPOSED = tuple(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", 
 
 
 def _bare(tensor: torch.Tensor) -> torch.Tensor:
-    """The same without its recipe: an ordinary tensor on the meta device."""
+    """The tensor without its recipe: an ordinary tensor on the meta device."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.detach().as_subclass(torch.Tensor)
 
@@ -187,7 +192,7 @@ def _wrap(meta: torch.Tensor, recipe: "Source | _Call", is_loadable: bool) -> De
 
 
 def _fresh(meta: torch.Tensor) -> torch.Tensor:
-    """One of the same shape with a storage of its own size: libraries count the bytes of storages."""
+    """A meta tensor of the same shape whose storage has just its size, since libraries count the bytes of storages."""
     return torch.zeros(meta.shape, dtype=meta.dtype, device="meta")
 
 
@@ -196,7 +201,7 @@ def _alias(tensor: DeferredTensor) -> DeferredTensor:
 
 
 def _take_recipe(tensor: DeferredTensor, value: torch.Tensor) -> None:
-    """``tensor.data = value``: what casts a model in place does that."""
+    """Carries out ``tensor.data = value``, by which code casts a model in place."""
     if not isinstance(value, DeferredTensor):
         raise EngineError(
             "values were assigned to a parameter of deferred_weights, which would be lost when it is read; change it "
@@ -206,20 +211,19 @@ def _take_recipe(tensor: DeferredTensor, value: torch.Tensor) -> None:
 
 
 def _read_now(name: str, function: Any, args: Any, kwargs: Any) -> Any:
-    """What looks at values gets those that are in memory; of files they are read by the engine alone."""
+    """Calls a function with the values of deferred tensors; raises if only the engine may load one of them."""
     deferred = [value for value in tree_leaves((args, kwargs)) if isinstance(value, DeferredTensor)]
     if any(value.is_loadable for value in deferred):
         raise EngineError(
             f"'{name}' needs the values of a parameter of deferred_weights, which is not read yet; give the model to a "
             "Trainer with patrickstar, or to prepare(), first, or load it without deferred_weights"
         )
-    reader = Reader()
-    args, kwargs = tree_map_only(DeferredTensor, lambda value: reader.read(value).view(value.shape), (args, kwargs))
+    args, kwargs = tree_map_only(DeferredTensor, Reader().read_whole, (args, kwargs))
     return function(*args, **kwargs)
 
 
 def _deepcopy(tensor: DeferredTensor, memo: dict[int, Any]) -> DeferredTensor:
-    """A copy, for code that copies a module; both are read from the same place."""
+    """A copy with the same recipe, for code that copies a module."""
     if id(tensor) not in memo:
         copied: Any = _alias(tensor).requires_grad_(tensor.requires_grad)
         is_parameter = isinstance(tensor, torch.nn.Parameter)
@@ -229,7 +233,7 @@ def _deepcopy(tensor: DeferredTensor, memo: dict[int, Any]) -> DeferredTensor:
 
 
 def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Compares a piece at a time: transformers asks it of tied weights that a checkpoint has under both names."""
+    """Compares values in pieces; transformers compares tied weights that a checkpoint has under both names."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     if isinstance(left, DeferredTensor) and isinstance(right, DeferredTensor) and left.recipe is right.recipe:
@@ -239,14 +243,14 @@ def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _shapes(args: Any) -> Any:
-    """Arguments without values: to find out the shape of a result."""
+    """The arguments as tensors on the meta device, to compute the shape of a result."""
     bare = tree_map_only(DeferredTensor, _bare, args)
     return tree_map_only(torch.Tensor, lambda value: value.to("meta"), bare)
 
 
 def _cast(func: Any, args: Any, kwargs: Any) -> Any:
     tensor = args[0]
-    if func is torch.Tensor.to:  # its device, wherever it stands, is forgotten
+    if func is torch.Tensor.to:  # the device argument is ignored, positional or keyword
         others = {key: value for key, value in kwargs.items() if key != "copy"}
         with torch._C.DisableTorchFunctionSubclass():
             _, dtype, *_ = torch._C._nn._parse_to(*args[1:], **others)
@@ -282,10 +286,10 @@ def _record(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def in_reading_order(names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names in the order given, but what is made of one source comes together, so that it is read once.
+    """The names in the given order, but tensors computed from one source follow each other, so that it is read once.
 
     Args:
-        names: The names, those of one type in a row.
+        names: The names; names of tensors of one type follow each other.
         tensors: The tensors, deferred or not.
     """
     groups: dict[Any, list[str]] = {}
@@ -297,9 +301,9 @@ def in_reading_order(names: Sequence[str], tensors: Mapping[str, torch.Tensor]) 
 
 
 class Reader:
-    """Gives deferred tensors their values.
+    """Reads the values of deferred tensors.
 
-    It keeps the whole tensor that it read last, for functions that cut one into many; ``close`` lets go of it.
+    It caches the source that it last read as a whole, for functions that split one tensor.
     """
 
     def __init__(self) -> None:
@@ -307,12 +311,12 @@ class Reader:
         self._lock = threading.Lock()
 
     def read(self, tensor: torch.Tensor, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Elements of a flattened tensor; only those are read if it is as it lies in its source.
+        """Reads elements of a flattened tensor; the result of a function is computed as a whole first.
 
         Args:
             tensor: A deferred tensor, or an ordinary one.
-            start: The first.
-            stop: One after the last; by default all.
+            start: The first element.
+            stop: One after the last element; by default the end.
 
         Returns:
             A flat tensor on the host that may alias memory in use: do not write to it.
@@ -326,14 +330,18 @@ class Reader:
                     return self._whole(tensor).reshape(-1)[start:stop]
             return tensor.recipe.read(start, stop)
 
+    def read_whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Reads a tensor in its shape; see ``read``."""
+        return self.read(tensor).view(tensor.shape)
+
     def fill(self, values: torch.Tensor, tensor: torch.Tensor, start: int = 0, piece_numel: int = PIECE_NUMEL) -> None:
-        """Copies elements of a tensor, as many as there is room for.
+        """Fills ``values`` with elements of a tensor.
 
         Args:
-            values: Where to; contiguous, of any type, on any device.
+            values: The tensor to fill; contiguous, of any type, on any device.
             tensor: A deferred tensor, or an ordinary one.
             start: The first element, of the flattened tensor.
-            piece_numel: Elements in memory at once; where nothing has to be converted there are none.
+            piece_numel: Elements in memory at once, if they cannot be read straight into ``values``.
         """
         flat = values.view(-1)
         if not isinstance(tensor, DeferredTensor):
@@ -346,7 +354,7 @@ class Reader:
             flat[begin : begin + piece.numel()].copy_(piece)
 
     def pieces(self, tensor: torch.Tensor, piece_numel: int) -> Generator[torch.Tensor, None, None]:
-        """All elements in order, at most so many at a time; see ``read``. Who does not want the rest closes it."""
+        """Yields all elements in order, in pieces; see ``read``. A caller that stops early must close the generator."""
         with contextlib.closing(self._parts(tensor, 0, tensor.numel(), piece_numel)) as parts:
             for _, piece in parts:
                 yield piece
@@ -354,7 +362,7 @@ class Reader:
     def _parts(
         self, tensor: torch.Tensor, start: int, stop: int, piece_numel: int
     ) -> Generator[tuple[int, torch.Tensor], None, None]:
-        """Elements in order and where they go. What has to be computed as a whole is computed once for all of them."""
+        """Yields pieces with their offsets from ``start``; the result of a function is computed once for all pieces."""
         recipe = getattr(tensor, "recipe", None)
         if isinstance(recipe, StreamedSource) and stop > start:
             begin = 0
@@ -367,11 +375,6 @@ class Reader:
             tensor, start, stop = self.read(tensor, start, stop), 0, stop - start
         for begin in range(start, stop, piece_numel):
             yield begin - start, self.read(tensor, begin, min(begin + piece_numel, stop))
-
-    def close(self) -> None:
-        """Forgets what it has read."""
-        with self._lock:
-            self._last = None
 
     def _whole(self, tensor: DeferredTensor) -> torch.Tensor:
         recipe = tensor.recipe

@@ -1,4 +1,4 @@
-"""The way back: a training state as the ``optimizer.pt`` that the stock Trainer, and plain torch, resume from."""
+"""Converts a training state to the ``optimizer.pt`` from which the stock Trainer and plain torch resume."""
 
 import functools
 import os
@@ -18,7 +18,7 @@ from hf_patrickstar.runtime.chunk import MASTER
 
 
 class _SavedSource:
-    """A tensor of a training state on the disk, however many files it is in, as the source of a deferred one."""
+    """A tensor of a training state on the disk, in one file or several, as the source of a deferred tensor."""
 
     def __init__(self, saved: SavedState, key: str, name: str) -> None:
         self._saved, self._key, self._name = saved, key, name
@@ -40,7 +40,7 @@ def deferred_state_dicts(directory: str | os.PathLike[str]) -> list[dict[str, An
         directory: Where the training state is.
 
     Returns:
-        States by number and param groups; tensors in the shapes of parameters, which are read when they are needed.
+        The state dictionaries; their tensors are deferred, and whole where the files have parts.
 
     Raises:
         CheckpointError: If a file is missing or damaged.
@@ -65,7 +65,7 @@ def deferred_state_dicts(directory: str | os.PathLike[str]) -> list[dict[str, An
 
 
 def _state_of(saved: SavedState, name: str) -> dict[str, Any]:
-    """The state of a parameter that was in a chunk; it is made sure that all of it is there."""
+    """The state of a parameter that was in a chunk; raises ``CheckpointError`` if a part of it is missing."""
     if name in saved.shapes:
         saved.check_complete(name, 0, torch.Size(saved.shapes[name]).numel())
     keys = sorted(saved.keys(name) - {MASTER})
@@ -81,12 +81,7 @@ def torch_state_dict(directory: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: If a file is missing or damaged.
     """
-    reader = Reader()
-
-    def read(tensor: DeferredTensor) -> torch.Tensor:
-        return reader.read(tensor).view(tensor.shape)
-
-    found: dict[str, Any] = tree_map_only(DeferredTensor, read, deferred_state_dicts(directory)[0])
+    found: dict[str, Any] = tree_map_only(DeferredTensor, Reader().read_whole, deferred_state_dicts(directory)[0])
     return found
 
 
@@ -95,8 +90,8 @@ def export(directory: str | os.PathLike[str], output: str | os.PathLike[str] | N
 
     Args:
         directory: The checkpoint.
-        output: The file; by default ``optimizer.pt`` in the checkpoint, where the stock Trainer looks for it. One that
-            is there is replaced when the new one is complete. A second optimizer has its state in ``optimizer_1.pt``.
+        output: The file; by default ``optimizer.pt`` in the checkpoint, where the stock Trainer looks for it. An older
+            file is replaced when the new one is complete. The state of a second optimizer is in ``optimizer_1.pt``.
 
     Returns:
         The files.

@@ -1,4 +1,4 @@
-"""The values that a model has when its engine is made, on their way into chunks."""
+"""Moves the values that a model has when its engine is made into chunks."""
 
 import logging
 import zlib
@@ -20,7 +20,7 @@ _SAMPLE_NUMEL = 64
 
 
 class FirstValues:
-    """Moves values into chunks, a parameter at a time; those that nobody has read yet come straight from their files.
+    """Moves values into chunks, one parameter at a time; deferred values are read straight from their files.
 
     Args:
         tensors: The parameters, in model order.
@@ -36,9 +36,7 @@ class FirstValues:
         self._files: ModelFiles | None = None
 
     def begin(self, model: torch.nn.Module) -> None:
-        """Makes ordinary parameters of those that are still to be read; they stay the same objects.
-
-        Buffers are small, and are read at once.
+        """Turns deferred parameters into ordinary ones, which stay the same objects, and reads deferred buffers.
 
         Args:
             model: The model.
@@ -51,7 +49,7 @@ class FirstValues:
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if isinstance(buffer, DeferredTensor):
-                    module._buffers[name] = reader.read(buffer).view(buffer.shape).clone()
+                    module._buffers[name] = reader.read_whole(buffer).clone()
         for tensor in self._tensors:
             parameter = tensor.parameter
             if isinstance(parameter, DeferredTensor):
@@ -60,23 +58,23 @@ class FirstValues:
                 self._unread[tensor.spec.index] = ordinary
 
     def give_back(self) -> None:
-        """Undoes ``begin`` for those that have not been read."""
+        """Undoes ``begin`` for the parameters whose values have not been read."""
         for index, deferred in self._unread.items():
             torch.utils.swap_tensors(self._tensors[index].parameter, deferred)
         self._unread.clear()
 
     @torch.no_grad()
     def move_in(self, buffers: Iterable[torch.Tensor]) -> None:
-        """Moves every value to its place, freeing each as it goes.
+        """Moves every value into its chunk, and frees the memory that it had before.
 
-        Frozen ones come last: in 16-bit they have no master, and might not be given back to the last bit.
+        Frozen parameters come last: without a master they could not be restored exactly if a later parameter failed.
 
         Args:
-            buffers: The model's buffers: all processes start from the same.
+            buffers: The model's buffers; rank 0 sends its own to all processes.
 
         Raises:
             CheckpointError: If a file cannot be read any more.
-            EngineError: If some processes have values and others are still to read them.
+            EngineError: If some processes have values and others have deferred parameters.
         """
         self._make_equal(buffers)
         reader = Reader()
@@ -95,9 +93,9 @@ class FirstValues:
                     tensor.origin = self._find_origin(tensor, value)
             tensor.move_in()
             self._unread.pop(tensor.spec.index, None)
-        self._files = None  # those that are not needed are closed
+        self._files = None  # closes the files that no origin refers to
         self._explain_origins()
-        self._collectives.exchange_objects(None, "reads the weights")  # a disk of one may be slower
+        self._collectives.exchange_objects(None, "reads the weights")  # one process may have a slower disk
 
     def _find_origin(self, tensor: ManagedTensor, value: torch.Tensor) -> Origin | None:
         if isinstance(value, DeferredTensor):
@@ -124,7 +122,7 @@ class FirstValues:
                 )
 
     def _make_equal(self, buffers: Iterable[torch.Tensor]) -> None:
-        """Lets all processes start from the values of rank 0, wherever a sample of them differs."""
+        """Sends the buffers of rank 0, and its parameters of which a sample differs, to all processes."""
         collectives, tensors = self._collectives, self._tensors
         if collectives.world_size == 1:
             return

@@ -1,11 +1,10 @@
-"""Saved weights that fit a model: found by the model's own ``load_state_dict``, read when there is a place for them.
+"""Finds which saved weights belong to which parameters, by the model's own ``load_state_dict``, without their values.
 
 [Note: loading without values]
-A model says in ``load_state_dict``, and in hooks that run before it, what the names in a file are in the model: keys
-are renamed, tensors split and joined, buffers get another size. So it is called as the Trainer calls it, with tensors
-that are read later. What it copies to parameters and buffers is noted and not copied: where all of it fits, the engine
-reads each value straight into its chunk. What it copies elsewhere (to ``parameter.data``, to a part of one), and what
-looks at a value, is read at once.
+A model's ``load_state_dict``, with the hooks that run before it, may rename keys, split and join tensors, and resize
+buffers. So ``find_weights`` calls it as the Trainer does, but with deferred tensors. A copy to a parameter or buffer is
+recorded and not carried out; if everything fits, the engine reads each value straight into its chunk. A copy to another
+tensor (``parameter.data``, or a part of a parameter), and a function that needs values, reads them at once.
 """
 
 import dataclasses
@@ -27,11 +26,11 @@ _EXTRA_STATE = "_extra_state"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FoundWeights:
-    """Weights on the disk that fit a model, and what does not.
+    """Saved weights that belong to a model, and the names that do not match.
 
     Attributes:
-        values: By name in the model, to be read later.
-        missing_keys: Names in the model that have none.
+        values: Tensors, usually deferred ones, by name in the model.
+        missing_keys: Names in the model that have no saved weights.
         unexpected_keys: Names in the files that the model does not have.
     """
 
@@ -41,13 +40,13 @@ class FoundWeights:
 
 
 class _Assignments(TorchFunctionMode):
-    """Notes what is copied to some tensors; see [Note: loading without values].
+    """Records what is copied to given tensors; see [Note: loading without values].
 
     Args:
         targets: The tensors.
 
     Attributes:
-        values: What was copied, by identity of the tensor.
+        values: The copied tensors, by the identity of the tensor that they were copied to.
     """
 
     def __init__(self, targets: Iterable[torch.Tensor]) -> None:
@@ -60,7 +59,7 @@ class _Assignments(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "copy_":
             target, value = args[:2]
-            if id(target) in self._targets or isinstance(target, DeferredTensor):  # or made by a hook, from a value
+            if id(target) in self._targets or isinstance(target, DeferredTensor):  # or one that a hook made
                 self._targets[id(target)] = target
                 self.values[id(target)] = value
                 return target
@@ -72,15 +71,15 @@ class _Assignments(TorchFunctionMode):
 def find_weights(
     model: torch.nn.Module, directory: str | os.PathLike[str], device: torch.device | str = "cpu"
 ) -> FoundWeights:
-    """Opens saved weights and finds out what they are in a model; of parameters nothing is read yet.
+    """Opens saved weights and finds out which parameters they belong to; values of parameters are not read yet.
 
-    The model's own ``load_state_dict`` says so. Where it does not know names in the files, transformers' renaming and
-    conversion of its checkpoints is used.
+    The model's own ``load_state_dict`` decides. If it does not know some names in the files, transformers' renaming and
+    conversion of checkpoints is used.
 
     Args:
         model: The model, with an engine or without.
-        directory: Where the weights are; see ``open_weights``.
-        device: Where buffers go that the model makes anew.
+        directory: The directory or file of the weights; see ``open_weights``.
+        device: The device of buffers that hooks of the model create.
 
     Raises:
         CheckpointError: If a file is missing or damaged, or a shape does not fit.
@@ -104,10 +103,10 @@ def _assign(
     directory: str | os.PathLike[str],
     device: torch.device | str,
 ) -> FoundWeights:
-    """What the model's ``load_state_dict`` makes of values."""
+    """Calls the model's ``load_state_dict``, and returns which values it assigns to which names."""
     before = _tensors_of(model)
     assignments = _Assignments(before.values())
-    # A module keeps what it is given as its extra state, whatever that is.
+    # A module may keep the tensor that it gets as extra state, so that one must have its values.
     given = {name: _read(value) if name.endswith(_EXTRA_STATE) else value for name, value in values.items()}
     try:
         with assignments:
@@ -134,7 +133,7 @@ def _assign(
 def _read_new_buffers(
     model: torch.nn.Module, known: set[int], assigned: Mapping[int, torch.Tensor], device: torch.device | str
 ) -> None:
-    """Gives buffers values that hooks have made from tensors that are read later."""
+    """Reads the values of buffers that hooks have replaced by deferred tensors."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if isinstance(buffer, DeferredTensor) and id(buffer) not in known:
@@ -144,7 +143,7 @@ def _read_new_buffers(
 
 def _read(value: torch.Tensor) -> torch.Tensor:
     """A copy in memory."""
-    return Reader().read(value).view(value.shape).clone()
+    return Reader().read_whole(value).clone()
 
 
 def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -160,7 +159,7 @@ def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _converted(
     model: torch.nn.Module, directory: str | os.PathLike[str], values: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor] | None:
-    """The weights under the model's names, if it is one of transformers'."""
+    """The weights as transformers converts them for the model; ``None`` if that is not possible."""
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel) or not Path(directory).is_dir():
@@ -168,7 +167,7 @@ def _converted(
     kinds = {value.dtype for value in values.values() if value.is_floating_point()}
     widest = max(kinds, key=lambda dtype: dtype.itemsize, default=torch.float32)
     try:
-        # What is missing in the files is initialised, which must not be noticed.
+        # from_pretrained initialises what is missing in the files; the global random state must not change by that.
         with deferred_weights(), torch.random.fork_rng(devices=[]):
             twin = type(model).from_pretrained(directory, config=model.config, dtype=widest)
     except (RuntimeError, ValueError, OSError) as error:
@@ -180,6 +179,6 @@ def _converted(
 
 
 def shape_mismatch(name: str, value: torch.Tensor, shape: tuple[int, ...]) -> str:
-    """Says that a tensor of a file has another shape than in the model."""
+    """The message of an error: a tensor has another shape in a file than in the model."""
     where = str(value.recipe) if isinstance(value, DeferredTensor) else "the file"
     return f"{where}: tensor '{name}' has shape {tuple(value.shape)}, in the model it has {shape}"

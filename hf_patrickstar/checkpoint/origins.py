@@ -1,4 +1,4 @@
-"""The files that frozen parameters were read from, to be read again; see [Note: originals]."""
+"""Finds the files from which frozen parameters can be read again; see [Note: originals]."""
 
 import contextlib
 from collections.abc import Iterator
@@ -20,16 +20,16 @@ _WRAPPERS = ("base_layer", "original_module")
 
 
 def origin_of(value: torch.Tensor) -> Origin | None:
-    """Where a value is read from, if it lies as it is in a safetensors file."""
+    """The source of a deferred tensor that a safetensors file has as it is; ``None`` for any other tensor."""
     source = getattr(value, "recipe", None)
     return source if isinstance(source, FileSource) else None
 
 
 class ModelFiles:
-    """The files that a model says it was loaded from, searched for the values that it has.
+    """Searches the files that a model was loaded from for the values of its parameters.
 
-    transformers' models know their directory or their name on the hub (``name_or_path``). Whether what lies there is
-    what the model has is found out bit by bit, so names need only be good guesses.
+    transformers' models know their directory or their name on the hub (``name_or_path``). A tensor in a file is
+    accepted only if it has the same bits as the parameter, so names in the files may be guessed.
 
     Args:
         model: The model.
@@ -40,11 +40,11 @@ class ModelFiles:
         self._opened: list[dict[str, DeferredTensor]] | None = None
 
     def find(self, tensor: ManagedTensor, value: torch.Tensor) -> Origin | None:
-        """What has the same bits as a value.
+        """The tensor in a file that has the same bits as a value, or ``None``.
 
         Args:
-            tensor: The parameter that it is the value of.
-            value: The value, in memory. What this rank has of it is compared.
+            tensor: The parameter that has the value.
+            value: The value, in memory; only this rank's part of it is compared.
         """
         start, stop = tensor.part
         own = value.detach().reshape(-1)[start:stop]
@@ -56,7 +56,7 @@ class ModelFiles:
         return None
 
     def _candidates(self, name: str) -> Iterator[DeferredTensor]:
-        """What may be a parameter in the files: with a model's prefix or without, PEFT's modules left out."""
+        """Tensors that may be the parameter: names with and without prefixes, and without PEFT's wrapper modules."""
         parts = [part for part in name.split(".") if part not in _WRAPPERS]
         prefix = getattr(self._model, "base_model_prefix", "")
         names = [[prefix, *parts], *(parts[place:] for place in range(len(parts)))]
@@ -66,7 +66,7 @@ class ModelFiles:
             yield from (values[key] for key in map(".".join, names) if key in values)
 
     def _directories(self) -> list[Path]:
-        """Where the model, or models in it, were loaded from; one of the hub is looked for in the cache alone."""
+        """The directories that the model, or models in it, were loaded from; of the hub only the cache is searched."""
         found: dict[Path, None] = {}
         for module in self._model.modules():
             name = module.__dict__.get("name_or_path")
@@ -78,7 +78,7 @@ class ModelFiles:
 
 
 def _is_at(own: torch.Tensor, found: DeferredTensor, start: int) -> bool:
-    """Whether a flat tensor has the same bits as the elements of another one from a first one on."""
+    """Whether a flat tensor has the same bits as the elements of another one from ``start`` on."""
     reader = Reader()
     for place in range(0, own.numel(), PIECE_NUMEL):
         piece = own[place : place + PIECE_NUMEL].cpu()
@@ -88,7 +88,7 @@ def _is_at(own: torch.Tensor, found: DeferredTensor, start: int) -> bool:
 
 
 def _in_cache(name: str, config: Any) -> Path | None:
-    """Where the cache has the files of a model of the hub."""
+    """The directory of a hub model's files in the cache, or ``None``."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

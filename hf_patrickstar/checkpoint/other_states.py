@@ -1,6 +1,7 @@
-"""States of what an optimizer updates outside of its chunks: parameters of no model, or in chunks of another optimizer.
+"""Saves optimizer states of parameters outside of an optimizer's chunks: in no chunk, or in another optimizer's.
 
-All processes have the same, so one writes them. They go by their places in the param groups, as in torch.
+All processes have the same states, so one process writes them. As in torch, a state is identified by the position of
+its parameter in the param groups.
 """
 
 import json
@@ -16,8 +17,19 @@ from hf_patrickstar.errors import CheckpointError
 
 OTHERS_NAME = "optimizer-others.safetensors"
 
+SCALARS = (int, float, str, bool, type(None))
+"""The types of states that are saved as JSON."""
+
 OtherStates = dict[str, dict[str, Any]]
-"""The states by place: the optimizer's number, and the parameter's among those of its groups."""
+"""The states by place, ``<optimizer>.<parameter>``: the optimizer's number, and the parameter's in its groups."""
+
+
+def refusal(key: str, value: Any, owner: str) -> CheckpointError:
+    """The error for a state of ``owner`` that is of no type that can be saved."""
+    return CheckpointError(
+        f"state '{key}' of {owner} is a {type(value).__name__}, which cannot be saved without pickling it; optimizers "
+        "whose state is made of tensors and numbers can be saved"
+    )
 
 
 def save_others(directory: str | os.PathLike[str], states: Mapping[str, Mapping[str, Any]]) -> None:
@@ -36,22 +48,19 @@ def save_others(directory: str | os.PathLike[str], states: Mapping[str, Mapping[
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 tensors[f"{place}/{key}"] = value
-            elif isinstance(value, (int, float, str, bool, type(None))):
+            elif isinstance(value, SCALARS):
                 values.setdefault(place, {})[key] = value
             else:
-                raise CheckpointError(
-                    f"state '{key}' of a parameter that is in no chunk is a {type(value).__name__}, which cannot be "
-                    "saved without pickling it; optimizers whose state is made of tensors and numbers can be saved"
-                )
+                raise refusal(key, value, "a parameter that is in no chunk")
     if tensors or values:
         write_safetensors(Path(directory) / OTHERS_NAME, tensors, {"format": "pt", "values": json.dumps(values)})
 
 
 def read_others(directory: str | os.PathLike[str]) -> OtherStates:
-    """Reads what was written; empty if nothing was.
+    """Reads the states that ``save_others`` wrote; empty if it wrote none.
 
     Args:
-        directory: Where it was saved.
+        directory: The directory of the training state.
 
     Raises:
         CheckpointError: If the file is damaged.

@@ -1,8 +1,8 @@
 """Functions of other libraries that are replaced while weights are saved or read: the complete list.
 
-transformers, PEFT and Accelerate decide which tensor is in which file, and then call safetensors. The functions below
-are where they do so. For the length of a block each is replaced by one that knows deferred tensors; nothing else of
-these libraries is changed. The replacement is seen by the whole process: other threads, too, find it meanwhile.
+transformers, PEFT and Accelerate decide which tensor is in which file, and then call safetensors by the functions
+below. Inside a ``with`` block each of these is replaced by a function that accepts deferred tensors; nothing else of
+these libraries is changed. The replacement holds for the whole process, other threads included.
 
 ``tests/unit/checkpoint/test_patches.py`` fails, and names the entry, when a library no longer has a function there.
 """
@@ -51,8 +51,8 @@ def replaced(patches: Sequence[Patch], replacement: Any) -> Iterator[None]:
     """Replaces a function inside of a block, wherever its modules are imported; afterwards all is as it was.
 
     Args:
-        patches: Where the function is. A module that is not imported, or does not have the name, is passed over: what
-            a library would do with a deferred tensor then ends with an error, since that has no bytes.
+        patches: Where the function is. A module that is not imported, or does not have the name, is skipped; a library
+            that gets a deferred tensor all the same fails with an error, since the tensor has no bytes.
         replacement: What is called instead.
     """
     places = [

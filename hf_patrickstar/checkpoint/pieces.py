@@ -1,15 +1,16 @@
-"""Tensors on their way to a file, a piece at a time, with nothing beside them in memory but one piece."""
+"""Writes tensors to a file in pieces, with one piece in memory at a time beside the tensors themselves."""
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from hf_patrickstar.checkpoint.deferred import Reader
-from hf_patrickstar.checkpoint.storage import describe_failure
+from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, Reader
+from hf_patrickstar.checkpoint.storage import describe_failure, write_all
 from hf_patrickstar.errors import CheckpointError
+from hf_patrickstar.runtime.chunk import Chunk
 
 _WRITEBACK_NBYTES = 2**25
 
@@ -37,18 +38,18 @@ class PieceWriter:
 
         Args:
             tensor: The tensor, deferred or not.
-            record: What passes the bytes on to the file, if that is not the file itself.
+            record: A file object to write through, such as a member of a zip file; by default the file itself.
         """
         with contextlib.closing(self._reader.pieces(tensor, self._piece_numel)) as pieces:
             for piece in pieces:
                 write_all(record or self._file, bytes_of(piece.contiguous()))
                 self._begin_writeback(piece.numel() * piece.dtype.itemsize)
-                del piece  # else the next one is made beside it, and the allocator spreads them
+                del piece  # so that the next piece is not allocated beside it
 
     def _begin_writeback(self, nbytes: int) -> None:
-        """Lets the disk work while the rest is still to come, not in fsync alone.
+        """Starts to write the file's pages to the disk, so that fsync has less to do at the end.
 
-        On Linux this advice begins to write the pages of a file, and waits for nothing. If it cannot, fsync does it.
+        On Linux ``POSIX_FADV_DONTNEED`` starts that without waiting. If the call fails, fsync writes all pages.
         """
         self._waiting_nbytes += nbytes
         if self._waiting_nbytes < _WRITEBACK_NBYTES or not hasattr(os, "posix_fadvise"):
@@ -63,11 +64,11 @@ def new_file(path: str | os.PathLike[str], nbytes: int) -> Iterator[Any]:
     """Opens a file for writing; when the block has ended, all of it is on the disk.
 
     Args:
-        path: The file; one that is there is replaced.
+        path: The file; an older one is replaced.
         nbytes: The size that it will have, for errors.
 
     Raises:
-        CheckpointError: If it cannot be written: the disk is full, say. The message has the bytes needed and free.
+        CheckpointError: If the file cannot be written; if the disk is full, the message has the bytes needed and free.
     """
     try:
         with open(path, "wb", buffering=0) as file:
@@ -77,6 +78,11 @@ def new_file(path: str | os.PathLike[str], nbytes: int) -> Iterator[Any]:
         raise CheckpointError(describe_failure(path, error, nbytes)) from error
 
 
+def piece_numel_of(chunks: Iterable[Chunk]) -> int:
+    """Elements that are in memory at once while chunks are saved: a chunk at most."""
+    return min(max((chunk.spec.chunk_numel for chunk in chunks), default=PIECE_NUMEL), PIECE_NUMEL)
+
+
 def bytes_of(values: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the host."""
     if not values.numel():
@@ -84,9 +90,3 @@ def bytes_of(values: torch.Tensor) -> memoryview:
     flat = values.detach().as_strided((values.numel(),), (1,))  # a single element may have any stride
     array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array)
-
-
-def write_all(file: Any, view: memoryview) -> None:
-    """Writes all bytes, however many the file takes at once."""
-    while len(view):
-        view = view[file.write(view) :]

@@ -1,4 +1,4 @@
-"""``README.md`` in a checkpoint: what its files are, for somebody who finds them."""
+"""Writes the ``README.md`` that explains the files of a checkpoint."""
 
 import os
 from pathlib import Path
@@ -34,14 +34,13 @@ To have `optimizer.pt` in every checkpoint, train with `--patrickstar_config '{{
 
 
 def write_read_me(directory: str | os.PathLike[str], older: str | os.PathLike[str] | None = None) -> None:
-    """Says in a checkpoint what the files of the training state are.
+    """Adds a section about the files of the training state to the ``README.md`` of a checkpoint.
 
-    A library may have written a ``README.md`` for the model, as PEFT does, or somebody put one into the older
-    checkpoint; that one gets a section more.
+    Other text in it is kept: a library such as PEFT may have written it, or a user, in the older checkpoint.
 
     Args:
         directory: The checkpoint.
-        older: The checkpoint that it will replace, if that is there.
+        older: The checkpoint that this one will replace, if there is one.
 
     Raises:
         CheckpointError: If it cannot be written.

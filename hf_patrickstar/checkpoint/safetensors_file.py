@@ -1,8 +1,8 @@
-"""Safetensors files, written and read a piece at a time.
+"""Safetensors files, written and read in pieces.
 
-The library ``safetensors`` writes a file from tensors that are all in memory at once, and reads through a memory map,
-whose pages count as memory of the process. Chunks are written as they come, with nothing beside them in memory but one
-piece, and read straight to where they belong. The format is the library's: the same tensors make the same bytes.
+The library ``safetensors`` writes only tensors that are all in memory at once, and reads through a memory map, whose
+pages count as memory of the process. This module writes chunks with one piece in memory beside them, and reads values
+straight into chunks. The format is the library's: the same tensors make the same bytes.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ from hf_patrickstar.checkpoint.pieces import PieceWriter, bytes_of, new_file
 from hf_patrickstar.checkpoint.storage import replace_file
 from hf_patrickstar.errors import CheckpointError
 
-# In the order in which the library compares types; larger ones come first in a file.
-_DTYPES = {
+# In the library's order of types; in a file, tensors of a later type come first.
+DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -43,8 +43,8 @@ _DTYPES = {
     "I64": torch.int64,
     "U64": torch.uint64,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_RANKS = {dtype: rank for rank, dtype in enumerate(_DTYPES.values())}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_RANKS = {dtype: rank for rank, dtype in enumerate(DTYPES.values())}
 _ALIGNMENT = 8
 _MOST_HEADER_NBYTES = 100_000_000
 
@@ -59,14 +59,14 @@ class Entry(NamedTuple):
 
 
 class SafetensorsFile:
-    """A file to read from. It is opened, and checked to be whole, when this is made.
+    """A file that is open for reading; the constructor checks that it is complete.
 
     Args:
         path: The file.
 
     Attributes:
         entries: The tensors by name.
-        metadata: Texts that whoever wrote it left.
+        metadata: The metadata of the file.
 
     Raises:
         CheckpointError: If it is missing, truncated, or no safetensors file.
@@ -93,10 +93,10 @@ class SafetensorsFile:
         return found.st_size, found.st_mtime_ns
 
     def check_unchanged(self) -> None:
-        """Makes sure that nobody has written to the file since it was opened; one that was removed is still open.
+        """Makes sure that the file has not been written to since it was opened; a removed file is still readable.
 
         Raises:
-            CheckpointError: If somebody has.
+            CheckpointError: If it has been written to.
         """
         try:
             is_same = self._find_stamp() == self._stamp
@@ -138,9 +138,9 @@ class SafetensorsFile:
         return entries, metadata
 
     def _entry(self, name: str, found: Mapping[str, Any], begin: int) -> Entry:
-        if found["dtype"] not in _DTYPES:
+        if found["dtype"] not in DTYPES:
             raise CheckpointError(f"'{self.path}': tensor '{name}' has type {found['dtype']}, which is not supported")
-        dtype, shape = _DTYPES[found["dtype"]], tuple(int(size) for size in found["shape"])
+        dtype, shape = DTYPES[found["dtype"]], tuple(int(size) for size in found["shape"])
         start, stop = (begin + int(offset) for offset in found["data_offsets"])
         if any(size < 0 for size in shape):
             raise CheckpointError(f"'{self.path}': tensor '{name}' has shape {shape}, which no tensor has")
@@ -158,11 +158,11 @@ class SafetensorsFile:
         return _NAMES[dtype]
 
     def deferred(self, name: str) -> DeferredTensor:
-        """One of its tensors, to be read later."""
+        """A tensor of the file, deferred."""
         return DeferredTensor.make(FileSource(self, name), is_loadable=True)
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements of a flattened tensor, in memory of their own, on the host.
+        """Reads elements of a flattened tensor into a new tensor on the host.
 
         Args:
             name: The tensor.
@@ -180,12 +180,12 @@ class SafetensorsFile:
         return values
 
     def read_into(self, name: str, start: int, values: torch.Tensor) -> None:
-        """Reads as many elements as there is room for, without a copy.
+        """Fills ``values`` with elements of a flattened tensor, without a copy.
 
         Args:
             name: The tensor.
             start: The first element.
-            values: Where to, contiguous, on the host, in the tensor's own type.
+            values: The tensor to fill: contiguous, on the host, in the type that the file has.
 
         Raises:
             CheckpointError: If the file cannot be read any more.
@@ -204,7 +204,7 @@ class SafetensorsFile:
 
 
 class FileSource:
-    """A tensor of a file as the source of a deferred one.
+    """A tensor of a file as the source of a deferred tensor.
 
     Args:
         file: The file.
@@ -224,14 +224,14 @@ class FileSource:
         return self._file.read(self._name, start, stop)
 
     def read_again(self, start: int, stop: int) -> torch.Tensor:
-        """The same, long after the file was opened.
+        """Like ``read``, and makes sure that the file has not changed since it was opened.
 
         Raises:
-            CheckpointError: If somebody has written to it since, or it cannot be read.
+            CheckpointError: If the file has been written to since, or cannot be read.
         """
         self._file.check_unchanged()
         value = self.read(start, stop)
-        self._file.check_unchanged()  # not while it was read either
+        self._file.check_unchanged()  # it must not have changed during the read either
         return value
 
     def read_into(self, start: int, values: torch.Tensor) -> None:
@@ -251,21 +251,21 @@ def write_safetensors(
     is_sorted: bool = True,
     on_written: Callable[[str], None] = lambda name: None,
 ) -> int:
-    """Writes a file, to the disk itself, a piece at a time.
+    """Writes a file in pieces; when it returns, all of the file is on the disk.
 
     Args:
-        path: The file; one that is there is replaced.
-        tensors: What to write, deferred or not.
-        metadata: Texts beside them.
+        path: The file; an older one is replaced.
+        tensors: The tensors, deferred or not.
+        metadata: The metadata of the file.
         piece_numel: Elements in memory at once.
-        is_sorted: Place them in the order of the library; otherwise in the order given.
-        on_written: Told the name of every tensor that is not needed any more.
+        is_sorted: Whether to place tensors in the library's order; otherwise they are in the given order.
+        on_written: Called with the name of every tensor that has been written.
 
     Returns:
-        The bytes of the file.
+        The size of the file in bytes.
 
     Raises:
-        CheckpointError: If it cannot be written: the disk is full, say. The message has the bytes needed and free.
+        CheckpointError: If the file cannot be written; if the disk is full, the message has the bytes needed and free.
     """
     names = list(tensors)
     if is_sorted:
@@ -283,10 +283,9 @@ def write_safetensors(
 
 @contextlib.contextmanager
 def streamed_writing(piece_numel: int) -> Iterator[None]:
-    """Inside the block ``safetensors.torch.save_file`` writes deferred tensors too, wherever a library has it.
+    """Inside the block ``safetensors.torch.save_file`` accepts deferred tensors, in each library of ``SAVE_FILE``.
 
-    Those libraries decide what is in which file under which name, and go on to do so; ordinary tensors alone are
-    written as always.
+    A call without deferred tensors is passed to the original function.
 
     Args:
         piece_numel: Elements in memory at once.
@@ -308,7 +307,7 @@ def streamed_writing(piece_numel: int) -> Iterator[None]:
 def _make_header(
     names: list[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
 ) -> tuple[bytes, dict[str, int], int]:
-    """The header, where each tensor begins after it, and the bytes of all."""
+    """The header, the offset of each tensor from its end, and the bytes of all tensors."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata is not None else {}
     offset = 0
     offsets = {}

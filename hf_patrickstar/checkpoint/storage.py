@@ -1,15 +1,16 @@
-"""Directories that exist whole or not at all: written aside, synced to the disk, renamed.
+"""Directories that appear complete or not at all: written elsewhere, synced to the disk, then renamed.
 
 [Note: what a kill leaves]
-A directory is written under ``_partial`` beside its final place, and renamed when every byte is on the disk. Nobody who
-looks for checkpoints looks in there. One that replaces an older one of the same name moves that to ``_replaced`` first;
-where a kill came between the two renames, ``recover`` puts the older one back. What else was in the older one (logs, or
-whatever somebody put there) goes over to the new one, and only then is the rest deleted. One that is deleted is renamed
-into ``_removed`` before, so that it does not die by halves. The Trainer does not upload what begins with an underscore.
+A new directory is written in ``_partial`` beside its final path, where nothing searches for checkpoints, and renamed
+when all of it is on the disk. An older directory at the final path is moved to ``_replaced`` first; if the process is
+killed between the two renames, ``recover`` moves the older directory back. Files of the older directory that belong to
+no checkpoint (logs, for example) are moved to the new one, and the rest is deleted. Before a directory is deleted, it
+is renamed into ``_removed``, so that a half-deleted one is never found. The Trainer does not upload names that begin
+with an underscore.
 
-Who begins a checkpoint, begins to train, or loads a checkpoint removes what is left in ``_partial`` and ``_removed`` of
-that place. A directory that is being written has a mark, so that nothing else is removed, and is locked: the system
-unlocks it when its process ends, however that ends.
+A process that begins or loads a checkpoint, or begins to train, deletes what killed processes left in ``_partial`` and
+``_removed``. A directory that is being written has a mark file, so that no other directory is deleted, and is locked;
+the operating system releases the lock when the process ends, even when it is killed.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.units import format_need
@@ -32,7 +34,7 @@ _OF_CHECKPOINTS = re.compile(
     r"custom_checkpoint|trainer_state|training_args|checkpoint-is-incomplete)\b|"
     r"(model|pytorch_model|optimizer|scheduler|sampler|rng_state|random_states|dl_state_dict|custom_checkpoint)[-_]\d"
 )
-"""Names of files of checkpoints; those of an older one must not be taken for those of the new one."""
+"""Names of files of checkpoints; such files of an older checkpoint are not moved to the new one."""
 MARK = ".mark"
 """A file in directories that are being written."""
 _OF_TRAINERS = re.compile(r"checkpoint[-_]\d+")
@@ -42,14 +44,14 @@ _OF_THE_DISK = (*_FULL, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 class StagedDirectory:
-    """A directory on its way to its final place.
+    """A directory that is written at a temporary path and then renamed to its final path.
 
     Args:
-        final: Where it will be.
+        final: The final path.
 
     Attributes:
-        final: Where it will be, without a trailing slash.
-        path: Where it is written.
+        final: The final path, absolute and without a trailing slash.
+        path: The temporary path.
     """
 
     def __init__(self, final: str | os.PathLike[str]) -> None:
@@ -59,10 +61,10 @@ class StagedDirectory:
         self._lock: _Lock | None = None
 
     def begin(self) -> None:
-        """Makes it, empty; what an earlier attempt left is removed.
+        """Makes an empty directory at the temporary path; leftovers of an earlier attempt are removed.
 
         Raises:
-            CheckpointError: If it cannot be made.
+            CheckpointError: If the directory cannot be made.
         """
         if Path.cwd().is_relative_to(self.final) or os.path.ismount(self.final):
             kind = "the root of a disk" if os.path.ismount(self.final) else "the current directory, or around it"
@@ -81,10 +83,10 @@ class StagedDirectory:
             raise CheckpointError(describe_failure(self.path, error)) from error
 
     def commit(self) -> None:
-        """Syncs what is in it and moves it to its final place, whole.
+        """Syncs the directory to the disk and renames it to its final path.
 
         Raises:
-            CheckpointError: If that fails; what was at the final place is there again then.
+            CheckpointError: If that fails; an older directory is then at the final path again.
         """
         try:
             (self.path / MARK).unlink(missing_ok=True)
@@ -105,18 +107,18 @@ class StagedDirectory:
         self._tidy()
 
     def abandon(self) -> None:
-        """Removes what was written."""
+        """Removes the directory at the temporary path."""
         remove_tree(self.path)
         self._tidy()
 
     def recover(self) -> None:
-        """Puts an older directory back whose replacement did not arrive; see [Note: what a kill leaves]."""
+        """Moves an older directory back if its replacement is not there; see [Note: what a kill leaves]."""
         if self._replaced.exists() and not self.final.exists():
             os.rename(self._replaced, self.final)
         self._clear_replaced()
 
     def _clear_replaced(self) -> None:
-        """Lets what no checkpoint has go over to the new directory, and removes the rest of the older one."""
+        """Moves files that belong to no checkpoint to the new directory, and removes the rest of the older one."""
         if self._replaced.is_dir() and not self._replaced.is_symlink():
             for path in self._replaced.iterdir():
                 is_stale = path.is_file() and _OF_CHECKPOINTS.match(path.name)
@@ -127,12 +129,12 @@ class StagedDirectory:
     def _tidy(self) -> None:
         self._lock = None
         for parent in (self.path.parent, self._replaced.parent):
-            with contextlib.suppress(OSError):  # others may be in there
+            with contextlib.suppress(OSError):  # it may have other directories in it
                 parent.rmdir()
 
 
 def remove_checkpoint(path: str | os.PathLike[str]) -> None:
-    """Deletes a directory in one step, as far as anybody who looks for it can tell.
+    """Deletes a directory; for other processes it disappears in one step.
 
     Args:
         path: The directory.
@@ -147,13 +149,13 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
 
 
 class _Lock:
-    """Says that a directory is being written, as long as it exists.
+    """Locks a directory that is being written, for the lifetime of this object.
 
     Args:
         path: The directory.
 
     Attributes:
-        is_held: Whether this is so; false if somebody else has it.
+        is_held: Whether this object has the lock; false if another one has it.
 
     Raises:
         OSError: If the directory cannot be opened.
@@ -173,10 +175,10 @@ class _Lock:
 
 
 def remove_leftovers(parent: str | os.PathLike[str]) -> None:
-    """Removes what killed processes left half written, or half deleted; what is being written stays.
+    """Removes directories that killed processes left half written or half deleted; locked ones stay.
 
     Args:
-        parent: Where the final places are.
+        parent: The parent directory of the final paths.
     """
     remove_tree(Path(parent) / REMOVED)
     partial = Path(parent) / PARTIAL
@@ -185,12 +187,12 @@ def remove_leftovers(parent: str | os.PathLike[str]) -> None:
             with contextlib.suppress(OSError):
                 if _Lock(path).is_held:
                     remove_tree(path)
-    with contextlib.suppress(OSError):  # others may be in there
+    with contextlib.suppress(OSError):  # it may have other directories in it
         partial.rmdir()
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a directory with all that is in it, if it is there; of a link to one, the link."""
+    """Removes a directory with its content, if it exists; of a symbolic link, only the link."""
     if path.is_symlink() or path.is_file():
         with contextlib.suppress(OSError):
             path.unlink()
@@ -199,7 +201,7 @@ def remove_tree(path: Path) -> None:
 
 
 def describe_failure(path: str | os.PathLike[str], error: OSError, nbytes: int | None = None) -> str:
-    """Says why a file cannot be written, and of a full disk what was needed and what is left.
+    """The message of an error: a file cannot be written. If the disk is full, it has the bytes needed and left.
 
     Args:
         path: The file.
@@ -218,14 +220,15 @@ def describe_failure(path: str | os.PathLike[str], error: OSError, nbytes: int |
 
 
 def disk_error(directory: Path, error: BaseException) -> CheckpointError | None:
-    """What was wrong with the disk, where that is why something else could not write into a directory.
+    """Finds out whether the disk is the reason why other code could not write into a directory.
 
     Args:
         directory: The directory.
-        error: What that raised. ``torch.save`` raises no ``OSError`` when a disk is full, so it is tried out.
+        error: What the other code raised. ``torch.save`` raises no ``OSError`` if the disk is full; then a test file
+            is written.
 
     Returns:
-        An error that says so, or ``None`` if the reason is another.
+        An error that describes the disk's failure, or ``None`` if there is another reason.
     """
     if isinstance(error, CheckpointError) or not isinstance(error, (OSError, RuntimeError)):
         return None
@@ -245,13 +248,11 @@ def _newest_file(directory: Path) -> Path | None:
 
 
 def _try_out(directory: Path) -> OSError | None:
-    """Writes a small file, larger than the buffers of writers that do not check for errors; returns what fails."""
+    """Writes and removes a test file, larger than the buffers of usual writers; returns the error, if there is one."""
     probe = directory / ".probe"
     try:
         with open(probe, "wb", buffering=0) as file:
-            left = memoryview(bytes(_PROBE_NBYTES))
-            while len(left):
-                left = left[file.write(left) :]
+            write_all(file, memoryview(bytes(_PROBE_NBYTES)))
             os.fsync(file.fileno())
     except OSError as error:
         return OSError(error.errno, error.strerror)  # without the probe's name
@@ -261,12 +262,18 @@ def _try_out(directory: Path) -> OSError | None:
     return None
 
 
+def write_all(file: Any, view: memoryview) -> None:
+    """Writes all bytes, in several calls if the file accepts only a part at once."""
+    while len(view):
+        view = view[file.write(view) :]
+
+
 def _existing(path: Path) -> Path:
     return next(parent for parent in (path, *path.parents) if parent.exists())
 
 
 def sync_tree(path: Path) -> None:
-    """Waits until every file and directory in it is on the disk.
+    """Waits until every file and directory in a directory is on the disk.
 
     Args:
         path: The directory.
@@ -291,14 +298,14 @@ def _sync(path: Path) -> None:
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes a file that exists whole or not at all.
+    """Writes a file that appears complete or not at all.
 
     Args:
         path: The file; an older one is replaced at the end.
-        write: Writes it, under the name that it is given.
+        write: Writes the file at the temporary path that it gets.
 
     Raises:
-        CheckpointError: If it cannot be written.
+        CheckpointError: If the file cannot be written.
     """
     temporary = path.with_name(f"_{path.name}.partial")
     try:

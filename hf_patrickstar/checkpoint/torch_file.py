@@ -1,13 +1,13 @@
-"""Files that ``torch.load`` reads, written a piece at a time.
+"""Writes files for ``torch.load`` in pieces.
 
-``torch.save`` wants every tensor in memory, and writes the whole memory that a tensor is a view of. Here tensors may be
-deferred, and each is written alone.
+``torch.save`` needs every tensor in memory, and writes the whole storage of a view. ``write_torch`` accepts deferred
+tensors, and writes only a tensor's own elements.
 
 [Note: the format]
-It is torch's own, of since torch 1.6: a zip archive in which nothing is compressed. ``data.pkl`` is a pickle of the
-object, in which each tensor names a record: ``data/0``, ``data/1`` and so on. These have the bytes of one tensor each,
-and begin at a multiple of 64 bytes, so that they can be mapped into memory. ``zipfile`` goes back to the head of a
-record when its bytes, and so its checksum, are known; so the bytes themselves are never needed together.
+The format is torch's own since torch 1.6: a zip archive without compression. ``data.pkl`` is a pickle of the object, in
+which each tensor refers to a record: ``data/0``, ``data/1`` and so on. A record has the bytes of one tensor, and begins
+at a multiple of 64 bytes, so that it can be memory-mapped. ``zipfile`` writes the checksum into a record's header after
+the record's bytes, so the bytes are never needed all at once.
 """
 
 import io
@@ -27,15 +27,15 @@ from hf_patrickstar.checkpoint.pieces import PieceWriter, new_file
 from hf_patrickstar.runtime.chunk import contiguous_strides
 
 _PROTOCOL = 2
-"""Of pickles: the only one that torch reads safely."""
+"""The pickle protocol: the only one that ``torch.load`` supports with ``weights_only``."""
 _FORMAT_VERSION = "3\n"
 _ALIGNMENT = 64
 _HEAD_NBYTES, _SIZES_NBYTES = 30, 20
-"""Of the head of a record, without its name, and of what is added to it if the record may be large."""
+"""Bytes of a record's header without its name, and of the zip64 sizes that the header of a large record has too."""
 _PADDING_HEAD = struct.Struct("<HH")
 _PADDING_KIND = 0x4246
 """torch's own number for padding; readers of zip files skip kinds that they do not know."""
-_LARGE_NBYTES = 2**29
+LARGE_NBYTES = 2**29
 
 
 class _Record:
@@ -74,30 +74,30 @@ class _Pickler(pickle.Pickler):
         )  # no gradient, no hooks
         if record.is_typed:
             return torch._utils._rebuild_tensor_v2, arguments
-        return torch._utils._rebuild_tensor_v3, (*arguments, value.dtype)  # of newer types
+        return torch._utils._rebuild_tensor_v3, (*arguments, value.dtype)  # for types without a storage class
 
 
 def write_torch(path: str | os.PathLike[str], value: Any, *, piece_numel: int = PIECE_NUMEL) -> int:
-    """Writes a file as ``torch.save`` does, to the disk itself.
+    """Writes a file as ``torch.save`` does; when it returns, all of the file is on the disk.
 
     Args:
-        path: The file; one that is there is replaced.
-        value: What to write. Its tensors may be deferred; they are loaded on the host, without gradients, and each has
-            memory of its own then.
+        path: The file; an older one is replaced.
+        value: What to write; its tensors may be deferred. ``torch.load`` returns them as tensors on the host that need
+            no gradient, each with its own storage.
         piece_numel: Elements in memory at once.
 
     Returns:
-        The bytes of the file.
+        The size of the file in bytes.
 
     Raises:
-        CheckpointError: If it cannot be written: the disk is full, say. The message has the bytes needed and free.
+        CheckpointError: If the file cannot be written; if the disk is full, the message has the bytes needed and free.
     """
     pickled = io.BytesIO()
     pickler = _Pickler(pickled)
     pickler.dump(value)
     nbytes = pickled.tell() + sum(_nbytes(tensor) for tensor in pickler.tensors)
     with new_file(path, nbytes) as file:
-        buffered = io.BufferedWriter(file)  # zipfile does not look how many bytes the file itself has taken
+        buffered = io.BufferedWriter(file)  # zipfile ignores how many bytes a raw file has accepted
         writer = PieceWriter(buffered, piece_numel)
         with zipfile.ZipFile(buffered, "w") as archive:
             archive.writestr(_entry("data.pkl", buffered.tell(), pickled.tell()), pickled.getbuffer())
@@ -118,12 +118,12 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _is_large(nbytes: int) -> bool:
-    """Whether a record gets room for a size that an old zip file cannot tell."""
-    return nbytes >= _LARGE_NBYTES
+    """Whether a record's header gets zip64 sizes."""
+    return nbytes >= LARGE_NBYTES
 
 
 def _entry(name: str, begin: int, nbytes: int) -> zipfile.ZipInfo:
-    """A record that begins at a byte of the file, padded so that its own bytes begin at a multiple of 64."""
+    """The header of a record that begins at byte ``begin``, padded so that its data begins at a multiple of 64."""
     entry = zipfile.ZipInfo(f"archive/{name}")
     head = begin + _HEAD_NBYTES + len(entry.filename) + _PADDING_HEAD.size + _SIZES_NBYTES * _is_large(nbytes)
     padding = -head % _ALIGNMENT

@@ -1,8 +1,7 @@
 """The training state in torch's own format: ``optimizer.pt``, from which the stock Trainer and plain torch resume.
 
-One process writes it for all, as it writes the model: the others send it what they have at home, piece by piece. Each
-process that resumes from it maps it into memory, and reads its own part. Masters are not in it: torch's optimizers have
-none, and would keep them without following them.
+One process writes the file, and the others send it their parts in pieces. Each process that resumes maps the file into
+memory, and reads its own part. The file has no masters: torch's optimizers would keep them without updating them.
 """
 
 import functools
@@ -13,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hf_patrickstar.checkpoint.deferred import DeferredTensor
+from hf_patrickstar.checkpoint.deferred import DeferredTensor, StreamedSource
 from hf_patrickstar.checkpoint.storage import replace_file
 from hf_patrickstar.checkpoint.torch_file import write_torch
 from hf_patrickstar.checkpoint.weight_files import load_torch_file
@@ -24,12 +23,12 @@ from hf_patrickstar.runtime.sharing import Held, SharedState, Sharing
 
 
 def torch_paths(directory: str | os.PathLike[str], num: int = 1, name: str = "optimizer.pt") -> list[Path]:
-    """Where the states of optimizers are in a directory: ``optimizer.pt``, ``optimizer_1.pt`` and so on.
+    """The files of optimizer states in a directory: ``optimizer.pt``, ``optimizer_1.pt`` and so on.
 
     Args:
         directory: The directory.
-        num: How many there are.
-        name: The name of the first.
+        num: The number of optimizers.
+        name: The name of the first file.
     """
     first = Path(directory) / name
     return [first.with_stem(f"{first.stem}_{number}") if number else first for number in range(num)]
@@ -39,36 +38,32 @@ class TorchOptimizers(Protocol):
     """What torch's format needs of the optimizers over chunks."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """The number of optimizers."""
         ...
 
     def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
-        """What this rank has of a parameter's state, in place; empty before its first step."""
+        """This rank's part of a parameter's state, not copied; empty before the first step."""
         ...
 
     def state_dicts(self, states: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
-        """What ``state_dict`` of each returns, made of the states of all ranks."""
+        """The ``state_dict`` of each optimizer, made of the states of all ranks."""
         ...
 
     def check_state_dict(self, number: int, state_dict: Mapping[str, Any]) -> None:
-        """Raises ``ValueError`` if a state is not one of the optimizer of this number."""
+        """Raises ``ValueError`` if a state does not belong to the optimizer of this number."""
         ...
 
     def load_state_dicts(self, state_dicts: Sequence[dict[str, Any]]) -> None:
-        """Takes over states; all processes call it together."""
+        """Loads the state of each optimizer; all processes call it together."""
         ...
 
 
-class _StateSource:
-    """A tensor of an optimizer's state, wherever it is, as the source of a deferred one."""
+class _StateSource(StreamedSource):
+    """A tensor of an optimizer's state, on any ranks, as the source of a deferred tensor."""
 
     def __init__(self, sharing: Sharing, held: Held, state: SharedState) -> None:
         self._sharing, self._held, self._key = sharing, held, state.key
         self.shape, self.dtype = state.shape, state.dtype
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        (value,) = self.stream(start, stop, max(stop - start, 1))
-        return value
 
     def stream(self, start: int, stop: int, piece_numel: int) -> Generator[torch.Tensor, None, None]:
         return self._sharing.parts(self._held, (start, stop), piece_numel, f"'{self._key}'", is_patient=True)
@@ -90,8 +85,8 @@ class TorchState:
         """Writes one file for each optimizer; all processes call it together.
 
         Args:
-            paths: The files; those that are there are replaced when the new ones are complete.
-            is_writer: Whether this process writes; several may, on disks of their own.
+            paths: The files; older ones are replaced when the new ones are complete.
+            is_writer: Whether this process writes; several processes may, each on its own disk.
             piece_numel: Elements in memory at once.
 
         Raises:
@@ -117,7 +112,7 @@ class TorchState:
                 replace_file(path, functools.partial(write, value=state_dict))
 
     def _own_states(self) -> dict[int, dict[str, Any]]:
-        """What this rank has at home, in place, by tensor index."""
+        """This rank's parts of the states, not copied, by tensor index."""
         own = {}
         for chunk in self._manager.chunks:
             for tensor in chunk.owned if chunk.spec.is_updated else ():
@@ -131,10 +126,10 @@ class TorchState:
         """Checks saved states against the optimizers. Nothing changes until ``TorchLoading.apply``.
 
         Args:
-            directory: Where ``optimizer.pt`` is.
+            directory: The directory of ``optimizer.pt``.
 
         Raises:
-            CheckpointError: If a file is missing or damaged, or is of other optimizers, parameters or groups.
+            CheckpointError: If a file is missing or damaged, or belongs to other optimizers, parameters or groups.
         """
         found = []
         for number, path in enumerate(torch_paths(directory, len(self._optimizers))):
@@ -150,7 +145,7 @@ class TorchState:
 
 
 class TorchLoading:
-    """States that were checked and can be taken over.
+    """Optimizer states that were checked and can be loaded.
 
     Args:
         manager: The manager of the chunks.
@@ -164,7 +159,7 @@ class TorchLoading:
         self._manager, self._optimizers, self._state_dicts = manager, optimizers, state_dicts
 
     def apply(self) -> None:
-        """Takes the states over; gradients are dropped. All processes call it together."""
+        """Loads the states, and drops gradients. All processes call it together."""
         self._manager.begin_loading()
         self._optimizers.load_state_dicts(self._state_dicts)
         self._manager.end_loading()

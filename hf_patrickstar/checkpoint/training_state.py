@@ -1,17 +1,17 @@
-"""What training needs beside the weights: masters and optimizer states, under the names of parameters.
+"""Saves and loads what training needs beside the weights: masters and optimizer states, by parameter name.
 
 [Note: the format]
-Rank r of p writes ``optimizer-0000r-of-0000p.safetensors`` with what it has at home: ``exp_avg/<parameter>`` and so on,
-whole tensors in the parameter's shape, or flat parts of those that are spread over ranks; which part is in the file's
-metadata, with states that are no tensors. Rank 0 adds ``optimizer.index.json``: the files, the parameters with their
-shapes, the param groups; ``optimizers`` has the same groups once more, as torch numbers their parameters: by optimizer,
-with ``null`` in place of a parameter whose state is in ``optimizer-others.safetensors``. Nothing tells of chunks,
-budgets or devices, so it can be read with any of these changed, and by any number of processes: each looks up who wrote
-which elements, and reads its own.
+Each of p ranks writes one file ``optimizer-0000r-of-0000p.safetensors``, r from 1 to p, with its own tensors:
+``exp_avg/<parameter>`` and so on. A tensor is whole, in the parameter's shape, or the flat part of a parameter that is
+spread over ranks. The file's metadata has the range of each part, and the states that are no tensors.
 
-The files are not those of ``torch.distributed.checkpoint``. Its writer of safetensors builds the bytes of a whole file
-in memory before it writes any; its own format has an index that is a pickle, and needs torch to be read. Both load into
-tensors that are allocated beside the chunks.
+Rank 0 adds ``optimizer.index.json`` with the files, the shapes of the parameters, and the param groups. Its entry
+``optimizers`` has the groups again, by optimizer and in torch's order of parameters, with ``null`` for a parameter
+whose state is in ``optimizer-others.safetensors``. The files do not depend on chunks, budgets or devices, so any number
+of processes can read them with any settings: each process finds the files of its elements, and reads only those.
+
+The format of ``torch.distributed.checkpoint`` is not used: its safetensors writer builds a whole file in memory before
+it writes any, and its own format has a pickled index that only torch reads. Both load into tensors beside the chunks.
 """
 
 import dataclasses
@@ -28,7 +28,8 @@ from tqdm.auto import tqdm
 
 from hf_patrickstar.checkpoint.background import BackgroundWrite
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL
-from hf_patrickstar.checkpoint.other_states import OTHERS_NAME, OtherStates, read_others, save_others
+from hf_patrickstar.checkpoint.other_states import OTHERS_NAME, SCALARS, OtherStates, read_others, refusal, save_others
+from hf_patrickstar.checkpoint.pieces import piece_numel_of
 from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile, write_safetensors
 from hf_patrickstar.checkpoint.storage import describe_failure
 from hf_patrickstar.checkpoint.torch_state import TorchOptimizers
@@ -57,7 +58,7 @@ class ShardedOptimizer(TorchOptimizers, Protocol):
 
     @property
     def class_name(self) -> str:
-        """The class of the user's optimizer, or the classes."""
+        """The class name of the user's optimizer; several are joined by ``+``."""
         ...
 
     def named_groups(self) -> list[list[str]]:
@@ -65,15 +66,15 @@ class ShardedOptimizer(TorchOptimizers, Protocol):
         ...
 
     def placed_groups(self) -> list[list[list[str | None]]]:
-        """Of each optimizer and group the parameters in chunks of its own, ``None`` for others; see the index."""
+        """For each optimizer and group the names of parameters in the optimizer's chunks, ``None`` for others."""
         ...
 
     def state_places(self, tensor: ManagedTensor) -> dict[str, torch.Tensor]:
-        """The tensors of a parameter's state that exist whether there is a state or not."""
+        """The tensors of a parameter's state that are in chunk lists, and so exist before the first step."""
         ...
 
     def load_own_state(self, tensor: ManagedTensor, state: Mapping[str, Any]) -> None:
-        """Takes over what this rank has of a parameter's state; what is in ``state_places`` is there already."""
+        """Loads this rank's part of a parameter's state; the caller has filled the tensors of ``state_places``."""
         ...
 
     def other_states(self) -> OtherStates:
@@ -81,11 +82,11 @@ class ShardedOptimizer(TorchOptimizers, Protocol):
         ...
 
     def load_other_states(self, states: OtherStates) -> None:
-        """Replaces them."""
+        """Replaces the states of parameters that are updated outside of chunks."""
         ...
 
     def other_places(self) -> set[str]:
-        """The places that such states may have."""
+        """The places that ``other_states`` may have."""
         ...
 
 
@@ -96,7 +97,7 @@ class TrainingState:
         manager: The manager of the chunks.
         optimizer: The optimizer over them.
         rank: This process.
-        world_size: How many there are.
+        world_size: The number of processes.
         is_in_model_file: Whether a parameter is saved with the model; otherwise its master is saved here.
     """
 
@@ -124,18 +125,19 @@ class TrainingState:
 
         Args:
             directory: A directory that exists.
-            with_index: Also write the index: one rank does, or one on each disk.
+            with_index: Whether to write the index too: one rank does, or one on each disk.
 
         Raises:
             CheckpointError: If it cannot be written, or a state cannot be saved without pickling it.
         """
         tensors, metadata, _ = self._collect()
-        write_safetensors(self._path(directory), tensors, metadata, piece_numel=self._piece_numel, is_sorted=False)
+        piece_numel = piece_numel_of(self._manager.chunks)
+        write_safetensors(self._path(directory), tensors, metadata, piece_numel=piece_numel, is_sorted=False)
         if with_index:
             self._save_index(directory)
 
     def save_in_background(self, directory: str | os.PathLike[str], *, with_index: bool) -> BackgroundWrite:
-        """Does the same while training goes on; the index is written at once.
+        """Like ``save``, but a thread writes the tensors while training goes on; the index is written at once.
 
         Args:
             directory: A directory that exists.
@@ -147,7 +149,7 @@ class TrainingState:
         if with_index:
             self._save_index(directory)
         tensors, metadata, chunks = self._collect()
-        return BackgroundWrite(self._path(directory), tensors, metadata, chunks, self._piece_numel)
+        return BackgroundWrite(self._path(directory), tensors, metadata, chunks, piece_numel_of(self._manager.chunks))
 
     def _path(self, directory: str | os.PathLike[str]) -> Path:
         return Path(directory) / shard_name(self.rank, self._world_size)
@@ -178,16 +180,12 @@ class TrainingState:
             raise CheckpointError(describe_failure(Path(directory) / INDEX_NAME, error)) from error
         save_others(directory, self.optimizer.other_states())
 
-    @property
-    def _piece_numel(self) -> int:
-        return min(max((chunk.spec.chunk_numel for chunk in self._manager.chunks), default=PIECE_NUMEL), PIECE_NUMEL)
-
     def owned(self) -> Iterator[ManagedTensor]:
         """The parameters with optimizer states of which this rank has a part at home, in the order of chunks."""
         return (t for chunk in self._manager.chunks if chunk.spec.is_updated for t in chunk.owned)
 
     def _collect(self) -> tuple[dict[str, torch.Tensor], dict[str, str], dict[str, Chunk]]:
-        """What to write, in place, what is beside it, and the chunk that each tensor is in."""
+        """The tensors to write, not copied; the metadata of the file; and the chunk of each tensor."""
         tensors: dict[str, torch.Tensor] = {}
         chunks: dict[str, Chunk] = {}
         parts: dict[str, list[int]] = {}
@@ -208,10 +206,7 @@ class TrainingState:
                 elif _is_plain(value):
                     values.setdefault(name, {})[key] = value
                 else:
-                    raise CheckpointError(
-                        f"state '{key}' of parameter '{name}' is a {type(value).__name__}, which cannot be saved "
-                        "without pickling it; optimizers whose state is made of tensors and numbers can be saved"
-                    )
+                    raise refusal(key, value, f"parameter '{name}'")
         metadata = {"format": "pt", "rank": str(self.rank), "world_size": str(self._world_size)}
         return tensors, {**metadata, "parts": json.dumps(parts), "values": json.dumps(values)}, chunks
 
@@ -221,11 +216,11 @@ class TrainingState:
         """Checks a saved state against this optimizer. Nothing changes until ``Loading.apply``.
 
         Args:
-            directory: Where it was saved, by any number of processes.
+            directory: The directory of the state, which any number of processes may have saved.
 
         Raises:
-            CheckpointError: If a file is missing or damaged, or it was saved by another optimizer, or for
-                other parameters or groups.
+            CheckpointError: If a file is missing or damaged, or the state belongs to another optimizer, or to other
+                parameters or groups.
         """
         saved = SavedState(directory)
         if saved.optimizer != self.optimizer.class_name:
@@ -270,7 +265,7 @@ class TrainingState:
             raise CheckpointError(
                 f"'{saved.path}': parameter '{name}' has shape {saved.shapes[name]}, in the model {tensor.spec.shape}"
             )
-        has_state = tensor.is_owned and saved.keys(name) - {MASTER}  # else its owner looks
+        has_state = tensor.is_owned and saved.keys(name) - {MASTER}  # else its owner checks
         needed = set(self.optimizer.state_places(tensor)) if has_state else set()
         missing = sorted(needed - saved.keys(name))
         if missing:
@@ -291,7 +286,7 @@ class TrainingState:
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What JSON can hold of a param group: numbers, texts, and tuples of them."""
+    """The entries of a param group that JSON can hold: numbers, texts, and tuples of them."""
     plain = {key: _simplified(value) for key, value in group.items() if key != "params"}
     for key in [key for key, value in plain.items() if not _is_plain(value)]:
         kind = type(plain.pop(key)).__name__
@@ -300,7 +295,7 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _simplified(value: Any) -> Any:
-    """Numbers of torch and numpy as numbers."""
+    """Converts scalars of torch and numpy to Python's numbers."""
     if isinstance(value, (tuple, list)):
         return [_simplified(item) for item in value]
     numel = value.numel() if isinstance(value, torch.Tensor) else getattr(value, "size", None)
@@ -310,12 +305,12 @@ def _simplified(value: Any) -> Any:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, value))
-    return isinstance(value, (int, float, str, bool, type(None)))
+    return isinstance(value, SCALARS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Piece:
-    """Elements of a flattened tensor, where they are, and whether there are others elsewhere."""
+    """A range of elements of a flattened tensor, the file that has it, and whether the tensor has other ranges."""
 
     start: int
     stop: int
@@ -328,10 +323,10 @@ class SavedState:
     """A training state on the disk.
 
     Args:
-        directory: Where it was saved.
+        directory: The directory of the state.
 
     Attributes:
-        path: Its index.
+        path: The path of its index.
         optimizer: The class of the optimizer.
         groups: The param groups, with the names of parameters for ``params``.
         optimizers: The parameters of each optimizer and group in torch's order: names, ``None`` for those whose state
@@ -356,7 +351,7 @@ class SavedState:
             self.optimizer = str(index["optimizer"])
             self.groups: list[dict[str, Any]] = index["param_groups"]
             self.shapes = {name: tuple(found["shape"]) for name, found in index["parameters"].items()}
-            own_groups = [group["params"] for group in self.groups]  # of before this was written
+            own_groups = [group["params"] for group in self.groups]  # older files lack it
             self.optimizers: list[list[list[str | None]]] = index.get("optimizers", [own_groups])
             names = [str(name) for name in index["files"]]
         except FileNotFoundError as error:
@@ -366,7 +361,7 @@ class SavedState:
         self.others = read_others(directory)
         self.values: dict[str, dict[str, Any]] = {}
         self._pieces: dict[str, dict[str, list[_Piece]]] = {}
-        # Those of other machines may be on other disks: they are missed when something is needed that is in none.
+        # Files of other machines may be on other disks: a missing file is an error only if its content is needed.
         self._missing = [name for name in names if not (self.path.parent / name).exists()]
         for name in names:
             if name not in self._missing:
@@ -390,34 +385,34 @@ class SavedState:
                     f"'{file.path}': '{entry_name}' should be elements {start} to {stop}, it has {numel} elements"
                 )
             pieces = self._pieces.setdefault(name, {}).setdefault(key, [])
-            if not any((piece.start, piece.stop) == (start, stop) for piece in pieces):  # a scalar of every part
+            if not any((piece.start, piece.stop) == (start, stop) for piece in pieces):  # as for scalars
                 pieces.append(_Piece(start, stop, file, entry_name, entry_name in parts))
 
     def keys(self, name: str) -> set[str]:
-        """The tensors that a parameter's state is made of."""
+        """The names of the tensors in a parameter's state."""
         return set(self._pieces.get(name, {}))
 
     def shape(self, key: str, name: str) -> tuple[int, ...]:
-        """The shape of one of them, whole."""
+        """The shape of a whole tensor of a parameter's state."""
         pieces = self._pieces[name][key]
         is_part = any(piece.is_part for piece in pieces)
         return self.shapes[name] if is_part else pieces[0].file.entries[pieces[0].key].shape
 
     def dtype(self, key: str, name: str) -> torch.dtype:
-        """The type of one of them."""
+        """The type of a tensor of a parameter's state."""
         piece = self._pieces[name][key][0]
         return piece.file.entries[piece.key].dtype
 
     def check_complete(self, name: str, start: int, stop: int) -> None:
-        """Makes sure that the state of some elements of a parameter is there.
+        """Makes sure that the files have the state of some elements of a parameter.
 
         Args:
             name: The parameter.
             start: The first element.
-            stop: One after the last.
+            stop: One after the last element.
 
         Raises:
-            CheckpointError: If not.
+            CheckpointError: If they do not.
         """
         keys = self.keys(name)
         if not keys and self._missing:
@@ -437,7 +432,7 @@ class SavedState:
                 )
 
     def read(self, key: str, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements of one of them, flat, in memory of their own."""
+        """Reads elements of a tensor of a parameter's state into a new flat tensor."""
         pieces = self._overlapping(key, name, start, stop)
         if len(pieces) == 1:
             return pieces[0].file.read(pieces[0].key, start - pieces[0].start, stop - pieces[0].start)
@@ -447,13 +442,13 @@ class SavedState:
         return values
 
     def read_into(self, key: str, name: str, start: int, values: torch.Tensor) -> None:
-        """Reads as many elements as there is room for, to where they belong.
+        """Fills ``values`` with elements of a tensor of a parameter's state.
 
         Args:
-            key: Which state.
-            name: Of which parameter.
-            start: The first element of it.
-            values: Flat and contiguous, of any type, on any device.
+            key: The name of the tensor in the state.
+            name: The parameter.
+            start: The first element.
+            values: The tensor to fill: flat and contiguous, of any type, on any device.
         """
         stop = start + values.numel()
         for piece in self._overlapping(key, name, start, stop):
@@ -472,11 +467,11 @@ class SavedState:
 
 
 class Loading:
-    """A state that was checked and can be taken over.
+    """A training state that was checked and can be loaded.
 
     Args:
-        state: Where to.
-        saved: Where from.
+        state: The training state to load into.
+        saved: The saved state.
         manager: The manager of the chunks.
         optimizer: The optimizer over them.
     """
@@ -488,7 +483,7 @@ class Loading:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Takes the state over, one parameter after the other; gradients are dropped.
+        """Loads the state, one parameter after the other, and drops gradients.
 
         Raises:
             CheckpointError: If a file cannot be read any more.
@@ -519,7 +514,7 @@ class Loading:
 
 
 def _update_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Takes over what was saved of a param group; the types of what is there stay."""
+    """Loads the saved entries of a param group; tensors stay tensors, and lists stay lists."""
     for key, value in saved.items():
         if key == "params":
             continue

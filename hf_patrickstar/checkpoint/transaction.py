@@ -1,4 +1,4 @@
-"""Checkpoints that several processes write together, and that exist whole or not at all."""
+"""Checkpoints that several processes write together, and that appear complete or not at all."""
 
 import contextlib
 import dataclasses
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.05
 _PATIENCE_S = 1800.0
 """Seconds without progress after which this process gives up waiting for the parts that other processes write."""
-_LAST_PATIENCE_S = 20.0
-"""The same while this process ends: others may have ended already, and write nothing any more."""
+LAST_PATIENCE_S = 20.0
+"""The same while this process ends: the other processes may have ended before they wrote their parts."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -32,13 +32,13 @@ class Checkpoint:
 
     Attributes:
         staged: Its directory.
-        makers: The ranks that make and complete the directory, with those that write into it: one, unless machines have
-            disks of their own.
-        write: What this process still writes in the background.
-        on_commit: Called on the makers when it is complete.
-        error: Why it could not be completed in the background.
-        thread: Completes it in the background.
-        is_last: Set when this process ends; perhaps another is gone already, and will not write its part.
+        makers: Each rank that makes and completes the directory, with the ranks that write into it. There is one such
+            rank, or one on each disk if machines do not share a disk.
+        write: The part that this process writes in the background, or ``None``.
+        on_commit: Called on the makers when the checkpoint is complete.
+        error: Why the checkpoint could not be completed in the background.
+        thread: The thread that completes the checkpoint in the background.
+        is_last: Set when this process ends, or another one is gone: then missing parts are not waited for so long.
     """
 
     staged: StagedDirectory
@@ -60,7 +60,7 @@ class Transactions:
 
     Args:
         collectives: The processes that write together.
-        enter: Makes sure that all of them are about to do what it is given in words.
+        enter: Makes sure that all processes begin the same action; its argument describes the action.
     """
 
     def __init__(self, collectives: Collectives, enter: Callable[[str], None] = lambda what: None) -> None:
@@ -70,15 +70,15 @@ class Transactions:
 
     @contextlib.contextmanager
     def writing(self, final: str | os.PathLike[str]) -> Iterator[Checkpoint]:
-        """Writes a checkpoint: what all processes write into its ``path`` appears when all have left.
+        """Writes a checkpoint: its ``path`` is renamed to ``final`` after all processes have left the block.
 
-        They enter together. If one fails, all do, and nothing has changed.
+        All processes must enter the block together. If one process fails, all raise, and ``final`` is unchanged.
 
         Args:
-            final: Where it will be; an older one is replaced.
+            final: The directory of the finished checkpoint; an older one is replaced.
 
         Raises:
-            CheckpointError: If it cannot be written, here or on another process, or the one before could not.
+            CheckpointError: If this checkpoint or the one before cannot be written, here or on another process.
         """
         self._enter("saves a checkpoint")
         self.wait()
@@ -92,7 +92,7 @@ class Transactions:
                 self._end(checkpoint, error)
             except CheckpointError as agreed:
                 if isinstance(error, CheckpointError):
-                    error = agreed  # it says who was the first to fail
+                    error = agreed  # it names the first rank that failed
             except CollectiveError:
                 pass
             if error is raised:
@@ -101,10 +101,10 @@ class Transactions:
         self._end(checkpoint, None)
 
     def wait(self) -> None:
-        """Waits until what is written in the background is complete; all processes call it together.
+        """Waits until the checkpoint that is written in the background is complete; all processes call it together.
 
         Raises:
-            CheckpointError: If it could not be written; it does not exist then.
+            CheckpointError: If the checkpoint could not be written; it does not exist then.
         """
         checkpoint, self._pending = self._pending, None
         if checkpoint is None:
@@ -112,7 +112,7 @@ class Transactions:
         if checkpoint.write is not None:
             checkpoint.write.join()
         try:
-            # A process that has died is noticed here; its part would be waited for much longer.
+            # The exchange notices a process that has died sooner than the wait for its part would.
             self._collectives.exchange_objects("written", "waits for a checkpoint")
         except CollectiveError:
             _leave(checkpoint)
@@ -120,7 +120,7 @@ class Transactions:
         self._agree(_join(checkpoint), checkpoint, "was not written")
 
     def close(self) -> None:
-        """Waits for what this process writes in the background, and logs what went wrong."""
+        """Waits until the background threads of this process have ended, and logs their error."""
         checkpoint, self._pending = self._pending, None
         if checkpoint is not None:
             _leave(checkpoint)
@@ -136,13 +136,13 @@ class Transactions:
         self._agree(_attempt(begin) if rank == 0 else None, checkpoint, "cannot be written")
         what = "looks for the directory of the checkpoint"
         wanted = self._collectives.exchange_objects(own, what)[0]
-        # One that a kill left on a disk of its own is not that of rank 0.
+        # A directory that a killed process left on another disk does not have the mark of rank 0.
         is_seen = mark.is_file() and mark.read_text() == wanted
         places = self._collectives.exchange_objects("" if is_seen else socket.gethostname(), what)
         for place in dict.fromkeys(places):
             ranks = [other for other, found in enumerate(places) if found == place]
             checkpoint.makers[ranks[0]] = ranks
-        if len(checkpoint.makers) > 1:  # those that do not see it have disks of their own
+        if len(checkpoint.makers) > 1:  # ranks that do not see it have another disk
             is_maker = rank > 0 and rank in checkpoint.makers
             self._agree(_attempt(staged.begin) if is_maker else None, checkpoint, "cannot be written")
 
@@ -172,7 +172,7 @@ class Transactions:
             raise
 
     def _commit_later(self, checkpoint: Checkpoint) -> None:
-        """Completes a checkpoint when the last process has written its part: each is a file that appears."""
+        """Completes a checkpoint when the files of all processes that write into the directory have appeared."""
         world_size = self._collectives.world_size
         files = [checkpoint.path / shard_name(rank, world_size) for rank in checkpoint.makers[self._collectives.rank]]
         known, since = 0, time.monotonic()
@@ -181,7 +181,7 @@ class Transactions:
             nbytes = sum(map(nbytes_of, files))
             if nbytes != known:
                 known, since = nbytes, time.monotonic()
-            if time.monotonic() > since + (_LAST_PATIENCE_S if checkpoint.is_last.is_set() else _PATIENCE_S):
+            if time.monotonic() > since + (LAST_PATIENCE_S if checkpoint.is_last.is_set() else _PATIENCE_S):
                 break
             time.sleep(_POLL_S)
         missing = [_failure(checkpoint, file) or f"'{file}' was not written" for file in files if not file.exists()]
@@ -193,7 +193,7 @@ class Transactions:
             checkpoint.staged.abandon()
 
     def _agree(self, error: BaseException | None, checkpoint: Checkpoint, what: str) -> None:
-        """Raises on all processes what went wrong on one."""
+        """Raises on all processes if one of them has an error."""
         text = None if error is None else f"{error}" or type(error).__name__
         texts = self._collectives.exchange_objects(text, "completes a checkpoint")
         if error is not None and isinstance(error, CheckpointError) and len(texts) == 1:
@@ -215,10 +215,10 @@ def _attempt(function: Callable[[], None]) -> BaseException | None:
 
 
 def _disk_error(checkpoint: Checkpoint, raised: BaseException) -> CheckpointError | None:
-    """What was wrong with the disk, where that is why a file of the checkpoint was not written."""
+    """An error of the disk, if that is the reason why a file of the checkpoint was not written."""
     error = disk_error(checkpoint.path, raised)
     if error is None and isinstance(raised, RuntimeError) and checkpoint.write is not None:
-        # The background may have met the full disk as well, and has made room again when it removed its file.
+        # The background write may have failed on the full disk too; it then made room by removing its own file.
         checkpoint.write.join()
         if isinstance(checkpoint.write.error, CheckpointError):
             error = checkpoint.write.error
@@ -226,7 +226,7 @@ def _disk_error(checkpoint: Checkpoint, raised: BaseException) -> CheckpointErro
 
 
 def _failure(checkpoint: Checkpoint, file: Path) -> str | None:
-    """Why a part was not written; the disk may not have taken the mark that says so to others."""
+    """Why a part was not written; a full disk may lack the file that says so, but this process knows its own error."""
     write = checkpoint.write
     if write is not None and write.path == file and write.error is not None:
         return str(write.error)
@@ -239,7 +239,7 @@ def _commit(checkpoint: Checkpoint) -> None:
 
 
 def _leave(checkpoint: Checkpoint) -> None:
-    """Waits for the threads of a checkpoint where others may be gone, and logs what went wrong."""
+    """Waits for the threads of a checkpoint when other processes may be gone, and logs their error."""
     checkpoint.is_last.set()
     error = _join(checkpoint)
     if error is not None:
@@ -247,7 +247,7 @@ def _leave(checkpoint: Checkpoint) -> None:
 
 
 def _join(checkpoint: Checkpoint) -> BaseException | None:
-    """Waits for the threads of a checkpoint; what went wrong in them."""
+    """Waits for the threads of a checkpoint, and returns their error or ``None``."""
     if checkpoint.write is not None:
         checkpoint.write.join()
     if checkpoint.thread is not None:

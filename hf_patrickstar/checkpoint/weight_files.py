@@ -1,4 +1,4 @@
-"""The files that a model's weights are in, opened, checked, and read when a value is needed."""
+"""Opens and checks the files of a model's weights; values are read when they are needed."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ _NAMES = (_SAFE_FILE, _SAFE_INDEX, _TORCH_FILE, _TORCH_INDEX)
 
 
 class _MemorySource:
-    """A tensor in memory, or in a file that is mapped into it, as the source of a deferred one."""
+    """A tensor in memory, or in a memory-mapped file, as the source of a deferred tensor."""
 
     def __init__(self, tensor: torch.Tensor, path: Path) -> None:
         self._tensor, self._path = tensor, path
@@ -45,10 +45,10 @@ def open_weights(path: str | os.PathLike[str]) -> dict[str, DeferredTensor]:
         path: A directory with ``model.safetensors`` or ``pytorch_model.bin``, or their indices and shards, or one file.
 
     Returns:
-        The tensors by their names in the files, to be read later.
+        Deferred tensors by their names in the files.
 
     Raises:
-        CheckpointError: If a file is missing, truncated, or has anything in it that torch will not load safely.
+        CheckpointError: If a file is missing, truncated, or has an object that ``weights_only`` of torch refuses.
     """
     path = Path(path)
     if path.is_file():
@@ -60,7 +60,7 @@ def open_weights(path: str | os.PathLike[str]) -> dict[str, DeferredTensor]:
 
 
 def open_safetensors(directory: str | os.PathLike[str]) -> dict[str, DeferredTensor]:
-    """Opens what a directory has in safetensors files; nothing if there are none that are whole.
+    """Opens the weights that a directory has in safetensors files; empty if there are none, or they are damaged.
 
     Args:
         directory: The directory.
@@ -97,7 +97,7 @@ def _open_file(path: Path) -> dict[str, DeferredTensor]:
 
 
 def load_torch_file(path: Path) -> dict[str, Any]:
-    """Loads what ``torch.save`` wrote, tensors mapped and not read; nothing is unpickled but tensors and plain data.
+    """Loads a file of ``torch.save`` with ``weights_only``; tensors are memory-mapped if its format allows that.
 
     Args:
         path: The file.
@@ -111,7 +111,7 @@ def load_torch_file(path: Path) -> dict[str, Any]:
         except RuntimeError as error:
             if "mmap" not in str(error):
                 raise
-            loaded = torch.load(path, map_location="cpu", weights_only=True)  # of before the zip format
+            loaded = torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
     except FileNotFoundError as error:
         raise CheckpointError(f"'{path}' is missing") from error
     except Exception as error:
@@ -122,7 +122,7 @@ def load_torch_file(path: Path) -> dict[str, Any]:
 
 
 class _OpenedFile:
-    """What ``safetensors.safe_open`` gives, with tensors that are read later."""
+    """Replaces ``safetensors.safe_open``; its tensors are deferred."""
 
     def __init__(self, filename: Any, *_args: Any, **_kwargs: Any) -> None:
         self._file = SafetensorsFile(filename)
@@ -132,7 +132,7 @@ class _OpenedFile:
         return list(self._file.entries)
 
     def metadata(self) -> dict[str, str]:
-        """What was saved beside them."""
+        """The metadata of the file."""
         return self._file.metadata
 
     def get_tensor(self, name: str) -> DeferredTensor:
@@ -140,18 +140,18 @@ class _OpenedFile:
         return self._file.deferred(name)
 
     def get_slice(self, name: str) -> "_OpenedSlice":
-        """One tensor, of which a part may be taken."""
+        """One tensor, to be sliced."""
         return _OpenedSlice(self._file.deferred(name))
 
     def __enter__(self) -> "_OpenedFile":
         return self
 
     def __exit__(self, *_: Any) -> None:
-        """Stays open as long as a tensor refers to it."""
+        """Does nothing: the file stays open as long as a tensor refers to it."""
 
 
 class _OpenedSlice:
-    """What ``get_slice`` of ``safetensors`` gives."""
+    """Replaces the result of ``get_slice`` of ``safetensors``."""
 
     def __init__(self, tensor: DeferredTensor) -> None:
         self._tensor = tensor
@@ -170,16 +170,16 @@ class _OpenedSlice:
 
 @contextlib.contextmanager
 def deferred_weights(enabled: bool = True) -> Iterator[None]:
-    """Inside the block ``from_pretrained`` reads no weights: the engine will, straight into chunks.
+    """Inside the block ``from_pretrained`` reads no weights; the engine reads them later, straight into chunks.
 
-    So a model never exists twice, and each of several processes reads only its own part. The model can be looked at
-    (shapes, types, names), wrapped by PEFT, and given to a Trainer or to ``prepare``; until then it has no values::
+    So weights are never in memory twice, and each process reads only its own part. The model has shapes, types and
+    names, and PEFT can wrap it; it gets its values when a Trainer, or ``prepare``, makes its engine::
 
         with hf_patrickstar.deferred_weights(enabled=training_args.patrickstar):
             model = AutoModelForCausalLM.from_pretrained(name)
 
     Args:
-        enabled: Whether to do that; otherwise nothing changes.
+        enabled: If false, ``from_pretrained`` reads weights as usual.
 
     Raises:
         CheckpointError: From ``from_pretrained``, if a file is truncated.

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor
+from hf_patrickstar.checkpoint.deferred import DeferredTensor, StreamedSource
+from hf_patrickstar.checkpoint.pieces import piece_numel_of
 from hf_patrickstar.checkpoint.safetensors_file import streamed_writing
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.runtime.chunk import ManagedTensor
@@ -14,16 +15,12 @@ from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.sharing import Held
 
 
-class _ChunkSource:
+class _ChunkSource(StreamedSource):
     """A parameter in chunks as the source of a deferred tensor."""
 
     def __init__(self, weights: "ChunkWeights", tensor: ManagedTensor) -> None:
         self._weights, self._tensor = weights, tensor
         self.shape, self.dtype = tensor.spec.shape, tensor.original_dtype
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        (value,) = self.stream(start, stop, max(stop - start, 1))
-        return value
 
     def stream(self, start: int, stop: int, piece_numel: int) -> Generator[torch.Tensor, None, None]:
         return self._weights.read_parts(self._tensor, start, stop, piece_numel)
@@ -59,9 +56,8 @@ class ChunkWeights:
 
     @property
     def piece_numel(self) -> int:
-        """Elements that are read at once while a model is saved: a chunk at most."""
-        largest = max((chunk.spec.chunk_numel for chunk in self._manager.chunks), default=PIECE_NUMEL)
-        return min(largest, PIECE_NUMEL)
+        """Elements that are read at once while a model is saved."""
+        return piece_numel_of(self._manager.chunks)
 
     @contextlib.contextmanager
     def streamed(self, *, is_reader: bool) -> Iterator[None]:
@@ -72,10 +68,10 @@ class ChunkWeights:
         reader has left the block. Its own code in the block runs only then, and cannot read parameters.
 
         Args:
-            is_reader: Whether this process reads: the same parts of the same parameters as all others that do.
+            is_reader: Whether this process reads; all readers must read the same parts of the same parameters.
 
         Raises:
-            CheckpointError: On those that do not read, if one that does has failed.
+            CheckpointError: On a process that does not read, if a reader has failed.
         """
         if self._deferred is not None:
             yield
@@ -91,7 +87,7 @@ class ChunkWeights:
                 self._deferred = None
 
     def deferred(self, tensor: ManagedTensor) -> DeferredTensor | None:
-        """A parameter as it is read inside ``streamed``, or ``None`` outside; names that are tied share it."""
+        """The deferred tensor of a parameter inside ``streamed``, the same for tied names; ``None`` outside."""
         if self._deferred is None:
             return None
         index = tensor.spec.index
@@ -109,16 +105,17 @@ class ChunkWeights:
     def read_parts(
         self, tensor: ManagedTensor, start: int, stop: int, piece_numel: int
     ) -> Generator[torch.Tensor, None, None]:
-        """Elements of a flattened parameter, in pieces; with several processes all take part.
+        """Reads elements of a flattened parameter in pieces; with several processes all take part.
 
         Args:
             tensor: The parameter.
-            start: The first.
-            stop: One after the last.
-            piece_numel: Elements at once.
+            start: The first element.
+            stop: One after the last element.
+            piece_numel: Elements of a piece.
 
         Returns:
-            Gives flat tensors on the host, in the original type, that may alias the chunk: do not write to them.
+            A generator of flat tensors on the host, in the original type. They may alias the chunk: do not write to
+            them.
 
         Raises:
             EngineError: On a process that does not read the model that is being saved.
@@ -174,21 +171,21 @@ class ChunkWeights:
         return self._manager.values.read(tensor, tensor.original_dtype)
 
     def hand_out(self, tensor: ManagedTensor) -> torch.Tensor:
-        """The same, for ``state_dict``: a tensor that follows the parameter, and is followed; see [Note: mirrors]."""
+        """The value for ``state_dict``: a mirror, unless the parameter is collected or open; see [Note: mirrors]."""
         if self._collected is not None or tensor.is_open:
             return self.read(tensor)
         return self._manager.mirrors.hand_out(tensor, tensor.original_dtype).detach()
 
     @contextlib.contextmanager
     def opened(self, tensors: Iterable[ManagedTensor], writeback: bool, with_grads: bool) -> Iterator[None]:
-        """Gives parameters their full value, as ordinary tensors on the host, for the length of a block.
+        """Inside the block parameters have their full values, as ordinary tensors on the host.
 
         Args:
             tensors: The parameters to open; those that are open already stay as they are.
-            writeback: Take over what the block changed.
-            with_grads: Also give them ``.grad``: the gradient of this step so far, or ``None``; in the parameter's
-                original type, not unscaled and not clipped. Gradients that the block changed, set or removed are taken
-                over too.
+            writeback: Whether the engine takes over what the block changed.
+            with_grads: Whether parameters also have ``.grad``: the gradient of this step so far, or ``None``; in the
+                parameter's original type, not unscaled and not clipped. With ``writeback`` the engine also takes over
+                gradients that the block changed, set or removed.
 
         Raises:
             EngineError: At the end, if the block gave a parameter another shape; everything else is written.

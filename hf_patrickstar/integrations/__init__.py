@@ -1,1 +1,1 @@
-"""Accelerate and transformers. The only place that imports them."""
+"""Integrations with Accelerate and transformers; other folders import these libraries inside functions at most."""

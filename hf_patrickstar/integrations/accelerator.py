@@ -61,12 +61,12 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
     def adopt(
         cls, accelerator: Accelerator, config: PatrickStarConfig, precision: str, gradient_accumulation_steps: int
     ) -> "PatrickStarAccelerator":
-        """Turns an accelerator that somebody else made, without mixed precision, into one of this class.
+        """Turns an existing accelerator, made without mixed precision, into one of this class.
 
         The Trainer makes its own accelerator and hands out bound methods of it, so the object must stay the same.
 
         Args:
-            accelerator: What to turn; changed in place.
+            accelerator: The accelerator; it is changed in place.
             config: Settings.
             precision: ``"no"``, ``"bf16"`` or ``"fp16"``.
             gradient_accumulation_steps: Micro-batches per step.
@@ -110,13 +110,13 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
 
     @property
     def mixed_precision(self) -> str:
-        """What was asked for: ``"no"``, ``"bf16"`` or ``"fp16"``."""
+        """The precision that was asked for: ``"no"``, ``"bf16"`` or ``"fp16"``."""
         return str(getattr(self, "_patrickstar_precision", "no"))
 
     def autocast(self, autocast_handler: Any = None) -> Any:
-        """A context in which operators compute as in the forward of the model, for losses outside of it.
+        """The autocast context of the model's forward, for losses that are computed outside of it.
 
-        That is in the type of ``mixed_precision``, unless ``dtype`` of the configuration names another one.
+        Its type is ``mixed_precision``, unless ``dtype`` of the configuration names another one.
 
         Args:
             autocast_handler: As for ``Accelerator.autocast``.
@@ -134,10 +134,10 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
     # Preparing
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepares objects as ``Accelerator.prepare`` does; models get engines, and optimizers places in them.
+        """Prepares objects as ``Accelerator.prepare`` does; models get engines, and optimizers get places in chunks.
 
-        Each optimizer trains the models whose parameters it holds, also one that was prepared before its model. Models
-        that share an optimizer share an engine; others have one of their own.
+        Each optimizer trains the models whose parameters it holds, even if it was prepared before them. Models that
+        share an optimizer share an engine; every other model has its own engine.
 
         Args:
             *args: Models, optimizers, data loaders, schedulers, in any order.
@@ -161,7 +161,7 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
     ) -> torch.nn.Module:
         """Prepares a model: unchanged if it has an engine, else it gets one.
 
-        A model that is prepared without an optimizer trains with whatever optimizer comes, prepared or not.
+        Any optimizer can train a model that was prepared without one, whether the optimizer is prepared or not.
 
         Args:
             model: The model.
@@ -173,7 +173,7 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
         """
         is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
         if is_frozen and not evaluation_mode and get_engine(model) is None:
-            # A teacher, say: nothing of it is trained, and Accelerate's own way is right.
+            # Nothing of the model (a teacher, for example) is trained, so Accelerate prepares it as usual.
             model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
             self._compute_as_accelerate(model)
             return model
@@ -184,13 +184,13 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
         return model
 
     def _compute_as_accelerate(self, model: torch.nn.Module) -> None:
-        """Autocast around the forward of a model without an engine, and outputs in fp32, as Accelerate does it.
+        """Wraps the forward of a model without an engine in autocast with fp32 outputs, as Accelerate would do.
 
-        Accelerate itself was told of no mixed precision, so its own way leaves that out.
+        Accelerate itself does not, since it was made with ``mixed_precision="no"``.
         """
         if not self._computes_under_autocast:
             return
-        # As there, a function and not a bound method is wrapped, so that copies of the model compute with themselves.
+        # As in Accelerate, the function is wrapped and not the bound method, so that a copy of the model calls its own.
         forward = model.forward
         function = getattr(forward, "__func__", forward)
 
@@ -210,8 +210,8 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
         """Wraps the chunked form of an optimizer as Accelerate does.
 
         Args:
-            optimizer: A torch optimizer, or one that was prepared before. If its model is prepared later, what is
-                returned trains that in chunks from then on, and until then whatever it has, as it does by itself.
+            optimizer: A torch optimizer, or one that was prepared before. Until its model is prepared, the returned
+                optimizer steps as the torch optimizer does; from then on it trains the model in chunks.
             device_placement: Not used; states live where their chunks are.
 
         Returns:
@@ -227,7 +227,7 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
         return optimizer
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Wraps a scheduler as Accelerate does: it waits for the optimizer that it was made for.
+        """Wraps a scheduler as Accelerate does; the scheduler steps with the optimizer that it was made for.
 
         Args:
             scheduler: A torch scheduler, or one that was prepared before.
@@ -241,7 +241,7 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
     def _connect(
         self, models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer], *, is_training: bool = True
     ) -> None:
-        """Gives models and optimizers that are prepared now, and those that belong to them, their engines."""
+        """Makes or extends the engines of models and optimizers that are prepared now, and of those they belong to."""
         all_models = list(dict.fromkeys([*self._models, *self._patrickstar_preparing, *models]))
         given = list(dict.fromkeys(map(innermost, optimizers)))
         if not any(held_by(optimizer) for optimizer in given) and given and models:
@@ -249,7 +249,7 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
                 "the optimizer has no parameter to update: the model has no trainable parameter (every requires_grad "
                 "is False?); unfreeze what should be trained"
             )
-        # The newest first: a parameter that several hold is updated in its chunk by the first of them.
+        # The newest optimizer first: of several that hold a parameter, the first one updates it in its chunk.
         known = list(dict.fromkeys([*given, *map(innermost, self._optimizers)])) if is_training else []
         for members, own in families(all_models, known):
             is_new = any(model in models for model in members) or any(optimizer in given for optimizer in own)
@@ -260,7 +260,7 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
             self._point(prepared)
 
     def _engage(self, models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
-        """Sees to it that one engine trains these models with these optimizers; others on them give way."""
+        """Makes one engine train these models with these optimizers; other engines of the models are detached."""
         engines = list({id(engine): engine for engine in map(get_engine, models) if engine is not None}.values())
         if len(engines) == 1 and {*map(id, roots_of(engines[0].model))} == {*map(id, models)}:
             engine = engines[0]
@@ -288,13 +288,13 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
             parameter.grad = gradient
 
     def _chunked(self, optimizer: torch.optim.Optimizer) -> ChunkedOptimizer | None:
-        """The form over chunks of a user's optimizer, if it has one."""
+        """The ``ChunkedOptimizer`` of a user's optimizer, or ``None``."""
         engines = (get_engine(model) for model in [*self._models, *self._patrickstar_preparing])
         found = (item for engine in engines if engine is not None for item in engine.optimizers)
         return next((item for item in found if item.inner is optimizer), None)
 
     def _point(self, optimizer: Any) -> None:
-        """Lets what was returned for an optimizer follow it into chunks, or from one engine to another."""
+        """Makes the wrapper that was returned for an optimizer use the optimizer's current ``ChunkedOptimizer``."""
         chunked = self._chunked(innermost(optimizer))
         if chunked is not None and isinstance(optimizer, PreparedOptimizer):
             optimizer.take(chunked)
@@ -302,7 +302,7 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
     # Gradients
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Tells optimizers, all by default, that gradients carry the loss scale; they remove it as they read them."""
+        """Unscales the gradients of optimizers, by default of all; see ``ChunkedOptimizer.unscale``."""
         if self.scaler is None:
             return
         optimizers = self._optimizers if optimizer is None else optimizer
@@ -315,15 +315,14 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
         """Clips gradients by global norm.
 
         Args:
-            parameters: Parameters whose norm counts, of one model or of several.
-            max_norm: The largest norm that is left alone.
+            parameters: Parameters whose gradients are clipped together, of one model or of several.
+            max_norm: The largest norm that is not clipped.
             norm_type: Order of the norm.
 
         Returns:
             The norm before clipping, a scalar tensor.
         """
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        optimizer = self._begin_clipping(parameters)
+        parameters, optimizer = self._begin_clipping(parameters)
         if optimizer is not None:
             return optimizer.clip_grad_norm_(parameters, float(max_norm), float(norm_type))
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
@@ -335,27 +334,27 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
             parameters: Parameters whose gradients are clipped, of one model or of several.
             clip_value: The bound.
         """
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        optimizer = self._begin_clipping(parameters)
+        parameters, optimizer = self._begin_clipping(parameters)
         if optimizer is not None:
             optimizer.clip_grad_value_(clip_value, parameters)
         else:
             torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
-    def _begin_clipping(self, parameters: list[torch.Tensor]) -> ChunkedOptimizer | None:
-        """Unscales gradients, and finds an optimizer that clips them where they are.
+    def _begin_clipping(self, parameters: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], ChunkedOptimizer | None]:
+        """Unscales gradients; returns the parameters, and the optimizer that can clip them in their chunks.
 
-        There is none where they are in several engines, or in one that has no optimizer: then torch clips them.
+        That is ``None`` if the gradients are not all in one engine that has an optimizer; then torch clips them.
         """
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         wanted = {id(parameter) for parameter in parameters}
         self.unscale_gradients([item for item in self._optimizers if not wanted.isdisjoint(held_by(item))])
         engines = {id(engine): engine for engine in map(get_engine, self._models) if engine is not None}
         found = [e for e in engines.values() if any(e.manager.find(parameter) is not None for parameter in parameters)]
-        return found[0].optimizer if len(found) == 1 else None
+        return parameters, found[0].optimizer if len(found) == 1 else None
 
 
 def _gradients_of(engine: PatrickStarEngine) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Copies of the gradients that wait for a step; there are none at most times."""
+    """Copies of the gradients that no step has used yet; usually there are none."""
     waiting = [tensor.parameter for tensor in engine.manager.tensors if engine.manager.gradients.has(tensor)]
     found = ((parameter, parameter.grad) for parameter in waiting)
     return [(parameter, gradient.clone()) for parameter, gradient in found if gradient is not None]

@@ -1,4 +1,4 @@
-"""``save_state`` and ``load_state`` of models in chunks: piece by piece, whole or not at all, in any shape."""
+"""``save_state`` and ``load_state`` of models in chunks: written in pieces, and complete or not at all."""
 
 import contextlib
 import dataclasses
@@ -31,6 +31,17 @@ def get_engine(model: torch.nn.Module) -> PatrickStarEngine | None:
     return model.__dict__.get("patrickstar_engine")
 
 
+@contextlib.contextmanager
+def having(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Gives an object another value of an attribute inside the block."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
 class AcceleratorCheckpoints(Accelerator):
     """The part of ``PatrickStarAccelerator`` that saves and loads."""
 
@@ -41,21 +52,21 @@ class AcceleratorCheckpoints(Accelerator):
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """Saves as ``Accelerator.save_state`` does; the directory appears when all of it is on the disk.
 
-        The state of an optimizer over chunks is saved by all processes, each its part, in ``optimizer.index.json`` and
-        the files that it names; if several engines train models, that of the second is in ``optimizer_1``, and so on.
-        With ``optimizer_format`` ``"torch"`` or ``"both"``, it is in the ``optimizer.bin``, ``optimizer_1.bin`` and so
-        on that Accelerate itself reads.
+        Each process saves its part of the state of optimizers over chunks, in ``optimizer.index.json`` and the files
+        that it names; the state of a second engine is in the directory ``optimizer_1``, and so on. With
+        ``optimizer_format`` ``"torch"`` or ``"both"``, the states are in ``optimizer.bin``, ``optimizer_1.bin`` and so
+        on, which Accelerate itself reads.
 
         Args:
             output_dir: As for ``Accelerator.save_state``.
-            safe_serialization: As for ``Accelerator.save_state``; if false, the model is held in memory once more.
+            safe_serialization: As for ``Accelerator.save_state``; if false, a copy of the model is made in memory.
             **kwargs: As for ``Accelerator.save_state``.
 
         Returns:
             The directory.
 
         Raises:
-            CheckpointError: If it cannot be written; an older one is as it was.
+            CheckpointError: If the checkpoint cannot be written; an older one stays unchanged.
         """
         self._follow_models()
         engines = self._trained_engines()
@@ -94,7 +105,7 @@ class AcceleratorCheckpoints(Accelerator):
         engine.checkpoints.save_state(directory, is_maker=is_maker, paths=paths)
 
     def _torch_paths(self, engine: PatrickStarEngine, checkpoint: Checkpoint) -> list[Path]:
-        """Where Accelerate looks for the states of an engine's optimizers, if it is to read them."""
+        """The files from which Accelerate can read the states of an engine's optimizers; empty if it need not."""
         prepared = [unwrapped(item) for item in self._optimizers]
         if engine.config.optimizer_format == "sharded":
             return []
@@ -109,19 +120,17 @@ class AcceleratorCheckpoints(Accelerator):
         return [paths[prepared.index(optimizer)] for optimizer in engine.optimizers]
 
     def _save_others(self, checkpoint: Checkpoint, safe_serialization: bool, **kwargs: Any) -> None:
-        """All that Accelerate saves; names are given already, and processes do not wait for each other in there."""
+        """Lets Accelerate save the rest, without automatic naming, in which all processes would wait for each other."""
         configuration = self.project_configuration
-        self.project_configuration = dataclasses.replace(configuration, automatic_checkpoint_naming=False)
-        try:
+        unnamed = dataclasses.replace(configuration, automatic_checkpoint_naming=False)
+        with having(self, "project_configuration", unnamed):
             super().save_state(str(checkpoint.path), safe_serialization, **kwargs)
             configuration.iteration = self.project_configuration.iteration
-        finally:
-            self.project_configuration = configuration
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> Any:
-        """As ``Accelerator.get_state_dict``, while a model is saved without the second names of tied parameters.
+        """Like ``Accelerator.get_state_dict``; while a model is saved, tied parameters have only their first name.
 
-        Of a model that another process saves, this one has nothing.
+        If another process saves the model, the dictionary is empty.
 
         Args:
             model: The model.
@@ -139,7 +148,7 @@ class AcceleratorCheckpoints(Accelerator):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
     ) -> None:
-        """Loads what ``save_state`` saved, in any shape; each process reads its part of it.
+        """Loads what ``save_state`` saved, with any number of processes; each process reads only its part.
 
         Args:
             input_dir: As for ``Accelerator.load_state``.
@@ -167,7 +176,7 @@ class AcceleratorCheckpoints(Accelerator):
                 for engine, state in zip(engines, states, strict=True):
                     engine.checkpoints.together(functools.partial(_check_presence, state))
                     engine.checkpoints.check_state(state)
-            if self._load_model_state_pre_hook:  # they see all models, and may load them
+            if self._load_model_state_pre_hook:  # the hooks get all models, and may load them
                 super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
                 # After the weights: masters have more bits than what a hook may have loaded.
                 for engine, state in zip(engines, states, strict=True):
@@ -213,33 +222,23 @@ class AcceleratorCheckpoints(Accelerator):
         return list({id(engine): engine for engine in found if engine is not None}.values())
 
     def _trained_engines(self) -> list[PatrickStarEngine]:
-        """Those that have an optimizer."""
+        """The engines that have an optimizer."""
         return [engine for engine in self._engines() if engine.training_state is not None]
 
     def _follow_models(self) -> None:
-        """Lets parameters that were added since the last step be a part of what is saved or loaded."""
+        """Lets engines follow changes of their models, so that new parameters are saved or loaded too."""
         for engine in self._engines():
             engine.follow_model()
 
-    @contextlib.contextmanager
-    def _without_chunked_optimizers(self) -> Iterator[None]:
+    def _without_chunked_optimizers(self) -> contextlib.AbstractContextManager[None]:
         """Hides optimizers over chunks from Accelerate."""
-        optimizers = self._optimizers
-        self._optimizers = [item for item in optimizers if not isinstance(unwrapped(item), ChunkedOptimizer)]
-        try:
-            yield
-        finally:
-            self._optimizers = optimizers
+        others = [item for item in self._optimizers if not isinstance(unwrapped(item), ChunkedOptimizer)]
+        return having(self, "_optimizers", others)
 
-    @contextlib.contextmanager
-    def _without_models_of(self, engines: list[PatrickStarEngine]) -> Iterator[None]:
-        """Lets Accelerate see, in place of models that are loaded already, ones that take what they are given."""
-        models = self._models
-        self._models = [_Loaded() if get_engine(model) in engines else model for model in models]
-        try:
-            yield
-        finally:
-            self._models = models
+    def _without_models_of(self, engines: list[PatrickStarEngine]) -> contextlib.AbstractContextManager[None]:
+        """Shows Accelerate dummies in place of models whose weights are loaded already."""
+        shown = [_Loaded() if get_engine(model) in engines else model for model in self._models]
+        return having(self, "_models", shown)
 
     # Automatic names
 
@@ -267,7 +266,7 @@ class AcceleratorCheckpoints(Accelerator):
 
 
 def state_directory(directory: Path, number: int) -> Path:
-    """Where the training state of an engine is in a checkpoint.
+    """The directory of an engine's training state in a checkpoint.
 
     Args:
         directory: The checkpoint.
@@ -285,7 +284,7 @@ def _check_presence(directory: Path) -> None:
 
 
 class _Loaded(torch.nn.Module):
-    """A model without parameters that loads anything."""
+    """A dummy model that ignores the weights that it is given."""
 
     def load_state_dict(self, *_args: Any, **_kwargs: Any) -> tuple[list[str], list[str]]:  # type: ignore[override]
         """Does nothing."""

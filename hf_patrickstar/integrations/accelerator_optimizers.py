@@ -10,29 +10,29 @@ from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
-    """Accelerate's wrapper around an optimizer that may get its place in chunks later, when its model is prepared.
+    """Accelerate's wrapper around an optimizer whose chunked form may come later, when its model is prepared.
 
-    What the user's optimizer has beside Accelerate's interface, methods and attributes, is reachable through this one.
+    Other methods and attributes of the user's optimizer are reachable through this wrapper.
 
     Args:
-        optimizer: What to wrap: an optimizer over chunks, or the user's own.
-        scaler: Scales losses, with fp16.
+        optimizer: The optimizer to wrap: one over chunks, or the user's own.
+        scaler: The loss scaler, with fp16.
     """
 
     optimizer: Any
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy steps by itself: a scheduler has put a ``step`` of this optimizer on it, which a copy would call."""
+        """Leaves out the ``step`` that a scheduler has set: a copy would call that of this object and not its own."""
         return {name: value for name, value in super().__getstate__().items() if name not in ("step", "_opt_called")}
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: Any = None) -> None:
         super().__init__(optimizer, device_placement=False, scaler=scaler)
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:
-        """Puts another form of the same optimizer in place of the one that is wrapped.
+        """Wraps another form of the same optimizer from now on.
 
         Args:
-            optimizer: The other form.
+            optimizer: The other form: over chunks, or the user's own.
         """
         if optimizer is self.optimizer:
             return
@@ -49,7 +49,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """What Accelerate's wrappers are around."""
+    """The optimizer inside Accelerate's wrappers."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer

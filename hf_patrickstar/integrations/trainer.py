@@ -17,8 +17,8 @@ from hf_patrickstar.runtime.recovery import MAX_RETRIES
 class PatrickStarTrainerMixin(TrainerCheckpoints):
     """Makes a Trainer train in chunks when its arguments say ``patrickstar``.
 
-    Put it before the Trainer class: ``class MyTrainer(PatrickStarTrainerMixin, Seq2SeqTrainer): ...``, and do the same
-    to its arguments with ``PatrickStarArgumentsMixin``. If ``patrickstar`` is false, nothing changes.
+    Put it before the Trainer class: ``class MyTrainer(PatrickStarTrainerMixin, Seq2SeqTrainer): ...``. The arguments
+    class needs ``PatrickStarArgumentsMixin`` in the same way. If ``patrickstar`` is false, nothing changes.
 
     Raises:
         ConfigError: At construction, if a setting or the model cannot work.
@@ -26,13 +26,8 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         EngineError: From ``train``, if the model cannot be managed.
     """
 
-    args: Any
-    model: Any
-    accelerator: Any
     callback_handler: Any
-    optimizer: Any
-    lr_scheduler: Any
-    _is_shrinking = False  # whether the Trainer looks for a batch size, since the engine gave one up
+    _is_shrinking = False  # whether the Trainer is looking for a smaller batch size, because the engine has given up
 
     def create_accelerator_and_postprocess(self) -> None:
         """Makes the accelerator as the Trainer does; with ``patrickstar`` it becomes a ``PatrickStarAccelerator``.
@@ -59,9 +54,9 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Logs as the Trainer does; with a training loss, callbacks also get figures of the engine.
 
-        ``patrickstar_logging`` says who: by default all callbacks (``report_to``), and a console at most three.
-        docs/logs.md lists them. What moved and happened is per optimizer step since the last such log; sizes in bytes.
-        ``log_history`` has none, so that it is the same for a run that was resumed.
+        ``patrickstar_logging`` selects the figures: by default a console gets at most three, and all other callbacks
+        (``report_to``) get all that docs/logs.md lists. Counts and moved bytes are means per optimizer step since the
+        last such log; sizes are in bytes. ``log_history`` gets none, so that a resumed run has the same history.
 
         Args:
             logs: The values to log.
@@ -78,9 +73,9 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward of one micro-batch, repeated if device memory does not suffice.
 
-        With ``auto_find_batch_size`` one of the two repeats at a time. First the engine does, with chunks off the
-        device, as always. When that has failed the Trainer starts over with smaller and smaller batches; until one of
-        them was trained on, the engine repeats none.
+        With ``auto_find_batch_size`` the engine first repeats the micro-batch with more of the device for activations.
+        If that fails, the Trainer starts over with smaller batches, and the engine repeats none of them until one
+        succeeds.
 
         Args:
             *args: As for ``Trainer.training_step``.
@@ -94,15 +89,14 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         """
         run = super().training_step  # type: ignore[misc]
         engine = self.patrickstar_engine
-        if engine is not None:
-            # The only place between a step and the Trainer's zero_grad where others are called.
-            engine.manager.gradients.is_watched = any(
-                getattr(callback, "on_optimizer_step", None) is not None
-                and type(callback).on_optimizer_step is not TrainerCallback.on_optimizer_step
-                for callback in self.callback_handler.callbacks
-            )
         if engine is None:
             return run(*args, **kwargs)
+        # on_optimizer_step is the only call of user code between a step and the Trainer's zero_grad.
+        engine.manager.gradients.is_watched = any(
+            getattr(callback, "on_optimizer_step", None) is not None
+            and type(callback).on_optimizer_step is not TrainerCallback.on_optimizer_step
+            for callback in self.callback_handler.callbacks
+        )
         try:
             loss = engine.attempt(lambda: run(*args, **kwargs), 0 if self._is_shrinking else MAX_RETRIES)
         except DeviceMemoryError:
@@ -122,10 +116,10 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
             What ``Trainer.evaluation_loop`` returns.
 
         Raises:
-            CollectiveError: If other processes do not come, or do something else.
+            CollectiveError: If other processes do not call it in time, or call something else.
         """
         engine = self.patrickstar_engine
-        if engine is not None:  # the Trainer gathers something before it calls the model, and would wait in there
+        if engine is not None:  # before the Trainer's own gather, which would wait without a warning
             engine.manager.sharing.enter("evaluates")
         return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
@@ -145,7 +139,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
 
 
 def _follow_log_level(level: int) -> None:
-    """Lets ``--log_level`` speak for this package too: at ``info`` it explains what ``auto`` decided."""
+    """Applies ``--log_level`` to this package too; at ``info`` the engine logs what ``auto`` decided."""
     package = logging.getLogger("hf_patrickstar")
     package.setLevel(level)
     if not package.handlers and not logging.getLogger().handlers:

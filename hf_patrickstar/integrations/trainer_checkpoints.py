@@ -1,10 +1,9 @@
-"""The Trainer's checkpoints of a model in chunks: saved piece by piece, whole or not at all, resumed in any shape."""
+"""The Trainer's checkpoints of a model in chunks: written in pieces, and complete or not at all."""
 
 import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,16 @@ from hf_patrickstar.checkpoint.transaction import Checkpoint
 from hf_patrickstar.checkpoint.weight_files import has_weights, load_torch_file
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import CheckpointError
-from hf_patrickstar.integrations.accelerator_checkpoints import get_engine
+from hf_patrickstar.integrations.accelerator_checkpoints import get_engine, having
 
 logger = logging.getLogger(__name__)
 
 _URGENT = "checkpoint-is-incomplete.txt"
-"""In the directory of a checkpoint that the Trainer makes because the process is about to be killed."""
+"""The Trainer puts this file into a checkpoint that it saves because the process is about to be killed."""
 
 
 class TrainerCheckpoints:
-    """What a Trainer does with checkpoints when its model has an engine; without one it does as always."""
+    """Saves and loads the checkpoints of a Trainer whose model has an engine; without one, as the Trainer does."""
 
     args: Any
     model: Any
@@ -47,9 +46,9 @@ class TrainerCheckpoints:
         return get_engine(self.model)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Trains as the Trainer does; when it ends, checkpoints that were begun are complete.
+        """Trains as the Trainer does; when it returns, every checkpoint is complete.
 
-        What a killed run left half written in the output directory is removed first.
+        Half-written checkpoints that a killed run left in the output directory are removed first.
 
         Args:
             *args: As for ``Trainer.train``.
@@ -99,7 +98,7 @@ class TrainerCheckpoints:
         return str(super()._get_output_dir(trial))  # type: ignore[misc]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """What the Trainer writes goes to a directory aside, which is renamed when all of it is on the disk."""
+        """Lets the Trainer write to a temporary directory, which is renamed when all of it is on the disk."""
         engine = self.patrickstar_engine
         if engine is None:
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
@@ -111,7 +110,7 @@ class TrainerCheckpoints:
         engine.checkpoints.wait()
         best = self.state.best_model_checkpoint
         try:
-            with engine.checkpoints.writing(final) as checkpoint, self._staging(checkpoint):
+            with engine.checkpoints.writing(final) as checkpoint, having(self, "_saving", checkpoint):
                 if not self.args.save_only_model:
                     engine.checkpoints.begin_state(checkpoint)
                 super()._save_checkpoint(model, trial)  # type: ignore[misc]
@@ -127,7 +126,7 @@ class TrainerCheckpoints:
             self._push_from_checkpoint(final)
 
     def _find_best(self, run_dir: str, checkpoint: Checkpoint) -> None:
-        """Names the best checkpoint by its final place; the Trainer has looked for it where this one is written."""
+        """Sets the final path of the best checkpoint; the Trainer has looked for it in the temporary directory."""
         if self.args.save_strategy == SaveStrategy.NO or not self.state.best_global_step:
             return
         best = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
@@ -138,20 +137,12 @@ class TrainerCheckpoints:
         if self.args.should_save:
             self.state.save_to_json(str(checkpoint.path / TRAINER_STATE_NAME))
 
-    @contextlib.contextmanager
-    def _staging(self, checkpoint: Checkpoint) -> Iterator[None]:
-        self._saving = checkpoint
-        try:
-            yield
-        finally:
-            self._saving = None
-
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._saving is None:  # else it is pushed from its final place
+        if self._saving is None:  # else _save_checkpoint pushes it from its final path
             super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
 
     def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer deletes checkpoints here, so all must be there."""
+        """Waits for checkpoints in the background before the Trainer deletes old ones."""
         if self.patrickstar_engine is not None:
             self.patrickstar_engine.checkpoints.wait()
             if self._is_over() and self.args.should_save:
@@ -162,7 +153,7 @@ class TrainerCheckpoints:
         return super()._finalize_training(trial, *args, **kwargs)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Each process writes what it has of the optimizer's state; one, the scheduler's, as the Trainer does."""
+        """Each process writes its part of the optimizer's state; one writes the scheduler's, as in the Trainer."""
         engine = self.patrickstar_engine
         if engine is None or engine.training_state is None:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
@@ -171,16 +162,16 @@ class TrainerCheckpoints:
         if self._saving is None:
             engine.checkpoints.save_state(output_dir, is_maker=self.args.should_save)
         else:
-            engine.checkpoints.end_state(self._saving)  # begun before the model
+            engine.checkpoints.end_state(self._saving)  # begin_state was called before the model was saved
         if self.args.should_save:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch asks to save the optimizer too
+                warnings.simplefilter("ignore")  # torch reminds of the optimizer, which is saved above
                 torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     # Loading
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Epochs and batches that were trained. The Trainer would train one step after the last; ours does not."""
+        """The epochs and batches trained so far; unlike the Trainer's, a finished run trains no further step."""
         trained: tuple[int, int] = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]
         self._step_at_begin = self.state.global_step
         if not (getattr(self.args, "patrickstar", False) and self._is_over()):
@@ -194,14 +185,14 @@ class TrainerCheckpoints:
         return self.state.num_train_epochs, 0
 
     def _is_over(self) -> bool:
-        """Whether the run had come to its end when it was resumed."""
+        """Whether the run was resumed from its last step."""
         return 0 < self.state.max_steps <= self._step_at_begin
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Opens the weights and checks them; they are read when there are chunks to read them into."""
+        """Opens and checks the weights; their values are read when there are chunks to read them into."""
         engine = self.patrickstar_engine
         is_ours = getattr(self.args, "patrickstar", False) and not hasattr(self.model, "peft_config")
-        if not is_ours or not has_weights(resume_from_checkpoint):  # the Trainer says that nothing is there
+        if not is_ours or not has_weights(resume_from_checkpoint):  # the Trainer reports that there are no weights
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
             return
         if engine is not None:
@@ -214,10 +205,10 @@ class TrainerCheckpoints:
         except CheckpointError as error:
             if self.args.world_size == 1:
                 raise
-            self._found = error  # all raise it together, when they can talk to each other
+            self._found = error  # all processes raise it together, when they can communicate
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Reads weights that were only opened before, and each process its part of the optimizer's state."""
+        """Reads the weights that ``_load_from_checkpoint`` opened, and this process's part of the optimizer's state."""
         engine, found = self.patrickstar_engine, self._found
         self._found = None
         if engine is None:
@@ -228,7 +219,7 @@ class TrainerCheckpoints:
         weights = checkpoints.together(lambda: _without_error(found))
         scheduler = Path(checkpoint or "") / SCHEDULER_NAME
         has_state = checkpoint is not None and (has_training_state(checkpoint) or has_torch_state(checkpoint))
-        if not (has_state and scheduler.is_file()):  # the Trainer takes over both or none
+        if not (has_state and scheduler.is_file()):  # as the Trainer, load both or none
             checkpoints.load_parts(weights)
             return
         schedule = checkpoints.together(lambda: load_torch_file(scheduler))
@@ -236,7 +227,7 @@ class TrainerCheckpoints:
         self.lr_scheduler.load_state_dict(schedule)
 
     def _load_without_engine(self, checkpoint: str | None) -> None:
-        """As the Trainer does, from a checkpoint that was saved with ``patrickstar`` too."""
+        """Loads as the Trainer does, and also from a checkpoint that was saved with ``patrickstar``."""
         optimizer, scheduler = (Path(checkpoint or "") / name for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
         is_ours = checkpoint is not None and has_training_state(checkpoint) and scheduler.is_file()
         if not is_ours or optimizer.is_file():
@@ -258,7 +249,7 @@ class TrainerCheckpoints:
         self._tell_of(engine.checkpoints.load_weights(best))
 
     def _tell_of(self, found: FoundWeights) -> None:
-        if not hasattr(self.model, "_keys_to_ignore_on_save"):  # which the Trainer looks at when something is missing
+        if not hasattr(self.model, "_keys_to_ignore_on_save"):  # the Trainer's warning needs this attribute
             for keys, what in ((found.missing_keys, "missing"), (found.unexpected_keys, "unexpected")):
                 if keys:
                     logger.warning("There were %s keys in the checkpoint model loaded: %s.", what, keys)

@@ -1,4 +1,4 @@
-"""Who sees which figures of a training log: callbacks all of them, a console a few, the Trainer's history none."""
+"""Adds the engine's figures to training logs: a console gets a few, other callbacks all, the Trainer's history none."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -11,10 +11,10 @@ from hf_patrickstar.report.figures import brief
 
 @contextlib.contextmanager
 def figures_told(handler: Any, figures: Mapping[str, float], is_brief: bool) -> Iterator[None]:
-    """Inside of this block callbacks find figures in a log that the Trainer tells them.
+    """Inside the block the logs that the Trainer passes to callbacks have the figures too.
 
-    What the Trainer keeps in ``log_history``, and so in ``trainer_state.json``, does not get them: seconds, and bytes
-    of a step that is recorded anew, would make the history of a resumed run another one than the uninterrupted run's.
+    ``log_history``, and so ``trainer_state.json``, does not get them: seconds, and bytes of a step that is recorded
+    again, would differ between a resumed run and an uninterrupted one.
 
     Args:
         handler: The Trainer's ``CallbackHandler``.
@@ -24,7 +24,7 @@ def figures_told(handler: Any, figures: Mapping[str, float], is_brief: bool) -> 
 
     def with_all(tell: Callable[..., Any]) -> Callable[..., Any]:
         def on_log(args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> Any:
-            logs.update(figures)  # the history has a copy of what was there before
+            logs.update(figures)  # log_history has a copy without the figures
             return tell(args, state, control, logs, **kwargs)
 
         return on_log
@@ -46,7 +46,7 @@ def figures_told(handler: Any, figures: Mapping[str, float], is_brief: bool) -> 
 
 @contextlib.contextmanager
 def _on_log(owner: Any, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Lets one object have another ``on_log`` for a while; the list of callbacks stays what it is."""
+    """Replaces the ``on_log`` of one object inside the block; the list of callbacks does not change."""
     before = dict(vars(owner))
     owner.on_log = change(owner.on_log)
     try:

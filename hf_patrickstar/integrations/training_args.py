@@ -56,9 +56,9 @@ class PatrickStarArgumentsMixin:
         """Validates the combination of arguments.
 
         Raises:
-            ConfigError: If something that cannot work together was asked for; the message says what to do.
+            ConfigError: If arguments cannot work together; the message says what to do.
         """
-        if self.patrickstar_logging is False:  # what YAML makes of off
+        if self.patrickstar_logging is False:  # YAML reads off as false
             self.patrickstar_logging = "off"
         if self.patrickstar_logging not in get_args(Logging):
             choices = ", ".join(f"'{choice}'" for choice in get_args(Logging))
@@ -81,9 +81,9 @@ class PatrickStarArgumentsMixin:
         arguments.mixed_precision = "no"
 
     def _checkpointing_name(self) -> str:
-        """The name by which the user gave the keyword arguments of checkpointing, before transformers renames them.
+        """The name under which the user set activation checkpointing, read before transformers renames arguments.
 
-        transformers calls it ``activation_checkpointing`` now; the name before that still works, and so do both.
+        transformers accepts ``activation_checkpointing`` and the older name ``gradient_checkpointing``.
         """
         for name in ("activation_checkpointing", "gradient_checkpointing"):
             if getattr(self, f"{name}_kwargs", None) is not None:

@@ -15,9 +15,9 @@ class EmbeddingChoice:
     """Which embeddings are looked up on the host.
 
     Attributes:
-        tensor_indices: All of them.
+        tensor_indices: The tensors of these embeddings.
         apart: Those that no operator on the device needs; they have chunks of their own.
-        is_final: Whether that is decided; else a count of bytes decides after the first step.
+        is_final: Whether this choice is final; else byte counts of the first step decide.
         reason: Why, in one line.
     """
 

@@ -2,22 +2,22 @@
 
 [Note: communication groups]
 With p processes an entry of the chunk list is a communication group (PatrickStar section 7): p consecutive chunks of
-equal size, gathered into one contiguous buffer and reduced together. Rank r owns the r-th of them: it alone has their
-masters and optimizer states, so a tensor lies as a whole in one of the p chunks, here called bins. Padding is gathered,
-too, which is why groups are made from neighbours in the model, but hardly any are left open:
+equal size, gathered into one contiguous buffer and reduced together. Rank r owns the r-th chunk: this rank alone has
+its masters and optimizer states, so a tensor lies as a whole in one of the p chunks, here called bins. Padding is
+gathered too, so groups of neighbours in the model are filled like this, with little padding:
 
-- The current group of a kind (one type; frozen, or trained by one optimizer) takes a tensor into its first bin with
-  room.
-- A tensor larger than the bins makes the bins of the current group as large as itself. Where the group is too full for
-  that, and where no bin has room, the next group begins. What follows fills the bins beside a large tensor.
-- The last group, one that a large tensor closed, and one before a group that was filled backwards are cut: to the
-  smallest bins in which their tensors have room, spread anew, largest first.
-- A large tensor at the end of the model, such as an output embedding, has nothing after it, and its group cannot be
-  cut below it; it is filled with the tensors before it, where that takes fewer elements in all.
+- A tensor goes into the first bin with room of the current group of its kind (one type; frozen, or trained by one
+  optimizer).
+- A tensor larger than the bins makes the bins of the current group as large as itself. If the group is too full for
+  that, or if no bin has room, the next group begins. Later tensors fill the bins beside a large tensor.
+- Some groups are cut to the smallest bins that hold their tensors, which are distributed again, largest first: the last
+  group, a group that a large tensor closed, and the group before one that was filled backwards.
+- A large tensor at the end of the model, such as an output embedding, has no tensors after it, and its group cannot be
+  cut below its size. This group is filled backwards, with the tensors before it, if that takes fewer elements in all.
 
-All that is for optimizers that need whole tensors; nothing helps a model then that is smaller than p times its largest
-one. For element-wise optimizers a tensor larger than a chunk is alone in a group and spread over its chunks, cut at
-multiples of the alignment, and the device needs no more room for it than for itself.
+All this is for optimizers that need whole tensors. A model smaller than p times its largest tensor has much padding
+then. For element-wise optimizers a tensor larger than a chunk is alone in a group and spread over its chunks, cut at
+multiples of the alignment; the device then needs no more room than the tensor itself.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.layout.specs import FP32, ModuleSpec, TensorSpec, Types
 from hf_patrickstar.units import ALIGNMENT_NUMEL
 
-_CUT_STEPS = 256
-"""Bins are cut to within about this part of their size."""
+CUT_STEPS = 256
+"""Bins are cut in steps of the least possible size divided by this."""
 
 
 def align(numel: int) -> int:
@@ -56,7 +56,7 @@ class ChunkSpec:
     """A contiguous buffer of one dtype, as numbers.
 
     With several processes it is a communication group, see [Note: communication groups]: ``world_size`` chunks of equal
-    size in a row, each of one rank. No tensor crosses from one into the next, unless it is alone and spread over all.
+    size in a row, one per rank. A tensor lies in one of them, unless it is alone in the group and spread over all.
 
     Attributes:
         index: Its place in the chunk list.
@@ -64,10 +64,10 @@ class ChunkSpec:
         used_numel: Elements of tensors in it.
         tensor_indices: The tensors in it, in offset order.
         trainable: Whether its tensors receive gradients. A chunk never mixes both kinds.
-        on_host: Whether it holds an embedding alone that may be looked up on the host, and then never moves.
+        on_host: Whether it holds only an embedding that may be looked up on the host; then the chunk never moves.
         world_size: Processes that share it.
         optimizer_index: Which optimizer updates it, and so which lists it has; -1 if none does.
-        types: Of its lists.
+        types: The types of its lists.
     """
 
     index: int
@@ -123,8 +123,8 @@ class Layout:
     def gradients_nbytes(self) -> int:
         """Bytes of gradients that wait on the device for the rest of their group.
 
-        None with one process, where each goes home at once; else those of two groups, since backward begins with the
-        one while the last of the other are still to come.
+        0 with one process, where each gradient goes home at once; else the bytes of two groups, since backward begins
+        the next group before the last gradients of the group before have come.
         """
         sizes = sorted(chunk.nbytes for chunk in self.chunks if chunk.trainable and chunk.world_size > 1)
         return sum(sizes[-2:])
@@ -185,24 +185,32 @@ def _fill_chunks(tensors: Sequence[TensorSpec], chunk_numel: int, on_host: froze
 
 
 def _room(spec: TensorSpec) -> int:
-    """Elements that a tensor takes of a bin: never none, so that each has an offset that only one rank owns."""
+    """Elements that a tensor takes of a bin: at least some, so that one rank owns the offset of an empty tensor."""
     return max(align(spec.numel), ALIGNMENT_NUMEL)
 
 
 @dataclasses.dataclass(slots=True)
-class _OpenGroup:
-    """A communication group that is being filled: bins of one size, one per rank."""
+class OpenGroup:
+    """A communication group that is being filled: bins of one size, one per rank.
+
+    Attributes:
+        bin_numel: Elements of a bin.
+        bins: The tensors of each bin.
+        ends: Elements taken of each bin.
+    """
 
     bin_numel: int
     bins: list[list[TensorSpec]]
     ends: list[int]
 
     @classmethod
-    def of(cls, num_bins: int, bin_numel: int) -> "_OpenGroup":
+    def of(cls, num_bins: int, bin_numel: int) -> "OpenGroup":
+        """Makes an empty group."""
         return cls(bin_numel, [[] for _ in range(num_bins)], [0] * num_bins)
 
     @property
     def specs(self) -> list[TensorSpec]:
+        """The tensors of all bins, in model order."""
         return sorted((spec for own in self.bins for spec in own), key=lambda spec: spec.index)
 
     def add(self, spec: TensorSpec) -> bool:
@@ -215,16 +223,16 @@ class _OpenGroup:
                 return True
         return False
 
-    def refilled(self, specs: Iterable[TensorSpec], bin_numel: int) -> "_OpenGroup | None":
-        """A group with bins of another size that holds these tensors, in the order given, if they have room there."""
-        group = _OpenGroup.of(len(self.bins), bin_numel)
+    def refilled(self, specs: Iterable[TensorSpec], bin_numel: int) -> "OpenGroup | None":
+        """A group with bins of another size, filled with these tensors in this order; ``None`` if they do not fit."""
+        group = OpenGroup.of(len(self.bins), bin_numel)
         return group if all(group.add(spec) for spec in specs) else None
 
-    def cut(self) -> "_OpenGroup":
-        """The same tensors in the smallest bins, largest tensor first; itself where none smaller has room."""
+    def cut(self) -> "OpenGroup":
+        """A group of the same tensors in the smallest bins, largest tensor first; itself if no smaller bins do."""
         specs = sorted(self.specs, key=_room, reverse=True)
         least = max(align(-(-sum(self.ends) // len(self.bins))), _room(specs[0]))
-        for bin_numel in range(least, self.bin_numel, align(-(-least // _CUT_STEPS))):
+        for bin_numel in range(least, self.bin_numel, align(-(-least // CUT_STEPS))):
             group = self.refilled(specs, bin_numel)
             if group is not None:
                 return group
@@ -241,9 +249,15 @@ class _OpenGroup:
         return chunk
 
 
-def _fill_groups(specs: Sequence[TensorSpec], chunk_numel: int, world_size: int) -> list[_OpenGroup]:
-    """Groups of tensors of one kind, in model order; the last is not cut yet."""
-    groups: list[_OpenGroup] = []
+def fill_groups(specs: Sequence[TensorSpec], chunk_numel: int, world_size: int) -> list[OpenGroup]:
+    """Distributes tensors of one kind over groups, in model order; the last group is not cut yet.
+
+    Args:
+        specs: The tensors.
+        chunk_numel: Elements of a bin, unless a tensor is larger.
+        world_size: Bins of a group.
+    """
+    groups: list[OpenGroup] = []
     for spec in specs:
         if groups and groups[-1].add(spec):
             continue
@@ -253,12 +267,12 @@ def _fill_groups(specs: Sequence[TensorSpec], chunk_numel: int, world_size: int)
             groups[-1] = grown or groups[-1].cut()
             if grown is not None:
                 continue
-        groups.append(_OpenGroup.of(world_size, max(chunk_numel, room)))
+        groups.append(OpenGroup.of(world_size, max(chunk_numel, room)))
         groups[-1].add(spec)
     return groups
 
 
-def _close_last(groups: list[_OpenGroup], specs: Sequence[TensorSpec], chunk_numel: int) -> list[_OpenGroup]:
+def _close_last(groups: list[OpenGroup], specs: Sequence[TensorSpec], chunk_numel: int) -> list[OpenGroup]:
     """Cuts the last group; fills it from the tensors before it where that takes fewer elements in all."""
     cut = groups[-1].cut()
     plain = [*groups[:-1], cut]
@@ -268,7 +282,7 @@ def _close_last(groups: list[_OpenGroup], specs: Sequence[TensorSpec], chunk_num
         num_before -= 1
     if last.ends == cut.ends:
         return plain
-    before = _fill_groups(specs[:num_before], chunk_numel, len(last.bins))
+    before = fill_groups(specs[:num_before], chunk_numel, len(last.bins))
     backwards = [*before[:-1], *(group.cut() for group in before[-1:]), last]
     return min(plain, backwards, key=lambda made: sum(group.bin_numel for group in made))
 
@@ -284,7 +298,7 @@ def _pack_groups(tensors: Sequence[TensorSpec], chunk_numel: int, world_size: in
             chunks.append(group)
     for kind in dict.fromkeys(_kind(spec) for spec in tensors):
         specs = [spec for spec in tensors if _kind(spec) == kind and spec.index not in spread]
-        groups = _fill_groups(specs, chunk_numel, world_size)
+        groups = fill_groups(specs, chunk_numel, world_size)
         closed = _close_last(groups, specs, chunk_numel) if groups else []
         chunks += [group.as_chunk(kind) for group in closed]
     return sorted(chunks, key=lambda chunk: min(index for index, _ in chunk.tensors))

@@ -9,14 +9,14 @@ from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec
 from hf_patrickstar.shortage import Limit, Shortage
 from hf_patrickstar.units import ALIGNMENT_NUMEL, format_need
 
-_MAX_CANDIDATES = 512
+MAX_CANDIDATES = 512
 _MAX_CHUNK_NUMEL = 2**26
 _MAX_PLACED_TENSORS = 300_000
 _BUDGET_SHARE = 8
 _MODEL_SHARE = 16
 _TOLERANCE = 0.005
 _SPREAD_TOLERANCE = 0.03
-"""Spreading large tensors wastes least in the smallest groups, of one tensor each: fewer are worth some padding."""
+"""The same where large tensors are spread: groups of one tensor each waste least, but fewer groups are better."""
 _ENOUGH_USED = 0.95
 
 
@@ -55,13 +55,13 @@ def check_fits(
         device_nbytes: Bytes that chunks may take on the device, or ``None`` if there is no limit.
         limits: The settings that ``device_nbytes`` comes from, for the error; ``device_budget`` alone by default.
         world_size: Processes that share the chunks of the layout, for the error.
-        staging_nbytes: Scratch space for reducing groups with chunks of so many elements of a type.
+        staging_nbytes: Bytes of scratch space to reduce groups, from the elements of a chunk and their type.
 
     Returns:
-        The bytes of the largest working set, and of the gradients beside it.
+        The bytes of the largest working set and of the gradients beside it, together.
 
     Raises:
-        BudgetError: If it does not fit: which module, how many bytes, what to change.
+        BudgetError: If it does not fit; the message names the module, the bytes, and what to change.
     """
     chunks, module = layout.working_set_nbytes(modules)
     gradients = _gradient_nbytes(layout, staging_nbytes)
@@ -119,12 +119,12 @@ def search_layout(
 ) -> ChunkSizeChoice:
     """Finds a chunk size.
 
-    Candidates are the whole model divided by 1, 2, 3, ..., and among the processes, and the sizes of single tensors.
-    Only sizes whose largest working set fits the device are considered. Among them, chunks of at most an eighth of the
-    budget and a sixteenth of the model are preferred, so that there are several to choose from whatever activations
-    leave of the budget; then the best utilisation; then, within half a percent of it, the largest, since larger copies
-    use the bus better. Of communication groups the whole counts, and where none so small is used to 95 %, as small
-    ones as are; where large tensors are spread, three percent are given for fewer groups.
+    Candidates are the model's size divided by 1, 2, 3, ... and by the number of processes, and the sizes of single
+    tensors, if their largest working set fits the device. The search prefers chunks of at most an eighth of the budget
+    and a sixteenth of the model, so that there are several to choose from whatever activations leave of the budget.
+    With several processes the size of the whole group counts; if no group so small is used to 95 %, the smallest group
+    that is becomes the limit. Then the search takes the largest chunks with a utilisation within 0.5 % of the best one
+    (3 % where large tensors are spread), since larger copies use the bus better.
 
     Args:
         tensors: The specs in model order.
@@ -141,7 +141,7 @@ def search_layout(
     """
     total = sum(align(spec.numel) for spec in tensors if spec.index not in on_host)
     # Packing costs time in proportion to tensors x candidates: fewer candidates for models of very many tensors.
-    num_candidates = min(_MAX_CANDIDATES, max(32, _MAX_PLACED_TENSORS // max(len(tensors) * world_size, 1)))
+    num_candidates = min(MAX_CANDIDATES, max(32, _MAX_PLACED_TENSORS // max(len(tensors) * world_size, 1)))
     sizes = {align(max(1, -(-total // (parts * world_size)))) for parts in range(1, num_candidates + 1)}
     sizes |= {align(spec.numel) for spec in tensors if spec.numel}
     layouts = []

@@ -22,8 +22,8 @@ class Types:
     """The types of one parameter, by torch's names.
 
     Attributes:
-        param: Of its value and gradient where they are computed with.
-        state: Of its master and its optimizer states.
+        param: The type of the value and the gradient in forward and backward.
+        state: The type of the master and the optimizer states.
     """
 
     param: str = "float32"
@@ -87,10 +87,10 @@ class TensorSpec:
 class ModuleSpec:
     """Parameters that must be on the device at once: those of a module and of the modules around it.
 
-    A module that calls others keeps its own parameters meanwhile. Lists and dictionaries of parameters have no forward:
-    whoever is around them uses them. The same goes for the output projection of ``nn.MultiheadAttention``. For a module
-    that is recomputed in backward, those of all modules inside it: the recomputed operands of the whole segment stay
-    alive until its backward has used them.
+    A module that calls others keeps its own parameters meanwhile. Lists and dictionaries of parameters, and the output
+    projection of ``nn.MultiheadAttention``, are never called: the module around them uses their parameters. A module
+    that is recomputed in backward needs the parameters of all modules inside it: the recomputed operands of the whole
+    segment stay alive until its backward has used them.
     """
 
     name: str
@@ -108,7 +108,7 @@ def collect_specs(
     Args:
         model: A ``torch.nn.Module``; its parameters may be on the meta device.
         is_recomputed: Tells whether a module is recomputed as one segment in backward.
-        is_left_out: Tells of a parameter whether it is not to be placed: one that has no shape yet, say.
+        is_left_out: Tells whether a parameter gets no place, because it has no shape yet, for example.
 
     Returns:
         The tensor specs, the module specs, and the parameters in the order of the tensor specs.

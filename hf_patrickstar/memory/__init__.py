@@ -1,1 +1,1 @@
-"""HOW MANY bytes: tiers and budgets, the ledger, the payload pool, transfers. The only place that allocates chunks."""
+"""HOW MANY bytes: tiers and budgets, the ledger, the payload pool, streams. The only place that allocates chunks."""

@@ -16,20 +16,20 @@ _NEED_LESS = {
 class Ledger:
     """Bytes booked per tier and owner, with their peaks.
 
-    On ``DEVICE`` the budget covers what others hold there too: what is measured now, or what is known to be needed
-    until the next moment, whichever is more.
+    On ``DEVICE`` the budget covers non-model data too: the bytes measured now, or the bytes known to be needed until
+    the next moment, whichever is more.
 
     Args:
         budgets: Bytes that each tier may hold.
-        non_model_nbytes: Tells, from the bytes booked on ``DEVICE``, how many more are taken there by others.
+        non_model_nbytes: Tells the non-model bytes on ``DEVICE``, from the bytes that are booked there.
         device_fraction: Part of the device's budget that may be used while ``is_cautious``.
         chunk_budget: Bytes that may be booked on ``DEVICE`` at most, or ``None``.
         of_machine: The tiers whose budget is what the machine has, because nobody set one.
 
     Attributes:
-        is_cautious: Whether ``available`` keeps to the fraction: what others will need is not known yet.
-        reserved_nbytes: Bytes that others are known to need on ``DEVICE`` before the next moment.
-        spilled_nbytes: Bytes that are at home on ``DEVICE`` because ``HOST`` is full, and would come to a larger one.
+        is_cautious: Whether ``available`` keeps to the fraction, because the need of non-model data is not known yet.
+        reserved_nbytes: Non-model bytes that are known to be needed on ``DEVICE`` before the next moment.
+        spilled_nbytes: Bytes that are at home on ``DEVICE`` only because ``HOST`` is too small.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Ledger:
         return self._fraction if tier is Tier.DEVICE and self.is_cautious else 1.0
 
     def limits(self, tier: Tier, *, cautious: bool = False) -> tuple[Limit, ...]:
-        """The settings that limit a tier, whatever is there already: that of all bytes first, that of chunks second.
+        """The settings that limit a tier, whatever is booked: the limit of all bytes first, that of chunks second.
 
         Args:
             tier: The tier.
@@ -96,7 +96,7 @@ class Ledger:
         return (budget, Limit("chunk_budget", self._chunk_budget))
 
     def shortage(self, tier: Tier, booked_nbytes: int, all_nbytes: int) -> Shortage:
-        """What binds if a tier has to hold so many bytes.
+        """The limits that are too small if a tier has to hold so many bytes.
 
         Args:
             tier: The tier.
@@ -122,7 +122,7 @@ class Ledger:
         return self._owner_peaks.get((tier, owner), 0)
 
     def take_owner_peak(self, tier: Tier, owner: str) -> int:
-        """The same since the last call."""
+        """The most bytes that one owner had booked on a tier at once since the last call."""
         key = (tier, owner)
         peak, self._recent_peaks[key] = self._recent_peaks.get(key, 0), self._owners[tier].get(owner, 0)
         return peak
@@ -137,12 +137,12 @@ class Ledger:
 
     @property
     def total_peak(self) -> int:
-        """The most bytes that chunks and others took on ``DEVICE`` at once, as far as it was measured or is known."""
+        """The most bytes of chunks and non-model data on ``DEVICE`` at once, as far as these are measured or known."""
         return self._total_peak
 
     @property
     def total_step_peak(self) -> int:
-        """The same since ``begin_step``."""
+        """``total_peak`` since ``begin_step``."""
         return self._total_step_peak
 
     def begin_step(self) -> None:
@@ -155,14 +155,14 @@ class Ledger:
         return max(self._non_model_nbytes(self._used[Tier.DEVICE]), self.reserved_nbytes)
 
     def note_total(self, non_model_nbytes: int) -> None:
-        """Notes what others were seen to take on ``DEVICE`` beside the bytes that are booked now."""
+        """Notes non-model bytes that were measured on ``DEVICE`` beside the bytes that are booked now."""
         total = self._used[Tier.DEVICE] + non_model_nbytes
         if total > self._total_step_peak:
             self._total_step_peak = total
             self._total_peak = max(self._total_peak, total)
 
     def available(self, tier: Tier, *, cautious: bool | None = None) -> int:
-        """Bytes that can still be booked; negative when others on the device grew past the limit.
+        """Bytes that can still be booked; negative if non-model data has grown over the limit.
 
         Args:
             tier: The tier.
@@ -184,7 +184,7 @@ class Ledger:
             tier: Where they live.
             owner: What they are, for example ``"exp_avg"``.
             nbytes: How many.
-            is_allocated: Whether they are taken already, so that they count as non-model data until they are booked.
+            is_allocated: Whether the bytes are allocated already: until they are booked they count as non-model data.
             ahead_nbytes: Bytes that the same owner will ask for next: what the error advises has room for them too.
 
         Raises:
@@ -196,7 +196,7 @@ class Ledger:
         available = self.available(tier, cautious=False)
         others = self.non_model_nbytes() if tier is Tier.DEVICE else 0
         if is_allocated and tier is Tier.DEVICE:
-            # They leave the measured bytes as they enter the book; what is reserved for others stays reserved.
+            # Booking takes the bytes out of the measured non-model data, but not out of the reserved bytes.
             rest = max(self._non_model_nbytes(self._used[tier]) - nbytes, self.reserved_nbytes, 0)
             available, others = available + others - rest, rest
         if nbytes > max(available, 0):

@@ -1,182 +1,117 @@
-"""How many bytes on the compute device are not chunks: activations, temporaries, and what others hold there.
+"""Measures the bytes on the compute device that are not chunks: activations, temporaries, and other programs' memory.
 
-On CUDA the allocator knows; NVML adds what it does not see. On the budgeted CPU compute tier a dispatch mode follows
-every live storage that an operator makes while it is on.
+On an accelerator the allocator knows; NVML, or the driver, adds what the allocator does not see. On the budgeted CPU
+compute tier a dispatch mode follows every live storage that an operator makes while the mode is on.
 """
 
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from hf_patrickstar.memory.accelerator import allocated_nbytes, reserved_nbytes, reset_peak, used_nbytes
 from hf_patrickstar.units import MIB
 
 _PATIENCE_S = 1.0
 
 
-class Meter(Protocol):
-    """Measures non-model data on the compute device."""
+class Meter:
+    """Measures non-model data on the compute device; this base class measures nothing."""
 
     def live(self, booked: int) -> int:
         """Bytes there now, beyond the ``booked`` bytes of the ledger."""
-        ...
+        return 0
 
     def peak(self, booked: int) -> int:
         """The most bytes since ``restart``, beyond the ``booked`` bytes of the ledger."""
-        ...
+        return 0
 
     def floor(self, booked: int) -> int:
         """Bytes beyond the ``booked`` ones that are there when a step begins and will stay, as far as that is known."""
-        ...
+        return 0
 
     def restart(self) -> None:
         """Forgets the peak."""
-        ...
 
     def start(self, tensors: Iterable[torch.Tensor]) -> None:
         """Begins to follow what operators allocate; ``tensors`` are there already and count."""
-        ...
 
     def leave(self) -> bool:
-        """Called when an outermost forward ends; whether following had to end with it."""
-        ...
-
-    def pause(self) -> None:
-        """Stops following; what is known stays known until it is freed."""
-        ...
-
-    def stop(self) -> None:
-        """Stops following, and leaves nothing behind on this thread."""
-        ...
-
-
-class UnmeteredTier:
-    """A compute tier without a budget that was set: nothing is measured."""
-
-    def live(self, booked: int) -> int:
-        """Always 0."""
-        return 0
-
-    def peak(self, booked: int) -> int:
-        """Always 0."""
-        return 0
-
-    def floor(self, booked: int) -> int:
-        """Always 0."""
-        return 0
-
-    def restart(self) -> None:
-        """Nothing to do."""
-
-    def start(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Nothing to do."""
-
-    def leave(self) -> bool:
-        """Nothing to do."""
+        """Called when an outermost forward ends; returns whether the meter had to stop with it."""
         return False
 
     def pause(self) -> None:
-        """Nothing to do."""
+        """Stops following new allocations; known ones count until they are freed."""
 
     def stop(self) -> None:
-        """Nothing to do."""
+        """Stops following, and takes its dispatch mode off this thread."""
 
 
-class CudaMeter:
-    """Reads torch's caching allocator, and NVML for what it does not see.
+class UnmeteredTier(Meter):
+    """A compute tier without a budget that was set: nothing is measured."""
+
+
+class AllocatorMeter(Meter):
+    """Reads torch's caching allocator, and what else knows how much of an accelerator is taken.
 
     While a step is recorded the allocator's peak statistics are reset at every moment, so
-    ``torch.cuda.max_memory_allocated`` tells less than the whole run then.
+    ``torch.accelerator.max_memory_allocated`` tells less than the whole run then.
 
     Args:
-        device: The CUDA device.
+        device: The accelerator.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._used = device_usage(device)
+        self._used = used_nbytes(device)
         self._foreign = self._foreign_nbytes()
         self._growth = 0
         self._asked_s = time.monotonic()
 
     def live(self, booked: int) -> int:
-        """Bytes allocated now beyond those booked, and what others took since the engine was made."""
-        return max(self._allocated("current") - booked, 0) + self._growth
+        """Bytes allocated now beyond those booked, and bytes that other programs took since the engine was made."""
+        return max(allocated_nbytes(self._device, "current") - booked, 0) + self._growth
 
     def peak(self, booked: int) -> int:
-        """The allocator's peak since ``restart`` beyond those booked, and what others took meanwhile."""
-        return max(self._allocated("peak") - booked, 0) + self._growth
+        """The allocator's peak since ``restart`` beyond the booked bytes, and bytes that other programs took."""
+        return max(allocated_nbytes(self._device, "peak") - booked, 0) + self._growth
 
     def floor(self, booked: int) -> int:
-        """What is there before a step begins and stays: libraries' workspaces, say, that came after the recording."""
+        """Bytes that are there before a step and stay, such as libraries' workspaces made after the recording."""
         return -(-self.live(booked) // MIB) * MIB
 
     def restart(self) -> None:
         """Resets the allocator's peak."""
-        torch.cuda.reset_peak_memory_stats(self._device)
+        reset_peak(self._device)
 
     def start(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Asks what others hold, at most once a second; the allocator follows by itself."""
+        """Measures the memory of other programs, at most once a second; torch's allocator counts by itself."""
         now = time.monotonic()
         if now - self._asked_s >= _PATIENCE_S:
             self._asked_s = now
             self._growth = max(self._foreign_nbytes() - self._foreign, 0)
 
-    def leave(self) -> bool:
-        """Nothing to do."""
-        return False
-
-    def pause(self) -> None:
-        """Nothing to do."""
-
-    def stop(self) -> None:
-        """Nothing to do."""
-
-    def _allocated(self, what: str) -> int:
-        # The flat dictionary of memory_stats is sorted at every call, which costs more than a copy of a chunk.
-        stats = torch.cuda.memory_stats_as_nested_dict(self._device)
-        return int(stats["allocated_bytes"]["all"][what]) if stats else 0
-
     def _foreign_nbytes(self) -> int:
-        return max(self._used() - int(torch.cuda.memory_reserved(self._device)), 0)
+        return max(self._used() - reserved_nbytes(self._device), 0)
 
 
-def device_usage(device: torch.device) -> Callable[[], int]:
-    """A function that tells how many bytes of a CUDA device are taken by anybody: contexts, libraries, other processes.
-
-    NVML says it if it is there, by the device's UUID, since its order of devices is its own; else the driver does. One
-    meter keeps to one source, since they differ by what they count.
-    """
-
-    def ask_driver() -> int:
-        free, total = torch.cuda.mem_get_info(device)
-        return int(total - free)
-
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        pynvml.nvmlDeviceGetMemoryInfo(handle)
-    except Exception:  # no library, no rights, a virtual GPU
-        return ask_driver
-    return lambda: int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
-
-
-class StorageMeter:
+class StorageMeter(Meter):
     """Follows live storages on the budgeted CPU compute tier.
 
     A storage counts from the operator that returns it until it is freed, with the size that it has then; views of it
-    count once, and buffers of the pool never do. Backward runs with the modes of the thread that calls it, and they
-    cannot be changed inside of it: so the mode stays on the stack after ``pause``, doing nothing, until ``stop`` is
-    called outside of backward.
+    count once, and buffers of the pool never do. Operators of the CPU keep nothing for themselves, so there is no
+    ``floor``. Backward runs with the modes of the thread that calls it, and they cannot be changed inside of it: so the
+    mode stays on the stack after ``pause``, doing nothing, until ``stop`` is called outside of backward.
 
     Args:
         owns: Tells from the address of a storage whether it belongs to the pool.
         on_growth: Called after an operator whose results made the total larger.
+
+    Attributes:
+        is_on: Whether new storages are counted.
     """
 
     def __init__(self, owns: Callable[[int], bool], on_growth: Callable[[], None]) -> None:
@@ -186,7 +121,7 @@ class StorageMeter:
         self._total = 0
         self._peak = 0
         self._mode = _StorageMode(self)
-        self._is_on = False
+        self.is_on = False
         self._is_guest = False
         self._entered_in_inference = False
 
@@ -198,10 +133,6 @@ class StorageMeter:
         """The most bytes since ``restart``."""
         return self._peak
 
-    def floor(self, booked: int) -> int:
-        """0: operators of the CPU keep nothing for themselves."""
-        return 0
-
     def restart(self) -> None:
         """Forgets the peak."""
         self._peak = self._total
@@ -209,12 +140,12 @@ class StorageMeter:
     def start(self, tensors: Iterable[torch.Tensor]) -> None:
         """Begins to follow; see ``Meter.start``.
 
-        Where somebody's own dispatch mode is on the stack already, it may come off before backward has run, and would
-        take ours with it: then ours is a guest that leaves when the forward ends.
+        A dispatch mode of the user that is on the stack already may come off before backward has run, and would take
+        this mode with it. Then this mode is a guest, which leaves when the forward ends.
         """
         for tensor in tensors:
             self._note(tensor)
-        self._is_on = True
+        self.is_on = True
         _take_off_the_dead()
         stack = _get_current_dispatch_mode_stack()
         if self._mode not in stack:
@@ -224,22 +155,22 @@ class StorageMeter:
 
     def leave(self) -> bool:
         """Takes the mode off the stack if it is a guest there."""
-        if not self._is_guest or not self._is_on:
+        if not self._is_guest or not self.is_on:
             return False
         self.stop()
         return True
 
     def pause(self) -> None:
         """Stops following."""
-        self._is_on = False
+        self.is_on = False
 
     def stop(self) -> None:
         """Stops following and takes the mode off the stack, if it is the innermost one.
 
-        Inference mode sets back, when it ends, which modes there were when it began: nothing may come off inside of it
-        that went on outside.
+        When inference mode ends it restores the modes of its beginning: a mode that was put on outside of it must not
+        be taken off inside.
         """
-        self._is_on = False
+        self.is_on = False
         stack = _get_current_dispatch_mode_stack()
         is_inside = torch.is_inference_mode_enabled() != self._entered_in_inference
         if stack and stack[-1] is self._mode and not is_inside:
@@ -247,7 +178,7 @@ class StorageMeter:
 
     def record(self, results: Any) -> None:
         """Takes the results of an operator."""
-        if not self._is_on:
+        if not self.is_on:
             return
         before = self._total
         for value in results if isinstance(results, (tuple, list)) else (results,):
@@ -259,9 +190,9 @@ class StorageMeter:
                         self._note(item)
         if self._total > before:
             self._peak = max(self._peak, self._total)
-            self._is_on = False  # what is done about it is not measured, and nobody is told twice of a failure
+            self.is_on = False  # ``on_growth`` is not measured, and after an error not called again
             self._on_growth()
-            self._is_on = True
+            self.is_on = True
 
     def _note(self, tensor: torch.Tensor) -> None:
         for owner, key, nbytes in _storages(tensor):
@@ -281,7 +212,7 @@ class StorageMeter:
 
 
 def _storages(tensor: torch.Tensor) -> list[tuple[Any, int, int]]:
-    """What holds the bytes of a tensor: an object that lives as long as they do, a key, and how many they are."""
+    """The storages of a tensor, each as an object that lives as long as the bytes, a key, and the number of bytes."""
     if tensor.layout is torch.sparse_coo:
         return [found for part in (tensor._indices(), tensor._values()) for found in _storages(part)]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from hf_patrickstar.errors import BudgetError, DeviceMemoryError
+from hf_patrickstar.memory.accelerator import is_full, is_not_pinned
 from hf_patrickstar.memory.ledger import Ledger
+from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.units import format_need
 
@@ -27,18 +29,20 @@ class PayloadPool:
     """Hands out one-dimensional buffers on either tier.
 
     A buffer that comes back on the device is kept for the next chunk of the same size: allocating and touching fresh
-    pages costs more than the copy into them. Kept buffers count against the budget and go first when it is tight.
+    pages costs more than the copy into them. Kept buffers count against the budget, and are freed when it is tight.
 
     Args:
         ledger: Where every buffer is booked.
         device: The compute device.
         pin_memory: Whether buffers asked for as ``pinned`` are page-locked.
+        streams: Is told which buffers there are.
     """
 
-    def __init__(self, ledger: Ledger, device: torch.device, pin_memory: bool) -> None:
+    def __init__(self, ledger: Ledger, device: torch.device, pin_memory: bool, streams: Streams) -> None:
         self.ledger = ledger
         self._device = device
         self._pin_memory = pin_memory
+        self._streams = streams
         self._cache: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
         self._cached_nbytes = 0
         self._taken: dict[int, int] = {}  # address of a buffer's storage -> bytes that it takes
@@ -46,7 +50,7 @@ class PayloadPool:
 
     @property
     def pins_memory(self) -> bool:
-        """Whether buffers asked for as ``pinned`` are page-locked; not any more once the system has refused."""
+        """Whether buffers asked for as ``pinned`` are page-locked; false after the system has refused one."""
         return self._pin_memory
 
     def owns(self, storage_key: int) -> bool:
@@ -79,7 +83,7 @@ class PayloadPool:
             A one-dimensional tensor of ``numel`` elements, not initialised unless ``zero``.
 
         Raises:
-            BudgetError: If the tier has no room left, kept buffers given up.
+            BudgetError: If the tier has no room, even without kept buffers.
         """
         nbytes = numel * dtype.itemsize
         if tier is Tier.DEVICE:
@@ -110,7 +114,7 @@ class PayloadPool:
             self._cached_nbytes += nbytes
         else:
             self.ledger.unbook(tier, owner, nbytes)
-            del self._taken[key]
+            self._forget(buffer)
 
     def room(self, tier: Tier, *, cautious: bool | None = None) -> int:
         """Bytes that ``allocate`` could still get on a tier, buffers kept for reuse counted in.
@@ -135,7 +139,7 @@ class PayloadPool:
         for key in list(self._cache) if nbytes > 0 else ():
             dtype, numel = key
             while nbytes > 0 and self._cache[key]:
-                del self._taken[self._cache[key].pop().untyped_storage()._cdata]
+                self._forget(self._cache[key].pop())
                 self.ledger.unbook(Tier.DEVICE, CACHE_OWNER, numel * dtype.itemsize)
                 self._cached_nbytes -= numel * dtype.itemsize
                 nbytes -= numel * dtype.itemsize
@@ -150,8 +154,9 @@ class PayloadPool:
         if kept:
             buffer = kept.pop()
             self._cached_nbytes -= nbytes
-            # It is there already: to book it anew could fail where others are measured by what is not booked.
+            # Unbooking and booking could fail: bytes that are not booked may be measured as non-model data.
             self.ledger.hand_over(Tier.DEVICE, CACHE_OWNER, owner, nbytes)
+            self._streams.take(buffer, Tier.DEVICE, owner)
             return buffer.zero_() if zero else buffer
         self._give_up(nbytes - self.ledger.available(Tier.DEVICE))
         self.ledger.book(Tier.DEVICE, owner, nbytes, ahead_nbytes=ahead_nbytes)
@@ -162,22 +167,26 @@ class PayloadPool:
         nbytes = pinned_nbytes(numel * dtype.itemsize)
         self.ledger.book(Tier.HOST, owner, nbytes)
         try:
-            return self._make(nbytes, torch.empty, numel, dtype=dtype, pin_memory=True)
+            buffer = self._make(nbytes, torch.empty, numel, dtype=dtype, pin_memory=True)
         except RuntimeError as error:
             self.ledger.unbook(Tier.HOST, owner, nbytes)
+            if not is_not_pinned(error):
+                raise
             self._pin_memory = False
             logger.warning("cannot pin host memory (%s); copies will be slower and synchronous", error)
             return None
+        self._streams.take(buffer, Tier.HOST, owner)
+        return buffer
 
     def _new(self, tier: Tier, numel: int, dtype: torch.dtype, owner: str, zero: bool) -> torch.Tensor:
         """A new buffer for bytes that are booked; if the system has none, they are taken out of the book again."""
         device = self._device if tier is Tier.DEVICE else torch.device("cpu")
         try:
             make = torch.zeros if zero else torch.empty
-            return self._make(numel * dtype.itemsize, make, numel, dtype=dtype, device=device)
+            buffer = self._make(numel * dtype.itemsize, make, numel, dtype=dtype, device=device)
         except RuntimeError as error:
             self.ledger.unbook(tier, owner, numel * dtype.itemsize)
-            if "memory" not in str(error).lower():
+            if not is_full(error):
                 raise
             kind = DeviceMemoryError if tier is Tier.DEVICE else BudgetError
             raise kind(
@@ -187,6 +196,12 @@ class PayloadPool:
                 f"{tier.value}_budget to at most {self.ledger.used(tier)} bytes, so that the engine makes do with what "
                 f"is there: {error}"
             ) from error
+        self._streams.take(buffer, tier, owner)
+        return buffer
+
+    def _forget(self, buffer: torch.Tensor) -> None:
+        del self._taken[buffer.untyped_storage()._cdata]
+        self._streams.free(buffer)
 
     def _make(self, nbytes: int, make: Callable[..., torch.Tensor], numel: int, **kwargs: Any) -> torch.Tensor:
         self._is_allocating = True

@@ -1,7 +1,7 @@
-"""Counts what a call of a model takes beside its parameters, before or after there is memory for it.
+"""Counts the bytes that a call of a model takes beside its parameters, without allocating them.
 
-The call is run with fake tensors: they have shapes and types, and no memory. The meter of the CPU tier counts what the
-operators would have allocated.
+The call is run with fake tensors, which have shapes and types but no memory. The meter of the CPU tier counts the bytes
+that the operators would have allocated.
 """
 
 import copy
@@ -24,7 +24,7 @@ _OPAQUE = "an object that is not kept"
 
 
 class Casting(Protocol):
-    """What happens to types where a call begins and ends."""
+    """Changes types where a call begins and ends."""
 
     inputs: torch.dtype | None
 
@@ -62,13 +62,13 @@ def _without_values(leaf: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """A call of a module; nothing of its inputs is kept but shapes and types.
+    """A call of a module; of its inputs only shapes and types are kept.
 
     Attributes:
-        module: What is called. Its parameters and buffers need no values.
+        module: The module that is called. Its parameters and buffers need no values.
         inputs: Positional and named arguments, without values.
         device: The compute device.
-        casting: What happens to types where the call begins and ends.
+        casting: Changes types where the call begins and ends.
         autocast: The type that autocast computes in, if it is on.
         with_backward: Whether a backward follows.
     """
@@ -87,10 +87,10 @@ class Rehearsal:
         """Notes a call that begins now, with the autocast that is on.
 
         Args:
-            module: What is called.
+            module: The module that is called.
             inputs: Positional and named arguments.
             device: The compute device.
-            casting: What happens to types.
+            casting: Changes types where the call begins and ends.
             with_backward: Whether a backward follows.
         """
         is_autocast = torch.is_autocast_enabled(device.type)
@@ -105,8 +105,8 @@ class Rehearsal:
     def run(self) -> int | None:
         """The most bytes that the call, and its backward, take beside inputs and parameters.
 
-        ``None`` if it cannot be run with fake tensors: a model that looks at values cannot, nor one that is given an
-        object that may hold tensors (a cache, say), which it would change.
+        ``None`` if the call cannot be run with fake tensors: a model that reads values cannot, nor a call with an
+        object that may hold tensors (a cache, for example), which the call would change.
         """
         if any(leaf is _OPAQUE for leaf in tree_leaves(self.inputs)):
             return None
@@ -162,9 +162,9 @@ class _Counter(StorageMeter):
 
 
 def _in_a_thread(function: Callable[[], int]) -> int | None:
-    """What a function returns in a thread of its own, where no mode, hook or graph of this one is.
+    """Runs a function in a thread of its own, without the modes, hooks and graph of this thread.
 
-    ``None`` if it fails. Not every model can be run with fake tensors: one that looks at values cannot.
+    Returns what the function returns, or ``None`` if it fails: not every model can be run with fake tensors.
     """
     found: list[int] = []
 
@@ -195,7 +195,7 @@ def _twin(module: torch.nn.Module, device: torch.device, dtype: torch.dtype | No
 
 
 def _loss(output: Any) -> torch.Tensor:
-    """What backward begins at: the loss among the outputs, or what somebody may compute of them."""
+    """The tensor where backward begins: the loss among the outputs, or one computed from them as users may do."""
     loss = output.get("loss") if hasattr(output, "get") else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss.sum()

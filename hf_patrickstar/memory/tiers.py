@@ -7,10 +7,11 @@ import psutil
 import torch
 
 from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.memory.accelerator import memory_info, reserved_nbytes
 
 _DEVICE_SHARE = 0.95
 _HOST_SHARE = 0.90
-_CGROUP_FILES = (
+CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
@@ -32,7 +33,7 @@ class Tier(enum.Enum):
 def available_host_nbytes() -> int:
     """Bytes of host memory that this process can still take, cgroup limits respected."""
     available = psutil.virtual_memory().available
-    for limit_file, usage_file in _CGROUP_FILES:
+    for limit_file, usage_file in CGROUP_FILES:
         try:
             limit = pathlib.Path(limit_file).read_text().strip()
             usage = int(pathlib.Path(usage_file).read_text())
@@ -78,9 +79,9 @@ def resolve_budgets(
     if device.type == "cpu":
         compute = share if device_budget == "auto" else int(device_budget)
         return {Tier.DEVICE: compute, Tier.HOST: host}
-    free, total = torch.cuda.mem_get_info(device)
+    free, total = memory_info(device)
     if device_budget == "auto":
-        reusable = torch.cuda.memory_reserved(device)
+        reusable = reserved_nbytes(device)
         return {Tier.DEVICE: int((free + reusable) * _DEVICE_SHARE), Tier.HOST: host}
     if int(device_budget) > total:
         raise ConfigError(

@@ -1,13 +1,12 @@
-"""Adam in tiles over the chunk lists.
+"""The kernel for Adam, which works in tiles over the chunk lists.
 
 [Note: same bits as torch]
-An element-wise kernel treats the last few elements of a tensor, those that do not fill a vector register, by other
-instructions than the rest, and may round them differently. So tensors may be joined, and cut, only where a multiple
-of ``ALIGNMENT_NUMEL`` elements meets the boundary: then every element is computed by the same instructions as in an
-optimizer that sees the parameters one by one, and results are the same bit for bit.
+torch's element-wise functions compute the last few elements of a tensor, which do not fill a vector register, with
+other instructions than the rest, and may round them differently. So the kernel joins and cuts tensors only at
+multiples of ``ALIGNMENT_NUMEL`` elements. Every element is then computed by the same instructions as in an optimizer
+that sees the parameters one by one, and the results are the same bit for bit.
 """
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,21 +16,20 @@ import torch
 from torch.optim.adam import adam
 
 from hf_patrickstar.memory.pool import PayloadPool
-from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.optim.kernel import AT_HOME, release_workspace, reserve_workspace, update_others
+from hf_patrickstar.optim.kernel import AT_HOME, Kernel
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor
 from hf_patrickstar.units import ALIGNMENT_NUMEL
 
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
 TILE_NUMEL = 2**19
-"""Elements per tile, a multiple of the alignment: gradient, parameter and states are in the cache of common CPUs."""
+"""The most elements of a tile, a multiple of the alignment. The tile's lists fit in the cache of common CPUs."""
 _DEVICE_TILE_NUMEL = 2**24
 
 
 @dataclasses.dataclass(slots=True)
 class _Segment:
-    """A range of a chunk whose elements are updated alike."""
+    """A segment is a range of a chunk whose elements are updated alike."""
 
     chunk: Chunk
     start: int
@@ -42,32 +40,33 @@ class _Segment:
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """The number of elements in the range."""
         return self.stop - self.start
 
     def of(self, payload: torch.Tensor) -> torch.Tensor:
-        """The range in one of the chunk's lists at home."""
+        """Returns the range of one of the chunk's lists at home."""
         return payload if self.numel == payload.numel() else payload[self.start : self.stop]
 
 
 def is_plain_adam(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is torch's Adam or AdamW with options that the chunk lists can hold."""
+    """Returns whether an optimizer is torch's Adam or AdamW with options that the chunk lists can hold."""
     return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not any(
         group.get("amsgrad") or group.get("capturable") or group.get("differentiable")
         for group in optimizer.param_groups
     )
 
 
-class AdamKernel:
-    """Adam and AdamW over the lists ``master``, ``exp_avg`` and ``exp_avg_sq``, tile by tile.
+class AdamKernel(Kernel):
+    """This kernel runs Adam or AdamW over the lists ``master``, ``exp_avg`` and ``exp_avg_sq``, tile by tile.
 
-    A tile's gradient is widened to fp32 in scratch space, multiplied with the coefficient, used by torch's own Adam,
-    and the new master is rounded into ``param``, all while the tile is in the cache.
+    It widens a tile's gradient to fp32 in scratch space, multiplies it with the coefficient, calls torch's own Adam,
+    and rounds the new master into ``param``, all while the tile is in the cache. torch's Adam has no method beside
+    ``step`` that uses parameters, so ``lent`` does nothing.
 
     Args:
-        optimizer: The optimizer that says what to do; its ``param_groups`` are read at every step.
-        pool: Where scratch space comes from.
-        prefer_fused: Use torch's fused kernel where the optimizer leaves the choice open.
+        optimizer: See ``Kernel``. Every step reads its ``param_groups``.
+        pool: See ``Kernel``.
+        prefer_fused: Whether to use torch's fused kernel where the optimizer leaves the choice open.
     """
 
     list_names = (MASTER, EXP_AVG, EXP_AVG_SQ)
@@ -76,47 +75,19 @@ class AdamKernel:
     updates_at_once = False
 
     def __init__(self, optimizer: torch.optim.Optimizer, pool: PayloadPool, prefer_fused: bool) -> None:
+        super().__init__(optimizer, pool)
         self.batch_numel = TILE_NUMEL
-        self._optimizer = optimizer
-        self._pool = pool
         self._tile_numel = TILE_NUMEL
         self._prefer_fused = prefer_fused
         self._steps: dict[int, int | torch.Tensor] = {}  # tensors once somebody has seen them, and may write to them
-        self._scratch: dict[Tier, torch.Tensor] = {}
 
     def workspace_numel(self, capacity_numel: int) -> int:
-        """One tile, the larger one of a GPU's if the compute device is one."""
+        """See ``Kernel``. The scratch space has one tile, of a GPU's size if the compute device is one."""
         tile_numel = max(self._tile_numel, _DEVICE_TILE_NUMEL) if self._prefer_fused else self._tile_numel
         return min(tile_numel, capacity_numel)
 
-    def reserve(self, chunks: Sequence[Chunk], *also: Tier) -> None:
-        """Allocates one tile per tier; see ``Kernel.reserve``."""
-        reserve_workspace(self, self._scratch, self._pool, chunks, also)
-
-    def release(self) -> None:
-        """Gives the tiles back."""
-        release_workspace(self._scratch, self._pool)
-
-    @contextlib.contextmanager
-    def lent(self, tensors: Sequence[ManagedTensor]) -> Iterator[list[ManagedTensor]]:
-        """Nothing to do: torch's Adam has no methods that work on parameters beside ``step``."""
-        yield []
-
-    def update_at_once(self, *args: Any) -> Any:
-        """Nothing to do: chunks are updated one by one."""
-
-    def update_others(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Runs torch's own step on them."""
-        update_others(self._optimizer, parameters)
-
-    def begin_step(self) -> None:
-        """Nothing to do: every update reads the param groups."""
-
-    def end_step(self) -> None:
-        """Nothing to do: all state was allocated beforehand."""
-
     def update(self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
-        """Updates chunks; see ``Kernel.update``."""
+        """See ``Kernel``."""
         for segments in self._tiles(chunks, groups):
             self._update_tile(segments, coefficient)
         for tensor in (tensor for chunk in chunks for tensor in chunk.owned):
@@ -125,7 +96,7 @@ class AdamKernel:
                 self._steps[tensor.spec.index] = steps.add_(1) if isinstance(steps, torch.Tensor) else steps + 1
 
     def _update_tile(self, segments: Sequence[_Segment], coefficient: torch.Tensor | None) -> None:
-        """Updates ranges of one param group and step in one call: where chunks are small, calls take the time."""
+        """Updates ranges of one param group and step in one call, because many small calls are slow."""
         gradients = self._gradients(segments)
         if coefficient is not None:
             torch._foreach_mul_(gradients, coefficient)
@@ -135,12 +106,8 @@ class AdamKernel:
         self._adam(masters, gradients, exp_avgs, exp_avg_sqs, segments[0])
         torch._foreach_copy_([segment.of(segment.chunk.param) for segment in segments], masters)
 
-    def tensor_state(self, tensor: ManagedTensor) -> dict[str, Any]:
-        """``step``, ``exp_avg`` and ``exp_avg_sq`` of one parameter; empty before its first step."""
-        return {key: value.to("cpu", copy=True) for key, value in self.own_state(tensor).items()}
-
     def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
-        """The same in place."""
+        """See ``Kernel``. The state is ``step`` and ``state_places``."""
         step = self._steps.get(tensor.spec.index)
         if step is None:
             return {}
@@ -149,18 +116,12 @@ class AdamKernel:
         return {"step": step, **self.state_places(tensor)}
 
     def state_places(self, tensor: ManagedTensor) -> dict[str, torch.Tensor]:
-        """``exp_avg`` and ``exp_avg_sq``, in the chunk lists."""
+        """See ``Kernel``. They are ``exp_avg`` and ``exp_avg_sq``, in the chunk lists."""
         lists = tensor.chunk.lists
         return {EXP_AVG: tensor.view(lists[EXP_AVG]), EXP_AVG_SQ: tensor.view(lists[EXP_AVG_SQ])}
 
-    def load_tensor_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
-        """Takes over the state of one parameter; an empty state resets it."""
-        for key, place in self.state_places(tensor).items() if state else ():
-            place.copy_(tensor.own(state[key]))
-        self.load_own_state(tensor, state)
-
     def load_own_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
-        """Takes over the step of one parameter, whose averages are there already; an empty state resets all."""
+        """See ``Kernel``."""
         if state:
             self._steps[tensor.spec.index] = int(state["step"])
             return
@@ -169,7 +130,7 @@ class AdamKernel:
             place.zero_()
 
     def _tiles(self, chunks: Sequence[Chunk], groups: Mapping[int, int]) -> Iterator[list[_Segment]]:
-        """Ranges that are updated together: alike, and no more elements than a tile has."""
+        """Yields ranges to update together. They are alike and have no more elements than a tile."""
         tiles: dict[tuple[Any, ...], list[_Segment]] = {}
         numels: dict[tuple[Any, ...], int] = {}
         for chunk in chunks:
@@ -192,7 +153,7 @@ class AdamKernel:
         return numel
 
     def _segments(self, chunk: Chunk, groups: Mapping[int, int], tile_numel: int) -> Iterator[_Segment]:
-        """Ranges of one chunk, joined and cut as [Note: same bits as torch] allows."""
+        """Yields the ranges of one chunk, joined and cut as [Note: same bits as torch] allows."""
         joined: list[_Segment] = []
         for tensor in chunk.owned:
             group = groups.get(tensor.spec.index)

@@ -10,15 +10,16 @@ from hf_patrickstar.runtime.manager import ChunkManager
 
 
 def total_norm(manager: ChunkManager, items: Iterable[ManagedTensor | torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The norm of gradients together; with several processes all call it together.
+    """The total norm of gradients; with several processes all call it together.
 
     Args:
         manager: The manager of the chunks.
-        items: Parameters in chunks as such, others as they are. Those without a gradient are passed over.
+        items: The ``ManagedTensor`` of each parameter in a chunk, other parameters themselves. Those without a gradient
+            are skipped.
         norm_type: Order of the norm.
 
     Returns:
-        A scalar tensor; unscaled if a scale is pending.
+        A scalar tensor: the norm of the unscaled gradients, if a loss scale is still to be removed.
     """
     gradients = manager.gradients
     if gradients.coefficient is not None:
@@ -40,7 +41,7 @@ def total_norm(manager: ChunkManager, items: Iterable[ManagedTensor | torch.Tens
         if not gradients.has(item):
             continue
         place = num_places + (item.chunk.rank if item.is_split else 0)
-        num_places += len(item.parts) if item.is_split else 1  # parts of a norm make up its norm
+        num_places += len(item.parts) if item.is_split else 1  # its norm follows from the norms of its parts
         found = _norm_of(manager, item, norm_type)
         if found is not None:
             norms[place] = found
@@ -58,12 +59,12 @@ def total_norm(manager: ChunkManager, items: Iterable[ManagedTensor | torch.Tens
 def clip_by_norm(
     manager: ChunkManager, items: Sequence[ManagedTensor | torch.Tensor], max_norm: float, norm_type: float
 ) -> torch.Tensor:
-    """Clips gradients by their norm together; see ``ChunkedOptimizer.clip_grad_norm_``.
+    """Clips gradients by their total norm; see ``ChunkedOptimizer.clip_grad_norm_``.
 
     Args:
         manager: The manager of the chunks.
         items: As for ``total_norm``.
-        max_norm: The largest norm that is left alone.
+        max_norm: The largest norm that is not clipped.
         norm_type: Order of the norm.
 
     Returns:
@@ -114,7 +115,7 @@ def clip_by_value(manager: ChunkManager, items: Iterable[ManagedTensor | torch.T
 
 
 def _norm_of(manager: ChunkManager, tensor: ManagedTensor, norm_type: float) -> torch.Tensor | None:
-    """The norm of what this rank has of a gradient; that of order 2 is remembered, until the gradient changes."""
+    """The norm of this rank's part of a gradient; the 2-norm is cached until the gradient changes."""
     if norm_type == 2.0 and tensor.gradient_norm is not None and tensor.deferred_gradient is None:
         return tensor.gradient_norm
     gradient = manager.gradients.of(tensor)

@@ -1,9 +1,11 @@
-"""What updates a chunk, and what all such kernels share."""
+"""The base class of kernels, which update chunks, and functions that handle optimizers and batches of chunks."""
 
+import abc
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -14,59 +16,72 @@ from hf_patrickstar.runtime.chunk import Chunk, GradientPlace, ManagedTensor
 WORKSPACE = "workspace"
 
 AT_HOME = frozenset({GradientPlace.PARAM, GradientPlace.LIST})
-"""Where a kernel finds gradients."""
+"""A kernel finds gradients in these places."""
 
 
-class Kernel(Protocol):
-    """Updates chunks."""
+class Kernel(abc.ABC):
+    """A kernel updates chunks with the user's optimizer.
 
-    @property
-    def list_names(self) -> tuple[str, ...]:
-        """The fp32 lists that it needs beside ``param``."""
-        ...
+    Args:
+        optimizer: The user's optimizer.
+        pool: It gives the scratch space.
+    """
 
-    @property
-    def follows_homes(self) -> bool:
-        """Whether a chunk may move its home between two steps."""
-        ...
+    list_names: tuple[str, ...]
+    """The kernel needs these fp32 lists beside ``param``."""
 
-    @property
-    def splits_tensors(self) -> bool:
-        """Whether it can update a part of a tensor without the rest."""
-        ...
+    follows_homes: bool
+    """Whether a chunk may move its home between two steps."""
 
+    splits_tensors: bool
+    """Whether the kernel can update a part of a tensor without the rest."""
+
+    updates_at_once: bool
+    """Whether a step must see all parameters and gradients together."""
+
+    batch_numel: int
+    """Small chunks are updated together if they have at most this many elements; 0 means one by one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, pool: PayloadPool) -> None:
+        self._optimizer = optimizer
+        self._pool = pool
+        self._scratch: dict[Tier, torch.Tensor] = {}
+
+    @abc.abstractmethod
     def workspace_numel(self, capacity_numel: int) -> int:
-        """Elements of fp32 scratch space that a chunk needs to widen its 16-bit gradients."""
-        ...
+        """Returns how many fp32 elements of scratch space a chunk needs to widen its 16-bit gradients."""
 
     def reserve(self, chunks: Sequence[Chunk], *also: Tier) -> None:
-        """Allocates the scratch space for chunks with 16-bit gradients, on every tier where it is needed.
+        """Allocates the scratch space for chunks with 16-bit gradients, on every tier that needs it and has none.
 
         Args:
-            chunks: Those that this kernel updates; their homes need some.
-            *also: More tiers that will. One that has some keeps it.
+            chunks: This kernel updates them. The tiers of their homes need scratch space.
+            *also: These tiers need scratch space, too.
         """
-        ...
+        updated = [chunk for chunk in chunks if chunk.spec.is_updated]
+        if self.updates_at_once or not updated:
+            return
+        numel = self.workspace_numel(max(chunk.spec.chunk_numel for chunk in updated))
+        for tier in {*also, *(chunk.home for chunk in updated)} - self._scratch.keys():
+            self._scratch[tier] = self._pool.allocate(tier, numel, torch.float32, WORKSPACE)
 
     def release(self) -> None:
         """Gives the scratch space back."""
-        ...
+        for tier, buffer in self._scratch.items():
+            self._pool.release(tier, buffer, WORKSPACE, keep=False)
+        self._scratch.clear()
 
-    @property
-    def updates_at_once(self) -> bool:
-        """Whether a step must see all parameters and gradients together."""
-        ...
-
-    def lent(self, tensors: Sequence[ManagedTensor]) -> "contextlib.AbstractContextManager[list[ManagedTensor]]":
-        """Inside, the user's optimizer has fp32 masters in its groups, and states under them.
+    @contextlib.contextmanager
+    def lent(self, tensors: Sequence[ManagedTensor]) -> Iterator[list[ManagedTensor]]:
+        """Puts fp32 masters into the groups and states of the user's optimizer for a block; by default, does nothing.
 
         Args:
-            tensors: The parameters that it updates in chunks.
+            tensors: The optimizer updates these parameters in chunks.
 
-        Returns:
-            Gives a list that has, when the block has ended, the parameters whose masters were changed.
+        Yields:
+            A list. After the block it has the parameters whose masters the block changed.
         """
-        ...
+        yield []
 
     def update_at_once(
         self,
@@ -75,78 +90,89 @@ class Kernel(Protocol):
         follow: Callable[[ManagedTensor], None],
         closure: Callable[[], Any] | None,
     ) -> Any:
-        """Runs the user's optimizer on all masters, if it must see them together; ``update`` ends it, chunk by chunk.
+        """Runs the user's optimizer on all masters; ``update`` then finishes each chunk.
+
+        Only a kernel with ``updates_at_once`` has this method.
 
         Args:
-            tensors: The parameters that it updates in chunks.
-            present: Makes gradients ready at home, in fp32, and gives what they are to be multiplied with. Its
-                argument: whether one that a step has consumed is missed.
-            follow: Called for a parameter whose master has changed before its model is used again.
-            closure: As for ``torch.optim.Optimizer.step``.
+            tensors: The optimizer updates these parameters in chunks.
+            present: It makes the gradients ready at home, in fp32, and returns the factor to multiply them with. Its
+                argument says whether it must raise an error for a gradient that a step has consumed.
+            follow: It is called for a parameter whose master has changed before its model is used again.
+            closure: The closure of ``torch.optim.Optimizer.step``.
 
         Returns:
             What the optimizer's step returned.
         """
-        ...
+        raise NotImplementedError
 
     def update_others(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Lets the user's optimizer update parameters that are in no chunk."""
-        ...
+        """Runs the step of the user's optimizer on parameters that are in no chunk."""
+        if not any(parameter.grad is not None for parameter in parameters):
+            return
+        chosen = {id(parameter) for parameter in parameters}
+        lists = [group["params"] for group in self._optimizer.param_groups]
+        kept = [list(params) for params in lists]
+        try:
+            for params in lists:
+                params[:] = [parameter for parameter in params if id(parameter) in chosen]
+            raw_step(self._optimizer)()
+        finally:
+            for params, before in zip(lists, kept, strict=True):
+                params[:] = before
 
-    def begin_step(self) -> None:
-        """Called once before the chunks of a step."""
-        ...
+    def begin_step(self) -> None:  # noqa: B027
+        """Prepares for the chunks of a step; by default, does nothing."""
 
-    def end_step(self) -> None:
-        """Called once when every chunk of a step is updated.
+    def end_step(self) -> None:  # noqa: B027
+        """Ends a step after every chunk is updated; by default, does nothing.
 
         Raises:
             BudgetError: If the optimizer's own state went over a budget.
         """
-        ...
 
-    @property
-    def batch_numel(self) -> int:
-        """Small chunks are updated together as long as they have at most so many elements; 0 for one by one."""
-        ...
-
+    @abc.abstractmethod
     def update(self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
         """Updates chunks from their gradients, at their home.
 
         Args:
-            chunks: The chunks; all have the same home.
-            groups: Param group of each tensor index; tensors that are not in it are left alone.
-            coefficient: What gradients are multiplied with (clipping, unscaling), or ``None``.
+            chunks: The chunks. All have the same home.
+            groups: The param group of each tensor index. The kernel leaves other tensors alone.
+            coefficient: The kernel multiplies gradients with it (clipping, unscaling), unless it is ``None``.
         """
-        ...
 
     def tensor_state(self, tensor: ManagedTensor) -> dict[str, Any]:
-        """The optimizer state of one parameter as torch would name it; copies on the host."""
-        ...
+        """Returns a copy of ``own_state`` on the host, with the names that torch uses."""
+        return {
+            key: value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+            for key, value in self.own_state(tensor).items()
+        }
 
     def load_tensor_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
-        """Takes over a state as ``tensor_state`` or a torch optimizer gives it."""
-        ...
+        """Takes over a state from ``tensor_state`` or a torch optimizer; an empty state resets the parameter."""
+        for key, place in self.state_places(tensor).items() if state else ():
+            place.copy_(tensor.own(state[key]))
+        self.load_own_state(tensor, state)
 
+    @abc.abstractmethod
     def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
-        """What this rank has of the state of one parameter, in place; empty before its first step."""
-        ...
+        """Returns this rank's part of a parameter's state, not a copy; it is empty before the first step."""
 
     def state_places(self, tensor: ManagedTensor) -> dict[str, torch.Tensor]:
-        """The tensors of a state that exist whether there is a state or not; what this rank has of them."""
-        ...
+        """Returns this rank's part of the state tensors that always exist; by default, there are none."""
+        return {}
 
+    @abc.abstractmethod
     def load_own_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
-        """Takes over what this rank has of a state, beside what was written to ``state_places`` already."""
-        ...
+        """Takes over this rank's part of a state except ``state_places``; an empty state resets the parameter."""
 
 
 def in_batches(chunks: Iterable[Chunk], batch_numel: int) -> Iterator[list[Chunk]]:
-    """Chunks that are updated in one call: a large one alone, small ones with those after them on the same tier.
+    """Yields the chunks of each call: a large chunk alone, small ones with those after them on the same tier.
 
     Args:
-        chunks: What is to be updated, in order.
-        batch_numel: The most elements that several chunks may have together.
+        chunks: The chunks to update, in order.
+        batch_numel: Several chunks in one call have at most this many elements.
     """
     batch: list[Chunk] = []
     numel = 0
@@ -161,53 +187,17 @@ def in_batches(chunks: Iterable[Chunk], batch_numel: int) -> Iterator[list[Chunk
 
 
 def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """An optimizer's step without the hooks that are called around it, which belong to the whole step."""
+    """Returns an optimizer's step without its hooks, which are called once around the whole step."""
     step = type(optimizer).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
     return functools.partial(step, optimizer)
 
 
-def update_others(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-    """Runs an optimizer's own step on a part of the parameters in its groups."""
-    if not any(parameter.grad is not None for parameter in parameters):
-        return
-    chosen = {id(parameter) for parameter in parameters}
-    lists = [group["params"] for group in optimizer.param_groups]
-    kept = [list(params) for params in lists]
-    try:
-        for params in lists:
-            params[:] = [parameter for parameter in params if id(parameter) in chosen]
-        raw_step(optimizer)()
-    finally:
-        for params, before in zip(lists, kept, strict=True):
-            params[:] = before
-
-
 def place_state(key: str, value: Any, device: torch.device, group: Mapping[str, Any]) -> Any:
-    """Puts a value of an optimizer's state where torch expects it: ``step`` is on the host unless a kernel reads it."""
+    """Puts a value of an optimizer's state where torch expects it: ``step`` on the host unless a kernel reads it."""
     if not isinstance(value, torch.Tensor):
         return value
     if key == "step":
         is_read_by_kernel = group.get("fused") or group.get("capturable")
         return value.to(device if is_read_by_kernel else "cpu", copy=True)
     return value.to(device, copy=True) if value.dim() else value
-
-
-def reserve_workspace(
-    kernel: Kernel, scratch: dict[Tier, torch.Tensor], pool: PayloadPool, chunks: Sequence[Chunk], also: Iterable[Tier]
-) -> None:
-    """Scratch space on every tier where one of the chunks is at home, and on some others."""
-    trainable = [chunk for chunk in chunks if chunk.spec.is_updated]
-    if not trainable:
-        return
-    largest = max((chunk.spec.chunk_numel for chunk in trainable), default=0)
-    for tier in {chunk.home for chunk in trainable} | set(also):
-        if tier not in scratch:
-            scratch[tier] = pool.allocate(tier, kernel.workspace_numel(largest), torch.float32, WORKSPACE)
-
-
-def release_workspace(scratch: dict[Tier, torch.Tensor], pool: PayloadPool) -> None:
-    """Gives it back."""
-    for tier, buffer in scratch.items():
-        pool.release(tier, buffer, WORKSPACE, keep=False)
-    scratch.clear()

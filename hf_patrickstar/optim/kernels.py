@@ -7,11 +7,11 @@ from hf_patrickstar.optim.adam_kernel import AdamKernel, is_plain_adam
 from hf_patrickstar.optim.torch_kernel import TorchKernel
 
 _ONE_BY_ONE = ("torch.optim.", "transformers.optimization")
-"""Where optimizers come from that treat every parameter by itself."""
+"""Modules whose optimizers update every parameter independently of the others."""
 
 
 def is_one_by_one(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is known to treat every parameter by itself; one of somebody else may not."""
+    """Whether an optimizer is known to update every parameter independently; an optimizer of other libraries is not."""
     return type(optimizer).__module__.startswith(_ONE_BY_ONE) and not isinstance(optimizer, torch.optim.LBFGS)
 
 

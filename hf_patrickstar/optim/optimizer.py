@@ -29,22 +29,22 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose parameters, gradients and states live in chunks.
 
     ``param_groups``, ``defaults`` and the hooks are those of the optimizer that it was made from, so schedulers made on
-    either one work; what else that one has, methods and attributes, is reachable through this one. Parameters in its
-    groups that are in no chunk (of a module that the engine does not know, say) are updated by that optimizer itself.
+    either one work; its other methods and attributes are reachable through this one. That optimizer itself updates the
+    parameters in its groups that are in no chunk, for example those of a module that the engine does not know.
 
     Args:
         optimizer: The user's optimizer; its class and groups say what a step does.
-        kernel: How a chunk is updated.
+        kernel: Updates chunks.
         manager: The manager of the chunks.
-        emit: Told of every step.
+        emit: Called with an event for every step.
         index: Its number among the optimizers of the engine.
-        follow_model: Lets the engine follow changes of the model, or of param groups, before a step; tells whether
-            there were any.
+        follow_model: Lets the engine follow changes of the model, or of param groups, before a step; returns whether
+            there may have been any.
         peers: All optimizers of the engine; the list may grow.
     """
 
     _step_supports_amp_scaling = False
-    """Whatever the user's optimizer says: a ``torch.amp.GradScaler`` unscales for us."""
+    """False whatever the user's optimizer says, so that a ``torch.amp.GradScaler`` calls ``unscale_`` before a step."""
 
     def __init__(
         self,
@@ -64,9 +64,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._peers = peers
         self._num_steps = 0
         self._collected: dict[int, dict[str, Any]] | None = None
-        # Groups of its own, since torch replaces their lists, which some optimizers (LBFGS) keep.
+        # Copies of the groups, since torch's constructor replaces their lists, to which some optimizers (LBFGS) refer.
         super().__init__([{**group, "params": [*group["params"]]} for group in optimizer.param_groups], {})
-        self.kernel = kernel  # not before: torch's constructor sets an empty state
+        self.kernel = kernel  # not earlier: torch's constructor assigns an empty state
         self.param_groups = optimizer.param_groups
         self.defaults = optimizer.defaults
         for name in _HOOKS:
@@ -75,9 +75,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._groups = self._index_groups()
 
     def _index_groups(self) -> dict[int, int]:
-        """The param group of each parameter that this optimizer updates in its chunk, by index.
+        """The param group of each parameter that this optimizer updates in its chunk, by tensor index.
 
-        Takes note of parameters that have joined and need another chunk for that: the lists of groups are the user's.
+        Also notices parameters that users have added to the lists of groups, and that need another chunk for that.
         """
         groups: dict[int, int] = {}
         for number, group in enumerate(self.param_groups):
@@ -93,7 +93,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         return self._has(tensor.chunk)
 
     def _has(self, chunk: Chunk) -> bool:
-        """Whether it updates what is in a chunk."""
+        """Whether this optimizer updates a chunk."""
         return chunk.spec.is_updated and chunk.spec.optimizer_index == self.index
 
     @property
@@ -110,7 +110,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     @property
     def _is_beside_others(self) -> bool:
-        """Whether there are gradients that are none of its own."""
+        """Whether there are gradients in chunks that this optimizer does not update."""
         others = (chunk.tensors for chunk in self._manager.chunks if not self._has(chunk))
         return any(self._manager.gradients.has(tensor) for tensors in others for tensor in tensors)
 
@@ -121,10 +121,10 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         found = (self._manager.find(parameter) for parameter in theirs)
         return any(tensor is not None and tensor.spec.index in self._groups for tensor in found)
 
-    # What the user's optimizer has beside
+    # Other attributes and methods of the user's optimizer
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What a script sets belongs to its optimizer, unless it is ours."""
+        """Sets the attribute of the user's optimizer, unless this class has an attribute of that name."""
         is_ours = "_groups" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name)
         if is_ours:
             super().__setattr__(name, value)
@@ -154,7 +154,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         return repr(self.inner)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # That of protocol 1 can be read by all, and leaves it to us what the class is.
+        # Every protocol accepts the result of protocol 1, which alone allows the class of another object.
         return self._as_ordinary().__reduce_ex__(1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -177,7 +177,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Updates every parameter that has a gradient.
 
-        The gradients are left, or consumed, as [Note: gradients after the step] says.
+        Gradients are kept or consumed; see [Note: gradients after the step].
 
         Args:
             closure: Evaluates the model again and returns the loss, with gradients enabled.
@@ -186,7 +186,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             What ``closure`` returned, or ``None``.
 
         Raises:
-            EngineError: If a gradient is not known, because torch would have added it to one that a step has consumed.
+            EngineError: If a gradient is incomplete, because torch would have added it to one that a step has consumed.
         """
         with self._manager.phases.turns.taken("optimizer.step()"):
             return self._step(closure)
@@ -205,13 +205,13 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         manager.writes.sync()
         for tensor in self._tensors:
             manager.writes.take_over(tensor)
-            if closure is None:  # it computes other gradients
+            if closure is None:  # a closure computes new gradients
                 manager.gradients.check_complete(tensor)
             if self.inner.state:
                 self._begin_anew(tensor)
         if manager.gradients.has_factor and self._is_beside_others:
             manager.phases.apply_factor()
-        self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made on the inner one asks for it
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # read by schedulers made on the inner one
         if self.kernel.updates_at_once:
             loss = self.kernel.update_at_once(self._tensors, self._present, manager.writes.follow_master, closure)
         self._update([chunk for chunk in manager.chunks if self._has(chunk)], manager.gradients.take_factor())
@@ -246,7 +246,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         phases.update_end()
 
     def _present(self, is_all: bool) -> torch.Tensor | None:
-        """Makes gradients ready for an optimizer that uses all at once; returns what they are to be multiplied with."""
+        """Makes gradients ready for an optimizer that uses all at once; returns the factor to multiply them with."""
         self._manager.gradient_mirrors.sync()
         gradients = self._manager.gradients
         for tensor in self._tensors:
@@ -259,27 +259,20 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         return gradients.take_factor()
 
     def _leave_alone(self, tensor: ManagedTensor, factor: torch.Tensor | None) -> None:
-        """A gradient that no group holds stays, and so does the value of its parameter."""
+        """Keeps the gradient and the value of a parameter that is in no param group."""
         if factor is not None:
             self._manager.gradients.multiply(tensor, factor)
             self._manager.gradient_mirrors.refresh(tensor)
         self._manager.gradients.move_to_list(tensor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients of the parameters in its groups; one whose place held a gradient has its value again.
+        """Drops the gradients of the parameters in its groups, and restores values that gradients had overwritten.
 
         Args:
-            set_to_none: If false, gradients that were there are zeros from now on, and move parameters as zeros do.
+            set_to_none: If false, existing gradients become zeros, and the next step still updates their parameters.
         """
-        find = self._manager.find
-        found = [(parameter, find(parameter)) for group in self.param_groups for parameter in group["params"]]
-        tensors = {tensor.spec.index: tensor for _, tensor in found if tensor is not None}  # also what has just joined
-        self._manager.zero_gradients(tensors.values(), set_to_none=set_to_none)
-        for parameter in (parameter for parameter, tensor in found if tensor is None):
-            if parameter.grad is not None and set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.detach_().zero_()
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        self._manager.zero_gradients(parameters, set_to_none=set_to_none)
 
     def skip_step(self) -> None:
         """Drops a step: gradients that overflowed are discarded, parameters keep their values."""
@@ -296,8 +289,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """The norm of all gradients together, computed as ``torch.nn.utils.get_total_norm`` does.
 
         Args:
-            parameters: Parameters to look at; by default all of the model, and all others in the groups. Those without
-                a gradient are passed over.
+            parameters: The parameters whose gradients count; by default all of the model, and all others in the groups.
+                Those without a gradient are skipped.
             norm_type: Order of the norm.
 
         Returns:
@@ -306,7 +299,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         return total_norm(self._manager, self._find(parameters), norm_type)
 
     def _find(self, parameters: Iterable[torch.Tensor] | None) -> list[ManagedTensor | torch.Tensor]:
-        """Parameters in chunks as such, others as they are; each once."""
+        """The ``ManagedTensor`` of each parameter in a chunk, other parameters themselves; each once."""
         if parameters is None:
             return [*self._manager.tensors, *(p for p in self._others if self._manager.find(p) is None)]
         found = {id(parameter): self._manager.find(parameter) or parameter for parameter in parameters}
@@ -318,12 +311,12 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """Clips by global norm, without a pass over the gradients: the next step multiplies them as it reads them.
 
-        If some gradients are left out, or were handed out, those that are clipped are multiplied at once instead, in
-        fp32.
+        If some gradients are not to be clipped, or users hold mirrors of gradients, the gradients are multiplied at
+        once instead, in fp32.
 
         Args:
             parameters: Parameters whose gradients are clipped together; all by default.
-            max_norm: The largest norm that is left alone.
+            max_norm: The largest norm that is not clipped.
             norm_type: Order of the norm.
 
         Returns:
@@ -342,7 +335,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         clip_by_value(self._manager, self._find(parameters), float(clip_value))
 
     def unscale(self, inverse_scale: torch.Tensor) -> torch.Tensor:
-        """Tells that gradients carry a loss scale; the next step removes it as it reads them.
+        """Removes a loss scale from the gradients: if possible only when the next step reads them, else at once.
 
         Args:
             inverse_scale: One over the scale, a scalar tensor.
@@ -364,15 +357,11 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             manager.gradient_mirrors.refresh(tensor)
         return self.grad_norm([parameter for group in self.param_groups for parameter in group["params"]])
 
-    def owns(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether any of these is a parameter of the model."""
-        return any(self._manager.find(parameter) is not None for parameter in parameters)
-
     # State
 
     @property
     def state(self) -> Any:
-        """The states by parameter, as in torch; what is written to them counts. With several processes: those here."""
+        """The states by parameter, as in torch; writes to them take effect. Each process has only its own part."""
         if self._manager.sharing.is_alone:
             self._leave_given_up()
         return StateView(self.kernel, self._manager, self.inner.state, self._updates)
@@ -392,37 +381,23 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def named_groups(self) -> list[list[str]]:
         """The names of the parameters in chunks of each param group, in order."""
-        found = ([self._manager.find(parameter) for parameter in group["params"]] for group in self.param_groups)
-        return [[tensor.spec.name for tensor in tensors if tensor is not None] for tensors in found]
+        return [[tensor.spec.name for tensor in tensors if tensor is not None] for tensors in self._found()]
 
     def placed_groups(self) -> list[list[str | None]]:
         """The parameters of each param group, in order: names of those in chunks of its own, ``None`` for others."""
-        found = ([self._manager.find(parameter) for parameter in group["params"]] for group in self.param_groups)
-        return [
-            [tensor.spec.name if tensor is not None and self._updates(tensor) else None for tensor in tensors]
-            for tensors in found
-        ]
+        return [[t.spec.name if t is not None and self._updates(t) else None for t in found] for found in self._found()]
 
-    def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
-        """What this rank has of a parameter's state, in place; empty before its first step."""
-        return self.kernel.own_state(tensor)
-
-    def state_places(self, tensor: ManagedTensor) -> dict[str, torch.Tensor]:
-        """The tensors of a parameter's state that exist whether there is a state or not."""
-        return self.kernel.state_places(tensor)
-
-    def load_own_state(self, tensor: ManagedTensor, state: Mapping[str, Any]) -> None:
-        """Takes over what this rank has of a parameter's state, beside what was written to ``state_places``."""
-        self.kernel.load_own_state(tensor, dict(state))
+    def _found(self) -> list[list[ManagedTensor | None]]:
+        return [[self._manager.find(parameter) for parameter in group["params"]] for group in self.param_groups]
 
     def other_states(self) -> dict[int, dict[str, Any]]:
-        """The states of what it updates outside of its chunks, by place in its groups; empty before the first step."""
+        """The states of parameters outside of its chunks, by position in its groups; empty before the first step."""
         others = {id(parameter) for parameter in self._others}
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         return {n: self.inner.state.get(p, {}) for n, p in enumerate(parameters) if id(p) in others}
 
     def load_other_states(self, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Replaces them; what is not given begins anew."""
+        """Replaces the states of parameters outside of its chunks; one without a given state begins anew."""
         parameters = [(p, group) for group in self.param_groups for p in group["params"]]
         for number in self.other_states():
             parameter, group = parameters[number]
@@ -433,11 +408,11 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 self.inner.state[parameter] = state
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """The state in torch's own format, with tensors in the parameters' shapes: ``optimizer.pt`` as always.
+        """The state in torch's own format, with tensors in the parameters' shapes.
 
-        Where the model is saved in less than fp32, every state also has ``master``, so that a resumed run has every
-        bit. Tensors are copies on the host. With several processes all of them must call it, and all get all of it;
-        see ``collected``.
+        If a parameter is saved in fewer bits than its master has, its state also has ``master``, so that a resumed run
+        has every bit. Tensors are copies on the host. With several processes all of them must call it, and each gets
+        the states of all; see ``collected``.
         """
         call_hooks(self._optimizer_state_dict_pre_hooks, self)
         self._leave_given_up()
@@ -446,7 +421,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         return call_hooks(self._optimizer_state_dict_post_hooks, self, packed)
 
     def _by_parameter(self, states: Mapping[int, Any]) -> Iterator[tuple[torch.Tensor, Any]]:
-        """The parameters in the groups that have a state: one of these, by index, or in the user's optimizer."""
+        """The parameters in the groups that have a state, in ``states`` or in the user's optimizer, with that state."""
         for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
             tensor = self._manager.find(parameter)
             state = states.get(tensor.spec.index) if tensor is not None and self._updates(tensor) else None
@@ -455,7 +430,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 yield parameter, state
 
     def _all_states(self, *, keep: bool = True) -> dict[int, dict[str, Any]]:
-        """The state of every parameter, from all ranks, by tensor index; only taken part in without ``keep``."""
+        """The states of all ranks, by tensor index; without ``keep`` this process sends its part and keeps nothing."""
         own = {}
         for tensor in self._manager.tensors:
             if not (self._updates(tensor) and tensor.is_owned):
@@ -474,8 +449,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         All processes must enter it together.
 
         Args:
-            keep: Whether this process will call it.
-            states: The states of all ranks by tensor index, if they are known; their tensors may be read later.
+            keep: Whether this process will call ``state_dict``.
+            states: The states of all ranks by tensor index, if they are known; their tensors may be deferred.
         """
         self._collected = self._all_states(keep=keep) if states is None else states
         try:
@@ -484,13 +459,13 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             self._collected = None
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Makes sure that a state in torch's format is one of this optimizer; raises ``ValueError`` if not."""
+        """Raises ``ValueError`` if a state in torch's format does not belong to this optimizer."""
         for parameter, state in pair_up(self.param_groups, state_dict):
             tensor = self._manager.find(parameter)
             if tensor is not None:
                 check_shapes(tensor, state)
                 is_own = tensor.is_owned and self._updates(tensor)
-                check_keys(tensor, state, self.state_places(tensor) if is_own else ())
+                check_keys(tensor, state, self.kernel.state_places(tensor) if is_own else ())
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
@@ -509,30 +484,24 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             group.update({key: value for key, value in saved.items() if key != "params"})
         for parameter, state in pairs:
             tensor = self._manager.find(parameter)
-            if tensor is not None and (self._updates(tensor) or not tensor.spec.trainable):
-                self.load_state(tensor, state)
-            elif state:
+            if tensor is not None and self._updates(tensor):
+                state = dict(state)
+                tensor.chunk.wait_for_reader()
+                master = state.pop(MASTER, None)
+                if master is not None:
+                    self._manager.writes.apply(tensor, master)  # also in copies on other ranks
+                if tensor.is_owned:
+                    self.kernel.load_tensor_state(tensor, state)
+            elif state and (tensor is None or tensor.spec.trainable):
                 self.inner.state[parameter] = copy.deepcopy(state)
         call_hooks(self._optimizer_load_state_dict_post_hooks, self)
 
-    def load_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
-        """Takes over the state of one parameter, as torch has it; with several processes all call it together."""
-        if not self._updates(tensor):
-            return
-        state = dict(state)
-        tensor.chunk.wait_for_reader()
-        master = state.pop(MASTER, None)
-        if master is not None:
-            self._manager.writes.apply(tensor, master)  # in the copies of all ranks too
-        if tensor.is_owned:
-            self.kernel.load_tensor_state(tensor, state)
-
     @torch.no_grad()
     def take_inner_state(self, tensor: ManagedTensor | None = None) -> None:
-        """Moves the state that the user's optimizer has, if it was used before, into chunks.
+        """Moves the states that the user's optimizer has from earlier use into chunks.
 
         Args:
-            tensor: Of which parameter; of all by default.
+            tensor: The parameter; by default all.
         """
         if tensor is None:
             self._groups = self._index_groups()
@@ -545,7 +514,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 self.kernel.load_tensor_state(item, state)
 
     def _begin_anew(self, tensor: ManagedTensor) -> None:
-        """Drops a state of a shape that the parameter does not have any more; until its next update it is kept."""
+        """Drops a state that does not have the parameter's shape any more, if this step updates the parameter."""
         state = self.inner.state.get(tensor.parameter)
         if state and self._manager.gradients.has(tensor) and not has_shapes(tensor, state):
             logger.warning(
@@ -555,17 +524,17 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             del self.inner.state[tensor.parameter]
 
     def _leave_given_up(self) -> None:
-        """Gives the user's optimizer the states of parameters that somebody gave another shape."""
+        """Gives the user's optimizer the states of parameters that were given another shape."""
         for tensor in self._manager.tensors:
             if tensor.is_given_up and self._updates(tensor):
                 self.give_back_state(tensor)
 
     @torch.no_grad()
     def give_back_state(self, tensor: ManagedTensor | None = None) -> None:
-        """Gives the user's optimizer its state, as ordinary tensors beside the parameters, to go on without us.
+        """Moves states from chunks to the user's optimizer, as ordinary tensors on the devices of the parameters.
 
         Args:
-            tensor: Of which parameter; of all by default.
+            tensor: The parameter; by default all.
         """
         chosen = [item for item in ([tensor] if tensor else self._manager.tensors) if self._updates(item)]
         own = {}

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.runtime.chunk import ManagedTensor
 
@@ -20,17 +21,17 @@ class OptimizerSet:
         self._optimizers = optimizers
 
     def __len__(self) -> int:
-        """How many there are."""
+        """The number of optimizers."""
         return len(self._optimizers)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of all."""
+        """The param groups of all optimizers."""
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     @property
     def class_name(self) -> str:
-        """The classes of the users' optimizers."""
+        """The class names of the users' optimizers, joined by ``+``."""
         return "+".join(optimizer.class_name for optimizer in self._optimizers)
 
     def named_groups(self) -> list[list[str]]:
@@ -38,29 +39,29 @@ class OptimizerSet:
         return [names for optimizer in self._optimizers for names in optimizer.named_groups()]
 
     def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
-        """See ``ChunkedOptimizer.own_state``."""
-        return self._of(tensor).own_state(tensor)
+        """See ``Kernel.own_state``."""
+        return self._kernel_of(tensor).own_state(tensor)
 
     def state_places(self, tensor: ManagedTensor) -> dict[str, torch.Tensor]:
-        """See ``ChunkedOptimizer.state_places``."""
-        return self._of(tensor).state_places(tensor)
+        """See ``Kernel.state_places``."""
+        return self._kernel_of(tensor).state_places(tensor)
 
     def load_own_state(self, tensor: ManagedTensor, state: Mapping[str, Any]) -> None:
-        """See ``ChunkedOptimizer.load_own_state``."""
-        self._of(tensor).load_own_state(tensor, state)
+        """See ``Kernel.load_own_state``; the caller has filled the tensors of ``state_places``."""
+        self._kernel_of(tensor).load_own_state(tensor, dict(state))
 
     def placed_groups(self) -> list[list[list[str | None]]]:
-        """Of each optimizer, and of each of its groups, the parameters: names, ``None`` where others update them.
+        """For each optimizer and group the names of parameters in the optimizer's chunks, ``None`` for others.
 
-        What has no name here has its state, if there is any, in ``other_states``.
+        The state of a parameter without a name here is in ``other_states``, if it has a state.
         """
         return [optimizer.placed_groups() for optimizer in self._optimizers]
 
     def state_dicts(self, states: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
-        """What ``state_dict`` of each optimizer returns.
+        """The ``state_dict`` of each optimizer.
 
         Args:
-            states: The states of all ranks, by tensor index; their tensors may be read later.
+            states: The states of all ranks, by tensor index; their tensors may be deferred.
         """
         found = []
         for optimizer in self._optimizers:
@@ -69,21 +70,21 @@ class OptimizerSet:
         return found
 
     def check_state_dict(self, number: int, state_dict: Mapping[str, Any]) -> None:
-        """See ``ChunkedOptimizer.check_state_dict``; ``number`` says of which optimizer.
+        """See ``ChunkedOptimizer.check_state_dict``; ``number`` selects the optimizer.
 
-        A state that hooks of the optimizer will change is checked when they have done so.
+        If the optimizer has hooks that may change the state, ``load_state_dict`` checks it after them.
         """
         optimizer = self._optimizers[number]
         if not optimizer._optimizer_load_state_dict_pre_hooks:
             optimizer.check_state_dict(state_dict)
 
     def load_state_dicts(self, state_dicts: Sequence[dict[str, Any]]) -> None:
-        """Takes over what ``state_dict`` of each optimizer returned."""
+        """Loads a ``state_dict`` into each optimizer."""
         for optimizer, state_dict in zip(self._optimizers, state_dicts, strict=True):
             optimizer.load_state_dict(state_dict)
 
     def other_states(self) -> dict[str, dict[str, Any]]:
-        """The states of what they update outside of chunks, by the optimizer's number and the place in its groups."""
+        """The states of parameters that are updated outside of chunks, by place; see ``OtherStates``."""
         return {
             f"{number}.{place}": state
             for number, optimizer in enumerate(self._optimizers)
@@ -91,7 +92,7 @@ class OptimizerSet:
         }
 
     def other_places(self) -> set[str]:
-        """The places that such states may have."""
+        """The places that ``other_states`` may have."""
         return set(self.other_states())
 
     def load_other_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
@@ -100,5 +101,5 @@ class OptimizerSet:
             places = {place: states.get(f"{number}.{place}", {}) for place in optimizer.other_states()}
             optimizer.load_other_states(places)
 
-    def _of(self, tensor: ManagedTensor) -> ChunkedOptimizer:
-        return self._optimizers[tensor.chunk.spec.optimizer_index]
+    def _kernel_of(self, tensor: ManagedTensor) -> Kernel:
+        return self._optimizers[tensor.chunk.spec.optimizer_index].kernel

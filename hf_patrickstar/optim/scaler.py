@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for fp16: torch's own ``GradScaler``, told of overflows by the gradient norm."""
+"""Dynamic loss scaling for fp16: torch's own ``GradScaler``, which finds overflows by the gradient norm."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 class ChunkedGradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` for a ``ChunkedOptimizer``.
 
-    Scale, growth, backoff, ``update`` and ``state_dict`` are torch's. Gradients are in chunks, so ``unscale_`` looks
-    at their fp32 norm, which shows infinities and NaN too and is needed for clipping anyway, and the scale is removed
-    as the optimizer reads them. A step that overflowed is dropped and the parameters keep their values.
+    Scale, growth, backoff, ``update`` and ``state_dict`` are torch's. Gradients are in chunks, so ``unscale_`` checks
+    their fp32 norm, which is not finite if one of them overflowed, and which clipping needs anyway. The optimizer
+    removes the scale when it reads the gradients. A step that overflowed is dropped, and parameters keep their values.
     """
 
     def _unscale_grads_(
@@ -22,7 +22,7 @@ class ChunkedGradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        if not isinstance(optimizer, ChunkedOptimizer):  # one whose model is not prepared yet
+        if not isinstance(optimizer, ChunkedOptimizer):  # its model is not prepared yet
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         norm = optimizer.unscale(inv_scale.float())
         overflow = (~torch.isfinite(norm)).to(device=found_inf.device, dtype=found_inf.dtype).reshape(found_inf.shape)

@@ -11,14 +11,14 @@ from hf_patrickstar.runtime.manager import ChunkManager
 
 
 class StateView(MutableMapping[Any, Any]):
-    """The states of an optimizer by parameter; what is written to them counts.
+    """The states of an optimizer by parameter; writes to them take effect.
 
     States of parameters in chunks are views of chunk lists, or what the user's optimizer keeps itself; states of
     others, and entries under keys that are no parameters, are in that optimizer's own dictionary.
 
     Args:
         kernel: Has the states of parameters in chunks.
-        manager: Knows which those are.
+        manager: Finds parameters in chunks.
         others: The states of the user's optimizer itself.
         is_ours: Whether the kernel updates a parameter.
     """
@@ -32,7 +32,7 @@ class StateView(MutableMapping[Any, Any]):
         self._is_ours = is_ours
 
     def _find(self, key: Any) -> ManagedTensor | None:
-        """The parameter in a chunk that a key is, if its state is in chunk lists."""
+        """The ``ManagedTensor`` of a key, if it is a parameter whose state is in chunk lists; else ``None``."""
         tensor = self._manager.find(key) if isinstance(key, torch.Tensor) else None
         return tensor if tensor is not None and self._is_ours(tensor) and self._kernel.state_places(tensor) else None
 
@@ -63,7 +63,7 @@ class StateView(MutableMapping[Any, Any]):
             self._kernel.load_tensor_state(tensor, {})
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """Takes a state out: what it returns is the caller's own."""
+        """Removes a state and returns a copy of it."""
         tensor = self._find(key)
         if tensor is None:
             return self._others.pop(key, *default)
@@ -92,10 +92,10 @@ class StateView(MutableMapping[Any, Any]):
 
 
 class ParameterState(MutableMapping[str, Any]):
-    """The state of one parameter in chunk lists: its tensors are views, so that writing to them counts.
+    """The state of one parameter in chunk lists; its tensors are views, so writes to them take effect.
 
     Args:
-        kernel: Has it.
+        kernel: The kernel that has the state.
         tensor: The parameter.
     """
 
@@ -137,7 +137,7 @@ class ParameterState(MutableMapping[str, Any]):
 
 
 def has_shapes(tensor: ManagedTensor, state: Mapping[str, Any]) -> bool:
-    """Whether a state is one of a parameter of this shape, as far as its keys tell what shape it must have."""
+    """Whether the tensors of a state have the parameter's shape; see ``check_shapes``."""
     try:
         check_shapes(tensor, state)
     except ValueError:
@@ -146,10 +146,10 @@ def has_shapes(tensor: ManagedTensor, state: Mapping[str, Any]) -> bool:
 
 
 def check_shapes(tensor: ManagedTensor, state: Mapping[str, Any]) -> None:
-    """Makes sure that a state belongs to a parameter of this shape.
+    """Makes sure that the masters and averages in a state have the parameter's shape; other tensors may have any.
 
     Raises:
-        ValueError: If it does not.
+        ValueError: If they do not.
     """
     for key, value in state.items():
         shaped = isinstance(value, torch.Tensor) and key in (MASTER, "exp_avg", "exp_avg_sq")
@@ -161,10 +161,10 @@ def check_shapes(tensor: ManagedTensor, state: Mapping[str, Any]) -> None:
 
 
 def check_keys(tensor: ManagedTensor, state: Mapping[str, Any], needed: Iterable[str]) -> None:
-    """Makes sure that a state has what its optimizer needs; one that is empty is new.
+    """Makes sure that a state has every key that its optimizer needs; an empty state is allowed.
 
     Raises:
-        ValueError: If it does not.
+        ValueError: If a key is missing.
     """
     missing = sorted(set(needed) - state.keys()) if state else []
     if missing:
@@ -179,11 +179,11 @@ def call_hooks(hooks: Mapping[int, Any], optimizer: torch.optim.Optimizer, *stat
 
     Args:
         hooks: The hooks.
-        optimizer: Their first argument.
-        *state_dict: Their second one, if they have one; each may replace it.
+        optimizer: The first argument of the hooks.
+        *state_dict: The second argument of the hooks, if they have one; each hook may replace it.
 
     Returns:
-        The second argument in the end.
+        The second argument after the last hook.
     """
     found = state_dict
     for hook in hooks.values():
@@ -193,7 +193,7 @@ def call_hooks(hooks: Mapping[int, Any], optimizer: torch.optim.Optimizer, *stat
 
 
 def pack_state(param_groups: Sequence[Mapping[str, Any]], states: Iterable[tuple[torch.Tensor, Any]]) -> dict[str, Any]:
-    """What ``torch.optim.Optimizer.state_dict`` makes of groups and states: numbers in place of parameters."""
+    """Packs groups and states as ``torch.optim.Optimizer.state_dict`` does, with numbers in place of parameters."""
     numbers: dict[int, int] = {}
     groups = []
     for group in param_groups:

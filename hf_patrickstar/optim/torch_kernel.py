@@ -1,7 +1,6 @@
-"""Any optimizer of torch's kind, run on the fp32 masters of chunks."""
+"""The kernel for any torch optimizer, which runs on the fp32 masters of chunks."""
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,33 +9,26 @@ import torch
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.optim.kernel import (
-    AT_HOME,
-    place_state,
-    raw_step,
-    release_workspace,
-    reserve_workspace,
-    update_others,
-)
+from hf_patrickstar.optim.kernel import AT_HOME, Kernel, place_state, raw_step
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor
 
 OWN_STATE = "optimizer_state"
-"""Ledger owner of what optimizers allocate themselves."""
+"""The ledger's owner of state that optimizers allocate themselves."""
 
 
-class TorchKernel:
-    """Any ``torch.optim.Optimizer``: its own ``step`` runs on fp32 masters.
+class TorchKernel(Kernel):
+    """This kernel runs the ``step`` of any ``torch.optim.Optimizer`` on fp32 masters.
 
-    An optimizer that treats parameters one by one runs once per chunk. Values that it keeps in a group (a counter, say)
-    are seen by every chunk as they were before the step, so that they advance once per step. Any other runs once on all
-    masters, with all gradients, which takes 4 bytes per parameter more in 16-bit.
+    An optimizer that treats parameters one by one runs once per chunk. Every chunk sees the values that the optimizer
+    keeps in a group (a counter, say) as they were before the step, so they advance once per step. Any other optimizer
+    runs once on all masters, with all gradients, which takes 4 more bytes per parameter in 16-bit.
 
-    Between steps its states are under the model's own parameters, as in torch.
+    Between steps the optimizer's states are under the model's own parameters, as in torch.
 
     Args:
-        optimizer: The user's optimizer.
-        pool: Where scratch space comes from, and where the optimizer's own state is booked.
-        updates_at_once: Whether it must see all parameters together.
+        optimizer: See ``Kernel``.
+        pool: See ``Kernel``. Its ledger also books the optimizer's own state.
+        updates_at_once: Whether the optimizer must see all parameters together.
     """
 
     list_names = (MASTER,)
@@ -45,31 +37,20 @@ class TorchKernel:
     splits_tensors = False  # it may look at rows and columns, or at norms
 
     def __init__(self, optimizer: torch.optim.Optimizer, pool: PayloadPool, updates_at_once: bool) -> None:
+        super().__init__(optimizer, pool)
         self.updates_at_once = updates_at_once
-        self._optimizer = optimizer
-        self._pool = pool
         self._masters: dict[int, torch.nn.Parameter] = {}
-        self._scratch: dict[Tier, torch.Tensor] = {}
         self._before: list[dict[str, Any]] = []
         self._booked: dict[int, int] = {}
         self._over_budget: dict[Tier, int] = {}
 
     def workspace_numel(self, capacity_numel: int) -> int:
-        """A whole chunk."""
+        """See ``Kernel``. The scratch space has a whole chunk."""
         return 0 if self.updates_at_once else capacity_numel
-
-    def reserve(self, chunks: Sequence[Chunk], *also: Tier) -> None:
-        """Allocates space for the largest chunk of each tier; see ``Kernel.reserve``."""
-        if not self.updates_at_once:
-            reserve_workspace(self, self._scratch, self._pool, chunks, also)
-
-    def release(self) -> None:
-        """Gives the scratch space back."""
-        release_workspace(self._scratch, self._pool)
 
     @contextlib.contextmanager
     def lent(self, tensors: Sequence[ManagedTensor]) -> Iterator[list[ManagedTensor]]:
-        """Puts masters into the groups; see ``Kernel.lent``."""
+        """See ``Kernel``."""
         changed: list[ManagedTensor] = []
         versions = [self._master(tensor)._version for tensor in tensors]
         with self._swapped(tensors):
@@ -79,7 +60,7 @@ class TorchKernel:
 
     @contextlib.contextmanager
     def _swapped(self, tensors: Sequence[ManagedTensor], *, is_back: bool = False) -> Iterator[None]:
-        """Masters in place of parameters, in groups and states, or the other way round for a part of such a block."""
+        """Puts masters in place of parameters, in groups and states, for a block; ``is_back`` undoes it inside one."""
         self._swap(tensors, is_back)
         try:
             yield
@@ -103,9 +84,9 @@ class TorchKernel:
         follow: Callable[[ManagedTensor], None],
         closure: Callable[[], Any] | None,
     ) -> Any:
-        """Runs one step on all masters; see ``Kernel.update_at_once``."""
+        """See ``Kernel``."""
 
-        def offer(is_all: bool) -> None:
+        def hand_gradients_over(is_all: bool) -> None:
             factor = present(is_all)
             for tensor in tensors:
                 master = self._master(tensor)
@@ -120,27 +101,23 @@ class TorchKernel:
             with self._swapped(tensors, is_back=True), torch.enable_grad():
                 assert closure is not None
                 loss = closure()
-            offer(True)
+            hand_gradients_over(True)
             return loss
 
         with self._swapped(tensors):
-            offer(closure is None)  # else the closure computes others
+            hand_gradients_over(closure is None)  # else the closure computes others
             try:
                 return raw_step(self._optimizer)(*(() if closure is None else (evaluate,)))
             finally:
                 for tensor in tensors:
                     self._master(tensor).grad = None
 
-    def update_others(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Runs the optimizer's step on them."""
-        update_others(self._optimizer, parameters)
-
     def begin_step(self) -> None:
-        """Remembers what the groups hold before the step."""
+        """See ``Kernel``. Remembers the values of the groups before the step."""
         self._before = [_without_params(group) for group in self._optimizer.param_groups]
 
     def end_step(self) -> None:
-        """Raises what booking the optimizer's state met, now that no chunk is left half updated."""
+        """See ``Kernel``. Raises the budget errors of ``_book_state`` now that no chunk is half updated."""
         missing, self._over_budget = self._over_budget, {}
         ledger = self._pool.ledger
         for tier, nbytes in sorted(missing.items(), key=lambda item: item[0] is Tier.DEVICE):
@@ -152,7 +129,7 @@ class TorchKernel:
             ledger.unbook(tier, OWN_STATE, nbytes)
 
     def update(self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
-        """Updates chunks; see ``Kernel.update``."""
+        """See ``Kernel``."""
         for chunk in chunks:
             self._update_chunk(chunk, groups, coefficient)
 
@@ -168,7 +145,7 @@ class TorchKernel:
     def _step_on(
         self, work: Sequence[ManagedTensor], groups: Mapping[int, int], coefficient: torch.Tensor | None
     ) -> None:
-        """Runs the optimizer's step on the masters of a part of the parameters."""
+        """Runs the optimizer's step on the masters of some parameters."""
         param_groups = self._optimizer.param_groups
         with self._swapped(work):
             own_params = [group["params"] for group in param_groups]
@@ -189,27 +166,12 @@ class TorchKernel:
                 for tensor in work:
                     self._master(tensor).grad = None
 
-    def tensor_state(self, tensor: ManagedTensor) -> dict[str, Any]:
-        """The optimizer's own state of one parameter, tensors copied to the host."""
-        return {
-            key: value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-            for key, value in self.own_state(tensor).items()
-        }
-
     def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
-        """The same in place."""
+        """See ``Kernel``."""
         return dict(self._optimizer.state.get(tensor.parameter, {}))
 
-    def state_places(self, tensor: ManagedTensor) -> dict[str, torch.Tensor]:
-        """None: the optimizer allocates its state."""
-        return {}
-
     def load_own_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
-        """Takes over the state of one parameter; tensors are never spread here."""
-        self.load_tensor_state(tensor, state)
-
-    def load_tensor_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
-        """Takes over the state of one parameter; an empty state resets it."""
+        """See ``Kernel``."""
         if state:
             device = tensor.chunk.lists[MASTER].device
             group = self._optimizer.param_groups[0]
@@ -237,7 +199,7 @@ class TorchKernel:
         return tensor.view(self._scratch[chunk.home]).copy_(tensor.view(chunk.param))
 
     def _book_state(self, tensor: ManagedTensor) -> None:
-        """Books what the optimizer allocated for a parameter; its size is known only afterwards."""
+        """Books the state that the optimizer has allocated for a parameter; its size is not known before."""
         state = self._optimizer.state.get(tensor.parameter, {})
         nbytes = sum(v.numel() * v.dtype.itemsize for v in state.values() if isinstance(v, torch.Tensor))
         difference = nbytes - self._booked.get(tensor.spec.index, 0)

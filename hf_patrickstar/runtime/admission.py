@@ -46,13 +46,13 @@ def check_model(model: torch.nn.Module) -> None:
 
 
 def check_shapes(model: torch.nn.Module) -> None:
-    """Refuses a model of which a parameter has no shape yet; the Trainer counts them before the first forward.
+    """Refuses a model with a parameter that has no shape yet; the Trainer counts elements before the first forward.
 
     Args:
         model: The model.
 
     Raises:
-        ConfigError: If there is one.
+        ConfigError: If there is such a parameter.
     """
     for name, parameter in model.named_parameters():
         if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
@@ -66,8 +66,8 @@ def check_values(names: Sequence[str], parameters: Sequence[torch.nn.Parameter])
     """Refuses parameters whose values cannot be moved into chunks.
 
     Raises:
-        EngineError: If one is on the meta device.
-        ConfigError: If two are over the same memory.
+        EngineError: If a parameter is on the meta device.
+        ConfigError: If two parameters share memory.
     """
     places: dict[tuple[int, int], str] = {}
     for name, parameter in zip(names, parameters, strict=True):
@@ -85,7 +85,7 @@ def check_values(names: Sequence[str], parameters: Sequence[torch.nn.Parameter])
 
 
 def is_left_out(parameter: Any) -> bool:
-    """Whether a parameter has no place in a chunk yet: a lazy one, whose shape its first forward tells."""
+    """Whether a parameter has no place in a chunk yet: a lazy parameter has no shape before its first forward."""
     return torch.nn.parameter.is_lazy(parameter)
 
 

@@ -1,14 +1,15 @@
-"""Before processes can talk: waiting until all of them have come to make a group, and naming those that do not.
+"""Waits until all processes have come to make a process group, and names those that do not come.
 
-To make a group, and everything before it, torch waits for every process, half an hour by default, and does not say for
-which. So each process writes into the store where they met
+To make a group, torch waits for every process, half an hour by default, and does not say for which. So each process
+writes into the store that all share
 
-- who it is, as soon as it can: when an accelerator is made, say;
-- that it has come, before the group is made. It waits until all have done so.
+- who it is, as early as possible, for example when an accelerator is made;
+- that it has come, before the group is made. Then the process waits until all have come.
 
-While it waits it looks after the others. One that has told who it is, and is gone since, is named at once, if it ran on
-this system. One that has not come is named in a warning after ten seconds. After a minute (``process_wait_s``) the
-process gives up and tells so to those that come later, unless all who are missing are seen to run: they are only slow.
+While a process waits it checks the others. A process that wrote who it is, and has ended since, is named at once if it
+ran on this system. A process that has not come is named in a warning after ten seconds. After a minute
+(``process_wait_s``) the waiting process gives up, and writes so for processes that come later, unless all missing
+processes are seen to run: then they are only slow.
 """
 
 import json
@@ -39,8 +40,8 @@ def announce(rank: int, store: CountingStore) -> None:
     """Tells the others who this process is.
 
     Args:
-        rank: This rank, of all.
-        store: Where they look; nobody else uses these keys.
+        rank: The rank of this process in the default group.
+        store: Where the others look; nothing else may use these keys.
     """
     store.set(f"member {rank}", json.dumps([describe_system(), *describe_self()]))
 
@@ -49,9 +50,9 @@ class Arrival:
     """Waits for the ranks that make a group together.
 
     Args:
-        rank: This rank, of all.
-        ranks: Those that come.
-        store: Where they meet; nobody else uses these keys.
+        rank: The rank of this process in the default group.
+        ranks: The ranks that make the group.
+        store: Where the ranks write; nothing else may use these keys.
         patience: How long to wait.
         timeout_s: How long to wait for processes that are seen to run.
     """
@@ -67,10 +68,10 @@ class Arrival:
         self._key = ",".join(map(str, ranks))
 
     def wait(self) -> None:
-        """Waits until all have come as often as this one.
+        """Waits until all ranks have come as often as this one.
 
         Raises:
-            CollectiveError: If one is gone, or does not come.
+            CollectiveError: If a rank is gone, or does not come.
             RuntimeError: If the store is gone.
         """
         announce(self._rank, self._store)
@@ -90,7 +91,7 @@ class Arrival:
             raise CollectiveError(self._store.get(f"{self._key} gave up").decode())
 
     def _look(self, number: int, waited_s: float) -> None:
-        """Gives up where there is nothing to wait for any more."""
+        """Gives up if a process has ended, or has not come in time."""
         members = self._read_members()
         ended = [(rank, member) for rank, member in members.items() if has_ended(member)]
         if ended:
@@ -127,7 +128,7 @@ class Arrival:
         return [rank for rank in self._ranks if self._store.add(f"{self._key} came {rank}", 0) < number]
 
     def _read_members(self) -> dict[int, Member]:
-        """The others, as far as they have told who they are, on this system."""
+        """The other processes on this system, as far as they have written who they are."""
         members = {}
         own = describe_system()
         for rank in self._ranks:

@@ -7,9 +7,9 @@ from typing import Literal
 from hf_patrickstar.events import Listener
 from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.memory.transfers import Transfers
-from hf_patrickstar.runtime.buckets import Buckets
+from hf_patrickstar.runtime.buckets import Buckets, GroupBuckets, OwnBuckets
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.copies import Copies
@@ -46,7 +46,7 @@ class Foundation:
         num_tensors: Parameters under management.
         pool: Gives buffers, and has the ledger.
         meter: Measures what else is on the device.
-        transfers: How bytes cross.
+        streams: How bytes cross.
         collectives: The processes.
         emit: Told of every event.
         policy: How copies come and go.
@@ -64,7 +64,7 @@ class Foundation:
     num_tensors: int
     pool: PayloadPool
     meter: Meter
-    transfers: Transfers
+    streams: Streams
     collectives: Collectives
     emit: Listener
     policy: MovePolicy
@@ -84,33 +84,35 @@ def assemble(given: Foundation) -> ChunkManager:
         given: What it is made of.
     """
     chunks, pool, ledger, meter = given.chunks, given.pool, given.pool.ledger, given.meter
-    transfers, emit = given.transfers, given.emit
+    streams, emit = given.streams, given.emit
     order = make_order(given.collectives, given.num_tensors, given.checks_all)
     # What a parameter's value is, and what users have of it.
     originals = Originals(pool)
-    values = Values(Sharing(given.collectives, order), transfers, originals, emit)
+    values = Values(Sharing(given.collectives, order), streams, originals, emit)
     users = MirrorUsers()
     mirrors = ValueMirrors(values, users)
     watch = Watch(values, mirrors)
     # Where chunks are.
-    copies = Copies(chunks, pool, transfers, emit, watch)
+    copies = Copies(chunks, pool, streams, emit, watch)
     tracer = Tracer((chunk.copy_nbytes for chunk in chunks), DeviceGauges(meter, ledger), order)
-    forecast = Forecast(chunks, pool, meter, tracer, transfers.device, given.need_at)
+    forecast = Forecast(chunks, pool, meter, tracer, streams.device, given.need_at)
     placement = Placement(
         chunks, given.chunk_nbytes, copies, ledger, tracer, given.reserve, given.placement, given.rates
     )
     reclaim = Reclaim(copies, placement, pool, tracer, given.policy.chooser, forecast)
     # Where gradients are.
     accumulates = given.num_micro_batches > 1
-    gradients = Gradients(pool, transfers, emit, reclaim, values, chunks, accumulates, given.keeps_gradients)
+    gradients = Gradients(pool, streams, emit, reclaim, values, chunks, accumulates, given.keeps_gradients)
     gradient_mirrors = GradientMirrors(values, gradients, users)
     writes = Writes(values, gradients, mirrors, gradient_mirrors, watch)
-    buckets = Buckets(chunks, pool, transfers, given.collectives, reclaim)
+    buckets: Buckets = OwnBuckets(gradients, gradient_mirrors)
+    if given.collectives.world_size > 1:
+        buckets = GroupBuckets(chunks, pool, streams, given.collectives, reclaim)
     # What happens when.
     services = Services(chunks, pool, meter, given.collectives, order, copies, reclaim, tracer, given.policy)
     executor = Executor(services, gradients, gradient_mirrors, buckets)
     steps = Steps(services, executor, forecast, given.num_micro_batches)
     data = Data(originals, values, mirrors, gradient_mirrors, watch, gradients, writes, buckets)
     parameters = Parameters(chunks, steps, gradients, writes)
-    phases = Phases(services, steps, placement, data, parameters, transfers)
-    return ChunkManager(services, steps, placement, data, parameters, phases, transfers)
+    phases = Phases(services, steps, placement, data, parameters, streams)
+    return ChunkManager(services, steps, placement, data, parameters, phases, streams)

@@ -1,4 +1,4 @@
-"""Which gradients a micro-batch has left behind that may have to be undone and repeated."""
+"""Which gradients an attempt at a micro-batch has stored, for the case that the attempt fails and is repeated."""
 
 import collections
 
@@ -8,9 +8,9 @@ from hf_patrickstar.runtime.chunk import GradientPlace
 class Attempts:
     """Counts the contributions to gradients over attempts at one micro-batch.
 
-    A gradient that an attempt was the first to store can be dropped when the attempt fails. One that was added to those
-    of earlier micro-batches cannot be taken out without rounding: it stays, and the next attempt, which computes the
-    same contributions in the same order, must not count as many of them again.
+    A gradient that a failed attempt was the first to store is dropped. A contribution that was added to the gradient of
+    earlier micro-batches cannot be subtracted without rounding, so it stays. The next attempt computes the same
+    contributions in the same order, and skips those that are there already.
     """
 
     def __init__(self) -> None:
@@ -29,33 +29,33 @@ class Attempts:
         self._num_counted.clear()
 
     def end(self) -> None:
-        """Ends the last one; until the next begins nothing is counted."""
+        """Ends the last attempt; nothing is counted until ``begin``."""
         self.begin()
         self._is_running = False
 
     def is_counted(self, tensor_index: int) -> bool:
-        """Takes notice of a contribution; whether an attempt that failed has left it in its place."""
+        """Notes a contribution; returns whether a failed attempt has added it already."""
         if not self._is_running:
             return False
         self._num_stored[tensor_index] += 1
         return self._num_stored[tensor_index] <= self._num_counted.get(tensor_index, 0)
 
     def note_placed(self, tensor_index: int, before: GradientPlace) -> None:
-        """Notes that all contributions so far are in their place, and where the gradient was before the first."""
+        """Notes that all contributions so far are stored, and where the gradient was before the first one."""
         if self._is_running:
             self._before.setdefault(tensor_index, before)
             self._num_placed[tensor_index] = self._num_stored[tensor_index]
 
     @property
     def has_leftovers(self) -> bool:
-        """Whether attempts that failed have left contributions that only a repetition makes whole."""
+        """Whether failed attempts have left contributions, so that only a repetition completes the gradients."""
         return bool(self._num_counted)
 
     def undo(self) -> set[int]:
-        """Begins the next attempt after one that failed.
+        """Begins the next attempt after a failed one.
 
         Returns:
-            Indices of the tensors whose gradients it was the first to store: they are to be dropped.
+            Indices of the tensors whose gradients the failed attempt was the first to store; the caller drops these.
         """
         dropped = {index for index, before in self._before.items() if before is GradientPlace.NONE}
         for index in self._before.keys() - dropped:

@@ -1,4 +1,4 @@
-"""What autograd tells: which operands it keeps and needs, and when a backward begins and ends."""
+"""Events of autograd: which operands it keeps and needs, and when a backward begins and ends."""
 
 import contextlib
 import threading
@@ -16,16 +16,16 @@ from hf_patrickstar.runtime.phases import Phases
 
 
 class _Kept(NamedTuple):
-    """What the hooks of somebody else gave back, with numbers in place of what lives in chunks."""
+    """What the user's own hooks returned, with addresses in place of tensors in chunks."""
 
     value: Any
 
 
 class Autograd:
-    """Translates what autograd tells into phases.
+    """Calls the phases of a step on events of autograd.
 
     Args:
-        phases: What happens then.
+        phases: The phases.
         copies: Finds the chunk that a storage belongs to.
     """
 
@@ -37,11 +37,11 @@ class Autograd:
 
     @contextlib.contextmanager
     def kept_as_numbers(self) -> Iterator[None]:
-        """Inside, autograd keeps numbers in place of operands that live in chunks.
+        """Inside the block, autograd keeps addresses in place of operands that live in chunks.
 
-        Where somebody else's hooks are in force (offloading of activations, checkpointing of the whole model) they are
-        asked for every operand, as they are in torch; numbers are kept of what they give back that lives in a chunk.
-        Under ``torch.func`` hooks are not possible.
+        If the user's saved-tensors hooks are in force (offloading of activations, checkpointing of the whole model),
+        they get every operand, as in torch; tensors in chunks that they return are kept as addresses. Under
+        ``torch.func`` such hooks are not possible.
         """
         if torch._C._functorch.peek_interpreter_stack() is not None:
             yield
@@ -54,7 +54,7 @@ class Autograd:
     def _around(
         self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
     ) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-        """Hooks that ask those of somebody else; a released parameter as such would be a placeholder by then."""
+        """Hooks that call the user's hooks, with detached values, since a parameter may be a placeholder by then."""
 
         def pack_both(view: torch.Tensor) -> Any:
             with RAW():
@@ -78,11 +78,11 @@ class Autograd:
         return self._phases.operand_needed(saved)
 
     def notice_backward(self) -> None:
-        """Asks autograd, once per backward, to be told of its end."""
+        """Begins the phase of a backward, once, and registers a callback for its end."""
         task = _current_graph_task_id()
         if task == -1 or task in self._graph_tasks:
             return
-        with self._lock:  # a CUDA device's thread and the caller's may both come first
+        with self._lock:  # the thread of a CUDA device and the caller's may come at once
             is_new = task not in self._graph_tasks
             self._graph_tasks.add(task)
         if is_new:

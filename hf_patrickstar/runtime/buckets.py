@@ -6,16 +6,18 @@ accumulation of micro-batches happens after the reduction, in 1/p of the memory;
 until the last micro-batch, as ``no_sync`` of ``DistributedDataParallel`` does, would need a whole model's.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple, Protocol
 
 import torch
 
 from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.streams import Streams, Ticket
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.memory.transfers import Ticket, Transfers
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives
+from hf_patrickstar.runtime.gradient_mirrors import GradientMirrors
+from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.reclaim import Reclaim
 
 GRADIENTS = "gradients"
@@ -29,13 +31,132 @@ class Average(NamedTuple):
     gradient: torch.Tensor
 
 
-class Buckets:
-    """Collects gradients and reduces them.
+class Buckets(Protocol):
+    """Where gradients go that autograd has finished."""
+
+    @property
+    def found(self) -> Collection[int]:
+        """Indices of the tensors that got a gradient in this backward, and whose owners hear of it when it ends."""
+        ...
+
+    def note_chunks(self) -> None:
+        """Takes note of which parameters are in which chunks."""
+        ...
+
+    def store(self, tensor: ManagedTensor, gradient: torch.Tensor, *, is_at_home: bool) -> None:
+        """Takes a gradient.
+
+        Args:
+            tensor: Whose gradient it is.
+            gradient: The gradient of one backward, in the parameter's shape and type.
+            is_at_home: Whether it was computed where the chunk is at home.
+
+        Raises:
+            BudgetError: If there is no room for it.
+        """
+        ...
+
+    def is_complete(self, chunk: Chunk) -> bool:
+        """Whether all gradients of a group are there and can be reduced."""
+        ...
+
+    def unreduced(self) -> list[int]:
+        """Groups with gradients that are not reduced."""
+        ...
+
+    def reduce(self, chunk: Chunk) -> Iterable[Average]:
+        """Averages what all ranks have of a group's gradients; zero where one has none.
+
+        Args:
+            chunk: The group.
+
+        Returns:
+            Averages that have arrived: of this group, or, where reductions go on beside the compute device, of the one
+            before. Each is used before the next is asked for, and all are asked for.
+        """
+        ...
+
+    def finish(self, found: Iterable[int]) -> Iterable[Average]:
+        """Ends a backward.
+
+        Args:
+            found: Tensors that got a gradient on any rank.
+
+        Returns:
+            The averages that are left; see ``reduce``.
+        """
+        ...
+
+    def abandon(self) -> Iterable[Average]:
+        """Drops what is not reduced: the gradients of a backward that failed.
+
+        Returns:
+            The averages that are left; see ``reduce``.
+        """
+        ...
+
+    def close(self) -> None:
+        """Gives every buffer back."""
+        ...
+
+
+class OwnBuckets:
+    """The buckets of one process: a gradient goes home at once.
+
+    Args:
+        gradients: Where gradients are at home.
+        gradient_mirrors: What was handed out of gradients, which follows.
+    """
+
+    found: Collection[int] = ()
+
+    def __init__(self, gradients: Gradients, gradient_mirrors: GradientMirrors) -> None:
+        self._gradients = gradients
+        self._gradient_mirrors = gradient_mirrors
+
+    def note_chunks(self) -> None:
+        """Nothing to do."""
+
+    def store(self, tensor: ManagedTensor, gradient: torch.Tensor, *, is_at_home: bool) -> None:
+        """Takes a gradient home, unless a failed attempt at this micro-batch has done so."""
+        if self._gradients.attempts.is_counted(tensor.spec.index):
+            return
+        if not (is_at_home or tensor.chunk.is_static):
+            tensor.crossing_nbytes += gradient.nbytes
+        self._gradients.place(tensor, gradient)
+        self._gradient_mirrors.refresh(tensor)
+
+    def is_complete(self, chunk: Chunk) -> bool:
+        """Nothing is reduced."""
+        return False
+
+    def unreduced(self) -> list[int]:
+        """There are none."""
+        return []
+
+    def reduce(self, chunk: Chunk) -> Iterable[Average]:
+        """Nothing is reduced."""
+        return ()
+
+    def finish(self, found: Iterable[int]) -> Iterable[Average]:
+        """Nothing is left."""
+        return ()
+
+    def abandon(self) -> Iterable[Average]:
+        """Nothing is dropped: what autograd finished before the failure is at home, as in plain torch."""
+        return ()
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class GroupBuckets:
+    """The buckets of several processes: gradients of a communication group collect in a buffer; see ``Buckets``.
 
     Args:
         chunks: All chunks.
         pool: Where buffers come from.
-        transfers: How averages go home.
+        streams: How averages go home.
         collectives: Reduces.
         reclaim: Makes room for buffers.
     """
@@ -44,13 +165,13 @@ class Buckets:
         self,
         chunks: list[Chunk],
         pool: PayloadPool,
-        transfers: Transfers,
+        streams: Streams,
         collectives: Collectives,
         reclaim: Reclaim,
     ) -> None:
         self.found: set[int] = set()
         self._pool = pool
-        self._transfers = transfers
+        self._streams = streams
         self._collectives = collectives
         self._reclaim = reclaim
         self._chunks = chunks
@@ -63,7 +184,7 @@ class Buckets:
         self.note_chunks()
 
     def note_chunks(self) -> None:
-        """Takes note of which parameters are in which chunks."""
+        """See ``Buckets``; scratch space is allocated anew."""
         self._num_expected = [sum(tensor.spec.trainable for tensor in chunk.tensors) for chunk in self._chunks]
         self._release_staging()
         self._staging = self._reserve()
@@ -77,8 +198,6 @@ class Buckets:
 
     def _reserve(self) -> dict[torch.dtype, tuple[torch.Tensor | None, torch.Tensor | None]]:
         """Scratch space in which slices of other ranks arrive, for each type of gradients."""
-        if self._collectives.world_size == 1:
-            return {}
         largest: dict[torch.dtype, int] = {}
         for chunk in self._chunks:
             if chunk.spec.trainable:
@@ -93,16 +212,8 @@ class Buckets:
         )
         return first, second
 
-    def store(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
-        """Takes a gradient until its group is reduced.
-
-        Args:
-            tensor: Whose gradient it is.
-            gradient: The gradient of one backward, on the compute device.
-
-        Raises:
-            BudgetError: If there is no room for the buffer of its group.
-        """
+    def store(self, tensor: ManagedTensor, gradient: torch.Tensor, *, is_at_home: bool) -> None:
+        """Takes a gradient, which is on the compute device, until its group is reduced."""
         chunk = tensor.chunk
         place = tensor.view_copy(self._buffer(chunk))
         stored = self._stored[chunk.spec.index]
@@ -114,23 +225,15 @@ class Buckets:
             self.found.add(tensor.spec.index)
 
     def is_complete(self, chunk: Chunk) -> bool:
-        """Whether all gradients of a group are there."""
+        """See ``Buckets``."""
         return len(self._stored.get(chunk.spec.index, ())) == self._num_expected[chunk.spec.index]
 
     def unreduced(self) -> list[int]:
-        """Groups with gradients that are not reduced."""
+        """See ``Buckets``."""
         return sorted(self._buffers)
 
     def reduce(self, chunk: Chunk) -> Iterator[Average]:
-        """Averages what all ranks have of a group's gradients; zero where one has none.
-
-        Args:
-            chunk: The group.
-
-        Yields:
-            Averages that have arrived: of this group, or, where reductions go on beside the compute device, of the one
-            before. Each is used before the next is asked for, and all are asked for.
-        """
+        """See ``Buckets``."""
         index = chunk.spec.index
         buffer = self._buffer(chunk)
         stored = self._stored.pop(index)
@@ -156,18 +259,11 @@ class Buckets:
                 yield Average(tensor, average)
             else:  # another rank may have one, and this is it; that is known when backward ends
                 self._held.append((tensor, average.to(chunk.param.device, copy=True)))
-        self._transfers.release_in_flight()  # the averages are on their way home from this buffer
+        self._streams.release_in_flight()  # the averages are on their way home from this buffer
         self._pool.release(Tier.DEVICE, buffer, GRADIENTS)
 
     def finish(self, found: Iterable[int]) -> Iterator[Average]:
-        """Ends a backward.
-
-        Args:
-            found: Tensors that got a gradient on any rank.
-
-        Yields:
-            The averages that are left; see ``reduce``.
-        """
+        """See ``Buckets``."""
         yield from self._receive()
         anywhere = set(found)
         for tensor, average in self._held:
@@ -177,11 +273,7 @@ class Buckets:
         self.found.clear()
 
     def abandon(self) -> Iterator[Average]:
-        """Drops what is not reduced: the gradients of a backward that failed.
-
-        Yields:
-            The averages that are left; see ``reduce``.
-        """
+        """See ``Buckets``."""
         yield from self._receive()
         for buffer in self._buffers.values():
             self._pool.release(Tier.DEVICE, buffer, GRADIENTS)

@@ -1,8 +1,8 @@
-"""Tracing and exporting a live model: what torch does there in C++ goes around ``__torch_function__``.
+"""Tracing and exporting of live models: torch's C++ code there does not call ``__torch_function__``.
 
-A traced or exported module keeps the parameters that it was made with and computes with them outside of Python, where a
-released one is NaN. So it is made of an ordinary copy of the model: it has the values of this moment, and a copy's
-memory. While an engine is attached torch's entry points make that copy; models that are not live pass through.
+A traced or exported module keeps its parameters and computes with them in C++, where a released parameter is NaN. So
+torch gets an ordinary copy of the model, with the present values in memory of its own. While an engine is attached,
+torch's entry points make that copy; models that are not live pass through unchanged.
 """
 
 import copy
@@ -39,10 +39,10 @@ class Capture:
 
 
 def attach(user: Any) -> None:
-    """Lets live models be captured for as long as somebody lives, or until ``detach``.
+    """Lets live models be captured until ``detach``, or as long as the user object lives.
 
     Args:
-        user: Whoever needs that.
+        user: The object that needs this.
     """
     for owner, name in _ENTRY_POINTS:
         if not isinstance(getattr(owner, name), Capture):
@@ -51,10 +51,10 @@ def attach(user: Any) -> None:
 
 
 def detach(user: Any) -> None:
-    """Ends ``attach``; the entry points are torch's own again when nobody needs more.
+    """Ends ``attach``; without any user left the entry points are torch's own again.
 
     Args:
-        user: Who called ``attach``.
+        user: The object that ``attach`` got.
     """
     for owner, name in _ENTRY_POINTS:
         present = getattr(owner, name)
@@ -65,7 +65,7 @@ def detach(user: Any) -> None:
 
 
 def _ordinary(value: Any) -> Any:
-    """A copy of a live module, on the device that it computes on; of one of its methods, that of a copy."""
+    """For a live module a copy on its compute device, for its method that of a copy; anything else unchanged."""
     if isinstance(getattr(value, "__self__", None), torch.nn.Module):
         owner = _ordinary(value.__self__)
         return value if owner is value.__self__ else getattr(owner, value.__name__)

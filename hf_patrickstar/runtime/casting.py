@@ -11,12 +11,12 @@ _WIDE = (torch.float32, torch.float64)
 
 
 class Casting:
-    """What happens to types where a forward of the model begins and ends.
+    """Changes types where a forward of the model begins and ends.
 
     Args:
         device: The compute device.
         autocast: The type to compute in under ``torch.autocast``; ``None`` for no autocast.
-        inputs: The type that floating inputs are given where there is no autocast; ``None`` leaves them.
+        inputs: The type to cast floating-point inputs to, without autocast; ``None`` for no cast.
     """
 
     def __init__(self, device: torch.device, autocast: torch.dtype | None, inputs: torch.dtype | None) -> None:
@@ -27,11 +27,11 @@ class Casting:
     def autocast(self, *, is_recomputed: bool) -> contextlib.AbstractContextManager[Any] | None:
         """The context for an outermost forward, or ``None``.
 
-        Autocast remembers no casts: they would be copies of parameters that no budget knows of.
+        The cache of autocast is off: it would keep copies of parameters that no budget counts.
 
         Args:
-            is_recomputed: Whether backward recomputes. Checkpointing then has restored the autocast that there was at
-                its beginning: if it is this one, the forward was inside of another.
+            is_recomputed: Whether backward recomputes. Checkpointing has then restored the autocast of the first
+                forward; where that is ours already, the recomputation needs no other.
         """
         is_there = torch.is_autocast_enabled(self._device.type) and not torch.is_autocast_cache_enabled()
         if self._autocast is None or (is_recomputed and is_there):
@@ -47,7 +47,7 @@ class Casting:
         return _apply(output, lambda tensor: tensor.float() if tensor.dtype in _NARROW else tensor)
 
     def narrow(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Floating inputs (pixels, features) follow the parameters' 16-bit type; labels keep their precision."""
+        """Casts floating-point inputs (pixels, features) to the type ``inputs``, but not labels."""
 
         def cast(value: Any) -> Any:
             return value.to(self.inputs) if isinstance(value, torch.Tensor) and value.dtype in _WIDE else value

@@ -1,9 +1,9 @@
 """A managed parameter and the chunk that it lives in: storage and bookkeeping, no decisions.
 
 [Note: groups at run time]
-With several processes a ``Chunk`` is a communication group (PatrickStar section 7). What it is computed with is one
-buffer with the chunks of all ranks; its lists at home hold this rank's chunk alone. So a tensor has two places: one in
-a copy, on every rank, and one at home, on its owner. With one process both are the same.
+With several processes a ``Chunk`` is a communication group (PatrickStar section 7). Modules compute with one buffer,
+the copy, that holds the chunks of all ranks; the lists at home hold only this rank's chunk. So a tensor has two places:
+one in the copy, on every rank, and one at home, on its owner. With one process both are the same.
 """
 
 import bisect
@@ -18,8 +18,8 @@ import torch
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.streams import Copy, Lane, Ticket
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.memory.transfers import Ticket
 from hf_patrickstar.runtime.live_parameter import (
     LiveMixin,
     acquired_type,
@@ -39,11 +39,11 @@ class GradientPlace(enum.Enum):
     """Where the gradient of a parameter is.
 
     ``PARAM``: over the parameter's own place in the ``param`` list (gradient reuse, PatrickStar section 6.2).
-    ``LIST``: in the accumulation list. What a backward has not settled yet is aside, in autograd's own tensor, because
-    a use of the value, or another part of the gradient, is outstanding in the graph. ``REMOTE``: on the rank that has
-    the parameter at home. ``ZERO``: all zeros, written nowhere yet. ``KEPT``: after a step, in the tensor that a user
-    still refers to. ``CONSUMED``: it was there before the step, and is nowhere now. ``INCOMPLETE``: torch would have
-    added another one to a consumed gradient.
+    ``LIST``: in the accumulation list. A gradient that backward has not settled yet stays aside, in autograd's own
+    tensor, because the graph still needs the value, or will add to the gradient. ``REMOTE``: on the rank that has the
+    parameter at home. ``ZERO``: all zeros, written nowhere yet. ``KEPT``: after a step, in the tensor that a user still
+    refers to. ``CONSUMED``: the step has used it, and it is nowhere now. ``INCOMPLETE``: a gradient came that torch
+    would have added to a consumed one.
     """
 
     NONE = "none"
@@ -59,7 +59,7 @@ class GradientPlace(enum.Enum):
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The type that specs have the name of."""
+    """The torch type with this name."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
@@ -71,10 +71,10 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Epoch:
-    """The time in which a parameter has the same memory for torch: until somebody assigns other data to it.
+    """The time between two assignments of ``parameter.data``: in torch the parameter has the same memory throughout.
 
     Attributes:
-        value: What it was at the end, for graphs that were made in it; ``None`` while it lasts.
+        value: The value at the end of the epoch, for graphs that were made in it; ``None`` before.
     """
 
     __slots__ = ("value",)
@@ -89,7 +89,7 @@ class ManagedTensor:
     Args:
         spec: The parameter as numbers.
         parameter: The model's own parameter.
-        offset_numel: Its offset in what its chunk is computed with.
+        offset_numel: Its offset in the buffer that modules compute with.
         placeholder: What ``parameter.data`` is when the parameter is not being computed with: NaN in its shape.
 
     Attributes:
@@ -228,13 +228,13 @@ class ManagedTensor:
         self.is_bound = False
 
     def view(self, payload: torch.Tensor) -> torch.Tensor:
-        """What this rank has of the tensor, in a payload of any list at home: in its shape, or flat if it is split."""
+        """This rank's part of the tensor in a payload at home: in the tensor's shape, or flat if it is split."""
         if self.is_split:
             return payload[self.home_offset_numel : self.home_offset_numel + self.own_numel]
         return payload.as_strided(self.spec.shape, self.strides, self.home_offset_numel)
 
     def view_copy(self, payload: torch.Tensor) -> torch.Tensor:
-        """The whole tensor in what the chunk is computed with, or in a buffer like it."""
+        """The whole tensor in the buffer that modules compute with, or in a buffer of the same layout."""
         return payload.as_strided(self.spec.shape, self.strides, self.offset_numel)
 
     @property
@@ -243,31 +243,31 @@ class ManagedTensor:
         return self.part[1] - self.part[0]
 
     def own(self, value: torch.Tensor) -> torch.Tensor:
-        """Of a tensor in the parameter's shape, what this rank has at home, in the shape that ``view`` gives it."""
+        """This rank's part of a tensor in the parameter's shape, in the shape that ``view`` has."""
         return value.reshape(-1)[self.part[0] : self.part[1]] if self.is_split else value
 
     @property
     def is_rounded(self) -> bool:
-        """Whether it is frozen, and in a chunk that has less bits of it than it was loaded with."""
+        """Whether it is frozen, has no master, and was loaded with more bits than its chunk holds."""
         param, lists = self.chunk.param, self.chunk.lists
         is_narrow = param.dtype.itemsize < self.original_dtype.itemsize
         return is_narrow and MASTER not in lists and not self.chunk.spec.trainable
 
     def take_crossing(self) -> int:
-        """Bytes of the gradient that came from the device, and were not told of yet."""
+        """Bytes of its gradient that came from the device since the last call."""
         nbytes, self.crossing_nbytes = self.crossing_nbytes, 0
         return nbytes
 
     @property
-    def is_home_lookup(self) -> bool:
+    def is_cpu_embedding(self) -> bool:
         """Whether an embedding reads its rows where this weight is at home, on the host."""
         return self.lookup != "device" and self.chunk.home is Tier.HOST
 
     @property
     def is_as_left(self) -> bool:
-        """Whether the parameter is what management left: not exchanged, nor given other data around torch's functions.
+        """Whether the parameter is as the engine left it: not exchanged, nor assigned other data unnoticed.
 
-        What it was given while it has a value, or is open, is found when that ends.
+        An assignment while it has its value, or is open, is found when that ends.
         """
         if self.is_open:
             return True
@@ -275,8 +275,13 @@ class ManagedTensor:
         return is_there and (self.is_materialized or storage_key(self.parameter) == self.placeholder_key)
 
     @property
+    def is_needed_at_home(self) -> bool:
+        """Whether this step still needs the value at home, from which its chunk would be loaded again."""
+        return not self.chunk.is_group and (self.num_saved > 0 or self.users > 0)
+
+    @property
     def state(self) -> TensorState:
-        """What is going on with it, as the facts say."""
+        """Its state, derived from the other attributes."""
         if not self.is_filled or self.is_given_up:
             return TensorState.FREE
         if self.users:
@@ -289,8 +294,8 @@ class ManagedTensor:
 class Chunk:
     """One chunk over all lists.
 
-    ``param`` is the payload at home. ``compute`` is the payload on the compute tier, or ``None``: for a chunk that
-    is at home where it is computed with, it is ``param`` itself. See [Note: groups at run time].
+    ``param`` is the payload at home. ``compute`` is the payload on the compute tier, which modules compute with, or
+    ``None``; for a static chunk it is ``param`` itself. See [Note: groups at run time].
 
     Args:
         spec: The chunk as numbers.
@@ -320,7 +325,7 @@ class Chunk:
         "state_dtype",
         "storage",
         "tensors",
-        "ticket",
+        "tickets",
     )
 
     def __init__(self, spec: ChunkSpec, home: Tier, rank: int = 0) -> None:
@@ -338,7 +343,7 @@ class Chunk:
         self.base_use_count = 0
         self.last_access = 0
         self.num_computing = 0
-        self.ticket: Ticket | None = None
+        self.tickets: dict[Lane, Copy] = {}  # copies out of and into the home, the last of each lane
         self.arrival: Ticket | None = None  # of a copy to the device that was started ahead
         self.reader: threading.Event | None = None  # of a checkpoint that is being written from the fp32 lists
         self._offsets: list[int] = []
@@ -375,7 +380,7 @@ class Chunk:
             pool.release(self.home, payload, name, keep=False)
 
     def retire(self) -> None:
-        """Makes it nothing: its payloads were given back, its number stays."""
+        """Makes the chunk empty after its payloads were given back; its index stays."""
         self.spec = dataclasses.replace(self.spec, capacity_numel=0, used_numel=0, tensor_indices=(), trainable=False)
         self.home = Tier.HOST
         self.param = self.param[:0].clone()
@@ -387,9 +392,14 @@ class Chunk:
         return not self.spec.capacity_numel
 
     @property
+    def is_group(self) -> bool:
+        """Whether its copy on the device has the chunks of several ranks, and so stays true when the home changes."""
+        return self.spec.world_size > 1
+
+    @property
     def is_static(self) -> bool:
-        """Whether it is computed with where it is at home, and so never moves."""
-        return self.home is Tier.DEVICE and self.spec.world_size == 1
+        """Whether modules compute with its payload at home, so that it never moves."""
+        return self.home is Tier.DEVICE and not self.is_group
 
     @property
     def param_nbytes(self) -> int:
@@ -398,11 +408,11 @@ class Chunk:
 
     @property
     def copy_nbytes(self) -> int:
-        """Bytes of what it is computed with."""
+        """Bytes of the buffer that modules compute with."""
         return self.spec.capacity_numel * self.param.dtype.itemsize
 
     def own_slice(self, payload: torch.Tensor) -> torch.Tensor:
-        """This rank's chunk in what the group is computed with, or in a buffer like it."""
+        """This rank's chunk in the buffer that modules compute with, or in a buffer of the same layout."""
         numel = self.spec.chunk_numel
         return payload[self.rank * numel : (self.rank + 1) * numel]
 
@@ -430,8 +440,8 @@ class Chunk:
     def is_aliased(self) -> bool:
         """Whether any tensor beyond those known still looks into the compute payload.
 
-        Autograd hands operands to operators, and recomputed segments keep theirs, without a moment at which they
-        say that they are done; the storage's reference count is the truth.
+        Neither autograd nor a recomputed segment reports when it is done with an operand, so the reference count of the
+        storage decides.
         """
         if self.storage is None:
             return False
@@ -439,24 +449,29 @@ class Chunk:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether anybody computes with it or looks into it now; then it stays where it is."""
+        """Whether a module computes with it, or a tensor aliases it; then it cannot leave."""
         return self.num_computing > 0 or self.is_aliased
 
     @property
     def can_rehome(self) -> bool:
-        """Whether its home can move now; with several processes nobody computes with what is at home."""
-        return self.spec.world_size > 1 or not self.is_in_use
+        """Whether its home can move now; with several processes no module computes with the payload at home."""
+        return self.is_group or not self.is_in_use
 
-    def note(self, ticket: Ticket | None) -> None:
+    def note(self, ticket: Copy | None) -> None:
         """Remembers a copy into or out of the home that may still be under way."""
         if ticket is not None:
-            self.ticket = ticket  # copies run in order: the last one is enough
+            self.tickets[ticket.lane] = ticket  # copies of a lane run in order: the last one is enough
+
+    @property
+    def under_way(self) -> tuple[Copy, ...]:
+        """Copies into or out of the home that may still be under way: the next one comes after them."""
+        return tuple(self.tickets.values())
 
     def wait(self) -> None:
         """Waits until the host may read and write the home: gradients have arrived, copies to the device are done."""
-        if self.ticket is not None:
-            self.ticket.wait()
-            self.ticket = None
+        for ticket in self.tickets.values():
+            ticket.wait()
+        self.tickets.clear()
 
     def wait_for_reader(self) -> None:
         """Waits until the fp32 lists may change: a checkpoint that is written in the background has what it needs."""

@@ -1,4 +1,4 @@
-"""What the processes that train one model together send each other. The only module that knows torch.distributed."""
+"""Data and messages between the processes that train one model together; only this module uses torch.distributed."""
 
 import atexit
 import contextlib
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hf_patrickstar.errors import CollectiveError, ConfigError
-from hf_patrickstar.memory.transfers import Ticket
+from hf_patrickstar.memory.streams import Ticket
 from hf_patrickstar.runtime.arrival import Arrival, announce
 from hf_patrickstar.runtime.liveness import Liveness, Member, describe_self
 from hf_patrickstar.runtime.tickets import DeviceTicket, GlooTicket, Users
@@ -23,38 +23,39 @@ _ROUND_NBYTES = 2 * MIB
 """What a rank receives at a time in ``reduce_scatter``, from all others together."""
 _MIN_PIECE_NBYTES = 16 * KIB
 _NUM_PIECES = 2
-"""Pieces that a slice is cut into at least, so that adding one hides the next; to wait for many costs more."""
+"""The least number of pieces of a slice: one piece arrives while another is added. More pieces cost more waits."""
 _TILE_NUMEL = 2**16
 """Elements that are widened to fp32 at a time."""
 _AT_ONCE = timedelta(milliseconds=1)
 _NOBODY_SENDS = 2**31 - 1
-"""The tag of a message that never comes."""
+"""A tag that no rank sends a message with."""
 
 
 class Collectives:
-    """The processes that train one model together, and what they send each other.
+    """Sends data and messages between the processes that train one model together.
 
-    All ranks call the same methods in the same order. Whatever fails raises ``CollectiveError``, which says who is
-    missing; the group is of no use afterwards. With one process nothing is sent, and nothing is counted.
+    All ranks call the same methods in the same order. A failed call raises ``CollectiveError``, which names the missing
+    ranks; the process group cannot be used afterwards. With one process, methods send nothing and count nothing.
 
-    Use ``connect``.
+    Make one with ``connect``.
 
     Args:
-        rank: This process.
-        world_size: How many there are.
+        rank: The rank of this process.
+        world_size: The number of processes.
         device: The compute device.
-        group: The processes; data goes over this group. ``None`` for one process.
-        control: The same processes, for messages on the host: these never mix with data.
+        group: The process group for data; ``None`` for one process.
+        control: A group of the same processes for messages on the host, which so never mix with data.
 
     Attributes:
-        rank: This process.
-        world_size: How many there are.
-        local_world_size: How many there are on this host.
-        num_all_gathers: How often ``all_gather`` sent something.
-        num_reduce_scatters: How often ``reduce_scatter`` did.
-        num_messages: How often ``exchange`` and ``exchange_objects`` did.
-        sent_nbytes: Bytes of data that this rank contributed to ``all_gather`` and ``reduce_scatter``: a slice for
-            every other rank, which is what a ring sends too.
+        rank: The rank of this process.
+        world_size: The number of processes.
+        local_world_size: The number of processes on this host.
+        control: The process group for messages; ``None`` for one process, and after ``close``.
+        num_all_gathers: Calls of ``all_gather`` that sent data.
+        num_reduce_scatters: Calls of ``reduce_scatter`` that sent data.
+        num_messages: Calls of ``exchange`` and ``exchange_objects`` with several processes.
+        sent_nbytes: Bytes of data that this rank sent in ``all_gather`` and ``reduce_scatter``: one slice for every
+            other rank, as many as in a ring.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Collectives:
         self.sent_nbytes = 0
         self._device = device
         self._group = group
-        self._control = control
+        self.control = control
         self._is_gloo = group is not None and _backend(group, device).name() == "gloo"
         self._liveness: Liveness | None = None
         self._vigil: Vigil | None = None
@@ -83,7 +84,7 @@ class Collectives:
     def connect(
         cls, group: "dist.ProcessGroup | None", device: torch.device, patience: Patience | None = None
     ) -> "Collectives":
-        """Joins the other processes; every one of them calls this.
+        """Joins the other processes; all of them must call this.
 
         Args:
             group: The processes, or ``None`` for the default group, if there is one.
@@ -91,9 +92,9 @@ class Collectives:
             patience: How long to wait for the others.
 
         Returns:
-            What to talk to them with. It has a group of its own for messages, with the timeout of ``group``; only a
-            group of gloo that is a part of the default group is used for messages too. For such a part over another
-            backend, its members must have made equally many groups before: torch names the new one by their number.
+            The collectives. Their group for messages is a new one with the timeout of ``group``; only if ``group`` is
+            a gloo subgroup of the default group, messages go over ``group`` too. Members of a subgroup with another
+            backend must have made equally many groups before: torch names the new one by their number.
 
         Raises:
             ConfigError: If this process is not in the group, or the group cannot send from the device.
@@ -120,7 +121,7 @@ class Collectives:
             timeout = _timeout_of(data, device) or dist.constants.default_pg_timeout
             ranks = dist.get_process_group_ranks(data)
             Arrival(dist.get_rank(), ranks, _arrivals(), patience, timeout.total_seconds()).wait()
-            # Processes outside of a part do not come to make another group of it.
+            # Processes outside of a subgroup do not come to make another group of it.
             control = data if is_part and is_gloo else _new_control(data, device, is_part)
         except RuntimeError as error:
             raise CollectiveError(_complain("connects", rank, world_size, "", error)) from error
@@ -131,7 +132,7 @@ class Collectives:
         return collectives
 
     def _introduce(self, patience: Patience) -> None:
-        """Tells the others who this process is, and prepares for the day when one of them is missing."""
+        """Tells the other ranks which process this is, and makes what finds missing ranks later."""
         told = self.exchange_objects((tuple(describe_self()), uuid.uuid4().hex), "connects")
         self.num_messages = 0
         members = [Member(*member) for member, _ in told]
@@ -142,15 +143,15 @@ class Collectives:
         self._vigil = Vigil(self.rank, self._liveness, store, patience, self._hang_up)
 
     def all_gather(self, buffer: torch.Tensor, what: str) -> Ticket:
-        """Starts to fill in the slices of the other ranks.
+        """Starts an all-gather, which fills the slices of the other ranks.
 
         Args:
-            buffer: One slice per rank, one after the other, the own one filled; contiguous, in one dimension. Nobody
-                touches it before the ticket is waited for.
-            what: What it is for, for error messages.
+            buffer: One slice per rank, one after the other, this rank's slice filled; contiguous, in one dimension. The
+                caller must not touch the buffer before it has waited for the ticket.
+            what: What the data is, for error messages.
 
         Returns:
-            A ticket.
+            The ticket to wait for.
         """
         if self.world_size == 1:
             return GlooTicket((), what, self._wait)
@@ -163,7 +164,7 @@ class Collectives:
                 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
                 work = gather(buffer, slices[self.rank], group=self._group, async_op=True)
                 return DeviceTicket(work, self._device, what, self._failure)
-            # Straight into place: the library's own goes through a flat copy, at a third of the speed.
+            # Broadcasts write straight into the slices; gloo's all-gather copies, at a third of the speed.
             works = [
                 dist.broadcast(part, group=self._group, group_src=owner, async_op=True)
                 for owner, part in enumerate(slices)
@@ -172,7 +173,7 @@ class Collectives:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether a reduction runs beside what is computed next; on gloo it does not."""
+        """Whether a reduction overlaps with the computation after it; on gloo it does not."""
         return self.world_size > 1 and not self._is_gloo
 
     def staging_numel(self, slice_numel: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -195,20 +196,20 @@ class Collectives:
     def reduce_scatter(
         self, buffer: torch.Tensor, staging: tuple[torch.Tensor | None, torch.Tensor | None], what: str
     ) -> Ticket:
-        """Starts to make the own slice its average over all ranks.
+        """Starts a reduce-scatter: this rank's slice becomes the average of that slice over all ranks.
 
-        On gloo slices are added in the order of the ranks, 16-bit ones in fp32 and rounded once. So each element is
-        what one process would get that adds the gradients of the micro-batches 0, 1, ... in this order and divides by
-        their number, whichever rank owns it.
+        On gloo, slices are added in the order of the ranks, 16-bit slices in fp32 and rounded once. So each element has
+        the bits that one process gets when it adds the gradients of micro-batches 0, 1, ... in this order and divides
+        by their number.
 
         Args:
-            buffer: One slice per rank, one after the other; contiguous, in one dimension. What it has in the slices
-                of others is of no meaning afterwards.
+            buffer: One slice per rank, one after the other; contiguous, in one dimension. The slices of other ranks
+                have undefined content afterwards.
             staging: Scratch space in the buffer's type and in fp32, of at least ``staging_numel`` elements.
-            what: What it is for, for error messages.
+            what: What the data is, for error messages.
 
         Returns:
-            A ticket; on gloo it is done.
+            The ticket to wait for; on gloo it is done.
         """
         if self.world_size == 1:
             return GlooTicket((), what, self._wait)
@@ -226,7 +227,7 @@ class Collectives:
     def _reduce_in_rounds(
         self, slices: Sequence[torch.Tensor], staging: tuple[torch.Tensor | None, torch.Tensor | None]
     ) -> None:
-        """Receives a piece from every other rank while those received before are added."""
+        """Adds the received pieces while the next piece of every other rank arrives."""
         own = slices[self.rank]
         piece_numel = self._piece_numel(own.numel(), own.dtype)
         starts = range(0, own.numel(), max(1, piece_numel))
@@ -249,7 +250,7 @@ class Collectives:
                 received.append((source, target, dist.irecv(target, group=self._group, group_src=source)))
             return received
 
-        # Receives first: a piece that finds its place waiting needs no second round trip.
+        # Receives are started before sends: a piece that is expected needs no second round trip.
         pending = [receive(index) for index in range(min(2, len(starts)))]
         sends: list[Any] = []
         for start in starts:
@@ -269,7 +270,7 @@ class Collectives:
             work.wait()
 
     def _average(self, terms: Sequence[torch.Tensor], wide: torch.Tensor) -> None:
-        """Writes the average of the terms, added in order, over the own one; others may be overwritten too."""
+        """Adds the terms in order and writes the average over this rank's term; other terms may change too."""
         own = terms[self.rank]
         if not wide.numel():
             total = terms[0]
@@ -287,12 +288,12 @@ class Collectives:
             tiles[self.rank].copy_(total.div_(self.world_size))
 
     def exchange(self, message: Sequence[int], what: str, *, is_patient: bool = True) -> list[list[int]]:
-        """Tells all ranks some numbers, and waits for theirs.
+        """Sends integers to all ranks, and waits for theirs.
 
         Args:
-            message: As many integers on every rank.
+            message: The integers; every rank sends equally many.
             what: What this rank is about to do, as a verb phrase, for warnings and errors.
-            is_patient: Whether to wait as long as the process group does; else this rank gives up earlier.
+            is_patient: Whether to wait until the timeout of the process group; else this rank gives up earlier.
 
         Returns:
             The messages by rank.
@@ -308,10 +309,10 @@ class Collectives:
         return rows.tolist()
 
     def exchange_objects(self, value: Any, what: str) -> list[Any]:
-        """Tells all ranks something that can be pickled, and waits for theirs, as long as the process group does.
+        """Sends an object to all ranks, and waits for theirs until the timeout of the process group.
 
         Args:
-            value: What to tell.
+            value: The object; pickle must accept it.
             what: What this rank is about to do, as a verb phrase, for warnings and errors.
 
         Returns:
@@ -330,45 +331,45 @@ class Collectives:
         return [pickle.loads(row[:size].numpy()) for row, size in zip(rows, sizes, strict=True)]
 
     def _swap(self, rows: torch.Tensor, what: str, is_patient: bool) -> None:
-        """Fills in the rows of the other ranks, and waits for them."""
-        # Sending to each directly is twice as fast on idle cores, and many times slower on busy ones.
-        work = dist.all_gather(list(rows.unbind()), rows[self.rank].clone(), group=self._control, async_op=True)
+        """Fills the rows of the other ranks, and waits until they have arrived."""
+        # Direct sends to each rank would be twice as fast on idle cores, and many times slower on busy ones.
+        work = dist.all_gather(list(rows.unbind()), rows[self.rank].clone(), group=self.control, async_op=True)
         if self._vigil is None:
             work.wait()
         else:
             self._vigil.wait(work, what, is_message=True, is_patient=is_patient)
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
-        """Overwrites a tensor by that of one rank, and waits for it.
+        """Overwrites a tensor with that of one rank, and waits until it has arrived.
 
         Args:
             tensor: A tensor of the same shape and type on every rank, on the host or on the device.
             source: The rank whose values all get.
-            what: What it is for, for error messages.
+            what: What the data is, for error messages.
         """
 
         def operate(packed: torch.Tensor, group: "dist.ProcessGroup | None") -> None:
-            # As bytes: backends know some types only.
+            # As bytes: no backend supports every type.
             dist.broadcast(packed.view(-1).view(torch.uint8), group=group, group_src=source)
 
         self._in_place(tensor, what, operate)
 
     def begin_broadcast(self, tensor: torch.Tensor, source: int, what: str) -> Callable[[], None]:
-        """Begins to overwrite a tensor by that of one rank.
+        """Begins to overwrite a tensor with that of one rank.
 
         Args:
             tensor: A contiguous tensor of the same shape and type on every rank, on the host.
             source: The rank whose values all get.
-            what: What it is for, for error messages.
+            what: What the data is, for error messages.
 
         Returns:
-            Waits for its end.
+            A function that waits until the values have arrived.
         """
         if self.world_size == 1 or not tensor.numel():
             return lambda: None
         with self._naming(what):
             work = dist.broadcast(
-                tensor.view(-1).view(torch.uint8), group=self._control, group_src=source, async_op=True
+                tensor.view(-1).view(torch.uint8), group=self.control, group_src=source, async_op=True
             )
 
         def wait() -> None:
@@ -378,11 +379,11 @@ class Collectives:
         return wait
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
-        """Overwrites a tensor by its sum over all ranks, and waits for it; the library's order of addition.
+        """Overwrites a tensor with its sum over all ranks, and waits for it; the backend chooses the order of addition.
 
         Args:
             tensor: A tensor of the same shape and type on every rank, on the host or on the device.
-            what: What it is for, for error messages.
+            what: What the data is, for error messages.
         """
         self._in_place(tensor, what, lambda packed, group: dist.all_reduce(packed, group=group))
 
@@ -394,34 +395,34 @@ class Collectives:
         with self._naming(what), torch.no_grad():
             tensor = _without_repeats(tensor.detach())
             packed = tensor.contiguous()
-            operate(packed, self._control if tensor.device.type == "cpu" else self._group)
+            operate(packed, self.control if tensor.device.type == "cpu" else self._group)
             if not tensor.is_contiguous():
                 tensor.copy_(packed)
 
     def _hang_up(self, with_data: bool) -> None:
-        """Closes this rank's connections for messages: what is under way there fails, here and on the others.
+        """Closes this rank's connections for messages: messages under way fail, on this rank and on the others.
 
         Args:
-            with_data: Also those for data, on gloo.
+            with_data: On gloo, close the connections for data too.
         """
-        for group in (self._control, self._group if with_data and self._is_gloo else None):
+        for group in (self.control, self._group if with_data and self._is_gloo else None):
             others = range(self.world_size) if group is not None else ()
             for other in set(others) - {self.rank}:
                 nothing = torch.zeros(1, dtype=torch.int64)
-                with contextlib.suppress(RuntimeError):  # gloo closes all when a receive takes too long
+                with contextlib.suppress(RuntimeError):  # gloo closes all connections when a receive times out
                     work: Any = dist.irecv(nothing, group=group, group_src=other, tag=_NOBODY_SENDS)
                     work.wait(_AT_ONCE)
 
     def close(self) -> None:
-        """Gives back the group for messages; data can still be sent over the group that was given."""
-        control, self._control = self._control, None
-        # Whoever has destroyed the default group has destroyed this one with it.
+        """Destroys the group for messages, if ``connect`` made it; the group for data stays."""
+        control, self.control = self.control, None
+        # Where the default group was destroyed, this group was destroyed with it.
         if control is not None and control is not self._group and dist.is_initialized():
             with contextlib.suppress(ValueError, RuntimeError):
                 dist.destroy_process_group(control)
 
     def _slices(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The buffer, by owner."""
+        """The slices of a buffer, by the rank that owns each."""
         if buffer.dim() != 1 or not buffer.is_contiguous() or buffer.numel() % self.world_size:
             raise CollectiveError(
                 f"a buffer of shape {tuple(buffer.shape)} is not {self.world_size} equal slices one after the other"
@@ -448,8 +449,8 @@ class Collectives:
 
     @contextlib.contextmanager
     def _naming(self, what: str) -> Iterator[None]:
-        """Says what failed, and because of whom."""
-        if self._control is None:
+        """Turns torch's errors inside the block into errors that say what failed, and which ranks are missing."""
+        if self.control is None:
             raise CollectiveError(f"{what}: the collectives of rank {self.rank} are closed")
         if self._vigil is not None and self._vigil.verdict:
             raise CollectiveError(f"{what}: {self._vigil.verdict}")
@@ -480,17 +481,16 @@ def _arrivals() -> Any:
 
 
 def _leave() -> None:
-    """Destroys what is left of the groups when Python ends.
+    """Destroys the process groups that are left when Python ends.
 
-    The threads of gloo that a broadcast has used would otherwise be found running, now and then, by what ends the
-    process, which aborts then.
+    Otherwise threads of gloo that a broadcast has used may still run when the process exits, which then aborts.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _backend(group: "dist.ProcessGroup", device: torch.device) -> Any:
-    """What sends the group's tensors that are on a device."""
+    """The backend of a process group for tensors on a device."""
     try:
         return group._get_backend(device)
     except RuntimeError as error:
@@ -498,7 +498,7 @@ def _backend(group: "dist.ProcessGroup", device: torch.device) -> Any:
 
 
 def _new_control(group: "dist.ProcessGroup", device: torch.device, is_part: bool) -> "dist.ProcessGroup":
-    """A group of gloo over the same processes."""
+    """Makes a gloo group of the same processes."""
     return dist.new_group(
         dist.get_process_group_ranks(group),
         timeout=_timeout_of(group, device),
@@ -508,12 +508,12 @@ def _new_control(group: "dist.ProcessGroup", device: torch.device, is_part: bool
 
 
 def _timeout_of(group: "dist.ProcessGroup", device: torch.device) -> timedelta | None:
-    """The timeout of a group, which no public name tells; ``None``, the library's default, if it cannot be read."""
+    """The timeout of a group, from private names of torch; ``None``, torch's default, if these are not there."""
     return getattr(getattr(_backend(group, device), "options", None), "_timeout", None)
 
 
 def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
-    """What a tensor consists of that was expanded: it cannot be written to as a whole."""
+    """The distinct elements of an expanded tensor, which cannot be written to as a whole."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.size(dim) > 1:
             tensor = tensor.narrow(dim, 0, 1)

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from hf_patrickstar.errors import BudgetError, DeviceMemoryError
 from hf_patrickstar.events import ChunkEvicted, ChunkInvalidated, ChunkLoaded, ChunkRehomed, Listener
 from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.memory.transfers import Transfers
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.ranges import named
 from hf_patrickstar.runtime.watch import Watch
@@ -30,7 +30,7 @@ class Copies:
     Args:
         chunks: All chunks.
         pool: Where copies come from.
-        transfers: How bytes cross.
+        streams: How bytes cross.
         emit: Told of every event.
         watch: Takes over what was written to a copy that is dropped.
 
@@ -38,13 +38,11 @@ class Copies:
         waiting_s: Seconds that the host has waited for copies that had not arrived when they were needed.
     """
 
-    def __init__(
-        self, chunks: list[Chunk], pool: PayloadPool, transfers: Transfers, emit: Listener, watch: Watch
-    ) -> None:
+    def __init__(self, chunks: list[Chunk], pool: PayloadPool, streams: Streams, emit: Listener, watch: Watch) -> None:
         self.waiting_s = 0.0
         self._chunks = chunks
         self._pool = pool
-        self._transfers = transfers
+        self._streams = streams
         self._emit = emit
         self._watch = watch
         self._copies: dict[int, Chunk] = {}
@@ -101,10 +99,10 @@ class Copies:
             payload = self._begin(chunk)
             try:
                 if ahead:
-                    chunk.arrival = self._transfers.fetch(chunk.param, payload)
-                    chunk.note(chunk.arrival)
+                    chunk.arrival = copy = self._streams.fetch(chunk.param, payload, chunk.under_way)
+                    chunk.note(copy)
                 else:
-                    chunk.note(self._transfers.to_device(chunk.param, payload))
+                    chunk.note(self._streams.to_device(chunk.param, payload, chunk.under_way))
             except BaseException:
                 self._drop(chunk, is_filled=False)
                 raise
@@ -127,8 +125,8 @@ class Copies:
         with _as_it_is(chunk.param):
             payload = self._begin(chunk)
             try:
-                chunk.note(self._transfers.to_slice(chunk.param, chunk.own_slice(payload)))
-                with self._transfers.beside():
+                chunk.note(self._streams.to_slice(chunk.param, chunk.own_slice(payload), chunk.under_way))
+                with self._streams.beside():
                     yield payload
             except BaseException:
                 self._drop(chunk, is_filled=False)
@@ -207,7 +205,7 @@ class Copies:
         """
         chunk.wait()
         chunk.wait_for_reader()
-        if chunk.compute is not None and not chunk.is_static and chunk.spec.world_size == 1:
+        if chunk.compute is not None and not (chunk.is_static or chunk.is_group):
             self._drop(chunk)  # a copy with the chunks of others stays true
         old = {"param": chunk.param, **chunk.lists}
         with named(f"move home to the {home.value} of", chunk.spec.index), _as_it_is(chunk.param):

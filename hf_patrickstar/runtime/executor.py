@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 import torch
 
+from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
@@ -29,14 +30,33 @@ class MovePolicy:
     Attributes:
         chooser: Chooses which chunk leaves.
         prefetch_depth: How many loads may be under way ahead of the chunk that is needed.
-        reshard_after_forward: With several processes, groups leave when forward has done with them.
+        reshard_after_forward: Chunks leave when forward has done with them, whether or not their room is needed.
         evict_all: Evict all that can be evicted at every access and poison it (debugging).
+        has_plans: Whether steps follow plans.
     """
 
     chooser: Chooser
     prefetch_depth: int
     reshard_after_forward: bool
     evict_all: bool
+    has_plans: bool
+
+    @classmethod
+    def of(cls, config: PatrickStarConfig, world_size: int) -> "MovePolicy":
+        """The policy of so many processes; several have no plan while all is evicted, since a plan loads nothing twice.
+
+        Args:
+            config: What the user wants.
+            world_size: How many processes there are.
+        """
+        is_alone = world_size == 1
+        return cls(
+            Chooser(config.eviction),
+            config.prefetch_depth,
+            reshard_after_forward=config.reshard_after_forward and not is_alone,
+            evict_all=config.debug_evict_all,
+            has_plans=is_alone or not config.debug_evict_all,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""What a step needs of the device in all, told when it has failed for want of memory: the advice of that error.
+"""Finds how much device memory a step needs, for the advice of the error when the step has run out of memory.
 
-A step that fails has not seen its largest moment, so its forwards are rehearsed (``memory/rehearsal.py``).
+A step that fails has not come to its largest moment: its forwards are run with fake tensors (``memory/rehearsal.py``).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,24 +19,24 @@ from hf_patrickstar.runtime.tracer import Tracer
 from hf_patrickstar.shortage import Shortage
 
 _ROUNDING = 0.05
-"""An accelerator's allocator rounds up, and libraries take workspaces there."""
+"""Share added on an accelerator, where the allocator rounds up and libraries take workspaces."""
 _UNKNOWN = 2
-"""How much more than was seen is advised where a forward cannot be run with fake tensors."""
+"""How many times the measured bytes are advised where a forward cannot be run with fake tensors."""
 _MOST_ROUNDS = 32
 _MOST_CALLS = 32
-"""Forwards of one step that are remembered; some never meet a backward."""
+"""The most forwards of a step that are remembered; forwards without a backward do not end the step."""
 
 
 class Forecast:
-    """Tells what binds when the device has no room, and what would do.
+    """Finds which budget is too small when the device has no room, and which would be large enough.
 
     Args:
         chunks: All chunks.
-        pool: Knows what is taken on the device.
-        meter: Measures what else is there.
+        pool: Has the bytes taken on the device.
+        meter: Measures non-model data.
         tracer: Has the step that runs.
         device: The compute device.
-        need_at: Tells the bytes that chunks need at once in the layout for other budgets: of the device, and of chunks.
+        need_at: For a device budget and a chunk budget, the bytes that chunks need at once in the layout for these.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Forecast:
         self._known: dict[Any, int | None] = {}
 
     def note(self, module: torch.nn.Module, inputs: Any, casting: Casting, *, is_training: bool) -> None:
-        """Notes that an outermost forward begins; of its tensors nothing is kept but shapes and types.
+        """Notes that an outermost forward begins; keeps only shapes and types of its tensors.
 
         Args:
-            module: What is called.
+            module: The module that is called.
             inputs: Positional and named arguments.
-            casting: What happens to their types, and to those of the output.
+            casting: Changes the types of inputs and output.
             is_training: Whether a backward will follow.
         """
         if isinstance(self._meter, UnmeteredTier):
@@ -79,10 +79,10 @@ class Forecast:
         self._calls = [call for call in self._calls if is_evaluation and call.with_backward]
 
     def shortage(self, in_use_nbytes: int) -> Shortage:
-        """What binds, and values that work.
+        """The budgets that are too small, and values that are large enough.
 
         Args:
-            in_use_nbytes: Bytes of copies that are in use, or are needed now, and cannot leave.
+            in_use_nbytes: Bytes of copies that are in use or needed now, and cannot leave.
         """
         ledger = self._pool.ledger
         copies = sum(chunk.copy_nbytes for chunk in self._chunks if chunk.compute is not None and not chunk.is_static)
@@ -113,11 +113,11 @@ class Forecast:
         return Shortage.of(zip(limits, (booked + others, booked), strict=False))
 
     def names_in_use(self) -> set[str]:
-        """The parameters that somebody computes with now."""
+        """Names of the parameters that modules compute with now."""
         return {tensor.spec.name for chunk in self._chunks for tensor in chunk.tensors if tensor.users}
 
     def _unvisited_nbytes(self) -> int:
-        """Bytes of chunks that the step has not come to: more are held than modules tell, and these may be, too."""
+        """Bytes of chunks not visited yet: the step holds more than its modules need, and may hold these too."""
         step = self._tracer.step
         visited = {index for index, _ in step.visits} if step is not None and step.is_recorded else set()
         coming = (chunk for chunk in self._chunks if chunk.compute is None and chunk.spec.index not in visited)

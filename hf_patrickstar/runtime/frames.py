@@ -17,7 +17,7 @@ class Lookup(NamedTuple):
     Attributes:
         tensor: The parameter.
         leaf: Aliases the home, in the parameter's shape; its gradient belongs to the parameter.
-        version: Of the leaf, as it was.
+        version: The version counter of the leaf when the lookup began.
     """
 
     tensor: ManagedTensor
@@ -31,14 +31,14 @@ class Frame:
 
     Attributes:
         module: The module.
-        stage: What the engine is doing meanwhile.
+        stage: Whether the forward belongs to training, evaluation, or a backward that recomputes.
         acquired: Parameters that are released when the forward ends.
-        lookups: Embeddings that are looked up at home, by the identity of the parameter.
-        replaced: Parameters that a copy stands in for: the dictionary of their module, their name, and they.
-        saved_tensors: The hooks that were entered with it, if it is the outermost.
-        autocast: The context of autocast that was entered with it, if it is the outermost.
-        handled: The exception that its caller was handling when it began.
-        has_turn: Whether it has the turn of its thread, which ends with it; see ``Turns``.
+        lookups: Embeddings that are looked up on the CPU, by the ``id`` of the parameter.
+        replaced: Parameters that a copy stands in for: the dictionary of the module, the name, and the parameter.
+        saved_tensors: The context of saved-tensors hooks, if this forward entered it: the outermost one does.
+        autocast: The context of autocast, if this forward entered it.
+        handled: The exception that the caller was handling when the forward began.
+        has_turn: Whether the forward took the turn, which then ends with it; see ``Turns``.
     """
 
     module: torch.nn.Module
@@ -84,11 +84,11 @@ class Frames(threading.local):
 
     @property
     def stage(self) -> Stage:
-        """What this thread is doing."""
+        """The stage of this thread."""
         return self.stack[-1].stage if self.stack else current_stage()
 
     def find_lookup(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The leaf that stands in for a parameter that is looked up at home just now."""
+        """The leaf that stands in for a parameter that is looked up on the CPU just now."""
         for frame in reversed(self.stack):
             lookup = frame.lookups.get(id(parameter))
             if lookup is not None:
@@ -97,7 +97,7 @@ class Frames(threading.local):
 
 
 def current_stage() -> Stage:
-    """What begins when a module is called now."""
+    """The stage of a forward that begins now."""
     if _current_graph_task_id() != -1:
         return Stage.BACKWARD
     return Stage.FORWARD if torch.is_grad_enabled() else Stage.EVALUATION

@@ -24,6 +24,7 @@ class GradientMirrors:
         self._gradients = gradients
         self._users = users
         self._lock = values.lock
+        self._follows = values.sharing.is_alone  # see [Note: mirrors]
         self._mirrors: dict[int, Mirror] = {}
         self._last: ManagedTensor | None = None
         self._scan_at = SCAN_AT
@@ -39,7 +40,7 @@ class GradientMirrors:
         with self._lock, as_it_is(), torch.no_grad():
             self.sync_one(tensor)
             mirror = self._mirrors.get(tensor.spec.index)
-            if mirror is None or not self._values.sharing.is_alone:
+            if mirror is None or not self._follows:
                 mirror = self._copy_of(tensor, mirror)
             return mirror.value
 
@@ -47,7 +48,7 @@ class GradientMirrors:
         home = self._gradients.of(tensor)
         dtype = tensor.chunk.param.dtype if home is None else home.dtype
         wanted = tensor.chunk.state_dtype if dtype is torch.float16 else dtype
-        if self._values.sharing.is_alone:
+        if self._follows:
             assert home is not None
             value = home.to(self._values.device, wanted, copy=True)
         else:
@@ -118,7 +119,7 @@ class GradientMirrors:
             return
         with self._lock, as_it_is(), torch.no_grad():
             home = self._gradients.of(tensor)
-            if self._values.sharing.is_alone and home is not None and 0 not in mirror.value.stride():
+            if self._follows and home is not None and 0 not in mirror.value.stride():
                 mirror.value.copy_(home)
             else:
                 self.drop(tensor)
@@ -126,7 +127,7 @@ class GradientMirrors:
     def zero(self, tensor: ManagedTensor) -> bool:
         """Writes zeros to a gradient that somebody has, and goes on following it; whether there is one."""
         mirror = self._mirrors.get(tensor.spec.index)
-        if mirror is None or not self._values.sharing.is_alone or not self._users.has(mirror):
+        if mirror is None or not (self._follows and self._users.has(mirror)):
             return False
         mirror.is_held = False
         mirror.value.detach_().requires_grad_(False).zero_()
@@ -139,8 +140,8 @@ class GradientMirrors:
             self._users.leave(mirror)
 
     def kept(self, tensor: ManagedTensor) -> torch.Tensor | None:
-        """The gradient of a parameter, if somebody still refers to what was handed out."""
-        mirror = self._mirrors.get(tensor.spec.index)
+        """The gradient of a parameter, if it follows and somebody still refers to what was handed out."""
+        mirror = self._mirrors.get(tensor.spec.index) if self._follows else None
         return None if mirror is None or not self._users.has(mirror) else mirror.value
 
     def __len__(self) -> int:

@@ -25,8 +25,8 @@ import torch
 from hf_patrickstar.errors import BudgetError, EngineError
 from hf_patrickstar.events import GradientStored, Listener
 from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.memory.transfers import Transfers
 from hf_patrickstar.runtime.attempts import Attempts
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.reclaim import Reclaim
@@ -40,7 +40,7 @@ class Gradients:
 
     Args:
         pool: Where accumulation lists come from.
-        transfers: How bytes cross.
+        streams: How bytes cross.
         emit: Told of every event.
         reclaim: Makes room for lists that nobody has planned for.
         values: Brings values back; its lock is held while places change.
@@ -61,7 +61,7 @@ class Gradients:
     def __init__(
         self,
         pool: PayloadPool,
-        transfers: Transfers,
+        streams: Streams,
         emit: Listener,
         reclaim: Reclaim,
         values: Values,
@@ -76,12 +76,11 @@ class Gradients:
         self.coefficient: torch.Tensor | None = None
         self.inverse_scale: torch.Tensor | None = None
         self._pool = pool
-        self._transfers = transfers
+        self._streams = streams
         self._emit = emit
         self._reclaim = reclaim
         self._values = values
         self._chunks = chunks
-        self._is_alone = values.sharing.is_alone
         self._keeps = keeps
         self._was_zeroed = False
         self._is_after_step = False  # whether a step has left the gradients that there are
@@ -134,13 +133,12 @@ class Gradients:
             tensor: Whose gradient it is.
             gradient: The gradient of one backward, in the parameter's shape and type.
         """
-        is_needed = tensor.num_saved > 0 or tensor.users > 0
         if tensor.deferred_gradient is not None:
             tensor.deferred_gradient = tensor.deferred_gradient + gradient.to(tensor.deferred_gradient.device)
         elif tensor.is_looked_up:
             # What its uses on either device contribute is added up in the parameter's type, as autograd does.
             tensor.deferred_gradient = gradient.to(tensor.chunk.param.device)
-        elif is_needed and tensor.gradient is GradientPlace.NONE and not self.accumulate:
+        elif tensor.is_needed_at_home and tensor.gradient is GradientPlace.NONE and not self.accumulate:
             tensor.deferred_gradient = gradient
         else:
             self.add(tensor, gradient)
@@ -162,9 +160,8 @@ class Gradients:
             self.make_ready(tensor)
         if tensor.gradient is GradientPlace.PARAM:
             self.move_to_list(tensor)
-        is_needed = self._is_alone and (tensor.num_saved > 0 or tensor.users > 0)
         has_master = MASTER in tensor.chunk.lists
-        if self.accumulate or tensor.gradient is GradientPlace.LIST or is_needed or not has_master:
+        if self.accumulate or tensor.gradient is GradientPlace.LIST or tensor.is_needed_at_home or not has_master:
             self._add_to_list(tensor, gradient)
         else:
             self._write_over_parameter(tensor, gradient)
@@ -344,7 +341,7 @@ class Gradients:
         if keeps and gradient is not GradientPlace.PARAM:
             return
         self.clear(tensor)
-        if handed_out is not None and self._is_alone:
+        if handed_out is not None:
             tensor.kept, tensor.gradient = handed_out, GradientPlace.KEPT
         else:
             tensor.gradient = GradientPlace.CONSUMED
@@ -358,9 +355,10 @@ class Gradients:
         if chunk.home is Tier.DEVICE:
             tensor.view(chunk.param).copy_(gradient)
         else:
-            if gradient.is_cpu or not chunk.param.is_pinned():
+            home = tensor.view(chunk.param)
+            if not self._streams.copies_beside(gradient, home):
                 chunk.wait()  # the host writes to the home, which a copy may be reading
-            chunk.note(self._transfers.to_host(gradient, tensor.view(chunk.param)))
+            chunk.note(self._streams.to_host(gradient, home, chunk.under_way))
         tensor.gradient = GradientPlace.PARAM
         self._emit(GradientStored(chunk.spec.index, tensor.spec.index, tensor.take_crossing()))
 
@@ -428,6 +426,6 @@ def gradient_norm(gradient: torch.Tensor, dtype: torch.dtype, norm_type: float =
         dtype: The type of the norm: that of the optimizer's states.
         norm_type: Order of the norm.
     """
-    if gradient.is_cuda:
+    if not gradient.is_cpu:
         return torch._foreach_norm([gradient], norm_type, dtype=dtype)[0]
     return torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)

@@ -20,11 +20,11 @@ from hf_patrickstar.errors import EngineError
 from hf_patrickstar.runtime.autograd import Autograd
 from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.cpu_embeddings import CpuEmbeddings
 from hf_patrickstar.runtime.frames import Frame, current_stage
 from hf_patrickstar.runtime.live_model import LiveModel
 from hf_patrickstar.runtime.live_parameter import RAW, requires_grad, take_raw_grad
 from hf_patrickstar.runtime.live_tensor import LiveServices, LiveTensor, LiveWeights
-from hf_patrickstar.runtime.lookups import Lookups
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.trace import input_shapes
@@ -36,9 +36,9 @@ class ModelHooks:
 
     Args:
         model: The model.
-        manager: What they call.
+        manager: The manager that the hooks call.
         weights: Reads and writes full parameters.
-        follow_model: Called with whether it is for training before an outermost forward.
+        follow_model: Called before an outermost forward, with whether it is a training forward.
         device: The compute device.
         casting: The types that forwards compute in.
     """
@@ -58,15 +58,15 @@ class ModelHooks:
         self._manager = manager
         self._device = device
         self._follow_model = follow_model
-        self._of_modules: dict[torch.nn.Module, tuple[list[ManagedTensor], list[Any]]] = {}  # what they hold, and hooks
+        self._of_modules: dict[torch.nn.Module, tuple[list[ManagedTensor], list[Any]]] = {}  # their tensors and hooks
         self._of_tensors: dict[int, Any] = {}
         self._of_model: list[Any] = []
         self._places: list[dict[str, Any]] = []  # where modules keep their parameters and modules
-        self._structure: tuple[list[int], list[Any]] = [], []  # what was there: how many in each place, and all of it
+        self._structure: tuple[list[int], list[Any]] = [], []  # at the last look: entries per place, all entries
         self._names: dict[torch.nn.Module, str] = {}
         self._parameters, self._phases = manager.parameters, manager.phases
         self._frames = manager.phases.frames
-        self._lookups = Lookups(manager)
+        self._lookups = CpuEmbeddings(manager)
         self._autograd = Autograd(manager.phases, manager.copies)
         self._services = LiveServices(manager, weights, self._frames, self._autograd)
         self._live_model = LiveModel(model, self._services)
@@ -97,7 +97,7 @@ class ModelHooks:
             self._detach_module(module)
         for module, own in held.items():
             if module in self._of_modules:
-                self._of_modules[module][0][:] = own  # the list that its hooks have: one of them may be running
+                self._of_modules[module][0][:] = own  # in place: its hooks refer to this list
             else:
                 self._of_modules[module] = own, self._attach_module(module, own)
         self._places = [place for module in self._names for place in (module._parameters, module._modules)]
@@ -147,10 +147,10 @@ class ModelHooks:
     # Changes of the model
 
     def may_have_changed(self, is_training: bool) -> bool:
-        """Whether the model may consist of other modules or parameters than when that was looked at last.
+        """Whether modules or parameters of the model may have changed since the last look.
 
         Args:
-            is_training: Whether a frozen parameter that says that it requires a gradient counts.
+            is_training: Whether a frozen parameter with ``requires_grad`` counts as a change.
         """
         (sizes, found), (sizes_before, before) = self._found_structure(), self._structure
         if sizes != sizes_before or not all(map(operator.is_, found, before)):
@@ -185,7 +185,7 @@ class ModelHooks:
 
     def _attach_module(self, module: torch.nn.Module, own: list[ManagedTensor]) -> list[Any]:
         phases, frames, name = self._phases, self._frames, self._names[module]
-        # One with a buffer (a scale, say) computes with it on the device.
+        # An embedding with a buffer (a scale, for example) computes with it on the device.
         is_embedding = isinstance(module, torch.nn.Embedding) and not any(True for _ in module.buffers())
         is_model, is_root = module is self._model, module in self._roots
 
@@ -242,10 +242,10 @@ class ModelHooks:
         return [tensor for tensor in found if tensor is not None]
 
     def _replace(self, frame: Frame, name: str) -> None:
-        """Lets copies of its parameters stand in for them inside of a module under ``torch.func``.
+        """Puts copies in the place of a module's parameters, for a forward under ``torch.func``.
 
         There autograd keeps the parameter itself as an operand, which has no value any more when backward uses it, and
-        has no hooks for us. The copies are a part of the graph, and of the memory that it takes.
+        saved-tensors hooks are not possible. The copies belong to the graph, and take memory as long as it lives.
         """
         places = [frame.module]
         if isinstance(frame.module, torch.nn.MultiheadAttention):
@@ -260,8 +260,8 @@ class ModelHooks:
                     frame.replaced.append((module._parameters, key, tensor.parameter))
 
     def _looks_up(self, tensor: ManagedTensor) -> bool:
-        """Whether an embedding reads its rows at home; not where somebody watches the gradient of the weight."""
-        if not tensor.is_home_lookup or peek_interpreter_stack() is not None:
+        """Whether an embedding reads its rows at home; not if the user has hooks on the gradient of the weight."""
+        if not tensor.is_cpu_embedding or peek_interpreter_stack() is not None:
             return False
         parameter: Any = tensor.parameter
         with RAW():
@@ -296,7 +296,7 @@ class ModelHooks:
 
     def _enter_outermost(self, frame: Frame, name: str, args: Any, kwargs: dict[str, Any]) -> None:
         if frame.stage is Stage.BACKWARD:
-            # A recomputation must not enter our hooks: checkpointing counts on its own being innermost.
+            # Checkpointing needs its own saved-tensors hooks to be innermost, so a recomputation does not enter ours.
             _refuse_reentrant(name)
             self._begin_autocast(frame)
             return

@@ -92,15 +92,7 @@ class LiveModel:
             module.__dict__.pop(name, None)
 
     def _zero_grad(self, module: torch.nn.Module, set_to_none: bool = True) -> None:
-        parameters = list(module.parameters())
-        found = [self._manager.find(parameter) for parameter in parameters]
-        self._manager.zero_gradients([tensor for tensor in found if tensor is not None], set_to_none=set_to_none)
-        for parameter, tensor in zip(parameters, found, strict=True):
-            gradient = None if tensor is not None else parameter.grad
-            if gradient is not None and set_to_none:
-                parameter.grad = None
-            elif gradient is not None:
-                gradient.detach_().zero_()
+        self._manager.zero_gradients(module.parameters(), set_to_none=set_to_none)
 
     # Copies
 

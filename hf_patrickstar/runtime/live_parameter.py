@@ -31,7 +31,7 @@ _get_requires_grad = _Base.requires_grad.__get__
 
 
 class Access:
-    """One call's access to one released parameter; this one is to something that stands in for it.
+    """One call's access to one released parameter; this base class gives access to a value that stands in for it.
 
     Args:
         value: What the called function gets in place of the parameter.
@@ -41,7 +41,7 @@ class Access:
         self.value = value
 
     def needs_copy(self, results: list[torch.Tensor]) -> bool:
-        """Whether the results of the call look into memory that they may not; then ``value`` is a copy now."""
+        """Whether results of the call alias memory that they must not alias; if so, ``value`` has become a copy."""
         return False
 
     def make_room(self) -> None:
@@ -51,7 +51,7 @@ class Access:
         """Takes over what the call has written; called once, after it returned."""
 
     def note_returned(self) -> None:
-        """Called if a call that does not write returned the value itself: it may go around torch's functions now."""
+        """Called if a call that does not write returned the value itself: later code may use it without torch."""
 
     def end(self) -> None:
         """Lets go of the value; called once, whatever happened."""
@@ -87,7 +87,7 @@ class Live(Protocol):
         ...
 
     def copy_from(self, source: torch.Tensor, is_graph: bool) -> bool:
-        """What ``parameter.copy_(source)`` means, if that is more than to write the parameter's own type."""
+        """Does ``parameter.copy_(source)`` if that must do more than write the parameter; returns whether it did."""
         ...
 
     def detached_for_state_dict(self) -> torch.Tensor:
@@ -99,7 +99,7 @@ class Live(Protocol):
         ...
 
     def view_whole(self, func: Any) -> torch.Tensor:
-        """A view of all of the parameter that autograd takes for one, made by ``func(parameter, parameter)``."""
+        """A view of the whole parameter in the graph of autograd, made by ``func(parameter, parameter)``."""
         ...
 
     def value_for(self, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -123,7 +123,7 @@ class LiveMixin:
         return orphan
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
-        """Whoever makes a parameter from the type of one gets an ordinary one."""
+        """Makes an ordinary parameter: ``type(parameter)(data)`` must not make another live one."""
         return original_type(cls)(data, requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -194,7 +194,7 @@ class ReleasedMixin(LiveMixin):
         finally:
             access.end()
 
-    # Asked for so often, in loops over all parameters, that the way through torch would be felt.
+    # Programs read these in loops over all parameters; through torch's dispatch that would be slow.
 
     @property
     def shape(self) -> torch.Size:
@@ -243,11 +243,11 @@ def original_type(cls: type) -> Any:
 
 
 def can_answer(parameter: torch.Tensor) -> bool:
-    """Whether a parameter's class can be changed: fake tensors, which have no values anyway, need theirs."""
+    """Whether the engine can change a parameter's class: fake tensors, which have no values, need their own."""
     return isinstance(parameter, torch.nn.Parameter) and issubclass(type(parameter), torch.nn.Parameter)
 
 
-# What is really there, placeholder or not
+# The tensor that is there, placeholder or not
 
 
 def raw_data(parameter: torch.Tensor) -> torch.Tensor:
@@ -309,11 +309,11 @@ def call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
 
     Args:
         func: The function.
-        args: Its arguments, parameters somewhere among them.
+        args: Its arguments, which may contain parameters anywhere.
         kwargs: Its named arguments.
 
     Returns:
-        What it returns; where that is one of the values itself (of a function that writes in place), the parameter.
+        What the function returns; if it returns one of the values itself, as in-place functions do, the parameter.
     """
     leaves = list(tree_iter((args, kwargs)))
     is_graph = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and requires_grad(x) for x in leaves)
@@ -324,7 +324,7 @@ def call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
         for key, parameter in released.items():
             try:
                 accesses[key] = parameter._live.access(func, is_graph=is_graph, writes=key in written)
-            except MemoryError:  # of the device, which the chunks of all of them do not fit
+            except MemoryError:  # the device has no room for the chunks of all of them
                 for access in accesses.values():
                     access.make_room()
                 accesses[key] = parameter._live.access(func, is_graph=is_graph, writes=key in written)
@@ -354,7 +354,7 @@ def _needs_copies(result: Any, accesses: Collection[Access]) -> bool:
 
 
 def _written(name: str, args: Any, kwargs: Any) -> set[int]:
-    """Identities of what a function writes to, as far as its name tells; some leave no other trace."""
+    """The ``id`` of each tensor that a function writes to, by the function's name; some writes leave no other trace."""
     if name.startswith("__"):
         is_in_place = name == "__setitem__" or (
             name.startswith("__i") and name not in ("__invert__", "__int__", "__index__")
@@ -476,7 +476,7 @@ def _copy_(parameter: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _view_whole(func: Any) -> Callable[..., Any]:
-    """``parameter.view_as(parameter)`` is how one asks for the node of autograd where its gradient will arrive."""
+    """``parameter.view_as(parameter)`` is a common way to find the autograd node that accumulates its gradient."""
 
     def answer(parameter: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
         if parameter is other and torch.is_grad_enabled() and requires_grad(parameter):
@@ -496,9 +496,9 @@ def _strides(func: Any) -> Callable[..., Any]:
 
 
 def _undisturbed(func: Any) -> Callable[..., Any]:
-    """Lets a function that runs a whole backward have the parameters themselves.
+    """Passes the parameters themselves to a function that runs a whole backward.
 
-    What it calls must still meet ``__torch_function__``, so that it cannot be switched off meanwhile.
+    Calls inside must still reach ``__torch_function__``, so it cannot be switched off meanwhile.
     """
 
     def answer(*args: Any, **kwargs: Any) -> Any:

@@ -361,7 +361,7 @@ class _GraphAccess(Access):
             return False
         self._is_mirror = True
         mirrors = self._manager.mirrors
-        if self._manager.sharing.is_alone and mirrors.has(self._tensor):
+        if mirrors.has_reusable(self._tensor):
             # The same memory at each call: the addresses of parameters tell which are tied.
             self.value = _Alias.apply(self._tensor.parameter, mirrors.hand_out(self._tensor))
             return True
@@ -441,12 +441,11 @@ class _ValueAccess(Access):
         if self._is_private or not any(_is_over(result, key) for result in results):
             return False
         self._is_private = True
-        # With several processes another one may not have a mirror any more, and to make one here all of them must read.
-        is_known = self._manager.sharing.is_alone and self._manager.mirrors.has(self._tensor)
-        if key not in _places(self._tensor) and not is_known:
-            self._manager.mirrors.add(self._tensor, self.value.detach())
+        mirrors = self._manager.mirrors
+        if key not in _places(self._tensor) and not mirrors.has_reusable(self._tensor):
+            mirrors.add(self._tensor, self.value.detach())
             return False
-        self._use(self._manager.mirrors.hand_out(self._tensor))
+        self._use(mirrors.hand_out(self._tensor))
         return True
 
     def finish(self) -> None:

@@ -50,9 +50,9 @@ def describe_self() -> Member:
 
 
 def describe_system() -> str:
-    """Tells systems apart in which a process number means the same process; empty if that is not known.
+    """Names the system in which a process number is unique; empty if that is not known.
 
-    Hosts can share a name, and containers of one host do not see each other's processes.
+    A host name does not: hosts can share one, and containers of one host do not see each other's processes.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -75,13 +75,13 @@ def has_ended(member: Member) -> bool:
 class Liveness:
     """Asks every rank, once, whether it is still there.
 
-    A rank whose collective has failed says so in the store and looks for the same from the others. That one of the
-    same host has ended is seen at once, without asking.
+    A rank whose collective has failed writes so into the store, and looks whether the other ranks did. A process of the
+    same host that has ended is found at once, without the store.
 
     Args:
         rank: This rank.
         members: All processes by rank.
-        store: Where ranks answer; nobody else uses these keys.
+        store: Where ranks answer; nothing else may use these keys.
         patience_s: How long to wait for answers.
 
     Attributes:
@@ -101,14 +101,14 @@ class Liveness:
         self._finding = ""
 
     def find_ended(self) -> dict[int, str]:
-        """The other ranks of this host whose processes have ended, each with a clause that says so; nobody is asked."""
+        """Other ranks of this host whose processes have ended, each with a clause that says so; uses no store."""
         return {other: self._describe_end(other) for other in self._find_ended()}
 
     def hold(self) -> str:
-        """Asks, for some seconds at most.
+        """Asks the other ranks, and waits some seconds at most.
 
         Returns:
-            What is known, in sentences; the same ones whenever it is called again.
+            What is known, in sentences; later calls return the same text.
         """
         if not self._finding:
             # A store whose host has lost its power answers nothing, not even with an error.
@@ -122,11 +122,11 @@ class Liveness:
         return self._finding
 
     def _ask(self) -> None:
-        """Answers, and listens until somebody is known to be gone, all have answered, or it took too long."""
+        """Answers, and waits until a rank is known to be gone, all have answered, or time is over."""
         deadline = time.monotonic() + self._patience_s
         self._try_store(lambda: self._store.set(str(self._rank), "here"))
         while True:
-            # In this order: one that has answered and left since then is not the one that is missed.
+            # Processes are looked at before answers: a rank that has answered and then ended is not missing.
             ended = self._find_ended()
             self._try_store(self._listen)
             self._ended = [other for other in ended if other in self._unheard]
@@ -177,8 +177,8 @@ class Liveness:
 def _find_neighbours(rank: int, members: Sequence[Member]) -> dict[int, psutil.Process]:
     """The other processes of this host that can be seen from here.
 
-    Hosts can share a name, and containers of one host do not see each other's processes: only one that is found
-    running under its number since the time that it told is watched.
+    Hosts can share a name, and containers of one host do not see each other's processes. So a process is only watched
+    if it runs under its number here, and started at the time that it told.
     """
     neighbours = {}
     for other, member in enumerate(members):

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from hf_patrickstar.memory.transfers import Transfers
+from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.data import Data
 from hf_patrickstar.runtime.executor import Services
@@ -27,7 +27,7 @@ class ChunkManager:
         data: The places where values and gradients are.
         parameters: Finds parameters, and gives them their values.
         phases: What happens in a step.
-        transfers: How bytes cross.
+        streams: How bytes cross.
 
     Attributes:
         has_new_groups: Whether param groups were changed, so that parameters may need other lists.
@@ -41,7 +41,7 @@ class ChunkManager:
         data: Data,
         parameters: Parameters,
         phases: Phases,
-        transfers: Transfers,
+        streams: Streams,
     ) -> None:
         self.chunks = services.chunks
         self.copies, self.reclaim, self.tracer = services.copies, services.reclaim, services.tracer
@@ -57,7 +57,7 @@ class ChunkManager:
         self._order = services.order
         self._pool = services.pool
         self._meter = services.meter
-        self._transfers = transfers
+        self._streams = streams
         self._lock = data.gradients.lock
 
     def find(self, parameter: torch.Tensor) -> ManagedTensor | None:
@@ -117,10 +117,17 @@ class ChunkManager:
         self.gradient_mirrors.sync_one(tensor)
         return self.sharing.tensor(Held(tensor, self.gradients.of(tensor), dtype), "the gradient")
 
-    def zero_gradients(self, tensors: Iterable[ManagedTensor], *, set_to_none: bool) -> None:
-        """What ``zero_grad`` means for some parameters; see [Note: gradients after the step]."""
-        self.discard_gradients(tensors, to_zero=not set_to_none)
+    def zero_gradients(self, parameters: Iterable[torch.Tensor], *, set_to_none: bool) -> None:
+        """What ``zero_grad`` means for parameters, in chunks or not; see [Note: gradients after the step]."""
+        found = [(parameter, self.find(parameter)) for parameter in parameters]
+        tensors = {tensor.spec.index: tensor for _, tensor in found if tensor is not None}
+        self.discard_gradients(tensors.values(), to_zero=not set_to_none)
         self.gradients.note_zeroed(self.chunks)
+        for parameter in (parameter for parameter, tensor in found if tensor is None):
+            if parameter.grad is not None and set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()
 
     def discard_gradients(self, tensors: Iterable[ManagedTensor] | None = None, *, to_zero: bool = False) -> None:
         """Drops gradients; parameters that were overwritten get their value back from ``master``.
@@ -153,7 +160,7 @@ class ChunkManager:
         """Takes back what a failed attempt at a micro-batch left, and begins the next; see ``Attempts``."""
         with self._lock:
             self.executor.in_backward = False
-            self._transfers.release_in_flight()
+            self._streams.release_in_flight()
             dropped = self.gradients.attempts.undo()
             for tensor in self.tensors:
                 set_raw_grad(tensor.parameter, None)
@@ -193,7 +200,7 @@ class ChunkManager:
             self.gradient_mirrors.close()
             for tensor in self.tensors:
                 self.originals.drop(tensor)
-            self._transfers.release_in_flight()
+            self._streams.release_in_flight()
             self._buckets.close()
             self.copies.close()
             self._meter.stop()
@@ -204,4 +211,4 @@ class ChunkManager:
                 chunk.lists.clear()
                 chunk.compute = None
             self._pool.trim()
-            self._transfers.close()
+            self._streams.close()

@@ -4,20 +4,19 @@
 In torch ``parameter.data``, a view, ``numpy()`` and ``parameter.grad`` are the memory of the parameter: who keeps one
 sees every later change, and what is written to one counts. The memory of a chunk cannot be handed out, since the place
 of a value may hold a gradient next. So a copy is, and the engine keeps the two the same: before it uses the value it
-compares and takes over what was written, and when it has changed the value it writes to the copy. A copy that nobody
-else refers to any more is compared once more and freed. With several processes what was handed out does not follow
-(each process has a part of the value, and they need not keep the same), but what is written to it counts until the next
-change. There a checksum tells what was written, so that every process finds out, wherever the value is at home. Of what
-was read from a file there is a checksum, too: the file is not read again to compare.
+compares (``fingerprint.py``) and takes over what was written, and when it has changed the value it writes to the copy.
+A copy that nobody else refers to any more is compared once more and freed. With several processes what was handed out
+does not follow (each process has a part of the value, and they need not keep the same), but what is written to it
+counts until the next change.
 """
 
 import sys
-import zlib
+from collections.abc import Sequence
 
 import torch
 
-from hf_patrickstar.runtime.bits import same_bits
 from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.fingerprint import Fingerprint
 from hf_patrickstar.runtime.values import Values, as_it_is
 
 SCAN_AT = 8
@@ -31,16 +30,12 @@ class Mirror:
         tensor: The parameter.
         value: What was handed out; users have aliases of it.
         is_held: Whether it must outlive its last reference, because only its address was asked for.
-        checksum: Of its bits as they were handed out, where they are not compared with what is at home.
     """
 
-    def __init__(
-        self, tensor: ManagedTensor, value: torch.Tensor, *, is_held: bool, checksum: int | None = None
-    ) -> None:
+    def __init__(self, tensor: ManagedTensor, value: torch.Tensor, *, is_held: bool) -> None:
         self.tensor = tensor
         self.value = value
         self.is_held = is_held
-        self.checksum = checksum
         self.storage = value.untyped_storage()
 
 
@@ -85,7 +80,9 @@ class ValueMirrors:
         self._values = values
         self._users = users
         self._lock = values.lock
+        self._follows = values.sharing.is_alone
         self._mirrors: dict[int, list[Mirror]] = {}
+        self._fingerprints: dict[Mirror, Fingerprint] = {}
         self._last: ManagedTensor | None = None
         self._scan_at = SCAN_AT
 
@@ -104,8 +101,7 @@ class ValueMirrors:
             self.sync_one(tensor, keeps_unused=True)
             wanted = host_dtype or tensor.chunk.param.dtype
             device = torch.device("cpu") if host_dtype else self._values.device
-            known = self._mirrors.get(tensor.spec.index, ()) if self._values.sharing.is_alone else ()
-            for mirror in known:  # other processes may not have theirs any more
+            for mirror in self._reusable(tensor):
                 if mirror.value.dtype == wanted and mirror.value.device == device and mirror.value.is_contiguous():
                     mirror.is_held |= is_held
                     return mirror.value
@@ -124,8 +120,8 @@ class ValueMirrors:
             The tensor.
         """
         with self._lock:
-            is_compared = self._values.sharing.is_alone and not self._values.originals.has(tensor, value.dtype)
-            mirror = Mirror(tensor, value, is_held=is_held, checksum=None if is_compared else checksum_of(value))
+            mirror = Mirror(tensor, value, is_held=is_held)
+            self._fingerprints[mirror] = Fingerprint(self._values, tensor, value)
             self._users.enter(mirror)
             self._mirrors.setdefault(tensor.spec.index, []).append(mirror)
             return value
@@ -149,22 +145,19 @@ class ValueMirrors:
                     self._drop(mirror)
 
     def _take_over(self, mirror: Mirror) -> None:
-        tensor = mirror.tensor
-        if mirror.checksum is None:
-            home = self._values.own_part(tensor, mirror.value.dtype)
-            is_written = not same_bits(mirror.value.to(home.device), home)
-        else:
-            before, mirror.checksum = mirror.checksum, checksum_of(mirror.value)
-            is_written = mirror.checksum != before
-        if is_written:
-            self._values.write(tensor, mirror.value, voids_graphs=False)
-            self.refresh(tensor, but=mirror)
+        if self._fingerprints[mirror].has_changed(mirror.value):
+            self._values.write(mirror.tensor, mirror.value, voids_graphs=False)
+            self.refresh(mirror.tensor, but=mirror)
 
     def _drop(self, mirror: Mirror) -> None:
         index = mirror.tensor.spec.index
         self._mirrors[index].remove(mirror)
         if not self._mirrors[index]:
             del self._mirrors[index]
+        self._leave(mirror)
+
+    def _leave(self, mirror: Mirror) -> None:
+        del self._fingerprints[mirror]
         self._users.leave(mirror)
 
     def refresh(self, tensor: ManagedTensor, *, but: Mirror | None = None) -> None:
@@ -178,25 +171,30 @@ class ValueMirrors:
         if not mirrors:
             return
         with self._lock, as_it_is(), torch.no_grad():
-            if not self._values.sharing.is_alone:
-                for mirror in list(mirrors):
-                    if mirror is not but:
-                        self._drop(mirror)
-                return
-            for mirror in mirrors:
-                if mirror is not but:
+            for mirror in [mirror for mirror in mirrors if mirror is not but]:
+                if self._follows:
                     mirror.value.copy_(self._values.own_part(tensor, mirror.value.dtype))
-                    mirror.checksum = None if mirror.checksum is None else checksum_of(mirror.value)
+                    self._fingerprints[mirror].renew(mirror.value)
+                else:
+                    self._drop(mirror)
 
     def has(self, tensor: ManagedTensor) -> bool:
         """Whether a parameter's value is handed out."""
         return bool(self._mirrors.get(tensor.spec.index))
 
+    def has_reusable(self, tensor: ManagedTensor) -> bool:
+        """Whether ``hand_out`` can give again what a user has already."""
+        return bool(self._reusable(tensor))
+
+    def _reusable(self, tensor: ManagedTensor) -> Sequence[Mirror]:
+        """With several processes there are none: another one may not have its mirror any more, and all must read."""
+        return self._mirrors.get(tensor.spec.index, ()) if self._follows else ()
+
     def drop(self, tensor: ManagedTensor) -> None:
         """Takes over what was written to a parameter's mirrors; from now on they are tensors of their own."""
         self.sync_one(tensor)
         for mirror in self._mirrors.pop(tensor.spec.index, ()):
-            self._users.leave(mirror)
+            self._leave(mirror)
 
     def sync(self) -> None:
         """Takes over what was written to anything that was handed out; the engine is about to use values."""
@@ -240,11 +238,5 @@ class ValueMirrors:
         """Forgets everything."""
         for mirrors in self._mirrors.values():
             for mirror in mirrors:
-                self._users.leave(mirror)
+                self._leave(mirror)
         self._mirrors.clear()
-
-
-def checksum_of(value: torch.Tensor) -> int:
-    """A checksum of a tensor's bits."""
-    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(flat.numpy().data)

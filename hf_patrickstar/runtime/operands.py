@@ -1,4 +1,4 @@
-"""What autograd keeps of operands that live in chunks: where they were, not what they were."""
+"""Operands of backward that live in chunks: autograd keeps their address, not their value."""
 
 from collections.abc import Sequence
 
@@ -13,10 +13,10 @@ from hf_patrickstar.runtime.steps import Steps
 
 
 class SavedView:
-    """A view of a parameter, as numbers.
+    """The address of a view of a parameter.
 
-    After ``parameter.data = x`` a graph of before goes on with the memory that a view looked into, but where it kept
-    the parameter itself, with ``x``; so it is in torch.
+    After ``parameter.data = x`` an earlier graph that kept a view uses the old value, and one that kept the parameter
+    itself uses ``x``, as in torch.
     """
 
     __slots__ = ("epoch", "num_updates", "num_writes", "offset", "size", "stride", "tensor")
@@ -57,7 +57,7 @@ class Operands:
             return self._pack_parameter(view)
         chunk = self._copies.find(storage_key(view))
         if chunk is None or view.dtype is not chunk.param.dtype:
-            # Of an output that is saved by its own operator the tensor itself would be a cycle that nobody collects.
+            # An operator that saves its own output would make a reference cycle that nothing collects.
             return view.detach() if view.requires_grad else view
         offset = int(view.storage_offset())
         return SavedView(chunk.tensor_at(offset), view.size(), view.stride(), offset, self._steps.num_updates)
@@ -97,5 +97,5 @@ class Operands:
             )
         payload = self._parameters.ensure_on_device(tensor, f"the backward of a use of '{tensor.spec.name}'")
         view = payload.as_strided(saved.size, saved.stride, saved.offset)
-        # A backward that is recorded itself (create_graph) keeps its operands, and no hooks are in force there.
+        # With create_graph autograd keeps the operands of this backward, without saved-tensors hooks: give it a copy.
         return view.clone() if torch.is_grad_enabled() else view

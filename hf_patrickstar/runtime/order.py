@@ -3,22 +3,22 @@
 [Note: one order of collectives]
 A collective in which not every process takes part never ends, and data may lead processes down different branches. So:
 
-- A step begins with one small message: what it is, the shapes of its inputs, how much room there is. From the largest
-  shapes and the least room every process makes the same plan, and executes all of its gathers and reductions, in its
-  order, whether it needs them or not.
-- Where there is no plan (a step that is recorded, say), and where a process has come to the end of one and still needs
-  something, it asks: one message per collective. The others answer with what they want themselves, or that they have
-  ended. All processes then do everything that was asked for, in one order.
-- A forward, and a backward, ends when all say so. Gradients that came after their group was reduced are reduced again
-  before that, and every process learns which parameters got one anywhere.
+- A step begins with one small message of each process: the kind of step, the shapes of its inputs, and the room on the
+  device. From the largest shapes and the least room every process makes the same plan. Every process executes all
+  gathers and reductions of the plan, in its order, whether it needs them or not.
+- Without a plan (in a step that is recorded, for example), or after the end of its plan, a process asks for each
+  collective with one message. The others answer with the collective that they need themselves, or that they have ended.
+  All processes then do all collectives that were asked for, in one order.
+- A forward or a backward ends when all processes say so. Before that, gradients that came after their group was reduced
+  are reduced once more, and every process learns which parameters got a gradient on any process.
 
-An order only says what comes next. The caller does it: nobody is called back.
+An order only says what comes next; the caller executes it.
 
-All messages have the same length, so that processes which do different things find out, and say which, instead of
-waiting.
+All messages have the same length. So processes that do different things find out, and raise an error that says what
+each one does, instead of waiting.
 
-A process that waits for a message gives up after a while where all should have come at once, see [Note: who gives up].
-That is where nobody knows yet that the others come at all:
+A process that waits for a message gives up (see [Note: who gives up]) only where it does not know yet whether the
+others come at all:
 
 | subject | gives up |
 |---|---|
@@ -44,7 +44,11 @@ _NO_LIMIT = 1 << _BITS
 
 
 class Subject(enum.IntEnum):
-    """What a message is about. The first three go together; any other must be the same on all ranks."""
+    """What a message is about.
+
+    All ranks must send the same subject, except that they may mix the first three, and ``FOLLOW`` with ``READ`` or
+    ``LEAVE``.
+    """
 
     GATHER = 1
     REDUCE = 2
@@ -60,7 +64,7 @@ class Subject(enum.IntEnum):
 
 
 class Phase(enum.IntEnum):
-    """What has ended."""
+    """The part of a step that has ended."""
 
     FORWARD = 1
     BACKWARD = 2
@@ -70,7 +74,7 @@ class Phase(enum.IntEnum):
 _ASKING = frozenset({Subject.GATHER, Subject.REDUCE, Subject.END})
 _FOLLOWED = frozenset({Subject.READ, Subject.LEAVE})
 _ALONE = frozenset({Subject.READ, Subject.NORM, Subject.ENTER})
-"""What may be said without the others having come."""
+"""Subjects of messages for which a rank gives up by default."""
 
 
 class Collective(NamedTuple):
@@ -80,18 +84,18 @@ class Collective(NamedTuple):
     group: int
 
 
-# What is said, and what comes of it
+# Messages, and what processes agree on
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Room:
-    """What a step has to work with, as far as it decides about plans.
+    """The memory that a step has, as far as its plan depends on it.
 
     Attributes:
         free_nbytes: Bytes of the device for chunks and non-model data.
-        chunk_nbytes: Bytes for chunks at most, or ``None``.
+        chunk_nbytes: The most bytes for chunks, or ``None`` for no limit.
         floor_nbytes: Non-model bytes that are there at every moment.
-        resident: The chunks on the device, the one visited longest ago first.
+        resident: The chunks on the device, the least recently visited first.
     """
 
     free_nbytes: int
@@ -106,8 +110,8 @@ class Beginning:
 
     Attributes:
         shapes: The largest of the input shapes.
-        is_traced: Whether all have traces of the same steps.
-        room: The least room; its ``resident`` is empty unless it was the same everywhere.
+        is_traced: Whether all processes have traces of the same steps.
+        room: The least room; its ``resident`` is empty unless it was the same on all processes.
     """
 
     shapes: Shapes
@@ -120,10 +124,10 @@ class Ending:
     """What a process says when a phase has ended on it.
 
     Attributes:
-        phase: What has ended.
-        is_diverged: Whether it left its trace.
-        indices: Tensors that got a gradient there.
-        is_recorded: Whether it makes a trace of the step.
+        phase: The phase.
+        is_diverged: Whether the process left its trace.
+        indices: Tensors that got a gradient on this process.
+        is_recorded: Whether the process records a trace of the step.
     """
 
     phase: Phase
@@ -134,10 +138,11 @@ class Ending:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ended:
-    """What all processes said.
+    """What all processes said about the end of a phase.
 
     Attributes:
-        collectives: What others still ask for; if there is any, the phase has not ended: do these, and say so again.
+        collectives: Collectives that processes still ask for. If there are any, the phase has not ended: the caller
+            executes them and calls ``end`` again.
         is_diverged: Whether a process left its trace, or some processes record this step and others do not.
         indices: Tensors that got a gradient anywhere.
     """
@@ -149,7 +154,7 @@ class Ended:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _BeginMessage:
-    """How a step begins on one process, in numbers; the first two must be the same everywhere."""
+    """How a step begins on one process, in numbers; the first two must be the same on all processes."""
 
     kind: int
     version: int
@@ -194,7 +199,7 @@ class _BeginMessage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _EndMessage:
-    """How a phase ends on one process, in numbers; the first two must be the same everywhere."""
+    """How a phase ends on one process, in numbers; the first two must be the same on all processes."""
 
     phase: int
     checksum: int
@@ -227,7 +232,7 @@ class _EndMessage:
 
 
 class Order(Protocol):
-    """What comes next, as all processes see it."""
+    """Decides which collective comes next, the same on all processes."""
 
     @property
     def is_alone(self) -> bool:
@@ -235,18 +240,18 @@ class Order(Protocol):
         ...
 
     def note_tensors(self, num_tensors: int) -> None:
-        """Takes note of how many parameters there are."""
+        """Notes the number of parameters."""
         ...
 
     def begin(self, kind: str, shapes: Shapes, traces: int, room: Room, version: int) -> Beginning:
         """Agrees on a step that begins.
 
         Args:
-            kind: The kind of step and what it is of, for example ``"evaluation:encoder"``.
+            kind: The kind of step, and the module if that is not the model, for example ``"evaluation:encoder"``.
             shapes: Shapes of this process's inputs.
             traces: The fingerprint of the traces that this process has.
-            room: What this process has to work with.
-            version: Counts changes of parameters; it must be the same on all.
+            room: The memory that this process has.
+            version: The number of changes of parameters so far; it must be the same on all processes.
 
         Raises:
             CollectiveError: If another process begins something else, or has done fewer steps.
@@ -257,45 +262,45 @@ class Order(Protocol):
         """Makes one trace of what the processes have recorded.
 
         Args:
-            trace: What this one has.
+            trace: The trace of this process.
         """
         ...
 
     def check(self, collective: Collective) -> None:
-        """Takes note of the next collective of the plan, which the caller does now.
+        """Notes the next collective of the plan, which the caller executes now.
 
         Args:
-            collective: What the plan says.
+            collective: The collective.
 
         Raises:
-            CollectiveError: While debugging, if another process is about to do another one.
+            CollectiveError: While debugging, if another process is about to execute another collective.
         """
         ...
 
     def ask(self, collective: Collective, who: str, *, is_in_step: bool) -> tuple[Collective, ...]:
-        """Asks for a collective that no plan has.
+        """Asks for a collective that is in no plan.
 
         Args:
-            collective: What is needed.
-            who: What it is needed for, for errors.
-            is_in_step: Whether a step has begun, so that all are known to come.
+            collective: The collective.
+            who: What needs it, for errors.
+            is_in_step: Whether a step has begun, so that all processes are known to come.
 
         Returns:
-            What all processes do now, in this order: also what others asked for at the same time.
+            The collectives that all processes execute now, in this order, with those that other processes asked for.
 
         Raises:
-            CollectiveError: If another process does something that goes without it.
+            CollectiveError: If another process does something else.
         """
         ...
 
     def end(self, ending: Ending) -> Ended:
-        """Ends a forward, a backward or an evaluation, when all do; see ``Ended.collectives``.
+        """Ends a forward, a backward or an evaluation, if all processes end it; see ``Ended.collectives``.
 
         Args:
-            ending: How it ended here.
+            ending: How the phase ended on this process.
 
         Raises:
-            CollectiveError: If another process ended something else, or has done other collectives.
+            CollectiveError: If another process ended something else, or has executed other collectives.
         """
         ...
 
@@ -306,37 +311,37 @@ class Order(Protocol):
 
         Args:
             subject: ``READ``, ``NORM``, ``LEAVE``, ``ENTER`` or ``MEET``.
-            payload: Of what; four numbers at most.
-            what: The same in words.
-            is_patient: Whether all are known to come; by default as the table of the note says.
+            payload: What identifies the parameter or call that it is about: four integers at most.
+            what: What this process is about to do, as a verb phrase, for warnings and errors.
+            is_patient: Whether all processes are known to come; by default as the table of the note says.
 
         Returns:
             The ranks that do it; the others follow.
 
         Raises:
-            CollectiveError: If they are not.
+            CollectiveError: If the processes are about to do different things.
         """
         ...
 
     def follow_readers(self) -> tuple[Subject, list[int], list[int]]:
-        """Learns what other processes, which read without this one being asked to, do next.
+        """Waits for what the reading processes do next, on a process that only follows them.
 
         Returns:
-            ``READ`` or ``LEAVE``, the four numbers that they agreed on, and their ranks.
+            ``READ`` or ``LEAVE``, the four integers of the readers' payload, and the ranks of the readers.
 
         Raises:
-            CollectiveError: If they do different things, or nobody reads.
+            CollectiveError: If the readers do different things, or no process reads.
         """
         ...
 
 
 def make_order(collectives: Collectives, num_tensors: int, checks_all: bool) -> Order:
-    """The order for as many processes as there are.
+    """Makes the order of one process, or of several.
 
     Args:
-        collectives: How they talk.
-        num_tensors: Parameters under management.
-        checks_all: Agree on every gather and reduction of a plan before it is done (debugging).
+        collectives: Sends messages between the processes.
+        num_tensors: The number of managed parameters.
+        checks_all: Whether processes agree on every gather and reduction of a plan before it is done (debugging).
     """
     if collectives.world_size == 1:
         return OwnOrder()
@@ -344,7 +349,7 @@ def make_order(collectives: Collectives, num_tensors: int, checks_all: bool) -> 
 
 
 class OwnOrder:
-    """The order of one process: whatever it wants comes next."""
+    """The order of one process: nothing has to be agreed on."""
 
     is_alone = True
 
@@ -352,32 +357,32 @@ class OwnOrder:
         """Nothing to do."""
 
     def begin(self, kind: str, shapes: Shapes, traces: int, room: Room, version: int) -> Beginning:
-        """What is given."""
+        """Returns what was given."""
         return Beginning(shapes, True, room)
 
     def agree_on_trace(self, trace: Trace) -> Trace:
-        """What is given."""
+        """Returns what was given."""
         return trace
 
     def check(self, collective: Collective) -> None:
         """Nothing to do."""
 
     def ask(self, collective: Collective, who: str, *, is_in_step: bool) -> tuple[Collective, ...]:
-        """What is asked for."""
+        """Returns the given collective."""
         return (collective,)
 
     def end(self, ending: Ending) -> Ended:
-        """What is given."""
+        """Returns what was given."""
         return Ended((), ending.is_diverged, frozenset(ending.indices))
 
     def agree(
         self, subject: Subject, payload: Sequence[int], what: str, *, is_patient: bool | None = None
     ) -> list[int]:
-        """This process."""
+        """Returns this process."""
         return [0]
 
     def follow_readers(self) -> tuple[Subject, list[int], list[int]]:
-        """There are none."""
+        """Returns at once: there are no readers."""
         return Subject.LEAVE, [0, 0, 0, 0], [0]
 
 
@@ -385,9 +390,9 @@ class AgreedOrder:
     """The order of several processes; see [Note: one order of collectives] and ``Order``.
 
     Args:
-        collectives: How they talk.
-        num_tensors: Parameters under management.
-        checks_all: Agree on every gather and reduction of a plan before it is done (debugging).
+        collectives: Sends messages between the processes.
+        num_tensors: The number of managed parameters.
+        checks_all: Whether processes agree on every gather and reduction of a plan before it is done (debugging).
     """
 
     is_alone = False
@@ -399,7 +404,7 @@ class AgreedOrder:
         self.note_tensors(num_tensors)
 
     def note_tensors(self, num_tensors: int) -> None:
-        """Takes note of how many parameters there are: messages have room for all of them."""
+        """Notes the number of parameters: messages have room for a bit of each."""
         self._num_words = -(-num_tensors // _BITS)
         self._length = 12 + max(_MOST_SHAPE_NUMBERS + 1, self._num_words)
 
@@ -414,7 +419,7 @@ class AgreedOrder:
         if _are_same(message.structure for message in found) and all(message.is_readable for message in found):
             largest = map(max, zip(*(message.sizes for message in found), strict=True))
             shapes = tuple(tuple(next(largest) for _ in shape) for shape in shapes)
-        else:  # of inputs that cannot be compared no trace is kept
+        else:  # inputs cannot be compared, so no trace of this step is kept
             shapes = ()
         least_chunk_nbytes = min(message.chunk_nbytes for message in found)
         agreed = Room(
@@ -477,7 +482,7 @@ class AgreedOrder:
     # Inside
 
     def _readers(self, messages: list[list[int]], what: str) -> tuple[list[int], list[int]]:
-        """What those do that do not follow, all the same, and who they are."""
+        """The message of the ranks that do not follow, which must be the same on all of them, and these ranks."""
         readers = [rank for rank, row in enumerate(messages) if row[0] != Subject.FOLLOW]
         if len({tuple(messages[rank][:5]) for rank in readers}) != 1:
             self._mismatch(what)
@@ -486,7 +491,7 @@ class AgreedOrder:
     def _payloads(
         self, subject: Subject, payload: Sequence[int], what: str, *, is_patient: bool = True
     ) -> list[list[int]]:
-        """What all ranks say on one subject."""
+        """Sends a message on a subject; returns the payloads of all ranks."""
         messages = self._exchange(subject, payload, what, frozenset({subject}), is_patient=is_patient)
         return [found for _, *found in messages]
 
@@ -510,7 +515,7 @@ class AgreedOrder:
         return messages
 
     def _wanted(self, messages: list[list[int]]) -> tuple[Collective, ...]:
-        """What is asked for in messages, once each, in the order in which all do it."""
+        """The collectives that messages ask for, each once, in the order in which all processes execute them."""
         asked = {(subject, index) for subject, index, *_ in messages if subject != Subject.END}
         collectives = tuple(Collective(Subject(subject), index) for subject, index in sorted(asked))
         for collective in collectives:

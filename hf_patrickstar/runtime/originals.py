@@ -1,11 +1,11 @@
 """The bits of frozen parameters that their chunks do not hold.
 
 [Note: originals]
-A frozen fp32 parameter that is computed with in 16 bits has no master, since nothing updates it (``frozen_master`` asks
-for one). The file that it was read from has all of its bits: its *origin*. Whoever reads the parameter in the type that
-it was loaded in (state dictionaries, saving, copies, unfreezing) gets them from there. Where the chunk does not have
-what the origin has, rounded, somebody has written to the parameter since; such an element is read from the chunk. What
-is written in fp32, by merging an adapter for example, is kept on the host, and that is the origin from then on.
+A frozen fp32 parameter whose chunk has 16 bits has no master, since nothing updates it (``frozen_master`` asks for
+one). The file that the parameter was read from has all of its bits: this is its *origin*. A read in the type that the
+parameter was loaded in (state dictionaries, saving, copies, unfreezing) takes the bits from the origin. An element of
+the chunk that differs from the rounded origin was written to since, and is read from the chunk. A value that is written
+in fp32, by merging an adapter for example, is kept on the host and is the origin from then on.
 """
 
 import logging
@@ -41,7 +41,7 @@ class Origin(Protocol):
 
 
 class _Kept:
-    """What this rank has of a value, on the host; an ``Origin``."""
+    """An ``Origin`` in host memory, with this rank's part of a value."""
 
     def __init__(self, buffer: torch.Tensor, first: int) -> None:
         self.buffer = buffer
@@ -55,7 +55,7 @@ class Originals:
     """Reads frozen parameters with all of their bits; see [Note: originals].
 
     Args:
-        pool: Where the memory of what is kept on the host comes from.
+        pool: Allocates the values that are kept on the host.
     """
 
     def __init__(self, pool: PayloadPool) -> None:
@@ -63,20 +63,20 @@ class Originals:
         self._told: set[str] = set()
 
     def has(self, tensor: ManagedTensor, dtype: torch.dtype) -> bool:
-        """Whether a parameter is read from its origin if it is read in a type."""
+        """Whether a read of a parameter in a given type takes it from its origin."""
         return tensor.origin is not None and dtype != tensor.chunk.param.dtype
 
     def read(self, tensor: ManagedTensor, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Elements of what this rank has of a parameter that has an origin, or had one when reading began.
+        """Reads elements of this rank's part of a parameter that has an origin, or has just lost it.
 
         Args:
             tensor: The parameter.
-            start: The first, of the flattened part of this rank.
+            start: The first element of the flattened part.
             stop: One after the last; by default all.
 
         Returns:
-            A flat tensor on the host, in the type that the parameter was loaded in, or in that of the chunk if the
-            origin is lost: then nothing knows more.
+            A flat tensor on the host, in the type that the parameter was loaded in, or in the type of the chunk if the
+            origin is lost.
         """
         held, origin = tensor.view(tensor.chunk.param).reshape(-1)[start:stop].cpu(), tensor.origin
         if origin is None:
@@ -95,11 +95,11 @@ class Originals:
         return value
 
     def note_write(self, tensor: ManagedTensor, own: torch.Tensor) -> None:
-        """Keeps all bits of what is about to be written to a parameter that its chunk rounds.
+        """Keeps all bits of a value that is about to be written to a parameter whose chunk rounds it.
 
         Args:
             tensor: The parameter.
-            own: What this rank will have of it.
+            own: This rank's part of the value.
         """
         dtype = tensor.chunk.param.dtype
         if not tensor.is_rounded or own.dtype.itemsize <= dtype.itemsize:

@@ -38,7 +38,6 @@ class Parameters:
         self._by_parameter: dict[int, ManagedTensor] = {}
         self._steps = steps
         self._executor = steps.executor
-        self._is_alone = steps.order.is_alone
         self._gradients = gradients
         self._writes = writes
         self._lock = gradients.lock
@@ -150,7 +149,7 @@ class Parameters:
             raise
 
     def _ensure_on_device(self, tensor: ManagedTensor, who: str) -> torch.Tensor:
-        if tensor.gradient is GradientPlace.PARAM and self._is_alone:
+        if tensor.gradient is GradientPlace.PARAM and not tensor.chunk.is_group:
             self._gradients.move_to_list(tensor)
         return self._executor.ensure_on_device(tensor.chunk, who)
 
@@ -192,7 +191,7 @@ class Parameters:
             EngineError: If so.
         """
         is_unfrozen = torch.is_grad_enabled() and requires_grad(tensor.parameter)
-        if is_unfrozen and not self._is_alone and self._is_trained:
+        if is_unfrozen and tensor.chunk.is_group and self._is_trained:
             raise EngineError(_unfrozen(tensor))
 
 

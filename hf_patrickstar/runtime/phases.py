@@ -17,7 +17,7 @@ from collections.abc import Container, Iterable, Iterator
 
 import torch
 
-from hf_patrickstar.memory.transfers import Transfers
+from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.data import Data
 from hf_patrickstar.runtime.executor import Services
@@ -43,7 +43,7 @@ class Phases:
         placement: Moves chunks to better homes.
         data: The places where values and gradients are.
         parameters: Finds parameters, and gives them their values.
-        transfers: How bytes cross.
+        streams: How bytes cross.
 
     Attributes:
         turns: Which thread runs a forward, a backward or an update.
@@ -57,21 +57,20 @@ class Phases:
         placement: Placement,
         data: Data,
         parameters: Parameters,
-        transfers: Transfers,
+        streams: Streams,
     ) -> None:
         self.turns = Turns()
         self.frames = Frames()
         self._copies, self._reclaim, self._tracer = services.copies, services.reclaim, services.tracer
         self._steps = steps
         self._executor = steps.executor
-        self._is_alone = steps.order.is_alone
         self._placement = placement
         self._values, self._writes, self._mirrors = data.values, data.writes, data.mirrors
         self._gradients, self._gradient_mirrors = data.gradients, data.gradient_mirrors
         self._buckets = data.buckets
         self._parameters = parameters
         self._operands = Operands(parameters, services.copies, steps)
-        self._transfers = transfers
+        self._streams = streams
         self._lock = data.gradients.lock
 
     # Forward
@@ -174,14 +173,8 @@ class Phases:
             if gradient.is_sparse:
                 gradient = gradient.to_dense()
             self._gradient_mirrors.sync_one(tensor)
-            if not self._is_alone:
-                self._buckets.store(tensor, gradient)
-                self._executor.reduce_when_due(tensor.chunk)
-            elif not self._gradients.attempts.is_counted(tensor.spec.index):
-                if not (is_at_home or tensor.chunk.is_static):
-                    tensor.crossing_nbytes += gradient.nbytes
-                self._gradients.place(tensor, gradient)
-                self._gradient_mirrors.refresh(tensor)
+            self._buckets.store(tensor, gradient, is_at_home=is_at_home)
+            self._executor.reduce_when_due(tensor.chunk)
 
     def backward_end(self) -> None:
         """A backward has ended: what it left is reduced and settled, and the micro-batch is counted."""
@@ -195,7 +188,7 @@ class Phases:
                 self._gradient_mirrors.drop(tensor)
             self._executor.in_backward = False
             self._place_deferred_gradients()
-            self._transfers.release_in_flight()
+            self._streams.release_in_flight()
             self._steps.end_micro_batch()
 
     @contextlib.contextmanager

@@ -81,7 +81,7 @@ class Placement:
         self._reserve = reserve
         self._rules = rules
         self._rates = rates
-        self._is_alone = all(chunk.spec.world_size == 1 for chunk in chunks)
+        self._has_groups = any(chunk.is_group for chunk in chunks)
         self._num_seen = 0
         self._has_explained = False
 
@@ -160,7 +160,7 @@ class Placement:
         return num_moved > 0
 
     def _place_lookups(self, num_micro_batches: int) -> bool:
-        """Decides by count of bytes which embeddings are worth being looked up at home; whether any changed."""
+        """Decides by count of bytes which embeddings are worth being looked up on the CPU; whether any changed."""
         asked = [tensor for chunk in self._chunks for tensor in chunk.owned if tensor.lookup == "auto"]
         measured = {tensor.spec.index: tensor.lookup_nbytes // num_micro_batches for tensor in asked}
         if not asked or not any(measured.values()):
@@ -208,13 +208,13 @@ class Placement:
             for chunk in self._chunks
             if chunk.spec.trainable
             and chunk.spec.index not in kept
-            and not any(t.is_home_lookup for t in chunk.tensors)
+            and not any(t.is_cpu_embedding for t in chunk.tensors)
         ]
         limit, unusable = self._limits()
         fixed = self._rules.workspace_nbytes + sum(self.nbytes[index].device_nbytes for index in kept)
         largest = max((chunk.copy_nbytes for chunk in self._chunks), default=0)
         ahead = largest if self._rules.prefetch_depth else 0
-        candidates = fill_margin(movable, traces, limit - fixed, ahead, kept, unusable, copies_stay=not self._is_alone)
+        candidates = fill_margin(movable, traces, limit - fixed, ahead, kept, unusable, copies_stay=self._has_groups)
         plan = plan_margin(movable, candidates, lambda inside: self._moved(inside, kept, fixed), self._rates)
         wanted = set(plan.chunk_indices)
         if wanted != self.in_margin or not self._has_explained:
@@ -245,7 +245,7 @@ class Placement:
                     chunkable_nbytes(trace, free - taken, budget),
                     self._rules.policy,
                     dropped_after=updated,
-                    static=at_home if self._is_alone else frozenset(),
+                    static=frozenset() if self._has_groups else at_home,
                     load_nbytes=loads,
                     gradient_nbytes=crossing,
                     repetitions=1,

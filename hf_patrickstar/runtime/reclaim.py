@@ -135,7 +135,7 @@ class Reclaim:
 
     def _await_gathers(self, exclude: Chunk | None) -> bool:
         """Waits for gathers that this process had no need of, which still look into copies; whether there were any."""
-        groups = (chunk for chunk in self._copies if chunk.spec.world_size > 1 and chunk is not exclude)
+        groups = (chunk for chunk in self._copies if chunk.is_group and chunk is not exclude)
         pending = [chunk for chunk in groups if chunk.arrival is not None]
         for chunk in pending:
             self._copies.wait(chunk)

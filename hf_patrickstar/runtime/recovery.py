@@ -11,6 +11,7 @@ import numpy
 import torch
 
 from hf_patrickstar.errors import DeviceMemoryError
+from hf_patrickstar.memory.accelerator import empty_cache, is_accelerator, is_full, random_state, set_random_state
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.units import format_nbytes
@@ -19,17 +20,16 @@ logger = logging.getLogger(__name__)
 
 MAX_RETRIES = 3
 _SHRINK = 0.9
-_PHRASES = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 _T = TypeVar("_T")
 
 
 class Recovery:
-    """Runs forward and backward of a micro-batch, again if memory does not suffice.
+    """Runs forward and backward of a micro-batch, and repeats them when the device has run out of memory.
 
-    Between two attempts activations are freed, gradients are as they were before the first, random numbers too, every
-    chunk leaves the device margin, and what was recorded is forgotten: the next attempt is as careful as the first
-    step of a run. On an accelerator chunks get a tenth less of the device, for good.
+    Before a repetition activations are freed, gradients, buffers and random number generators are set back, every chunk
+    leaves the device margin, and all traces are dropped: the next attempt is as careful as the first step of a run. On
+    an accelerator the limit for chunks is lowered by a tenth, for the rest of the run.
 
     Args:
         manager: The manager of the chunks.
@@ -50,19 +50,19 @@ class Recovery:
         self._is_running = False
 
     def run(self, function: Callable[[], _T], max_retries: int = MAX_RETRIES) -> _T:
-        """Runs a function that does forward and backward once, and nothing else that counts.
+        """Runs a function that does forward and backward once, and has no other effect.
 
         Args:
-            function: What to run.
+            function: The function.
             max_retries: How often to repeat it at most.
 
         Returns:
-            What it returned.
+            What the function returned.
 
         Raises:
-            DeviceMemoryError: If it failed for want of memory every time.
+            DeviceMemoryError: If every attempt ran out of memory.
         """
-        if self._is_running:  # somebody's own attempt is around this one
+        if self._is_running:  # an outer call of ``run`` repeats it
             return function()
         self._is_running = True
         self._manager.gradients.attempts.begin()
@@ -113,8 +113,8 @@ class Recovery:
         manager.placement.leave_margin()
         manager.reclaim.evict_unused()
         ledger = manager.ledger
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        if is_accelerator(self._device):
+            empty_cache()
             ledger.lower_limit(Tier.DEVICE, int(ledger.limit(Tier.DEVICE, cautious=False) * _SHRINK))
 
     def _give_up(self, cause: str, num_retries: int) -> str:
@@ -144,9 +144,7 @@ class Recovery:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that the compute device has no memory left."""
-    if isinstance(error, (DeviceMemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _PHRASES)
+    return isinstance(error, DeviceMemoryError) or is_full(error)
 
 
 class _State:
@@ -157,7 +155,7 @@ class _State:
         self._python = random.getstate()
         self._numpy: Any = numpy.random.get_state()
         self._host = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._of_device = random_state(device)
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers()]
 
     @torch.no_grad()
@@ -165,7 +163,6 @@ class _State:
         random.setstate(self._python)
         numpy.random.set_state(self._numpy)
         torch.set_rng_state(self._host)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
+        set_random_state(self._device, self._of_device)
         for buffer, before in self._buffers:
             buffer.copy_(before)

@@ -1,4 +1,4 @@
-"""What one rank has at home and all want: values, gradients, norms, states. All processes call together."""
+"""Gives all ranks what one rank has at home: values, gradients, norms, states. All processes call these together."""
 
 import contextlib
 import itertools
@@ -20,11 +20,11 @@ class Held(NamedTuple):
 
     Attributes:
         tensor: The parameter.
-        source: What this rank has at home, in place, or a function that gives its elements from the first to one after
-            the last, flat, on the host; nobody looks at it on a rank that has nothing.
+        source: The tensor that this rank has at home, or a function that returns its elements from the first to one
+            after the last, flat, on the host; not used on a rank that has no elements.
         dtype: The type to read it in.
-        parts: The elements that each rank has, as (start, stop), if not the same as of the parameter.
-        number: Its number among what is read, if not the parameter's.
+        parts: The elements that each rank has, as (start, stop); by default those of the parameter.
+        number: The number that identifies it in messages; by default the parameter's index.
     """
 
     tensor: ManagedTensor
@@ -53,10 +53,10 @@ class SharedState(NamedTuple):
 
 
 class Sharing:
-    """Hands out copies on the host of what is at home on one rank.
+    """Gives all ranks copies, on the host, of what one rank has at home.
 
     Args:
-        collectives: How they travel.
+        collectives: Sends the copies.
         order: Makes sure that all ranks ask for the same.
     """
 
@@ -75,18 +75,18 @@ class Sharing:
         return self._collectives.rank
 
     def enter(self, what: str) -> None:
-        """Begins what all processes must call together; one that is alone is told so, see ``runtime/order.py``.
+        """Begins a call that all processes must make together; one that waits alone gives up, see ``runtime/order.py``.
 
         Args:
-            what: What it is, as a verb phrase, for warnings and errors.
+            what: What the call does, as a verb phrase, for warnings and errors.
         """
         self._order.agree(Subject.ENTER, [zlib.crc32(what.encode())], what)
 
     def meet(self, what: str) -> None:
-        """Waits for all processes, which come when they have done what they do.
+        """Waits until all processes have come.
 
         Args:
-            what: What that is, as a verb phrase, for warnings and errors.
+            what: What a process does here, as a verb phrase, for warnings and errors.
         """
         self._order.agree(Subject.MEET, [], what)
 
@@ -95,7 +95,7 @@ class Sharing:
 
         Args:
             held: The parameter, and what this rank has of it.
-            name: What it is, for errors.
+            name: What is read of the parameter, for errors.
         """
         numel = held.tensor.spec.numel
         (value,) = self.parts(held, (0, numel), max(numel, 1), name)
@@ -107,17 +107,17 @@ class Sharing:
     def parts(
         self, held: Held, place: tuple[int, int], piece_numel: int, name: str, *, is_patient: bool | None = None
     ) -> Generator[torch.Tensor, None, None]:
-        """Elements of what the owners of a parameter have, in order, in pieces. Who does not want the rest closes it.
+        """Reads what the owners of a parameter have, in pieces. To skip the rest, close the generator.
 
         Args:
             held: The parameter, and what this rank has of it.
             place: The first element of the flattened parameter, and one after the last.
-            piece_numel: Elements at once.
-            name: What it is, for errors.
-            is_patient: Whether all are known to come; see ``Order.agree``.
+            piece_numel: Elements of a piece.
+            name: What is read of the parameter, for errors.
+            is_patient: Whether all processes are known to come; see ``Order.agree``.
 
         Yields:
-            Flat tensors on the host, which may alias the source; one that is empty if there is no element.
+            Flat tensors on the host, which may alias the source; one empty tensor if there are no elements.
         """
         what = _reading(held, name)
         index = held.tensor.spec.index if held.number is None else held.number
@@ -125,7 +125,7 @@ class Sharing:
         yield from self._pieces(held, place, piece_numel, what, readers)
 
     def serve(self, held_of: Callable[[int], Held]) -> None:
-        """Takes part in what other processes read, until they have ended.
+        """Takes part in the reads of other processes, until these end.
 
         Args:
             held_of: Gives the parameter of an index, and what this rank has of it.
@@ -147,16 +147,16 @@ class Sharing:
 
     @contextlib.contextmanager
     def led(self, held_of: Callable[[int], Held], *, is_reader: bool) -> Iterator[None]:
-        """Inside the block some processes read what all have; the others serve them first, then run it themselves.
+        """Lets some processes read inside the block; the others serve these reads first, and then run the block.
 
-        All processes must enter it together.
+        All processes must enter the block together.
 
         Args:
-            held_of: Gives what a reader asks for by a number, and what this rank has of it.
-            is_reader: Whether this process reads: the same parts of the same things as all others that do.
+            held_of: Gives the parameter of a number that readers ask for, and what this rank has of it.
+            is_reader: Whether this process reads; all readers must read the same, in the same order.
 
         Raises:
-            CheckpointError: On those that do not read, if one that does has failed.
+            CheckpointError: On a process that does not read, if a reader failed.
         """
         if not is_reader:
             self.serve(held_of)
@@ -171,17 +171,17 @@ class Sharing:
             self.leave(has_failed=False)
 
     def leave(self, *, has_failed: bool) -> None:
-        """Tells those that follow that nothing more is read.
+        """Tells the processes that follow that this process reads nothing more.
 
         Args:
-            has_failed: Whether that is because of an error.
+            has_failed: Whether an error is the reason.
         """
         self._order.agree(Subject.LEAVE, [int(has_failed)], "has saved the model")
 
     def _pieces(
         self, held: Held, place: tuple[int, int], piece_numel: int, what: str, readers: list[int]
     ) -> Generator[torch.Tensor, None, None]:
-        """One piece after the other; the next one is on its way while the one before is used."""
+        """Yields one piece after the other; the next piece is sent while the caller uses the one before."""
         start, stop = place
 
         def begin_piece(begin: int) -> tuple[torch.Tensor, Sequence[Callable[[], None]]]:
@@ -193,7 +193,7 @@ class Sharing:
             while on_their_way:
                 on_their_way += [begin_piece(begin) for begin in itertools.islice(begins, 1)]
                 yield _arrived(*on_their_way.pop(0))
-        except GeneratorExit:  # whoever reads has failed, but the others send all of it
+        except GeneratorExit:  # this caller stops, but the other ranks send all pieces
             for piece in itertools.chain(on_their_way, map(begin_piece, begins)):
                 _arrived(*piece)
             raise
@@ -201,7 +201,7 @@ class Sharing:
     def _begin_piece(
         self, held: Held, start: int, stop: int, what: str, readers: list[int]
     ) -> tuple[torch.Tensor, Sequence[Callable[[], None]]]:
-        """A piece, and what to wait for before it is complete."""
+        """Starts to send a piece; returns it, and functions that wait until it is complete."""
         _, source, dtype, *_ = held
         parts = held.tensor.parts if held.parts is None else held.parts
         first, last = parts[self.rank]
@@ -211,7 +211,7 @@ class Sharing:
         waits = []
         for rank, (first, last) in enumerate(parts):
             low, high = max(first, start), min(last, stop)
-            is_sent = readers != [rank]  # what only its owner reads stays there
+            is_sent = readers != [rank]  # only its owner reads it
             if low >= high or not (is_sent or rank == self.rank):
                 continue
             piece = value[low - start : high - start]
@@ -223,14 +223,14 @@ class Sharing:
         return value, waits
 
     def scalars(self, found: Mapping[int, torch.Tensor], num: int) -> torch.Tensor:
-        """A vector of scalars that are spread over the ranks, the same on all.
+        """Combines scalars of all ranks into one vector, the same on all ranks.
 
         Args:
-            found: Those that this rank has, by their places.
-            num: How many there are.
+            found: The scalars of this rank, by their places in the vector.
+            num: The number of scalars of all ranks.
 
         Returns:
-            All, in fp32, on the host.
+            The vector, in fp32, on the host.
         """
         what = f"computes the norm of {num} gradients"
         self._order.agree(Subject.NORM, [num], what)
@@ -243,7 +243,7 @@ class Sharing:
     def outline_states(
         self, own: Mapping[int, Mapping[str, Any]], tensors: Mapping[int, ManagedTensor]
     ) -> dict[int, dict[str, Any]]:
-        """Learns what the optimizer states of all ranks consist of, to read it with ``parts``.
+        """Lists the optimizer states of all ranks, so that ``parts`` can read them.
 
         Args:
             own: The states of this rank, by tensor index.
@@ -272,9 +272,9 @@ class Sharing:
         """The optimizer states of all ranks together.
 
         Args:
-            own: Those of this rank, by tensor index.
+            own: The states of this rank, by tensor index.
             tensors: All tensors, by index.
-            keep: Whether this rank wants them; else it only takes part, and holds one tensor of others at a time.
+            keep: Whether this rank needs them; else it only takes part, and holds one tensor of others at a time.
         """
         if self.is_alone:
             return {index: dict(state) for index, state in own.items()}
@@ -298,7 +298,7 @@ class Sharing:
 def _whole(
     shape: tuple[int, ...], tensor: ManagedTensor, rank: int, world_size: int
 ) -> tuple[tuple[int, ...], Sequence[tuple[int, int]]]:
-    """The shape of a state of which a rank has something of this shape, and what each rank has of it."""
+    """The full shape of a state, from the shape of what one rank has, and the elements that each rank has."""
     start, stop = tensor.parts[rank]
     if tensor.is_split and shape == (stop - start,):
         return tensor.spec.shape, tensor.parts
@@ -325,7 +325,7 @@ def _arrived(value: torch.Tensor, waits: Sequence[Callable[[], None]]) -> torch.
 
 
 def _join(state: dict[str, Any], key: str, part: torch.Tensor, tensor: ManagedTensor, rank: int) -> None:
-    """Puts what a rank has of a state into it: all of it, or a part, flat, where the parameter is split."""
+    """Adds a rank's part to a state: the whole tensor, or a flat part of it where the parameter is split."""
     start, stop = tensor.parts[rank]
     if not tensor.is_split or part.shape != (stop - start,):
         state[key] = part

@@ -109,8 +109,6 @@ class Steps:
     def _begin(self, title: str, shapes: Shapes, version: int) -> tuple[Shapes, Room]:
         """What a step has to work with, agreed with the other processes: shapes and room."""
         room = self._room()
-        if self.order.is_alone:
-            return shapes, room
         agreed = self.order.begin(title, shapes, self.tracer.fingerprint, room, version)
         if not agreed.is_traced:
             self.tracer.discard()
@@ -196,7 +194,7 @@ class Steps:
             self._meter.stop()
 
     def _enter(self, step: Step, present: Iterable[torch.Tensor], room: Room) -> None:
-        if step.cursor is not None and not (self._policy.evict_all and not self.order.is_alone):
+        if step.cursor is not None and self._policy.has_plans:
             step.plan = self._plan(step.cursor.trace, step.dropped_after, room)
             if step.plan is not None and not self._copies.moves:
                 self._pool.ledger.note_total(step.cursor.trace.non_model_peak_nbytes)
@@ -263,7 +261,7 @@ class Steps:
                         dropped_after=dropped_after,
                         static=static,
                         prefetch_depth=0 if self._policy.evict_all else self._policy.prefetch_depth,
-                        reshard_after_forward=self._policy.reshard_after_forward and not self.order.is_alone,
+                        reshard_after_forward=self._policy.reshard_after_forward,
                     )
                 logger.debug(
                     "patrickstar: plan of '%s': %d loads, %d evictions", trace.key, plan.num_loads, plan.num_evictions

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 
 from hf_patrickstar.errors import CollectiveError
+from hf_patrickstar.memory.streams import synchronize
 
 _LINGER_S = 1.0
-"""How long gloo may look into a buffer after it is done; much longer than it ever does."""
+"""Seconds that gloo may keep a reference to a buffer after a collective; much longer than it ever does."""
 
 
 class GlooTicket:
-    """Collectives of gloo that may still be under way, or nothing at all."""
+    """Waits for collectives of gloo that may still be under way; there may be none."""
 
     __slots__ = ("_users", "_wait", "_what", "_works")
 
@@ -31,14 +32,14 @@ class GlooTicket:
         return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
-        """Blocks until it may; nobody else looks into it then.
+        """Blocks until the host may use the buffer and gloo has no reference to it any more.
 
         Raises:
             CollectiveError: If the collective failed.
         """
         for work in self._works:
             self._wait(work, self._what)
-            del work  # which holds the buffer, too
+            del work  # it has a reference to the buffer, too
         self._works = ()
         if self._users is not None:
             self._users.wait()
@@ -48,10 +49,10 @@ class GlooTicket:
 
 
 class Users:
-    """How many look into a buffer, before gloo does.
+    """Counts the references to a buffer before gloo gets it.
 
-    Its threads let go of a buffer a moment after they have said that they are done with it. Whoever counts aliases then
-    would find one that is none, on one rank and not on another.
+    Threads of gloo release a buffer a moment after their collective is complete. In between, the engine would count the
+    reference as an alias of the chunk, on one rank and not on another.
     """
 
     __slots__ = ("_num", "_storage")
@@ -61,7 +62,7 @@ class Users:
         self._num = torch._C._storage_Use_Count(self._storage._cdata)
 
     def wait(self) -> None:
-        """Blocks until no others do, or for a second."""
+        """Blocks until there are no more references than before, for a second at most."""
         deadline = time.monotonic() + _LINGER_S
         while torch._C._storage_Use_Count(self._storage._cdata) > self._num and time.monotonic() < deadline:
             time.sleep(0)
@@ -88,10 +89,10 @@ class DeviceTicket:
     def wait(self) -> None:
         """Blocks until the host may use the buffer."""
         self.join()
-        torch.cuda.current_stream(self._device).synchronize()
+        synchronize(self._device)
 
     def join(self) -> None:
-        """Makes whatever the device does next come after it.
+        """Lets all later work of the device wait for the collective.
 
         Raises:
             CollectiveError: If the collective failed.

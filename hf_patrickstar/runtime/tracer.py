@@ -9,7 +9,7 @@ from hf_patrickstar.schedule.plan import Plan
 from hf_patrickstar.schedule.trace import Cursor, Shapes, Trace, Visit, trace_key
 
 _MOST_DIVERGED_IN_A_ROW = 2
-_MOST_VISITS = 200_000
+MOST_VISITS = 200_000
 
 
 @dataclasses.dataclass(slots=True)
@@ -22,10 +22,10 @@ class Step:
         dropped_after: Chunks whose device copies are void when it has ended.
         cursor: Its place in the trace that it follows; ``None`` if it is recorded, or has diverged.
         is_diverged: Whether it has left its trace.
-        plan: What to move at each moment, if there is a plan; one that left its trace keeps it for others' sake.
+        plan: What to move at each moment, if there is a plan. A diverged step keeps it: other processes execute it too.
         is_metered: Whether non-model data is measured while it runs.
         num_followed: How many moments of the plan have been executed; processes execute all of them together.
-        due: What is left of the reductions of the last of them.
+        due: Reductions of the last executed moment that are still to be done.
     """
 
     key: str
@@ -57,12 +57,12 @@ class Gauges(Protocol):
         ...
 
     def take_gradient_peak(self) -> int:
-        """The most bytes of gradients that waited on the device for their group since then."""
+        """The most bytes of gradients that waited on the device for their group since the last moment."""
         ...
 
 
 class TraceOrder(Protocol):
-    """What brings the traces of several processes together."""
+    """Makes one trace of the traces of several processes."""
 
     def agree_on_trace(self, trace: Trace) -> Trace:
         """One trace for all."""
@@ -72,15 +72,23 @@ class TraceOrder(Protocol):
 class Tracer:
     """The traces of a model, one for each kind of step and bucket of input shapes.
 
-    The first step of a kind is recorded, later ones are followed. A step with larger inputs than any recorded one is
-    recorded too, and its trace joined to what was known: its activations may need more. A step that does not do what
-    its trace says has diverged: it goes on without foresight, and is counted. After two in a row the trace is recorded
-    anew: the first step may have failed half way, or the model have changed.
+    The first step of a kind is recorded, and later steps follow its trace. A step with larger inputs than any recorded
+    one is recorded too, since its activations may need more memory; its trace is merged with the known one. A step
+    whose visits differ from its trace has diverged: it is counted, and goes on without knowing later visits. After two
+    diverged steps in a row the trace is recorded anew: the first step may have failed half way, or the model may have
+    changed.
 
     Args:
         chunk_nbytes: Bytes of every chunk's ``param`` payload, by chunk index.
-        gauges: What is measured while a step is recorded.
-        order: Makes one trace of what several processes have recorded.
+        gauges: Measures a step that is recorded.
+        order: Makes one trace of the traces of several processes.
+
+    Attributes:
+        traces: The traces, by key.
+        num_diverged: Number of steps that have diverged.
+        num_recorded: Number of steps that were recorded.
+        step: The step that runs, or ``None``.
+        diverging: Keys of steps whose non-model data is measured although they follow a trace: one has diverged.
     """
 
     def __init__(
@@ -93,7 +101,7 @@ class Tracer:
         self.num_diverged = 0
         self.num_recorded = 0
         self.step: Step | None = None
-        self._diverging: set[str] = set()
+        self.diverging: set[str] = set()
         self._chunk_nbytes = tuple(chunk_nbytes)
         self._gauges = gauges
         self._order = order
@@ -113,10 +121,10 @@ class Tracer:
         dropped_after: frozenset[int] = frozenset(),
         always_metered: bool = False,
     ) -> Step:
-        """Begins a step; one that was not finished is forgotten.
+        """Begins a step; a step that was not finished is forgotten.
 
         Args:
-            kind: What it is.
+            kind: The kind of step, and the module if that is not the model.
             shapes: Shapes of its inputs.
             dropped_after: Chunks whose device copies are void when it has ended.
             always_metered: Measure non-model data even if the step only follows its trace.
@@ -126,12 +134,12 @@ class Tracer:
         trace = self.traces.get(key)
         if trace is not None and trace.covers(shapes):
             step.cursor = Cursor(trace, dropped_after)
-            step.is_metered = always_metered or key in self._diverging
+            step.is_metered = always_metered or key in self.diverging
         self.step = step
         return step
 
     def visit(self, chunk_index: int, pinned: Callable[[], Iterable[int]]) -> int | None:
-        """Notes an access.
+        """Notes a visit to a chunk.
 
         Args:
             chunk_index: The chunk.
@@ -144,7 +152,7 @@ class Tracer:
         if step is None or step.is_diverged:
             return None
         if step.cursor is None:
-            if len(step.visits) == _MOST_VISITS:  # forwards that never meet a backward
+            if len(step.visits) == MOST_VISITS:  # of forwards without a backward
                 self.abandon()
                 return None
             self._close_moment(step)
@@ -155,7 +163,7 @@ class Tracer:
             return step.cursor.moment
         step.cursor = None
         step.is_diverged = True
-        self._diverging.add(step.key)
+        self.diverging.add(step.key)
         self.num_diverged += 1
         return None
 
@@ -172,12 +180,12 @@ class Tracer:
     def begin_nested_evaluation(self, kind: str, shapes: Shapes = (), always_metered: bool = False) -> Step:
         """Begins a step of another kind inside a step, or between steps: an evaluation, say; see ``begin``."""
         if self.step is not None and self.step.is_recorded:
-            self._close_moment(self.step)  # the interlude begins peaks of its own
+            self._close_moment(self.step)  # the inner step has peaks of its own
         self._interrupted.append(self.step)
         return self.begin(kind, shapes, always_metered=always_metered)
 
     def end_nested_evaluation(self, *, is_whole: bool = True) -> None:
-        """Ends it and goes on where it began; one that is not whole makes no trace."""
+        """Ends the inner step and goes on with the outer one; an inner step that is not whole makes no trace."""
         if not is_whole:
             self.step = None
         self.finish()
@@ -229,6 +237,6 @@ class Tracer:
         if len(step.non_model_nbytes) < len(step.visits):
             step.non_model_nbytes.append(self._gauges.take_non_model_peak())
             step.gradient_nbytes.append(self._gauges.take_gradient_peak())
-        elif step.visits:  # closed before, by an interlude
+        elif step.visits:  # closed before, by an inner step
             step.non_model_nbytes[-1] = max(step.non_model_nbytes[-1], self._gauges.take_non_model_peak())
             step.gradient_nbytes[-1] = max(step.gradient_nbytes[-1], self._gauges.take_gradient_peak())

@@ -1,10 +1,11 @@
 """One thread at a time runs a forward, a backward or a step; others wait for their turn.
 
 [Note: turns]
-Between two calls of the model another thread may infer with it, also between a forward and its backward: both get right
-values, since chunks come and go for each. Inside of one call it may not: what it needs would push out what that call
-counts on. So whoever begins waits for the one that is inside. A wait that is too long is a mistake of the program (a
-forward that waits for another thread which runs a part of the same model, say) and ends with an error.
+Between two calls of a model another thread may compute with it, also between a forward and its backward: both threads
+get right values, since chunks come and go for each call. During a call another thread may not: its chunks would evict
+chunks that the call needs. So a thread that begins a call waits for the thread that is inside one. A wait that is too
+long is a mistake of the program (a forward that waits for a thread that runs a part of the same model, for example) and
+raises an error.
 """
 
 import contextlib
@@ -18,11 +19,11 @@ import torch
 from hf_patrickstar.errors import EngineError
 
 _OF_OTHERS = ("hf_patrickstar", "tqdm")
-"""What the names of threads begin with that do not read parameters."""
+"""Names that begin like this are of threads that do not read parameters."""
 
 _LIMIT_S = 60.0
 _LOOK_S = 0.1
-"""How often to look whether a backward that another thread began is still running; one that raised tells nobody."""
+"""Seconds between looks whether the backward of another thread still runs; one that raised does not report it."""
 
 
 class Turns:
@@ -42,7 +43,7 @@ class Turns:
 
     @contextlib.contextmanager
     def taken(self, what: str) -> Iterator[None]:
-        """Has the turn inside of the block; see ``take``."""
+        """Takes the turn for the block; see ``take``."""
         self.take(what)
         try:
             yield
@@ -50,10 +51,10 @@ class Turns:
             self.give_up()
 
     def take(self, what: str) -> None:
-        """Waits for the turn; a thread that has it takes it once more.
+        """Waits for the turn; a thread that has the turn may take it again.
 
         Args:
-            what: What begins, for the errors of others.
+            what: What begins, for the errors of other threads.
 
         Raises:
             EngineError: If another thread has had it for too long.
@@ -83,7 +84,7 @@ class Turns:
             self._is_backward = True
 
     def give_up_backward(self) -> None:
-        """Ends it."""
+        """Ends what ``take_backward`` began."""
         with self._condition:
             self._is_backward = False
             self._condition.notify_all()
@@ -111,13 +112,13 @@ class Turns:
 
 
 def pauses_s() -> tuple[float, ...]:
-    """How long to wait, again and again, for memory that another thread may let go of; 0 at last, or at once.
+    """Seconds to wait before each new attempt to get memory that another thread may release; the last is 0.
 
-    A thread that reads parameters while a module computes with them gets them as they are, on the device.
+    A thread that reads parameters while a module computes with them holds their copies on the device.
     """
     this = threading.current_thread()
     others = [t for t in threading.enumerate() if t is not this and not t.name.startswith(_OF_OTHERS)]
-    if all(_runs_backward(thread.ident) for thread in others):  # this one then runs it, for a GPU
+    if all(_runs_backward(thread.ident) for thread in others):  # then this thread runs it, for a GPU
         return (0.0,)
     return (0.001, 0.01, 0.1, 1.0, 0.0)
 

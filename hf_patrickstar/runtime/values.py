@@ -4,16 +4,15 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_patrickstar.events import Listener, ValueRestored
-from hf_patrickstar.memory.transfers import Transfers
+from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.runtime.bits import differs
-from hf_patrickstar.runtime.chunk import MASTER, Chunk, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.chunk import MASTER, GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.originals import Originals
 from hf_patrickstar.runtime.sharing import Held, Sharing
 
@@ -23,7 +22,7 @@ class Values:
 
     Args:
         sharing: Reads what other ranks have at home.
-        transfers: How bytes cross.
+        streams: How bytes cross.
         originals: Has the bits of frozen parameters that chunks do not hold.
         emit: Told of every event.
 
@@ -33,13 +32,13 @@ class Values:
         version: Counts changes of values.
     """
 
-    def __init__(self, sharing: Sharing, transfers: Transfers, originals: Originals, emit: Listener) -> None:
+    def __init__(self, sharing: Sharing, streams: Streams, originals: Originals, emit: Listener) -> None:
         self.version = 0
         self.sharing = sharing
         self.originals = originals
-        self.device = transfers.device
+        self.device = streams.device
         self.lock = threading.RLock()
-        self._transfers = transfers
+        self._streams = streams
         self._emit = emit
 
     # Reading
@@ -143,7 +142,7 @@ class Values:
         chunk = tensor.chunk
         if chunk.compute is None or chunk.is_static:
             return
-        if self.sharing.is_alone and tensor.gradient is not GradientPlace.PARAM:
+        if not chunk.is_group and tensor.gradient is not GradientPlace.PARAM:
             self.refresh_copy(tensor)
         else:
             _copy(tensor.view_copy(chunk.compute), value)
@@ -153,7 +152,7 @@ class Values:
         chunk = tensor.chunk
         chunk.wait()
         tensor.view(chunk.param).copy_(tensor.view(chunk.lists[MASTER]))
-        if self.sharing.is_alone:
+        if not chunk.is_group:
             self.refresh_copy(tensor)
 
     def refresh_copy(self, tensor: ManagedTensor) -> None:
@@ -161,7 +160,7 @@ class Values:
         chunk = tensor.chunk
         if chunk.compute is not None and not chunk.is_static:
             home = tensor.view(chunk.param)
-            chunk.note(self._transfers.to_device(home, tensor.view_copy(chunk.compute)))
+            chunk.note(self._streams.to_device(home, tensor.view_copy(chunk.compute), chunk.under_way))
             self._emit(ValueRestored(chunk.spec.index, tensor.spec.index, home.numel() * home.dtype.itemsize))
 
     def load(self, tensor: ManagedTensor, fill: Callable[[torch.Tensor], None]) -> None:
@@ -183,11 +182,6 @@ class Values:
             master = tensor.view(chunk.lists[MASTER])
             fill(master.view(-1))
             home.copy_(master)
-
-    def note_update(self, chunk: Chunk, indices: Any) -> None:
-        """Notes that the optimizer has changed these parameters of a chunk."""
-        for tensor in chunk.tensors:
-            tensor.num_writes += tensor.spec.index in indices
 
 
 def _write_master(master: torch.Tensor, value: torch.Tensor) -> None:

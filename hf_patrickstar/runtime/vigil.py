@@ -1,21 +1,21 @@
-"""Waiting for other ranks: who waits long says for whom, and at last gives up and lets the others know.
+"""Waiting for other ranks: a rank that waits long says for which ranks, and at last gives up and tells the others.
 
 [Note: who gives up]
-What all processes must call never ends where only some of them call it. So a rank that waits for a message
+A call that all processes must make together never ends if only some of them make it. So a rank that waits for a message
 
-- writes into the store what it waits for, after a fifth of the time to the warning: others that miss somebody see that
-  it is not the one;
-- warns, after ten seconds: what it is about to do, from which line of the user's, and who has not come;
-- gives up, after a minute (``process_wait_s``), where all should have come at once: it writes why into the store, hangs
-  up, and raises.
+- writes into the store what it waits for, after a fifth of the time to the warning. Other ranks that wait then know
+  that this rank is not missing;
+- warns after ten seconds: what it is about to do, from which line of the user's code, and which ranks have not come;
+- gives up after a minute (``process_wait_s``) if all ranks should have come at once: the rank writes the reason into
+  the store, hangs up, and raises.
 
-To hang up is to close its connections for messages. Else the message that it has sent, and waits for no more, would be
-taken for an answer, and the thread that is still at it would keep the process from ending. Now whoever waits for this
-rank, or comes later, fails at once, finds the reason in the store, and raises it: so the others are told. One that
-waits for somebody else looks into the store from time to time. If what it waits for is data, it closes the connections
-for data too, which may be those of the default group: what it had begun there would never end either.
+To hang up is to close the rank's connections for messages. Otherwise the message that the rank has sent would later
+count as an answer, and the thread that works on it would keep the process from ending. A rank that waits for this rank,
+or comes later, then fails at once, finds the reason in the store, and raises it. A rank that waits for a third rank
+looks into the store from time to time. A rank that ends a wait for data like this closes its connections for data too,
+which may be those of the default group: collectives under way there would never end either.
 
-``Order`` knows which waits may end so. A wait that is over soon has cost nothing of all this.
+``Order`` decides which waits may end like this. A short wait does none of it.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 
 _WARN_S = 10.0
 _LIMIT_S = 60.0
-_STORE_PATIENCE_S = 3.0
+STORE_PATIENCE_S = 3.0
 _GAVE_UP = "gave up"
 
 
@@ -46,9 +46,9 @@ class Patience(NamedTuple):
     """How long a rank waits for others.
 
     Attributes:
-        warn_s: After so many seconds it warns, and looks as often whether another one gave up. Of waits that it does
-            not give up it warns less and less.
-        limit_s: After so many it gives up, where all should have come at once.
+        warn_s: Seconds until the rank warns, and between looks whether another rank gave up. For waits that the rank
+            does not give up, each warning doubles the time until later waits warn.
+        limit_s: Seconds until the rank gives up, if all ranks should have come at once.
     """
 
     warn_s: float = _WARN_S
@@ -56,7 +56,7 @@ class Patience(NamedTuple):
 
     @classmethod
     def of(cls, limit_s: float | None) -> "Patience":
-        """The patience of a setting.
+        """Makes the patience for a value of ``process_wait_s``.
 
         Args:
             limit_s: Seconds; with 0 or ``None`` only the timeout of the process group ends a wait.
@@ -69,9 +69,9 @@ class _Wait(NamedTuple):
     """What a rank waits for.
 
     Attributes:
-        number: Which message it is, the same on all ranks; 0 for data.
-        what: What the rank is about to do.
-        caller: The user's line.
+        number: The number of the message, the same on all ranks; 0 for data.
+        what: What the rank is about to do, as a verb phrase.
+        caller: The line of the user's code.
     """
 
     number: int
@@ -87,17 +87,17 @@ class _Wait(NamedTuple):
 
 
 class Vigil:
-    """Waits for what other ranks must do too; see [Note: who gives up].
+    """Waits for messages and data of other ranks; see [Note: who gives up].
 
     Args:
         rank: This rank.
-        liveness: Knows which processes have ended.
-        store: Where ranks tell each other what they wait for.
+        liveness: Finds processes that have ended.
+        store: Where ranks write what they wait for.
         patience: How long to wait.
-        hang_up: Closes this rank's connections for messages; if it is told to, those for data too.
+        hang_up: Closes this rank's connections for messages; called with true, those for data too.
 
     Attributes:
-        verdict: Why these ranks cannot go on together, once one of them gave up.
+        verdict: Why these ranks cannot go on together; empty until a rank gave up.
     """
 
     def __init__(
@@ -116,17 +116,17 @@ class Vigil:
         self._is_store_gone = False
 
     def wait(self, work: Any, what: str, *, is_message: bool = False, is_patient: bool = True) -> None:
-        """Waits until something is over that is under way on gloo.
+        """Waits until a collective of gloo is complete.
 
         Args:
-            work: What torch gave for it.
+            work: The ``Work`` that torch returned for it.
             what: What this rank is about to do, as a verb phrase.
-            is_message: Whether it is one of the messages, which all ranks send in one order.
-            is_patient: Whether to wait as long as the process group does.
+            is_message: Whether it is a message; all ranks send messages in one order.
+            is_patient: Whether to wait until the timeout of the process group.
 
         Raises:
-            CollectiveError: If this rank gave up, or another one.
-            RuntimeError: If it failed.
+            CollectiveError: If this rank or another one gave up.
+            RuntimeError: If the collective failed.
         """
         self._num_messages += is_message
         if not _is_over(work, self._notice):
@@ -135,10 +135,10 @@ class Vigil:
             self._stay(work, wait, begin, math.inf if is_patient else self._patience.limit_s)
 
     def ask(self) -> str:
-        """Looks whether a rank gave up.
+        """Looks into the store whether a rank gave up.
 
         Returns:
-            What it told; empty if none did.
+            The reason that the rank wrote; empty if no rank gave up.
         """
         if not self.verdict:
             self.verdict = self._try(lambda: self._read(_GAVE_UP), "")
@@ -175,7 +175,7 @@ class Vigil:
             )
         else:
             ending = "It goes on waiting, until the timeout of the process group (ddp_timeout)"
-            self._patient_warn_s = 2 * waited_s  # some steps are always waited for
+            self._patient_warn_s = 2 * waited_s  # some programs wait as long in every step
         logger.warning(
             "patrickstar: rank %d %s and has waited for %.2g s: %s. %s",
             self._rank,
@@ -186,7 +186,7 @@ class Vigil:
         )
 
     def _give_up(self, wait: _Wait) -> str:
-        """Tells the others why, before they notice."""
+        """Writes the reason into the store, before other ranks see that the connections are closed."""
         self.verdict = (
             f"rank {self._rank} gave up after {self._patience.limit_s:g} s: it {wait}, and "
             f"{self._describe_others(wait)}. This must be called by all processes together "
@@ -197,7 +197,7 @@ class Vigil:
         return self.verdict
 
     def _describe_others(self, own: _Wait) -> str:
-        """Which ranks have not come, and what those do that wait for something else."""
+        """Which ranks have not come, and what ranks do that wait for something else."""
         ended = self._liveness.find_ended()
         waits = self._try(self._read_waits, None)
         if waits is None:
@@ -231,7 +231,7 @@ class Vigil:
         return {rank: _Wait(*json.loads(text)) if text else None for rank, text in texts.items()}
 
     def _try(self, action: Callable[[], _T], otherwise: _T) -> _T:
-        """Does something with the store; one whose host has lost its power answers nothing, not even with an error."""
+        """Runs an action on the store with a time limit: a store whose host lost its power does not even fail."""
         results: list[_T] = []
 
         def act() -> None:
@@ -241,7 +241,7 @@ class Vigil:
         if not self._is_store_gone:
             thread = threading.Thread(target=act, name="hf_patrickstar-vigil", daemon=True)
             thread.start()
-            thread.join(_STORE_PATIENCE_S)
+            thread.join(STORE_PATIENCE_S)
         if not results:
             self._is_store_gone = True
             return otherwise
@@ -249,20 +249,20 @@ class Vigil:
 
 
 def _timeout(seconds: float) -> timedelta:
-    # In milliseconds, of which none is no timeout at all.
+    # At least a millisecond: torch takes 0 as no timeout.
     return timedelta(seconds=max(seconds, 0.001))
 
 
 def _is_over(work: Any, timeout: timedelta) -> bool:
-    """Waits for a while; whether it is over then.
+    """Waits until a timeout at most, and returns whether the work is complete.
 
     Raises:
-        RuntimeError: If it failed.
+        RuntimeError: If the work failed.
     """
     try:
         work.wait(timeout)
     except RuntimeError:
         if not work.is_completed():
             return False
-        work.wait()  # which failed, or was over just after
+        work.wait()  # raises if it failed; it may also have completed just now
     return True

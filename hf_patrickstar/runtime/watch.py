@@ -7,9 +7,9 @@ compared with its home before the copy is used again or dropped.
 
 import torch
 
-from hf_patrickstar.runtime.bits import same_bits
-from hf_patrickstar.runtime.chunk import MASTER, Chunk, GradientPlace, ManagedTensor
-from hf_patrickstar.runtime.mirrors import ValueMirrors, checksum_of
+from hf_patrickstar.runtime.chunk import Chunk, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.fingerprint import Fingerprint
+from hf_patrickstar.runtime.mirrors import ValueMirrors
 from hf_patrickstar.runtime.values import Values
 
 
@@ -25,13 +25,13 @@ class Watch:
         self._values = values
         self._mirrors = mirrors
         self._lock = values.lock
-        self._is_alone = values.sharing.is_alone
-        self._watched: dict[ManagedTensor, int] = {}  # with a checksum of the copy, if there are several processes
+        self._watched: dict[ManagedTensor, Fingerprint] = {}
 
     def add(self, tensor: ManagedTensor) -> None:
         """Looks for what is written to a device copy without a trace: by ``.data``, or a view that outlives its use."""
-        if tensor not in self._watched:
-            self._watched[tensor] = self._checksum_of_copy(tensor)
+        compute = tensor.chunk.compute
+        if compute is not None and tensor not in self._watched:
+            self._watched[tensor] = Fingerprint(self._values, tensor, tensor.view_copy(compute))
 
     def compare(self, tensor: ManagedTensor) -> None:
         """Takes over what was written to the copy of one parameter, if that is watched."""
@@ -57,7 +57,7 @@ class Watch:
 
     def _compare(self, tensor: ManagedTensor) -> None:
         compute = tensor.chunk.compute
-        if compute is not None and (tensor.gradient is not GradientPlace.PARAM or not self._is_alone):
+        if compute is not None and (tensor.gradient is not GradientPlace.PARAM or tensor.chunk.is_group):
             self._take_over(tensor, compute)
         if not tensor.chunk.is_aliased:  # else it may still be written to
             self._watched.pop(tensor, None)
@@ -65,22 +65,6 @@ class Watch:
     def _take_over(self, tensor: ManagedTensor, compute: torch.Tensor) -> None:
         """Takes over what was written to the copy; the view that it looks through is gone when it returns."""
         value = tensor.view_copy(compute)
-        if self._is_alone:
-            has_master = MASTER in tensor.chunk.lists
-            home = self._master(tensor) if has_master else self._values.own_part(tensor, value.dtype)
-            is_written = not same_bits(value.to(home.device), home)
-        else:
-            before, self._watched[tensor] = self._watched[tensor], self._checksum_of_copy(tensor)
-            is_written = before != self._watched[tensor]
-        if is_written:
+        if self._watched[tensor].has_changed(value):
             self._values.write(tensor, value, voids_graphs=False)
             self._mirrors.refresh(tensor)
-
-    def _checksum_of_copy(self, tensor: ManagedTensor) -> int:
-        """With several processes all find out by it what was written, wherever the value is at home."""
-        compute = tensor.chunk.compute
-        return 0 if self._is_alone or compute is None else checksum_of(tensor.view_copy(compute))
-
-    def _master(self, tensor: ManagedTensor) -> torch.Tensor:
-        """The value in the parameter's type, from ``master``: a static chunk has no other place to compare with."""
-        return tensor.view(tensor.chunk.lists[MASTER]).to(tensor.chunk.param.dtype)

@@ -1,10 +1,9 @@
-"""What is written to parameters, by the engine and by users, and how the latter is found out.
+"""Writes to parameters, by the engine and by users, and how the engine finds the users' writes.
 
 [Note: writes without a trace]
-What torch's functions write to a parameter comes here at once. What is written to ``parameter.data``, or to a view that
-outlives its use, leaves no trace; ``Watch`` finds it. What was handed out otherwise is compared by mirrors. Where the
-parameter was made to be another memory (``parameter.data = x``), graphs of before keep the value that they need, as
-torch keeps the memory.
+Writes by torch's functions to a parameter come here at once. A write to ``parameter.data``, or to a view that outlives
+its use, leaves no trace; ``Watch`` finds it by comparison. Other copies that users have are compared by mirrors. After
+an assignment (``parameter.data = x``) earlier graphs keep the value that they need, as torch keeps the memory.
 """
 
 import torch
@@ -19,14 +18,14 @@ from hf_patrickstar.runtime.watch import Watch
 
 
 class Writes:
-    """Takes what is written to parameters to every place where they are.
+    """Brings a value that is written to a parameter to every place of this value.
 
     Args:
         values: Writes values.
         gradients: Has the gradients.
-        mirrors: What was handed out of values, which follows.
-        gradient_mirrors: What was handed out of gradients.
-        watch: Finds what was written to copies on the device.
+        mirrors: Copies of values that users have; they follow each write.
+        gradient_mirrors: Copies of gradients that users have.
+        watch: Finds writes to copies on the device.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class Writes:
         self._watch = watch
         self._lock = values.lock
 
-    # Known ones
+    # Known writes
 
     def apply(self, tensor: ManagedTensor, value: torch.Tensor, *, voids_graphs: bool = True) -> None:
         """Changes the value of a parameter, in every place where it is; see ``Values.write``."""
@@ -73,7 +72,7 @@ class Writes:
                 self._mirrors.add(tensor, value)
 
     def take_back(self, tensor: ManagedTensor) -> None:
-        """Ends a parameter's having a value, and takes over what was written to it meanwhile."""
+        """Takes the value away from a parameter, and takes over what was written to it meanwhile."""
         parameter, storage = tensor.parameter, tensor.chunk.storage
         assert storage is not None
         is_other = storage_key(parameter) != storage._cdata
@@ -84,7 +83,7 @@ class Writes:
             self._watch.compare(tensor)
 
     def _take_over_value(self, tensor: ManagedTensor, *, is_other: bool) -> None:
-        """Ends a parameter's having a value that is not, or not any more, the one that it was given."""
+        """Takes a value away from a parameter that was written to, or assigned, since the parameter got its value."""
         value = raw_data(tensor.parameter)
         if tuple(value.shape) != tensor.spec.shape:
             self.give_up(tensor, value)
@@ -95,12 +94,12 @@ class Writes:
         self.apply(tensor, value, voids_graphs=False)
 
     def _end_epoch(self, tensor: ManagedTensor) -> None:
-        """Keeps what graphs of before need, as torch keeps memory that a parameter had."""
+        """Keeps the value that earlier graphs need, as torch keeps the memory that a parameter had."""
         if tensor.num_saved:
             tensor.epoch.value = self._values.look(tensor).clone()
             tensor.epoch = Epoch()
 
-    # Those without a trace
+    # Writes without a trace
 
     def sync(self) -> None:
         """Takes over what users wrote without a trace, before values are used."""
@@ -127,14 +126,14 @@ class Writes:
         tensor.dematerialize()
         self.assign(tensor, value)
 
-    # Parameters that go
+    # Parameters that leave
 
     def give_up(self, tensor: ManagedTensor, value: torch.Tensor) -> None:
         """Lets go of a parameter that somebody gave another shape; the engine takes it in again when it is used.
 
         Args:
             tensor: The parameter.
-            value: What it has now.
+            value: Its present value.
         """
         self._drop(tensor)
         tensor.is_given_up = True
@@ -144,10 +143,11 @@ class Writes:
     def give_up_swapped(self, tensor: ManagedTensor) -> None:
         """Lets go of a parameter that was exchanged for another tensor (``torch.utils.swap_tensors``).
 
-        It is an ordinary one, and the other tensor is what answers for the value in the chunk: that gets it.
+        The parameter becomes an ordinary one. The other tensor answers for the value in the chunk now, and gets this
+        value.
 
         Args:
-            tensor: A parameter that is not ours any more.
+            tensor: The managed tensor of the parameter.
         """
         if not tensor.is_given_up:
             self._mirrors.sync_one(tensor)
@@ -155,7 +155,7 @@ class Writes:
             self.give_up(tensor, raw_data(tensor.parameter))
 
     def forget(self, tensor: ManagedTensor) -> None:
-        """Drops whatever there is of a parameter that is removed."""
+        """Drops mirrors and gradients of a parameter that is removed."""
         self._drop(tensor)
         self._watch.forget(tensor)
 

@@ -15,7 +15,7 @@ class Rates:
     """How fast bytes cross the bus and go through the optimizer, in bytes per second. Only their ratios matter.
 
     Attributes:
-        bus: Copies between the tiers, as far as nothing hides them.
+        bus: Copies between the tiers that computation does not hide.
         host_update: The optimizer's reads and writes on the host.
         device_update: The same on the device.
     """
@@ -46,7 +46,7 @@ def needed_nbytes(
     """What the device must have room for at each moment: bytes, and the moving chunks that are in use then.
 
     Args:
-        traces: What was recorded.
+        traces: The recorded traces.
         kept: Chunks that are at home on the device: they do not move.
         unusable_nbytes: Bytes of the device that chunks may not take even where non-model data leaves them.
     """
@@ -73,15 +73,15 @@ def fill_margin(
 ) -> tuple[int, ...]:
     """Finds the chunks that the margin has room for.
 
-    The margin is what the device has left when, at every moment of every trace, non-model data, the chunks in use and
-    the copy that is brought in ahead are taken off. The first layers come first: their gradients arrive last in
-    backward, and their parameters are needed first in forward, when nothing could hide the copies.
+    The margin is the memory that the device has left at every moment of every trace beside non-model data, the chunks
+    in use and the prefetched copy. Chunks of the first layers come first: their gradients arrive last in backward, and
+    their parameters are needed first in forward, when no computation could hide the copies.
 
     Args:
         chunks: The bytes of every chunk that may move its home.
-        traces: What was recorded; not empty.
-        device_nbytes: Bytes for chunks and non-model data, workspaces taken off.
-        prefetch_nbytes: Bytes kept free for chunks brought in ahead.
+        traces: The recorded traces; not empty.
+        device_nbytes: Bytes for chunks and non-model data, without workspaces.
+        prefetch_nbytes: Bytes kept free for prefetched chunks.
         kept: Chunks that are at home on the device whatever happens; their bytes are taken off ``device_nbytes``.
         unusable_nbytes: Bytes of the device that chunks may not take even where non-model data leaves them.
         copies_stay: Whether a chunk in the margin still needs a copy to be computed with: with several processes what
@@ -123,8 +123,8 @@ def plan_margin(
     """Decides how many of the chunks that fit the margin are worth it.
 
     A chunk in the margin neither crosses the bus nor is updated on the host. But the same bytes of the device could
-    keep parameters of several other chunks from forward to backward. So some numbers of chunks are compared by what a
-    step costs then, as the simulator says.
+    keep parameters of several other chunks from forward to backward. So several numbers of chunks are compared by the
+    cost of a step, from the bytes that the simulator counts.
 
     Args:
         chunks: The bytes of every chunk that may move its home.

@@ -39,7 +39,7 @@ class ChunkBytes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HomePlan:
-    """Which chunks are at home on the device, and why; ``spilled`` are those because the host is full."""
+    """Which chunks are at home on the device, and why; ``spilled`` has those that do not fit the host."""
 
     device_homed: frozenset[int]
     reason: str
@@ -70,9 +70,9 @@ def plan_homes(
         host_nbytes: Bytes for chunks on the host.
         working_set_nbytes: Bytes that the most demanding module needs on the device at once.
         workspace_nbytes: Bytes of scratch space that the optimizer needs on each tier where it updates chunks.
-        is_copied: Whether the working set comes beside what is at home on the device, because it is gathered.
-        keeps_off: Whether nothing is at home on the device that the host has room for (debugging).
-        is_metered: Whether non-model data takes of the device's bytes too: the error advises a host that holds all.
+        is_copied: Whether the working set needs room beside chunks at home on the device, because it is gathered.
+        keeps_off: Whether chunks are at home on the device only if the host has no room for them (debugging).
+        is_metered: Whether the device's bytes are for non-model data too: then the error advises a host for all chunks.
         host_limit: The setting that ``host_nbytes`` comes from, for the error.
 
     Raises:
@@ -119,7 +119,7 @@ def _host_too_small(short: Shortage, nbytes: tuple[int, int], num_homed: tuple[i
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LookupPlan:
-    """Which embeddings are looked up at home, and why."""
+    """Which embeddings are looked up on the CPU, and why."""
 
     at_home: frozenset[int]
     reason: str
@@ -130,7 +130,7 @@ def plan_lookups(
 ) -> LookupPlan:
     """Decides which embeddings are worth being looked up on the host (PatrickStar section 8.2).
 
-    On the device the weight crosses the bus, and its gradient crosses back; at home the rows that were looked up do.
+    With a lookup on the device, the weight and its gradient cross the bus; with one at home, only the rows do.
 
     Args:
         weight_nbytes: Bytes of each embedding's weight, by tensor index.

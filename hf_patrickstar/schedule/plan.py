@@ -1,9 +1,10 @@
 """Trace + budgets -> for every moment of a step what to evict, load and prefetch. Pure data from pure numbers.
 
 [Note: planning in two passes]
-The first pass decides which chunk leaves, by the policy, at the moment when room is needed; it fixes how many bytes
-move. The second moves loads ahead, each with the evictions that make room for it, as long as every moment in between
-has room and none of the victims is in use: copies then run while earlier chunks compute, and not a byte more moves.
+The first pass lets the policy decide which chunk leaves, at the moment when room is needed; this fixes how many bytes
+move. The second pass moves loads to earlier moments, each with the evictions that make room for it, as long as every
+moment in between has room and uses none of the evicted chunks. Then copies run while earlier chunks compute, and no
+more bytes move than before.
 """
 
 import dataclasses
@@ -88,10 +89,10 @@ def make_plan(
         trace: The visits of the step.
         capacities: Bytes for moving chunks at each moment.
         chooser: Chooses victims.
-        resident: Chunks on the device when the step begins, with a number that orders their last visits (below 0).
+        resident: Chunks on the device when the step begins, each with a negative number that orders the last visits.
         dropped_after: Chunks whose device copies are void after the step.
         static: Chunks that are computed with where they are at home, and never move.
-        prefetch_depth: How many loads may be under way before the chunk that needs the first of them is visited.
+        prefetch_depth: The most loads that may be started before the chunk of the first of them is visited.
         reshard_after_forward: Chunks leave after their last visit in forward, as soon as they are not in use, whether
             or not there is room.
 
@@ -139,7 +140,7 @@ class _Draft:
     def load_on_demand(
         self, chooser: Chooser, dropped_after: frozenset[int], done_before: Mapping[int, Sequence[int]]
     ) -> None:
-        """The first pass. ``done_before`` has chunks that leave at some moments in any case."""
+        """The first pass. ``done_before`` has, by moment, chunks that leave even if there is room."""
         trace, sizes = self.trace, self.trace.chunk_nbytes
         cursor = Cursor(trace, dropped_after)
         used = sum(sizes[index] for index in self.resident)

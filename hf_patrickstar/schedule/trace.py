@@ -19,11 +19,10 @@ _MOST_SHAPES = 16
 
 
 class StepKind(enum.StrEnum):
-    """What a step is: with it begins the key of its trace.
+    """The kind of a step; the key of its trace begins with it.
 
-    A micro-batch is ``TRAINING`` where each is followed by the optimizer; where gradients accumulate it is the first of
-    them, one in the middle, or the last. ``UPDATE`` is the optimizer's step, which comes to chunks where they are at
-    home.
+    A micro-batch is ``TRAINING`` if an optimizer step follows each one; where gradients accumulate it is ``FIRST``,
+    ``MIDDLE`` or ``LAST``. ``UPDATE`` is the optimizer's step, which visits chunks at home.
     """
 
     TRAINING = "training"
@@ -40,7 +39,7 @@ class StepKind(enum.StrEnum):
 
     @classmethod
     def of(cls, key: str) -> "StepKind":
-        """The kind of a step whose trace has a key."""
+        """The kind of the step whose trace has this key."""
         return cls(re.split("[:/]", key, maxsplit=1)[0])
 
 
@@ -51,9 +50,9 @@ class Visit:
     Attributes:
         chunk_index: The chunk.
         pinned: Other chunks that were in use at that moment and could not have left.
-        non_model_nbytes: The most bytes that were not chunks on the device between this moment and the next.
-        gradient_nbytes: The most bytes of gradients on the device then that wait for the rest of their group.
-        reduced: Groups whose gradients were complete and were reduced then, in this order.
+        non_model_nbytes: The most non-model bytes on the device between this moment and the next.
+        gradient_nbytes: The most bytes of gradients that waited on the device for their group in that time.
+        reduced: Groups whose gradients were reduced in that time, in this order.
     """
 
     chunk_index: int
@@ -72,7 +71,7 @@ class Trace:
         chunk_nbytes: Bytes of every chunk's ``param`` payload, by chunk index.
         visits: The visits, in order.
         shapes: Shapes of the inputs of each step that it was recorded from.
-        forward_ends: Moments before which an outermost forward ended: how many visits there had been by then.
+        forward_ends: For each outermost forward, the number of visits before its end.
     """
 
     key: str
@@ -96,7 +95,7 @@ class Trace:
         return any(_covers(recorded, shapes) for recorded in self.shapes)
 
     def merged(self, earlier: "Trace") -> "Trace":
-        """This trace, with what an earlier one of the same step knows of memory, if both visit the same chunks."""
+        """This trace, with the larger byte counts of it and an earlier one, if both visit the same chunks."""
         if [visit.chunk_index for visit in self.visits] != [visit.chunk_index for visit in earlier.visits]:
             return self
         visits = tuple(
@@ -145,8 +144,8 @@ class Trace:
 def common_trace(traces: Sequence[Trace]) -> Trace:
     """One trace for several processes that recorded the same step; every process computes the same one.
 
-    Where a process did something else than most, the longest of what was done counts, and at every moment there is
-    room for the most that the others needed at any.
+    Where processes visited different chunks, the longest trace is used; each of its moments then has room for the most
+    bytes that the others needed at any moment.
 
     Args:
         traces: What each process recorded, by rank.
@@ -173,11 +172,11 @@ def common_trace(traces: Sequence[Trace]) -> Trace:
 def trace_key(name: str, shapes: Shapes) -> str:
     """The name of the trace that a step belongs to: what it is, and its bucket of input shapes.
 
-    Steps of one bucket share a trace: each size is rounded up to a power of two or to one and a half times one, so
-    that batches which are padded to many lengths make few traces.
+    Steps of one bucket share a trace: each size is rounded up to a power of two or to 1.5 times one, so that batches
+    with many different lengths make few traces.
 
     Args:
-        name: What the step is: its kind, and the outermost module if that is not the model: ``"evaluation:encoder"``.
+        name: The kind of step, and the outermost module if that is not the model: ``"evaluation:encoder"``.
         shapes: Shapes of its inputs.
     """
     sizes = dict.fromkeys("x".join(str(_round_up(size)) for size in shape) for shape in shapes)
@@ -204,7 +203,7 @@ class Cursor:
         self.trace = trace
         self._dropped_after = dropped_after
         self.moment = -1
-        self._moments: dict[int, list[int]] = {}  # made at the first question: a step with a plan asks none
+        self._moments: dict[int, list[int]] = {}  # made when it is needed: a step with a plan needs none
 
     def advance(self, chunk_index: int) -> bool:
         """Notes a visit.
@@ -217,7 +216,7 @@ class Cursor:
         return self.moment < len(visits) and visits[self.moment].chunk_index == chunk_index
 
     def next_visit(self, chunk_index: int) -> int | None:
-        """The moment at which a chunk is visited next; in the next repetition if no more in this one.
+        """The moment at which a chunk is visited next, in this repetition of the step or in the next one.
 
         Returns:
             The moment, or ``None`` if the copy that is there now is never visited again.

@@ -14,8 +14,7 @@ from models import make_batch, make_model, make_rows
 from trainers import LossRecorder, arguments
 
 from hf_patrickstar import PatrickStarEngine, PatrickStarTrainer, PatrickStarTrainingArguments
-from hf_patrickstar.memory.meters import CudaMeter
-from hf_patrickstar.memory.transfers import Transfers
+from hf_patrickstar.memory.streams import AcceleratorDriver
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -113,8 +112,8 @@ def run_reference(name, dtype, checkpointing=False, max_norm=None):
 @pytest.fixture
 def at_home_on_host(monkeypatch):
     """Chunks move, however small the model is; kernels that are loaded lazily are not memory of others."""
-    monkeypatch.setattr("hf_patrickstar.engine._UNMEASURED_SHARE", 0.0)
-    monkeypatch.setattr(CudaMeter, "_foreign_nbytes", lambda self: 0)
+    monkeypatch.setattr("hf_patrickstar.decisions.UNMEASURED_SHARE", 0.0)
+    monkeypatch.setattr("hf_patrickstar.memory.meters.used_nbytes", lambda device: lambda: 0)
 
 
 def warm_up():
@@ -222,18 +221,14 @@ def slow_copies(monkeypatch):
     """Copies spoil their target and take their time: whoever does not wait reads NaN."""
     chance = random.Random(0)
 
-    def copy(self, source, target):
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            if target.is_cuda:
+    def copy(self, source, target, stream):
+        with stream:
+            if not target.is_cpu:
                 target.fill_(float("nan"))
             torch.cuda._sleep(chance.randrange(5_000_000))
             target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        return event
 
-    monkeypatch.setattr(Transfers, "_copy_on_stream", copy)
+    monkeypatch.setattr(AcceleratorDriver, "copy", copy)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])

@@ -515,7 +515,6 @@ def test_a_construction_that_fails_anywhere_leaves_everything_as_it_was(stage, m
     from hf_patrickstar.memory.pool import PayloadPool
     from hf_patrickstar.optim.optimizer import ChunkedOptimizer
     from hf_patrickstar.runtime.chunk import ManagedTensor
-    from hf_patrickstar.runtime.hooks import ModelHooks
 
     model = make_model("gpt2")
     model.transformer.wte.weight.requires_grad_(False)
@@ -527,7 +526,7 @@ def test_a_construction_that_fails_anywhere_leaves_everything_as_it_was(stage, m
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
     target, name, after = {
         "allocate": (PayloadPool, "allocate", 5),
-        "hooks": (ModelHooks, "_attach_module", 4),
+        "hooks": (torch.nn.Module, "register_forward_pre_hook", 4),
         "first": (ManagedTensor, "move_in", 0),
         "middle": (ManagedTensor, "move_in", 10),
         "state": (ChunkedOptimizer, "take_inner_state", 0),

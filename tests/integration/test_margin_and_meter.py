@@ -1,4 +1,4 @@
-"""Steps in which the device margin, the meter or a lookup at home meets what users do."""
+"""Steps in which the device margin, the meter or a CPU embedding meets what users do."""
 
 import gc
 import weakref
@@ -12,7 +12,7 @@ from trainers import smallest_budget
 from watch import non_model_peak
 
 from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.memory.transfers import Transfers
+from hf_patrickstar.memory.streams import ThreadStreams
 from hf_patrickstar.runtime import tracer as tracer_module
 
 
@@ -171,7 +171,7 @@ def test_steps_of_somebody_who_handles_an_error_are_recorded():
 
 def test_forwards_that_never_meet_a_backward_are_forgotten(monkeypatch):
     """Somebody evaluates with gradients on: what is noted of it must not grow without end."""
-    monkeypatch.setattr(tracer_module, "_MOST_VISITS", 20)
+    monkeypatch.setattr(tracer_module, "MOST_VISITS", 20)
     model, plain = make_layers(), make_layers()
     optimizer = adamw(plain)
     engine = PatrickStarEngine(model, {"device_budget": 40000, "chunk_numel": 320}, adamw(model))
@@ -227,7 +227,7 @@ def test_fake_tensors_around_a_call_do_not_touch_real_chunks():
 
 @pytest.mark.parametrize("rows", [20, 4200])
 def test_hooks_on_an_embedding_weight_are_called(rows):
-    """A mask on the gradient of some rows, say; also where lookups at home are the default."""
+    """A mask on the gradient of some rows, say; also where CPU embeddings are the default."""
 
     def make():
         torch.manual_seed(0)
@@ -269,11 +269,11 @@ def test_an_interrupt_while_a_chunk_is_copied_leaves_no_garbage(monkeypatch):
     engine = PatrickStarEngine(model, {"chunk_budget": 3000, "chunk_numel": 320}, adamw(model))
     x = torch.randn(4, 16)
 
-    def interrupted(transfers, source, target):
+    def interrupted(streams, source, target, after=()):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Transfers, "to_device", interrupted)
+        patch.setattr(ThreadStreams, "to_device", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model(x)
     assert torch.equal(model(x), plain(x))

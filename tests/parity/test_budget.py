@@ -20,7 +20,7 @@ def watch_over(engine):
 
     def is_settled():
         step = engine.manager.tracer.step
-        return step is None or not step.is_metered or engine.machine.meter._is_on
+        return step is None or not step.is_metered or engine.machine.meter.is_on
 
     with Watch(lambda storage: pool.owns(storage._cdata), lambda: ledger.used(Tier.DEVICE), is_settled) as watch:
         try:
@@ -135,7 +135,7 @@ def test_the_trainer_in_such_a_budget(tmp_path, name, kwargs):
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_everything_at_once(tmp_path, name, accumulation):
-    """Meter, plan, prefetch, room for a margin and lookups at home: the run is the stock Trainer's, bit for bit."""
+    """Meter, plan, prefetch, room for a margin and CPU embeddings: the run is the stock Trainer's, bit for bit."""
     kwargs = {"gradient_accumulation_steps": accumulation, "max_steps": 5}
     expected = train(name, tmp_path / "plain", **kwargs)
     budget = budget_of(name, "fp32", False, [16], factor=6)

@@ -1,4 +1,4 @@
-"""Embeddings looked up at home: tied and untied, trainable and frozen, bit for bit the plain model."""
+"""Embeddings looked up on the CPU: tied and untied, trainable and frozen, bit for bit the plain model."""
 
 import pytest
 import torch

@@ -13,7 +13,7 @@ from models import make_batch, make_model
 from trainers import smallest_budget
 
 from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.memory.transfers import Transfers, copy_bytes
+from hf_patrickstar.memory.streams import ThreadStreams, copy_bytes
 
 
 class SlowCopy:
@@ -33,8 +33,8 @@ def handing_to_thread(copy):
     """Inside, engines are made whose copy thread makes all copies that are started ahead, small ones too."""
     if copy is None:
         return contextlib.nullcontext()
-    make = functools.partial(Transfers, copy=copy, at_once_nbytes=0)
-    return mock.patch("hf_patrickstar.engine.Transfers", make)
+    make = functools.partial(ThreadStreams, copy=copy, at_once_nbytes=0)
+    return mock.patch("hf_patrickstar.machine.make_streams", make)
 
 
 def losses_of(name, config, copy=None, accumulation=1, checkpointing=False, steps=4):

@@ -17,7 +17,7 @@ from hf_patrickstar.checkpoint.training_state import SavedState
 
 fast = settings(deadline=None, max_examples=100, database=None, derandomize=True)
 
-DTYPES = list(safetensors_file._DTYPES.values())
+DTYPES = list(safetensors_file.DTYPES.values())
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 NAMES = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=6).filter(
     lambda name: name != "__metadata__"

@@ -127,11 +127,11 @@ def test_a_cut_group_is_as_small_as_its_tensors_allow_or_nearly(sizes, world_siz
     largest = max(map(room, tensors))
     least = max(align(-(-total // world_size)), largest)
     assert least <= chunk.chunk_numel <= total
-    step = align(-(-least // packing._CUT_STEPS))
+    step = align(-(-least // packing.CUT_STEPS))
     assert chunk.chunk_numel < -(-total // world_size) + largest + step + ALIGNMENT_NUMEL
     if chunk.chunk_numel > least:
         ordered = sorted(tensors, key=room, reverse=True)
-        smaller = packing._OpenGroup.of(world_size, chunk.chunk_numel - step)
+        smaller = packing.OpenGroup.of(world_size, chunk.chunk_numel - step)
         assert not all(smaller.add(spec) for spec in ordered)
 
 
@@ -142,7 +142,7 @@ def test_cutting_never_wastes_more(case):
     for kind in (True, False):
         own = [spec for spec in tensors if spec.trainable == kind]
         if own:
-            groups = packing._fill_groups(own, layout.chunk_numel, layout.chunks[0].world_size)
+            groups = packing.fill_groups(own, layout.chunk_numel, layout.chunks[0].world_size)
             uncut = sum(group.bin_numel * len(group.bins) for group in groups)
             cut = sum(chunk.capacity_numel for chunk in layout.chunks if chunk.trainable == kind)
             assert cut <= uncut

@@ -7,8 +7,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.streams import ThreadStreams
 from hf_patrickstar.memory.tiers import Tier
 
+CPU = torch.device("cpu")
 LIMIT = 2000
 
 
@@ -17,7 +19,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.pool = PayloadPool(Ledger(dict.fromkeys(Tier, LIMIT)), torch.device("cpu"), pin_memory=False)
+        self.pool = PayloadPool(Ledger(dict.fromkeys(Tier, LIMIT)), CPU, pin_memory=False, streams=ThreadStreams(CPU))
         self.out = []
 
     def live(self, tier):

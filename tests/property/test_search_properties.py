@@ -35,7 +35,7 @@ def least_need(tensors, modules, on_host):
 def candidates(tensors, modules, on_host):
     """What the search looks at, as its docstring says it, found another way: size -> utilisation, working set."""
     total = sum(align(spec.numel) for spec in tensors if spec.index not in on_host)
-    sizes = {align(-(-total // parts)) for parts in range(1, search._MAX_CANDIDATES + 1)} - {0}
+    sizes = {align(-(-total // parts)) for parts in range(1, search.MAX_CANDIDATES + 1)} - {0}
     sizes |= {align(spec.numel) for spec in tensors}
     if not total:
         sizes.add(align(1))

@@ -93,8 +93,8 @@ def test_a_tensor_cut_into_many_is_read_once():
     assert source.reads == [(0, 24)]
     for part, expected in zip(found, (*VALUES.chunk(2), *VALUES.unbind(1)), strict=True):
         assert torch.equal(part, expected.reshape(-1))
-    reader.close()
-    reader.read(tensor[0])
+    del reader
+    Reader().read(tensor[0])
     assert source.reads == [(0, 24)] * 2
 
 
@@ -338,7 +338,6 @@ def test_threads_share_a_reader():
             expected = torch.cat([VALUES + 100 * number, VALUES + 100 * ((number + 1) % 4)])
             if not torch.equal(found, expected.view(-1)):
                 wrong.append(number)
-            reader.close()
 
     threads = [threading.Thread(target=read, args=(number,)) for number in range(4)]
     for thread in threads:

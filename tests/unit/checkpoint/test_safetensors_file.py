@@ -15,7 +15,7 @@ from hf_patrickstar.checkpoint import pieces, safetensors_file
 from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile, streamed_writing, write_safetensors
 from hf_patrickstar.errors import CheckpointError
 
-DTYPES = list(safetensors_file._DTYPES.values())
+DTYPES = list(safetensors_file.DTYPES.values())
 
 
 def some_tensors():

@@ -77,7 +77,7 @@ def test_a_part_of_a_large_tensor_is_written_alone(tmp_path):
 def test_the_archive_is_sound(is_large, tmp_path, monkeypatch):
     """Checksums are right, tensors are aligned, and what is too large for an old zip file says so in time."""
     if is_large:
-        monkeypatch.setattr(torch_file, "_LARGE_NBYTES", 100)
+        monkeypatch.setattr(torch_file, "LARGE_NBYTES", 100)
     values = [torch.randn(numel) for numel in (1, 100, 7, 33)]
     write_torch(tmp_path / "f.pt", values)
     data = (tmp_path / "f.pt").read_bytes()

@@ -13,6 +13,7 @@ from transformers import BertForMaskedLM, BertForSequenceClassification
 
 from hf_patrickstar import deferred_weights
 from hf_patrickstar.checkpoint.deferred import DeferredTensor, Reader
+from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile
 from hf_patrickstar.checkpoint.weight_files import load_torch_file, open_weights
 from hf_patrickstar.errors import CheckpointError
 
@@ -278,15 +279,18 @@ def test_truncated_weights(name, tmp_path):
     assert patched() == before
 
 
-def test_only_what_is_read_is_in_memory(tmp_path):
+def test_only_what_is_read_is_in_memory(tmp_path, monkeypatch):
     """Reading part of a parameter reads that part of its file, and no more."""
     make_model("bert_mlm").save_pretrained(tmp_path)
     with deferred_weights():
         model = BertForMaskedLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     parameter = model.bert.embeddings.word_embeddings.weight
-    file = parameter.recipe._source._file
-    reads = []
-    original = file.read
-    file.read = lambda name, start, stop: reads.append((start, stop)) or original(name, start, stop)
+    reads, original = [], SafetensorsFile.read
+
+    def note(file, name, start, stop):
+        reads.append((start, stop))
+        return original(file, name, start, stop)
+
+    monkeypatch.setattr(SafetensorsFile, "read", note)
     Reader().read(parameter, 5, 9)
     assert reads == [(5, 9)]

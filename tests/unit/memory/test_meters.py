@@ -8,7 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from hf_patrickstar.memory import meters
-from hf_patrickstar.memory.meters import CudaMeter, StorageMeter, UnmeteredTier, device_usage
+from hf_patrickstar.memory.accelerator import used_nbytes
+from hf_patrickstar.memory.meters import AllocatorMeter, StorageMeter, UnmeteredTier
 
 CUDA = torch.device("cuda", 0)
 KIB = 1024
@@ -458,15 +459,18 @@ def gpu(monkeypatch):
         state.peak = state.allocated
 
     for name, function in {
-        "mem_get_info": lambda device: (state.free, state.total),
+        "get_memory_info": lambda device: (state.free, state.total),
         "memory_reserved": lambda device: state.reserved,
+        "reset_peak_memory_stats": reset,
+    }.items():
+        monkeypatch.setattr(torch.accelerator, name, function)
+    for name, function in {
         "memory_stats_as_nested_dict": lambda device: {
             "allocated_bytes": {"all": {"current": state.allocated, "peak": state.peak}}
         },
-        "reset_peak_memory_stats": reset,
         "get_device_properties": lambda device: types.SimpleNamespace(uuid="1234"),
     }.items():
-        monkeypatch.setattr(meters.torch.cuda, name, function)
+        monkeypatch.setattr(torch.cuda, name, function)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     return state
 
@@ -488,7 +492,7 @@ def make_nvml(used, *, error=None):
 
 
 def test_without_nvml_the_driver_says_what_is_taken(gpu):
-    ask = device_usage(CUDA)
+    ask = used_nbytes(CUDA)
     assert ask() == 1000 - 400
     gpu.free = 100
     assert ask() == 900
@@ -496,35 +500,44 @@ def test_without_nvml_the_driver_says_what_is_taken(gpu):
 
 def test_nvml_is_asked_if_it_is_there(gpu, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", make_nvml(used=640))
-    assert device_usage(CUDA)() == 640
+    assert used_nbytes(CUDA)() == 640
 
 
 def test_nvml_without_rights_is_passed_over(gpu, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", make_nvml(used=640, error=PermissionError("no")))
-    assert device_usage(CUDA)() == 600
+    assert used_nbytes(CUDA)() == 600
 
 
 @pytest.mark.parametrize(("booked", "live", "peak"), [(150, 50, 70), (210, 0, 10), (500, 0, 0)])
 def test_the_allocator_beyond_the_book(gpu, booked, live, peak):
-    meter = CudaMeter(CUDA)
+    meter = AllocatorMeter(CUDA)
     assert (meter.live(booked), meter.peak(booked)) == (live, peak)
 
 
 def test_restarting_forgets_the_peak_of_the_allocator(gpu):
-    meter = CudaMeter(CUDA)
+    meter = AllocatorMeter(CUDA)
     meter.restart()
     assert gpu.resets == 1
     assert meter.peak(150) == meter.live(150) == 50
 
 
-def test_what_others_took_since_the_beginning_counts_from_the_next_start(gpu, monkeypatch):
-    monkeypatch.setattr(meters, "_PATIENCE_S", 0.0)
-    meter = CudaMeter(CUDA)
+@pytest.fixture
+def clock(monkeypatch):
+    """The time of the meter, in seconds; it stands still until a test changes it."""
+    state = types.SimpleNamespace(now=100.0)
+    monkeypatch.setattr(meters, "time", types.SimpleNamespace(monotonic=lambda: state.now))
+    return state
+
+
+def test_what_others_took_since_the_beginning_counts_from_the_next_start(gpu, clock):
+    meter = AllocatorMeter(CUDA)
+    clock.now += 1
     gpu.free -= 30
     assert meter.live(150) == 50
     meter.start(())
     assert (meter.live(150), meter.peak(150), meter.live(500)) == (80, 100, 30)
     gpu.free += 100
+    clock.now += 1
     meter.start(())
     assert (meter.live(150), meter.peak(150)) == (50, 70), "what they gave back is no gain"
     meter.pause()
@@ -533,26 +546,27 @@ def test_what_others_took_since_the_beginning_counts_from_the_next_start(gpu, mo
     assert _get_current_dispatch_mode_stack() == []
 
 
-def test_others_are_asked_for_at_most_once_a_second(gpu, monkeypatch):
-    meter = CudaMeter(CUDA)
+def test_others_are_asked_for_at_most_once_a_second(gpu, clock):
+    meter = AllocatorMeter(CUDA)
     gpu.free -= 30
+    clock.now += 0.5
     meter.start(())
     assert meter.live(200) == 0
-    meter._asked_s -= 2
+    clock.now += 0.5
     meter.start(())
     assert meter.live(200) == 30
 
 
 def test_what_is_there_before_a_step_is_its_floor(gpu):
-    assert CudaMeter(CUDA).floor(150) == 1024 * 1024
-    assert CudaMeter(CUDA).floor(200) == 0
+    assert AllocatorMeter(CUDA).floor(150) == 1024 * 1024
+    assert AllocatorMeter(CUDA).floor(200) == 0
     assert make_meter().floor(0) == 0
 
 
 @pytest.mark.gpu
 def test_a_real_device():
     device = torch.device("cuda", torch.cuda.current_device())
-    meter = CudaMeter(device)
+    meter = AllocatorMeter(device)
     booked = torch.cuda.memory_allocated(device)
     meter.start(())
     growth = meter.live(booked)
@@ -561,4 +575,4 @@ def test_a_real_device():
     assert meter.live(booked) == growth + tensor.nbytes
     del tensor
     assert (meter.live(booked), meter.peak(booked)) == (growth, growth + 2**22)
-    assert 0 < device_usage(device)() <= torch.cuda.mem_get_info(device)[1]
+    assert 0 < used_nbytes(device)() <= torch.cuda.mem_get_info(device)[1]

@@ -8,6 +8,7 @@ from hf_patrickstar.memory import pool as pool_module
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.meters import StorageMeter
 from hf_patrickstar.memory.pool import CACHE_OWNER, PayloadPool, pinned_nbytes
+from hf_patrickstar.memory.streams import ThreadStreams
 from hf_patrickstar.memory.tiers import Tier
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
@@ -16,7 +17,7 @@ FP32 = torch.float32
 
 
 def make_pool(device=1000, host=1000, pin_memory=False, non_model=lambda booked: 0):
-    return PayloadPool(Ledger({DEVICE: device, HOST: host}, non_model), CPU, pin_memory)
+    return PayloadPool(Ledger({DEVICE: device, HOST: host}, non_model), CPU, pin_memory, ThreadStreams(CPU))
 
 
 class PinnedTensor(torch.Tensor):
@@ -186,7 +187,7 @@ def test_over_budget_nothing_is_allocated(tier, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("allocated")
 
-    monkeypatch.setattr(pool, "_new", refuse)
+    monkeypatch.setattr(pool_module.torch, "empty", refuse)
     with pytest.raises(BudgetError, match=f"{tier.value}_budget is too small: .* for 'master'"):
         pool.allocate(tier, 51, FP32, "master")
     assert pool.ledger.owners(tier) == {"param": 800}
@@ -298,7 +299,7 @@ def test_bytes_in_use_are_those_that_are_not_kept():
 
 
 def test_room_keeps_to_the_fraction_only_while_cautious():
-    pool = PayloadPool(Ledger({DEVICE: 1000, HOST: 1000}, device_fraction=0.5), CPU, False)
+    pool = PayloadPool(Ledger({DEVICE: 1000, HOST: 1000}, device_fraction=0.5), CPU, False, ThreadStreams(CPU))
     pool.release(DEVICE, pool.allocate(DEVICE, 50, FP32, "param"), "param")
     assert (pool.room(DEVICE), pool.room(DEVICE, cautious=False), pool.room(HOST)) == (500, 1000, 1000)
     pool.ledger.is_cautious = False
@@ -306,7 +307,7 @@ def test_room_keeps_to_the_fraction_only_while_cautious():
 
 
 def test_while_cautious_kept_buffers_go_before_the_fraction_is_passed():
-    pool = PayloadPool(Ledger({DEVICE: 1000, HOST: 1000}, device_fraction=0.5), CPU, False)
+    pool = PayloadPool(Ledger({DEVICE: 1000, HOST: 1000}, device_fraction=0.5), CPU, False, ThreadStreams(CPU))
     pool.release(DEVICE, pool.allocate(DEVICE, 50, FP32, "param"), "param")
     pool.allocate(DEVICE, 90, FP32, "param")
     assert pool.ledger.owners(DEVICE) == {"param": 360}
@@ -380,7 +381,7 @@ def test_a_kept_buffer_is_taken_again_where_others_are_measured_by_what_is_not_b
     """As on CUDA: unbooking a buffer that is still there makes it somebody else's, and leaves no room to book it."""
     allocated = [60]
     budgets = dict.fromkeys(Tier, 100)
-    pool = PayloadPool(Ledger(budgets, lambda booked: max(allocated[0] - booked, 0)), torch.device("cpu"), False)
+    pool = PayloadPool(Ledger(budgets, lambda booked: max(allocated[0] - booked, 0)), CPU, False, ThreadStreams(CPU))
     held = [pool.allocate(Tier.DEVICE, 10, torch.int8, "param") for _ in range(6)]
     while held:
         pool.release(Tier.DEVICE, held.pop(), "param")
@@ -391,3 +392,27 @@ def test_a_kept_buffer_is_taken_again_where_others_are_measured_by_what_is_not_b
     assert pool.ledger.owners(Tier.DEVICE) == {"param": 60}
     pool.release(Tier.DEVICE, held.pop(), "param")
     assert pool.ledger.owners(Tier.DEVICE) == {"param": 50, "pool": 10}, "a full device still keeps what fits"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: an illegal memory access was encountered",
+        "CUDA error: misaligned address",
+        "shared memory file is gone",
+    ],
+)
+def test_a_device_that_is_broken_is_not_a_full_one(monkeypatch, text):
+    """Else the micro-batch would be repeated on a dead context, or copies would be slow for no reason."""
+
+    def fail(*args, **kwargs):
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(torch, "empty", fail)
+    for pinned in (False, True):
+        pool = make_pool(pin_memory=True)
+        with pytest.raises(RuntimeError, match=text) as caught:
+            pool.allocate(HOST if pinned else DEVICE, 50, FP32, "param", pinned=pinned)
+        assert type(caught.value) is RuntimeError
+        assert pool.ledger.used(HOST) == pool.ledger.used(DEVICE) == 0
+        assert pool.pins_memory

@@ -15,7 +15,7 @@ def machine(monkeypatch, tmp_path):
     """A machine with 10 000 bytes available and no cgroup; returns a function that writes cgroup files."""
     monkeypatch.setattr(tiers.psutil, "virtual_memory", lambda: types.SimpleNamespace(available=10_000, total=20_000))
     files = tuple((str(tmp_path / f"limit{number}"), str(tmp_path / f"usage{number}")) for number in range(2))
-    monkeypatch.setattr(tiers, "_CGROUP_FILES", files)
+    monkeypatch.setattr(tiers, "CGROUP_FILES", files)
 
     def write(version, limit, usage):
         (tmp_path / f"limit{version}").write_text(limit)
@@ -63,7 +63,7 @@ def test_the_real_machine():
 
 
 def test_the_real_cgroup_files():
-    assert [limit for limit, _ in tiers._CGROUP_FILES] == [
+    assert [limit for limit, _ in tiers.CGROUP_FILES] == [
         "/sys/fs/cgroup/memory.max",
         "/sys/fs/cgroup/memory/memory.limit_in_bytes",
     ]
@@ -78,8 +78,8 @@ def test_budgets_of_the_cpu_tier(machine):
 @pytest.fixture
 def gpu(monkeypatch, machine):
     """A device of 1000 bytes with 600 free, and 100 that torch keeps for reuse."""
-    monkeypatch.setattr(tiers.torch.cuda, "mem_get_info", lambda device: (600, 1000))
-    monkeypatch.setattr(tiers.torch.cuda, "memory_reserved", lambda device: 100)
+    monkeypatch.setattr(tiers.torch.accelerator, "get_memory_info", lambda device: (600, 1000))
+    monkeypatch.setattr(tiers.torch.accelerator, "memory_reserved", lambda device: 100)
 
 
 @pytest.mark.usefixtures("gpu")

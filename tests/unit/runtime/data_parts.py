@@ -9,8 +9,8 @@ from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.streams import Lane, ThreadStreams
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.memory.transfers import Transfers
 from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedTensor, torch_dtype
 from hf_patrickstar.runtime.gradient_mirrors import GradientMirrors
 from hf_patrickstar.runtime.gradients import Gradients
@@ -91,7 +91,7 @@ class ThreadCollectives:
 class Ticket:
     """A copy under way, which does something when it is waited for."""
 
-    is_done = False
+    is_done, lane = False, Lane.TO_DEVICE
 
     def __init__(self, when_done=lambda: None):
         self.when_done, self.num_waits = when_done, 0
@@ -128,15 +128,15 @@ class Process:
         self.collectives = collectives or ThreadCollectives()
         self.rank, self.world_size = self.collectives.rank, self.collectives.world_size
         self.ledger = Ledger({Tier.DEVICE: device_nbytes, Tier.HOST: host_nbytes})
-        self.pool = PayloadPool(self.ledger, CPU, pin_memory=False)
-        self.transfers = Transfers(CPU)
+        self.streams = ThreadStreams(CPU)
+        self.pool = PayloadPool(self.ledger, CPU, pin_memory=False, streams=self.streams)
         self.events = []
         self.chunks = []
         self.tensors = []
         self.room = Room()
         self.originals = Originals(self.pool)
         self.sharing = Sharing(self.collectives, make_order(self.collectives, NUM_TENSORS, checks_all=False))
-        self.values = Values(self.sharing, self.transfers, self.originals, self.events.append)
+        self.values = Values(self.sharing, self.streams, self.originals, self.events.append)
         self.users = MirrorUsers()
         self.mirrors = ValueMirrors(self.values, self.users)
         self.watch = Watch(self.values, self.mirrors)
@@ -213,7 +213,7 @@ class Process:
     def make_gradients(self, accumulate=False, keeps="auto"):
         """What finds places for gradients."""
         return Gradients(
-            *(self.pool, self.transfers, self.events.append, self.room, self.values, self.chunks, accumulate, keeps)
+            *(self.pool, self.streams, self.events.append, self.room, self.values, self.chunks, accumulate, keeps)
         )
 
     def make_writes(self, gradients):

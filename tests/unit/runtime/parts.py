@@ -5,6 +5,7 @@ import functools
 import torch
 from unit.runtime.data_parts import CPU, Process
 
+from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.events import (
     ChunkEvicted,
     ChunkInvalidated,
@@ -16,7 +17,7 @@ from hf_patrickstar.events import (
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.buckets import Buckets
+from hf_patrickstar.runtime.buckets import GroupBuckets, OwnBuckets
 from hf_patrickstar.runtime.copies import Copies
 from hf_patrickstar.runtime.data import Data
 from hf_patrickstar.runtime.executor import Executor, MovePolicy, Services
@@ -31,7 +32,6 @@ from hf_patrickstar.runtime.reclaim import Reclaim
 from hf_patrickstar.runtime.steps import DeviceGauges, Steps
 from hf_patrickstar.runtime.tracer import Tracer
 from hf_patrickstar.runtime.writes import Writes
-from hf_patrickstar.schedule.eviction import Chooser
 from hf_patrickstar.schedule.margin import ACCELERATOR
 from hf_patrickstar.schedule.placement import ChunkBytes
 from hf_patrickstar.shortage import Limit, Shortage
@@ -174,8 +174,9 @@ class Parts(Process):
             device_fraction=device_fraction,
             chunk_budget=chunk_budget,
         )
-        self.pool = PayloadPool(self.ledger, CPU, pin_memory=False)
-        self.policy = MovePolicy(Chooser(chooser), prefetch_depth, reshard_after_forward=False, evict_all=evict_all)
+        self.pool = PayloadPool(self.ledger, CPU, pin_memory=False, streams=self.streams)
+        config = PatrickStarConfig(eviction=chooser, prefetch_depth=prefetch_depth, debug_evict_all=evict_all)
+        self.policy = MovePolicy.of(config, self.collectives.world_size)
         self.num_micro_batches, self.keeps, self.rates = num_micro_batches, keeps, rates
         self.reserved = []
         self.reserve = lambda chunks, tier: self.reserved.append(tier)
@@ -204,7 +205,7 @@ class Parts(Process):
 
     @functools.cached_property
     def copies(self):
-        return Copies(self.chunks, self.pool, self.transfers, self.events.append, self.watch)
+        return Copies(self.chunks, self.pool, self.streams, self.events.append, self.watch)
 
     @functools.cached_property
     def tracer(self):
@@ -259,7 +260,9 @@ class Parts(Process):
 
     @functools.cached_property
     def buckets(self):
-        return Buckets(self.chunks, self.pool, self.transfers, self.collectives, self.reclaim)
+        if self.collectives.world_size == 1:
+            return OwnBuckets(self.gradients, self.gradient_mirrors)
+        return GroupBuckets(self.chunks, self.pool, self.streams, self.collectives, self.reclaim)
 
     @functools.cached_property
     def services(self):
@@ -289,12 +292,12 @@ class Parts(Process):
 
     @functools.cached_property
     def phases(self):
-        return Phases(self.services, self.steps, self.placement, self.data, self.parameters, self.transfers)
+        return Phases(self.services, self.steps, self.placement, self.data, self.parameters, self.streams)
 
     @functools.cached_property
     def manager(self):
         return ChunkManager(
-            *(self.services, self.steps, self.placement, self.data, self.parameters, self.phases, self.transfers)
+            *(self.services, self.steps, self.placement, self.data, self.parameters, self.phases, self.streams)
         )
 
 

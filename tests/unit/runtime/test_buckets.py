@@ -3,11 +3,13 @@
 import pytest
 import torch
 from unit.runtime.data_parts import Process, Ticket
+from unit.runtime.parts import Parts
 from unit.spec_builders import BF16, FP32
 
 from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.events import GradientStored
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.buckets import GRADIENTS, STAGING, Buckets
+from hf_patrickstar.runtime.buckets import GRADIENTS, STAGING, GroupBuckets
 
 
 class Collectives:
@@ -32,23 +34,19 @@ class Collectives:
         return Ticket(arrive)
 
 
-class Alone:
-    rank, world_size, is_asynchronous = 0, 1, False
-
-
 def make(*chunks, **settings):
     """Buckets of one rank over chunks of tensors with so many elements."""
     collectives = Collectives(**settings)
     process = Process(collectives)
     for numels in chunks:
         process.add_chunk(*numels, types=FP32, chunk_numel=4)
-    buckets = Buckets(process.chunks, process.pool, process.transfers, collectives, process.room)
+    buckets = GroupBuckets(process.chunks, process.pool, process.streams, collectives, process.room)
     return process, buckets
 
 
 def store(process, buckets, **gradients):
     for name, values in gradients.items():
-        buckets.store(process.tensors[int(name[1:])], torch.tensor(values, dtype=torch.float32))
+        buckets.store(process.tensors[int(name[1:])], torch.tensor(values, dtype=torch.float32), is_at_home=False)
 
 
 def told(averages):
@@ -171,7 +169,7 @@ def test_where_reductions_go_on_beside_the_device_the_one_before_ends_with_the_n
 def test_averages_are_on_their_way_home_before_their_buffer_is_used_again():
     process, buckets = make((4,))
     log = []
-    process.transfers.release_in_flight = lambda: log.append(("release_in_flight", process.pool.in_use(Tier.DEVICE)))
+    process.streams.release_in_flight = lambda: log.append(("release_in_flight", process.pool.in_use(Tier.DEVICE)))
     store(process, buckets, t0=[1, 1, 1, 1])
     for average in buckets.reduce(process.chunks[0]):
         log.append(average.tensor.spec.name)
@@ -211,7 +209,7 @@ def test_a_buffer_that_finds_no_room():
 def test_frozen_parameters_are_not_waited_for():
     process = Process(Collectives())
     process.add_chunk(2, trainable=False)
-    buckets = Buckets(process.chunks, process.pool, process.transfers, process.collectives, process.room)
+    buckets = GroupBuckets(process.chunks, process.pool, process.streams, process.collectives, process.room)
     assert buckets.is_complete(process.chunks[0])
 
 
@@ -237,7 +235,7 @@ def test_scratch_space_is_for_the_largest_slice_of_each_type():
     process = Process(Collectives(staging=doubled))
     for numel, types, trainable in ((4, BF16, True), (6, BF16, True), (8, FP32, True), (20, FP32, False)):
         process.add_chunk(numel, types=types, chunk_numel=numel, trainable=trainable)
-    buckets = Buckets(process.chunks, process.pool, process.transfers, process.collectives, process.room)
+    buckets = GroupBuckets(process.chunks, process.pool, process.streams, process.collectives, process.room)
     assert on_device(process) == {STAGING: 12 * 2 + 3 * 4 + 16 * 4}
     list(buckets.reduce(process.chunks[0]))
     list(buckets.reduce(process.chunks[2]))
@@ -261,9 +259,52 @@ def test_scratch_space_follows_the_chunks():
     buckets.close()
 
 
-def test_one_process_needs_none():
-    process = Process()
-    process.add_chunk(4)
-    buckets = Buckets(process.chunks, process.pool, process.transfers, Alone(), process.room)
-    assert on_device(process) == {}
+# One process
+
+
+def make_alone(**chunk):
+    """The buckets of one process, and the first of two tensors, whose gradients are in bf16."""
+    parts = Parts()
+    tensor, _ = parts.add_chunk(2, 2, **chunk)
+    return parts, parts.buckets, tensor
+
+
+@pytest.mark.parametrize(
+    ("home", "is_at_home", "crossing"), [(Tier.HOST, False, 4), (Tier.HOST, True, 0), (Tier.DEVICE, False, 0)]
+)
+def test_a_gradient_goes_home_at_once(home, is_at_home, crossing):
+    parts, buckets, tensor = make_alone(home=home)
+    if home is Tier.DEVICE:
+        parts.load(tensor.chunk)
+    buckets.store(tensor, torch.tensor([5.0, 6.0], dtype=torch.bfloat16), is_at_home=is_at_home)
+    assert parts.gradients.of(tensor).tolist() == [5.0, 6.0]
+    (event,) = parts.events
+    assert event == GradientStored(0, 0, crossing)
+    assert not buckets.is_complete(tensor.chunk)
+    assert (buckets.unreduced(), list(buckets.found)) == ([], [])
+    assert [list(buckets.reduce(tensor.chunk)), list(buckets.finish({0})), list(buckets.abandon())] == [[], [], []]
+    assert on_device(parts).keys() <= {"param", "master"}
     buckets.close()
+
+
+def test_what_was_handed_out_follows_a_gradient_that_comes():
+    parts, buckets, tensor = make_alone()
+    parts.gradients.accumulate = True
+    buckets.store(tensor, torch.tensor([5.0, 6.0], dtype=torch.bfloat16), is_at_home=False)
+    mirror = parts.gradient_mirrors.hand_out(tensor)
+    buckets.store(tensor, torch.tensor([1.0, 1.0], dtype=torch.bfloat16), is_at_home=False)
+    assert mirror.tolist() == [6.0, 7.0]
+
+
+def test_a_gradient_that_a_failed_attempt_has_counted_is_not_counted_again():
+    parts, buckets, tensor = make_alone()
+    parts.gradients.accumulate = True
+    gradient = torch.tensor([5.0, 6.0], dtype=torch.bfloat16)
+    buckets.store(tensor, gradient, is_at_home=False)
+    attempts = parts.gradients.attempts
+    attempts.begin()
+    buckets.store(tensor, gradient, is_at_home=False)
+    attempts.undo()
+    buckets.store(tensor, gradient, is_at_home=False)
+    assert parts.gradients.of(tensor).tolist() == [10.0, 12.0]
+    assert tensor.crossing_nbytes == 0

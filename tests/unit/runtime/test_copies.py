@@ -21,14 +21,14 @@ class OneOfTwo:
 
 
 class Slow:
-    """Transfers that take until a ticket is joined, or fail if there is none."""
+    """Streams that take until a ticket is joined, or fail if there is none."""
 
     device = CPU
 
     def __init__(self, ticket=None):
         self.ticket = ticket
 
-    def fetch(self, source, target):
+    def fetch(self, source, target, after=()):
         if self.ticket is None:
             raise RuntimeError("the bus is gone")
         return self.ticket
@@ -91,7 +91,7 @@ def test_without_room_there_is_no_copy_and_nothing_is_lost():
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_copy_that_fails_leaves_nothing_behind(ahead):
-    parts = make(transfers=Slow())
+    parts = make(streams=Slow())
     with pytest.raises(RuntimeError, match="the bus is gone"):
         parts.copies.load(parts.chunks[0], ahead=ahead)
     assert (parts.chunks[0].compute, len(parts.copies), parts.events) == (None, 0, [])
@@ -141,10 +141,10 @@ def test_a_copy_that_is_made_inside_of_a_function_transform_is_an_ordinary_tenso
 def test_a_copy_that_was_started_ahead_is_waited_for_once(is_done):
     ticket = Ticket()
     ticket.is_done = is_done
-    parts = make(transfers=Slow(ticket))
+    parts = make(streams=Slow(ticket))
     (chunk,) = parts.chunks
     parts.copies.load(chunk, ahead=True)
-    assert (chunk.arrival, chunk.ticket, ticket.num_waits) == (ticket, ticket, 0)
+    assert (chunk.arrival, chunk.under_way, ticket.num_waits) == (ticket, (ticket,), 0)
     assert parts.copies.wait(chunk) is not is_done
     assert (chunk.arrival, ticket.num_waits) == (None, 1)
     assert (parts.copies.waiting_s > 0) is not is_done
@@ -152,17 +152,17 @@ def test_a_copy_that_was_started_ahead_is_waited_for_once(is_done):
 
 def test_a_copy_on_demand_is_there_at_once_but_the_home_may_still_be_read():
     ticket = Ticket()
-    parts = make(transfers=Slow(ticket))
+    parts = make(streams=Slow(ticket))
     (chunk,) = parts.chunks
     parts.copies.load(chunk, ahead=False)
-    assert (chunk.arrival, chunk.ticket) == (None, ticket)
+    assert (chunk.arrival, chunk.under_way) == (None, (ticket,))
     chunk.wait()
     assert ticket.num_waits == 1
 
 
 def test_a_copy_that_goes_before_it_has_arrived_is_waited_for():
     ticket = Ticket()
-    parts = make(transfers=Slow(ticket))
+    parts = make(streams=Slow(ticket))
     (chunk,) = parts.chunks
     parts.copies.load(chunk, ahead=True)
     parts.copies.evict(chunk)
@@ -374,7 +374,7 @@ def test_a_home_waits_for_what_reads_it():
     parts = make()
     (chunk,) = parts.chunks
     told = []
-    chunk.ticket = Ticket(lambda: told.append(("copy", chunk.home)))
+    chunk.note(Ticket(lambda: told.append(("copy", chunk.home))))
     chunk.reader = Fake([], wait=lambda: told.append(("checkpoint", chunk.home)))
     parts.copies.rehome(chunk, Tier.DEVICE)
     assert told == [("copy", Tier.HOST), ("checkpoint", Tier.HOST)]

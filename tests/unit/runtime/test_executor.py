@@ -231,15 +231,15 @@ def test_a_copy_that_has_not_arrived_in_time_is_no_hit(is_done, hits, late):
     class Slow:
         device = CPU
 
-        def to_device(self, source, target):
+        def to_device(self, source, target, after=()):
             return None
 
-        def fetch(self, source, target):
+        def fetch(self, source, target, after=()):
             ticket.is_done = is_done
             return ticket
 
     ticket = Ticket()
-    parts = make(transfers=Slow())
+    parts = make(streams=Slow())
     follow(parts, [0, 1], [Actions(load=(0, 1)), Actions()])
     visit(parts, 0)
     assert ticket.num_waits == 0

@@ -206,6 +206,7 @@ def test_with_other_processes_zeros_are_not_written():
     mirrors.assign(tensor, given)
     assert not mirrors.zero(tensor)
     assert given.tolist() == [1.0, 2.0]
+    assert mirrors.kept(tensor) is None, "a step of the optimizer leaves nothing of it"
     mirrors.refresh(tensor)
     assert len(mirrors) == 0, "nor does it follow"
 

@@ -234,11 +234,11 @@ def test_the_home_is_not_touched_while_it_is_copied(action):
     _, gradients, tensor = make()
     gradients.place(tensor, narrow(5, 6))
     seen = []
-    tensor.chunk.ticket = Ticket(lambda: seen.append(values_at(tensor)[0]))
+    tensor.chunk.note(Ticket(lambda: seen.append(values_at(tensor)[0])))
     arguments = {"add": [narrow(1, 1)], "put": [narrow(1, 1)], "multiply": [torch.tensor(2.0)]}.get(action, [])
     getattr(gradients, action)(tensor, *arguments)
     assert seen == [[5.0, 6.0]]
-    assert tensor.chunk.ticket is None
+    assert tensor.chunk.under_way == ()
 
 
 # Making way
@@ -499,13 +499,6 @@ def test_what_somebody_refers_to_is_the_gradient_after_the_step():
     assert tensor.kept is None
     assert handed_out.tolist() == [5.0, 6.0]
     assert values_at(tensor) == [[0.0, 1.0]] * 2
-
-
-def test_several_processes_keep_nothing_that_was_handed_out():
-    _, gradients, tensor = make(collectives=OneOfTwo())
-    gradients.place(tensor, narrow(5, 6))
-    gradients.finish_update(tensor, narrow(5, 6), keeps=False)
-    assert (tensor.gradient, tensor.kept) == (CONSUMED, None)
 
 
 @pytest.mark.parametrize("keeps", [True, "auto"])

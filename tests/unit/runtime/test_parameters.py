@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from unit.runtime.parts import Fake, Parts
+from unit.runtime.parts import Fake, OneOfTwo, Parts
 
 from hf_patrickstar.errors import BudgetError, DeviceMemoryError, EngineError
 from hf_patrickstar.runtime import parameters as module
@@ -38,7 +38,7 @@ class Device:
 
 def make(*, is_alone=True, trainable=True):
     """Two chunks of two tensors of two elements, and what is told."""
-    parts = Parts()
+    parts = Parts(None if is_alone else OneOfTwo())
     parts.add_chunk(2, 2, trainable=trainable)
     parts.add_chunk(2, 2)
     parts.told = told = []
@@ -47,7 +47,7 @@ def make(*, is_alone=True, trainable=True):
     gradients = Fake(told, "move_to_list")
     gradients.lock = contextlib.nullcontext()
     steps = Fake(told, "give_up")
-    steps.executor, steps.order = parts.device, types.SimpleNamespace(is_alone=is_alone)
+    steps.executor = parts.device
     parts.parameters = Parameters(parts.chunks, steps, gradients, writes)
     return parts, parts.parameters, parts.tensors[0]
 
@@ -75,7 +75,7 @@ def test_parameters_are_in_model_order_and_found_by_number_and_object():
     parts.add_chunk(2, 2)
     parts.add_chunk(2)
     parts.chunks.reverse()
-    steps = types.SimpleNamespace(executor=None, order=types.SimpleNamespace(is_alone=True))
+    steps = types.SimpleNamespace(executor=None)
     parameters = Parameters(parts.chunks, steps, types.SimpleNamespace(lock=None), None)
     assert [tensor.spec.index for tensor in parameters.tensors] == [0, 1, 2]
     assert {index: tensor.spec.index for index, tensor in parameters.by_index.items()} == {0: 0, 1: 1, 2: 2}

@@ -19,7 +19,7 @@ FORWARD, BACKWARD, EVALUATION = Stage.FORWARD, Stage.BACKWARD, Stage.EVALUATION
 SHAPES = ((2, 4),)
 
 
-def make(*, is_alone=True, step=None, factor=None, num_micro_batches=2, homes=(Tier.HOST,), **answers):
+def make(*, step=None, factor=None, num_micro_batches=2, homes=(Tier.HOST,), **answers):
     """Phases over chunks of two tensors, and all that they call."""
     parts = Parts()
     for home in homes:
@@ -45,14 +45,12 @@ def make(*, is_alone=True, step=None, factor=None, num_micro_batches=2, homes=(T
         end_update=num_micro_batches,
         end_phase=frozenset(),
     )
-    steps.executor, steps.order, steps.num_updates = executor, types.SimpleNamespace(is_alone=is_alone), 0
+    steps.executor, steps.num_updates = executor, 0
     gradients = fake(
         "gradients", "place", "multiply", "finish_update", "note_step", "place_deferred", "note_remote", has=True
     )
     gradients.lock = contextlib.nullcontext()
     gradients.take_factor = lambda: factor
-    gradients.attempts = types.SimpleNamespace(is_counted=lambda index: index in parts.counted)
-    parts.counted = set()
     buckets = fake("buckets", "store", abandon="left", finish="left")
     buckets.unreduced, buckets.found = "unreduced", {0}
     parameters = fake("parameters", "acquire", "release", "check_gradient", "release_held_outside_forward")
@@ -72,9 +70,9 @@ def make(*, is_alone=True, step=None, factor=None, num_micro_batches=2, homes=(T
         reclaim="reclaim",
         tracer=types.SimpleNamespace(step=step),
     )
-    placement, transfers = fake("placement", "prepare", "update"), fake("transfers", "release_in_flight")
+    placement, streams = fake("placement", "prepare", "update"), fake("streams", "release_in_flight")
     parts.data, parts.executor, parts.gradients, parts.tracer = data, executor, gradients, services.tracer
-    phases = Phases(services, steps, placement, data, parameters, transfers)
+    phases = Phases(services, steps, placement, data, parameters, streams)
     phases.turns = fake("turns", "take_backward", "give_up_backward", "give_up")
     return parts, phases
 
@@ -262,28 +260,17 @@ def test_what_is_there_before_a_backward_is_multiplied_first():
     ]
 
 
-@pytest.mark.parametrize(
-    ("home", "is_at_home", "crossing"), [(Tier.HOST, False, 4), (Tier.HOST, True, 0), (Tier.DEVICE, False, 0)]
-)
-def test_a_gradient_goes_home(home, is_at_home, crossing):
-    parts, phases = make(homes=[home])
-    tensor, gradient = parts.tensors[0], narrow(1, 2)
-    phases.gradient_ready(tensor, gradient, is_at_home=is_at_home)
-    assert told(parts) == [
-        ("parameters.check_gradient", "t0"),
-        ("gradient mirrors.sync_one", "t0"),
-        ("gradients.place", "t0", gradient),
-        ("gradient mirrors.refresh", "t0"),
-    ]
-    assert tensor.crossing_nbytes == crossing
-
-
-def test_a_gradient_that_a_failed_attempt_has_counted_is_not_counted_again():
+@pytest.mark.parametrize("is_at_home", [True, False])
+def test_a_gradient_goes_to_its_bucket_after_what_was_written_to_its_mirror(is_at_home):
     parts, phases = make()
-    parts.counted = {0}
-    phases.gradient_ready(parts.tensors[0], narrow(1, 2))
-    assert [name for name, *_ in told(parts)] == ["parameters.check_gradient", "gradient mirrors.sync_one"]
-    assert parts.tensors[0].crossing_nbytes == 0
+    gradient = narrow(1, 2)
+    phases.gradient_ready(parts.tensors[1], gradient, is_at_home=is_at_home)
+    assert told(parts) == [
+        ("parameters.check_gradient", "t1"),
+        ("gradient mirrors.sync_one", "t1"),
+        ("buckets.store", "t1", gradient, is_at_home),
+        ("executor.reduce_when_due", parts.chunks[0]),
+    ]
 
 
 def test_a_gradient_that_is_refused_goes_nowhere():
@@ -296,24 +283,11 @@ def test_a_gradient_that_is_refused_goes_nowhere():
     assert told(parts) == [("parameters.check_gradient", "t0")]
 
 
-@pytest.mark.parametrize("is_alone", [True, False])
-def test_a_sparse_gradient_is_stored_dense(is_alone):
-    parts, phases = make(is_alone=is_alone)
+def test_a_sparse_gradient_is_stored_dense():
+    parts, phases = make()
     phases.gradient_ready(parts.tensors[0], torch.sparse_coo_tensor([[1]], [3.0], (2,), check_invariants=True))
-    ((_, _, gradient),) = [event for event in parts.told if event[0] in ("gradients.place", "buckets.store")]
+    ((_, _, gradient, _),) = [event for event in parts.told if event[0] == "buckets.store"]
     assert (gradient.layout, gradient.tolist()) == (torch.strided, [0, 3])
-
-
-def test_a_gradient_of_a_group_waits_for_the_others():
-    parts, phases = make(is_alone=False)
-    gradient = narrow(1, 2)
-    phases.gradient_ready(parts.tensors[1], gradient)
-    assert told(parts) == [
-        ("parameters.check_gradient", "t1"),
-        ("gradient mirrors.sync_one", "t1"),
-        ("buckets.store", "t1", gradient),
-        ("executor.reduce_when_due", parts.chunks[0]),
-    ]
 
 
 def test_a_backward_ends_with_gradients_that_waited_for_their_places():
@@ -327,7 +301,7 @@ def test_a_backward_ends_with_gradients_that_waited_for_their_places():
         ("buckets.finish", frozenset()),
         ("executor.take_home", "left"),
         ("gradients.place_deferred", "t1"),
-        ("transfers.release_in_flight",),
+        ("streams.release_in_flight",),
         ("steps.end_micro_batch",),
         ("turns.give_up_backward",),
     ]
@@ -336,7 +310,7 @@ def test_a_backward_ends_with_gradients_that_waited_for_their_places():
 
 def test_a_backward_of_several_processes_ends_when_all_averages_are_at_home():
     """Of what another process has at home only is known that it got a gradient."""
-    parts, phases = make(is_alone=False, steps={"end_phase": frozenset({1})})
+    parts, phases = make(steps={"end_phase": frozenset({1})})
     parts.tensors[1].is_owned = False
     phases.backward_end()
     assert told(parts) == [
@@ -346,14 +320,14 @@ def test_a_backward_of_several_processes_ends_when_all_averages_are_at_home():
         ("executor.take_home", "left"),
         ("gradients.note_remote", "t1"),
         ("gradient mirrors.drop", "t1"),
-        ("transfers.release_in_flight",),
+        ("streams.release_in_flight",),
         ("steps.end_micro_batch",),
         ("turns.give_up_backward",),
     ]
 
 
 def test_of_an_own_gradient_that_arrived_only_its_mirror_goes():
-    parts, phases = make(is_alone=False, steps={"end_phase": frozenset({0})})
+    parts, phases = make(steps={"end_phase": frozenset({0})})
     phases.backward_end()
     assert [event for event in told(parts) if "t0" in event] == [("gradient mirrors.drop", "t0")]
 
@@ -362,7 +336,7 @@ def test_the_turn_ends_even_if_the_end_of_the_backward_fails():
     def fail():
         raise EngineError("the others are gone")
 
-    parts, phases = make(transfers={"release_in_flight": fail})
+    parts, phases = make(streams={"release_in_flight": fail})
     with pytest.raises(EngineError, match="the others are gone"):
         phases.backward_end()
     assert told(parts)[-1] == ("turns.give_up_backward",)

@@ -309,7 +309,7 @@ def test_chunks_that_came_and_went_are_noticed():
     assert update(parts) == ([("to device", 1)], {1})
 
 
-# Lookups at home
+# CpuEmbeddings at home
 
 
 def look_up(parts, *nbytes):
@@ -331,7 +331,7 @@ def test_an_embedding_is_looked_up_where_less_bytes_cross(nbytes, num_micro_batc
     moved, margin = update(parts, num_micro_batches)
     assert tensor.lookup == lookup
     if lookup == "home":
-        assert (moved, margin) == ([("to device", 1), ("to device", 2)], {1, 2}), "what is looked up at home stays"
+        assert (moved, margin) == ([("to device", 1), ("to device", 2)], {1, 2}), "what is looked up on the CPU stays"
     else:
         assert (moved, margin, parts.tracer.traces) == ([], set(), {}), "the next step visits other chunks"
 

@@ -5,12 +5,12 @@ import logging
 import pytest
 from unit.runtime.parts import Fake, OneOfTwo, Others, Parts
 
+from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.executor import MovePolicy
 from hf_patrickstar.runtime.order import Beginning, Collective, Ended, Ending, Phase, Room, Subject
 from hf_patrickstar.runtime.steps import DeviceGauges
-from hf_patrickstar.schedule.eviction import Chooser
 from hf_patrickstar.schedule.plan import Actions, Plan
 from hf_patrickstar.schedule.trace import Trace, Visit
 
@@ -461,10 +461,10 @@ def test_processes_that_evict_everything_follow_no_plan(evict_all, has_plan):
 
 
 def test_groups_leave_after_forward_where_that_is_wanted_and_there_are_others():
-    policy = MovePolicy(Chooser("belady"), 0, reshard_after_forward=True, evict_all=False)
+    config = PatrickStarConfig(prefetch_depth=0, reshard_after_forward=True)
+    group, alone = (MovePolicy.of(config, world_size) for world_size in (2, 1))
     leaving = []
-    for parts in (make_group(policy=policy), make(policy=policy, device_nbytes=96)):
-        parts.policy = policy
+    for parts in (make_group(policy=group), make(policy=alone, device_nbytes=96)):
         begin(parts)
         parts.tracer.visit(0, tuple)
         parts.tracer.note_forward_end()

@@ -225,7 +225,7 @@ def test_an_interlude_that_is_not_whole_makes_no_trace():
 
 @pytest.mark.parametrize("most", [3, 4])
 def test_a_step_with_more_visits_than_any_real_one_is_forgotten(monkeypatch, most):
-    monkeypatch.setattr(tracer_module, "_MOST_VISITS", most)
+    monkeypatch.setattr(tracer_module, "MOST_VISITS", most)
     tracer = make_tracer([8, 8])
     step = tracer.begin("training")
     visit_all(tracer, [0, 1] * 10)

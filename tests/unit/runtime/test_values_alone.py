@@ -240,11 +240,11 @@ def test_a_write_waits_for_those_who_read():
         def wait(self):
             log.append(("reader", values_at(tensor)[1]))
 
-    tensor.chunk.ticket = Ticket(lambda: log.append(("copy", values_at(tensor)[0])))
+    tensor.chunk.note(Ticket(lambda: log.append(("copy", values_at(tensor)[0]))))
     tensor.chunk.reader = Reader()
     process.values.write(tensor, torch.tensor([7.0, 8.0]))
     assert log == [("copy", [0.0, 1.0]), ("reader", [0.0, 1.0])]
-    assert (tensor.chunk.ticket, tensor.chunk.reader) == (None, None)
+    assert (tensor.chunk.under_way, tensor.chunk.reader) == ((), None)
 
 
 def test_writing_is_recorded_by_nobody():
@@ -290,12 +290,6 @@ def test_loading_fills_what_has_all_bits(has_master):
     assert values_at(tensor) == [[1.0, 5.0], [FINE, 5.0]][: 1 + has_master]
     assert tensor.origin is None
     assert origin.value is None
-
-
-def test_the_optimizer_changes_some_parameters():
-    process, tensor = make()
-    process.values.note_update(tensor.chunk, {1})
-    assert [one.num_writes for one in process.tensors] == [0, 1]
 
 
 # Several processes
@@ -399,6 +393,8 @@ def test_types_of_all_kinds():
 
 def test_loading_waits_for_those_who_read():
     process, tensor = make()
-    tensor.chunk.ticket, tensor.chunk.reader = copy, reader = Ticket(), Ticket()
+    copy, tensor.chunk.reader = Ticket(), Ticket()
+    tensor.chunk.note(copy)
+    reader = tensor.chunk.reader
     process.values.load(tensor, lambda flat: flat.fill_(copy.num_waits + reader.num_waits))
     assert values_at(tensor) == [[2.0, 2.0]] * 2

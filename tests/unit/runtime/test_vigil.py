@@ -72,10 +72,10 @@ class Hanging(Store):
 class Rank:
     """A rank of three, on a host of its own."""
 
-    def __init__(self, store, rank=0, patience=SHORT, members=(ELSEWHERE,) * 3):
+    def __init__(self, store, rank=0, patience=SHORT, members=(ELSEWHERE,) * 3, hang_up=None):
         self.store, self.hung_up = store, []
         liveness = Liveness(rank, [*members[:rank], describe_self(), *members[rank + 1 :]], store)
-        self.vigil = Vigil(rank, liveness, store, patience, self.hung_up.append)
+        self.vigil = Vigil(rank, liveness, store, patience, hang_up or self.hung_up.append)
 
     def say(self, what="reads", work=None, **settings):
         self.vigil.wait(Work() if work is None else work, what, is_message=True, **settings)
@@ -143,7 +143,6 @@ def test_what_is_soon_over_touches_nothing(heard):
 
 def test_a_short_wait_leaves_nothing(heard):
     rank = Rank(Store(), patience=Patience(5, 60))
-    rank.vigil._notice = timedelta(milliseconds=1)
     rank.say(work=until(lambda: rank.store.keys.get("0 waits")))
     assert rank.store.keys == {"0 waits": ""}
     assert (heard(), rank.hung_up) == ([], [])
@@ -246,7 +245,7 @@ def test_one_that_has_ended_is_not_waited_for_as_if_it_were_late(heard):
 
 @pytest.mark.parametrize("store", [Gone, Hanging])
 def test_without_the_store_nothing_is_known(heard, monkeypatch, store):
-    monkeypatch.setattr(module, "_STORE_PATIENCE_S", 0.1)
+    monkeypatch.setattr(module, "STORE_PATIENCE_S", 0.1)
     text = Rank(store(), patience=BRIEF).fails()
     for message in (text, heard()[0]):
         assert "the store where the ranks met is gone, so that nothing is known of the others" in message
@@ -271,8 +270,8 @@ def test_who_gives_up_says_why_and_hangs_up(heard):
 
 
 def test_the_reason_is_in_the_store_before_the_others_notice():
-    rank, found = Rank(Store(), patience=BRIEF), []
-    rank.vigil._hang_up = lambda with_data: found.append(rank.store.keys.get("gave up"))
+    store, found = Store(), []
+    rank = Rank(store, patience=BRIEF, hang_up=lambda with_data: found.append(store.keys.get("gave up")))
     assert [rank.fails()] == found
 
 

@@ -1,36 +1,42 @@
 import pytest
 
-from hf_patrickstar.schedule.eviction import BeladyPolicy, Candidate, Chooser, ListOrderPolicy, LRUPolicy
+from hf_patrickstar.schedule.eviction import Chooser
 from hf_patrickstar.schedule.trace import Cursor, Trace, Visit
 
-CANDIDATES = [Candidate(4, 10), Candidate(2, 30), Candidate(7, 5), Candidate(3, 5)]
+CHUNKS = [(4, 10), (2, 30), (7, 5), (3, 5)]
+
+
+def cursor_of(*chunks):
+    return Cursor(Trace("t", (1,) * 10, tuple(Visit(chunk) for chunk in chunks)))
 
 
 def test_lru_takes_the_one_unused_longest_and_the_first_of_equals():
-    assert LRUPolicy().choose(CANDIDATES) == 3
-    assert LRUPolicy().choose(CANDIDATES[:2]) == 4
+    assert Chooser("lru").choose(CHUNKS, None) == 3
+    assert Chooser("lru").choose(CHUNKS[:2], None) == 4
 
 
 def test_list_order_takes_the_first_of_the_list():
-    assert ListOrderPolicy().choose(CANDIDATES) == 2
-    assert ListOrderPolicy().choose(CANDIDATES[2:]) == 3
+    assert Chooser("list_order").choose(CHUNKS, None) == 2
+    assert Chooser("list_order").choose(CHUNKS[2:], None) == 3
 
 
 def test_belady_takes_the_latest_to_be_needed_and_first_of_all_what_is_never_needed():
-    later = [Candidate(4, 1, 20), Candidate(2, 2, 30), Candidate(3, 3, 30)]
-    assert BeladyPolicy().choose(later) == 2
-    assert BeladyPolicy().choose([*later, Candidate(9, 4, None), Candidate(8, 5, None)]) == 8
+    cursor, later = cursor_of(0, 4, 3, 2), [(4, 1), (2, 2), (3, 3)]
+    assert Chooser("belady").choose(later, cursor) == 2
+    assert Chooser("belady").choose([*later, (9, 4), (8, 5)], cursor) == 8
 
 
-@pytest.mark.parametrize("policy", [LRUPolicy(), ListOrderPolicy(), BeladyPolicy()])
-def test_a_choice_does_not_depend_on_the_order_of_the_candidates(policy):
-    assert policy.choose(CANDIDATES) == policy.choose(CANDIDATES[::-1])
-    assert policy.choose([Candidate(9, 1)]) == 9
+@pytest.mark.parametrize("policy", ["lru", "list_order", "belady"])
+@pytest.mark.parametrize("cursor", [None, cursor_of(2, 7, 4)])
+def test_a_choice_does_not_depend_on_the_order_of_the_chunks(policy, cursor):
+    chooser = Chooser(policy)
+    assert chooser.choose(CHUNKS, cursor) == chooser.choose(CHUNKS[::-1], cursor)
+    assert chooser.choose([(9, 1)], cursor) == 9
 
 
 def test_names_of_the_configuration():
     """Each name decides by its own rule; Belady needs a trace, and has a rule for steps without one."""
-    cursor = Cursor(Trace("t", (1,) * 8, (Visit(2), Visit(7), Visit(4))))
+    cursor = cursor_of(2, 7, 4)
     chunks = [(4, 10), (2, 30), (7, 5)]
     assert Chooser("lru").choose(chunks, cursor) == 7
     assert Chooser("list_order").choose(chunks, cursor) == 2

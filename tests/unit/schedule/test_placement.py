@@ -94,7 +94,7 @@ def test_nothing_to_place():
     assert plan_homes([], 0, 0, 0, 0).device_homed == frozenset()
 
 
-# Lookups
+# CpuEmbeddings
 
 
 def test_embeddings_with_fewer_rows_in_use_than_weights_are_looked_up_at_home():

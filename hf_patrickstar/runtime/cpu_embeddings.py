@@ -7,7 +7,7 @@ from hf_patrickstar.runtime.frames import Lookup
 from hf_patrickstar.runtime.manager import ChunkManager
 
 
-class Lookups:
+class CpuEmbeddings:
     """Begins and ends lookups.
 
     Args:

@@ -1,4 +1,4 @@
-"""Lookups at home: of the manager only what they ask it for is there, and writes that down."""
+"""CpuEmbeddings at home: of the manager only what they ask it for is there, and writes that down."""
 
 import contextlib
 import types
@@ -10,7 +10,7 @@ from unit.runtime.parts import Fake, Parts
 
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.runtime.chunk import GradientPlace
-from hf_patrickstar.runtime.lookups import Lookups
+from hf_patrickstar.runtime.cpu_embeddings import CpuEmbeddings
 
 
 def make(*, trainable=True, check=None):
@@ -23,7 +23,7 @@ def make(*, trainable=True, check=None):
         writes=Fake(told, "take_over", "apply"),
     )
     manager.gradients.lock = contextlib.nullcontext()
-    return Lookups(manager), tensor, told
+    return CpuEmbeddings(manager), tensor, told
 
 
 def test_a_leaf_stands_in_for_the_parameter_where_it_is_at_home():
@@ -81,9 +81,10 @@ def test_a_gradient_in_the_place_of_the_value_makes_way(place, moves):
 
 def test_what_is_on_its_way_home_is_waited_for():
     lookups, tensor, _ = make()
-    tensor.chunk.ticket = ticket = Ticket(lambda: tensor.chunk.param.fill_(7))
+    ticket = Ticket(lambda: tensor.chunk.param.fill_(7))
+    tensor.chunk.note(ticket)
     assert lookups.begin(tensor).leaf.tolist() == [[7, 7]] * 3
-    assert (ticket.num_waits, tensor.chunk.ticket) == (1, None)
+    assert (ticket.num_waits, tensor.chunk.under_way) == (1, ())
 
 
 def test_bytes_of_rows_add_up():

@@ -1,0 +1,138 @@
+"""What is asked of an accelerator beside its streams. The only file that tells kinds of devices apart."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hf_patrickstar.errors import ConfigError
+
+_WITHOUT_STREAMS = {"mps": "its memory is that of the host, so there is nothing to move", "meta": "it has no memory"}
+"""Kinds of devices that cannot be the compute device, and why."""
+_WITH_NVML = frozenset({"cuda"})
+"""Kinds of devices of which NVML knows what other processes hold."""
+_FULL = ("out of memory", "can't allocate memory", "not enough memory", "STATUS_ALLOC_FAILED")
+"""Errors of torch, beside ``torch.OutOfMemoryError``, that say that there is no memory left: drivers', libraries'."""
+_NOT_PINNED = (*_FULL, "pin", "not supported")
+"""Errors that say that host memory cannot be page-locked, in this amount or at all."""
+
+
+def find_device(device: torch.device | str | None) -> torch.device:
+    """The compute device, with its index.
+
+    Args:
+        device: What the user wants; by default the accelerator of this machine, or else the CPU tier.
+
+    Raises:
+        ConfigError: If it cannot be one, or is not there.
+    """
+    current = torch.accelerator.current_accelerator(check_available=True)
+    wanted = torch.device(device) if device is not None else current
+    if wanted is None or (device is None and wanted.type in _WITHOUT_STREAMS):
+        wanted = torch.device("cpu")
+    if wanted.type == "cpu":
+        return wanted
+    if wanted.type in _WITHOUT_STREAMS:
+        raise ConfigError(f"device '{wanted}' cannot be the compute device: {_WITHOUT_STREAMS[wanted.type]}")
+    if current is None or current.type != wanted.type:
+        there = "no accelerator" if current is None else f"'{current.type}' as its accelerator"
+        raise ConfigError(f"device '{wanted}' is not there: torch finds {there} on this machine")
+    index = torch.accelerator.current_device_index() if wanted.index is None else wanted.index
+    return torch.device(wanted.type, index)
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether a compute device has memory and streams of its own."""
+    return device.type != "cpu"
+
+
+def can_pin_memory() -> bool:
+    """Whether there is an accelerator for which host memory can be page-locked."""
+    return torch.accelerator.is_available()
+
+
+def memory_info(device: torch.device) -> tuple[int, int]:
+    """Bytes of a device that nobody has taken, and all of its bytes."""
+    info = getattr(torch.accelerator, "get_memory_info", None)  # since torch 2.10
+    free, total = torch.get_device_module(device).mem_get_info(device) if info is None else info(device)
+    return int(free), int(total)
+
+
+def reserved_nbytes(device: torch.device) -> int:
+    """Bytes that torch's allocator has taken from a device, whether or not a tensor is in them."""
+    return int(torch.accelerator.memory_reserved(device))
+
+
+def allocated_nbytes(device: torch.device, what: str) -> int:
+    """Bytes of tensors on a device.
+
+    Args:
+        device: The device.
+        what: ``"current"``, or ``"peak"`` since ``reset_peak``.
+    """
+    # The flat dictionary of memory_stats is sorted at every call, which costs more than a copy of a chunk.
+    nested = getattr(torch.get_device_module(device), "memory_stats_as_nested_dict", None)
+    if nested is None:
+        return int(torch.accelerator.memory_stats(device).get(f"allocated_bytes.all.{what}", 0))
+    stats = nested(device)
+    return int(stats["allocated_bytes"]["all"][what]) if stats else 0
+
+
+def reset_peak(device: torch.device) -> None:
+    """Forgets the most bytes of tensors that there were on a device."""
+    torch.accelerator.reset_peak_memory_stats(device)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error of torch says that a device, or the host, has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or _says(error, _FULL)
+
+
+def is_not_pinned(error: BaseException) -> bool:
+    """Whether an error of torch says that host memory cannot be page-locked."""
+    return isinstance(error, torch.OutOfMemoryError) or _says(error, _NOT_PINNED)
+
+
+def _says(error: BaseException, phrases: tuple[str, ...]) -> bool:
+    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in phrases)
+
+
+def empty_cache() -> None:
+    """Gives memory back that torch's allocator has taken from the accelerator and no tensor is in."""
+    torch.accelerator.empty_cache()
+
+
+def used_nbytes(device: torch.device) -> Callable[[], int]:
+    """A function that tells how many bytes of a device are taken by anybody: contexts, libraries, other processes.
+
+    NVML says it where it knows the device, by the device's UUID, since NVML's order of devices is its own; else the
+    driver does. A meter keeps to one source, since the two differ by what they count.
+    """
+
+    def ask_driver() -> int:
+        free, total = memory_info(device)
+        return total - free
+
+    if device.type not in _WITH_NVML:
+        return ask_driver
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        uuid = torch.get_device_module(device).get_device_properties(device).uuid
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        pynvml.nvmlDeviceGetMemoryInfo(handle)
+    except Exception:  # no library, no rights, a virtual GPU
+        return ask_driver
+    return lambda: int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+
+
+def random_state(device: torch.device) -> Any:
+    """The state of a device's random numbers; ``None`` for the CPU, whose state torch has."""
+    return torch.get_device_module(device).get_rng_state(device) if is_accelerator(device) else None
+
+
+def set_random_state(device: torch.device, state: Any) -> None:
+    """Sets it back."""
+    if state is not None:
+        torch.get_device_module(device).set_rng_state(state, device)
