@@ -1,0 +1,423 @@
+"""Streams of a device that is not there: what the engine puts into lanes, checked and carried out over CPU memory.
+
+[Note: simulated streams]
+``SimulatedDriver`` takes the place of an accelerator's driver below ``DeviceStreams``, so every wait of the engine is
+what it would be on a device. The compute stream runs at once, as the program does; a copy runs at the latest moment
+that the engine's own waits allow, or, with a seed, at a random one before. Until then its target is full of NaN.
+
+Each lane, and the host, has a vector clock: how much of every other lane is known to come before what the lane does
+next. A wait takes over the clock of what is waited for. What touches a buffer is compared with everything that touched
+the same bytes before: where neither only reads, and the clocks do not order both, ``RaceError`` names them. A dispatch
+mode sees the operators; an operator on a buffer of the device belongs to the compute stream, one on a buffer of the
+host to the host, and one on both must be a copy.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import random
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hf_patrickstar.errors import RaceError
+from hf_patrickstar.memory.tiers import Tier
+
+_COPIES = frozenset({"aten::copy_", "aten::_to_copy", "aten::clone", "aten::_foreach_copy_"})
+"""Operators that may have operands on both tiers: on a device they are copies that block the host."""
+_LIKELIHOOD = 0.2
+"""How likely it is that the next copy of a lane runs at an operator, where a seed chooses."""
+_POISON = 0xFF
+"""A byte that makes NaN of every floating type."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Access:
+    """Something that touched some bytes of a buffer."""
+
+    begin: int
+    end: int
+    is_write: bool
+    lane: "SimulatedStream"
+    number: int
+    what: str
+
+    def __str__(self) -> str:
+        verb = "writes" if self.is_write else "reads"
+        return f"'{self.what}' ({self.lane.name}, number {self.number}) {verb} bytes {self.begin} to {self.end}"
+
+
+@dataclasses.dataclass(slots=True)
+class _Buffer:
+    """What is known of some memory."""
+
+    name: str
+    tier: Tier | None
+    accesses: list[_Access]
+
+
+class _Work(NamedTuple):
+    """A copy that has not run yet."""
+
+    number: int
+    after: dict["SimulatedStream", int]
+    run: Callable[[], None]
+
+
+class _Held(NamedTuple):
+    """A tensor of a copy that is no buffer: its memory must not be used for anything else before the copy has run."""
+
+    alias: torch.Tensor
+    storage: torch.UntypedStorage
+    lane: "SimulatedStream"
+    number: int
+    what: str
+
+
+class SimulatedEvent:
+    """A point in a lane; see ``torch.Event``.
+
+    Args:
+        driver: The driver of the lane.
+        clock: What comes before it.
+    """
+
+    def __init__(self, driver: "SimulatedDriver", clock: dict["SimulatedStream", int]) -> None:
+        self.clock = clock
+        self._driver = driver
+
+    def query(self) -> bool:
+        """Whether all that comes before has run."""
+        return all(lane.num_done >= number for lane, number in self.clock.items())
+
+    def synchronize(self) -> None:
+        """Runs what comes before; the host goes on after it."""
+        self._driver.host.follow(self.clock)
+
+
+class SimulatedStream:
+    """A lane; see ``torch.Stream``.
+
+    Args:
+        driver: The driver that it belongs to.
+        name: What it is called in errors.
+        is_eager: Whether its work runs at once, as that of the compute stream and of the host does.
+    """
+
+    def __init__(self, driver: "SimulatedDriver", name: str, *, is_eager: bool) -> None:
+        self.name = name
+        self.clock: dict[SimulatedStream, int] = {}
+        self.num_told = self.num_done = 0
+        self._driver = driver
+        self._is_eager = is_eager
+        self._pending: collections.deque[_Work] = collections.deque()
+
+    def wait_stream(self, other: "SimulatedStream", /) -> None:
+        """What comes next follows all that the other was told."""
+        self.follow({**other.clock, other: other.num_told})
+
+    def wait_event(self, event: SimulatedEvent, /) -> None:
+        """What comes next follows an event."""
+        self.follow(event.clock)
+
+    def record_event(self) -> SimulatedEvent:
+        """An event after all that the lane was told."""
+        return SimulatedEvent(self._driver, {**self.clock, self: self.num_told})
+
+    def synchronize(self) -> None:
+        """Blocks the host."""
+        self.record_event().synchronize()
+
+    def follow(self, clock: dict["SimulatedStream", int]) -> None:
+        """What comes next follows what a clock says; where work runs at once, that runs first."""
+        with self._driver.lock:
+            for lane, number in clock.items():
+                self.clock[lane] = max(self.clock.get(lane, 0), number)
+                if self._is_eager:
+                    lane.run(number)
+
+    def knows(self, access: _Access) -> bool:
+        """Whether what comes next in this lane comes after an access."""
+        return access.lane is self or self.clock.get(access.lane, 0) >= access.number
+
+    def tell(self, run: Callable[[], None]) -> int:
+        """Takes work; returns its number. The host, which tells it, has done all before that it does before."""
+        host = self._driver.host
+        if self is not host:
+            self.follow({**host.clock, host: host.num_told})
+        self.num_told += 1
+        if self._is_eager:
+            self.num_done = self.num_told
+            run()
+        else:
+            self._pending.append(_Work(self.num_told, dict(self.clock), run))
+        return self.num_told
+
+    def run(self, number: int) -> None:
+        """Runs what has not run yet, up to a number, after what that comes after."""
+        while self._pending and self._pending[0].number <= number:
+            work = self._pending.popleft()
+            for lane, other in work.after.items():
+                lane.run(other)
+            work.run()
+            self.num_done = work.number
+
+
+class SimulatedDriver:
+    """The driver of a device that is not there; see [Note: simulated streams] and ``Driver``.
+
+    Args:
+        seed: Copies run at random moments that come from it; by default at the latest ones.
+
+    Attributes:
+        host: The host, as a lane.
+        compute: The compute stream.
+        lock: Held while anything here changes.
+        num_copies: Copies that were started.
+        num_checked: Accesses that were compared with those before.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self.lock = threading.RLock()
+        self.host = SimulatedStream(self, "host", is_eager=True)
+        self.compute = SimulatedStream(self, "compute stream", is_eager=True)
+        self.num_copies = self.num_checked = 0
+        self._lanes: list[SimulatedStream] = []
+        self._random = None if seed is None else random.Random(seed)
+        self._buffers: dict[int, _Buffer] = {}
+        self._held: list[_Held] = []
+
+    # What ``DeviceStreams`` asks for
+
+    def new_stream(self) -> SimulatedStream:
+        """See ``Driver``."""
+        self._lanes.append(SimulatedStream(self, f"copy stream {len(self._lanes)}", is_eager=False))
+        return self._lanes[-1]
+
+    def current_stream(self) -> SimulatedStream:
+        """See ``Driver``."""
+        return self.compute
+
+    def inside(self, stream: SimulatedStream) -> contextlib.AbstractContextManager[Any]:
+        """Collectives of the CPU run on the host: what is inside follows what the stream was told."""
+        stream.synchronize()
+        return contextlib.nullcontext()
+
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
+        """See ``Driver``: all but buffers of the host."""
+        return not self._knows(tensor) or self._tier_of(tensor) is not Tier.HOST
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """See ``Driver``: all buffers of the host are."""
+        return not self.is_on_device(tensor)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, stream: SimulatedStream) -> None:
+        """See ``Driver``."""
+        with self.lock, _unseen():
+            self.num_copies += 1
+            what = f"copy of {source.nbytes} bytes"
+            source, target = source.detach(), target.detach()
+            for tensor in (source, target):
+                if not self._knows(tensor):  # it was computed just now
+                    computed = _Access(*_extent(tensor), True, self.compute, self.compute.num_told, "its computation")
+                    self._buffers[_key(tensor)] = _Buffer("a tensor that is no buffer", None, [computed])
+            for access in self._buffers[_key(target)].accesses:
+                access.lane.run(access.number)  # else the poison below would change what it copies
+            number = stream.tell(_copier(source, target))
+            self._touch(stream, number, what, [(source, False), (target, True)])
+            self._held += [
+                _Held(t, t.untyped_storage(), stream, number, what)
+                for t in (source, target)
+                if self._tier_of(t) is None
+            ]
+            if target.is_contiguous():
+                target.view(-1).view(torch.uint8).fill_(_POISON)
+            self.run_some()
+
+    # What the pool tells
+
+    def take(self, buffer: torch.Tensor, tier: Tier, owner: str) -> None:
+        """A buffer was allocated, or is used again for something else."""
+        with self.lock:
+            key = _key(buffer)
+            known = self._buffers.get(key)
+            if known is None or known.tier is None:
+                known = self._buffers[key] = _Buffer(owner, tier, [])
+                weakref.finalize(buffer, self._forget, key, known)  # of an engine that nobody has detached
+            known.name, known.tier = f"{owner} on the {tier.value}", tier
+
+    def free(self, buffer: torch.Tensor) -> None:
+        """The memory of a buffer is given back: the compute stream may use it for anything next, the host too."""
+        with self.lock:
+            known = self._buffers.pop(_key(buffer), None)
+            if known is not None:
+                lane = self.host if known.tier is Tier.HOST else self.compute
+                self._check(lane, known, _Access(*_extent(buffer), True, lane, lane.num_told, "freeing the memory"))
+
+    # What operators do
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside the block operators are checked; at its end all copies have run."""
+        with _Operators(self):
+            yield
+        for lane in self._lanes:
+            lane.synchronize()
+
+    def note_operator(self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
+        """An operator is about to run.
+
+        Raises:
+            RaceError: If nothing orders it after what it needs, or it has operands on both tiers.
+        """
+        with self.lock, _unseen():
+            self._find_lost()
+            touched = [(t, False) for t in read if self._knows(t)] + [(t, True) for t in written if self._knows(t)]
+            tiers = {self._tier_of(tensor) for tensor, _ in touched} - {None}
+            is_mixed = len(tiers) > 1
+            if is_mixed and name not in _COPIES:
+                raise RaceError(f"operator '{name}' has operands on the host and on the device; copy one of them first")
+            lane = self.host if tiers == {Tier.HOST} else self.compute
+            self._touch(lane, lane.tell(lambda: None), name, touched)
+            if is_mixed:  # such a copy blocks the host until the compute stream has made it
+                self.compute.synchronize()
+            self.run_some()
+
+    def run_some(self) -> None:
+        """With a seed: runs some of the copies that may run."""
+        if self._random is not None:
+            for lane in self._lanes:
+                if self._random.random() < _LIKELIHOOD:
+                    lane.run(lane.num_done + 1)
+
+    # Inside
+
+    def _forget(self, key: int, buffer: _Buffer) -> None:
+        if self._buffers.get(key) is buffer:
+            del self._buffers[key]
+
+    def _knows(self, tensor: torch.Tensor) -> bool:
+        try:
+            return _key(tensor) in self._buffers
+        except (NotImplementedError, RuntimeError):  # a kind of tensor that has no storage
+            return False
+
+    def _tier_of(self, tensor: torch.Tensor) -> Tier | None:
+        return self._buffers[_key(tensor)].tier
+
+    def _touch(
+        self, lane: SimulatedStream, number: int, what: str, touched: Sequence[tuple[torch.Tensor, bool]]
+    ) -> None:
+        for tensor, is_write in touched:
+            begin, end = _extent(tensor)
+            if begin == end:
+                continue
+            known = self._buffers[_key(tensor)]
+            access = _Access(begin, end, is_write, lane, number, what)
+            self._check(lane, known, access)
+            same = (lane, begin, end, is_write)
+            kept = [a for a in known.accesses if (a.lane, a.begin, a.end, a.is_write) != same]
+            if is_write:  # what is ordered before a write of all its bytes need not be compared any more
+                kept = [a for a in kept if not (begin <= a.begin and a.end <= end)]
+            known.accesses = [*kept, access]
+
+    def _check(self, lane: SimulatedStream, known: _Buffer, access: _Access) -> None:
+        self.num_checked += 1
+        for before in known.accesses:
+            is_same = before.begin < access.end and access.begin < before.end
+            if is_same and (before.is_write or access.is_write) and not lane.knows(before):
+                raise RaceError(
+                    f"race on '{known.name}': {access}, and nothing orders it after {before}. Let the later one wait "
+                    "for the ticket of the earlier one"
+                )
+
+    def _find_lost(self) -> None:
+        """Looks for sources of copies that nobody holds any more, while the compute stream may use their memory."""
+        still = []
+        for held in self._held:
+            if self.compute.clock.get(held.lane, 0) >= held.number:
+                self._buffers.pop(_key(held.alias), None)
+            elif torch._C._storage_Use_Count(_key(held.alias)) <= 2:  # the alias, and the storage here
+                raise RaceError(
+                    f"a tensor of '{held.what}' ({held.lane.name}, number {held.number}) was freed, and the compute "
+                    "stream does not wait for the copy before it uses the memory again; hold the tensor until the "
+                    "compute stream has joined the copy"
+                )
+            else:
+                still.append(held)
+        self._held = still
+
+
+class _Operators(TorchDispatchMode):
+    """Tells a driver of every operator."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, driver: SimulatedDriver) -> None:
+        super().__init__()
+        self._driver = driver
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """The meter's own mode may stay beside it: this one is there before training and after it."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = getattr(func, "_schema", None)
+        if schema is not None:
+            written = [t for t in _written(schema, args, kwargs) if isinstance(t, torch.Tensor)]
+            ids = {id(t) for t in written}
+            read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and id(t) not in ids]
+            if not _is_view(schema):
+                self._driver.note_operator(schema.name, read, written)
+        return func(*args, **kwargs)
+
+
+def _written(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The operands that an operator writes to."""
+    found = []
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            found += tree_leaves(value)
+    return found
+
+
+def _is_view(schema: Any) -> bool:
+    """Whether an operator only looks at memory in another way, and touches none of it."""
+    return any(argument.alias_info is not None and not argument.alias_info.is_write for argument in schema.arguments)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and one after the last."""
+    begin = int(tensor.storage_offset()) * tensor.element_size()
+    if not tensor.numel():
+        return begin, begin
+    last = int(sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)))
+    return begin, begin + (last + 1) * tensor.element_size()
+
+
+def _copier(source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
+    def copy() -> None:
+        with _unseen():
+            target.copy_(source)
+
+    return copy
+
+
+def _unseen() -> contextlib.AbstractContextManager[Any]:
+    """What is done here is no operator of the program."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
+    stack.enter_context(torch.no_grad())
+    return stack

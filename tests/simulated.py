@@ -1,0 +1,16 @@
+"""Engines over simulated streams."""
+
+import contextlib
+from unittest import mock
+
+from hf_patrickstar.memory.simulation import SimulatedDriver
+from hf_patrickstar.memory.streams import DeviceStreams
+
+
+@contextlib.contextmanager
+def simulated_streams(seed=None):
+    """Inside, engines of the CPU tier copy over simulated streams, and races are errors; gives the driver of all."""
+    driver = SimulatedDriver(seed)
+    make = lambda device: DeviceStreams(device, driver)  # noqa: E731
+    with mock.patch("hf_patrickstar.machine.make_streams", make), driver.watching():
+        yield driver
