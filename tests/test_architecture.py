@@ -191,11 +191,13 @@ def leaves_hugging_face_to_integrations(source):
     ]
 
 
-_ALLOCATION = re.compile(r"torch\.empty(_like|_strided|_permuted)?|torch\.cuda\.(Stream|ExternalStream|stream)")
+_ALLOCATION = re.compile(
+    r"torch\.empty(_like|_strided|_permuted)?|torch\.(Stream|Event|get_device_module)|torch\.(accelerator|cuda)\..*"
+)
 
 
 def leaves_payloads_and_streams_to_memory(source):
-    """Only memory allocates payloads, which others fill, pins them, or names streams."""
+    """Only memory allocates payloads, which others fill, pins them, or names streams and accelerators."""
     if source.part == "memory":
         return []
     bad = [report(source, line, f"uses {name}") for name, line in names_used(source) if _ALLOCATION.fullmatch(name)]
@@ -503,6 +505,8 @@ BAD = [
     (leaves_payloads_and_streams_to_memory, "optim.kernels", "from torch import empty"),
     (leaves_payloads_and_streams_to_memory, "engine", "import torch\nx = torch.empty_like(y)"),
     (leaves_payloads_and_streams_to_memory, "engine", "import torch\ns = torch.cuda.Stream()"),
+    (leaves_payloads_and_streams_to_memory, "engine", "import torch\ns = torch.Stream()"),
+    (leaves_payloads_and_streams_to_memory, "engine", "import torch\nn = torch.accelerator.device_count()"),
     (leaves_payloads_and_streams_to_memory, "engine", "x = make(3, pin_memory=True)"),
     (leaves_payloads_and_streams_to_memory, "engine", "x = y.pin_memory()"),
     (leaves_collectives_to_one_module, "runtime.manager", "import torch.distributed as dist"),

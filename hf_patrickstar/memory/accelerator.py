@@ -1,4 +1,4 @@
-"""What is asked of an accelerator beside its streams. The only file that tells kinds of devices apart."""
+"""What is asked of an accelerator beside its streams. The only file that tells accelerators apart."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +11,11 @@ _WITHOUT_STREAMS = {"mps": "its memory is that of the host, so there is nothing 
 """Kinds of devices that cannot be the compute device, and why."""
 _WITH_NVML = frozenset({"cuda"})
 """Kinds of devices of which NVML knows what other processes hold."""
-_FULL = ("out of memory", "can't allocate memory", "not enough memory", "STATUS_ALLOC_FAILED")
-"""Errors of torch, beside ``torch.OutOfMemoryError``, that say that there is no memory left: drivers', libraries'."""
-_NOT_PINNED = (*_FULL, "pin", "not supported")
+_DEVICE_FULL = ("out of memory", "STATUS_ALLOC_FAILED")
+"""Errors of drivers and libraries, beside ``torch.OutOfMemoryError``, that say that a device has no memory left."""
+_HOST_FULL = ("can't allocate memory", "not enough memory")
+"""Errors of torch that say that the host has none left."""
+_NOT_PINNED = (*_DEVICE_FULL, *_HOST_FULL, "pin_memory", "pinned", "cannot pin", "page-lock", "not supported")
 """Errors that say that host memory cannot be page-locked, in this amount or at all."""
 
 
@@ -83,9 +85,14 @@ def reset_peak(device: torch.device) -> None:
     torch.accelerator.reset_peak_memory_stats(device)
 
 
+def is_device_full(error: BaseException) -> bool:
+    """Whether an error of torch says that a device has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or _says(error, _DEVICE_FULL)
+
+
 def is_full(error: BaseException) -> bool:
     """Whether an error of torch says that a device, or the host, has no memory left."""
-    return isinstance(error, torch.OutOfMemoryError) or _says(error, _FULL)
+    return is_device_full(error) or _says(error, _HOST_FULL)
 
 
 def is_not_pinned(error: BaseException) -> bool:

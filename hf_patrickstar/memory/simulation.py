@@ -9,7 +9,8 @@ Each lane, and the host, has a vector clock: how much of every other lane is kno
 next. A wait takes over the clock of what is waited for. What touches a buffer is compared with everything that touched
 the same bytes before: where neither only reads, and the clocks do not order both, ``RaceError`` names them. A dispatch
 mode sees the operators; an operator on a buffer of the device belongs to the compute stream, one on a buffer of the
-host to the host, and one on both must be a copy.
+host to the host, and one on both must be a copy. What the engine does under ``as_it_is`` (``runtime/values.py``), which
+takes all modes off, is not seen; there a copy that is not waited for leaves its NaN.
 """
 
 import collections
@@ -134,12 +135,14 @@ class SimulatedStream:
         self.record_event().synchronize()
 
     def follow(self, clock: dict["SimulatedStream", int]) -> None:
-        """What comes next follows what a clock says; where work runs at once, that runs first."""
+        """Makes the next work of this lane wait for what a clock names; a lane that is eager has that run now."""
         with self._driver.lock:
             for lane, number in clock.items():
                 self.clock[lane] = max(self.clock.get(lane, 0), number)
                 if self._is_eager:
                     lane.run(number)
+            if self is self._driver.compute:
+                self._driver.find_lost()
 
     def knows(self, access: _Access) -> bool:
         """Whether what comes next in this lane comes after an access."""
@@ -159,7 +162,7 @@ class SimulatedStream:
         return self.num_told
 
     def run(self, number: int) -> None:
-        """Runs what has not run yet, up to a number, after what that comes after."""
+        """Runs the work of this lane up to a number; before each piece, the work of other lanes that it waits for."""
         while self._pending and self._pending[0].number <= number:
             work = self._pending.popleft()
             for lane, other in work.after.items():
@@ -276,7 +279,7 @@ class SimulatedDriver:
             RaceError: If nothing orders it after what it needs, or it has operands on both tiers.
         """
         with self.lock, _unseen():
-            self._find_lost()
+            self.find_lost()
             touched = [(t, False) for t in read if self._knows(t)] + [(t, True) for t in written if self._knows(t)]
             tiers = {self._tier_of(tensor) for tensor, _ in touched} - {None}
             is_mixed = len(tiers) > 1
@@ -336,8 +339,12 @@ class SimulatedDriver:
                     "for the ticket of the earlier one"
                 )
 
-    def _find_lost(self) -> None:
-        """Looks for sources of copies that nobody holds any more, while the compute stream may use their memory."""
+    def find_lost(self) -> None:
+        """Looks for tensors of copies that nobody holds any more, while the compute stream may use their memory.
+
+        Raises:
+            RaceError: If there is one.
+        """
         still = []
         for held in self._held:
             if self.compute.clock.get(held.lane, 0) >= held.number:

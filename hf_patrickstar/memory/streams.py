@@ -152,8 +152,11 @@ class AcceleratorDriver:
         return torch.accelerator.current_stream(self._device)
 
     def inside(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """See ``Driver``."""
-        return stream  # type: ignore[no-any-return]
+        """See ``Driver``. A ``torch.Stream`` remembers in itself what was current before, so each block has its own."""
+        alias = torch.Stream(
+            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        )
+        return alias  # type: ignore[return-value]
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
         """See ``Driver``."""
@@ -165,7 +168,7 @@ class AcceleratorDriver:
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, stream: Any) -> None:
         """See ``Driver``."""
-        with stream:
+        with self.inside(stream):
             target.copy_(source, non_blocking=source.is_pinned() or target.is_pinned())
 
     def take(self, buffer: torch.Tensor, tier: Tier, owner: str) -> None:
@@ -224,7 +227,7 @@ class Streams(Protocol):
         ...
 
     def beside(self) -> contextlib.AbstractContextManager[None]:
-        """What is launched inside comes after all copies to the device so far, and beside what is computed next."""
+        """Work that is launched inside waits for all copies to the device so far; the compute stream goes on beside."""
         ...
 
     def copies_beside(self, source: torch.Tensor, target: torch.Tensor) -> bool:
@@ -248,6 +251,17 @@ class Streams(Protocol):
         """Lets go of gradients in flight: whatever the compute stream does next comes after their copies."""
         ...
 
+    def hold_none(self) -> bool:
+        """Lets go of gradients in flight, and from now on holds none: the device has no room for them.
+
+        The compute stream then waits for each copy of a gradient. So a step that follows a plan does not hold what the
+        step that was recorded for the plan had to let go of.
+
+        Returns:
+            Whether that has freed any memory.
+        """
+        ...
+
     def take(self, buffer: torch.Tensor, tier: Tier, owner: str) -> None:
         """Is told of a buffer that is used from now on; one that was kept comes again.
 
@@ -263,7 +277,7 @@ class Streams(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends what was started for copies, when they are done."""
+        """Waits for the copies, and ends the threads that make them."""
         ...
 
 
@@ -332,6 +346,7 @@ class DeviceStreams:
         self._lanes = {lane: driver.new_stream() for lane in Lane}
         self._in_flight: collections.deque[tuple[StreamTicket, torch.Tensor]] = collections.deque()
         self._in_flight_nbytes = 0
+        self._most_nbytes = _IN_FLIGHT_NBYTES
 
     def fetch(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
         """See ``Streams``."""
@@ -373,6 +388,12 @@ class DeviceStreams:
             self._in_flight.clear()
             self._in_flight_nbytes = 0
 
+    def hold_none(self) -> bool:
+        """See ``Streams``."""
+        held, self._most_nbytes = self._in_flight_nbytes, 0
+        self.release_in_flight()
+        return held > 0
+
     def take(self, buffer: torch.Tensor, tier: Tier, owner: str) -> None:
         """See ``Streams``."""
         self._driver.take(buffer, tier, owner)
@@ -401,7 +422,7 @@ class DeviceStreams:
         """
         self._in_flight.append((ticket, source))
         self._in_flight_nbytes += source.nbytes
-        while self._in_flight_nbytes > _IN_FLIGHT_NBYTES and len(self._in_flight) > 1:
+        while self._in_flight_nbytes > self._most_nbytes and len(self._in_flight) > bool(self._most_nbytes):
             done, freed = self._in_flight.popleft()
             done.join()
             self._in_flight_nbytes -= freed.nbytes
@@ -499,6 +520,10 @@ class ThreadStreams:
 
     def release_in_flight(self) -> None:
         """Nothing is in flight."""
+
+    def hold_none(self) -> bool:
+        """Nothing is in flight."""
+        return False
 
     def take(self, buffer: torch.Tensor, tier: Tier, owner: str) -> None:
         """Nothing to do."""

@@ -99,7 +99,7 @@ def assemble(given: Foundation) -> ChunkManager:
     placement = Placement(
         chunks, given.chunk_nbytes, copies, ledger, tracer, given.reserve, given.placement, given.rates
     )
-    reclaim = Reclaim(copies, placement, pool, tracer, given.policy.chooser, forecast)
+    reclaim = Reclaim(copies, placement, pool, streams, tracer, given.policy.chooser, forecast)
     # Where gradients are.
     accumulates = given.num_micro_batches > 1
     gradients = Gradients(pool, streams, emit, reclaim, values, chunks, accumulates, given.keeps_gradients)

@@ -469,9 +469,10 @@ class Chunk:
 
     def wait(self) -> None:
         """Waits until the host may read and write the home: gradients have arrived, copies to the device are done."""
-        for ticket in self.tickets.values():
+        for lane, ticket in list(self.tickets.items()):
             ticket.wait()
-        self.tickets.clear()
+            if self.tickets.get(lane) is ticket:  # another thread may have noted a later one meanwhile
+                del self.tickets[lane]
 
     def wait_for_reader(self) -> None:
         """Waits until the fp32 lists may change: a checkpoint that is written in the background has what it needs."""

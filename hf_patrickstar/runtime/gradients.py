@@ -353,6 +353,8 @@ class Gradients:
         if self.records_norms:
             tensor.gradient_norm = gradient_norm(gradient, tensor.chunk.state_dtype)
         if chunk.home is Tier.DEVICE:
+            for copy in chunk.under_way:  # of a group, from a home on the device
+                copy.join()
             tensor.view(chunk.param).copy_(gradient)
         else:
             home = tensor.view(chunk.param)

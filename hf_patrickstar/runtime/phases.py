@@ -27,7 +27,7 @@ from hf_patrickstar.runtime.operands import Operands, SavedView
 from hf_patrickstar.runtime.order import Phase
 from hf_patrickstar.runtime.parameters import Parameters
 from hf_patrickstar.runtime.placement import Placement
-from hf_patrickstar.runtime.ranges import named
+from hf_patrickstar.runtime.ranges import named, phase
 from hf_patrickstar.runtime.steps import Steps
 from hf_patrickstar.runtime.turns import Turns, is_backward_elsewhere
 from hf_patrickstar.schedule.trace import Shapes
@@ -75,6 +75,7 @@ class Phases:
 
     # Forward
 
+    @phase
     def before_forward(self, stage: Stage, name: str, shapes: Shapes, present: Iterable[torch.Tensor]) -> None:
         """An outermost forward begins: of training, which may go on with a step that runs, or an evaluation.
 
@@ -98,6 +99,7 @@ class Phases:
             self._placement.prepare(shapes, is_training=True)
             self._steps.begin_step(name, shapes, present, self._values.version)
 
+    @phase
     def after_forward(self, frame: Frame, *, has_failed: bool) -> None:
         """An outermost forward has ended; a step of training goes on with its backward."""
         try:
@@ -110,6 +112,7 @@ class Phases:
         finally:
             self._end_turn(frame)
 
+    @phase
     def before_module(self, frame: Frame, own: Iterable[ManagedTensor], name: str) -> None:
         """A module is about to compute with its own parameters."""
         is_recomputed = frame.stage is Stage.BACKWARD
@@ -119,6 +122,7 @@ class Phases:
             self._parameters.acquire(tensor, name, is_alias=is_alias)
             frame.acquired.append(tensor)
 
+    @phase
     def after_module(self, frame: Frame) -> None:
         """A module has computed; its chunks may leave, unless somebody looks into them."""
         if frame.replaced:
@@ -142,14 +146,17 @@ class Phases:
 
     # Backward
 
+    @phase
     def operand_saved(self, operand: torch.Tensor) -> torch.Tensor | SavedView:
         """Autograd keeps an operand for backward: numbers, where it lives in a chunk."""
         return self._operands.pack(operand)
 
+    @phase
     def operand_needed(self, saved: torch.Tensor | SavedView) -> torch.Tensor:
         """Backward needs an operand; its chunk is brought to the device, and stays while somebody looks into it."""
         return self._operands.unpack(saved)
 
+    @phase
     def backward_begin(self) -> None:
         """A backward begins; called from within, by what it needs or finishes first."""
         self.turns.take_backward()
@@ -157,6 +164,7 @@ class Phases:
         self._writes.sync()
         self.apply_factor()  # what this backward adds is not clipped, or unscaled, with what is there
 
+    @phase
     def gradient_ready(self, tensor: ManagedTensor, gradient: torch.Tensor, *, is_at_home: bool = False) -> None:
         """Autograd has finished the gradient of a parameter; it goes to its home, or to the bucket of its group.
 
@@ -176,6 +184,7 @@ class Phases:
             self._buckets.store(tensor, gradient, is_at_home=is_at_home)
             self._executor.reduce_when_due(tensor.chunk)
 
+    @phase
     def backward_end(self) -> None:
         """A backward has ended: what it left is reduced and settled, and the micro-batch is counted."""
         with self._end_of_backward():
@@ -194,7 +203,7 @@ class Phases:
     @contextlib.contextmanager
     def _end_of_backward(self) -> Iterator[None]:
         try:
-            with named("end of backward"), self._lock:
+            with self._lock:
                 yield
         finally:
             self.turns.give_up_backward()
@@ -222,6 +231,7 @@ class Phases:
 
     # The optimizer's step
 
+    @phase
     def update_begin(self, chunks: Iterable[Chunk]) -> None:
         """The optimizer begins: copies of what it will change are dropped, which makes room for its work.
 
@@ -234,11 +244,13 @@ class Phases:
                 self._copies.invalidate(chunk)
             self._steps.begin_update()
 
+    @phase
     def before_update(self, chunk: Chunk) -> None:
         """The optimizer comes to a chunk; a checkpoint that is being written from it goes first."""
         self._steps.visit_for_update(chunk)
         chunk.wait_for_reader()
 
+    @phase
     def chunk_updated(self, chunk: Chunk, updated: Container[int], *, keeps: bool) -> None:
         """The optimizer has written new values at the home of a chunk.
 
@@ -254,6 +266,7 @@ class Phases:
                     self._gradients.finish_update(tensor, self._gradient_mirrors.kept(tensor), keeps=keeps)
                     self._mirrors.refresh(tensor)
 
+    @phase
     def update_end(self) -> None:
         """The optimizer has changed all values; chunks may move to better homes."""
         self._gradients.note_step()

@@ -1,11 +1,15 @@
 """Names for what the engine does, in the traces of ``torch.profiler``."""
 
 import contextlib
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._C._autograd import _profiler_enabled
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
@@ -23,3 +27,21 @@ def named(what: str, *chunk_indices: int) -> contextlib.AbstractContextManager[A
     plural = "s" if len(chunk_indices) > 1 else ""
     chunks = f" chunk{plural} {', '.join(map(str, chunk_indices))}" if chunk_indices else ""
     return torch.profiler.record_function(f"patrickstar: {what}{chunks}")
+
+
+def phase(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Makes each call of a method a range that has the name of the method, for example ``patrickstar: before_module``.
+
+    Args:
+        function: A method of ``Phases``.
+    """
+    what = function.__name__
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if not _profiler_enabled():
+            return function(*args, **kwargs)
+        with named(what):
+            return function(*args, **kwargs)
+
+    return call

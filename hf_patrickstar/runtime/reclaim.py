@@ -1,9 +1,13 @@
-"""The one way to make room on the compute device: kept buffers first, then copies, then chunks that live there."""
+"""The one way to make room on the compute device.
+
+Kept buffers go first, then copies, then gradients that are on their way home, then chunks that live on the device.
+"""
 
 from collections.abc import Callable
 
 from hf_patrickstar.errors import DeviceMemoryError
 from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.copies import Copies
@@ -23,6 +27,7 @@ class Reclaim:
         copies: The copies of chunks, of which some leave.
         placement: Knows which chunks live in the device margin, and moves them out.
         pool: Keeps buffers for reuse, and has the ledger.
+        streams: Hold gradients that are on their way home.
         tracer: Has the step that runs: which copy leaves depends on when it is needed next.
         chooser: Chooses which copy leaves.
         forecast: Tells what binds when there is no room.
@@ -33,6 +38,7 @@ class Reclaim:
         copies: Copies,
         placement: Placement,
         pool: PayloadPool,
+        streams: Streams,
         tracer: Tracer,
         chooser: Chooser,
         forecast: Forecast,
@@ -41,6 +47,7 @@ class Reclaim:
         self._placement = placement
         self._pool = pool
         self._ledger = pool.ledger
+        self._streams = streams
         self._tracer = tracer
         self._chooser = chooser
         self._forecast = forecast
@@ -120,9 +127,16 @@ class Reclaim:
             victim = self._choose(exclude)
             if victim is not None:
                 self._copies.evict(victim)
-            elif not self._await_gathers(exclude):
+            elif not (self._await_gathers(exclude) or self._hold_none()):
                 return False
         return True
+
+    def _hold_none(self) -> bool:
+        """Lets go of gradients in flight; what was measured of this step with them is more than others will need."""
+        has_freed = self._streams.hold_none()
+        if has_freed and self._tracer.step is not None:
+            self._tracer.step.is_void = True
+        return has_freed
 
     def _choose(self, exclude: Chunk | None) -> Chunk | None:
         unused = {chunk.spec.index: chunk for chunk in self._copies.unused(exclude)}

@@ -11,7 +11,13 @@ import numpy
 import torch
 
 from hf_patrickstar.errors import DeviceMemoryError
-from hf_patrickstar.memory.accelerator import empty_cache, is_accelerator, is_full, random_state, set_random_state
+from hf_patrickstar.memory.accelerator import (
+    empty_cache,
+    is_accelerator,
+    is_device_full,
+    random_state,
+    set_random_state,
+)
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.units import format_nbytes
@@ -144,7 +150,7 @@ class Recovery:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that the compute device has no memory left."""
-    return isinstance(error, DeviceMemoryError) or is_full(error)
+    return isinstance(error, DeviceMemoryError) or is_device_full(error)
 
 
 class _State:

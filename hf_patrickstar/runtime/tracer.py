@@ -24,6 +24,7 @@ class Step:
         is_diverged: Whether it has left its trace.
         plan: What to move at each moment, if there is a plan. A diverged step keeps it: other processes execute it too.
         is_metered: Whether non-model data is measured while it runs.
+        is_void: Whether what was measured of it is more than a later step will need; then no trace is made of it.
         num_followed: How many moments of the plan have been executed; processes execute all of them together.
         due: Reductions of the last executed moment that are still to be done.
     """
@@ -35,6 +36,7 @@ class Step:
     is_diverged: bool = False
     plan: Plan | None = None
     is_metered: bool = True
+    is_void: bool = False
     num_followed: int = 0
     due: list[int] = dataclasses.field(default_factory=list)
     visits: list[tuple[int, tuple[int, ...]]] = dataclasses.field(default_factory=list)
@@ -208,8 +210,9 @@ class Tracer:
             visits = tuple(Visit(*visit, nbytes, gradients, tuple(done)) for visit, nbytes, gradients, done in rows)
             trace = Trace(step.key, self._chunk_nbytes, visits, (step.shapes,), tuple(step.forward_ends))
             trace = self._order.agree_on_trace(trace)
-            known = self.traces.get(step.key)
-            self.traces[step.key] = trace if known is None else trace.merged(known)
+            if not step.is_void:  # of other processes, which keep it, the next step finds that they have another trace
+                known = self.traces.get(step.key)
+                self.traces[step.key] = trace if known is None else trace.merged(known)
             self.num_recorded += 1
             self._diverged_in_a_row[step.key] = 0
             return
@@ -235,7 +238,7 @@ class Tracer:
 
     def _close_moment(self, step: Step) -> None:
         if len(step.non_model_nbytes) < len(step.visits):
-            step.non_model_nbytes.append(self._gauges.take_non_model_peak())
+            step.non_model_nbytes.append(0 if step.is_void else self._gauges.take_non_model_peak())
             step.gradient_nbytes.append(self._gauges.take_gradient_peak())
         elif step.visits:  # closed before, by an inner step
             step.non_model_nbytes[-1] = max(step.non_model_nbytes[-1], self._gauges.take_non_model_peak())

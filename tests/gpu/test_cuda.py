@@ -222,7 +222,7 @@ def slow_copies(monkeypatch):
     chance = random.Random(0)
 
     def copy(self, source, target, stream):
-        with stream:
+        with self.inside(stream):
             if not target.is_cpu:
                 target.fill_(float("nan"))
             torch.cuda._sleep(chance.randrange(5_000_000))

@@ -37,7 +37,14 @@ def test_ranges_are_what_the_statistics_count():
     assert counts["load"] + counts.get("bring in ahead", 0) == after["chunk_loads"] - before["chunk_loads"] > 0
     assert counts["evict"] == after["chunk_evictions"] - before["chunk_evictions"] > 0
     assert counts["update"] == 1, "they are small, and updated together"
-    assert counts["end of backward"] == counts["plan"] == 1
+    assert counts["plan"] == 1
+    once = ("before_forward", "after_forward", "backward_begin", "backward_end", "update_begin", "update_end")
+    assert [counts[phase] for phase in once] == [1] * 6
+    assert counts["after_module"] >= counts["before_module"] > 10
+    assert counts["operand_needed"] > 10
+    assert counts["operand_saved"] >= counts["operand_needed"]
+    assert counts["gradient_ready"] == len(list(model.parameters()))
+    assert counts["before_update"] == counts["chunk_updated"] == len(updated)
     assert f"update chunks {', '.join(map(str, updated))}" in names
 
 

@@ -398,7 +398,7 @@ def test_a_kept_buffer_is_taken_again_where_others_are_measured_by_what_is_not_b
     "text",
     [
         "CUDA error: an illegal memory access was encountered",
-        "CUDA error: misaligned address",
+        "CUDA error: mapping of buffer object failed",
         "shared memory file is gone",
     ],
 )

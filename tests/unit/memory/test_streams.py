@@ -418,6 +418,21 @@ def test_no_more_than_64_mib_of_gradients_are_held():
     assert driver.told()[-1] == ("compute", "waits for", "an event"), "24 MiB each: the first is released"
 
 
+def test_where_there_is_no_room_no_gradient_is_held():
+    driver = FakeDriver()
+    streams = DeviceStreams(CPU, driver)
+    gradients = [torch.zeros(4, dtype=torch.float64) for _ in range(2)]
+    before = use_count(gradients[0])
+    streams.to_host(gradients[0].detach(), HOST)
+    assert use_count(gradients[0]) > before
+    assert streams.hold_none()
+    assert use_count(gradients[0]) == before
+    streams.to_host(gradients[1].detach(), HOST)
+    assert driver.told()[-1] == ("compute", "waits for", "an event")
+    assert use_count(gradients[1]) == before
+    assert not streams.hold_none()
+
+
 def test_what_is_launched_beside_comes_after_copies_to_the_device():
     driver = FakeDriver()
     inside = []

@@ -244,7 +244,10 @@ class Parts(Process):
 
     @functools.cached_property
     def reclaim(self):
-        return Reclaim(self.copies, self.placement, self.pool, self.tracer, self.policy.chooser, self.forecast)
+        return Reclaim(
+            *(self.copies, self.placement, self.pool, self.streams),
+            *(self.tracer, self.policy.chooser, self.forecast),
+        )
 
     @functools.cached_property
     def gradients(self):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_patrickstar.runtime.ranges import named
+from hf_patrickstar.runtime.ranges import named, phase
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,27 @@ def test_without_a_profiler_nothing_is_made():
 def test_an_error_inside_goes_through():
     with pytest.raises(KeyError), named("load", 1):
         raise KeyError
+
+
+class Phases:
+    @phase
+    def before_module(self, number, *, is_last):
+        """Doc."""
+        torch.ones(1).add(number)
+        if is_last:
+            raise KeyError
+        return number
+
+
+def test_a_phase_is_a_range_with_its_own_name():
+    with torch.autograd.profiler.profile(use_kineto=False) as profile:
+        assert Phases().before_module(3, is_last=False) == 3
+        with pytest.raises(KeyError):
+            Phases().before_module(3, is_last=True)
+    found = [event for event in profile.function_events if event.name == "patrickstar: before_module"]
+    assert ["aten::add" in [child.name for child in event.cpu_children] for event in found] == [True, True]
+
+
+def test_a_phase_is_the_method_without_a_profiler():
+    assert Phases().before_module(3, is_last=False) == 3
+    assert (Phases.before_module.__name__, Phases.before_module.__doc__) == ("before_module", "Doc.")

@@ -4,10 +4,11 @@ import re
 import types
 
 import pytest
-from unit.runtime.data_parts import Ticket
+from unit.runtime.data_parts import CPU, Ticket
 from unit.runtime.parts import Fake, NoForecast, OneOfTwo, Parts
 
 from hf_patrickstar.errors import DeviceMemoryError
+from hf_patrickstar.memory.streams import ThreadStreams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.tracer import Step
 from hf_patrickstar.schedule.trace import Cursor, Trace, Visit
@@ -55,6 +56,39 @@ def said(caught):
 
 
 # Room for anything
+
+
+class InFlight(ThreadStreams):
+    """Streams that hold gradients of so many bytes until they are told to hold none."""
+
+    def __init__(self, others, nbytes):
+        super().__init__(CPU)
+        self.others, self.nbytes = others, nbytes
+
+    def hold_none(self):
+        released, self.nbytes = self.nbytes, 0
+        self.others.nbytes -= released
+        return released > 0
+
+
+@pytest.mark.parametrize(("nbytes", "num_evicted", "held"), [(32, 2, 16), (48, 3, 16), (49, 3, 0), (64, 3, 0)])
+def test_gradients_on_their_way_home_are_let_go_of_when_no_copy_can_leave(nbytes, num_evicted, held):
+    parts = make(device_nbytes=64)
+    parts.others.nbytes = 16
+    parts.streams = InFlight(parts.others, 16)
+    parts.reclaim.make_room(nbytes)
+    assert parts.moved() == EVICT_ALL[:num_evicted]
+    assert parts.others.nbytes == held
+
+
+@pytest.mark.parametrize(("held", "is_void"), [(16, True), (0, False)])
+def test_a_step_that_lets_go_of_gradients_leaves_no_trace(held, is_void):
+    step = Step("training", (), frozenset())
+    parts = make(step=step, device_nbytes=64)
+    parts.others.nbytes = 16
+    parts.streams = InFlight(parts.others, held)
+    parts.reclaim.make_room(64)
+    assert step.is_void == is_void
 
 
 @pytest.mark.parametrize(("nbytes", "num_evicted"), [(0, 0), (1, 1), (16, 1), (17, 2), (48, 3), (49, 3), (1000, 3)])

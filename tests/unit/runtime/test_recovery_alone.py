@@ -213,6 +213,7 @@ def test_the_activations_of_a_failed_attempt_are_gone_before_the_next(manager):
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), False),
         (BudgetError("host_budget: 30 bytes more needed"), False),
         (MemoryError("out of memory"), False),
         (ConfigError("out of memory"), False),

@@ -58,6 +58,18 @@ def test_the_first_step_is_recorded_and_later_ones_are_followed():
     assert (tracer.num_recorded, tracer.num_diverged) == (1, 0)
 
 
+def test_of_a_step_that_is_void_no_trace_is_made():
+    """What it measured last is not asked for; all processes agree on its trace, because others may keep theirs."""
+    measured, agreed = iter([5]), []
+    tracer = make_tracer([8, 8], lambda: next(measured), agree=lambda trace: agreed.append(trace) or trace)
+    step = tracer.begin("training")
+    visit_all(tracer, [0, 1])
+    step.is_void = True
+    tracer.finish()
+    assert (tracer.traces, tracer.num_recorded, tracer.num_diverged, len(agreed)) == ({}, 1, 0, 1)
+    assert tracer.begin("training").is_recorded
+
+
 def test_pinned_chunks_are_asked_for_only_while_recording():
     tracer = make_tracer([8])
     run_step(tracer, [0])
