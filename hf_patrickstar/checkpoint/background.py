@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from hf_patrickstar.checkpoint.safetensors_file import write_safetensors
+from hf_patrickstar.memory.streams import synchronize
 from hf_patrickstar.runtime.chunk import Chunk
 
 _UNFINISHED = ".writing"
@@ -71,6 +72,8 @@ class BackgroundWrite:
             self._waiting[index] = self._waiting.get(index, 0) + 1
             if index not in self._events:
                 chunk.reader = self._events[index] = threading.Event()
+        for device in {tensor.device for tensor in tensors.values() if not tensor.is_cpu}:
+            synchronize(device)  # the thread has a compute stream of its own, which waits for no update
         self._thread = threading.Thread(target=self._run, args=(tensors, metadata), name=f"writes {path.name}")
         self._thread.start()
 

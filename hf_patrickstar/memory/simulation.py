@@ -97,7 +97,7 @@ class SimulatedEvent:
         return all(lane.num_done >= number for lane, number in self.clock.items())
 
     def synchronize(self) -> None:
-        """Runs what comes before; the host goes on after it."""
+        """Runs all that comes before the event; what the host does next comes after that."""
         self._driver.host.follow(self.clock)
 
 
@@ -119,11 +119,11 @@ class SimulatedStream:
         self._pending: collections.deque[_Work] = collections.deque()
 
     def wait_stream(self, other: "SimulatedStream", /) -> None:
-        """What comes next follows all that the other was told."""
+        """Makes the next work of this lane wait for all that another lane was told."""
         self.follow({**other.clock, other: other.num_told})
 
     def wait_event(self, event: SimulatedEvent, /) -> None:
-        """What comes next follows an event."""
+        """Makes the next work of this lane wait for an event."""
         self.follow(event.clock)
 
     def record_event(self) -> SimulatedEvent:
@@ -149,7 +149,7 @@ class SimulatedStream:
         return access.lane is self or self.clock.get(access.lane, 0) >= access.number
 
     def tell(self, run: Callable[[], None]) -> int:
-        """Takes work; returns its number. The host, which tells it, has done all before that it does before."""
+        """Takes work, which waits for all that the host has done so far; returns the number of the work."""
         host = self._driver.host
         if self is not host:
             self.follow({**host.clock, host: host.num_told})
@@ -207,7 +207,7 @@ class SimulatedDriver:
         return self.compute
 
     def inside(self, stream: SimulatedStream) -> contextlib.AbstractContextManager[Any]:
-        """Collectives of the CPU run on the host: what is inside follows what the stream was told."""
+        """Runs what the stream was told: inside are collectives of the CPU, which the host runs."""
         stream.synchronize()
         return contextlib.nullcontext()
 

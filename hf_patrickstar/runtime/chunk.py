@@ -39,11 +39,13 @@ class GradientPlace(enum.Enum):
     """Where the gradient of a parameter is.
 
     ``PARAM``: over the parameter's own place in the ``param`` list (gradient reuse, PatrickStar section 6.2).
-    ``LIST``: in the accumulation list. A gradient that backward has not settled yet stays aside, in autograd's own
-    tensor, because the graph still needs the value, or will add to the gradient. ``REMOTE``: on the rank that has the
+    ``LIST``: in the accumulation list. ``REMOTE``: on the rank that has the
     parameter at home. ``ZERO``: all zeros, written nowhere yet. ``KEPT``: after a step, in the tensor that a user still
     refers to. ``CONSUMED``: the step has used it, and it is nowhere now. ``INCOMPLETE``: a gradient came that torch
     would have added to a consumed one.
+
+    On its way to one of these a gradient is in the buffer of its group (``GroupBuckets``), or in
+    ``ManagedTensor.deferred_gradient`` while the graph still needs the value that it would go over.
     """
 
     NONE = "none"

@@ -127,7 +127,7 @@ class Gradients:
     # Storing them
 
     def place(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
-        """Takes a finished gradient to its place, or puts it aside while the value that is there is still needed.
+        """Takes a finished gradient to its place, or defers it while the value that is there is still needed.
 
         Args:
             tensor: Whose gradient it is.
@@ -214,7 +214,7 @@ class Gradients:
             )
 
     def place_deferred(self, tensor: ManagedTensor) -> None:
-        """Finds a place for a gradient that was put aside; if there is none it still is where it was."""
+        """Finds a place for a deferred gradient; if there is no room the gradient stays deferred."""
         assert tensor.deferred_gradient is not None
         self.add(tensor, tensor.deferred_gradient)
         tensor.deferred_gradient = None
@@ -319,7 +319,12 @@ class Gradients:
                 self._values.restore(tensor)
             self.clear(tensor)
             if to_zero and was_there:
-                tensor.gradient = GradientPlace.ZERO if tensor.is_owned else GradientPlace.REMOTE
+                self.make_zero(tensor)
+
+    @staticmethod
+    def make_zero(tensor: ManagedTensor) -> None:
+        """Makes all zeros the gradient of a parameter that has no other, here or where the parameter is at home."""
+        tensor.gradient = GradientPlace.ZERO if tensor.is_owned else GradientPlace.REMOTE
 
     def clear(self, tensor: ManagedTensor) -> None:
         """Forgets a gradient whose place holds the value again, or is about to."""

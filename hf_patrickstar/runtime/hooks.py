@@ -66,7 +66,7 @@ class ModelHooks:
         self._names: dict[torch.nn.Module, str] = {}
         self._parameters, self._phases = manager.parameters, manager.phases
         self._frames = manager.phases.frames
-        self._lookups = CpuEmbeddings(manager)
+        self._cpu_embeddings = CpuEmbeddings(manager)
         self._autograd = Autograd(manager.phases, manager.copies)
         self._services = LiveServices(manager, weights, self._frames, self._autograd)
         self._live_model = LiveModel(model, self._services)
@@ -216,7 +216,7 @@ class ModelHooks:
             for lookup in frame.lookups.values():
                 counts = frame.stage is Stage.FORWARD and isinstance(output, torch.Tensor)
                 nbytes = output.numel() * output.element_size() if counts else 0
-                self._lookups.end(lookup, nbytes)
+                self._cpu_embeddings.end(lookup, nbytes)
             result = _to(output, self._device) if frame.lookups and self._device.type != "cpu" else output
             if frame.autocast is not None:
                 result = self._casting.widen(result)
@@ -270,7 +270,7 @@ class ModelHooks:
 
     def _begin_lookup(self, frame: Frame, tensor: ManagedTensor, args: Any, kwargs: dict[str, Any]) -> Any:
         """Lets an embedding look rows up where its weight is at home: only activations cross the bus."""
-        lookup = frame.lookups[id(tensor.parameter)] = self._lookups.begin(tensor)
+        lookup = frame.lookups[id(tensor.parameter)] = self._cpu_embeddings.begin(tensor)
         if lookup.leaf.requires_grad:
             this, parameter = weakref.ref(self), tensor.parameter
 
@@ -341,7 +341,7 @@ class ModelHooks:
         gradient = None if tensor is None else take_raw_grad(parameter)
         if gradient is None or tensor is None:
             return
-        if gradient.requires_grad and self._manager.sharing.is_alone:  # backward(create_graph=True)
+        if gradient.requires_grad and not tensor.chunk.is_group:  # backward(create_graph=True)
             before = parameter.grad
             self._phases.gradient_ready(tensor, gradient.detach())
             self._manager.gradient_mirrors.follow_recorded(tensor, gradient if before is None else before + gradient)

@@ -184,11 +184,11 @@ class LiveModel:
 
     def _save_together(self, save: Callable[..., Any]) -> Callable[..., Any]:
         def save_together(*args: Any, **kwargs: Any) -> Any:
-            is_alone = not self._weights.needs_all  # or others follow this process already
-            is_main = is_alone or self._manager.sharing.rank == 0
+            is_together = self._weights.needs_all  # else there are no others, or they follow this process already
+            is_main = not is_together or self._manager.sharing.rank == 0
             with self._weights.streamed(is_reader=is_main), self._parameters_as_saved(save.__self__):  # type: ignore[attr-defined]
                 result = save(*args, **kwargs) if is_main else None
-            if not is_alone:
+            if is_together:
                 self._manager.sharing.meet("waits until the model is saved")
             return result
 

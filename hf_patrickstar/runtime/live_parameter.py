@@ -362,7 +362,8 @@ def _written(name: str, args: Any, kwargs: Any) -> set[int]:
     else:
         is_in_place = name.endswith("_")
     first = args[:1] or tuple(kwargs.values())[:1]
-    return {id(leaf) for leaf in tree_iter((first if is_in_place else (), kwargs.get("out")))}
+    leaves = tree_iter((first if is_in_place else (), kwargs.get("out")))  # None is a leaf, too
+    return {id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
 def _substituted(func: Any, args: Any, kwargs: Any, accesses: dict[int, Access]) -> Any:

@@ -11,7 +11,7 @@ from hf_patrickstar.errors import EngineError
 from hf_patrickstar.runtime.autograd import Autograd
 from hf_patrickstar.runtime.chunk import GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.frames import Frames
-from hf_patrickstar.runtime.gradients import consumed
+from hf_patrickstar.runtime.gradients import Gradients, consumed
 from hf_patrickstar.runtime.live_parameter import (
     RAW,
     WITHOUT_VALUE,
@@ -278,7 +278,7 @@ class ConsumedGradient(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if own is not None and func is torch.Tensor.zero_:
-            own._tensor.gradient = GradientPlace.ZERO if own._tensor.is_owned else GradientPlace.REMOTE
+            Gradients.make_zero(own._tensor)
             return own
         name = own._tensor if own is not None else next(a._tensor for a in args if isinstance(a, cls))
         raise EngineError(consumed(name, f"'{getattr(func, '__name__', func)}' was called on it"))

@@ -172,3 +172,15 @@ def test_an_older_file_stays_until_the_new_one_is_complete(tmp_path, monkeypatch
         gate.go()
     write.join()
     assert set(safetensors.torch.load_file(path)) == set(TENSORS)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_lists_on_a_device_are_written_after_what_the_compute_stream_was_told(tmp_path, monkeypatch, device):
+    """The thread reads on a stream that does not wait for the optimizer's; ``meta`` stands for any device here."""
+    told = []
+    monkeypatch.setattr(background, "synchronize", lambda device: told.append(device.type))
+    chunks = make_chunks()
+    tensors = {name: tensor.to(device) for name, tensor in TENSORS.items()}
+    monkeypatch.setattr(background, "write_safetensors", lambda *args, **kwargs: told.append("written"))
+    BackgroundWrite(tmp_path / "file", tensors, {}, chunks_of(chunks), 2).join()
+    assert told == ["meta"] * (device == "meta") + ["written"]
