@@ -17,7 +17,7 @@ from torch.optim.adam import adam
 
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.optim.kernel import AT_HOME, Kernel
-from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor, round_masters
 from hf_patrickstar.units import ALIGNMENT_NUMEL
 
 EXP_AVG = "exp_avg"
@@ -104,7 +104,7 @@ class AdamKernel(Kernel):
             [segment.of(segment.chunk.lists[name]) for segment in segments] for name in self.list_names
         )
         self._adam(masters, gradients, exp_avgs, exp_avg_sqs, segments[0])
-        torch._foreach_copy_([segment.of(segment.chunk.param) for segment in segments], masters)
+        round_masters(masters, [segment.of(segment.chunk.param) for segment in segments])
 
     def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
         """See ``Kernel``. The state is ``step`` and ``state_places``."""

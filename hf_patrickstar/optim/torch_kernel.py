@@ -139,7 +139,7 @@ class TorchKernel(Kernel):
             self._step_on(work, groups, coefficient)
         for tensor in [t for t in chunk.owned if t.spec.index in groups] if self.updates_at_once else work:
             if not (self.updates_at_once and tensor.gradient is GradientPlace.PARAM and tensor not in work):
-                tensor.view(chunk.param).copy_(tensor.view(chunk.lists[MASTER]))
+                tensor.round_master()
             self._book_state(tensor)
 
     def _step_on(

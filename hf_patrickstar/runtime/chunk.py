@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import itertools
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,16 @@ from hf_patrickstar.states import TensorState
 MASTER = "master"
 GRADIENT = "grad"
 """Names of chunk lists: parameters as the optimizer has them, and gradients that accumulate."""
+
+
+def round_masters(masters: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
+    """Writes the values of parameters from their fp32 masters, rounded to the types of their places at home.
+
+    Args:
+        masters: The masters, or parts of them.
+        places: The same parts of the ``param`` list.
+    """
+    torch._foreach_copy_(list(places), list(masters))
 
 
 class GradientPlace(enum.Enum):
@@ -200,6 +211,10 @@ class ManagedTensor:
         self.is_filled = True
         self.parameter.data = self.placeholder
         self.parameter.grad = None
+
+    def round_master(self) -> None:
+        """Writes the value at home from its master; see ``round_masters``."""
+        round_masters([self.view(self.chunk.lists[MASTER])], [self.view(self.chunk.param)])
 
     def materialize(self, payload: torch.Tensor) -> None:
         """Gives the parameter its value, in what its chunk is computed with, so that torch computes with it."""

@@ -45,8 +45,7 @@ class Copies:
         self._streams = streams
         self._emit = emit
         self._watch = watch
-        self._copies: dict[int, Chunk] = {}
-        self._by_storage: dict[int, Chunk] = {}
+        self._by_storage: dict[int, Chunk] = {}  # chunks that can be computed with, in the order in which they came
         self._moves = False
         self.note_chunks()
 
@@ -54,20 +53,21 @@ class Copies:
 
     def __contains__(self, index: int) -> bool:
         """Whether the chunk with this index has a copy."""
-        return index in self._copies
+        chunk = self._chunks[index]
+        return chunk.compute is not None and not chunk.is_static
 
     def __iter__(self) -> Iterator[Chunk]:
         """The chunks with a copy."""
-        return iter(self._copies.values())
+        return (chunk for chunk in self._by_storage.values() if not chunk.is_static)
 
     def __len__(self) -> int:
         """How many there are."""
-        return len(self._copies)
+        return sum(1 for _ in self)
 
     @property
     def by_age(self) -> list[Chunk]:
         """The chunks with a copy, the one visited longest ago first."""
-        return sorted(self._copies.values(), key=lambda chunk: chunk.last_access)
+        return sorted(self, key=lambda chunk: chunk.last_access)
 
     @property
     def moves(self) -> bool:
@@ -80,7 +80,7 @@ class Copies:
 
     def unused(self, exclude: Chunk | None = None) -> list[Chunk]:
         """Chunks whose copies nobody computes with or looks into: these can leave."""
-        return [chunk for chunk in self._copies.values() if chunk is not exclude and not chunk.is_in_use]
+        return [chunk for chunk in self if chunk is not exclude and not chunk.is_in_use]
 
     # Making them
 
@@ -138,7 +138,6 @@ class Copies:
             payload = self._pool.allocate(Tier.DEVICE, chunk.spec.capacity_numel, chunk.param.dtype, "param")
         except BudgetError as error:
             raise DeviceMemoryError(str(error)) from error
-        self._copies[chunk.spec.index] = chunk
         self._by_storage[chunk.set_compute(payload)] = chunk
         return payload
 
@@ -180,14 +179,14 @@ class Copies:
 
     def forget(self, chunk: Chunk) -> None:
         """Drops what a chunk is computed with, because the chunk is about to go."""
-        if chunk.spec.index in self._copies:
+        if chunk.spec.index in self:
             self._drop(chunk)
         elif chunk.compute is not None:
             del self._by_storage[chunk.clear_compute()[1]]
 
     def close(self) -> None:
         """Drops every copy; static chunks are forgotten."""
-        for chunk in list(self._copies.values()):
+        for chunk in list(self):
             self._drop(chunk)
         self._by_storage.clear()
 
@@ -256,7 +255,6 @@ class Copies:
         if is_filled:
             self._watch.collect(chunk)
         aliased = chunk.is_aliased
-        del self._copies[chunk.spec.index]
         payload, key = chunk.clear_compute()
         del self._by_storage[key]
         self._pool.release(Tier.DEVICE, payload, "param", keep=not aliased)

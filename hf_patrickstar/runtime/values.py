@@ -151,7 +151,7 @@ class Values:
         """Writes the parameter's place from ``master``, at home and in a device copy if there is one."""
         chunk = tensor.chunk
         chunk.wait()
-        tensor.view(chunk.param).copy_(tensor.view(chunk.lists[MASTER]))
+        tensor.round_master()
         if not chunk.is_group:
             self.refresh_copy(tensor)
 
@@ -174,14 +174,10 @@ class Values:
             chunk = tensor.chunk
             chunk.wait()
             chunk.wait_for_reader()
-            home = tensor.view(chunk.param)
             self.originals.drop(tensor)
-            if MASTER not in chunk.lists:
-                fill(home.view(-1))
-                return
-            master = tensor.view(chunk.lists[MASTER])
-            fill(master.view(-1))
-            home.copy_(master)
+            fill(tensor.view(chunk.lists.get(MASTER, chunk.param)).view(-1))
+            if MASTER in chunk.lists:
+                tensor.round_master()
 
 
 def _write_master(master: torch.Tensor, value: torch.Tensor) -> None:
