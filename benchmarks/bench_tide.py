@@ -24,7 +24,7 @@ class Gauge:
     """Measures a step at its moments: wraps the way by which the engine comes to every chunk."""
 
     def __init__(self, engine):
-        self.engine, self.executor, self.meter = engine, engine.manager.executor, engine.machine.meter
+        self.engine, self.executor, self.meter = engine, engine.manager.executor, engine.resources.meter
         self.chunks, self.others = [], []
         self._ensure_on_device = self.executor.ensure_on_device
         self.executor.ensure_on_device = self.ensure_on_device
@@ -34,7 +34,7 @@ class Gauge:
         self.close()
         payload = self._ensure_on_device(chunk, who)
         self.meter.restart()
-        self.chunks.append(self.engine.machine.pool.in_use(Tier.DEVICE))
+        self.chunks.append(self.engine.resources.pool.in_use(Tier.DEVICE))
         return payload
 
     def close(self):

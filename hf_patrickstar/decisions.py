@@ -16,12 +16,12 @@ from hf_patrickstar.layout.embedding import EmbeddingChoice, choose_embeddings
 from hf_patrickstar.layout.packing import ChunkSpec, align
 from hf_patrickstar.layout.search import ChunkSizeChoice, fixed_layout, search_layout
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec, collect_specs
-from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.accelerator import is_accelerator
 from hf_patrickstar.memory.pool import pinned_nbytes
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.precision import Precision, choose_precision
+from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.admission import check_model, check_values, is_left_out, is_recomputed
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, torch_dtype
 from hf_patrickstar.runtime.live_parameter import LiveMixin
@@ -49,14 +49,14 @@ class Circumstances:
 
     Attributes:
         config: The settings.
-        machine: What the engine runs on; nothing is allocated yet.
+        resources: What the engine runs on; nothing is allocated yet.
         kernels: The kernels that update chunks, one for each optimizer.
         optimizer_of: Which optimizer holds a parameter, by the parameter's identity.
         num_micro_batches: Micro-batches per step.
     """
 
     config: PatrickStarConfig
-    machine: Machine
+    resources: Resources
     kernels: Sequence[Kernel]
     optimizer_of: Mapping[int, int]
     num_micro_batches: int
@@ -94,7 +94,7 @@ class Decisions:
 
     def explain(self, situation: Circumstances) -> None:
         """Logs one line per decision that ``auto`` made."""
-        config, ledger = situation.config, situation.machine.ledger
+        config, ledger = situation.config, situation.resources.ledger
         logger.info("patrickstar: %s", self.precision.describe(self.tensors))
         chosen = "chunk_numel=auto" if config.chunk_numel == "auto" else "as asked"
         logger.info("patrickstar: %s: %s", chosen, self.choice.describe())
@@ -102,7 +102,7 @@ class Decisions:
         logger.info("patrickstar: %s", self.embeddings.reason)
         if config.debug_evict_all and len(self.chunk_nbytes) - len(self.homes.device_homed) < 2:
             logger.warning("patrickstar: debug_evict_all has nothing to evict: %s", self.homes.reason)
-        pinned = "are pinned" if situation.machine.pool.pins_memory else "are not pinned"
+        pinned = "are pinned" if situation.resources.pool.pins_memory else "are not pinned"
         logger.info("patrickstar: pin_memory=%s: host chunks %s", config.pin_memory, pinned)
         for tier, setting in ((Tier.DEVICE, config.device_budget), (Tier.HOST, config.host_budget)):
             logger.info(
@@ -112,10 +112,10 @@ class Decisions:
                 "auto: what is available" if setting == "auto" else "as asked",
                 format_nbytes(ledger.limit(tier)),
             )
-        if situation.machine.collectives.world_size > 1:
+        if situation.resources.collectives.world_size > 1:
             logger.info(
                 "patrickstar: %d processes, each with its part of every list; reshard_after_forward=%s: groups %s",
-                situation.machine.collectives.world_size,
+                situation.resources.collectives.world_size,
                 config.reshard_after_forward,
                 "leave after forward" if config.reshard_after_forward else "stay while there is room",
             )
@@ -134,7 +134,7 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
         BudgetError: If a budget is too small.
         EngineError: If the model cannot be managed.
     """
-    config, ledger, collectives = situation.config, situation.machine.ledger, situation.machine.collectives
+    config, ledger, collectives = situation.config, situation.resources.ledger, situation.resources.collectives
     tensors, modules, parameters = collect(model, situation.optimizer_of)
     _check(model, tensors, parameters, is_training=bool(situation.kernels))
     chosen = choose_precision(model, config, precision, parameters)
@@ -161,7 +161,7 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
         found = choose(limit, fits, others).working_set_nbytes
         return total + workspace if fits and not _can_move_homes(situation) else found
 
-    nbytes = chunk_bytes(choice.layout.chunks, lists, situation.machine.pool.pins_memory, embeddings)
+    nbytes = chunk_bytes(choice.layout.chunks, lists, situation.resources.pool.pins_memory, embeddings)
     homes = plan_homes(
         nbytes,
         share,
@@ -170,11 +170,11 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
         workspace,
         is_copied=collectives.world_size > 1,
         keeps_off=config.debug_evict_all,
-        is_metered=situation.machine.is_metered,
+        is_metered=situation.resources.is_metered,
         host_limit=ledger.limits(Tier.HOST)[0],
     )
     ledger.spilled_nbytes = sum(nbytes[index].host_nbytes for index in homes.spilled)
-    if not situation.machine.is_metered and not homes.device_homed:
+    if not situation.resources.is_metered and not homes.device_homed:
         # Both tiers are the same memory: the compute tier cannot have the bytes that are at home on the host.
         ledger.lower_limit(Tier.DEVICE, max(ledger.limit(Tier.DEVICE) - total, choice.working_set_nbytes))
     return Decisions(tensors, parameters, chosen, choice, embeddings, nbytes, homes, workspace, need_at, lists, widens)
@@ -281,7 +281,7 @@ def _state_itemsize(spec: TensorSpec | ChunkSpec, lists: Mapping[int, tuple[str,
 
 def _agree(situation: Circumstances, tensors: list[TensorSpec], limit: int) -> int:
     """The smallest ``limit`` of all processes; raises if their models or settings differ."""
-    collectives = situation.machine.collectives
+    collectives = situation.resources.collectives
     settings = {key: value for key, value in situation.config.to_dict().items() if not key.endswith("_budget")}
     settings["micro_batches"] = situation.num_micro_batches
     parts = {
@@ -304,10 +304,10 @@ def _agree(situation: Circumstances, tensors: list[TensorSpec], limit: int) -> i
 
 def _taken_by_others(situation: Circumstances, parameters: list[torch.nn.Parameter]) -> int:
     """Bytes of the device that are in use by others (another model, for example)."""
-    if not is_accelerator(situation.machine.device):
+    if not is_accelerator(situation.resources.device):
         return 0
-    taken = situation.machine.ledger.limit(Tier.DEVICE) - situation.machine.ledger.available(Tier.DEVICE)
-    own = sum(p.numel() * p.dtype.itemsize for p in parameters if p.device == situation.machine.device)
+    taken = situation.resources.ledger.limit(Tier.DEVICE) - situation.resources.ledger.available(Tier.DEVICE)
+    own = sum(p.numel() * p.dtype.itemsize for p in parameters if p.device == situation.resources.device)
     return max(taken - own, 0)
 
 
@@ -322,7 +322,7 @@ def _shares(
 ) -> tuple[int, int]:
     """Bytes that model data may fill until non-model data is measured, and bytes that chunks may take at most."""
     limit = max(device_nbytes - others_nbytes, 0)
-    share = int(limit * UNMEASURED_SHARE) if situation.machine.is_metered else limit
+    share = int(limit * UNMEASURED_SHARE) if situation.resources.is_metered else limit
     return (share, limit) if chunk_nbytes is None else (min(share, chunk_nbytes), min(limit, chunk_nbytes))
 
 
@@ -330,7 +330,7 @@ def _choose_embeddings(
     model: torch.nn.Module, tensors: list[TensorSpec], situation: Circumstances, everything_fits: bool
 ) -> EmbeddingChoice:
     setting = situation.config.cpu_embedding
-    world_size = situation.machine.collectives.world_size
+    world_size = situation.resources.collectives.world_size
     if world_size > 1:
         if setting is True:
             raise ConfigError(
@@ -357,7 +357,7 @@ def _choose_layout(
     others: int,
 ) -> ChunkSizeChoice:
     """The layout for the chunk size of the settings; with ``auto``, the best layout within the limits."""
-    config, collectives = situation.config, situation.machine.collectives
+    config, collectives = situation.config, situation.resources.collectives
     limits, world_size = _limits(situation, others), collectives.world_size
 
     def staging(chunk_numel: int, name: str) -> int:
@@ -382,13 +382,13 @@ def _choose_layout(
 
 def _limits(situation: Circumstances, others_nbytes: int) -> list[Limit]:
     """The settings that limit what chunks may take on the device, for errors."""
-    ledger, machine = situation.machine.ledger, situation.machine
+    ledger, resources = situation.resources.ledger, situation.resources
     device, *chunks = ledger.limits(Tier.DEVICE, cautious=ledger.is_cautious)
     device = dataclasses.replace(
         device,
         nbytes=max(device.nbytes - others_nbytes, 0),
         taken_nbytes=others_nbytes,
-        has_others=machine.is_metered,
+        has_others=resources.is_metered,
     )
     return [device, *chunks]
 

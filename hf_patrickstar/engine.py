@@ -21,7 +21,6 @@ from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.decisions import Circumstances, decide, list_names
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.events import Event, Listener
-from hf_patrickstar.machine import Machine
 from hf_patrickstar.membership import Membership, Parts, check_optimizers, holders
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel
@@ -32,6 +31,7 @@ from hf_patrickstar.optim.torch_kernel import OWN_STATE
 from hf_patrickstar.payloads import Payloads
 from hf_patrickstar.report.figures import Figures
 from hf_patrickstar.report.statistics import Statistics
+from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.assembly import Foundation, assemble
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.executor import MovePolicy
@@ -93,18 +93,18 @@ class PatrickStarEngine:
         self._statistics = Statistics()
         self.figures = Figures()  # remembers the last log
         self._emit = self._statistics.record if listener is None else _both(self._statistics.record, listener)
-        self.machine = Machine.find(self.config, device, process_group, self._make_room)
-        self.device, self.collectives = self.machine.device, self.machine.collectives
-        self.ledger = self.machine.ledger
+        self.resources = Resources.find(self.config, device, process_group, self._make_room)
+        self.device, self.collectives = self.resources.device, self.resources.collectives
+        self.ledger = self.resources.ledger
         given = (
             [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*optimizer]
         )
         check_optimizers(model, given)
         self._kernels: list[Kernel] = [self._make_kernel(item) for item in given]
-        situation = Circumstances(self.config, self.machine, self._kernels, holders(given), self._num_micro_batches)
+        situation = Circumstances(self.config, self.resources, self._kernels, holders(given), self._num_micro_batches)
         weakref.finalize(self, self.collectives.close)  # the process group has threads and sockets
         self._decisions = decide(model, precision, situation)
-        self._payloads = Payloads(self.machine, self._decisions, self._kernels)
+        self._payloads = Payloads(self.resources, self._decisions, self._kernels)
         self.manager = self._make_manager(self._payloads.allocate())
         self.weights = ChunkWeights(self.manager)
         self.optimizers: list[ChunkedOptimizer] = []
@@ -127,7 +127,7 @@ class PatrickStarEngine:
         return self.checkpoints.state if self.optimizers else None
 
     def _make_kernel(self, optimizer: torch.optim.Optimizer) -> Kernel:
-        return make_kernel(optimizer, self.machine.pool, self.device.type != "cpu")
+        return make_kernel(optimizer, self.resources.pool, self.device.type != "cpu")
 
     def _make_optimizer(self, optimizer: torch.optim.Optimizer, kernel: Kernel, number: int) -> ChunkedOptimizer:
         return ChunkedOptimizer(optimizer, kernel, self.manager, self._emit, number, self.follow_model, self.optimizers)
@@ -185,15 +185,15 @@ class PatrickStarEngine:
         return is_whole and self._membership.follow(is_training=is_training)
 
     def _make_manager(self, chunks: list[Chunk]) -> ChunkManager:
-        decisions, config, machine = self._decisions, self.config, self.machine
+        decisions, config, resources = self._decisions, self.config, self.resources
         return assemble(
             Foundation(
                 chunks=chunks,
                 chunk_nbytes=self._payloads.nbytes_of(chunk.spec for chunk in chunks),
                 num_tensors=len(decisions.tensors),
-                pool=machine.pool,
-                meter=machine.meter,
-                streams=machine.streams,
+                pool=resources.pool,
+                meter=resources.meter,
+                streams=resources.streams,
                 collectives=self.collectives,
                 emit=self._emit,
                 policy=MovePolicy.of(config, self.collectives.world_size),

@@ -8,9 +8,9 @@ from hf_patrickstar.decisions import Decisions, chunk_bytes, lists_of, widened_b
 from hf_patrickstar.errors import PatrickStarError
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import TensorSpec
-from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel
+from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor, torch_dtype
 from hf_patrickstar.schedule.placement import ChunkBytes
 
@@ -19,15 +19,15 @@ class Payloads:
     """Allocates the payloads of chunks, and the workspace of kernels.
 
     Args:
-        machine: The machine that has the memory.
+        resources: What the engine runs on.
         decisions: The decisions for the model.
         kernels: The kernels that update chunks, one for each optimizer; the list may grow.
     """
 
-    def __init__(self, machine: Machine, decisions: Decisions, kernels: Sequence[Kernel]) -> None:
-        self._device = machine.device
-        self._pool = machine.pool
-        self._rank = machine.collectives.rank
+    def __init__(self, resources: Resources, decisions: Decisions, kernels: Sequence[Kernel]) -> None:
+        self._device = resources.device
+        self._pool = resources.pool
+        self._rank = resources.collectives.rank
         self._decisions = decisions
         self._kernels = kernels
 

@@ -12,5 +12,5 @@ def simulated_streams(seed=None):
     """Inside, engines of the CPU tier copy over simulated streams, and races are errors; gives the driver of all."""
     driver = SimulatedDriver(seed)
     make = lambda device: DeviceStreams(device, driver)  # noqa: E731
-    with mock.patch("hf_patrickstar.machine.make_streams", make), driver.watching():
+    with mock.patch("hf_patrickstar.resources.make_streams", make), driver.watching():
         yield driver

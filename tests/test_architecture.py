@@ -21,7 +21,7 @@ LEVELS = dict.fromkeys(_BASE, 0) | {
     "runtime": 3,
     "optim": 4,
     "checkpoint": 4,
-    "machine": 4,
+    "resources": 4,
     "report": 4,
     "precision": 4,
     "decisions": 5,

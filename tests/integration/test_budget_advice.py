@@ -7,7 +7,7 @@ import pytest
 import torch
 from models import MODELS, make_batch, make_model
 
-import hf_patrickstar.machine
+import hf_patrickstar.resources
 from hf_patrickstar import BudgetError, DeviceMemoryError, PatrickStarEngine
 from hf_patrickstar.memory.tiers import Tier
 
@@ -281,7 +281,7 @@ def test_layers_that_are_unfrozen_while_it_trains(checkpointing):
 def test_the_machine_binds_where_no_setting_does(monkeypatch):
     """Then no number is advised: nothing that can be set would help."""
     small = {Tier.DEVICE: 5000, Tier.HOST: 10**9}
-    monkeypatch.setattr(hf_patrickstar.machine, "resolve_budgets", lambda *args: dict(small))
+    monkeypatch.setattr(hf_patrickstar.resources, "resolve_budgets", lambda *args: dict(small))
     with pytest.raises(BudgetError, match=r"^the compute device has too little memory for module '.*") as caught:
         Training("gpt2")({})
     assert "device_budget=auto is all that the machine has to give, so lower chunk_numel" in str(caught.value)

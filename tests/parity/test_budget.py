@@ -16,17 +16,17 @@ from hf_patrickstar.schedule.trace import trace_key
 
 @contextlib.contextmanager
 def watch_over(engine):
-    pool, ledger = engine.machine.pool, engine.ledger
+    pool, ledger = engine.resources.pool, engine.ledger
 
     def is_settled():
         step = engine.manager.tracer.step
-        return step is None or not step.is_metered or engine.machine.meter.is_on
+        return step is None or not step.is_metered or engine.resources.meter.is_on
 
     with Watch(lambda storage: pool.owns(storage._cdata), lambda: ledger.used(Tier.DEVICE), is_settled) as watch:
         try:
             yield watch
         finally:
-            engine.machine.meter.stop()  # modes come off in the order in which they went on
+            engine.resources.meter.stop()  # modes come off in the order in which they went on
 
 
 ROUNDED_EXPERTS = ("mixtral",)

@@ -34,7 +34,7 @@ def handing_to_thread(copy):
     if copy is None:
         return contextlib.nullcontext()
     make = functools.partial(ThreadStreams, copy=copy, at_once_nbytes=0)
-    return mock.patch("hf_patrickstar.machine.make_streams", make)
+    return mock.patch("hf_patrickstar.resources.make_streams", make)
 
 
 def losses_of(name, config, copy=None, accumulation=1, checkpointing=False, steps=4):

@@ -18,7 +18,7 @@ from hf_patrickstar.runtime.vigil import Patience
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Machine:
+class Resources:
     """What an engine runs on.
 
     Attributes:
@@ -49,7 +49,7 @@ class Machine:
         device: torch.device | str | None,
         process_group: Any,
         make_room: Callable[[], None],
-    ) -> "Machine":
+    ) -> "Resources":
         """Finds the device, the other processes and the budgets; no payload is allocated yet.
 
         Args:
