@@ -93,7 +93,7 @@ class PatrickStarEngine:
         self._statistics = Statistics()
         self.figures = Figures()  # remembers the last log
         self._emit = self._statistics.record if listener is None else _both(self._statistics.record, listener)
-        self.resources = Resources.find(self.config, device, process_group, self._make_room)
+        self.resources = Resources.find(self.config, device, process_group, self._make_room, self._emit)
         self.device, self.collectives = self.resources.device, self.resources.collectives
         self.ledger = self.resources.ledger
         given = (
@@ -253,7 +253,7 @@ class PatrickStarEngine:
                 ),
                 self._decisions,
             )
-            self._recovery = Recovery(self.manager, self.device, self.model.buffers)
+            self._recovery = Recovery(self.manager, self.device, self.model.buffers, self._emit)
             self._hooks.attach()
             self._move_in()
             self._hooks.bind()
@@ -392,7 +392,7 @@ class PatrickStarEngine:
             bytes of parameters and gradients that this process sent, and the short messages in which processes agree.
             ``num_chunks``, ``chunk_numel``, ``chunk_utilisation``: the layout.
         """
-        layout, manager, executor = self._membership.layout, self.manager, self.manager.executor
+        layout = self._membership.layout
         return {
             "device_peak_nbytes": self.ledger.peak(Tier.DEVICE),
             "device_total_peak_nbytes": self.ledger.total_peak,
@@ -405,17 +405,7 @@ class PatrickStarEngine:
             "chunk_budget_nbytes": min(limit.nbytes for limit in self.ledger.limits(Tier.DEVICE)),
             "model_data_nbytes": self.model_data_nbytes(),
             **self._statistics.summary(),
-            "diverged_steps": manager.tracer.num_diverged,
-            "recorded_steps": manager.tracer.num_recorded,
-            "chunk_hits": executor.num_hits,
-            "late_prefetches": executor.num_late,
-            "waiting_seconds": manager.copies.waiting_s,
-            "retries": self._recovery.num_retries,
-            "chunks_in_margin": len(manager.placement.in_margin),
-            "all_gathers": self.collectives.num_all_gathers,
-            "reduce_scatters": self.collectives.num_reduce_scatters,
-            "sent_nbytes": self.collectives.sent_nbytes,
-            "messages": self.collectives.num_messages,
+            "chunks_in_margin": len(self.manager.placement.in_margin),
             "num_chunks": len(layout.chunks) * self.collectives.world_size,
             "chunk_numel": layout.chunk_numel,
             "chunk_utilisation": layout.utilisation,

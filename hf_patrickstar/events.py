@@ -14,6 +14,21 @@ class ChunkLoaded:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ChunkFound:
+    """A chunk that moves was on the device when it was needed, and nobody had to wait for it."""
+
+    chunk_index: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CopyAwaited:
+    """A copy that was started ahead had not arrived when it was needed; the host waited so many seconds for it."""
+
+    chunk_index: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ChunkEvicted:
     """The device copy of a chunk was dropped; it was clean, so nothing was copied."""
 
@@ -67,5 +82,65 @@ class StepFinished:
     skipped: bool
 
 
-Event = ChunkLoaded | ChunkEvicted | ChunkInvalidated | ChunkRehomed | GradientStored | ValueRestored | StepFinished
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepRecorded:
+    """A step was recorded; its trace has this key."""
+
+    key: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepDiverged:
+    """A step has differed from the trace with this key, and goes on without a plan."""
+
+    key: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MicroBatchRepeated:
+    """A micro-batch is repeated, because the device had run out of memory; the first repetition is number 1."""
+
+    attempt: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlicesGathered:
+    """This rank sent ``nbytes`` of parameters in an all-gather: one slice to every other rank, as many as in a ring."""
+
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlicesReduced:
+    """This rank sent ``nbytes`` of gradients in a reduce-scatter, counted as for ``SlicesGathered``."""
+
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MessageExchanged:
+    """The processes told each other something short."""
+
+
+Event = (
+    ChunkLoaded
+    | ChunkFound
+    | CopyAwaited
+    | ChunkEvicted
+    | ChunkInvalidated
+    | ChunkRehomed
+    | GradientStored
+    | ValueRestored
+    | StepFinished
+    | StepRecorded
+    | StepDiverged
+    | MicroBatchRepeated
+    | SlicesGathered
+    | SlicesReduced
+    | MessageExchanged
+)
 Listener = Callable[[Event], None]
+
+
+def tell_nobody(event: Event) -> None:
+    """A listener that does nothing."""

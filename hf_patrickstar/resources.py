@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.events import Listener
 from hf_patrickstar.memory.accelerator import can_pin_memory, find_device, is_accelerator
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.meters import AllocatorMeter, Meter, StorageMeter, UnmeteredTier
@@ -49,6 +50,7 @@ class Resources:
         device: torch.device | str | None,
         process_group: Any,
         make_room: Callable[[], None],
+        emit: Listener,
     ) -> "Resources":
         """Finds the device, the other processes and the budgets; no payload is allocated yet.
 
@@ -57,12 +59,13 @@ class Resources:
             device: The compute device; by default the accelerator of this machine if there is one, else the CPU tier.
             process_group: The processes; by default the default group of ``torch.distributed``, if there is one.
             make_room: Makes room on the CPU tier when the measured bytes reach its budget.
+            emit: Told of every collective.
 
         Raises:
             ConfigError: If a setting cannot work here.
         """
         device = find_device(device)
-        collectives = Collectives.connect(process_group, device, Patience.of(config.process_wait_s))
+        collectives = Collectives.connect(process_group, device, Patience.of(config.process_wait_s), emit)
         budgets = resolve_budgets(device, config.device_budget, config.host_budget, collectives.local_world_size)
         meter: Meter
         if is_accelerator(device):

@@ -1,12 +1,13 @@
 """Runs the stock Trainer and ours on the same data, and compares every loss and every weight."""
 
+import contextlib
 import functools
 
 import torch
-from models import make_model, make_rows
+from models import make_batch, make_model, make_rows
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
+from hf_patrickstar import PatrickStarEngine, PatrickStarTrainer, PatrickStarTrainingArguments
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.layout.search import search_layout
 from hf_patrickstar.layout.specs import collect_specs
@@ -152,3 +153,30 @@ def assert_same_run(expected, actual):
     assert our_recorder.losses == recorder.losses
     assert our_recorder.norms == recorder.norms
     assert_same_weights(trainer.model, ours.model)
+
+
+def train_with_engine(name, config, *, accumulation=1, checkpointing=False, steps=3, making=None):
+    """Trains a model of ``models.py`` with an evaluation in each step; returns losses, weights and statistics.
+
+    Args:
+        making: The engine is made inside of this context.
+    """
+    model = make_model(name).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    with making or contextlib.nullcontext():
+        engine = PatrickStarEngine(model, config, optimizer, gradient_accumulation_steps=accumulation)
+    losses = []
+    torch.manual_seed(3)
+    for step in range(steps):
+        for micro in range(accumulation):
+            loss = model(**make_batch(name, seed=10 * step + micro)).loss
+            loss.backward()
+            losses.append(loss.item())
+        with torch.no_grad():
+            losses.append(model(**make_batch(name, seed=99)).loss.item())
+        engine.optimizer.clip_grad_norm_(None, 0.5)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    return losses, {key: value.clone() for key, value in model.state_dict().items()}, engine.stats()

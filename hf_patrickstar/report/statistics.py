@@ -4,12 +4,20 @@ from collections import Counter
 
 from hf_patrickstar.events import (
     ChunkEvicted,
+    ChunkFound,
     ChunkInvalidated,
     ChunkLoaded,
     ChunkRehomed,
+    CopyAwaited,
     Event,
     GradientStored,
+    MessageExchanged,
+    MicroBatchRepeated,
+    SlicesGathered,
+    SlicesReduced,
+    StepDiverged,
     StepFinished,
+    StepRecorded,
     ValueRestored,
 )
 
@@ -22,22 +30,24 @@ class Statistics:
         self._nbytes: Counter[type] = Counter()
         self._skipped = 0
         self._ahead = 0
+        self._waiting_s = 0.0
         self._rehomed_nbytes = {True: 0, False: 0}
 
     def record(self, event: Event) -> None:
         """Takes one event."""
         kind = type(event)
         self._counts[kind] += 1
-        if isinstance(event, StepFinished):
-            self._skipped += event.skipped
-            return
-        self._nbytes[kind] += event.nbytes
+        self._nbytes[kind] += getattr(event, "nbytes", 0)
         if isinstance(event, ChunkLoaded):
             self._ahead += event.ahead
+        elif isinstance(event, CopyAwaited):
+            self._waiting_s += event.seconds
         elif isinstance(event, ChunkRehomed):
             self._rehomed_nbytes[event.to_device] += event.nbytes
+        elif isinstance(event, StepFinished):
+            self._skipped += event.skipped
 
-    def summary(self) -> dict[str, int]:
+    def summary(self) -> dict[str, float]:
         """Bytes moved by direction, and how often each thing happened."""
         return {
             "host_to_device_nbytes": self._nbytes[ChunkLoaded] + self._nbytes[ValueRestored],
@@ -51,4 +61,14 @@ class Statistics:
             "moved_home_to_host_nbytes": self._rehomed_nbytes[False],
             "steps": self._counts[StepFinished] - self._skipped,
             "skipped_steps": self._skipped,
+            "diverged_steps": self._counts[StepDiverged],
+            "recorded_steps": self._counts[StepRecorded],
+            "chunk_hits": self._counts[ChunkFound],
+            "late_prefetches": self._counts[CopyAwaited],
+            "waiting_seconds": self._waiting_s,
+            "retries": self._counts[MicroBatchRepeated],
+            "all_gathers": self._counts[SlicesGathered],
+            "reduce_scatters": self._counts[SlicesReduced],
+            "sent_nbytes": self._nbytes[SlicesGathered] + self._nbytes[SlicesReduced],
+            "messages": self._counts[MessageExchanged],
         }

@@ -94,7 +94,7 @@ def assemble(given: Foundation) -> ChunkManager:
     watch = Watch(values, mirrors)
     # Where chunks are.
     copies = Copies(chunks, pool, streams, emit, watch)
-    tracer = Tracer((chunk.copy_nbytes for chunk in chunks), DeviceGauges(meter, ledger), order)
+    tracer = Tracer((chunk.copy_nbytes for chunk in chunks), DeviceGauges(meter, ledger), order, emit)
     forecast = Forecast(chunks, pool, meter, tracer, streams.device, given.need_at)
     placement = Placement(
         chunks, given.chunk_nbytes, copies, ledger, tracer, given.reserve, given.placement, given.rates
@@ -110,7 +110,7 @@ def assemble(given: Foundation) -> ChunkManager:
         buckets = GroupBuckets(chunks, pool, streams, given.collectives, reclaim)
     # What happens when.
     services = Services(chunks, pool, meter, given.collectives, order, copies, reclaim, tracer, given.policy)
-    executor = Executor(services, gradients, gradient_mirrors, buckets)
+    executor = Executor(services, gradients, gradient_mirrors, buckets, emit)
     steps = Steps(services, executor, forecast, given.num_micro_batches)
     data = Data(originals, values, mirrors, gradient_mirrors, watch, gradients, writes, buckets)
     parameters = Parameters(chunks, steps, gradients, writes)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hf_patrickstar.errors import CollectiveError, ConfigError
+from hf_patrickstar.events import Listener, MessageExchanged, SlicesGathered, SlicesReduced, tell_nobody
 from hf_patrickstar.memory.streams import Ticket
 from hf_patrickstar.runtime.arrival import Arrival, announce
 from hf_patrickstar.runtime.liveness import Liveness, Member, describe_self
@@ -45,17 +46,13 @@ class Collectives:
         device: The compute device.
         group: The process group for data; ``None`` for one process.
         control: A group of the same processes for messages on the host, which so never mix with data.
+        emit: Told of every collective with other processes.
 
     Attributes:
         rank: The rank of this process.
         world_size: The number of processes.
         local_world_size: The number of processes on this host.
         control: The process group for messages; ``None`` for one process, and after ``close``.
-        num_all_gathers: Calls of ``all_gather`` that sent data.
-        num_reduce_scatters: Calls of ``reduce_scatter`` that sent data.
-        num_messages: Calls of ``exchange`` and ``exchange_objects`` with several processes.
-        sent_nbytes: Bytes of data that this rank sent in ``all_gather`` and ``reduce_scatter``: one slice for every
-            other rank, as many as in a ring.
     """
 
     def __init__(
@@ -65,24 +62,26 @@ class Collectives:
         device: torch.device,
         group: "dist.ProcessGroup | None" = None,
         control: "dist.ProcessGroup | None" = None,
+        emit: Listener = tell_nobody,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.local_world_size = 1
-        self.num_all_gathers = 0
-        self.num_reduce_scatters = 0
-        self.num_messages = 0
-        self.sent_nbytes = 0
         self._device = device
         self._group = group
         self.control = control
+        self._emit = emit
         self._is_gloo = group is not None and _backend(group, device).name() == "gloo"
         self._liveness: Liveness | None = None
         self._vigil: Vigil | None = None
 
     @classmethod
     def connect(
-        cls, group: "dist.ProcessGroup | None", device: torch.device, patience: Patience | None = None
+        cls,
+        group: "dist.ProcessGroup | None",
+        device: torch.device,
+        patience: Patience | None = None,
+        emit: Listener = tell_nobody,
     ) -> "Collectives":
         """Joins the other processes; all of them must call this.
 
@@ -90,6 +89,7 @@ class Collectives:
             group: The processes, or ``None`` for the default group, if there is one.
             device: The compute device.
             patience: How long to wait for the others.
+            emit: Told of every collective with other processes.
 
         Returns:
             The collectives. Their group for messages is a new one with the timeout of ``group``; only if ``group`` is
@@ -125,7 +125,7 @@ class Collectives:
             control = data if is_part and is_gloo else _new_control(data, device, is_part)
         except RuntimeError as error:
             raise CollectiveError(_complain("connects", rank, world_size, "", error)) from error
-        collectives = cls(rank, world_size, device, data, control)
+        collectives = cls(rank, world_size, device, data, control, emit)
         if is_gloo:
             atexit.register(_leave)
         collectives._introduce(patience)
@@ -133,13 +133,12 @@ class Collectives:
 
     def _introduce(self, patience: Patience) -> None:
         """Tells the other ranks which process this is, and makes what finds missing ranks later."""
-        told = self.exchange_objects((tuple(describe_self()), uuid.uuid4().hex), "connects")
-        self.num_messages = 0
+        told = self._exchange_objects((tuple(describe_self()), uuid.uuid4().hex), "connects")
         members = [Member(*member) for member, _ in told]
         self.local_world_size = sum(member.host == members[self.rank].host for member in members)
         # The number that rank 0 drew keeps the keys apart from those of every other connection over this store.
         store = dist.PrefixStore(f"hf_patrickstar/liveness/{told[0][1]}", dist.distributed_c10d._get_default_store())
-        self._liveness = Liveness(self.rank, members, store)
+        self._liveness = Liveness(self.rank, members, store, patience.answer_s)
         self._vigil = Vigil(self.rank, self._liveness, store, patience, self._hang_up)
 
     def all_gather(self, buffer: torch.Tensor, what: str) -> Ticket:
@@ -158,8 +157,7 @@ class Collectives:
         users = Users(buffer)
         slices = self._slices(buffer)
         with self._naming(what):
-            self.num_all_gathers += 1
-            self.sent_nbytes += (self.world_size - 1) * _nbytes(slices[0])
+            self._emit(SlicesGathered((self.world_size - 1) * _nbytes(slices[0])))
             if not self._is_gloo:
                 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
                 work = gather(buffer, slices[self.rank], group=self._group, async_op=True)
@@ -215,8 +213,7 @@ class Collectives:
             return GlooTicket((), what, self._wait)
         slices = self._slices(buffer)
         with self._naming(what):
-            self.num_reduce_scatters += 1
-            self.sent_nbytes += (self.world_size - 1) * _nbytes(slices[0])
+            self._emit(SlicesReduced((self.world_size - 1) * _nbytes(slices[0])))
             if not self._is_gloo:
                 scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
                 work = scatter(slices[self.rank], buffer, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
@@ -303,7 +300,7 @@ class Collectives:
         own = list(message)
         rows = torch.tensor([own] * self.world_size, dtype=torch.int64)
         with self._naming(what):
-            self.num_messages += 1
+            self._emit(MessageExchanged())
             if own:
                 self._swap(rows, what, is_patient)
         return rows.tolist()
@@ -320,10 +317,13 @@ class Collectives:
         """
         if self.world_size == 1:
             return [value]
+        self._emit(MessageExchanged())
+        return self._exchange_objects(value, what)
+
+    def _exchange_objects(self, value: Any, what: str) -> list[Any]:
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = torch.tensor([[own.numel()]] * self.world_size)
         with self._naming(what):
-            self.num_messages += 1
             self._swap(sizes, what, is_patient=True)
             rows = torch.zeros((self.world_size, int(sizes.max())), dtype=torch.uint8)
             rows[self.rank, : own.numel()] = own

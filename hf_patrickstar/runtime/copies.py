@@ -10,7 +10,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from hf_patrickstar.errors import BudgetError, DeviceMemoryError
-from hf_patrickstar.events import ChunkEvicted, ChunkInvalidated, ChunkLoaded, ChunkRehomed, Listener
+from hf_patrickstar.events import ChunkEvicted, ChunkInvalidated, ChunkLoaded, ChunkRehomed, CopyAwaited, Listener
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
@@ -33,13 +33,9 @@ class Copies:
         streams: How bytes cross.
         emit: Told of every event.
         watch: Takes over what was written to a copy that is dropped.
-
-    Attributes:
-        waiting_s: Seconds that the host has waited for copies that had not arrived when they were needed.
     """
 
     def __init__(self, chunks: list[Chunk], pool: PayloadPool, streams: Streams, emit: Listener, watch: Watch) -> None:
-        self.waiting_s = 0.0
         self._chunks = chunks
         self._pool = pool
         self._streams = streams
@@ -51,9 +47,8 @@ class Copies:
 
     # Which there are
 
-    def __contains__(self, index: int) -> bool:
-        """Whether the chunk with this index has a copy."""
-        chunk = self._chunks[index]
+    def __contains__(self, chunk: Chunk) -> bool:
+        """Whether a chunk has a copy."""
         return chunk.compute is not None and not chunk.is_static
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -154,7 +149,7 @@ class Copies:
             arrival.join()
         chunk.arrival = None
         if is_late:
-            self.waiting_s += time.perf_counter() - begin
+            self._emit(CopyAwaited(chunk.spec.index, time.perf_counter() - begin))
         return is_late
 
     # Dropping them
@@ -173,13 +168,13 @@ class Copies:
 
     def invalidate(self, chunk: Chunk) -> None:
         """Drops the copy of a chunk, if it has one, because its home has changed."""
-        if chunk.compute is not None and not chunk.is_static:
+        if chunk in self:
             self._drop(chunk)
             self._emit(ChunkInvalidated(chunk.spec.index, chunk.copy_nbytes))
 
     def forget(self, chunk: Chunk) -> None:
         """Drops what a chunk is computed with, because the chunk is about to go."""
-        if chunk.spec.index in self:
+        if chunk in self:
             self._drop(chunk)
         elif chunk.compute is not None:
             del self._by_storage[chunk.clear_compute()[1]]

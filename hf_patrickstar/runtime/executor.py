@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import torch
 
 from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.events import ChunkFound, Listener
 from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
@@ -97,18 +98,21 @@ class Executor:
         gradients: Where gradients are at home.
         gradient_mirrors: What was handed out of them.
         buckets: Where they wait until their group is complete.
+        emit: Told of every chunk that was there when it was needed.
 
     Attributes:
         in_backward: Whether a backward has begun that has not ended.
-        num_hits: How often a chunk was there when it was needed, without having been waited for.
-        num_late: How often a copy that was started ahead had not arrived when it was needed.
     """
 
     def __init__(
-        self, services: Services, gradients: Gradients, gradient_mirrors: GradientMirrors, buckets: Buckets
+        self,
+        services: Services,
+        gradients: Gradients,
+        gradient_mirrors: GradientMirrors,
+        buckets: Buckets,
+        emit: Listener,
     ) -> None:
         self.in_backward = False
-        self.num_hits = self.num_late = 0
         self._chunks = services.chunks
         self._pool = services.pool
         self._ledger = services.pool.ledger
@@ -122,6 +126,7 @@ class Executor:
         self._gradients = gradients
         self._gradient_mirrors = gradient_mirrors
         self._buckets = buckets
+        self._emit = emit
         self._evicts_all = services.policy.evict_all
         self._needed: Chunk | None = None
         self._tick = 0
@@ -174,8 +179,8 @@ class Executor:
         elif len(self._copies) and self._ledger.available(Tier.DEVICE) < 0:
             self._reclaim.make_room_for(chunk, 0, who)
         is_late = chunk.arrival is not None and self._copies.wait(chunk)
-        self.num_late += is_late
-        self.num_hits += was_there and not chunk.is_static and not is_late
+        if was_there and not is_late and not chunk.is_static:
+            self._emit(ChunkFound(index))
         if step is not None and step.plan is not None:  # it is not measured: what the trace says is noted
             self._ledger.note_total(self._ledger.reserved_nbytes)
         elif step is not None and step.is_recorded:
@@ -198,7 +203,7 @@ class Executor:
     def _evict_if_unused(self, indices: Iterable[int]) -> None:
         for index in indices:
             chunk = self._chunks[index]
-            if index in self._copies and not chunk.is_in_use:
+            if chunk in self._copies and not chunk.is_in_use:
                 self._copies.evict(chunk)
 
     def _load(self, chunk: Chunk, who: str) -> None:

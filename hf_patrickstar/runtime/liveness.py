@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import psutil
 
-_PATIENCE_S = 3.0
+ANSWER_S = 3.0
 _PAUSE_S = 0.05
 _CLOCK_SLACK_S = 2.0
 
@@ -88,7 +88,7 @@ class Liveness:
         others: The other ranks.
     """
 
-    def __init__(self, rank: int, members: Sequence[Member], store: Store, patience_s: float = _PATIENCE_S) -> None:
+    def __init__(self, rank: int, members: Sequence[Member], store: Store, patience_s: float = ANSWER_S) -> None:
         self._rank = rank
         self._members = members
         self._store = store

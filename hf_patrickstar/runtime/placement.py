@@ -82,7 +82,7 @@ class Placement:
         self._rules = rules
         self._rates = rates
         self._has_groups = any(chunk.is_group for chunk in chunks)
-        self._num_seen = 0
+        self._seen_version = 0
         self._has_explained = False
 
     def update(self, reclaim: Room, num_micro_batches: int) -> None:
@@ -93,9 +93,9 @@ class Placement:
             num_micro_batches: Micro-batches of the step that has ended.
         """
         tracer = self._tracer
-        if tracer.num_recorded == self._num_seen:
+        if tracer.version == self._seen_version:
             return
-        self._num_seen = tracer.num_recorded
+        self._seen_version = tracer.version
         if self._place_lookups(max(num_micro_batches, 1)):
             tracer.discard()  # the next step visits other chunks
         elif self._rates is not None and any(trace.kind.is_training for trace in tracer.traces.values()):
@@ -117,7 +117,7 @@ class Placement:
         """
         self.nbytes = list(nbytes)
         self.in_margin = {index for index in self.in_margin if not self._chunks[index].is_retired}
-        self._num_seen = -1
+        self._seen_version = -1
 
     def prepare(self, shapes: Shapes, *, is_training: bool) -> None:
         """Leaves the margin before a step is recorded that may need more memory than any before it.
@@ -141,7 +141,7 @@ class Placement:
         """
         before = len(self.in_margin)
         self._move_out(set(self.in_margin))
-        self._num_seen = -1  # decide anew after this step, whether it is recorded or not
+        self._seen_version = -1  # decide anew after this step, whether it is recorded or not
         return len(self.in_margin) < before or self._leave_device()
 
     def _leave_device(self) -> bool:

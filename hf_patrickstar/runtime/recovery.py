@@ -11,6 +11,7 @@ import numpy
 import torch
 
 from hf_patrickstar.errors import DeviceMemoryError
+from hf_patrickstar.events import Listener, MicroBatchRepeated
 from hf_patrickstar.memory.accelerator import (
     empty_cache,
     is_accelerator,
@@ -41,6 +42,7 @@ class Recovery:
         manager: The manager of the chunks.
         device: The compute device.
         buffers: Gives the model's buffers; some modules write to them in forward.
+        emit: Told of every repetition.
     """
 
     def __init__(
@@ -48,11 +50,12 @@ class Recovery:
         manager: ChunkManager,
         device: torch.device,
         buffers: Callable[[], Iterable[torch.Tensor]],
+        emit: Listener,
     ) -> None:
-        self.num_retries = 0
         self._manager = manager
         self._device = device
         self._buffers = buffers
+        self._emit = emit
         self._is_running = False
 
     def run(self, function: Callable[[], _T], max_retries: int = MAX_RETRIES) -> _T:
@@ -94,6 +97,7 @@ class Recovery:
                     state.restore()
                     raise DeviceMemoryError(self._give_up(cause, max_retries)) from error
             self._reset()
+            self._emit(MicroBatchRepeated(attempt + 1))
             self._make_careful()
             logger.warning(
                 "patrickstar: out of memory on %s, retry %d of %d with chunks limited to what %s leave (%s)",
@@ -114,7 +118,6 @@ class Recovery:
 
     def _make_careful(self) -> None:
         manager = self._manager
-        self.num_retries += 1
         manager.tracer.discard()
         manager.placement.leave_margin()
         manager.reclaim.evict_unused()

@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from hf_patrickstar.events import Listener, StepDiverged, StepRecorded
 from hf_patrickstar.schedule.plan import Plan
 from hf_patrickstar.schedule.trace import Cursor, Shapes, Trace, Visit, trace_key
 
@@ -84,11 +85,11 @@ class Tracer:
         chunk_nbytes: Bytes of every chunk's ``param`` payload, by chunk index.
         gauges: Measures a step that is recorded.
         order: Makes one trace of the traces of several processes.
+        emit: Told of steps that are recorded, and of those that diverge.
 
     Attributes:
         traces: The traces, by key.
-        num_diverged: Number of steps that have diverged.
-        num_recorded: Number of steps that were recorded.
+        version: Another number when a step has been recorded: what follows from the traces is decided anew.
         step: The step that runs, or ``None``.
         diverging: Keys of steps whose non-model data is measured although they follow a trace: one has diverged.
     """
@@ -98,15 +99,16 @@ class Tracer:
         chunk_nbytes: Iterable[int],
         gauges: Gauges,
         order: TraceOrder,
+        emit: Listener,
     ) -> None:
         self.traces: dict[str, Trace] = {}
-        self.num_diverged = 0
-        self.num_recorded = 0
+        self.version = 0
         self.step: Step | None = None
         self.diverging: set[str] = set()
         self._chunk_nbytes = tuple(chunk_nbytes)
         self._gauges = gauges
         self._order = order
+        self._emit = emit
         self._diverged_in_a_row: dict[str, int] = {}
         self._interrupted: list[Step | None] = []
 
@@ -166,7 +168,7 @@ class Tracer:
         step.cursor = None
         step.is_diverged = True
         self.diverging.add(step.key)
-        self.num_diverged += 1
+        self._emit(StepDiverged(step.key))
         return None
 
     def note_forward_end(self) -> None:
@@ -213,7 +215,8 @@ class Tracer:
             if not step.is_void:  # of other processes, which keep it, the next step finds that they have another trace
                 known = self.traces.get(step.key)
                 self.traces[step.key] = trace if known is None else trace.merged(known)
-            self.num_recorded += 1
+            self.version += 1
+            self._emit(StepRecorded(step.key))
             self._diverged_in_a_row[step.key] = 0
             return
         in_a_row = self._diverged_in_a_row.get(step.key, 0) + 1 if step.is_diverged else 0

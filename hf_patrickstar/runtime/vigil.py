@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from hf_patrickstar.errors import CollectiveError
 from hf_patrickstar.runtime.callers import find_caller
-from hf_patrickstar.runtime.liveness import Liveness, Store
+from hf_patrickstar.runtime.liveness import ANSWER_S, Liveness, Store
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +49,12 @@ class Patience(NamedTuple):
         warn_s: Seconds until the rank warns, and between looks whether another rank gave up. For waits that the rank
             does not give up, each warning doubles the time until later waits warn.
         limit_s: Seconds until the rank gives up, if all ranks should have come at once.
+        answer_s: Seconds that a rank whose collective has failed waits for the others to say that they are there.
     """
 
     warn_s: float = _WARN_S
     limit_s: float = _LIMIT_S
+    answer_s: float = ANSWER_S
 
     @classmethod
     def of(cls, limit_s: float | None) -> "Patience":

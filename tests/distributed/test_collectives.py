@@ -10,7 +10,9 @@ import torch.distributed as dist
 from processes import GROUP_TIMEOUT_S, Workers
 
 from hf_patrickstar.errors import CollectiveError, ConfigError
+from hf_patrickstar.report.statistics import Statistics
 from hf_patrickstar.runtime.collectives import Collectives
+from hf_patrickstar.runtime.vigil import Patience
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -21,11 +23,18 @@ GUARD = 64
 
 @contextlib.contextmanager
 def connected(group=None):
-    collectives = Collectives.connect(group, CPU)
+    """Collectives, with ``statistics`` of what they told."""
+    statistics = Statistics()
+    collectives = Collectives.connect(group, CPU, emit=statistics.record)
+    collectives.statistics = statistics
     try:
         yield collectives
     finally:
         collectives.close()
+
+
+def counted(statistics, *names):
+    return tuple(statistics.summary()[name] for name in names)
 
 
 def make_contributions(world_size, numel, dtype):
@@ -58,7 +67,8 @@ def check_guards(whole):
 
 
 def test_one_process_needs_nobody():
-    one = Collectives.connect(None, CPU)
+    statistics = Statistics()
+    one = Collectives.connect(None, CPU, emit=statistics.record)
     assert (one.rank, one.world_size, one.local_world_size) == (0, 1, 1)
     buffer = torch.arange(64.0)
     assert one.staging_numel(64, torch.bfloat16) == (0, 0)
@@ -71,7 +81,7 @@ def test_one_process_needs_nobody():
     assert torch.equal(buffer, torch.arange(64.0))
     assert one.exchange([3, 4], "sizes") == [[3, 4]]
     assert one.exchange_objects({"a": 1}, "config") == [{"a": 1}]
-    assert (one.num_all_gathers, one.num_reduce_scatters, one.num_messages, one.sent_nbytes) == (0, 0, 0, 0)
+    assert not any(statistics.summary().values())
     one.close()
     one.close()
 
@@ -98,7 +108,7 @@ def gather(rank, numel, dtype, group_ranks=None):
         assert torch.equal(buffer, torch.cat(reference))
         assert torch.equal(buffer, values.flatten())
         check_guards(whole)
-        return collectives.num_all_gathers, collectives.num_reduce_scatters, collectives.sent_nbytes
+        return counted(collectives.statistics, "all_gathers", "reduce_scatters", "sent_nbytes")
 
 
 def gather_several(rank, count, numel):
@@ -114,7 +124,7 @@ def gather_several(rank, count, numel):
         for index, buffer in enumerate(buffers):
             expected = 10 * index + torch.arange(float(world_size)).repeat_interleave(numel)
             assert torch.equal(buffer, expected)
-        return small, collectives.num_all_gathers
+        return small, *counted(collectives.statistics, "all_gathers")
 
 
 def gather_late(rank, delay):
@@ -185,7 +195,7 @@ def reduce(rank, numel, dtype, group_ranks=None):
         is_order_visible = not torch.equal(expected, add_in_order(values[:, mine].flip(0)))
         rounded_often = (sum(values[1:, mine], values[0, mine]) / world_size).to(dtype)
         is_rounding_visible = not torch.equal(expected, rounded_often)
-        counters = (collectives.num_all_gathers, collectives.num_reduce_scatters, collectives.sent_nbytes)
+        counters = counted(collectives.statistics, "all_gathers", "reduce_scatters", "sent_nbytes")
         return counters, sizes, is_order_visible, is_rounding_visible
 
 
@@ -292,7 +302,7 @@ def talk(rank):
         dist.barrier()
         return (
             (collectives.rank, collectives.world_size, collectives.local_world_size),
-            (collectives.num_messages, collectives.num_all_gathers, collectives.sent_nbytes),
+            counted(collectives.statistics, "messages", "all_gathers", "sent_nbytes"),
         )
 
 
@@ -369,9 +379,9 @@ def reduce_chunk(collectives):
 
 def be_late(rank):
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
-    collectives = Collectives.connect(group, CPU)
+    collectives = Collectives.connect(group, CPU, Patience(answer_s=0.5))
     if rank == 1:
-        time.sleep(8)
+        time.sleep(6)
         return None
     begin = time.monotonic()
     with pytest.raises(CollectiveError) as caught:
@@ -416,5 +426,7 @@ def test_a_killed_host_of_the_store_is_named(tmp_path):
 
 def test_a_rank_that_does_not_come_is_named(pair):
     text, seconds = pair.run(be_late)[0]
-    assert text.startswith("sizes of the inputs: a collective failed on rank 0 of 2. No answer within 3 s from rank 1")
-    assert 1 < seconds < 7.9
+    assert text.startswith(
+        "sizes of the inputs: a collective failed on rank 0 of 2. No answer within 0.5 s from rank 1"
+    )
+    assert 1 < seconds < 5.9

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 from models import make_batch, make_model
-from trainers import smallest_budget
+from trainers import smallest_budget, train_with_engine
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.memory.streams import ThreadStreams, copy_bytes
@@ -38,25 +38,8 @@ def handing_to_thread(copy):
 
 
 def losses_of(name, config, copy=None, accumulation=1, checkpointing=False, steps=4):
-    model = make_model(name).train()
-    if checkpointing:
-        model.gradient_checkpointing_enable()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    with handing_to_thread(copy):
-        engine = PatrickStarEngine(model, config, optimizer, gradient_accumulation_steps=accumulation)
-    losses = []
-    torch.manual_seed(3)
-    for step in range(steps):
-        for micro in range(accumulation):
-            loss = model(**make_batch(name, seed=10 * step + micro)).loss
-            loss.backward()
-            losses.append(loss.item())
-        with torch.no_grad():
-            losses.append(model(**make_batch(name, seed=99)).loss.item())
-        engine.optimizer.clip_grad_norm_(None, 0.5)
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-    return losses, model.state_dict(), engine.stats()
+    how = {"accumulation": accumulation, "checkpointing": checkpointing, "steps": steps}
+    return train_with_engine(name, config, making=handing_to_thread(copy), **how)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -5,39 +5,16 @@ from unittest import mock
 
 import pytest
 import torch
-from models import make_batch, make_model
+from models import make_model
 from simulated import simulated_streams
-from trainers import smallest_budget
+from trainers import smallest_budget, train_with_engine
 
-from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import RaceError
 from hf_patrickstar.memory.simulation import SimulatedStream
 from hf_patrickstar.memory.streams import DeviceStreams, StreamTicket
 from hf_patrickstar.runtime.chunk import Chunk
 
 pytestmark = pytest.mark.own_streams
-
-
-def train(name, config, *, accumulation=1, checkpointing=False, steps=3):
-    """Losses of steps with an evaluation in each, and the weights after them."""
-    torch.manual_seed(0)
-    model = make_model(name).train()
-    if checkpointing:
-        model.gradient_checkpointing_enable()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    engine = PatrickStarEngine(model, config, optimizer, gradient_accumulation_steps=accumulation)
-    losses = []
-    for step in range(steps):
-        for micro in range(accumulation):
-            loss = model(**make_batch(name, seed=10 * step + micro)).loss
-            loss.backward()
-            losses.append(loss.item())
-        with torch.no_grad():
-            losses.append(model(**make_batch(name, seed=99)).loss.item())
-        engine.optimizer.clip_grad_norm_(None, 0.5)
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-    return losses, {key: value.clone() for key, value in model.state_dict().items()}
 
 
 def tight(name, factor, **settings):
@@ -63,9 +40,9 @@ CASES = {
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_copies_at_any_legal_moment_change_nothing(name, settings, how, seed):
     config = tight(name, 1.6, **settings)
-    expected = train(name, config, **how)
+    expected = train_with_engine(name, config, **how)
     with simulated_streams(seed) as driver:
-        losses, values = train(name, config, **how)
+        losses, values, _ = train_with_engine(name, config, **how)
     assert losses == expected[0]
     assert all(torch.equal(values[key], value) for key, value in expected[1].items())
     assert driver.num_copies > 50
@@ -103,6 +80,6 @@ def test_every_wait_is_missed(owner, name, instead):
     for seed, settings in ((None, {"prefetch_depth": 2}), (1, {"prefetch_depth": 0}), (2, {"prefetch_depth": 1})):
         config = tight("gpt2", 1.6, placement="host", **settings)
         with contextlib.suppress(RaceError), mock.patch.object(owner, name, instead), simulated_streams(seed):
-            train("gpt2", config, steps=2)
+            train_with_engine("gpt2", config, steps=2)
             found.append("none")
     assert len(found) < 3, "nothing noticed that it was gone"

@@ -1,10 +1,21 @@
+import typing
+
 from hf_patrickstar.events import (
     ChunkEvicted,
+    ChunkFound,
     ChunkInvalidated,
     ChunkLoaded,
     ChunkRehomed,
+    CopyAwaited,
+    Event,
     GradientStored,
+    MessageExchanged,
+    MicroBatchRepeated,
+    SlicesGathered,
+    SlicesReduced,
+    StepDiverged,
     StepFinished,
+    StepRecorded,
     ValueRestored,
 )
 from hf_patrickstar.report.statistics import Statistics
@@ -29,6 +40,16 @@ NOTHING = {
     "moved_home_to_host_nbytes": 0,
     "steps": 0,
     "skipped_steps": 0,
+    "diverged_steps": 0,
+    "recorded_steps": 0,
+    "chunk_hits": 0,
+    "late_prefetches": 0,
+    "waiting_seconds": 0,
+    "retries": 0,
+    "all_gathers": 0,
+    "reduce_scatters": 0,
+    "sent_nbytes": 0,
+    "messages": 0,
 }
 
 
@@ -46,9 +67,18 @@ def test_every_event_has_its_place():
         (ChunkInvalidated(0, 7), {"chunk_invalidations": 1}),
         (GradientStored(0, 1, 7), {"device_to_host_nbytes": 7}),
         (ValueRestored(0, 1, 7), {"host_to_device_nbytes": 7}),
+        (ChunkFound(0), {"chunk_hits": 1}),
+        (CopyAwaited(0, 0.5), {"late_prefetches": 1, "waiting_seconds": 0.5}),
         (StepFinished(1, skipped=False), {"steps": 1}),
         (StepFinished(0, skipped=True), {"skipped_steps": 1}),
+        (StepRecorded("training"), {"recorded_steps": 1}),
+        (StepDiverged("training"), {"diverged_steps": 1}),
+        (MicroBatchRepeated(1), {"retries": 1}),
+        (SlicesGathered(7), {"all_gathers": 1, "sent_nbytes": 7}),
+        (SlicesReduced(7), {"reduce_scatters": 1, "sent_nbytes": 7}),
+        (MessageExchanged(), {"messages": 1}),
     ]
+    assert {type(event) for event, _ in events} == set(typing.get_args(Event))
     for event, expected in events:
         assert summary_of(event) == NOTHING | expected, event
 
@@ -67,7 +97,11 @@ def test_a_step():
         StepFinished(1, skipped=False),
         StepFinished(1, skipped=True),
         StepFinished(2, skipped=False),
-    ) == {
+        CopyAwaited(0, 0.5),
+        CopyAwaited(1, 0.25),
+        SlicesGathered(20),
+        SlicesReduced(3),
+    ) == NOTHING | {
         "host_to_device_nbytes": 280,
         "device_to_host_nbytes": 60,
         "chunk_loads": 3,
@@ -79,6 +113,11 @@ def test_a_step():
         "moved_home_to_host_nbytes": 0,
         "steps": 2,
         "skipped_steps": 1,
+        "late_prefetches": 2,
+        "waiting_seconds": 0.75,
+        "all_gathers": 1,
+        "reduce_scatters": 1,
+        "sent_nbytes": 23,
     }
 
 

@@ -8,15 +8,20 @@ from unit.runtime.data_parts import CPU, Process
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.events import (
     ChunkEvicted,
+    ChunkFound,
     ChunkInvalidated,
     ChunkLoaded,
     ChunkRehomed,
+    CopyAwaited,
     GradientStored,
+    StepDiverged,
+    StepRecorded,
     ValueRestored,
 )
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.report.statistics import Statistics
 from hf_patrickstar.runtime.buckets import GroupBuckets, OwnBuckets
 from hf_patrickstar.runtime.copies import Copies
 from hf_patrickstar.runtime.data import Data
@@ -61,6 +66,22 @@ class Fake:
             return answer(*args, **kwargs) if callable(answer) else answer
 
         return call
+
+
+class Named:
+    """A list of what one part is told.
+
+    Args:
+        told: The list of what all parts are told.
+        part: The name of the part.
+    """
+
+    def __init__(self, told, part):
+        self.told, self.part = told, part
+
+    def append(self, item):
+        name, *arguments = item
+        self.told.append((f"{self.part}.{name}", *arguments))
 
 
 class OneOfTwo:
@@ -168,6 +189,7 @@ class Parts(Process):
     ):
         super().__init__(collectives, device_nbytes, host_nbytes)
         self.others = Others()
+        self.statistics = Statistics()
         self.ledger = Ledger(
             {Tier.DEVICE: device_nbytes, Tier.HOST: host_nbytes},
             lambda booked: self.others.nbytes,
@@ -183,6 +205,16 @@ class Parts(Process):
         self.__dict__.update(instead)
 
     # What a test asks about
+
+    def tell(self, event):
+        """Counts an event; those that say that something moved are kept for ``moved``, too."""
+        self.statistics.record(event)
+        if not isinstance(event, ChunkFound | CopyAwaited | StepRecorded | StepDiverged):
+            self.events.append(event)
+
+    def count(self, name):
+        """A number of ``Statistics``."""
+        return self.statistics.summary()[name]
 
     def moved(self):
         """What happened since the last call, in words and numbers of chunks."""
@@ -205,12 +237,12 @@ class Parts(Process):
 
     @functools.cached_property
     def copies(self):
-        return Copies(self.chunks, self.pool, self.streams, self.events.append, self.watch)
+        return Copies(self.chunks, self.pool, self.streams, self.tell, self.watch)
 
     @functools.cached_property
     def tracer(self):
         gauges = DeviceGauges(self.others, self.ledger)
-        return Tracer((chunk.copy_nbytes for chunk in self.chunks), gauges, self.order)
+        return Tracer((chunk.copy_nbytes for chunk in self.chunks), gauges, self.order, self.tell)
 
     @functools.cached_property
     def forecast(self):
@@ -276,7 +308,7 @@ class Parts(Process):
 
     @functools.cached_property
     def executor(self):
-        return Executor(self.services, self.gradients, self.gradient_mirrors, self.buckets)
+        return Executor(self.services, self.gradients, self.gradient_mirrors, self.buckets, self.tell)
 
     @functools.cached_property
     def steps(self):

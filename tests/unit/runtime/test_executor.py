@@ -95,9 +95,9 @@ def test_a_chunk_comes_when_it_is_needed_and_is_there_the_second_time():
     payload = parts.executor.ensure_on_device(chunk, "m")
     assert payload is chunk.compute
     assert payload.tolist() == chunk.param.tolist()
-    assert parts.executor.num_hits == 0
+    assert parts.count("chunk_hits") == 0
     assert parts.executor.ensure_on_device(chunk, "m") is payload
-    assert (parts.moved(), parts.executor.num_hits, parts.executor.num_late) == ([("load", 1)], 1, 0)
+    assert (parts.moved(), parts.count("chunk_hits"), parts.count("late_prefetches")) == ([("load", 1)], 1, 0)
 
 
 def test_the_chunk_that_was_used_longest_ago_leaves_for_another():
@@ -153,9 +153,9 @@ def test_what_is_at_home_on_the_device_is_visited_only_while_a_step_is_recorded(
     parts.tracer.finish()
     assert parts.tracer.begin("training").cursor is not None
     visit(parts, 0, 0, 1)
-    assert (parts.tracer.step.is_diverged, parts.tracer.num_diverged) == (False, 0)
+    assert (parts.tracer.step.is_diverged, parts.count("diverged_steps")) == (False, 0)
     assert parts.chunks[0].last_access == 2, "nothing more was counted"
-    assert (parts.executor.num_hits, parts.moved()) == (0, [])
+    assert (parts.count("chunk_hits"), parts.moved()) == (0, [])
 
 
 def test_a_static_chunk_is_visited_if_others_move():
@@ -163,7 +163,7 @@ def test_a_static_chunk_is_visited_if_others_move():
     step = follow(parts, [0, 1])
     assert parts.executor.ensure_on_device(parts.chunks[0], "m") is parts.chunks[0].param
     visit(parts, 1)
-    assert (step.cursor.moment, parts.moved(), parts.executor.num_hits) == (1, [("load", 1)], 0)
+    assert (step.cursor.moment, parts.moved(), parts.count("chunk_hits")) == (1, [("load", 1)], 0)
 
 
 # By plan
@@ -184,7 +184,7 @@ def test_a_plan_is_carried_out_moment_by_moment():
         [("evict", 0)],
         [("evict", 1), ("evict", 2), ("load", 0)],
     ]
-    assert (parts.executor.num_hits, parts.executor.num_late) == (1, 0)
+    assert (parts.count("chunk_hits"), parts.count("late_prefetches")) == (1, 0)
     assert parts.others.told == [], "nothing is measured"
 
 
@@ -216,7 +216,7 @@ def test_what_is_there_already_or_not_there_any_more_is_left_alone():
     parts.moved()
     follow(parts, [0, 1], [Actions(evict=(2,), load=(0, 1)), Actions()])
     visit(parts, 0, 1)
-    assert (parts.moved(), parts.executor.num_hits) == ([], 2)
+    assert (parts.moved(), parts.count("chunk_hits")) == ([], 2)
 
 
 def test_what_is_brought_in_ahead_may_take_kept_buffers():
@@ -244,7 +244,7 @@ def test_a_copy_that_has_not_arrived_in_time_is_no_hit(is_done, hits, late):
     visit(parts, 0)
     assert ticket.num_waits == 0
     visit(parts, 1)
-    assert (ticket.num_waits, parts.executor.num_hits, parts.executor.num_late) == (1, hits, late)
+    assert (ticket.num_waits, parts.count("chunk_hits"), parts.count("late_prefetches")) == (1, hits, late)
 
 
 def test_a_step_that_leaves_its_trace_goes_on_without_its_plan():

@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from unit.runtime.parts import Fake, Parts, narrow
+from unit.runtime.parts import Fake, Named, Parts, narrow
 
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.tiers import Tier
@@ -27,7 +27,7 @@ def make(*chunks, step=None, **answers):
     parts.told = told = []
 
     def fake(part, *silent, **found):
-        return Fake(_Named(told, part), *silent, **{**found, **answers.get(part, {})})
+        return Fake(Named(told, part), *silent, **{**found, **answers.get(part, {})})
 
     gradients = fake("gradients", "note_zeroed", "drop", has=False, is_absent=False, of=lambda tensor: "of")
     gradients.lock, gradients.has_factor = contextlib.nullcontext(), False
@@ -65,17 +65,6 @@ def make(*chunks, step=None, **answers):
     placement = fake("placement", "note_chunks")
     parts.steps, parts.gradients, parts.values = steps, gradients, values
     return parts, ChunkManager(services, steps, placement, data, parameters, phases, streams)
-
-
-class _Named:
-    """A list of what one part is told."""
-
-    def __init__(self, told, part):
-        self.told, self.part = told, part
-
-    def append(self, item):
-        name, *arguments = item
-        self.told.append((f"{self.part}.{name}", *arguments))
 
 
 def told(parts, *left_out):

@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 from unit.runtime.data_parts import InBackward
-from unit.runtime.parts import Fake, Parts, narrow
+from unit.runtime.parts import Fake, Named, Parts, narrow
 
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.tiers import Tier
@@ -27,7 +27,7 @@ def make(*, step=None, factor=None, num_micro_batches=2, homes=(Tier.HOST,), **a
     parts.told = told = []
 
     def fake(part, *silent, **found):
-        return Fake(_Named(told, part), *silent, **{**found, **answers.get(part, {})})
+        return Fake(Named(told, part), *silent, **{**found, **answers.get(part, {})})
 
     executor = fake("executor", "reduce_when_due", "take_home")
     executor.in_backward = False
@@ -75,17 +75,6 @@ def make(*, step=None, factor=None, num_micro_batches=2, homes=(Tier.HOST,), **a
     phases = Phases(services, steps, placement, data, parameters, streams)
     phases.turns = fake("turns", "take_backward", "give_up_backward", "give_up")
     return parts, phases
-
-
-class _Named:
-    """A list of what one part is told."""
-
-    def __init__(self, told, part):
-        self.told, self.part = told, part
-
-    def append(self, item):
-        name, *arguments = item
-        self.told.append((f"{self.part}.{name}", *arguments))
 
 
 def told(parts):
@@ -376,7 +365,7 @@ def test_an_update_begins_without_copies_of_what_it_will_change():
 def test_a_checkpoint_that_is_being_written_goes_before_an_update():
     parts, phases = make()
     (chunk,) = parts.chunks
-    chunk.reader = Fake(_Named(parts.told, "reader"), "wait")
+    chunk.reader = Fake(Named(parts.told, "reader"), "wait")
     phases.before_update(chunk)
     assert told(parts) == [("steps.visit_for_update", chunk), ("reader.wait",)]
     assert chunk.reader is None

@@ -32,7 +32,7 @@ def record(parts, *visits, key="training/2x4", shapes=((2, 4),), nbytes=0):
     visits = tuple(visit if isinstance(visit, Visit) else Visit(visit, (), nbytes) for visit in visits or (0, 1, 2))
     sizes = tuple(chunk.copy_nbytes for chunk in parts.chunks)
     parts.tracer.traces[key] = Trace(key, sizes, visits, (shapes,))
-    parts.tracer.num_recorded += 1
+    parts.tracer.version += 1
 
 
 def update(parts, num_micro_batches=1):
@@ -305,7 +305,7 @@ def test_chunks_that_came_and_went_are_noticed():
     assert [nbytes.device_nbytes for nbytes in parts.placement.nbytes] == [0, 48, 48, 48]
     parts.tracer.discard()
     record(parts, 1, 2, 3)
-    parts.tracer.num_recorded = 1  # as many as before
+    parts.tracer.version = 1  # as many as before
     assert update(parts) == ([("to device", 1)], {1})
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hf_patrickstar.errors import BudgetError, ConfigError, DeviceMemoryError
+from hf_patrickstar.events import MicroBatchRepeated
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.recovery import MAX_RETRIES, Recovery, is_out_of_memory
@@ -32,6 +33,7 @@ class Manager:
 
     def __init__(self):
         self.log = log = []
+        self.events = []
 
         def note(event):
             return lambda: log.append(event)
@@ -69,14 +71,14 @@ def manager():
 
 
 def make_recovery(manager, *buffers):
-    return Recovery(manager, CPU, lambda: buffers)
+    return Recovery(manager, CPU, lambda: buffers, manager.events.append)
 
 
 def test_what_does_not_fail_runs_once(manager):
     recovery = make_recovery(manager)
     assert recovery.run(Failing(manager.log, 0)) == 7
     assert manager.log == ["begin", "run", "end"]
-    assert recovery.num_retries == 0
+    assert manager.events == []
 
 
 @pytest.mark.parametrize("times", [1, MAX_RETRIES])
@@ -84,7 +86,7 @@ def test_between_attempts_everything_is_as_before_and_as_careful_as_at_first(man
     recovery = make_recovery(manager)
     assert recovery.run(Failing(manager.log, times)) == 7
     assert manager.log == ["begin", *["run", *RESET, *CAREFUL] * times, "run", "end"]
-    assert recovery.num_retries == times
+    assert manager.events == [MicroBatchRepeated(attempt) for attempt in range(1, times + 1)]
 
 
 def test_the_budget_of_a_device_without_an_allocator_stays(manager):
@@ -107,7 +109,7 @@ def test_who_fails_every_time_is_given_up(manager, max_retries):
     with pytest.raises(DeviceMemoryError, match="30 bytes more needed for 'param'") as caught:
         recovery.run(Failing(manager.log, 9, error), max_retries)
     assert manager.log == ["begin", *["run", *RESET, *CAREFUL] * max_retries, "run", *RESET, "end"]
-    assert recovery.num_retries == max_retries
+    assert len(manager.events) == max_retries
     assert caught.value.__cause__ is error
     times = (
         f"{max_retries + 1} times, at last with every chunk that was not in use off the device"

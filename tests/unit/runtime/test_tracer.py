@@ -1,5 +1,6 @@
 import pytest
 
+from hf_patrickstar.events import StepDiverged, StepRecorded
 from hf_patrickstar.runtime import tracer as tracer_module
 from hf_patrickstar.runtime.tracer import Tracer
 from hf_patrickstar.schedule.plan import Plan
@@ -21,7 +22,15 @@ class Agreement:
 
 
 def make_tracer(chunk_nbytes, non_model=lambda: 0, gradients=lambda: 0, agree=lambda trace: trace):
-    return Tracer(chunk_nbytes, Gauge(non_model, gradients), Agreement(agree))
+    events = []
+    tracer = Tracer(chunk_nbytes, Gauge(non_model, gradients), Agreement(agree), events.append)
+    tracer.events = events
+    return tracer
+
+
+def count(tracer, kind):
+    """How many steps were recorded, or have diverged."""
+    return sum(isinstance(event, kind) for event in tracer.events)
 
 
 def visit_all(tracer, chunks, pinned=()):
@@ -55,7 +64,7 @@ def test_the_first_step_is_recorded_and_later_ones_are_followed():
     assert step.cursor.next_visit(0) == 2
     assert visit_all(tracer, [0]) == [2]
     tracer.finish()
-    assert (tracer.num_recorded, tracer.num_diverged) == (1, 0)
+    assert (count(tracer, StepRecorded), count(tracer, StepDiverged)) == (1, 0)
 
 
 def test_of_a_step_that_is_void_no_trace_is_made():
@@ -66,7 +75,7 @@ def test_of_a_step_that_is_void_no_trace_is_made():
     visit_all(tracer, [0, 1])
     step.is_void = True
     tracer.finish()
-    assert (tracer.traces, tracer.num_recorded, tracer.num_diverged, len(agreed)) == ({}, 1, 0, 1)
+    assert (tracer.traces, count(tracer, StepRecorded), count(tracer, StepDiverged), len(agreed)) == ({}, 1, 0, 1)
     assert tracer.begin("training").is_recorded
 
 
@@ -91,7 +100,7 @@ def test_a_step_that_leaves_its_trace_goes_on_without_foresight():
     assert visit_all(tracer, [0, 1, 0, 2]) == [0, None, None, None]
     assert (step.cursor, step.plan, step.is_diverged, step.is_recorded) == (None, plan, True, False)
     tracer.finish()
-    assert (tracer.num_diverged, tracer.num_recorded) == (1, 1)
+    assert (count(tracer, StepDiverged), count(tracer, StepRecorded)) == (1, 1)
     assert chunks_of(tracer) == [0, 2, 0]
 
 
@@ -141,7 +150,7 @@ def test_larger_inputs_of_the_same_bucket_are_recorded_anew():
         assert run_step(tracer, [0], shapes=(shape,)).is_recorded == is_recorded
     trace = tracer.traces["training/4x12"]
     assert (trace.shapes, trace.non_model_peak_nbytes) == ((((4, 12),),), 120)
-    assert tracer.num_recorded == 2
+    assert count(tracer, StepRecorded) == 2
 
 
 def test_other_buckets_and_kinds_have_traces_of_their_own():
@@ -154,7 +163,7 @@ def test_other_buckets_and_kinds_have_traces_of_their_own():
         "training/4x16": [1],
         "evaluation/4x12": [1, 1],
     }
-    assert tracer.num_recorded == 3
+    assert count(tracer, StepRecorded) == 3
 
 
 # Non-model data
@@ -212,7 +221,7 @@ def test_an_interlude_does_not_disturb_the_step_around_it():
     assert visit_all(tracer, [1, 1]) == [0, 1]
     tracer.end_nested_evaluation()
     assert tracer.step is None
-    assert tracer.num_diverged == 0
+    assert count(tracer, StepDiverged) == 0
 
 
 def test_an_interlude_that_is_not_whole_makes_no_trace():
@@ -232,7 +241,7 @@ def test_an_interlude_that_is_not_whole_makes_no_trace():
     visit_all(tracer, [1])
     tracer.finish()
     assert chunks_of(tracer) == [0, 1]
-    assert (tracer.num_recorded, tracer.num_diverged) == (2, 0)
+    assert (count(tracer, StepRecorded), count(tracer, StepDiverged)) == (2, 0)
 
 
 @pytest.mark.parametrize("most", [3, 4])
@@ -264,7 +273,7 @@ def test_a_step_that_came_to_nothing_leaves_no_trace():
     tracer.finish()
     run_step(tracer, [])
     assert not tracer.traces
-    assert tracer.num_recorded == 0
+    assert count(tracer, StepRecorded) == 0
 
 
 def test_a_step_that_was_not_finished_is_forgotten_when_another_begins():
@@ -305,7 +314,7 @@ def test_a_trace_that_was_left_twice_in_a_row_is_recorded_anew(shapes):
     assert [is_diverged([0, 1, 2]) for _ in range(4)] == [True, False, False, False]
     (key,) = tracer.traces
     assert chunks_of(tracer, key) == [0, 1, 2]
-    assert (tracer.num_diverged, tracer.num_recorded) == (3, 2)
+    assert (count(tracer, StepDiverged), count(tracer, StepRecorded)) == (3, 2)
 
 
 def test_discarding_makes_every_kind_be_recorded_anew():
