@@ -1,0 +1,223 @@
+"""A virtual clock: lanes that work beside each other, on whole nanoseconds. Pure numbers.
+
+[Note: virtual time]
+The host runs ahead: it pays for putting work into a lane, and goes on. A lane runs its work in order. A piece of work
+begins when the lane is free, when the host has put it there, and when what the lane was told to wait for is done. The
+host stops only where it waits. What a piece of work began after is kept, so that the chain of causes that leads to the
+end of a step, its critical path, can be read backwards.
+"""
+
+import collections
+import dataclasses
+import enum
+from collections.abc import Iterable, Sequence
+
+
+class Lane(enum.StrEnum):
+    """What works beside the others."""
+
+    HOST = "host"
+    COMPUTE = "compute"
+    TO_DEVICE = "host -> device"
+    TO_HOST = "device -> host"
+    COMMUNICATION = "communication"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Span:
+    """A piece of work.
+
+    Attributes:
+        lane: Where it ran.
+        begin_ns: When it began.
+        end_ns: When it ended.
+        what: What it was.
+        after: The number of the span that it began after, the last of those that it had to wait for; -1 for none.
+    """
+
+    lane: Lane
+    begin_ns: int
+    end_ns: int
+    what: str
+    after: int = -1
+
+    @property
+    def duration_ns(self) -> int:
+        """How long it took."""
+        return self.end_ns - self.begin_ns
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mark:
+    """A point in a lane: when it comes, and the span that ends there (-1 for the beginning)."""
+
+    time_ns: int = 0
+    span: int = -1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wait:
+    """The host stood still.
+
+    Attributes:
+        begin_ns: Since when.
+        duration_ns: For how long.
+        place: Where in the program.
+    """
+
+    begin_ns: int
+    duration_ns: int
+    place: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timeline:
+    """What happened between two moments.
+
+    Attributes:
+        begin_ns: The first moment.
+        end_ns: The last moment, when every lane had ended its work.
+        spans: All work that the clock knows, in the order in which it was put into lanes; ``after`` counts in it.
+        first: The number of the first span that belongs to the timeline.
+        waits: Where the host stood still.
+    """
+
+    begin_ns: int
+    end_ns: int
+    spans: Sequence[Span]
+    first: int
+    waits: tuple[Wait, ...]
+
+    @property
+    def duration_ns(self) -> int:
+        """How long it took."""
+        return self.end_ns - self.begin_ns
+
+    @property
+    def own_spans(self) -> Sequence[Span]:
+        """The spans that belong to it."""
+        return self.spans[self.first :]
+
+    def busy_ns(self) -> dict[Lane, int]:
+        """How long each lane worked."""
+        busy = dict.fromkeys(Lane, 0)
+        for span in self.own_spans:
+            busy[span.lane] += span.duration_ns
+        return busy
+
+    def waits_by_place(self) -> dict[str, int]:
+        """How long the host stood still at each place, the longest first."""
+        total: collections.Counter[str] = collections.Counter()
+        for wait in self.waits:
+            total[wait.place] += wait.duration_ns
+        return {place: nanoseconds for place, nanoseconds in total.most_common() if nanoseconds}
+
+    def critical_path(self) -> list[Span]:
+        """The chain of spans that the end had to wait for, the first one first."""
+        chain = []
+        number = max(range(self.first, len(self.spans)), key=lambda n: (self.spans[n].end_ns, n), default=-1)
+        while number >= self.first:
+            chain.append(self.spans[number])
+            number = self.spans[number].after
+        return chain[::-1]
+
+    def critical_ns(self) -> dict[Lane, int]:
+        """How long the critical path is in each lane; what is missing to the duration is time in which nothing ran."""
+        shares = dict.fromkeys(Lane, 0)
+        for span in self.critical_path():
+            shares[span.lane] += span.duration_ns
+        return shares
+
+
+class Clock:
+    """The time of all lanes; see [Note: virtual time].
+
+    Attributes:
+        spans: All work so far.
+        waits: Where the host stood still so far.
+    """
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.waits: list[Wait] = []
+        self._free = dict.fromkeys(Lane, Mark())
+
+    @property
+    def now_ns(self) -> int:
+        """The time of the host."""
+        return self._free[Lane.HOST].time_ns
+
+    def end_of(self, lane: Lane) -> Mark:
+        """The point at which a lane has done all that it was told."""
+        return self._free[lane]
+
+    def host(self, duration_ns: int, what: str) -> None:
+        """The host works."""
+        self._append(Lane.HOST, self._free[Lane.HOST], duration_ns, what)
+
+    def put(self, lane: Lane, duration_ns: int, what: str) -> Mark:
+        """Puts work into a lane; the host goes on.
+
+        Args:
+            lane: The lane.
+            duration_ns: How long it takes.
+            what: What it is.
+
+        Returns:
+            When it ends.
+        """
+        begin = _later(self._free[lane], self._free[Lane.HOST])
+        return self._append(lane, begin, duration_ns, what)
+
+    def follow(self, lane: Lane, mark: Mark) -> None:
+        """Makes the next work of a lane begin after a mark; the host is no lane here, see ``wait``."""
+        self._free[lane] = _later(self._free[lane], mark)
+
+    def wait(self, mark: Mark, place: str) -> None:
+        """Stops the host until a mark.
+
+        Args:
+            mark: What it waits for.
+            place: Where in the program.
+        """
+        now = self._free[Lane.HOST]
+        if mark.time_ns > now.time_ns:
+            self.waits.append(Wait(now.time_ns, mark.time_ns - now.time_ns, place))
+            self._free[Lane.HOST] = mark
+
+    def wait_for_all(self, place: str) -> None:
+        """Stops the host until all lanes have done what they were told."""
+        for lane in Lane:
+            self.wait(self._free[lane], place)
+
+    def timeline(self, begin_ns: int = 0, first: int = 0) -> Timeline:
+        """What happened since a moment.
+
+        Args:
+            begin_ns: The moment.
+            first: How many spans there were then.
+        """
+        end_ns = max(mark.time_ns for mark in self._free.values())
+        waits = tuple(wait for wait in self.waits if wait.begin_ns >= begin_ns)
+        return Timeline(begin_ns, end_ns, self.spans, first, waits)
+
+    def _append(self, lane: Lane, begin: Mark, duration_ns: int, what: str) -> Mark:
+        end = Mark(begin.time_ns + duration_ns, len(self.spans))
+        self.spans.append(Span(lane, begin.time_ns, end.time_ns, what, begin.span))
+        self._free[lane] = end
+        return end
+
+
+def _later(one: Mark, other: Mark) -> Mark:
+    return other if other.time_ns > one.time_ns else one
+
+
+def bound_ns(timeline: Timeline, lanes: Iterable[Lane] = Lane) -> int:
+    """The least time that the same work can take on the same lanes: that of the lane with the most work.
+
+    Args:
+        timeline: What happened.
+        lanes: The lanes that count.
+    """
+    busy = timeline.busy_ns()
+    return max(busy[lane] for lane in lanes)

@@ -1,0 +1,281 @@
+"""A machine as rates: how fast it computes, moves bytes and updates. Pure data, for virtual time."""
+
+import dataclasses
+import difflib
+import json
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.units import GIB
+
+_NS = 1_000_000_000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machine:
+    """One device, its share of a host, and the links between them.
+
+    Rates are those that programs reach, not those of data sheets; see ``peak`` for how the known machines were made.
+
+    Attributes:
+        name: What it is called.
+        flops: Floating-point operations per second of matrix products, by type: ``"float32"``, ``"bfloat16"``,
+            ``"float16"``. A type that is missing is as slow as ``"float32"``.
+        device_nbytes: Memory of the device.
+        device_bandwidth: Bytes per second that kernels read and write.
+        to_device_bandwidth: Bytes per second from pinned host memory to the device.
+        to_host_bandwidth: Bytes per second from the device to pinned host memory.
+        pageable_bandwidth: Bytes per second between the device and host memory that is not pinned.
+        copy_latency_s: Seconds that every copy between host and device takes beside its bytes.
+        host_nbytes: Memory of the host, for this device.
+        host_bandwidth: Bytes per second that this device's share of the cores reads and writes in host memory.
+        host_flops: Floating-point operations per second of this share of the cores.
+        num_cores: Cores of the host, for this device.
+        operator_s: Seconds of the host for one operator: Python, dispatch and launch.
+        kernel_s: Seconds that the shortest kernel takes.
+        num_devices: Devices like this one that train together.
+        link_bandwidth: Bytes per second that one device sends to others; 0 if there is only one.
+        link_latency_s: Seconds that a collective takes beside its bytes.
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    device_nbytes: int
+    device_bandwidth: float
+    to_device_bandwidth: float
+    to_host_bandwidth: float
+    pageable_bandwidth: float
+    host_nbytes: int
+    host_bandwidth: float
+    host_flops: float
+    num_cores: int
+    copy_latency_s: float = 10e-6
+    operator_s: float = 6e-6
+    kernel_s: float = 2e-6
+    num_devices: int = 1
+    link_bandwidth: float = 0.0
+    link_latency_s: float = 20e-6
+
+    def __post_init__(self) -> None:
+        """Checks every number.
+
+        Raises:
+            ConfigError: If a rate or size is not positive and finite.
+        """
+        free = {"link_bandwidth"} if self.num_devices == 1 else set()
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            values = value if isinstance(value, Mapping) else {"": value}
+            for key, number in values.items():
+                if isinstance(number, str) or field.name in free:
+                    continue
+                if not (isinstance(number, int | float) and math.isfinite(number) and number > 0):
+                    place = f"{field.name}[{key!r}]" if key else field.name
+                    raise ConfigError(f"machine '{self.name}': {place} is {number!r}; it must be a positive number")
+        if "float32" not in self.flops:
+            raise ConfigError(f"machine '{self.name}': flops has no 'float32', which other types fall back to")
+
+    def kernel_ns(self, flops: int, nbytes: int, dtype: str) -> int:
+        """Nanoseconds of a kernel on the device: the slower of its arithmetic and its memory.
+
+        Args:
+            flops: Floating-point operations of matrix products.
+            nbytes: Bytes read and written.
+            dtype: The type that it computes in.
+        """
+        rate = self.flops.get(dtype, self.flops["float32"])
+        return round(max(flops / rate, nbytes / self.device_bandwidth, self.kernel_s) * _NS)
+
+    def host_ns(self, flops: int, nbytes: int) -> int:
+        """Nanoseconds of an operator on host memory, without the launch.
+
+        Args:
+            flops: Floating-point operations of matrix products.
+            nbytes: Bytes read and written.
+        """
+        return round(max(flops / self.host_flops, nbytes / self.host_bandwidth) * _NS)
+
+    def copy_ns(self, nbytes: int, *, to_device: bool, is_pinned: bool = True) -> int:
+        """Nanoseconds of a copy between host and device.
+
+        Args:
+            nbytes: Bytes that cross.
+            to_device: The direction.
+            is_pinned: Whether the host memory is page-locked.
+        """
+        rate = self.to_device_bandwidth if to_device else self.to_host_bandwidth
+        return round((nbytes / (rate if is_pinned else self.pageable_bandwidth) + self.copy_latency_s) * _NS)
+
+    def collective_ns(self, nbytes: int) -> int:
+        """Nanoseconds of an all-gather or reduce-scatter.
+
+        Args:
+            nbytes: Bytes that one process sends: one slice for every other.
+        """
+        return round((nbytes / self.link_bandwidth + self.link_latency_s) * _NS)
+
+    @property
+    def operator_ns(self) -> int:
+        """Nanoseconds of the host for one operator."""
+        return round(self.operator_s * _NS)
+
+    def to_json(self) -> str:
+        """The machine as JSON text that ``find_machine`` reads."""
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Machine":
+        """Makes a machine of the fields of a JSON file.
+
+        Raises:
+            ConfigError: If a field is unknown or missing.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"; did you mean '{near[0]}'?" if near else f"; known are {', '.join(known)}"
+                raise ConfigError(f"machine: '{key}' is not a field{hint}")
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise ConfigError(f"machine: {error}") from error
+
+
+def peak(
+    name: str,
+    *,
+    matmul: Mapping[str, float],
+    memory: float,
+    bus: float,
+    host_memory: float,
+    cores: int,
+    device_gib: int,
+    host_gib: int,
+    **others: Any,
+) -> Machine:
+    """A machine from the figures of data sheets.
+
+    Programs reach less. Matrix products reach 0.75 of the peak, kernels 0.85 of the device's memory bandwidth, pinned
+    copies 0.8 of the bus and pageable ones a third of that, the cores 0.75 of the host's memory bandwidth. A core does
+    30 GFLOP/s.
+
+    Args:
+        name: What it is called.
+        matmul: Dense matrix products in FLOP/s, by type.
+        memory: Memory bandwidth of the device, bytes per second.
+        bus: Bandwidth of the bus in each direction, bytes per second.
+        host_memory: Memory bandwidth of the host for this device, bytes per second.
+        cores: Cores of the host for this device.
+        device_gib: Memory of the device, GiB.
+        host_gib: Memory of the host for this device, GiB.
+        **others: Further fields of ``Machine``.
+    """
+    return Machine(
+        name=name,
+        flops={dtype: 0.75 * rate for dtype, rate in matmul.items()},
+        device_nbytes=device_gib * GIB,
+        device_bandwidth=0.85 * memory,
+        to_device_bandwidth=0.8 * bus,
+        to_host_bandwidth=0.8 * bus,
+        pageable_bandwidth=0.8 * bus / 3,
+        host_nbytes=host_gib * GIB,
+        host_bandwidth=0.75 * host_memory,
+        host_flops=cores * 30e9,
+        num_cores=cores,
+        **others,
+    )
+
+
+_V100 = {"float32": 15.7e12, "float16": 125e12}
+_RTX_4090 = {"float32": 82.6e12, "bfloat16": 165.2e12, "float16": 165.2e12}
+_A100 = {"float32": 19.5e12, "bfloat16": 312e12, "float16": 312e12}
+_H100 = {"float32": 66.9e12, "bfloat16": 989e12, "float16": 989e12}
+
+MACHINES: Mapping[str, Machine] = {
+    machine.name: machine
+    for machine in (
+        # The papers' node: eight of these share 240 GB of host memory; one of them may use all of it.
+        peak(
+            "v100",
+            matmul=_V100,
+            memory=900e9,
+            bus=15.75e9,
+            host_memory=128e9,
+            cores=12,
+            device_gib=32,
+            host_gib=223,
+        ),
+        peak(
+            "rtx4090",
+            matmul=_RTX_4090,
+            memory=1008e9,
+            bus=31.5e9,
+            host_memory=89.6e9,
+            cores=16,
+            device_gib=24,
+            host_gib=128,
+        ),
+        peak(
+            "a100-40",
+            matmul=_A100,
+            memory=1555e9,
+            bus=31.5e9,
+            host_memory=204.8e9,
+            cores=32,
+            device_gib=40,
+            host_gib=256,
+        ),
+        peak(
+            "h100",
+            matmul=_H100,
+            memory=3350e9,
+            bus=63e9,
+            host_memory=307.2e9,
+            cores=48,
+            device_gib=80,
+            host_gib=512,
+        ),
+        peak(
+            "8xh100",
+            matmul=_H100,
+            memory=3350e9,
+            bus=63e9,
+            host_memory=614.4e9 / 8,
+            cores=14,
+            device_gib=80,
+            host_gib=256,
+            num_devices=8,
+            link_bandwidth=0.8 * 450e9,
+        ),
+    )
+}
+"""Machines that are known by name, from the data sheets of their parts; see ``peak``."""
+
+
+def find_machine(name: str) -> Machine:
+    """A known machine, or one from a JSON file that ``Machine.to_json`` wrote.
+
+    Args:
+        name: A key of ``MACHINES``, or the path of a file.
+
+    Raises:
+        ConfigError: If there is neither.
+    """
+    if name in MACHINES:
+        return MACHINES[name]
+    path = pathlib.Path(name)
+    if path.suffix != ".json" and not path.is_file():
+        near = difflib.get_close_matches(name, MACHINES, n=1)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
+        raise ConfigError(f"machine '{name}' is not known; known are {', '.join(MACHINES)}, or a JSON file.{hint}")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"machine '{name}': the file cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"machine '{name}': the file holds no JSON object")
+    return Machine.from_dict(values)
