@@ -22,6 +22,7 @@ from hf_patrickstar.decisions import Circumstances, decide, list_names
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.events import Event, Listener
 from hf_patrickstar.membership import Membership, Parts, check_optimizers, holders
+from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.optim.kernels import make_kernel
@@ -60,7 +61,8 @@ class PatrickStarEngine:
         optimizer: A torch optimizer over the model's parameters, or several; the engine takes over their states.
             ``None`` makes an engine for evaluation, or for an optimizer that comes later: it has no optimizer states,
             and masters only if they are needed to restore the model.
-        device: The compute device; by default the current CUDA device if there is one, else the CPU tier.
+        device: The compute device; by default the current accelerator if there is one, else the CPU tier. Or
+            ``Streams`` that stand in for those of a device, to simulate it.
         gradient_accumulation_steps: Micro-batches per step. With more than one, gradients have their own chunk list
             from the start (4 bytes more per parameter). It is a hint: results are right for any pattern of calls.
         precision: ``"no"``, ``"bf16"`` or ``"fp16"``: what ``dtype="auto"`` follows.
@@ -81,7 +83,7 @@ class PatrickStarEngine:
         config: Any = None,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         *,
-        device: torch.device | str | None = None,
+        device: torch.device | str | Streams | None = None,
         gradient_accumulation_steps: int = 1,
         precision: str = "no",
         listener: Listener | None = None,
@@ -509,7 +511,8 @@ def initialize_engine(
         config: Settings; see ``PatrickStarConfig.from_any``.
         optimizer_func: Makes a torch optimizer from the list of trainable parameters; by default
             ``torch.optim.AdamW(parameters, fused=True)``.
-        device: The compute device; by default the current CUDA device if there is one, else the CPU tier.
+        device: The compute device; by default the current accelerator if there is one, else the CPU tier. Or
+            ``Streams`` that stand in for those of a device, to simulate it.
         gradient_accumulation_steps: Micro-batches per step.
 
     Returns:

@@ -14,10 +14,14 @@ class ChunkLoaded:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ChunkFound:
-    """A chunk that moves was on the device when it was needed, and nobody had to wait for it."""
+class ChunkVisited:
+    """A chunk was needed on the device, and is there now.
+
+    ``is_hit``: it is one that moves, was there already, and nobody had to wait for it.
+    """
 
     chunk_index: int
+    is_hit: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,7 +128,7 @@ class MessageExchanged:
 
 Event = (
     ChunkLoaded
-    | ChunkFound
+    | ChunkVisited
     | CopyAwaited
     | ChunkEvicted
     | ChunkInvalidated

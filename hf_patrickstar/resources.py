@@ -47,7 +47,7 @@ class Resources:
     def find(
         cls,
         config: PatrickStarConfig,
-        device: torch.device | str | None,
+        device: torch.device | str | Streams | None,
         process_group: Any,
         make_room: Callable[[], None],
         emit: Listener,
@@ -57,6 +57,7 @@ class Resources:
         Args:
             config: Settings.
             device: The compute device; by default the accelerator of this machine if there is one, else the CPU tier.
+                Or streams that stand in for those of a device.
             process_group: The processes; by default the default group of ``torch.distributed``, if there is one.
             make_room: Makes room on the CPU tier when the measured bytes reach its budget.
             emit: Told of every collective.
@@ -64,12 +65,16 @@ class Resources:
         Raises:
             ConfigError: If a setting cannot work here.
         """
-        device = find_device(device)
-        collectives = Collectives.connect(process_group, device, Patience.of(config.process_wait_s), emit)
-        budgets = resolve_budgets(device, config.device_budget, config.host_budget, collectives.local_world_size)
+        if device is None or isinstance(device, str | torch.device):
+            streams = make_streams(find_device(device))
+        else:
+            streams = device
+        found = streams.device
+        collectives = Collectives.connect(process_group, found, Patience.of(config.process_wait_s), emit)
+        budgets = resolve_budgets(found, config.device_budget, config.host_budget, collectives.local_world_size)
         meter: Meter
-        if is_accelerator(device):
-            meter = AllocatorMeter(device)
+        if is_accelerator(found):
+            meter = AllocatorMeter(found)
         elif config.device_budget == "auto":
             meter = UnmeteredTier()  # both tiers are the machine's memory, which is not measured
         else:
@@ -79,8 +84,7 @@ class Resources:
         asked = {Tier.DEVICE: config.device_budget, Tier.HOST: config.host_budget}
         of_machine = [tier for tier, setting in asked.items() if setting == "auto"]
         ledger = Ledger(budgets, meter.live, fraction, chunk_budget, of_machine)
-        ledger.is_cautious = is_accelerator(device)
-        pinned = config.pin_memory if config.pin_memory != "auto" else is_accelerator(device)
-        streams = make_streams(device)
-        pool = PayloadPool(ledger, device, bool(pinned) and can_pin_memory(), streams)
-        return cls(device, collectives, meter, ledger, pool, streams)
+        ledger.is_cautious = is_accelerator(found)
+        pinned = config.pin_memory if config.pin_memory != "auto" else is_accelerator(found)
+        pool = PayloadPool(ledger, found, bool(pinned) and can_pin_memory(), streams)
+        return cls(found, collectives, meter, ledger, pool, streams)

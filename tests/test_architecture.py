@@ -28,6 +28,7 @@ LEVELS = dict.fromkeys(_BASE, 0) | {
     "payloads": 6,
     "membership": 7,
     "engine": 8,
+    "virtual": 9,
     "integrations": 9,
     "cli": 10,
     "__main__": 11,

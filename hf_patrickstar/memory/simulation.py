@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hf_patrickstar.errors import RaceError
+from hf_patrickstar.memory.operators import is_view, read_operands, storage_key, written_operands
 from hf_patrickstar.memory.tiers import Tier
 
 _COPIES = frozenset({"aten::copy_", "aten::_to_copy", "aten::clone", "aten::_foreach_copy_"})
@@ -228,8 +228,8 @@ class SimulatedDriver:
             for tensor in (source, target):
                 if not self._knows(tensor):  # it was computed just now
                     computed = _Access(*_extent(tensor), True, self.compute, self.compute.num_told, "its computation")
-                    self._buffers[_key(tensor)] = _Buffer("a tensor that is no buffer", None, [computed])
-            for access in self._buffers[_key(target)].accesses:
+                    self._buffers[storage_key(tensor)] = _Buffer("a tensor that is no buffer", None, [computed])
+            for access in self._buffers[storage_key(target)].accesses:
                 access.lane.run(access.number)  # else the poison below would change what it copies
             number = stream.tell(_copier(source, target))
             self._touch(stream, number, what, [(source, False), (target, True)])
@@ -247,7 +247,7 @@ class SimulatedDriver:
     def take(self, buffer: torch.Tensor, tier: Tier, owner: str) -> None:
         """A buffer was allocated, or is used again for something else."""
         with self.lock:
-            key = _key(buffer)
+            key = storage_key(buffer)
             known = self._buffers.get(key)
             if known is None or known.tier is None:
                 known = self._buffers[key] = _Buffer(owner, tier, [])
@@ -257,7 +257,7 @@ class SimulatedDriver:
     def free(self, buffer: torch.Tensor) -> None:
         """The memory of a buffer is given back: the compute stream may use it for anything next, the host too."""
         with self.lock:
-            known = self._buffers.pop(_key(buffer), None)
+            known = self._buffers.pop(storage_key(buffer), None)
             if known is not None:
                 lane = self.host if known.tier is Tier.HOST else self.compute
                 self._check(lane, known, _Access(*_extent(buffer), True, lane, lane.num_told, "freeing the memory"))
@@ -306,12 +306,12 @@ class SimulatedDriver:
 
     def _knows(self, tensor: torch.Tensor) -> bool:
         try:
-            return _key(tensor) in self._buffers
+            return storage_key(tensor) in self._buffers
         except (NotImplementedError, RuntimeError):  # a kind of tensor that has no storage
             return False
 
     def _tier_of(self, tensor: torch.Tensor) -> Tier | None:
-        return self._buffers[_key(tensor)].tier
+        return self._buffers[storage_key(tensor)].tier
 
     def _touch(
         self, lane: SimulatedStream, number: int, what: str, touched: Sequence[tuple[torch.Tensor, bool]]
@@ -320,7 +320,7 @@ class SimulatedDriver:
             begin, end = _extent(tensor)
             if begin == end:
                 continue
-            known = self._buffers[_key(tensor)]
+            known = self._buffers[storage_key(tensor)]
             access = _Access(begin, end, is_write, lane, number, what)
             self._check(lane, known, access)
             same = (lane, begin, end, is_write)
@@ -348,8 +348,8 @@ class SimulatedDriver:
         still = []
         for held in self._held:
             if self.compute.clock.get(held.lane, 0) >= held.number:
-                self._buffers.pop(_key(held.alias), None)
-            elif torch._C._storage_Use_Count(_key(held.alias)) <= 2:  # the alias, and the storage here
+                self._buffers.pop(storage_key(held.alias), None)
+            elif torch._C._storage_Use_Count(storage_key(held.alias)) <= 2:  # the alias, and the storage here
                 raise RaceError(
                     f"a tensor of '{held.what}' ({held.lane.name}, number {held.number}) was freed, and the compute "
                     "stream does not wait for the copy before it uses the memory again; hold the tensor until the "
@@ -378,31 +378,10 @@ class _Operators(TorchDispatchMode):
         kwargs = kwargs or {}
         schema = getattr(func, "_schema", None)
         if schema is not None:
-            written = [t for t in _written(schema, args, kwargs) if isinstance(t, torch.Tensor)]
-            ids = {id(t) for t in written}
-            read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and id(t) not in ids]
-            if not _is_view(schema):
-                self._driver.note_operator(schema.name, read, written)
+            written = written_operands(schema, args, kwargs)
+            if not is_view(schema):
+                self._driver.note_operator(schema.name, read_operands(written, args, kwargs), written)
         return func(*args, **kwargs)
-
-
-def _written(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The operands that an operator writes to."""
-    found = []
-    for place, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            found += tree_leaves(value)
-    return found
-
-
-def _is_view(schema: Any) -> bool:
-    """Whether an operator only looks at memory in another way, and touches none of it."""
-    return any(argument.alias_info is not None and not argument.alias_info.is_write for argument in schema.arguments)
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:

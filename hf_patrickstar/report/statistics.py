@@ -4,10 +4,10 @@ from collections import Counter
 
 from hf_patrickstar.events import (
     ChunkEvicted,
-    ChunkFound,
     ChunkInvalidated,
     ChunkLoaded,
     ChunkRehomed,
+    ChunkVisited,
     CopyAwaited,
     Event,
     GradientStored,
@@ -30,6 +30,7 @@ class Statistics:
         self._nbytes: Counter[type] = Counter()
         self._skipped = 0
         self._ahead = 0
+        self._hits = 0
         self._waiting_s = 0.0
         self._rehomed_nbytes = {True: 0, False: 0}
 
@@ -40,6 +41,8 @@ class Statistics:
         self._nbytes[kind] += getattr(event, "nbytes", 0)
         if isinstance(event, ChunkLoaded):
             self._ahead += event.ahead
+        elif isinstance(event, ChunkVisited):
+            self._hits += event.is_hit
         elif isinstance(event, CopyAwaited):
             self._waiting_s += event.seconds
         elif isinstance(event, ChunkRehomed):
@@ -63,7 +66,7 @@ class Statistics:
             "skipped_steps": self._skipped,
             "diverged_steps": self._counts[StepDiverged],
             "recorded_steps": self._counts[StepRecorded],
-            "chunk_hits": self._counts[ChunkFound],
+            "chunk_hits": self._hits,
             "late_prefetches": self._counts[CopyAwaited],
             "waiting_seconds": self._waiting_s,
             "retries": self._counts[MicroBatchRepeated],

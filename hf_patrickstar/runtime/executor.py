@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.events import ChunkFound, Listener
+from hf_patrickstar.events import ChunkVisited, Listener
 from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
@@ -98,7 +98,7 @@ class Executor:
         gradients: Where gradients are at home.
         gradient_mirrors: What was handed out of them.
         buckets: Where they wait until their group is complete.
-        emit: Told of every chunk that was there when it was needed.
+        emit: Told of every visit.
 
     Attributes:
         in_backward: Whether a backward has begun that has not ended.
@@ -179,8 +179,7 @@ class Executor:
         elif len(self._copies) and self._ledger.available(Tier.DEVICE) < 0:
             self._reclaim.make_room_for(chunk, 0, who)
         is_late = chunk.arrival is not None and self._copies.wait(chunk)
-        if was_there and not is_late and not chunk.is_static:
-            self._emit(ChunkFound(index))
+        self._emit(ChunkVisited(index, was_there and not is_late and not chunk.is_static))
         if step is not None and step.plan is not None:  # it is not measured: what the trace says is noted
             self._ledger.note_total(self._ledger.reserved_nbytes)
         elif step is not None and step.is_recorded:

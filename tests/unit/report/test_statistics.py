@@ -2,10 +2,10 @@ import typing
 
 from hf_patrickstar.events import (
     ChunkEvicted,
-    ChunkFound,
     ChunkInvalidated,
     ChunkLoaded,
     ChunkRehomed,
+    ChunkVisited,
     CopyAwaited,
     Event,
     GradientStored,
@@ -67,7 +67,8 @@ def test_every_event_has_its_place():
         (ChunkInvalidated(0, 7), {"chunk_invalidations": 1}),
         (GradientStored(0, 1, 7), {"device_to_host_nbytes": 7}),
         (ValueRestored(0, 1, 7), {"host_to_device_nbytes": 7}),
-        (ChunkFound(0), {"chunk_hits": 1}),
+        (ChunkVisited(0, True), {"chunk_hits": 1}),
+        (ChunkVisited(0, False), {}),
         (CopyAwaited(0, 0.5), {"late_prefetches": 1, "waiting_seconds": 0.5}),
         (StepFinished(1, skipped=False), {"steps": 1}),
         (StepFinished(0, skipped=True), {"skipped_steps": 1}),

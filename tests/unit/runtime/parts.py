@@ -8,10 +8,10 @@ from unit.runtime.data_parts import CPU, Process
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.events import (
     ChunkEvicted,
-    ChunkFound,
     ChunkInvalidated,
     ChunkLoaded,
     ChunkRehomed,
+    ChunkVisited,
     CopyAwaited,
     GradientStored,
     StepDiverged,
@@ -209,7 +209,7 @@ class Parts(Process):
     def tell(self, event):
         """Counts an event; those that say that something moved are kept for ``moved``, too."""
         self.statistics.record(event)
-        if not isinstance(event, ChunkFound | CopyAwaited | StepRecorded | StepDiverged):
+        if not isinstance(event, ChunkVisited | CopyAwaited | StepRecorded | StepDiverged):
             self.events.append(event)
 
     def count(self, name):

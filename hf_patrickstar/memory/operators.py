@@ -1,0 +1,44 @@
+"""Which memory an operator of torch touches: for modes that watch operators."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+
+def written_operands(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The operands that an operator writes to.
+
+    Args:
+        schema: The schema of the operator.
+        args: Its positional arguments.
+        kwargs: Its named arguments.
+    """
+    found: list[Any] = []
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += tree_leaves(args[place] if place < len(args) else kwargs.get(argument.name))
+    return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+
+
+def read_operands(written: Sequence[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The operands that an operator only reads.
+
+    Args:
+        written: Those that it writes to.
+        args: Its positional arguments.
+        kwargs: Its named arguments.
+    """
+    ids = {id(tensor) for tensor in written}
+    return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and id(leaf) not in ids]
+
+
+def is_view(schema: Any) -> bool:
+    """Whether an operator only looks at memory in another way, and touches none of it."""
+    return any(argument.alias_info is not None and not argument.alias_info.is_write for argument in schema.arguments)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number of the storage that a tensor is in, as long as the storage lives."""
+    return int(tensor.untyped_storage()._cdata)

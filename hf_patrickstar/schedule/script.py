@@ -1,0 +1,109 @@
+"""What a step does beside what its plan moves: work and waits in order, for any machine. Pure data."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kernel:
+    """An operator on the device.
+
+    Attributes:
+        name: The operator.
+        flops: Floating-point operations of matrix products.
+        nbytes: Bytes read and written.
+        dtype: The type that it computes in.
+        place: Where the host waits for its result; empty if it does not.
+    """
+
+    name: str
+    flops: int
+    nbytes: int
+    dtype: str
+    place: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostWork:
+    """An operator on memory of the host.
+
+    Attributes:
+        name: The operator.
+        flops: Floating-point operations of matrix products.
+        nbytes: Bytes read and written.
+    """
+
+    name: str
+    flops: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockingCopy:
+    """A copy between the tiers that comes after computation and stops the host.
+
+    Attributes:
+        nbytes: Bytes that cross.
+        to_device: The direction.
+        is_pinned: Whether the host memory is page-locked.
+        place: Where in the program.
+    """
+
+    nbytes: int
+    to_device: bool
+    is_pinned: bool
+    place: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Send:
+    """A copy out of the home of a chunk, or into it, in a lane of its own.
+
+    Attributes:
+        chunk_index: The chunk.
+        nbytes: Bytes that cross.
+        to_device: The direction.
+    """
+
+    chunk_index: int
+    nbytes: int
+    to_device: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Join:
+    """The compute lane goes on after a ``Send``.
+
+    Attributes:
+        number: Which one of the script, counted from 0.
+    """
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Await:
+    """The host waits for the last copy of a chunk in one direction.
+
+    Attributes:
+        chunk_index: The chunk.
+        to_device: The direction.
+        place: Where in the program.
+    """
+
+    chunk_index: int
+    to_device: bool
+    place: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reach:
+    """The step comes to the next moment of its trace, where the plan has actions.
+
+    Attributes:
+        chunk_index: The chunk that is visited.
+    """
+
+    chunk_index: int
+
+
+Entry = Kernel | HostWork | BlockingCopy | Send | Join | Await | Reach

@@ -1,0 +1,94 @@
+"""What an operator costs: the operations of its matrix products, and the bytes that it reads and writes."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from hf_patrickstar.memory.operators import is_view, read_operands, written_operands
+
+_aten = torch.ops.aten
+_READS_ROWS = frozenset({_aten.embedding, _aten.index_select, _aten.gather, _aten.index})
+"""Operators that read as many bytes of their first operand as they write."""
+_WRITES_OVER = frozenset({_aten.copy_, _aten.fill_, _aten.zero_, _aten._foreach_copy_})
+"""Operators that do not read what they write to."""
+_IS_FREE = frozenset(
+    {
+        *(_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided),
+        *(_aten._unsafe_view, _aten.lift_fresh, _aten.set_),
+    }
+)
+"""Operators that only allocate, or look at memory in another way without saying so."""
+
+
+class Cost(NamedTuple):
+    """What an operator costs.
+
+    Attributes:
+        flops: Floating-point operations of matrix products.
+        nbytes: Bytes read and written.
+        dtype: The type that it computes in, without ``torch.``.
+    """
+
+    flops: int
+    nbytes: int
+    dtype: str
+
+
+def _attention(query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kw: Any) -> int:
+    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
+
+
+_FLOPS: dict[Any, Callable[..., Any]] = {
+    **flop_registry,
+    # torch counts these on accelerators alone.
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+def cost_of(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Cost | None:
+    """The cost of one call of an operator; ``None`` if it touches no memory.
+
+    Args:
+        operator: The overload that was called.
+        args: Its positional arguments.
+        kwargs: Its named arguments.
+        result: What it returned.
+    """
+    schema, packet = operator._schema, operator._overloadpacket
+    if is_view(schema) or packet in _IS_FREE or not schema.name.startswith("aten::"):
+        return None
+    written = written_operands(schema, args, kwargs)
+    read = read_operands(written, args, kwargs)
+    given = {id(tensor) for tensor in (*written, *read)}
+    made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and id(leaf) not in given]
+    made_nbytes = _nbytes(made)
+    read_nbytes = made_nbytes + _nbytes(read[1:]) if packet in _READS_ROWS else _nbytes(read)
+    count = _FLOPS.get(packet)
+    flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
+    written_nbytes = _nbytes(written) * (1 if packet in _WRITES_OVER else 2)
+    return Cost(flops, read_nbytes + written_nbytes + made_nbytes, _dtype_of((*read, *written, *made)))
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of tensors; what is expanded is read once."""
+    total = 0
+    for tensor in tensors:
+        sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+        total += math.prod(sizes) * tensor.element_size()
+    return total
+
+
+def _dtype_of(tensors: Iterable[torch.Tensor]) -> str:
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            return str(tensor.dtype).removeprefix("torch.")
+    return "float32"

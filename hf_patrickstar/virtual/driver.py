@@ -1,0 +1,328 @@
+"""The driver of a machine that is not here: every lane in virtual time.
+
+[Note: virtual driver]
+``VirtualDriver`` takes the place of an accelerator's driver below ``DeviceStreams``, as the simulated one of
+``memory/simulation.py`` does, so that each wait of the engine is what it would be on a device. A copy is done at once,
+and so is every operator; with fake tensors neither touches a byte. What they cost goes to the clock: an operator on
+memory of the device takes the host the time to launch it, and the compute lane its time there; one on memory of the
+host takes the host all of it. A value of the device that the program asks for stops the host.
+
+The device may be any that torch knows, or the CPU tier. There a tensor is on the host if the pool says so, or if it was
+computed from such tensors alone.
+"""
+
+import contextlib
+import dataclasses
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hf_patrickstar.events import ChunkLoaded, ChunkVisited, Event
+from hf_patrickstar.memory.operators import read_operands, storage_key, written_operands
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.runtime.chunk import Chunk
+from hf_patrickstar.schedule.clock import Lane, Mark, Timeline
+from hf_patrickstar.schedule.machine import Machine
+from hf_patrickstar.schedule.replay import Player
+from hf_patrickstar.schedule.script import Await, BlockingCopy, Entry, HostWork, Join, Kernel, Reach, Send
+from hf_patrickstar.virtual.costs import cost_of
+
+_E = TypeVar("_E", bound=Entry)
+_aten = torch.ops.aten
+_COPIES = frozenset({_aten.copy_, _aten._to_copy, _aten.clone, _aten._foreach_copy_})
+_ASKS = frozenset({_aten._local_scalar_dense, _aten.item, _aten.nonzero, _aten.is_nonzero})
+"""Operators that give the host a value."""
+_IN_PLACE = frozenset(
+    {
+        *(_aten.copy_, _aten.fill_, _aten.zero_, _aten._foreach_copy_, _aten._foreach_mul_, _aten._foreach_add_),
+        *(_aten._fused_adamw_, _aten._fused_adam_),
+    }
+)
+"""Operators that do nothing but write, and need not run on fake tensors."""
+_HERE = frozenset({__name__, "hf_patrickstar.memory.streams", "hf_patrickstar.runtime.chunk"})
+
+
+@dataclasses.dataclass(slots=True)
+class _Copy:
+    """A copy in a lane: of which chunk, which one of the script, and whether the plan says it, not the script."""
+
+    chunk_index: int
+    to_device: bool
+    number: int
+    is_load: bool = False
+
+
+class VirtualEvent:
+    """A point in a lane; see ``torch.Event``.
+
+    Args:
+        driver: Has the clock.
+        mark: When it comes.
+        copy: The copy that it follows.
+    """
+
+    def __init__(self, driver: "VirtualDriver", mark: Mark, copy: _Copy | None) -> None:
+        self.mark = mark
+        self.copy = copy
+        self._driver = driver
+
+    def query(self) -> bool:
+        """Whether the host's time is past it."""
+        return self.mark.time_ns <= self._driver.clock.now_ns
+
+    def synchronize(self) -> None:
+        """Stops the host until it comes."""
+        self._driver.wait(self)
+
+
+class VirtualStream:
+    """A lane; see ``torch.Stream``.
+
+    Args:
+        driver: Has the clock.
+        lane: Which one it is.
+    """
+
+    def __init__(self, driver: "VirtualDriver", lane: Lane) -> None:
+        self.lane = lane
+        self.last: _Copy | None = None
+        self._driver = driver
+
+    def wait_stream(self, other: "VirtualStream", /) -> None:
+        """See ``Stream``."""
+        self._driver.clock.follow(self.lane, self._driver.clock.end_of(other.lane))
+
+    def wait_event(self, event: VirtualEvent, /) -> None:
+        """See ``Stream``."""
+        self._driver.join(self.lane, event)
+
+    def record_event(self) -> VirtualEvent:
+        """See ``Stream``."""
+        return VirtualEvent(self._driver, self._driver.clock.end_of(self.lane), self.last)
+
+    def synchronize(self) -> None:
+        """See ``Stream``."""
+        self.record_event().synchronize()
+
+
+class VirtualDriver:
+    """See [Note: virtual driver] and ``Driver``.
+
+    Args:
+        machine: The machine that is not here.
+
+    Attributes:
+        clock: The time.
+        script: What was done since ``begin``, without what plans say.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self._player = Player(machine)
+        self.clock = self._player.clock
+        self.script: list[Entry] = []
+        self._to_device, to_host = VirtualStream(self, Lane.TO_DEVICE), VirtualStream(self, Lane.TO_HOST)
+        self._streams = iter((self._to_device, to_host))
+        self._compute = VirtualStream(self, Lane.COMPUTE)
+        self._tiers: dict[int, Tier] = {}
+        self._begin = (0, 0)
+        self._chunks: dict[int, int] = {}  # the storage of a chunk's home -> its number
+        self._num_sent = 0
+        self._is_copying = False  # then the operator that copies is not charged
+
+    # What ``DeviceStreams`` asks for
+
+    def new_stream(self) -> VirtualStream:
+        """See ``Driver``: the lanes of copies, in the order of ``hf_patrickstar.memory.streams.Lane``."""
+        return next(self._streams)
+
+    def current_stream(self) -> VirtualStream:
+        """See ``Driver``."""
+        return self._compute
+
+    def inside(self, stream: VirtualStream) -> contextlib.AbstractContextManager[Any]:
+        """See ``Driver``."""
+        return contextlib.nullcontext()
+
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
+        """See ``Driver``."""
+        return self.tier_of(tensor) is Tier.DEVICE
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """See ``Driver``: all memory of the host that the pool gave is."""
+        return self._tiers.get(storage_key(tensor)) is Tier.HOST
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, stream: VirtualStream) -> None:
+        """See ``Driver``."""
+        self._is_copying = True
+        try:
+            with torch.no_grad():
+                target.copy_(source)
+        finally:
+            self._is_copying = False
+        to_device = stream.lane is Lane.TO_DEVICE
+        index = self._chunks.get(storage_key(source if to_device else target), -1)
+        self._player.send(source.nbytes, f"chunk {index}, {source.nbytes} bytes", to_device=to_device)
+        stream.last = _Copy(index, to_device, self._num_sent)
+        self._num_sent += 1
+        self.script.append(Send(index, source.nbytes, to_device))
+
+    def join(self, lane: Lane, event: VirtualEvent) -> None:
+        """A lane goes on after an event."""
+        self.clock.follow(lane, event.mark)
+        if lane is Lane.COMPUTE and event.copy is not None and not event.copy.is_load:
+            self.script.append(Join(event.copy.number))
+
+    def wait(self, event: VirtualEvent) -> None:
+        """The host waits for an event."""
+        place = caller()
+        self.clock.wait(event.mark, place)
+        if event.copy is not None:
+            self.script.append(Await(event.copy.chunk_index, event.copy.to_device, place))
+
+    def note_event(self, event: Event) -> None:
+        """Hears what the engine tells: a listener. What plans say is not a part of the script."""
+        if isinstance(event, ChunkVisited):
+            self.script.append(Reach(event.chunk_index))
+        elif isinstance(event, ChunkLoaded):
+            while not isinstance(self.script.pop(), Send):
+                pass  # the compute lane had joined it
+            self._num_sent -= 1
+            assert self._to_device.last is not None
+            self._to_device.last.is_load = True
+
+    def take(self, buffer: torch.Tensor, tier: Tier, owner: str) -> None:
+        """See ``Driver``."""
+        self._note(buffer, tier)
+
+    def free(self, buffer: torch.Tensor) -> None:
+        """See ``Driver``."""
+        self._tiers.pop(storage_key(buffer), None)
+
+    # What operators do
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside the block operators take time."""
+        with _Operators(self):
+            yield
+
+    def tier_of(self, tensor: torch.Tensor) -> Tier:
+        """Where a tensor is; what is not known is on the device if the device is the CPU tier."""
+        if tensor.device.type not in ("cpu", "meta"):
+            return Tier.DEVICE
+        return self._tiers.get(storage_key(tensor), Tier.DEVICE)
+
+    def note_operator(self, operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """An operator has run.
+
+        Args:
+            operator: The overload that was called.
+            args: Its positional arguments.
+            kwargs: Its named arguments.
+            result: What it returned.
+        """
+        cost = None if self._is_copying else cost_of(operator, args, kwargs, result)
+        if cost is None:
+            return
+        packet, name = operator._overloadpacket, str(operator._overloadpacket)
+        written = written_operands(operator._schema, args, kwargs)
+        tensors = [*written, *read_operands(written, args, kwargs)]
+        tiers = {self.tier_of(tensor) for tensor in tensors if tensor.numel()}
+        if len(tiers) > 1 and packet in _COPIES:
+            self._copy_now(tensors, written or list(tree_leaves(result)))
+        elif Tier.HOST in tiers:
+            self._append(HostWork(name, cost.flops, cost.nbytes), self._player.host_work)
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, torch.Tensor):
+                    self._note(leaf, Tier.HOST)
+        else:
+            place = caller() if packet in _ASKS else ""
+            self._append(Kernel(name, cost.flops, cost.nbytes, cost.dtype, place), self._player.kernel)
+
+    def _copy_now(self, operands: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        is_pinned = all(self.is_on_device(tensor) or self.is_pinned(tensor) for tensor in operands)
+        to_device = self.is_on_device(targets[0])
+        nbytes = sum(tensor.nbytes for tensor in targets)
+        self._append(BlockingCopy(nbytes, to_device, is_pinned, caller()), self._player.blocking_copy)
+
+    def _append(self, entry: _E, play: Callable[[_E], None]) -> None:
+        self.script.append(entry)
+        play(entry)
+
+    def _note(self, tensor: torch.Tensor, tier: Tier) -> None:
+        key = storage_key(tensor)
+        if key not in self._tiers:
+            weakref.finalize(tensor, self._tiers.pop, key, None)
+        self._tiers[key] = tier
+
+    # Steps
+
+    def begin(self, chunks: Iterable[Chunk] = ()) -> None:
+        """A timeline and a script begin; what was put into lanes before is done.
+
+        Args:
+            chunks: The chunks of the engine.
+        """
+        self._chunks = {storage_key(chunk.param): chunk.spec.index for chunk in chunks if not chunk.is_retired}
+        self.clock.wait_for_all("the beginning")
+        self._begin = (self.clock.now_ns, len(self.clock.spans))
+        self.script, self._num_sent = [], 0
+
+    def end(self) -> Timeline:
+        """The timeline since ``begin``, up to the end of all that was put into lanes."""
+        timeline = self.clock.timeline(*self._begin)
+        self.clock.wait_for_all("the end")
+        return timeline
+
+
+class _Operators(TorchDispatchMode):
+    """Tells a driver of every operator, and answers for fake tensors what only values can."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, driver: VirtualDriver) -> None:
+        super().__init__()
+        self._driver = driver
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """The meter's own mode may stay beside it: this one is there before training and after it."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._overloadpacket in _IN_PLACE and all(
+            isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        ):
+            result: Any = args[0] if func._schema.returns else None  # there are no bytes to write
+        elif func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            result = _plausible(args[0])
+        else:
+            result = func(*args, **kwargs)
+        if getattr(func, "_schema", None) is not None:
+            self._driver.note_operator(func, args, kwargs, result)
+        return result
+
+
+def _plausible(tensor: torch.Tensor) -> bool | int | float:
+    """A value in place of one that a fake tensor has not: a norm of 1, a finite number, nothing that overflowed."""
+    if tensor.dtype is torch.bool:
+        return False
+    return 1.0 if tensor.is_floating_point() else 1
+
+
+def caller() -> str:
+    """Where in the program the host stops: the function of the package, or of the user, that asked."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name not in _HERE and not name.startswith(("torch.", "contextlib")):
+            return f"{name}.{frame.f_code.co_name}"
+        frame = frame.f_back
+    return "?"
