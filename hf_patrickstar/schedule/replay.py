@@ -1,11 +1,11 @@
 """Plays a step on a machine: puts its work on the clock, by any plan. The virtual driver uses the same player."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hf_patrickstar.schedule.clock import Clock, Lane, Mark, Timeline
 from hf_patrickstar.schedule.machine import Machine
 from hf_patrickstar.schedule.plan import Plan
-from hf_patrickstar.schedule.script import Await, BlockingCopy, Entry, HostWork, Join, Kernel, Reach, Send
+from hf_patrickstar.schedule.script import Await, Begin, BlockingCopy, Entry, HostWork, Join, Kernel, Part, Reach, Send
 
 
 class Player:
@@ -80,6 +80,23 @@ def replay(script: Sequence[Entry], plan: Plan, chunk_nbytes: Sequence[int], mac
         The timeline from an idle machine to the end of all work.
     """
     return _Replay(plan, chunk_nbytes, machine).run(script)
+
+
+def device_ns(script: Iterable[Entry], machine: Machine) -> dict[Part, int]:
+    """How long the compute lane works for each part of a step.
+
+    Args:
+        script: What the step does.
+        machine: Where it runs.
+    """
+    total = dict.fromkeys(Part, 0)
+    part = Part.FORWARD
+    for entry in script:
+        if isinstance(entry, Begin):
+            part = entry.part
+        elif isinstance(entry, Kernel):
+            total[part] += machine.kernel_ns(entry.flops, entry.nbytes, entry.dtype)
+    return total
 
 
 class _Replay:

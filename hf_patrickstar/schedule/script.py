@@ -1,6 +1,15 @@
 """What a step does beside what its plan moves: work and waits in order, for any machine. Pure data."""
 
 import dataclasses
+import enum
+
+
+class Part(enum.StrEnum):
+    """A part of a step."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,4 +115,15 @@ class Reach:
     chunk_index: int
 
 
-Entry = Kernel | HostWork | BlockingCopy | Send | Join | Await | Reach
+@dataclasses.dataclass(frozen=True, slots=True)
+class Begin:
+    """A part of the step begins, in the order in which the host puts it into lanes.
+
+    Attributes:
+        part: Which one.
+    """
+
+    part: Part
+
+
+Entry = Kernel | HostWork | BlockingCopy | Send | Join | Await | Reach | Begin

@@ -67,6 +67,45 @@ def simulate(
         BudgetError: If the chunks in use at one moment do not fit.
     """
     per_moment = [capacities] * len(trace.visits) if isinstance(capacities, int) else capacities
+    plan = repeated_plan(
+        trace,
+        per_moment,
+        policy,
+        dropped_after=dropped_after,
+        static=static,
+        prefetch_depth=prefetch_depth,
+        repetitions=repetitions,
+    )
+    on_host = [index for index in range(len(trace.chunk_nbytes)) if index not in static]
+    return _sum_up(
+        trace, plan, load_nbytes or trace.chunk_nbytes, _total(gradient_nbytes, on_host), _total(home_nbytes, on_host)
+    )
+
+
+def repeated_plan(
+    trace: Trace,
+    capacities: Sequence[int],
+    policy: str,
+    *,
+    dropped_after: frozenset[int] = frozenset(),
+    static: frozenset[int] = frozenset(),
+    prefetch_depth: int = 0,
+    repetitions: int = 3,
+) -> Plan:
+    """The plan of a step that was repeated, from an empty device.
+
+    Args:
+        trace: The visits of the step.
+        capacities: Bytes for moving chunks at each moment.
+        policy: As for ``simulate``.
+        dropped_after: As for ``simulate``.
+        static: As for ``simulate``.
+        prefetch_depth: As for ``make_plan``.
+        repetitions: How often; the plan of the last repetition is returned.
+
+    Raises:
+        BudgetError: If the chunks in use at one moment do not fit.
+    """
     chooser = Chooser(policy)
     resident: dict[int, int] = {}
     plan = Plan((), {}, ())
@@ -75,7 +114,7 @@ def simulate(
         before = {index: moment - begin for index, moment in resident.items()}
         plan = make_plan(
             trace,
-            per_moment,
+            capacities,
             chooser,
             before,
             dropped_after=dropped_after,
@@ -83,10 +122,7 @@ def simulate(
             prefetch_depth=prefetch_depth,
         )
         resident = {index: moment for index, moment in plan.resident.items() if index not in dropped_after}
-    on_host = [index for index in range(len(trace.chunk_nbytes)) if index not in static]
-    return _sum_up(
-        trace, plan, load_nbytes or trace.chunk_nbytes, _total(gradient_nbytes, on_host), _total(home_nbytes, on_host)
-    )
+    return plan
 
 
 def _sum_up(

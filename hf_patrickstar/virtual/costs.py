@@ -15,6 +15,7 @@ _READS_ROWS = frozenset({_aten.embedding, _aten.index_select, _aten.gather, _ate
 """Operators that read as many bytes of their first operand as they write."""
 _WRITES_OVER = frozenset({_aten.copy_, _aten.fill_, _aten.zero_, _aten._foreach_copy_})
 """Operators that do not read what they write to."""
+_ADAMS = frozenset({_aten._fused_adam_, _aten._fused_adamw_})
 _IS_FREE = frozenset(
     {
         *(_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided),
@@ -75,6 +76,8 @@ def cost_of(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Co
     count = _FLOPS.get(packet)
     flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
     written_nbytes = _nbytes(written) * (1 if packet in _WRITES_OVER else 2)
+    if packet in _ADAMS:
+        written_nbytes -= _nbytes(args[1])  # gradients, which change only where the kernel unscales them
     return Cost(flops, read_nbytes + written_nbytes + made_nbytes, _dtype_of((*read, *written, *made)))
 
 

@@ -14,6 +14,7 @@ computed from such tensors alone.
 import contextlib
 import dataclasses
 import sys
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -30,7 +31,7 @@ from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.schedule.clock import Lane, Mark, Timeline
 from hf_patrickstar.schedule.machine import Machine
 from hf_patrickstar.schedule.replay import Player
-from hf_patrickstar.schedule.script import Await, BlockingCopy, Entry, HostWork, Join, Kernel, Reach, Send
+from hf_patrickstar.schedule.script import Await, Begin, BlockingCopy, Entry, HostWork, Join, Kernel, Part, Reach, Send
 from hf_patrickstar.virtual.costs import cost_of
 
 _E = TypeVar("_E", bound=Entry)
@@ -145,7 +146,7 @@ class VirtualDriver:
         """See ``Driver``."""
         return self._compute
 
-    def inside(self, stream: VirtualStream) -> contextlib.AbstractContextManager[Any]:
+    def inside(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         """See ``Driver``."""
         return contextlib.nullcontext()
 
@@ -157,7 +158,7 @@ class VirtualDriver:
         """See ``Driver``: all memory of the host that the pool gave is."""
         return self._tiers.get(storage_key(tensor)) is Tier.HOST
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor, stream: VirtualStream) -> None:
+    def copy(self, source: torch.Tensor, target: torch.Tensor, stream: Any) -> None:
         """See ``Driver``."""
         self._is_copying = True
         try:
@@ -274,6 +275,10 @@ class VirtualDriver:
         self._begin = (self.clock.now_ns, len(self.clock.spans))
         self.script, self._num_sent = [], 0
 
+    def begin_part(self, part: Part) -> None:
+        """A part of the step begins."""
+        self.script.append(Begin(part))
+
     def end(self) -> Timeline:
         """The timeline since ``begin``, up to the end of all that was put into lanes."""
         timeline = self.clock.timeline(*self._begin)
@@ -319,8 +324,8 @@ def _plausible(tensor: torch.Tensor) -> bool | int | float:
 
 def caller() -> str:
     """Where in the program the host stops: the function of the package, or of the user, that asked."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name not in _HERE and not name.startswith(("torch.", "contextlib")):
             return f"{name}.{frame.f_code.co_name}"

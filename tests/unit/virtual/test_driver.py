@@ -1,0 +1,144 @@
+"""The driver of a machine that is not here: what costs what, and who waits for whom, in numbers worked out by hand."""
+
+import pytest
+import torch
+
+from hf_patrickstar.memory.streams import DeviceStreams
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.schedule.clock import Lane
+from hf_patrickstar.schedule.machine import Machine
+from hf_patrickstar.schedule.script import Await, BlockingCopy, HostWork, Join, Kernel, Send
+from hf_patrickstar.virtual.driver import VirtualDriver
+
+CPU = torch.device("cpu")
+SECOND = 10**9
+MACHINE = Machine(
+    name="slow",
+    flops={"float32": 1000.0},
+    device_nbytes=10**6,
+    device_bandwidth=100.0,
+    to_device_bandwidth=10.0,
+    to_host_bandwidth=20.0,
+    pageable_bandwidth=5.0,
+    host_nbytes=10**6,
+    host_bandwidth=50.0,
+    host_flops=100.0,
+    num_cores=1,
+    copy_latency_s=1.0,
+    operator_s=0.5,
+    kernel_s=0.25,
+)
+"""So slow that everything is a matter of seconds."""
+
+
+@pytest.fixture
+def driver():
+    driver = VirtualDriver(MACHINE)
+    with driver.watching():
+        yield driver
+
+
+def make_buffer(driver, tier, numel=10):
+    buffer = torch.zeros(numel)
+    driver.take(buffer, tier, "a test")
+    driver.begin()
+    return buffer
+
+
+def seconds(timeline):
+    return timeline.duration_ns / SECOND
+
+
+def test_the_host_launches_a_kernel_and_the_device_takes_its_bytes(driver):
+    a = make_buffer(driver, Tier.DEVICE)
+    begin = driver.clock.now_ns
+    a.neg()
+    assert driver.script == [Kernel("aten.neg", 0, 80, "float32")]
+    assert driver.clock.now_ns - begin == SECOND // 2, "the host goes on"
+    assert seconds(driver.end()) == 0.5 + 0.8, "the launch, then 80 bytes at 100 per second"
+
+
+def test_a_small_kernel_takes_its_least(driver):
+    a = make_buffer(driver, Tier.DEVICE, 1)
+    a.neg()
+    assert seconds(driver.end()) == 0.5 + 0.25
+
+
+def test_memory_of_the_host_takes_the_host(driver):
+    a = make_buffer(driver, Tier.HOST)
+    a.mul_(2)
+    timeline = driver.end()
+    assert seconds(timeline) == 0.5 + 80 / 50
+    assert driver.script == [HostWork("aten.mul_", 0, 80)]
+    assert timeline.busy_ns()[Lane.COMPUTE] == 0
+
+
+def test_what_is_computed_on_the_host_stays_there(driver):
+    a = make_buffer(driver, Tier.HOST)
+    (a + 1).neg()
+    assert [type(entry) for entry in driver.script] == [HostWork, HostWork]
+
+
+def test_a_value_that_is_asked_for_stops_the_host(driver):
+    a = make_buffer(driver, Tier.DEVICE)
+    a.sum().item()
+    timeline = driver.end()
+    (wait,) = timeline.waits
+    assert wait.place.endswith("test_driver.test_a_value_that_is_asked_for_stops_the_host")
+    # 0.5 launch, 0.44 the sum; the question is launched at 1.0 and takes 0.25.
+    assert (wait.begin_ns - timeline.begin_ns, wait.duration_ns) == (int(1.0 * SECOND), int(0.25 * SECOND))
+
+
+def test_a_copy_between_the_tiers_outside_of_a_lane_stops_the_host(driver):
+    host, device = torch.zeros(10), torch.zeros(10)
+    driver.take(host, Tier.HOST, "a test")
+    driver.begin()
+    device.neg()  # until 1.3
+    device.copy_(host)
+    timeline = driver.end()
+    assert isinstance(driver.script[-1], BlockingCopy)
+    assert seconds(timeline) == 1.3 + 1 + 40 / 10
+    assert [wait.duration_ns for wait in timeline.waits] == [int((6.3 - 1.0) * SECOND)]
+
+
+def test_copies_in_lanes_run_beside_computation(driver):
+    streams = DeviceStreams(CPU, driver)
+    host, device, other = torch.zeros(10), torch.zeros(10), torch.zeros(10)
+    driver.take(host, Tier.HOST, "a home")
+    driver.begin()
+    ticket = streams.fetch(host, device)  # started at 0.5, until 5.5
+    other.neg()  # launched at 1.0, until 1.8
+    assert not ticket.is_done
+    ticket.join()
+    device.neg()  # after the copy
+    timeline = driver.end()
+    assert seconds(timeline) == 5.5 + 0.8
+    assert [type(entry) for entry in driver.script] == [Send, Kernel, Join, Kernel]
+    assert driver.script[0].to_device
+    assert [span.lane for span in timeline.critical_path()] == [Lane.HOST, Lane.TO_DEVICE, Lane.COMPUTE]
+
+
+def test_both_directions_run_beside_each_other(driver):
+    streams = DeviceStreams(CPU, driver)
+    home, other_home, device = torch.zeros(10), torch.zeros(10), torch.zeros(10)
+    for buffer in (home, other_home):
+        driver.take(buffer, Tier.HOST, "a home")
+    driver.begin()
+    streams.fetch(home, device)  # 0.5 to 5.5
+    streams.to_host(torch.zeros(10), other_home)  # 1.5 to 4.5: the zeros are launched, and the copy
+    assert seconds(driver.end()) == pytest.approx(5.5)
+
+
+def test_a_copy_comes_after_what_it_is_told(driver):
+    streams = DeviceStreams(CPU, driver)
+    home, device, gradient = torch.zeros(10), torch.zeros(10), torch.zeros(10)
+    driver.take(home, Tier.HOST, "a home")
+    driver.begin()
+    load = streams.fetch(home, device)  # 0.5 to 5.5
+    store = streams.to_host(gradient, home, after=[load])  # 5.5 to 8.5
+    store.wait()
+    timeline = driver.end()
+    assert seconds(timeline) == 8.5
+    (wait,) = timeline.waits
+    assert wait.duration_ns == int((8.5 - 1.0) * SECOND)
+    assert isinstance(driver.script[-1], Await)
