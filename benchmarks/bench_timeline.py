@@ -1,0 +1,133 @@
+"""Seconds of a training step on machines that are not here, in virtual time, against what no schedule can beat.
+
+The engine trains Llama-like models with tensors that have no bytes; the script of a step is then replayed on every
+machine by the plan for its device memory. All chunks are at home on the host (placement=host), clipping by norm is on,
+blocks are recomputed. The figures are simulated: nothing here was measured on these machines.
+"""
+
+import pathlib
+import time
+
+import common
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.report.timeline import write_picture, write_trace
+from hf_patrickstar.schedule.bounds import bounds_of
+from hf_patrickstar.schedule.clock import Lane
+from hf_patrickstar.schedule.machine import MACHINES, find_machine
+from hf_patrickstar.units import GIB, format_nbytes
+from hf_patrickstar.virtual.recording import record_step
+
+VOCABULARY = 32_000
+LENGTH = 4096
+MODELS = {
+    "1.5b": {"hidden_size": 2048, "num_hidden_layers": 28, "intermediate_size": 5632, "num_attention_heads": 16},
+    "8b": {"hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12288, "num_attention_heads": 32},
+    "14b": {"hidden_size": 5120, "num_hidden_layers": 45, "intermediate_size": 13824, "num_attention_heads": 40},
+}
+RECORDED_ON = 26 * GIB
+"""The device budget of the recorded step: less than any of these models needs with its optimizer states."""
+
+
+def record(name: str, num_tokens: int):
+    """Records a step of a model with so many tokens."""
+    shape = (num_tokens // LENGTH, LENGTH)
+
+    def make_model():
+        sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, "use_cache": False, **MODELS[name]}
+        model = LlamaForCausalLM(LlamaConfig(attn_implementation="sdpa", **sizes)).train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    def make_inputs():
+        tokens = torch.zeros(shape, dtype=torch.long)
+        return {"input_ids": tokens, "labels": tokens}
+
+    config = {"dtype": "bf16", "placement": "host", "device_budget": RECORDED_ON, "host_budget": 2048 * GIB}
+    return record_step(make_model, make_inputs, MACHINES["h100"], config=config)
+
+
+def row_of(recording, machine, name, num_tokens):
+    """One line of the table as data."""
+    row = {"machine": machine.name, "model": name, "tokens": num_tokens, "parameters": recording.num_parameters}
+    if recording.host_nbytes > machine.host_nbytes:
+        missing = format_nbytes(recording.host_nbytes - machine.host_nbytes)
+        return {**row, "refused": f"the host has {missing} too little"}
+    try:
+        timeline = recording.on(machine)
+    except BudgetError as error:
+        return {**row, "refused": f"the device has too little: {str(error).partition(';')[0]}"}
+    bounds = bounds_of(recording.script, timeline, machine, recording.num_parameters)
+    seconds = timeline.duration_ns / 1e9
+    return {
+        **row,
+        "seconds": seconds,
+        "tokens_per_s": num_tokens / seconds,
+        "lower_bound_s": bounds.lower_ns / 1e9,
+        "binding": bounds.binding,
+        "over_lower_bound": timeline.duration_ns / bounds.lower_ns,
+        "clipped_bound_s": bounds.clipped_ns / 1e9,
+        "over_clipped_bound": timeline.duration_ns / bounds.clipped_ns,
+        "busy_s": {lane.value: nanoseconds / 1e9 for lane, nanoseconds in timeline.busy_ns().items()},
+        "critical_s": {lane.value: nanoseconds / 1e9 for lane, nanoseconds in timeline.critical_ns().items()},
+        "waits_s": {place: nanoseconds / 1e9 for place, nanoseconds in timeline.waits_by_place().items()},
+    }
+
+
+def show(row):
+    """Prints one line of the table."""
+    head = f"{row['machine']:>8} {row['model']:>5} {row['tokens']:>7}"
+    if "refused" in row:
+        print(f"{head}  does not fit: {row['refused']}")
+        return
+    busy = "".join(f"{row['busy_s'][lane.value] / row['seconds']:>6.0%}" for lane in LANES)
+    waits = "; ".join(
+        f"{place.removeprefix('hf_patrickstar.')} {seconds:.2f} s"
+        for place, seconds in list(row["waits_s"].items())[:2]
+    )
+    print(
+        f"{head}{row['seconds']:>9.2f}{row['lower_bound_s']:>8.2f}{row['over_lower_bound']:>6.2f}x"
+        f"{row['clipped_bound_s']:>8.2f}{row['over_clipped_bound']:>6.2f}x{busy}  {row['binding']}; {waits}"
+    )
+
+
+LANES = (Lane.COMPUTE, Lane.TO_DEVICE, Lane.TO_HOST, Lane.HOST)
+
+
+def main():
+    """Prints the table."""
+    parser = common.parser(__doc__)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384], help="tokens per step")
+    parser.add_argument("--machines", nargs="+", default=list(MACHINES), help="known names, or JSON files")
+    parser.add_argument("--traces", metavar="DIR", help="write a Perfetto trace and a picture of every row there")
+    options = parser.parse_args()
+    machines = [find_machine(name) for name in options.machines]
+    print("simulated: virtual time of one device, all chunks at home on the host, clipping on")
+    print(
+        f"{'machine':>8} {'model':>5} {'tokens':>7}{'seconds':>9}{'lower':>8}{'ratio':>7}{'clipped':>8}{'ratio':>7}"
+        f"{'dev':>6}{'in':>6}{'out':>6}{'host':>6}  what binds; the longest waits of the host"
+    )
+    rows = []
+    for name in options.models:
+        for num_tokens in options.tokens:
+            begin = time.time()
+            recording = record(name, num_tokens)
+            recorded = time.time() - begin
+            for machine in machines:
+                rows.append(row_of(recording, machine, name, num_tokens))
+                show(rows[-1])
+                if options.traces is not None and "refused" not in rows[-1]:
+                    path = pathlib.Path(options.traces) / f"{machine.name}_{name}_{num_tokens}"
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    timeline = recording.on(machine)
+                    write_trace(timeline, path.with_suffix(".json"))
+                    write_picture(timeline, path.with_suffix(".png"))
+            print(f"{name} with {num_tokens} tokens: recorded in {recorded:.0f} s")
+    common.finish("bench_timeline", options, {"simulated": True, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

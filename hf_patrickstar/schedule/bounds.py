@@ -1,0 +1,67 @@
+"""The least time that a step can take on a machine. Pure numbers."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from hf_patrickstar.schedule.clock import Lane, Timeline
+from hf_patrickstar.schedule.machine import Machine
+from hf_patrickstar.schedule.replay import device_ns
+from hf_patrickstar.schedule.script import Entry, Part
+
+ADAM_NBYTES = 28
+"""Bytes that Adam reads and writes per parameter in fp32: it reads four numbers, and writes three."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bounds:
+    """Bounds of a step.
+
+    Attributes:
+        lanes_ns: What every lane has to do at least: nothing can be faster than the busiest one.
+        forward_ns: The device's work of the forward.
+        backward_ns: The device's work of the backward, recomputation included.
+    """
+
+    lanes_ns: dict[str, int]
+    forward_ns: int
+    backward_ns: int
+
+    @property
+    def lower_ns(self) -> int:
+        """``max(compute, host -> device, device -> host, host Adam)``."""
+        return max(self.lanes_ns.values())
+
+    @property
+    def binding(self) -> str:
+        """The lane that has the most to do."""
+        return max(self.lanes_ns, key=self.lanes_ns.__getitem__)
+
+    @property
+    def clipped_ns(self) -> int:
+        """The bound with clipping by the norm of all gradients: ``backward + max(forward, host Adam)``.
+
+        The optimizer cannot begin before the last gradient is there; then it can overlap with the next forward alone.
+        """
+        return max(self.lower_ns, self.backward_ns + max(self.forward_ns, self.lanes_ns["host Adam"]))
+
+
+def bounds_of(script: Sequence[Entry], timeline: Timeline, machine: Machine, num_on_host: int) -> Bounds:
+    """The bounds of a step.
+
+    Args:
+        script: What the step does.
+        timeline: How it went, by some plan: its copies count.
+        machine: Where it ran.
+        num_on_host: Parameters that are updated on the host.
+    """
+    busy, parts = timeline.busy_ns(), device_ns(script, machine)
+    return Bounds(
+        {
+            Lane.COMPUTE.value: busy[Lane.COMPUTE],
+            Lane.TO_DEVICE.value: busy[Lane.TO_DEVICE],
+            Lane.TO_HOST.value: busy[Lane.TO_HOST],
+            "host Adam": machine.host_ns(0, ADAM_NBYTES * num_on_host),
+        },
+        parts[Part.FORWARD],
+        parts[Part.BACKWARD],
+    )
