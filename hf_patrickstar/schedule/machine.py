@@ -63,20 +63,24 @@ class Machine:
         """Checks every number.
 
         Raises:
-            ConfigError: If a rate or size is not positive and finite.
+            ConfigError: If a rate or size is not a positive, finite number, or a field is of another type.
         """
-        free = {"link_bandwidth"} if self.num_devices == 1 else set()
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            values = value if isinstance(value, Mapping) else {"": value}
-            for key, number in values.items():
-                if isinstance(number, str) or field.name in free:
-                    continue
-                if not (isinstance(number, int | float) and math.isfinite(number) and number > 0):
-                    place = f"{field.name}[{key!r}]" if key else field.name
-                    raise ConfigError(f"machine '{self.name}': {place} is {number!r}; it must be a positive number")
+        if not isinstance(self.name, str):
+            raise ConfigError(f"machine: name is {self.name!r}; it must be text")
+        if not isinstance(self.flops, Mapping):
+            raise ConfigError(f"machine '{self.name}': flops is {self.flops!r}; it must be rates by type")
         if "float32" not in self.flops:
             raise ConfigError(f"machine '{self.name}': flops has no 'float32', which other types fall back to")
+        numbers = {f"flops[{key!r}]": rate for key, rate in self.flops.items()}
+        for field in dataclasses.fields(self):
+            if field.name not in ("name", "flops"):
+                numbers[field.name] = getattr(self, field.name)
+        if self.num_devices == 1 and self.link_bandwidth == 0:
+            del numbers["link_bandwidth"]
+        for place, number in numbers.items():
+            is_number = isinstance(number, int | float) and not isinstance(number, bool)
+            if not (is_number and math.isfinite(number) and number > 0):
+                raise ConfigError(f"machine '{self.name}': {place} is {number!r}; it must be a positive number")
 
     def kernel_ns(self, flops: int, nbytes: int, dtype: str) -> int:
         """Nanoseconds of a kernel on the device: the slower of its arithmetic and its memory.

@@ -1,0 +1,146 @@
+"""A timeline of the virtual clock for people: as a trace for Perfetto, and as a picture."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.schedule.clock import Lane, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+WAITS = "host waits"
+"""The row of a trace that shows where the host stood still."""
+CRITICAL = "critical path"
+"""The row of a trace that shows the spans that the end had to wait for."""
+
+_NS_PER_US = 1000
+_UNITS = ((1_000_000_000, "s"), (1_000_000, "ms"), (_NS_PER_US, "us"), (1, "ns"))
+_BAR = 0.8
+_ON_PATH: Mapping[str, Any] = {"facecolor": "#08306b"}
+_OFF_PATH: Mapping[str, Any] = {"facecolor": "#9ecae1"}
+_WAIT: Mapping[str, Any] = {"facecolor": "white", "edgecolor": "black", "hatch": "////", "linewidth": 0.4}
+_MOST_OUTLINED = 400
+"""Of more spans than these no outlines are drawn: the picture would be made of them."""
+
+
+def to_trace(timeline: Timeline) -> dict[str, Any]:
+    """A timeline in the format of Chrome's traces, which Perfetto reads too.
+
+    Every lane is a thread. Two more threads have the waits of the host and the critical path. Times are microseconds
+    since the beginning of the timeline, exact to the nanosecond. ``args`` of a span has its number, and that of the
+    span that it began after.
+
+    Args:
+        timeline: What happened.
+    """
+    rows = [*Lane, WAITS, CRITICAL]
+    numbers = {row: number for number, row in enumerate(rows, start=1)}
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "virtual time"}}]
+    for row, number in numbers.items():
+        thread = {"ph": "M", "pid": 1, "tid": number}
+        events.append({**thread, "name": "thread_name", "args": {"name": str(row)}})
+        events.append({**thread, "name": "thread_sort_index", "args": {"sort_index": number}})
+
+    def complete(row: str, what: str, begin_ns: int, duration_ns: int, **others: Any) -> dict[str, Any]:
+        begin, duration = (begin_ns - timeline.begin_ns) / _NS_PER_US, duration_ns / _NS_PER_US
+        return {"ph": "X", "pid": 1, "tid": numbers[row], "name": what, "ts": begin, "dur": duration, "args": others}
+
+    for number, span in enumerate(timeline.own_spans, start=timeline.first):
+        others = {"span": number, "after": span.after}
+        events.append(complete(span.lane, span.what, span.begin_ns, span.duration_ns, **others))
+    for wait in timeline.waits:
+        events.append(complete(WAITS, wait.place, wait.begin_ns, wait.duration_ns))
+    for span in timeline.critical_path():
+        events.append(complete(CRITICAL, span.what, span.begin_ns, span.duration_ns, lane=str(span.lane)))
+    return {"traceEvents": events, "displayTimeUnit": "ns"}
+
+
+def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
+    """Writes a timeline as JSON that https://ui.perfetto.dev and chrome://tracing show.
+
+    Args:
+        timeline: What happened.
+        path: The file; an older one is replaced.
+    """
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(to_trace(timeline), file)
+
+
+def draw(timeline: Timeline, title: str = "timeline") -> "Figure":
+    """Draws a timeline: a row of bars for each lane that worked, dark where the end had to wait for them.
+
+    Waits of the host are hatched. Shades and hatching are all that tells things apart, so the picture needs no colours.
+
+    Args:
+        timeline: What happened.
+        title: What it is; the duration, and the share of it that each lane was busy, are added.
+
+    Returns:
+        The figure, 12 by 5 inches.
+
+    Raises:
+        ConfigError: If matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise ConfigError("matplotlib is not installed (pip install 'hf_patrickstar[plots]')") from error
+    busy = timeline.busy_ns()
+    lanes = [lane for lane in Lane if busy[lane] or lane is Lane.HOST]
+    factor, unit = _unit(timeline.duration_ns)
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.add_subplot()
+    for row, lane in enumerate(lanes):
+        for look, bars in _bars(timeline, lane):
+            places = [((begin_ns - timeline.begin_ns) / factor, duration / factor) for begin_ns, duration in bars]
+            axis.broken_barh(places, (row - _BAR / 2, _BAR), **look)
+    axis.set_yticks(range(len(lanes)), [str(lane) for lane in lanes])
+    axis.set(xlabel=f"time in {unit}", ylabel="lane", xlim=(0, max(timeline.duration_ns, 1) / factor))
+    axis.set_ylim(len(lanes) - 0.5, -0.5)
+    shares = ", ".join(f"{lane} {busy[lane] / max(timeline.duration_ns, 1):.0%}" for lane in lanes)
+    axis.set_title(f"{title}: {timeline.duration_ns / factor:.4g} {unit}; busy: {shares}")
+    looks = {f"work on the {CRITICAL}": _ON_PATH, "other work": _OFF_PATH, WAITS: _WAIT}
+    legend = [Patch(label=label, **look) for label, look in looks.items()]
+    figure.legend(handles=legend, loc="outside lower center", ncols=len(legend))
+    return figure
+
+
+def _bars(timeline: Timeline, lane: Lane) -> Iterator[tuple[Mapping[str, Any], list[tuple[int, int]]]]:
+    """The bars of a lane's row as beginnings and durations, those of one look at a time."""
+    on_path = {id(span) for span in timeline.critical_path()}
+    outline: Mapping[str, Any] = {
+        "edgecolor": "white",
+        "linewidth": 0.4 if len(timeline.own_spans) <= _MOST_OUTLINED else 0.0,
+    }
+    spans = [span for span in timeline.own_spans if span.lane is lane and span.duration_ns]
+    for look, is_on_path in ((_OFF_PATH, False), (_ON_PATH, True)):
+        bars = [(span.begin_ns, span.duration_ns) for span in spans if (id(span) in on_path) == is_on_path]
+        if bars:
+            yield {**look, **outline}, bars
+    if lane is Lane.HOST and timeline.waits:
+        yield _WAIT, [(wait.begin_ns, wait.duration_ns) for wait in timeline.waits]
+
+
+def write_picture(timeline: Timeline, path: str | os.PathLike[str], title: str = "timeline") -> None:
+    """Writes a timeline as a PNG of 1440 by 600 pixels; see ``draw``.
+
+    Args:
+        timeline: What happened.
+        path: The file; an older one is replaced.
+        title: What it is.
+
+    Raises:
+        ConfigError: If matplotlib is not installed.
+    """
+    draw(timeline, title).savefig(path, dpi=120, format="png")
+
+
+def _unit(duration_ns: int) -> tuple[int, str]:
+    """Nanoseconds of the unit that a duration is read in best, and its name."""
+    return next(((factor, name) for factor, name in _UNITS if duration_ns >= factor), _UNITS[-1])

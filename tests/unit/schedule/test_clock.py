@@ -1,0 +1,275 @@
+"""Virtual time: examples by hand, and what holds for every program of a host."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_patrickstar.schedule.clock import Clock, Lane, Mark, Span, Wait, bound_ns
+
+fast = settings(deadline=None, max_examples=200, database=None, derandomize=True)
+BESIDE = [lane for lane in Lane if lane is not Lane.HOST]
+
+
+# By hand
+
+
+def test_nothing_happened():
+    timeline = Clock().timeline()
+    assert (timeline.begin_ns, timeline.end_ns, timeline.duration_ns) == (0, 0, 0)
+    assert list(timeline.own_spans) == timeline.critical_path() == []
+    assert timeline.busy_ns() == timeline.critical_ns() == dict.fromkeys(Lane, 0)
+    assert timeline.waits_by_place() == {}
+    assert bound_ns(timeline) == 0
+
+
+def test_the_host_works_alone():
+    clock = Clock()
+    clock.host(3, "one")
+    clock.host(4, "two")
+    assert clock.now_ns == 7
+    assert clock.spans == [Span(Lane.HOST, 0, 3, "one"), Span(Lane.HOST, 3, 7, "two", 0)]
+
+
+def test_the_host_runs_ahead_of_a_lane():
+    clock = Clock()
+    clock.host(2, "launch a")
+    first = clock.put(Lane.COMPUTE, 10, "a")
+    clock.host(2, "launch b")
+    second = clock.put(Lane.COMPUTE, 5, "b")
+    assert clock.now_ns == 4
+    assert (first, second) == (Mark(12, 1), Mark(17, 3))
+    assert clock.end_of(Lane.COMPUTE) == second
+    assert clock.spans[1] == Span(Lane.COMPUTE, 2, 12, "a", 0)
+    assert clock.spans[3] == Span(Lane.COMPUTE, 12, 17, "b", 1), "b is held up by a, not by its launch"
+    assert clock.waits == []
+
+
+def test_a_lane_that_is_idle_waits_for_the_host():
+    clock = Clock()
+    clock.put(Lane.COMPUTE, 1, "a")
+    clock.host(5, "think")
+    clock.put(Lane.COMPUTE, 1, "b")
+    assert clock.spans[2] == Span(Lane.COMPUTE, 5, 6, "b", 1)
+
+
+def test_work_that_follows_a_mark_begins_after_it():
+    clock = Clock()
+    copied = clock.put(Lane.TO_DEVICE, 10, "copy")
+    clock.put(Lane.COMPUTE, 3, "before")
+    clock.follow(Lane.COMPUTE, copied)
+    clock.put(Lane.COMPUTE, 5, "after")
+    assert clock.now_ns == 0, "the host does not wait"
+    assert clock.spans[1] == Span(Lane.COMPUTE, 0, 3, "before")
+    assert clock.spans[2] == Span(Lane.COMPUTE, 10, 15, "after", 0)
+
+
+def test_to_follow_what_is_over_changes_nothing():
+    clock = Clock()
+    copied = clock.put(Lane.TO_DEVICE, 2, "copy")
+    clock.put(Lane.COMPUTE, 3, "before")
+    clock.follow(Lane.COMPUTE, copied)
+    assert clock.end_of(Lane.COMPUTE) == Mark(3, 1)
+
+
+def test_a_wait_stops_the_host_until_the_mark():
+    clock = Clock()
+    clock.host(1, "launch")
+    done = clock.put(Lane.COMPUTE, 9, "kernel")
+    clock.wait(done, "loss.item()")
+    clock.wait(done, "again")
+    assert clock.now_ns == 10
+    assert clock.waits == [Wait(1, 9, "loss.item()")], "there is nothing to wait for a second time"
+    clock.host(1, "next")
+    assert clock.spans[-1] == Span(Lane.HOST, 10, 11, "next", 1), "what the host does next is held up by the kernel"
+
+
+def test_waits_for_all_lanes_add_up():
+    clock = Clock()
+    clock.put(Lane.COMPUTE, 5, "kernel")
+    clock.put(Lane.TO_HOST, 9, "copy")
+    clock.put(Lane.TO_DEVICE, 2, "copy")
+    clock.wait_for_all("end of step")
+    assert clock.now_ns == 9
+    assert clock.timeline().waits_by_place() == {"end of step": 9}
+
+
+def test_a_prefetch_hides_a_copy():
+    """The same layers twice: with copies on demand, and with copies one layer ahead."""
+
+    def train(depth):
+        clock = Clock()
+        copies = {layer: clock.put(Lane.TO_DEVICE, 4, f"copy {layer}") for layer in range(depth)}
+        for layer in range(3):
+            if layer + depth < 3:
+                copies[layer + depth] = clock.put(Lane.TO_DEVICE, 4, f"copy {layer + depth}")
+            clock.follow(Lane.COMPUTE, copies[layer])
+            done = clock.put(Lane.COMPUTE, 6, f"layer {layer}")
+            if not depth:
+                clock.wait(done, "on demand")
+        clock.wait_for_all("end")
+        return clock.timeline()
+
+    on_demand, ahead = train(0), train(1)
+    assert on_demand.duration_ns == 3 * (4 + 6)
+    assert ahead.duration_ns == 4 + 3 * 6
+    assert [span.what for span in on_demand.critical_path()] == [
+        *("copy 0", "layer 0", "copy 1", "layer 1", "copy 2", "layer 2"),
+    ]
+    assert [span.what for span in ahead.critical_path()] == ["copy 0", "layer 0", "layer 1", "layer 2"]
+    assert ahead.busy_ns() == on_demand.busy_ns()
+    assert ahead.critical_ns() == dict.fromkeys(Lane, 0) | {Lane.TO_DEVICE: 4, Lane.COMPUTE: 18}
+    assert bound_ns(ahead) == 18
+    assert bound_ns(ahead, [Lane.HOST, Lane.TO_DEVICE]) == 12
+    assert ahead.waits_by_place() == {"end": 22}
+
+
+def test_places_are_told_with_the_longest_first():
+    clock = Clock()
+    for place, duration in (("short", 2), ("long", 3), ("long", 4)):
+        clock.wait(clock.put(Lane.COMPUTE, duration, "kernel"), place)
+    assert list(clock.timeline().waits_by_place().items()) == [("long", 7), ("short", 2)]
+
+
+def test_a_timeline_that_begins_later_has_what_came_since():
+    clock = Clock()
+    clock.wait(clock.put(Lane.COMPUTE, 5, "old"), "old")
+    begin_ns, first = clock.now_ns, len(clock.spans)
+    clock.host(1, "launch")
+    clock.put(Lane.COMPUTE, 3, "new")
+    clock.wait_for_all("new")
+    timeline = clock.timeline(begin_ns, first)
+    assert (timeline.begin_ns, timeline.end_ns, timeline.duration_ns) == (5, 9, 4)
+    assert [span.what for span in timeline.own_spans] == ["launch", "new"]
+    assert [span.what for span in timeline.critical_path()] == ["launch", "new"], "it ends where the timeline begins"
+    assert timeline.busy_ns()[Lane.COMPUTE] == 3
+    assert timeline.waits_by_place() == {"new": 3}
+
+
+def test_of_two_that_end_together_the_later_one_is_critical():
+    clock = Clock()
+    clock.put(Lane.COMPUTE, 5, "first")
+    clock.put(Lane.TO_HOST, 5, "second")
+    assert [span.what for span in clock.timeline().critical_path()] == ["second"]
+
+
+# Every program
+
+DURATIONS = st.integers(0, 50)
+CALLS = st.one_of(
+    st.tuples(st.just("host"), DURATIONS),
+    st.tuples(st.just("put"), st.sampled_from(BESIDE), DURATIONS),
+    st.tuples(st.just("follow"), st.sampled_from(BESIDE), st.integers(0, 20)),
+    st.tuples(st.just("wait"), st.integers(0, 20)),
+)
+PROGRAMS = st.lists(CALLS, max_size=40)
+
+
+def run(program, clock=None):
+    """Runs a program on a clock; numbers of marks count the marks that there are from the last one on."""
+    clock = clock or Clock()
+    marks = [Mark()]
+    for name, *arguments in program:
+        if name == "host":
+            clock.host(*arguments, "host")
+        elif name == "put":
+            marks.append(clock.put(*arguments, "work"))
+        elif name == "follow":
+            clock.follow(arguments[0], marks[-1 - arguments[1] % len(marks)])
+        else:
+            clock.wait(marks[-1 - arguments[0] % len(marks)], "place")
+    return clock
+
+
+@fast
+@given(PROGRAMS)
+def test_spans_of_a_lane_never_overlap(program):
+    clock = run(program)
+    for lane in Lane:
+        spans = [span for span in clock.spans if span.lane is lane]
+        assert all(before.end_ns <= after.begin_ns for before, after in itertools.pairwise(spans))
+        assert all(span.begin_ns >= 0 and span.duration_ns >= 0 for span in spans)
+
+
+@fast
+@given(PROGRAMS)
+def test_no_lane_is_busy_for_longer_than_it_takes(program):
+    timeline = run(program).timeline()
+    assert max(timeline.busy_ns().values()) == bound_ns(timeline) <= timeline.duration_ns
+    assert timeline.duration_ns <= sum(timeline.busy_ns().values()), "at every moment something runs"
+
+
+@fast
+@given(PROGRAMS)
+def test_a_span_begins_when_the_one_ends_that_it_began_after(program):
+    clock = run(program)
+    for number, span in enumerate(clock.spans):
+        assert span.after < number
+        assert span.begin_ns == (clock.spans[span.after].end_ns if span.after >= 0 else 0)
+
+
+@fast
+@given(PROGRAMS)
+def test_the_critical_path_goes_from_the_beginning_to_the_end_without_a_gap(program):
+    timeline = run(program).timeline()
+    path = timeline.critical_path()
+    assert all(before.end_ns == after.begin_ns for before, after in itertools.pairwise(path))
+    assert sum(timeline.critical_ns().values()) == sum(span.duration_ns for span in path) == timeline.duration_ns
+    if path:
+        assert (path[0].begin_ns, path[0].after, path[-1].end_ns) == (0, -1, timeline.end_ns)
+
+
+@fast
+@given(PROGRAMS)
+def test_the_host_works_or_waits(program):
+    clock = run(program)
+    timeline = clock.timeline()
+    assert timeline.busy_ns()[Lane.HOST] + sum(timeline.waits_by_place().values()) == clock.now_ns
+    pieces = [(span.begin_ns, span.end_ns) for span in clock.spans if span.lane is Lane.HOST and span.duration_ns]
+    pieces += [(wait.begin_ns, wait.begin_ns + wait.duration_ns) for wait in clock.waits]
+    assert all(wait.duration_ns > 0 for wait in clock.waits)
+    assert [end for _, end in sorted(pieces)][:-1] == [begin for begin, _ in sorted(pieces)][1:]
+
+
+@fast
+@given(PROGRAMS)
+def test_a_host_that_waits_after_each_call_takes_the_sum(program):
+    clock = Clock()
+    for call in program:
+        run([call], clock)
+        clock.wait_for_all("each")
+    timeline = clock.timeline()
+    assert timeline.duration_ns == sum(timeline.busy_ns().values()) == clock.now_ns
+
+
+@fast
+@given(PROGRAMS, st.data())
+def test_less_to_wait_for_is_never_later(program, data):
+    """A program without some of its waits and orders ends at the same time or earlier."""
+    keep = [call for call in program if call[0] in ("host", "put") or data.draw(st.booleans())]
+    assert run(keep).timeline().end_ns <= run(program).timeline().end_ns
+
+
+@fast
+@given(PROGRAMS, PROGRAMS)
+def test_after_a_wait_for_all_a_timeline_is_as_on_a_new_clock(before, program):
+    clock = run(before)
+    clock.wait_for_all("between")
+    begin_ns, first = clock.now_ns, len(clock.spans)
+    run(program, clock)
+    later, alone = clock.timeline(begin_ns, first), run(program).timeline()
+    assert later.duration_ns == alone.duration_ns
+    assert later.busy_ns() == alone.busy_ns()
+    assert later.waits_by_place() == alone.waits_by_place()
+    assert [(span.lane, span.begin_ns - begin_ns) for span in later.own_spans] == [
+        (span.lane, span.begin_ns) for span in alone.own_spans
+    ]
+
+
+@pytest.mark.parametrize("lane", BESIDE)
+def test_every_lane_works_beside_the_host(lane):
+    clock = Clock()
+    done = clock.put(lane, 7, "work")
+    clock.host(7, "work")
+    assert done.time_ns == clock.now_ns == clock.timeline().duration_ns == 7

@@ -1,0 +1,227 @@
+"""A machine as rates: times by hand, files that are read back, and what is refused."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.schedule.machine import MACHINES, Machine, find_machine, peak
+
+fast = settings(deadline=None, max_examples=100, database=None, derandomize=True)
+GIB = 2**30
+
+ROUND = Machine(
+    name="round",
+    flops={"float32": 1e12, "bfloat16": 4e12},
+    device_nbytes=8 * GIB,
+    device_bandwidth=1e12,
+    to_device_bandwidth=10e9,
+    to_host_bandwidth=5e9,
+    pageable_bandwidth=2e9,
+    host_nbytes=64 * GIB,
+    host_bandwidth=100e9,
+    host_flops=50e9,
+    num_cores=4,
+    copy_latency_s=10e-6,
+    operator_s=6e-6,
+    kernel_s=2e-6,
+    num_devices=2,
+    link_bandwidth=20e9,
+    link_latency_s=30e-6,
+)
+POSITIVE = [field.name for field in dataclasses.fields(Machine) if field.name not in ("name", "flops")]
+
+
+# Times
+
+
+@pytest.mark.parametrize(
+    ("flops", "nbytes", "dtype", "nanoseconds"),
+    [
+        (10**9, 0, "float32", 1_000_000),
+        (10**9, 0, "bfloat16", 250_000),
+        (10**9, 0, "float16", 1_000_000),  # a type that is missing is as slow as float32
+        (10**9, 2 * 10**9, "float32", 2_000_000),  # bound by memory
+        (10**9, 10**9 // 2, "float32", 1_000_000),  # bound by arithmetic
+        (10, 10, "float32", 2_000),  # the shortest kernel
+        (0, 0, "float32", 2_000),
+    ],
+)
+def test_a_kernel_takes_the_longest_of_three(flops, nbytes, dtype, nanoseconds):
+    assert ROUND.kernel_ns(flops, nbytes, dtype) == nanoseconds
+
+
+@pytest.mark.parametrize(
+    ("flops", "nbytes", "nanoseconds"),
+    [(50_000, 0, 1_000), (0, 100_000, 1_000), (50_000, 400_000, 4_000), (0, 0, 0)],
+)
+def test_an_operator_on_the_host_has_no_least_time(flops, nbytes, nanoseconds):
+    assert ROUND.host_ns(flops, nbytes) == nanoseconds
+
+
+@pytest.mark.parametrize(
+    ("to_device", "is_pinned", "nanoseconds"),
+    [(True, True, 110_000), (False, True, 210_000), (True, False, 510_000), (False, False, 510_000)],
+)
+def test_a_copy_has_its_latency_beside_its_bytes(to_device, is_pinned, nanoseconds):
+    assert ROUND.copy_ns(10**6, to_device=to_device, is_pinned=is_pinned) == nanoseconds
+
+
+def test_a_copy_is_pinned_if_nothing_is_said():
+    assert ROUND.copy_ns(10**6, to_device=True) == ROUND.copy_ns(10**6, to_device=True, is_pinned=True)
+
+
+def test_collectives_and_operators():
+    assert ROUND.collective_ns(2 * 10**6) == 100_000 + 30_000
+    assert ROUND.operator_ns == 6_000
+
+
+@fast
+@given(st.integers(0, 10**15), st.integers(0, 10**12), st.integers(0, 10**12), st.sampled_from(sorted(MACHINES)))
+def test_more_work_never_takes_less_time(flops, nbytes, more, name):
+    machine = MACHINES[name]
+    for dtype in ("float32", "bfloat16", "float16", "float64"):
+        assert machine.kernel_ns(flops, nbytes, dtype) <= machine.kernel_ns(flops + more, nbytes + more, dtype)
+    assert machine.host_ns(flops, nbytes) <= machine.host_ns(flops + more, nbytes + more)
+    for to_device in (True, False):
+        fast_copy, slow_copy = (machine.copy_ns(nbytes, to_device=to_device, is_pinned=pinned) for pinned in (1, 0))
+        assert fast_copy <= slow_copy <= machine.copy_ns(nbytes + more, to_device=to_device, is_pinned=False)
+
+
+# Machines that are known
+
+
+def test_the_figures_of_data_sheets_are_not_reached():
+    machine = peak(
+        "sheet",
+        matmul={"float32": 100.0, "bfloat16": 400.0},
+        memory=1000.0,
+        bus=30.0,
+        host_memory=80.0,
+        cores=3,
+        device_gib=2,
+        host_gib=5,
+        operator_s=1.0,
+    )
+    assert machine.flops == {"float32": 75.0, "bfloat16": 300.0}
+    assert machine.device_bandwidth == 850.0
+    assert machine.to_device_bandwidth == machine.to_host_bandwidth == 24.0
+    assert machine.pageable_bandwidth == 8.0
+    assert machine.host_bandwidth == 60.0
+    assert machine.host_flops == 90e9
+    assert (machine.device_nbytes, machine.host_nbytes, machine.num_cores) == (2 * GIB, 5 * GIB, 3)
+    assert machine.operator_s == 1.0
+
+
+@pytest.mark.parametrize("name", sorted(MACHINES))
+def test_known_machines_are_found_and_make_sense(name):
+    machine = find_machine(name)
+    assert machine is MACHINES[name]
+    assert machine.name == name
+    assert machine.flops["float16"] > machine.flops["float32"]
+    assert machine.device_bandwidth > machine.host_bandwidth > machine.pageable_bandwidth
+    assert machine.host_nbytes > machine.device_nbytes
+    assert (machine.num_devices > 1) == (machine.link_bandwidth > 0)
+
+
+# Files
+
+
+@pytest.mark.parametrize("name", sorted(MACHINES))
+def test_a_file_is_read_back_equal(name, tmp_path):
+    path = tmp_path / "machine.json"
+    path.write_text(MACHINES[name].to_json())
+    assert find_machine(str(path)) == MACHINES[name]
+
+
+def test_a_file_needs_no_suffix_and_not_every_field(tmp_path):
+    fields = {key: value for key, value in json.loads(ROUND.to_json()).items() if key not in ("kernel_s", "operator_s")}
+    path = tmp_path / "machine"
+    path.write_text(json.dumps(fields))
+    assert find_machine(str(path)) == dataclasses.replace(ROUND, kernel_s=2e-6, operator_s=6e-6)
+
+
+# What is refused
+
+
+def refused(call, *arguments, **others):
+    with pytest.raises(ConfigError) as caught:
+        call(*arguments, **others)
+    return str(caught.value)
+
+
+def test_an_unknown_name_is_told_the_nearest():
+    message = refused(find_machine, "a100-80")
+    assert message.startswith("machine 'a100-80' is not known; known are v100, rtx4090, a100-40, h100, 8xh100, or a ")
+    assert message.endswith(" Did you mean 'a100-40'?")
+
+
+def test_a_name_that_is_near_to_none_gets_the_list_alone():
+    assert refused(find_machine, "zzz").endswith("8xh100, or a JSON file.")
+
+
+@pytest.mark.parametrize("text", ["{", "", "\xff"])
+def test_a_file_that_is_no_json(text, tmp_path):
+    path = tmp_path / "machine.json"
+    path.write_bytes(text.encode("latin-1"))
+    assert refused(find_machine, str(path)).startswith(f"machine '{path}': the file cannot be read as JSON: ")
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    path = tmp_path / "machine.json"
+    message = refused(find_machine, str(path))
+    assert message.startswith(f"machine '{path}': the file cannot be read as JSON: ")
+    assert "No such file" in message
+
+
+def test_a_file_without_an_object(tmp_path):
+    path = tmp_path / "machine.json"
+    path.write_text("[1]")
+    assert refused(find_machine, str(path)) == f"machine '{path}': the file holds no JSON object"
+
+
+def test_an_unknown_field_is_told_the_nearest():
+    fields = json.loads(ROUND.to_json())
+    assert refused(Machine.from_dict, {**fields, "host_bandwith": 1.0}) == (
+        "machine: 'host_bandwith' is not a field; did you mean 'host_bandwidth'?"
+    )
+    message = refused(Machine.from_dict, {**fields, "colour": "red"})
+    assert message.startswith("machine: 'colour' is not a field; known are name, flops, device_nbytes, ")
+
+
+def test_a_missing_field_is_named():
+    fields = json.loads(ROUND.to_json())
+    del fields["num_cores"]
+    message = refused(Machine.from_dict, fields)
+    assert message.startswith("machine: ")
+    assert "'num_cores'" in message
+
+
+@pytest.mark.parametrize("value", [-1.0, 0, math.nan, math.inf, None, "80GiB", True, [1.0]])
+@pytest.mark.parametrize("field", POSITIVE)
+def test_every_rate_and_size_is_a_positive_number(field, value):
+    message = refused(dataclasses.replace, ROUND, **{field: value})
+    assert message == f"machine 'round': {field} is {value!r}; it must be a positive number"
+
+
+def test_rates_of_types_are_checked_too():
+    message = refused(dataclasses.replace, ROUND, flops={"float32": 1.0, "bfloat16": -2.0})
+    assert message == "machine 'round': flops['bfloat16'] is -2.0; it must be a positive number"
+    message = refused(dataclasses.replace, ROUND, flops={"bfloat16": 1.0})
+    assert message == "machine 'round': flops has no 'float32', which other types fall back to"
+    message = refused(dataclasses.replace, ROUND, flops=3.0)
+    assert message == "machine 'round': flops is 3.0; it must be rates by type"
+
+
+def test_a_name_is_text():
+    assert refused(dataclasses.replace, ROUND, name=5) == "machine: name is 5; it must be text"
+
+
+def test_one_device_alone_needs_no_link():
+    assert dataclasses.replace(ROUND, num_devices=1, link_bandwidth=0.0).link_bandwidth == 0.0
+    message = refused(dataclasses.replace, ROUND, num_devices=1, link_bandwidth=-1.0)
+    assert message == "machine 'round': link_bandwidth is -1.0; it must be a positive number"
