@@ -83,10 +83,8 @@ def show(row):
         print(f"{head}  does not fit: {row['refused']}")
         return
     busy = "".join(f"{row['busy_s'][lane.value] / row['seconds']:>6.0%}" for lane in LANES)
-    waits = "; ".join(
-        f"{place.removeprefix('hf_patrickstar.')} {seconds:.2f} s"
-        for place, seconds in list(row["waits_s"].items())[:2]
-    )
+    longest = [(place.removeprefix("hf_patrickstar."), seconds) for place, seconds in row["waits_s"].items()][:2]
+    waits = "; ".join(f"{place} {seconds:.2f} s" for place, seconds in longest)
     print(
         f"{head}{row['seconds']:>9.2f}{row['lower_bound_s']:>8.2f}{row['over_lower_bound']:>6.2f}x"
         f"{row['clipped_bound_s']:>8.2f}{row['over_clipped_bound']:>6.2f}x{busy}  {row['binding']}; {waits}"

@@ -12,6 +12,7 @@ from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.units import GIB
 
 _NS = 1_000_000_000
+_NARROW = ("float16", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Machine:
     Attributes:
         name: What it is called.
         flops: Floating-point operations per second of matrix products, by type: ``"float32"``, ``"bfloat16"``,
-            ``"float16"``. A type that is missing is as slow as ``"float32"``.
+            ``"float16"``. A 16-bit type that is missing is as fast as the other one, any other as ``"float32"``.
         device_nbytes: Memory of the device.
         device_bandwidth: Bytes per second that kernels read and write.
         to_device_bandwidth: Bytes per second from pinned host memory to the device.
@@ -90,7 +91,8 @@ class Machine:
             nbytes: Bytes read and written.
             dtype: The type that it computes in.
         """
-        rate = self.flops.get(dtype, self.flops["float32"])
+        others = [self.flops[name] for name in _NARROW if dtype in _NARROW and name in self.flops]
+        rate = self.flops.get(dtype) or max(others, default=self.flops["float32"])
         return round(max(flops / rate, nbytes / self.device_bandwidth, self.kernel_s) * _NS)
 
     def host_ns(self, flops: int, nbytes: int) -> int:

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.streams import DeviceStreams
+from hf_patrickstar.runtime.tracer import Step
 from hf_patrickstar.schedule.clock import Timeline
 from hf_patrickstar.schedule.machine import Machine
 from hf_patrickstar.schedule.plan import Plan, chunkable_nbytes
@@ -123,17 +124,7 @@ def record_step(
             num_recorded = engine.stats()["recorded_steps"]
             inputs = make_inputs()
             driver.begin(engine.manager.chunks)
-            driver.begin_part(Part.FORWARD)
-            loss = model(**inputs).loss
-            step = engine.manager.tracer.step
-            driver.begin_part(Part.BACKWARD)
-            loss.backward()
-            driver.begin_part(Part.UPDATE)
-            assert engine.optimizer is not None
-            if max_norm is not None:
-                engine.optimizer.clip_grad_norm_(None, max_norm)
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
+            step = _train(engine, model, inputs, max_norm, driver)
             timeline = driver.end()
             is_known = engine.stats()["recorded_steps"] == num_recorded
             if is_known and step is not None and step.plan is not None and step.cursor is not None:
@@ -153,3 +144,25 @@ def record_step(
         step.dropped_after,
         frozenset(chunk.spec.index for chunk in engine.manager.chunks if chunk.is_static),
     )
+
+
+def _train(
+    engine: PatrickStarEngine,
+    model: torch.nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+    max_norm: float | None,
+    driver: VirtualDriver,
+) -> Step | None:
+    """A step of training; returns what the engine knows of its forward and backward."""
+    driver.begin_part(Part.FORWARD)
+    loss = model(**inputs).loss
+    step = engine.manager.tracer.step
+    driver.begin_part(Part.BACKWARD)
+    loss.backward()
+    driver.begin_part(Part.UPDATE)
+    assert engine.optimizer is not None
+    if max_norm is not None:
+        engine.optimizer.clip_grad_norm_(None, max_norm)
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+    return step
