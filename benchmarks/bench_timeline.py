@@ -118,11 +118,11 @@ def main():
                 rows.append(row_of(recording, machine, name, num_tokens))
                 show(rows[-1])
                 if options.traces is not None and "refused" not in rows[-1]:
-                    path = pathlib.Path(options.traces) / f"{machine.name}_{name}_{num_tokens}"
-                    path.parent.mkdir(parents=True, exist_ok=True)
+                    folder, what = pathlib.Path(options.traces), f"{machine.name}_{name}_{num_tokens}"
+                    folder.mkdir(parents=True, exist_ok=True)
                     timeline = recording.on(machine)
-                    write_trace(timeline, path.with_suffix(".json"))
-                    write_picture(timeline, path.with_suffix(".png"))
+                    write_trace(timeline, folder / f"{what}.json")
+                    write_picture(timeline, folder / f"{what}.png", f"simulated: {machine.name}, {name}")
             print(f"{name} with {num_tokens} tokens: recorded in {recorded:.0f} s")
     common.finish("bench_timeline", options, {"simulated": True, "rows": rows})
 
