@@ -5,7 +5,8 @@ import sys
 from collections.abc import Sequence
 
 from hf_patrickstar.checkpoint.export import export
-from hf_patrickstar.errors import PatrickStarError
+from hf_patrickstar.cli.env import env
+from hf_patrickstar.errors import ConfigError, PatrickStarError
 from hf_patrickstar.units import format_nbytes
 from hf_patrickstar.version import __version__
 
@@ -17,14 +18,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: What follows the name of the program; by default those of this process.
 
     Returns:
-        The exit status: 0, or 1 if the command failed; what went wrong is told in one line.
+        The exit status: 0; 1 if the command failed; 2 if it cannot do what its arguments say. What went wrong is told
+        in one line.
     """
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
     except PatrickStarError as error:
         print(f"hf-patrickstar {options.command}: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     return 0
 
 
@@ -46,9 +48,25 @@ def _parser() -> argparse.ArgumentParser:
         help="where to write it; by default DIR/optimizer.pt. An older file is replaced",
     )
     command.set_defaults(run=_export)
+    command = commands.add_parser(
+        "env",
+        help="print what this machine is, and measure how fast",
+        description="Prints what this machine and its software are, and measures how fast it computes and copies.",
+    )
+    command.add_argument(
+        "--measure", action="store_true", help="measure its rates, on as many cores as torch uses; takes some seconds"
+    )
+    command.add_argument(
+        "--json", metavar="FILE", help="where to write what was measured, as a machine; an older file is replaced"
+    )
+    command.set_defaults(run=_env)
     return parser
 
 
 def _export(options: argparse.Namespace) -> None:
     for path in export(options.directory, options.output):
         print(f"{path}: {format_nbytes(path.stat().st_size)}")
+
+
+def _env(options: argparse.Namespace) -> None:
+    env(options.measure, options.json)

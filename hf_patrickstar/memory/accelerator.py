@@ -48,6 +48,12 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+def device_name(device: torch.device) -> str:
+    """What an accelerator is called by its driver, or its kind if the driver does not say."""
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(name(device)) if name is not None else device.type
+
+
 def can_pin_memory() -> bool:
     """Whether there is an accelerator for which host memory can be page-locked."""
     return torch.accelerator.is_available()

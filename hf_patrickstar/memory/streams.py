@@ -19,6 +19,7 @@ import collections
 import concurrent.futures
 import contextlib
 import enum
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
@@ -297,6 +298,31 @@ def synchronize(device: torch.device) -> None:
         device: An accelerator.
     """
     torch.accelerator.current_stream(device).synchronize()
+
+
+def seconds_of(device: torch.device, work: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+    """Seconds that the compute stream of a device takes for work; on the CPU, those of the call.
+
+    Args:
+        device: The device.
+        work: Puts work into the compute stream, or makes it wait for copies.
+        before: Is called first and not counted. What it puts into the compute stream runs while the host puts the work
+            there, so that the work is not held up by the host.
+    """
+    if device.type == "cpu":
+        before()
+        since = time.perf_counter()
+        work()
+        return time.perf_counter() - since
+    synchronize(device)
+    stream = torch.accelerator.current_stream(device)
+    begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
+    before()
+    begin.record(stream)
+    work()
+    end.record(stream)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000
 
 
 # On an accelerator

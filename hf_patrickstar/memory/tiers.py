@@ -45,6 +45,19 @@ def available_host_nbytes() -> int:
     return int(available)
 
 
+def total_host_nbytes() -> int:
+    """Bytes of host memory that this process could take at most, cgroup limits respected."""
+    total = psutil.virtual_memory().total
+    for limit_file, _ in CGROUP_FILES:
+        try:
+            limit = pathlib.Path(limit_file).read_text().strip()
+        except OSError:
+            continue
+        if limit.isdigit():
+            total = min(total, int(limit))
+    return int(total)
+
+
 def _inactive_file_nbytes(stat_file: pathlib.Path) -> int:
     """Bytes of page cache in a cgroup that the kernel gives up before it refuses memory (a checkpoint read, say)."""
     try:

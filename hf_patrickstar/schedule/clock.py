@@ -122,7 +122,7 @@ class Timeline:
         return chain[::-1]
 
     def critical_ns(self) -> dict[Lane, int]:
-        """How long the critical path is in each lane; what is missing to the duration is time in which nothing ran."""
+        """How long the critical path is in each lane; what was begun before the timeline is left out."""
         shares = dict.fromkeys(Lane, 0)
         for span in self.critical_path():
             shares[span.lane] += span.duration_ns
@@ -199,7 +199,7 @@ class Clock:
         """
         end_ns = max(mark.time_ns for mark in self._free.values())
         waits = tuple(wait for wait in self.waits if wait.begin_ns >= begin_ns)
-        return Timeline(begin_ns, end_ns, self.spans, first, waits)
+        return Timeline(begin_ns, end_ns, tuple(self.spans), first, waits)
 
     def _append(self, lane: Lane, begin: Mark, duration_ns: int, what: str) -> Mark:
         end = Mark(begin.time_ns + duration_ns, len(self.spans))

@@ -1,6 +1,8 @@
 import concurrent.futures
 import contextlib
 import threading
+import time
+import types
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from hf_patrickstar.memory.streams import (
     ThreadTicket,
     copy_bytes,
     make_streams,
+    seconds_of,
 )
 
 CPU = torch.device("cpu")
@@ -492,3 +495,52 @@ def test_fetching_on_a_gpu(pinned):
     assert ticket.is_done
     assert torch.equal(doubled.cpu(), source * 2)
     streams.close()
+
+
+# Time
+
+
+def test_seconds_of_a_call():
+    calls = []
+    seconds = seconds_of(CPU, lambda: time.sleep(0.02) or calls.append("work"), lambda: calls.append("before"))
+    assert calls == ["before", "work"]
+    assert 0.02 <= seconds < 10
+    assert seconds_of(CPU, lambda: None, lambda: time.sleep(0.2)) < 0.2, "what is done before is not counted"
+
+
+def test_seconds_of_a_compute_stream(monkeypatch):
+    """Two events around the work, behind what was put there before, and no other stop of the host in between."""
+    told = []
+    device = torch.device("cuda", 0)
+
+    class Event:
+        def __init__(self, device, enable_timing):
+            assert enable_timing
+            self.number = len([entry for entry in told if entry[0] == "new"])
+            told.append(("new", self.number, device))
+
+        def record(self, stream):
+            told.append(("record", self.number, stream.name))
+
+        def synchronize(self):
+            told.append(("synchronize", self.number))
+
+        def elapsed_time(self, other):
+            assert (self.number, other.number) == (0, 1)
+            return 250.0
+
+    stream = types.SimpleNamespace(name="compute", synchronize=lambda: told.append(("empty",)))
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
+    seconds = seconds_of(device, lambda: told.append(("work",)), lambda: told.append(("before",)))
+    assert seconds == 0.25
+    assert told == [
+        ("empty",),
+        ("new", 0, device),
+        ("new", 1, device),
+        ("before",),
+        ("record", 0, "compute"),
+        ("work",),
+        ("record", 1, "compute"),
+        ("synchronize", 1),
+    ]

@@ -5,7 +5,7 @@ import torch
 
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.memory import tiers
-from hf_patrickstar.memory.tiers import Tier, available_host_nbytes, resolve_budgets
+from hf_patrickstar.memory.tiers import Tier, available_host_nbytes, resolve_budgets, total_host_nbytes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -50,6 +50,16 @@ def test_the_tighter_of_two_limits_counts(machine):
     machine(0, "9000", "1000")
     machine(1, "4000", "1000")
     assert available_host_nbytes() == 3000
+
+
+@pytest.mark.parametrize(
+    ("limit", "total"), [("4000\n", 4000), ("max\n", 20_000), ("9223372036854771712\n", 20_000), ("\n", 20_000)]
+)
+@pytest.mark.parametrize("version", [0, 1])
+def test_all_memory_is_what_a_cgroup_allows(machine, version, limit, total):
+    assert total_host_nbytes() == 20_000
+    machine(version, limit, "1500\n")
+    assert total_host_nbytes() == total
 
 
 def test_a_limit_without_a_usage_file_is_passed_over(machine, tmp_path):

@@ -1,0 +1,121 @@
+"""``hf-patrickstar env``: what this machine is, and how fast."""
+
+import importlib.metadata
+import os
+import pathlib
+import platform
+
+import torch
+from tqdm import tqdm
+
+from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.memory.accelerator import device_name, find_device, is_accelerator, memory_info
+from hf_patrickstar.memory.tiers import available_host_nbytes, total_host_nbytes
+from hf_patrickstar.report.measure import cpu_name, measure_machine, num_cores
+from hf_patrickstar.schedule.machine import Machine
+from hf_patrickstar.units import format_nbytes
+from hf_patrickstar.version import __version__
+
+_LIBRARIES = ("torch", "transformers", "accelerate")
+PROGRESS_AFTER_S = 2
+_WIDTH = 24
+
+
+def env(measure: bool, json_file: str | None) -> None:
+    """Prints what this machine is.
+
+    Args:
+        measure: Measures its rates too, which takes some seconds.
+        json_file: Where the rates are written, for ``find_machine`` to read; an older file is replaced.
+
+    Raises:
+        ConfigError: If the file cannot be written, or is asked for without measuring.
+    """
+    path = _checked(json_file, measure) if json_file is not None else None
+    for name, value in describe().items():
+        _print_row(name, value)
+    if not measure:
+        return
+    machine = measure_machine(
+        progress=lambda names: tqdm(names, desc="measuring", unit="figure", leave=False, delay=PROGRESS_AFTER_S)
+    )
+    print()
+    for name, value in rates(machine).items():
+        _print_row(name, value)
+    if path is not None:
+        _write(machine, path)
+        print(f"\n{path}: written")
+
+
+def describe() -> dict[str, str]:
+    """What this machine and its software are, by name."""
+    device = find_device(None)
+    if is_accelerator(device):
+        free, total = memory_info(device)
+        accelerator = f"{device_name(device)} ({device}), {format_nbytes(total)}, {format_nbytes(free)} free"
+    else:
+        accelerator = "none; the compute tier is a budgeted part of CPU memory"
+    return {
+        "hf_patrickstar": __version__,
+        **{library: _version(library) for library in _LIBRARIES},
+        "Python": platform.python_version(),
+        "system": platform.platform(),
+        "CPU": cpu_name(),
+        "cores": f"{num_cores()}, torch uses {torch.get_num_threads()}",
+        "memory": f"{format_nbytes(total_host_nbytes())}, {format_nbytes(available_host_nbytes())} available",
+        "accelerator": accelerator,
+    }
+
+
+def rates(machine: Machine) -> dict[str, str]:
+    """The rates of a machine for people, by name."""
+    bandwidths = {
+        "device memory": machine.device_bandwidth,
+        "host -> device": machine.to_device_bandwidth,
+        "device -> host": machine.to_host_bandwidth,
+        "not pinned": machine.pageable_bandwidth,
+        "host memory": machine.host_bandwidth,
+    }
+    times = {
+        "operator": machine.operator_s,
+        "shortest kernel": machine.kernel_s,
+        "latency of a copy": machine.copy_latency_s,
+    }
+    return {
+        **{f"products in {dtype}": f"{rate / 1e9:.4g} GFLOP/s" for dtype, rate in machine.flops.items()},
+        "products on the host": f"{machine.host_flops / 1e9:.4g} GFLOP/s",
+        **{name: f"{rate / 1e9:.4g} GB/s" for name, rate in bandwidths.items()},
+        **{name: f"{seconds * 1e6:.4g} us" for name, seconds in times.items()},
+    }
+
+
+def _print_row(name: str, value: str) -> None:
+    print(f"{name:<{_WIDTH}}{value}")
+
+
+def _version(library: str) -> str:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _checked(json_file: str, measure: bool) -> pathlib.Path:
+    """A path that can be written to as far as one can tell: to measure takes longer than to say so."""
+    if not measure:
+        raise ConfigError("--json writes what was measured; add --measure")
+    path = pathlib.Path(json_file)
+    if path.is_dir():
+        raise ConfigError(f"--json: '{path}' is a directory; name a file")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--json: '{path}' cannot be written: there is no directory '{path.parent}'")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"--json: '{path}' cannot be written: permission denied")
+    return path
+
+
+def _write(machine: Machine, path: pathlib.Path) -> None:
+    try:
+        path.write_text(machine.to_json() + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json: '{path}' cannot be written: {error.strerror}") from error

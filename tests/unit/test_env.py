@@ -1,0 +1,170 @@
+"""``hf-patrickstar env``: what it prints, the file that it writes, and its exit status."""
+
+import functools
+import pathlib
+
+import pytest
+import torch
+
+from hf_patrickstar import __version__
+from hf_patrickstar.cli import env
+from hf_patrickstar.cli.main import main
+from hf_patrickstar.report.measure import Effort, measure_machine
+from hf_patrickstar.schedule.machine import MACHINES, find_machine
+
+TINY = Effort(nbytes=2**16, most_rows=128, calls=5, repetitions=2, seconds=0.05)
+
+
+def rows_of(text):
+    """What was printed, by name."""
+    return {line[:24].rstrip(): line[24:] for line in text.splitlines() if line}
+
+
+@pytest.fixture
+def h100(monkeypatch):
+    """A measurement that finds the machine that is known as h100."""
+    monkeypatch.setattr(env, "measure_machine", lambda progress: MACHINES["h100"])
+
+
+@pytest.fixture
+def never(monkeypatch):
+    """A measurement that must not begin."""
+
+    def measure(progress):
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(env, "measure_machine", measure)
+
+
+def test_the_machine_and_its_software(never, capsys):
+    assert main(["env"]) == 0
+    out, err = capsys.readouterr()
+    rows = rows_of(out)
+    assert list(rows) == [
+        *("hf_patrickstar", "torch", "transformers", "accelerate"),
+        *("Python", "system", "CPU", "cores", "memory", "accelerator"),
+    ]
+    assert rows["hf_patrickstar"] == __version__
+    assert rows["torch"] == torch.__version__
+    assert rows["cores"].endswith(f", torch uses {torch.get_num_threads()}")
+    assert "iB" in rows["memory"]
+    assert all(rows.values())
+    assert err == ""
+
+
+def test_an_accelerator_is_named(monkeypatch):
+    fakes = {
+        "find_device": lambda device: torch.device("cuda", 0),
+        "device_name": lambda device: "Fake 1000",
+        "memory_info": lambda device: (2**30, 2**31),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(env, name, fake)
+    assert env.describe()["accelerator"] == "Fake 1000 (cuda:0), 2.00 GiB, 1.00 GiB free"
+
+
+def test_without_an_accelerator(monkeypatch):
+    monkeypatch.setattr(env, "find_device", lambda device: torch.device("cpu"))
+    assert env.describe()["accelerator"] == "none; the compute tier is a budgeted part of CPU memory"
+
+
+def test_a_library_that_is_not_there(monkeypatch):
+    def version(name):
+        raise env.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(env.importlib.metadata, "version", version)
+    assert env.describe()["accelerate"] == "not installed"
+
+
+def test_rates(h100, capsys):
+    assert main(["env", "--measure"]) == 0
+    rows = rows_of(capsys.readouterr().out)
+    expected = {
+        "products in float32": "5.018e+04 GFLOP/s",
+        "products in bfloat16": "7.418e+05 GFLOP/s",
+        "products in float16": "7.418e+05 GFLOP/s",
+        "products on the host": "1440 GFLOP/s",
+        "device memory": "2848 GB/s",
+        "host -> device": "50.4 GB/s",
+        "device -> host": "50.4 GB/s",
+        "not pinned": "16.8 GB/s",
+        "host memory": "230.4 GB/s",
+        "operator": "6 us",
+        "shortest kernel": "2 us",
+        "latency of a copy": "10 us",
+    }
+    assert {name: rows[name] for name in rows if name in expected} == expected
+    assert len(rows) == 10 + len(expected)
+
+
+def test_the_file_is_read_back(h100, tmp_path, capsys):
+    path = tmp_path / "machine.json"
+    path.write_text("older")
+    assert main(["env", "--measure", "--json", str(path)]) == 0
+    assert find_machine(str(path)) == MACHINES["h100"]
+    assert capsys.readouterr().out.endswith(f"\n{path}: written\n")
+
+
+def test_this_machine_is_measured(monkeypatch, tmp_path, capsys):
+    measured = []
+
+    def measure(**others):
+        measured.append(measure_machine(TINY, **others))
+        return measured[-1]
+
+    monkeypatch.setattr(env, "measure_machine", measure)
+    path = tmp_path / "machine.json"
+    assert main(["env", "--measure", "--json", str(path)]) == 0
+    assert [find_machine(str(path))] == measured
+    out, err = capsys.readouterr()
+    assert "products in float32" in rows_of(out)
+    assert err == "", "a short measurement shows no progress"
+
+
+def test_a_long_measurement_shows_its_progress(monkeypatch, capsys):
+    monkeypatch.setattr(env, "tqdm", functools.partial(env.tqdm, mininterval=0))
+    monkeypatch.setattr(env, "PROGRESS_AFTER_S", 0)
+    monkeypatch.setattr(env, "measure_machine", lambda progress: list(progress(["one", "two"])) and MACHINES["h100"])
+    assert main(["env", "--measure"]) == 0
+    assert "measuring: 100%" in capsys.readouterr().err
+
+
+def refused(arguments, capsys):
+    assert main(["env", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err
+
+
+def test_a_file_needs_a_measurement(never, capsys):
+    assert refused(["--json", "x.json"], capsys) == (
+        "hf-patrickstar env: --json writes what was measured; add --measure\n"
+    )
+
+
+def test_paths_that_cannot_be_written_are_refused_before_anything_is_measured(never, tmp_path, capsys, monkeypatch):
+    missing = tmp_path / "missing" / "machine.json"
+    assert refused(["--measure", "--json", str(missing)], capsys) == (
+        f"hf-patrickstar env: --json: '{missing}' cannot be written: there is no directory '{missing.parent}'\n"
+    )
+    assert refused(["--measure", "--json", str(tmp_path)], capsys) == (
+        f"hf-patrickstar env: --json: '{tmp_path}' is a directory; name a file\n"
+    )
+    monkeypatch.setattr(env.os, "access", lambda path, mode: False)
+    path = tmp_path / "machine.json"
+    assert refused(["--measure", "--json", str(path)], capsys) == (
+        f"hf-patrickstar env: --json: '{path}' cannot be written: permission denied\n"
+    )
+    assert not path.exists()
+
+
+def test_a_disk_that_is_full(h100, tmp_path, capsys, monkeypatch):
+    def write(self, *arguments, **others):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pathlib.Path, "write_text", write)
+    path = tmp_path / "machine.json"
+    assert main(["env", "--measure", "--json", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert "products in float32" in out, "what was measured is not lost"
+    assert err == f"hf-patrickstar env: --json: '{path}' cannot be written: No space left on device\n"
