@@ -263,6 +263,21 @@ def frozen_parameters():
 
 
 @case()
+def a_default_device():
+    """What the engine keeps on the host is there, wherever tensors are made by default."""
+    with torch.device(SIM):
+        checkpoint("torch", False)
+        pretrained_and_optimizer_state()
+
+
+@case()
+def memory_that_cannot_be_pinned():
+    model, engine = make_engine("bert", {"pin_memory": "auto"})
+    assert not engine.resources.pool.pins_memory
+    train("bert", model, engine.optimizer, None)
+
+
+@case()
 def debug_evict_all():
     compare("bert", {"debug_evict_all": True})
 
@@ -453,6 +468,28 @@ def reads_and_writes(tight):
             noted += [loss.item(), *_touch(one)]
             optimizer.step()
             optimizer.zero_grad()
+        seen.append(noted)
+    assert seen[0] == seen[1]
+    assert_same(model, plain.state_dict())
+
+
+@case("t5", True)
+@case("bert", False)
+def descent_by_hand(name, tight):
+    """A chunk that is read again after gradients came to it has gradients where values were; none is taken for one."""
+    seen = []
+    plain = plain_model(name)
+    model, _ = make_engine(name, tight=tight)
+    for one in (plain, model):
+        noted = []
+        for step in range(2):
+            torch.manual_seed(step)
+            loss = one(**batch_of(name, step)).loss
+            loss.backward()
+            noted.append(loss.item())
+            for parameter in one.parameters():
+                parameter.data.sub_(0.1 * parameter.grad)
+            one.zero_grad()
         seen.append(noted)
     assert seen[0] == seen[1]
     assert_same(model, plain.state_dict())
