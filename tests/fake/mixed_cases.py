@@ -208,11 +208,11 @@ def accumulation(precision):
 def margin():
     """Some chunks have their home on the device, and the optimizer works on both tiers."""
     plain = plain_model("gpt2")
-    expected = train("gpt2", plain, adamw(plain.parameters()), torch.nn.utils.clip_grad_norm_, steps=5)
+    expected = train("gpt2", plain, adamw(plain.parameters()), torch.nn.utils.clip_grad_norm_, steps=3)
     plain.zero_grad()
     _move(plain, "cpu")
     model, engine = make_engine("gpt2", budgeted(1_000_000), tight=False)
-    assert train("gpt2", model, engine.optimizer, engine.optimizer.clip_grad_norm_, steps=5) == expected
+    assert train("gpt2", model, engine.optimizer, engine.optimizer.clip_grad_norm_, steps=3) == expected
     homes = {chunk.home for chunk in engine.manager.chunks}
     assert homes == {Tier.DEVICE, Tier.HOST}, homes
     assert_same(model, plain.state_dict())
@@ -670,7 +670,8 @@ def a_coefficient_that_stays_on_the_device():
         found.append(factor.device.type)
         return factor.as_subclass(Staying)
 
-    model, engine = margin()
+    model, engine = make_engine("gpt2")
+    train("gpt2", model, engine.optimizer, engine.optimizer.clip_grad_norm_, steps=1)  # norms are noted on arrival now
     model(**batch_of("gpt2", 0)).loss.backward()
     engine.optimizer.clip_grad_norm_(model.parameters(), MAX_NORM)
     with (
@@ -692,7 +693,7 @@ def main(path):
         try:
             CASES[name]()
             results[name] = None
-        except Exception:
+        except (Exception, pytest.fail.Exception):
             results[name] = traceback.format_exc()
     pathlib.Path(path).write_text(json.dumps(results), encoding="utf-8")
 
