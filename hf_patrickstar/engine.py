@@ -37,6 +37,7 @@ from hf_patrickstar.runtime.assembly import Foundation, assemble
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.executor import MovePolicy
 from hf_patrickstar.runtime.hooks import ModelHooks
+from hf_patrickstar.runtime.live_parameter import set_raw_data
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.placement import PlacementRules
 from hf_patrickstar.runtime.recovery import MAX_RETRIES, Recovery
@@ -453,9 +454,9 @@ class PatrickStarEngine:
             if tensor.is_filled and not tensor.is_given_up:
                 value = self.weights.read(tensor).to(tensor.device)
                 tensor.unbind()
-                tensor.parameter.data = value
+                set_raw_data(tensor.parameter, value)
         for buffer, device in self._buffer_devices:
-            buffer.data = buffer.data.to(device)
+            set_raw_data(buffer, buffer.data.to(device))
         self.manager.close()
         for kernel in self._kernels:
             kernel.release()
@@ -484,7 +485,7 @@ class PatrickStarEngine:
         """Moves buffers to the device, and parameters into their chunks."""
         for buffer in self.model.buffers():
             self._buffer_devices.append((buffer, buffer.device))
-            buffer.data = buffer.data.to(self.device)
+            set_raw_data(buffer, buffer.data.to(self.device))
         self._first_values.move_in(self.model.buffers())
 
 

@@ -211,6 +211,21 @@ def leaves_payloads_and_streams_to_memory(source):
     return bad
 
 
+_MAKER = re.compile(r"torch\.(empty|zeros|ones|full|tensor|arange|eye|rand|randn|randint)")
+
+
+def names_the_device_of_new_tensors(source):
+    """A new tensor says where it is: a user's ``torch.set_default_device`` is for the user's tensors."""
+    made = [
+        node for node in ast.walk(source.tree) if isinstance(node, ast.Call) and _MAKER.fullmatch(dotted(node.func))
+    ]
+    return [
+        report(source, node.lineno, f"{dotted(node.func)} without a device")
+        for node in made
+        if not any(keyword.arg in ("device", None) for keyword in node.keywords)
+    ]
+
+
 def leaves_collectives_to_one_module(source):
     """Only ``runtime/collectives.py`` knows ``torch.distributed``."""
     if source.name == f"{PACKAGE}.runtime.collectives":
@@ -390,6 +405,7 @@ RULES = (
     decides_without_torch,
     leaves_hugging_face_to_integrations,
     leaves_payloads_and_streams_to_memory,
+    names_the_device_of_new_tensors,
     leaves_collectives_to_one_module,
     leaves_each_kind_of_hook_to_one_module,
     leaves_byte_factors_to_units,
@@ -510,6 +526,8 @@ BAD = [
     (leaves_payloads_and_streams_to_memory, "engine", "import torch\nn = torch.accelerator.device_count()"),
     (leaves_payloads_and_streams_to_memory, "engine", "x = make(3, pin_memory=True)"),
     (leaves_payloads_and_streams_to_memory, "engine", "x = y.pin_memory()"),
+    (names_the_device_of_new_tensors, "engine", "import torch\nx = torch.zeros(3, dtype=y)"),
+    (names_the_device_of_new_tensors, "memory.pool", "import torch\nx = f(torch.tensor(3.0))"),
     (leaves_collectives_to_one_module, "runtime.manager", "import torch.distributed as dist"),
     (leaves_collectives_to_one_module, "optim.optimizer", "from torch.distributed import all_reduce"),
     (leaves_collectives_to_one_module, "engine", "import torch\ntorch.distributed.barrier()"),
@@ -568,6 +586,8 @@ GOOD = [
     (leaves_hugging_face_to_integrations, "checkpoint.weights", "def f():\n    import transformers"),
     (leaves_payloads_and_streams_to_memory, "memory.pool", "import torch\nx = torch.empty(3, pin_memory=True)"),
     (leaves_payloads_and_streams_to_memory, "engine", "import torch\nx = torch.zeros(3), config.pin_memory"),
+    (names_the_device_of_new_tensors, "engine", "import torch\nx = torch.zeros(3, device=d), torch.zeros_like(y)"),
+    (names_the_device_of_new_tensors, "engine", "import torch\nx = torch.zeros(3, **kwargs)"),
     (leaves_collectives_to_one_module, "runtime.collectives", "import torch.distributed as dist"),
     (leaves_collectives_to_one_module, "engine", "from accelerate.utils import DistributedType"),
     (leaves_each_kind_of_hook_to_one_module, "runtime.hooks", "m.register_forward_hook(f)"),

@@ -174,7 +174,7 @@ class SafetensorsFile:
         """
         dtype = self.entries[name].dtype
         if stop <= start:
-            return torch.zeros(0, dtype=dtype)
+            return torch.zeros(0, dtype=dtype, device="cpu")
         values = torch.frombuffer(bytearray((stop - start) * dtype.itemsize), dtype=dtype)
         self.read_into(name, start, values)
         return values

@@ -437,7 +437,7 @@ class SavedState:
         if len(pieces) == 1:
             return pieces[0].file.read(pieces[0].key, start - pieces[0].start, stop - pieces[0].start)
         dtype = pieces[0].file.entries[pieces[0].key].dtype if pieces else torch.float32
-        values = torch.zeros(stop - start, dtype=dtype)
+        values = torch.zeros(stop - start, dtype=dtype, device="cpu")
         self.read_into(key, name, start, values)
         return values
 

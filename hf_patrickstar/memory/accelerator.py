@@ -15,7 +15,16 @@ _DEVICE_FULL = ("out of memory", "STATUS_ALLOC_FAILED")
 """Errors of drivers and libraries, beside ``torch.OutOfMemoryError``, that say that a device has no memory left."""
 _HOST_FULL = ("can't allocate memory", "not enough memory")
 """Errors of torch that say that the host has none left."""
-_NOT_PINNED = (*_DEVICE_FULL, *_HOST_FULL, "pin_memory", "pinned", "cannot pin", "page-lock", "not supported")
+_NOT_PINNED = (
+    *_DEVICE_FULL,
+    *_HOST_FULL,
+    "pin_memory",
+    "pinned",
+    "cannot pin",
+    "page-lock",
+    "not supported",
+    "PinnedMemory",
+)
 """Errors that say that host memory cannot be page-locked, in this amount or at all."""
 
 

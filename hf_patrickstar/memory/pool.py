@@ -167,7 +167,7 @@ class PayloadPool:
         nbytes = pinned_nbytes(numel * dtype.itemsize)
         self.ledger.book(Tier.HOST, owner, nbytes)
         try:
-            buffer = self._make(nbytes, torch.empty, numel, dtype=dtype, pin_memory=True)
+            buffer = self._make(nbytes, torch.empty, numel, dtype=dtype, device="cpu", pin_memory=True)
         except RuntimeError as error:
             self.ledger.unbook(Tier.HOST, owner, nbytes)
             if not is_not_pinned(error):

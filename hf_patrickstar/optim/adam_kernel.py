@@ -112,7 +112,7 @@ class AdamKernel(Kernel):
         if step is None:
             return {}
         if not isinstance(step, torch.Tensor):
-            step = self._steps[tensor.spec.index] = torch.tensor(float(step))
+            step = self._steps[tensor.spec.index] = torch.tensor(float(step), device="cpu")
         return {"step": step, **self.state_places(tensor)}
 
     def state_places(self, tensor: ManagedTensor) -> dict[str, torch.Tensor]:

@@ -51,7 +51,7 @@ def total_norm(manager: ChunkManager, items: Iterable[ManagedTensor | torch.Tens
     elif norms:
         together = _stack(list(norms.values()))
     else:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, device="cpu")
     total = torch.linalg.vector_norm(together, norm_type)
     return total if inverse_scale is None else total * inverse_scale.to(total.device)
 

@@ -123,8 +123,11 @@ class ParameterState(MutableMapping[str, Any]):
         self._kernel.load_tensor_state(self._tensor, {})
 
     def _complete(self) -> dict[str, Any]:
-        places = {key: torch.zeros(place.shape) for key, place in self._kernel.state_places(self._tensor).items()}
-        return {"step": torch.tensor(0.0), **places, **self._read()}
+        places = {
+            key: torch.zeros(place.shape, device="cpu")
+            for key, place in self._kernel.state_places(self._tensor).items()
+        }
+        return {"step": torch.tensor(0.0, device="cpu"), **places, **self._read()}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._read())

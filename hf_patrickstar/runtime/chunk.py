@@ -209,7 +209,7 @@ class ManagedTensor:
     def move_in(self) -> None:
         """Gives up the memory that the parameter had of its own, and its gradient: its value is in the chunk now."""
         self.is_filled = True
-        self.parameter.data = self.placeholder
+        set_raw_data(self.parameter, self.placeholder)
         self.parameter.grad = None
 
     def round_master(self) -> None:

@@ -298,7 +298,7 @@ class Collectives:
         if self.world_size == 1:
             return [list(message)]
         own = list(message)
-        rows = torch.tensor([own] * self.world_size, dtype=torch.int64)
+        rows = torch.tensor([own] * self.world_size, dtype=torch.int64, device="cpu")
         with self._naming(what):
             self._emit(MessageExchanged())
             if own:
@@ -322,10 +322,10 @@ class Collectives:
 
     def _exchange_objects(self, value: Any, what: str) -> list[Any]:
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = torch.tensor([[own.numel()]] * self.world_size)
+        sizes = torch.tensor([[own.numel()]] * self.world_size, device="cpu")
         with self._naming(what):
             self._swap(sizes, what, is_patient=True)
-            rows = torch.zeros((self.world_size, int(sizes.max())), dtype=torch.uint8)
+            rows = torch.zeros((self.world_size, int(sizes.max())), dtype=torch.uint8, device="cpu")
             rows[self.rank, : own.numel()] = own
             self._swap(rows, what, is_patient=True)
         return [pickle.loads(row[:size].numpy()) for row, size in zip(rows, sizes, strict=True)]
@@ -408,7 +408,7 @@ class Collectives:
         for group in (self.control, self._group if with_data and self._is_gloo else None):
             others = range(self.world_size) if group is not None else ()
             for other in set(others) - {self.rank}:
-                nothing = torch.zeros(1, dtype=torch.int64)
+                nothing = torch.zeros(1, dtype=torch.int64, device="cpu")
                 with contextlib.suppress(RuntimeError):  # gloo closes all connections when a receive times out
                     work: Any = dist.irecv(nothing, group=group, group_src=other, tag=_NOBODY_SENDS)
                     work.wait(_AT_ONCE)

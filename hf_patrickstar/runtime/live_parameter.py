@@ -20,6 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from hf_patrickstar.errors import EngineError
+
 RAW = torch._C.DisableTorchFunctionSubclass
 """A context in which a released parameter shows its placeholder."""
 
@@ -258,9 +260,43 @@ def raw_data(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def set_raw_data(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Assigns ``parameter.data`` as torch does."""
+    """Assigns ``parameter.data`` as torch does, and between devices where torch does not, too.
+
+    torch refuses a tensor of another device where one of them is a device that torch does not have itself
+    (``PrivateUse1``). There the parameter stays the same object, with its class, attributes, hooks and
+    ``requires_grad``, but gets another tensor inside, without a gradient. A graph of before has the tensor of before:
+    its backward raises when it comes to the parameter.
+
+    Args:
+        parameter: A leaf: a parameter, or a buffer.
+        value: Its value from now on.
+    """
     with RAW():
-        _set_data(parameter, value)
+        try:
+            _set_data(parameter, value)
+        except RuntimeError:
+            if parameter.device.type == value.device.type or torch._has_compatible_shallow_copy_type(parameter, value):
+                raise
+            _exchange(parameter, value)
+
+
+def _exchange(parameter: Any, value: torch.Tensor) -> None:
+    """Does what ``torch.utils.swap_tensors`` does inside; that refuses a tensor which a graph still refers to."""
+    needs_grad = _get_requires_grad(parameter)
+    if needs_grad:
+        torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(_refuse_gradient)
+    torch._C._swap_tensor_impl(parameter, value.detach().requires_grad_(needs_grad))
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        found = getattr(parameter, hooks)
+        if found is not None:
+            setattr(parameter, hooks, found)  # what calls them went with the tensor of before
+
+
+def _refuse_gradient(_: Any) -> None:
+    raise EngineError(
+        "backward came to a parameter that was moved to another device after the forward, by an engine that was made "
+        "or detached, or by full_parameters(): run the backward before, or the forward again"
+    )
 
 
 def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -207,7 +207,7 @@ class Sharing:
         first, last = parts[self.rank]
         if readers == [self.rank] and first <= start and stop <= last and source is not None:
             return _elements(source, start - first, stop - first).to(device="cpu", dtype=dtype), ()
-        value = torch.zeros(stop - start, dtype=dtype)
+        value = torch.zeros(stop - start, dtype=dtype, device="cpu")
         waits = []
         for rank, (first, last) in enumerate(parts):
             low, high = max(first, start), min(last, stop)
@@ -234,7 +234,7 @@ class Sharing:
         """
         what = f"computes the norm of {num} gradients"
         self._order.agree(Subject.NORM, [num], what)
-        vector = torch.zeros(num)
+        vector = torch.zeros(num, device="cpu")
         for place, scalar in found.items():
             vector[place] = scalar
         self._collectives.all_reduce(vector, what)
@@ -288,7 +288,7 @@ class Sharing:
                     if shape is None:
                         state[key] = value
                         continue
-                    part = own[index][key] if rank == self.rank else torch.zeros(shape, dtype=value)
+                    part = own[index][key] if rank == self.rank else torch.zeros(shape, dtype=value, device="cpu")
                     self._collectives.broadcast(part, rank, what)
                     if keep:
                         _join(state, key, part, tensors[index], rank)
@@ -330,7 +330,7 @@ def _join(state: dict[str, Any], key: str, part: torch.Tensor, tensor: ManagedTe
     if not tensor.is_split or part.shape != (stop - start,):
         state[key] = part
         return
-    whole = state.setdefault(key, torch.zeros(tensor.spec.shape, dtype=part.dtype))
+    whole = state.setdefault(key, torch.zeros(tensor.spec.shape, dtype=part.dtype, device="cpu"))
     whole.view(-1)[start:stop].copy_(part)
 
 

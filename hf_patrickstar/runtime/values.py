@@ -89,8 +89,9 @@ class Values:
         with as_it_is():
             if not self.sharing.is_alone:
                 return self.read(tensor, dtype).to(self.device)
-            is_near = chunk.param.device == self.device
-            if not is_near and chunk.compute is not None and chunk.arrival is None:
+            is_there = chunk.param.device != self.device and chunk.arrival is None
+            # A copy that was made after the gradient came has the gradient in this place.
+            if is_there and chunk.compute is not None and tensor.gradient is not GradientPlace.PARAM:
                 return tensor.view_copy(chunk.compute)
             # Whoever gets it may write to it, which a checkpoint that is being written must not see.
             return self.own_part(tensor, dtype).to(self.device, copy=chunk.reader is not None)

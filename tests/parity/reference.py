@@ -24,8 +24,8 @@ def rounded(model):
 
 
 class Reference:
-    def __init__(self, model, dtype, make_optimizer, max_norm=None, scaler=None, autocast=True):
-        self.dtype, self.autocast = dtype, autocast
+    def __init__(self, model, dtype, make_optimizer, max_norm=None, scaler=None, autocast=True, device="cpu"):
+        self.dtype, self.autocast, self.device = dtype, autocast, device
         self.masters = {name: p.detach().float().clone().requires_grad_() for name, p in model.named_parameters()}
         named = dict(model.named_parameters())
         for name in rounded(model) if autocast else named:
@@ -41,7 +41,11 @@ class Reference:
         """One optimizer step over micro-batches; returns their losses and whether the step was done."""
         sums, losses = {}, []
         for batch in batches:
-            with torch.autocast("cpu", self.dtype, cache_enabled=False) if self.autocast else contextlib.nullcontext():
+            with (
+                torch.autocast(self.device, self.dtype, cache_enabled=False)
+                if self.autocast
+                else contextlib.nullcontext()
+            ):
                 loss = self.model(**batch).loss
             losses.append(loss.item())
             scaled = loss / len(batches)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from unit.runtime.parts import Fake
 
+from hf_patrickstar.errors import EngineError
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.live_parameter import (
@@ -20,6 +21,7 @@ from hf_patrickstar.runtime.live_parameter import (
     original_type,
     raw_data,
     raw_grad,
+    set_raw_data,
     set_raw_grad,
     take_raw_grad,
 )
@@ -432,6 +434,65 @@ def test_classes_remember_which_one_the_parameter_had():
     tensor.materialize(torch.zeros(2))
     assert original_type(type(parameter)) is torch.nn.Parameter
     assert original_type(torch.nn.Parameter) is torch.nn.Parameter
+
+
+# Data of another device; torch refuses that of "meta" as it refuses that of devices which are not its own
+
+
+def moved():
+    """A parameter with hooks that was on "meta" meanwhile, and what its hooks will say."""
+    parameter, calls = torch.nn.Parameter(torch.ones(2)), []
+    parameter.note = "kept"
+    parameter.register_hook(lambda gradient: calls.append("hook"))
+    parameter.register_post_accumulate_grad_hook(lambda _: calls.append("post"))
+    set_raw_data(parameter, torch.empty(2, device="meta"))
+    assert (parameter.device.type, parameter.requires_grad) == ("meta", True)
+    set_raw_data(parameter, torch.full((3,), 5.0))
+    return parameter, calls
+
+
+def test_a_parameter_that_gets_data_of_another_device_stays_what_it_is():
+    parameter, _ = moved()
+    assert parameter.tolist() == [5, 5, 5]
+    assert (type(parameter), parameter.note) == (torch.nn.Parameter, "kept")
+    assert (parameter.requires_grad, parameter.is_leaf) == (True, True)
+
+
+def test_its_hooks_are_called_as_before():
+    parameter, calls = moved()
+    (parameter * 2).sum().backward()
+    assert calls == ["hook", "post"]
+    assert parameter.grad.tolist() == [2, 2, 2]
+
+
+def test_a_released_one_is_released_still():
+    parameter, _, _ = make()
+    set_raw_data(parameter, torch.empty(2, device="meta"))
+    assert isinstance(parameter, ReleasedMixin)
+    assert parameter.device.type == "meta"
+    assert parameter.tolist() == [3, 4]
+
+
+def test_a_frozen_one_and_a_buffer_may_be_parts_of_a_graph():
+    weight, buffer = torch.nn.Parameter(torch.ones(2)), torch.full((2,), 3.0)
+    graph = (weight * buffer).sum()
+    set_raw_data(buffer, torch.empty(2, device="meta"))
+    assert (buffer.device.type, buffer.requires_grad) == ("meta", False)
+    graph.backward()
+    assert weight.grad.tolist() == [3, 3]
+
+
+def test_a_backward_that_is_older_than_the_move_raises():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    graph = (parameter * 2).sum()
+    set_raw_data(parameter, torch.empty(2, device="meta"))
+    with pytest.raises(EngineError, match="moved to another device after the forward"):
+        graph.backward()
+
+
+def test_what_torch_refuses_for_another_reason_is_torchs_error():
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):
+        set_raw_data(torch.nn.Parameter(torch.ones(2)), torch.ones(2).to_sparse())
 
 
 def test_only_parameters_of_a_class_of_their_own_can_answer():

@@ -1,0 +1,702 @@
+"""Engines on a fake device, each as one case. Run as a program: writes what became of each case to a file.
+
+The device changes the process, so the cases have one of their own. Where plain torch can do the same, it does so on the
+same device, and every loss and parameter must be the same to the last bit.
+"""
+
+import copy
+import gc
+import json
+import pathlib
+import re
+import sys
+import tempfile
+import traceback
+import warnings
+from unittest import mock
+
+import fake_device
+import pytest
+import torch
+from models import make_batch, make_model
+from reference import Reference
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
+from transformers import Adafactor
+
+from hf_patrickstar import DeviceMemoryError, EngineError, PatrickStarEngine, deferred_weights
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.optim.scaler import ChunkedGradScaler
+from hf_patrickstar.runtime.gradients import Gradients
+from hf_patrickstar.runtime.live_parameter import set_raw_data
+
+SIM = fake_device.NAME
+LR = 3e-3
+TIGHT = {"chunk_numel": 3200, "chunk_budget": 90_000}
+"""Settings with which chunks of every model here move."""
+MAX_NORM = 0.3
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+TWO_DEVICES = "sim:0 and cpu|cpu and sim:0"
+SCALE = {"init_scale": 2.0**8, "growth_interval": 2}
+
+CASES = {}
+
+
+def case(*args):
+    """Names a case after its function, and after the arguments that it is to have."""
+
+    def note(function):
+        name = "-".join([function.__name__, *(str(arg) for arg in args if not callable(arg))])
+        CASES[name] = lambda: function(*args)
+        return function
+
+    return note
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=LR, fused=True)
+
+
+def batch_of(name, seed):
+    return {key: value.to(SIM) for key, value in make_batch(name, size=2, seed=seed, length=8).items()}
+
+
+def plain_model(name, change=lambda model: None):
+    """A model on the device, without the engine."""
+    model = make_model(name).train()
+    change(model)
+    return _move(model, SIM)
+
+
+@torch.no_grad()
+def _move(module, device):
+    for tensor in (*module.parameters(), *module.buffers()):
+        set_raw_data(tensor, tensor.to(device))
+    return module
+
+
+def budgeted(nbytes):
+    """Settings that give an engine as many bytes of the device, beside what is taken already."""
+    gc.collect()
+    return {"device_budget": fake_device.MEMORY.current + nbytes, "chunk_numel": 3200}
+
+
+def make_engine(name, config=None, change=lambda model: None, make_optimizer=adamw, tight=True, **kwargs):
+    """A model that was made on the host, and its engine, with chunks that move unless ``tight`` is false."""
+    model = make_model(name).train()
+    change(model)
+    own = {"pin_memory": False, **(TIGHT if tight else {})}
+    optimizer = make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+    return model, PatrickStarEngine(model, own | (config or {}), optimizer, device=SIM, **kwargs)
+
+
+def train(name, model, optimizer, clip, steps=2, accumulation=1, loss_of=lambda model, batch: model(**batch).loss):
+    """Losses and norms of an ordinary loop."""
+    seen = []
+    for step in range(steps):
+        for micro in range(accumulation):
+            torch.manual_seed(10 * step + micro)
+            loss = loss_of(model, batch_of(name, 10 * step + micro))
+            assert loss.device.type == SIM
+            seen.append(loss.item())
+            (loss / accumulation).backward()
+        if clip is not None:
+            seen.append(clip(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def assert_same(model, expected):
+    """The parameters of a model in chunks, or detached from its engine, are those of another to the last bit."""
+    found = {key: value.cpu() for key, value in model.state_dict().items()}
+    for key, value in expected.items():
+        assert torch.equal(found[key], value.cpu()), f"'{key}' differs"
+
+
+def compare(name, config=None, change=lambda model: None, make_optimizer=adamw, clips=True, tight=True, **kwargs):
+    """Trains a plain model and one in chunks; gives the latter's engine, which is detached."""
+    loop = {key: kwargs.pop(key) for key in ("steps", "loss_of") if key in kwargs}
+    loop["accumulation"] = kwargs.get("gradient_accumulation_steps", 1)
+    plain = plain_model(name, change)
+    optimizer = make_optimizer([parameter for parameter in plain.parameters() if parameter.requires_grad])
+    expected = train(name, plain, optimizer, torch.nn.utils.clip_grad_norm_ if clips else None, **loop)
+    model, engine = make_engine(name, config, change, make_optimizer, tight, **kwargs)
+    found = train(name, model, engine.optimizer, engine.optimizer.clip_grad_norm_ if clips else None, **loop)
+    assert found == expected
+    assert_same(model, plain.state_dict())
+    engine.detach()
+    assert_same(model, plain.state_dict())
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}, "where they were before"
+    if tight:
+        assert engine.stats()["chunk_loads"] > 0
+    return engine
+
+
+# The matrix
+
+
+@case("gpt2")
+@case("bert")
+@case("llama")
+@case("t5")
+@case("mixtral")
+def fp32(name):
+    compare(name)
+
+
+@case("gpt2", "bf16")
+@case("bert", "bf16")
+@case("llama", "bf16")
+@case("t5", "bf16")
+@case("mixtral", "bf16")
+@case("gpt2", "fp16")
+@case("bert", "fp16")
+@case("llama", "fp16")
+@case("t5", "fp16")
+@case("mixtral", "fp16")
+def sixteen_bit(name, precision, accumulation=1, **config):
+    """Against 16-bit weights with fp32 masters in plain torch, all of them on the device; fp16 with a scaler."""
+    scalers = [None, None]
+    if precision == "fp16":
+        scalers = [torch.amp.GradScaler(SIM, **SCALE), ChunkedGradScaler(SIM, **SCALE)]
+    reference = Reference(
+        plain_model(name), DTYPES[precision], lambda named: adamw(named.values()), MAX_NORM, scalers[0], device=SIM
+    )
+    model, engine = make_engine(name, config, precision=precision, gradient_accumulation_steps=accumulation)
+    optimizer, scaler = engine.optimizer, scalers[1]
+    for step in range(2):
+        batches = [batch_of(name, 10 * step + micro) for micro in range(accumulation)]
+        torch.manual_seed(step)
+        expected, _ = reference.step(batches)
+        torch.manual_seed(step)
+        losses = []
+        for batch in batches:
+            loss = model(**batch).loss
+            losses.append(loss.item())
+            loss = loss / accumulation
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        norm = optimizer.clip_grad_norm_(model.parameters(), MAX_NORM)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+        assert losses == expected
+        assert norm.item() == reference.norms[-1]
+    assert engine.stats()["chunk_loads"] > 0
+    assert_same(model, {name: master.detach() for name, master in reference.masters.items()})
+
+
+# Settings
+
+
+@case("fp32")
+@case("bf16")
+@case("fp16")
+def accumulation(precision):
+    if precision == "fp32":
+        compare("gpt2", gradient_accumulation_steps=2)
+    else:
+        sixteen_bit("gpt2", precision, accumulation=2)
+
+
+@case()
+def margin():
+    """Some chunks have their home on the device, and the optimizer works on both tiers."""
+    plain = plain_model("gpt2")
+    expected = train("gpt2", plain, adamw(plain.parameters()), torch.nn.utils.clip_grad_norm_, steps=3)
+    plain.zero_grad()
+    _move(plain, "cpu")
+    model, engine = make_engine("gpt2", budgeted(1_000_000), tight=False)
+    assert train("gpt2", model, engine.optimizer, engine.optimizer.clip_grad_norm_, steps=3) == expected
+    homes = {chunk.home for chunk in engine.manager.chunks}
+    assert homes == {Tier.DEVICE, Tier.HOST}, homes
+    assert_same(model, plain.state_dict())
+    return model, engine
+
+
+@case()
+def everything_on_the_device():
+    engine = compare("gpt2", tight=False)
+    assert engine.stats()["chunk_loads"] == 0
+    assert engine.stats()["device_peak_nbytes"] > 0
+
+
+@case("fp32")
+@case("bf16")
+def cpu_embedding(precision):
+    if precision == "fp32":
+        compare("gpt2", {"cpu_embedding": True})
+    else:
+        sixteen_bit("gpt2", precision, cpu_embedding=True)
+
+
+@case()
+def activation_checkpointing():
+    compare("gpt2", change=lambda model: model.gradient_checkpointing_enable())
+
+
+@case()
+def a_model_made_on_the_device():
+    plain = plain_model("bert")
+    model = plain_model("bert")
+    engine = PatrickStarEngine(model, {"pin_memory": False, **TIGHT}, adamw(model.parameters()), device=SIM)
+    expected = train("bert", plain, adamw(plain.parameters()), None)
+    assert train("bert", model, engine.optimizer, None) == expected
+    engine.detach()
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {SIM}
+    assert_same(model, plain.state_dict())
+
+
+def _freeze_some(model):
+    for number, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(number % 3 != 0)
+
+
+@case()
+def frozen_parameters():
+    compare("bert", change=_freeze_some)
+
+
+@case()
+def a_default_device():
+    """What the engine keeps on the host is there, wherever tensors are made by default."""
+    with torch.device(SIM):
+        checkpoint("torch", False)
+        pretrained_and_optimizer_state()
+
+
+@case()
+def memory_that_cannot_be_pinned():
+    model, engine = make_engine("bert", {"pin_memory": "auto"})
+    assert not engine.resources.pool.pins_memory
+    train("bert", model, engine.optimizer, None)
+
+
+@case()
+def debug_evict_all():
+    compare("bert", {"debug_evict_all": True})
+
+
+# Optimizers, clipping, scaling
+
+
+@case("adamw, one by one", lambda parameters: torch.optim.AdamW(parameters, lr=LR, foreach=False))
+@case("adam, without decay", lambda parameters: torch.optim.Adam(parameters, lr=LR, fused=True))
+@case("adam, a tensor for rate", lambda parameters: torch.optim.Adam(parameters, torch.tensor(LR), fused=True))
+@case("sgd", lambda parameters: torch.optim.SGD(parameters, lr=LR, momentum=0.9))
+@case("rmsprop", lambda parameters: torch.optim.RMSprop(parameters, lr=LR))
+def optimizer(_, make_optimizer):
+    """Optimizer states on the host."""
+    compare("bert", make_optimizer=make_optimizer)
+
+
+@case("sgd", lambda parameters: torch.optim.SGD(parameters, lr=LR, momentum=0.9))
+@case("adafactor", lambda parameters: Adafactor(parameters, lr=LR, relative_step=False, scale_parameter=False))
+def optimizer_on_the_device(_, make_optimizer):
+    compare("bert", make_optimizer=make_optimizer, tight=False)
+
+
+class FlatSGD(torch.optim.Optimizer):
+    """An optimizer that looks at all parameters together."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": LR})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        largest = torch.stack([p.grad.abs().max() for p in parameters]).max()
+        for parameter in parameters:
+            parameter.sub_(parameter.grad / largest, alpha=LR)
+
+
+@case(True)
+@case(False)
+def optimizer_of_all_at_once(tight):
+    compare("bert", make_optimizer=FlatSGD, tight=tight)
+
+
+@case()
+def clipping_some_and_by_value():
+    """Gradients of some parameters are clipped by their norm, then all by their values."""
+    seen = []
+    plain = plain_model("gpt2")
+    model, engine = make_engine("gpt2")
+    for one, optimizer in ((plain, adamw(plain.parameters())), (model, engine.optimizer)):
+        torch.manual_seed(0)
+        one(**batch_of("gpt2", 0)).loss.backward()
+        some = list(one.parameters())[::2]
+        if one is plain:
+            norm = torch.nn.utils.clip_grad_norm_(some, MAX_NORM)
+            torch.nn.utils.clip_grad_value_(one.parameters(), 1e-3)
+        else:
+            norm = optimizer.clip_grad_norm_(some, MAX_NORM)
+            optimizer.clip_grad_value_(1e-3)
+        optimizer.step()
+        seen.append(norm.item())
+    assert seen[0] == seen[1]
+    assert_same(model, plain.state_dict())
+
+
+@case()
+def clipping_on_both_tiers():
+    """Norms are where the gradients are, and the coefficient goes to each of these places."""
+    model, engine = margin()
+    assert len({chunk.param.device for chunk in engine.manager.chunks}) == 2
+    torch.manual_seed(0)
+    model(**batch_of("gpt2", 0)).loss.backward()
+    engine.optimizer.clip_grad_norm_(list(model.parameters())[::2], MAX_NORM)
+    engine.optimizer.clip_grad_norm_(model.parameters(), MAX_NORM)
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+
+
+@case()
+def overflow():
+    """A step that overflows is left out, and the scale goes down."""
+    model, engine = make_engine("gpt2", precision="fp16")
+    scaler = ChunkedGradScaler(SIM, init_scale=2.0**60)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    scaler.scale(model(**batch_of("gpt2", 0)).loss).backward()
+    scaler.step(engine.optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**59
+    assert engine.stats()["skipped_steps"] == 1
+    assert_same(model, before)
+
+
+# Checkpoints
+
+
+@case("sharded", False)
+@case("torch", False)
+@case("both", True)
+def checkpoint(optimizer_format, background):
+    """A run goes on from a checkpoint, in another engine with other homes."""
+    config = {"optimizer_format": optimizer_format, "background_save": background}
+    with tempfile.TemporaryDirectory() as folder:
+        model, engine = make_engine("gpt2", config)
+        train("gpt2", model, engine.optimizer, None)
+        engine.save_checkpoint(folder + "/checkpoint")
+        expected = train("gpt2", model, engine.optimizer, None)
+        for tight in (True, False):
+            again, other = make_engine("gpt2", config, tight=tight)
+            engine.detach()  # waits for the files
+            other.load_checkpoint(folder + "/checkpoint")
+            assert train("gpt2", again, other.optimizer, None) == expected
+            assert_same(again, model.state_dict())
+
+
+@case()
+def pretrained_and_optimizer_state():
+    """Files of transformers and states of optimizers are those of a plain model."""
+    plain, (model, engine) = plain_model("gpt2"), make_engine("gpt2")
+    inner = adamw(plain.parameters())
+    train("gpt2", plain, inner, None)
+    train("gpt2", model, engine.optimizer, None)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        assert_same(type(model).from_pretrained(folder), plain.state_dict())
+    ours, theirs = engine.optimizer.state_dict()["state"], inner.state_dict()["state"]
+    for number, state in theirs.items():
+        for name, value in state.items():
+            assert torch.equal(ours[number][name].cpu(), value.cpu()), (number, name)
+    engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+    train("gpt2", model, engine.optimizer, None)
+
+
+@case()
+def deferred_weights_from_a_file():
+    """Parameters without a value until the engine reads them become parameters with placeholders on the device."""
+    plain = plain_model("bert")
+    with tempfile.TemporaryDirectory() as folder:
+        make_model("bert").save_pretrained(folder)
+        with deferred_weights():
+            model = type(plain).from_pretrained(folder).train()
+        engine = PatrickStarEngine(model, {"pin_memory": False, **TIGHT}, adamw(model.parameters()), device=SIM)
+    expected = train("bert", plain, adamw(plain.parameters()), None)
+    assert train("bert", model, engine.optimizer, None) == expected
+
+
+# A live model
+
+
+def _penalty(model, batch):
+    return model(**batch).loss + 1e-3 * sum(parameter.pow(2).sum() for parameter in model.parameters())
+
+
+@case(True)
+@case(False)
+def penalty(tight):
+    """A part of the loss is computed with parameters outside of the forward."""
+    compare("bert", loss_of=_penalty, tight=tight)
+
+
+def _touch(model):
+    """Reads and writes parameters and gradients as training code does."""
+    first, second, third = list(model.parameters())[:3]
+    second.grad.mul_(0.5)
+    third.grad = torch.ones_like(third)
+    with torch.no_grad():
+        first.mul_(0.9)
+        second.add_(torch.full_like(second, 0.01))
+        third.data.copy_(first.data.flatten()[: third.numel()].view_as(third))
+        first.data[0] = 1.0
+    noted = [first.norm(), (second * third.flatten()[0]).sum(), first.grad.abs().sum(), first.detach()[:1].sum()]
+    devices = {value.device for value in (*noted, first, first.data, first.grad, torch.zeros_like(first))}
+    assert {device.type for device in devices} == {SIM}, devices
+    return [value.item() for value in noted]
+
+
+@case(True)
+@case(False)
+def reads_and_writes(tight):
+    seen = []
+    plain = plain_model("bert")
+    model, engine = make_engine("bert", tight=tight)
+    for one, optimizer in ((plain, adamw(plain.parameters())), (model, engine.optimizer)):
+        noted = []
+        for step in range(2):
+            torch.manual_seed(step)
+            loss = one(**batch_of("bert", step)).loss
+            loss.backward()
+            noted += [loss.item(), *_touch(one)]
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(noted)
+    assert seen[0] == seen[1]
+    assert_same(model, plain.state_dict())
+
+
+@case("t5", True)
+@case("bert", False)
+def descent_by_hand(name, tight):
+    """A chunk that is read again after gradients came to it has gradients where values were; none is taken for one."""
+    seen = []
+    plain = plain_model(name)
+    model, _ = make_engine(name, tight=tight)
+    for one in (plain, model):
+        noted = []
+        for step in range(2):
+            torch.manual_seed(step)
+            loss = one(**batch_of(name, step)).loss
+            loss.backward()
+            noted.append(loss.item())
+            for parameter in one.parameters():
+                parameter.data.sub_(0.1 * parameter.grad)
+            one.zero_grad()
+        seen.append(noted)
+    assert seen[0] == seen[1]
+    assert_same(model, plain.state_dict())
+
+
+@case()
+def copies():
+    """Copies are ordinary models on the host, and a value of another device is written to where the chunk is."""
+    model, _ = make_engine("bert")
+    copied = copy.deepcopy(model)
+    assert {parameter.device.type for parameter in copied.parameters()} == {"cpu"}
+    assert_same(copied, model.state_dict())
+    model.load_state_dict({key: value.to(SIM) + 1 for key, value in copied.state_dict().items()})
+    assert_same(model, {key: value + 1 for key, value in copied.state_dict().items()})
+    model.load_state_dict(copied.state_dict())
+    assert_same(model, copied.state_dict())
+
+
+@case()
+def full_parameters():
+    model, engine = make_engine("bert")
+    model(**batch_of("bert", 0)).loss.backward()
+    first = next(model.parameters())
+    before = [id(parameter) for parameter in model.parameters()]
+    with engine.full_parameters(with_grads=True):
+        assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+        assert {parameter.grad.device.type for parameter in model.parameters() if parameter.grad is not None} == {"cpu"}
+        first.data.mul_(2)
+        first.grad.zero_()
+        expected = first.detach().clone()
+    assert [id(parameter) for parameter in model.parameters()] == before
+    assert torch.equal(first.detach().cpu(), expected)
+    assert not first.grad.any()
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+    train("bert", model, engine.optimizer, None)
+
+
+@case()
+def changes_of_the_model():
+    """Parameters are frozen, thawed and replaced between steps."""
+    models = plain_model("bert", _freeze_some), make_engine("bert", change=_freeze_some)[0]
+    engine = models[1].patrickstar_engine
+    optimizers = adamw([p for p in models[0].parameters() if p.requires_grad]), engine.optimizer
+    seen = []
+    for model, optimizer in zip(models, optimizers, strict=True):
+        noted = train("bert", model, optimizer, None)
+        thawed = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        for parameter in thawed:
+            parameter.requires_grad_(True)
+        torch.manual_seed(3)
+        model.classifier = nn.Linear(32, 3)
+        model.classifier.to(SIM) if model is models[1] else _move(model.classifier, SIM)
+        optimizer.add_param_group({"params": [*thawed, *model.classifier.parameters()]})
+        seen.append(noted + train("bert", model, optimizer, None))
+    assert seen[0] == seen[1]
+    assert_same(models[1], models[0].state_dict())
+
+
+@case()
+def evaluation_and_generation():
+    plain, (model, _) = plain_model("gpt2").eval(), make_engine("gpt2")
+    model.eval()
+    batch = batch_of("gpt2", 0)
+    with torch.no_grad():
+        assert model(**batch).loss.item() == plain(**batch).loss.item()
+        found, expected = (
+            one.generate(batch["input_ids"], max_new_tokens=3, do_sample=False).tolist() for one in (model, plain)
+        )
+    assert found == expected
+
+
+# Memory
+
+
+@case()
+def out_of_memory():
+    """The device refuses an allocation in a step: the micro-batch is repeated."""
+    model, engine = make_engine("gpt2", budgeted(2_000_000), tight=False)
+    plain = plain_model("gpt2")
+    expected = train("gpt2", plain, adamw(plain.parameters()), None, steps=1)
+    full, losses = fake_device.MEMORY.capacity, []
+
+    def once():
+        torch.manual_seed(0)
+        if not losses:
+            fake_device.MEMORY.capacity = fake_device.MEMORY.current + 20_000
+        losses.append(None)
+        try:
+            loss = model(**batch_of("gpt2", 0)).loss
+            loss.backward()
+        finally:
+            fake_device.MEMORY.capacity = full
+        return loss.item()
+
+    assert [engine.attempt(once)] == expected
+    assert len(losses) == 2
+    engine.optimizer.step()
+    assert_same(model, plain.state_dict())
+
+
+@case()
+def advice():
+    """What a step needs is foreseen for the device, with tensors that are fakes there."""
+    batch = {key: value.to(SIM) for key, value in make_batch("gpt2", size=8).items()}
+    config = budgeted(500_000)
+    model, engine = make_engine("gpt2", config, tight=False)
+    said = ""
+    try:
+        model(**batch).loss.backward()
+    except DeviceMemoryError as error:
+        said = str(error)
+    engine.detach()
+    del model, engine
+    enough = int(re.search(r"device_budget to at least (\d+)", said)[1])
+    gc.collect()
+    model, engine = make_engine("gpt2", config | {"device_budget": enough}, tight=False)
+    model(**batch).loss.backward()
+    engine.optimizer.step()
+    assert enough < 1.5 * engine.stats()["device_total_peak_nbytes"], "no more than is needed"
+
+
+@case()
+def a_parameter_of_another_device():
+    """The object stays, with all that it has; a graph of before cannot reach it."""
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.note = "kept"
+    calls = []
+    parameter.register_hook(lambda gradient: calls.append("hook"))
+    parameter.register_post_accumulate_grad_hook(lambda _: calls.append("post"))
+    graph = (parameter * 2).sum()
+    set_raw_data(parameter, torch.full((3,), 5.0, device=SIM))
+    assert (parameter.device.type, type(parameter), parameter.note) == (SIM, nn.Parameter, "kept")
+    assert parameter.requires_grad
+    assert parameter.is_leaf
+    (parameter * 2).sum().backward()
+    assert calls == ["hook", "post"]
+    assert parameter.grad.tolist() == [2.0, 2.0, 2.0]
+    with pytest.raises(EngineError, match="moved to another device after the forward"):
+        graph.backward()
+
+
+# Mistakes that are found
+
+
+class Mistaken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.row = torch.ones(16)  # no buffer, so it stays on the host
+
+    def forward(self, x):
+        return self.linear(x) @ self.row
+
+
+@case()
+def an_operator_of_two_devices_in_a_model():
+    model = Mistaken()
+    PatrickStarEngine(model, {"pin_memory": False}, adamw(model.parameters()), device=SIM)
+    with pytest.raises(FakeTensorDeviceMismatchError, match=TWO_DEVICES):
+        model(torch.ones(2, 16, device=SIM))
+
+
+class Staying(torch.Tensor):
+    """A tensor that ``to`` takes nowhere."""
+
+    def to(self, *args, **kwargs):
+        return self
+
+
+@case()
+def a_coefficient_that_stays_on_the_device():
+    """The engine with a mistake: the optimizer's step multiplies gradients on the host with what is on the device."""
+    take, found = Gradients.take_factor, []
+
+    def stay(gradients):
+        factor = take(gradients)
+        found.append(factor.device.type)
+        return factor.as_subclass(Staying)
+
+    model, engine = make_engine("gpt2")
+    train("gpt2", model, engine.optimizer, engine.optimizer.clip_grad_norm_, steps=1)  # norms are noted on arrival now
+    model(**batch_of("gpt2", 0)).loss.backward()
+    engine.optimizer.clip_grad_norm_(model.parameters(), MAX_NORM)
+    with (
+        mock.patch.object(Gradients, "take_factor", stay),
+        pytest.raises(RuntimeError, match=TWO_DEVICES),
+    ):
+        engine.optimizer.step()
+    assert found == [SIM]
+
+
+def main(path):
+    """Runs every case, or those that are named, and writes the errors of those that failed."""
+    fake_device.register()
+    warnings.simplefilter("ignore")
+    results = {}
+    for name in sys.argv[2:] or CASES:
+        gc.collect()
+        torch.manual_seed(0)
+        try:
+            CASES[name]()
+            results[name] = None
+        except (Exception, pytest.fail.Exception):
+            results[name] = traceback.format_exc()
+    pathlib.Path(path).write_text(json.dumps(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
