@@ -17,6 +17,8 @@ FOLDER = pathlib.Path(__file__).parent
 CASES = FOLDER / "mixed_cases.py"
 TIMEOUT_S = 240
 
+pytestmark = pytest.mark.xdist_group("fake device")  # one process for all cases, not one per worker
+
 
 def names_of_cases():
     """The names of all cases, as ``mixed_cases.case`` makes them; to import that file here would need the device."""
