@@ -10,7 +10,7 @@ import time
 
 import common
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.report.timeline import write_picture, write_trace
@@ -91,6 +91,65 @@ def show(row):
     )
 
 
+PAPER_LENGTH = 1024
+PAPER_MODELS = {
+    "1B": (20, 2048),
+    "4B": (64, 2304),
+    "6B": (53, 3072),
+    "8B": (72, 3072),
+    "10B": (50, 4096),
+    "12B": (60, 4096),
+}
+"""Layers and hidden sizes of Table 2 of the papers."""
+PAPER_TFLOPS = {"1B": (51, None), "6B": (40, 56), "8B": (34, 40), "10B": (32, 44), "12B": (23, 34)}
+"""TFLOP/s on one V100, the best of several batch sizes: the first paper's section 9.2.2, and the later one's."""
+
+
+def record_paper(name: str, batch_size: int):
+    """Records a step of one of the papers' models on their machine, chunks and optimizer states where they fit."""
+    num_layers, hidden = PAPER_MODELS[name]
+
+    def make_model():
+        sizes = {"n_layer": num_layers, "n_embd": hidden, "n_head": 16, "n_positions": PAPER_LENGTH, "use_cache": False}
+        dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        model = GPT2LMHeadModel(GPT2Config(**sizes, **dropouts, loss_type="ForCausalLM")).train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    def make_inputs():
+        tokens = torch.zeros((batch_size, PAPER_LENGTH), dtype=torch.long)
+        return {"input_ids": tokens, "labels": tokens}
+
+    return record_step(make_model, make_inputs, MACHINES["v100"], config={"dtype": "fp16"})
+
+
+def compare_with_papers(names, batch_size):
+    """Prints TFLOP/s beside the papers', and what the critical path consists of."""
+    print(
+        f"simulated: one V100, GPT-2 of Table 2, batch {batch_size}, {PAPER_LENGTH} tokens; the papers' best of 4 to 64"
+    )
+    print(f"{'model':>6}{'seconds':>9}{'TFLOP/s':>9}{'papers':>10}   critical path")
+    rows = []
+    for name in names:
+        recording = record_paper(name, batch_size)
+        timeline = recording.timeline
+        flops = 8 * recording.num_parameters * batch_size * PAPER_LENGTH  # with recomputation, as the papers count
+        row = {
+            "model": name,
+            "parameters": recording.num_parameters,
+            "batch_size": batch_size,
+            "seconds": timeline.duration_ns / 1e9,
+            "tflops": flops / timeline.duration_ns / 1e3,
+            "papers_tflops": PAPER_TFLOPS.get(name),
+            "critical_s": {lane.value: nanoseconds / 1e9 for lane, nanoseconds in timeline.critical_ns().items()},
+        }
+        path = ", ".join(f"{lane} {seconds:.1f} s" for lane, seconds in row["critical_s"].items() if seconds > 0.05)
+        papers = " / ".join("-" if figure is None else str(figure) for figure in row["papers_tflops"] or ("-", "-"))
+        print(f"{name:>6}{row['seconds']:>9.2f}{row['tflops']:>9.1f}{papers:>10}   {path}")
+        rows.append(row)
+    return rows
+
+
 LANES = (Lane.COMPUTE, Lane.TO_DEVICE, Lane.TO_HOST, Lane.HOST)
 
 
@@ -101,7 +160,13 @@ def main():
     parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384], help="tokens per step")
     parser.add_argument("--machines", nargs="+", default=list(MACHINES), help="known names, or JSON files")
     parser.add_argument("--traces", metavar="DIR", help="write a Perfetto trace and a picture of every row there")
+    parser.add_argument("--papers", nargs="*", metavar="MODEL", help=f"the papers' models instead: {[*PAPER_MODELS]}")
+    parser.add_argument("--batch_size", type=int, default=16, help="sequences per step, for --papers")
     options = parser.parse_args()
+    if options.papers is not None:
+        rows = compare_with_papers(options.papers or PAPER_MODELS, options.batch_size)
+        common.finish("bench_timeline_papers", options, {"simulated": True, "rows": rows})
+        return
     machines = [find_machine(name) for name in options.machines]
     print("simulated: virtual time of one device, all chunks at home on the host, clipping on")
     print(

@@ -1,0 +1,94 @@
+"""Bounds and replays of scripts that are short enough to work out by hand."""
+
+import pytest
+
+from hf_patrickstar.schedule.bounds import bounds_of
+from hf_patrickstar.schedule.clock import Lane
+from hf_patrickstar.schedule.machine import Machine
+from hf_patrickstar.schedule.plan import Actions, Plan
+from hf_patrickstar.schedule.replay import device_ns, replay
+from hf_patrickstar.schedule.script import Await, Begin, BlockingCopy, HostWork, Join, Kernel, Part, Reach, Send
+
+SECOND = 10**9
+MACHINE = Machine(
+    name="slow",
+    flops={"float32": 10.0},
+    device_nbytes=1000,
+    device_bandwidth=100.0,
+    to_device_bandwidth=10.0,
+    to_host_bandwidth=20.0,
+    pageable_bandwidth=5.0,
+    host_nbytes=1000,
+    host_bandwidth=28.0,
+    host_flops=100.0,
+    num_cores=1,
+    copy_latency_s=1e-9,
+    operator_s=1e-9,
+    kernel_s=1e-9,
+)
+"""Whole seconds for bytes, and a nanosecond for everything else."""
+WORK = Kernel("work", 20, 0, "float32")  # two seconds
+NOWHERE = Plan((Actions(), Actions()), {}, (0, 0))
+
+
+def seconds(timeline):
+    return round(timeline.duration_ns / SECOND, 6)
+
+
+def play(*script, plan=NOWHERE, sizes=(40, 40)):
+    return replay(script, plan, sizes, MACHINE)
+
+
+def test_nothing_takes_no_time():
+    assert play().duration_ns == 0
+
+
+def test_a_chunk_is_loaded_when_it_is_reached_and_computation_waits():
+    plan = Plan((Actions(load=(0,)), Actions(load=(1,))), {}, (40, 80))
+    timeline = play(Reach(0), WORK, Reach(1), WORK, plan=plan)
+    assert seconds(timeline) == 4 + 2 + 4 + 2, "the second load is started when the first work has been launched"
+    assert timeline.busy_ns()[Lane.TO_DEVICE] == pytest.approx(8 * SECOND, abs=10)
+
+
+def test_a_chunk_that_comes_ahead_is_waited_for_where_it_is_needed():
+    plan = Plan((Actions(load=(0, 1)), Actions()), {}, (80, 80))
+    timeline = play(Reach(0), WORK, Reach(1), WORK, plan=plan)
+    assert seconds(timeline) == 4 + 4 + 2, "the second load runs beside the first work"
+
+
+def test_gradients_leave_beside_computation_and_are_awaited_by_name():
+    timeline = play(WORK, Send(0, 40, to_device=False), WORK, Await(0, False, "the update"), HostWork("adam", 0, 28))
+    assert seconds(timeline) == 2 + 2 + 1, "the copy of two seconds is hidden by work of two"
+    assert {place: round(ns / SECOND) for place, ns in timeline.waits_by_place().items()} == {"the update": 4}
+
+
+def test_a_gradient_goes_home_after_its_chunk_was_read_from_there():
+    plan = Plan((Actions(load=(0,)), Actions()), {}, (40, 40))
+    timeline = play(Reach(1), Send(0, 20, to_device=False), plan=plan)
+    assert seconds(timeline) == 4 + 1
+
+
+def test_computation_can_be_told_to_wait_for_a_copy():
+    assert seconds(play(Send(0, 40, to_device=False), Join(0), WORK)) == 2 + 2
+    assert seconds(play(Send(0, 40, to_device=False), WORK)) == 2
+
+
+def test_a_blocking_copy_stops_everybody():
+    timeline = play(WORK, BlockingCopy(10, to_device=True, is_pinned=False, place="here"), WORK)
+    assert seconds(timeline) == 2 + 2 + 2
+    assert list(timeline.waits_by_place()) == ["here"]
+
+
+def test_bounds():
+    script = [Begin(Part.FORWARD), WORK, Begin(Part.BACKWARD), WORK, WORK, Send(0, 40, to_device=False)]
+    timeline = play(*script)
+    assert device_ns(script, MACHINE) == {Part.FORWARD: 2 * SECOND, Part.BACKWARD: 4 * SECOND, Part.UPDATE: 0}
+    few = bounds_of(script, timeline, MACHINE, num_on_host=1)
+    assert (few.lower_ns, few.binding) == (6 * SECOND, "compute")
+    assert few.clipped_ns == 6 * SECOND, "an update of a second hides behind the next forward"
+    many = bounds_of(script, timeline, MACHINE, num_on_host=5)
+    assert many.lower_ns == 6 * SECOND
+    assert many.clipped_ns == (4 + 5) * SECOND
+    most = bounds_of(script, timeline, MACHINE, num_on_host=20)
+    assert (most.lower_ns, most.binding) == (20 * SECOND, "host Adam")
+    assert most.clipped_ns == 24 * SECOND
