@@ -11,12 +11,18 @@ from hf_patrickstar.events import (
     ChunkInvalidated,
     ChunkLoaded,
     ChunkRehomed,
+    ChunkVisited,
+    CopyAwaited,
     GradientStored,
+    StepDiverged,
     StepFinished,
+    StepRecorded,
 )
 from hf_patrickstar.memory.tiers import Tier
 
 WIDTH = 8
+HOW = (ChunkVisited, CopyAwaited, StepRecorded, StepDiverged)
+"""Events that say how a step went, and not what moved."""
 WORDS = {
     ChunkLoaded: "load",
     ChunkEvicted: "evict",
@@ -42,7 +48,11 @@ def record(eviction, num_chunks, num_layers=3, prefetch_depth=0, **kwargs):
         "prefetch_depth": prefetch_depth,
     }
     engine = PatrickStarEngine(
-        model, config, torch.optim.AdamW(model.parameters(), fused=True), listener=events.append, **kwargs
+        model,
+        config,
+        torch.optim.AdamW(model.parameters(), fused=True),
+        listener=lambda event: None if isinstance(event, HOW) else events.append(event),
+        **kwargs,
     )
     return model, engine, events
 
