@@ -1,13 +1,14 @@
 """What an engine runs on: a device, budgets, memory, and other processes."""
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.memory.accelerator import can_pin_memory, find_device, is_accelerator
+from hf_patrickstar.memory.accelerator import can_pin_memory, find_device, grow_segments, is_accelerator
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.meters import AllocatorMeter, Meter, StorageMeter, UnmeteredTier
 from hf_patrickstar.memory.pool import PayloadPool
@@ -15,6 +16,8 @@ from hf_patrickstar.memory.streams import Streams, make_streams
 from hf_patrickstar.memory.tiers import Tier, resolve_budgets
 from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.vigil import Patience
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,6 +65,9 @@ class Resources:
             ConfigError: If a setting cannot work here.
         """
         device = find_device(device)
+        said = grow_segments(device)
+        if said is not None:
+            logger.info("patrickstar: %s", said)
         collectives = Collectives.connect(process_group, device, Patience.of(config.process_wait_s))
         budgets = resolve_budgets(device, config.device_budget, config.host_budget, collectives.local_world_size)
         meter: Meter

@@ -1,6 +1,7 @@
 """The payload pool: allocates and reuses the buffers that chunks live in, and books every one in the ledger."""
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_patrickstar.errors import BudgetError, DeviceMemoryError
-from hf_patrickstar.memory.accelerator import is_full, is_not_pinned
+from hf_patrickstar.memory.accelerator import empty_cache, is_accelerator, is_device_full, is_full, is_not_pinned
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
@@ -181,9 +182,19 @@ class PayloadPool:
     def _new(self, tier: Tier, numel: int, dtype: torch.dtype, owner: str, zero: bool) -> torch.Tensor:
         """A new buffer for bytes that are booked; if the system has none, they are taken out of the book again."""
         device = self._device if tier is Tier.DEVICE else torch.device("cpu")
+        make = functools.partial(
+            self._make, numel * dtype.itemsize, torch.zeros if zero else torch.empty, numel, dtype=dtype, device=device
+        )
         try:
-            make = torch.zeros if zero else torch.empty
-            buffer = self._make(numel * dtype.itemsize, make, numel, dtype=dtype, device=device)
+            try:
+                buffer = make()
+            except RuntimeError as error:
+                if not is_accelerator(device) or not is_device_full(error):
+                    raise
+                # The budget has room, so the memory is there, but in pieces: kept buffers may be what lies between.
+                self.trim()
+                empty_cache()
+                buffer = make()
         except RuntimeError as error:
             self.ledger.unbook(tier, owner, numel * dtype.itemsize)
             if not is_full(error):

@@ -215,6 +215,51 @@ def test_a_refusal_of_the_system_leaves_the_book_as_it_was(monkeypatch):
         assert pool.ledger.used(tier) == 0
 
 
+@pytest.fixture
+def gpu(monkeypatch):
+    """A pool of a device that is not there: its memory is the host's; and what each attempt to allocate calls first."""
+    ledger = Ledger({DEVICE: 1000, HOST: 1000})
+    pool, empty = PayloadPool(ledger, torch.device("cuda", 0), False, ThreadStreams(CPU)), torch.empty
+    pool.attempts = []
+
+    def make(*args, device=None, **kwargs):
+        for attempt in pool.attempts:
+            attempt()
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(pool_module.torch, "empty", make)
+    monkeypatch.setattr(pool_module, "empty_cache", lambda: None)
+    return pool
+
+
+def test_a_device_with_memory_in_pieces_is_asked_again_without_kept_buffers(gpu):
+    """The budget has room, and kept buffers may be what lies between free pieces."""
+    pool = gpu
+    pool.release(DEVICE, pool.allocate(DEVICE, 50, FP32, "param"), "param")
+
+    def fail():
+        if pool.ledger.owners(DEVICE).get(CACHE_OWNER):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 160 bytes")
+
+    pool.attempts.append(fail)
+    assert pool.allocate(DEVICE, 40, FP32, "param").numel() == 40
+    assert pool.ledger.owners(DEVICE) == {"param": 160}
+
+
+def test_a_device_that_is_full_all_the_same_says_so(gpu):
+    calls = []
+
+    def fail():
+        calls.append(1)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 160 bytes")
+
+    gpu.attempts.append(fail)
+    with pytest.raises(DeviceMemoryError, match="Tried to allocate 160 bytes"):
+        gpu.allocate(DEVICE, 40, FP32, "param")
+    assert gpu.ledger.used(DEVICE) == 0
+    assert len(calls) == 2
+
+
 def test_other_errors_are_not_hidden(monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("illegal instruction")
