@@ -11,6 +11,7 @@ from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.memory.accelerator import can_pin_memory, find_device, grow_segments, is_accelerator
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.meters import AllocatorMeter, Meter, StorageMeter, UnmeteredTier
+from hf_patrickstar.memory.pinning import make_pinning
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Streams, make_streams
 from hf_patrickstar.memory.tiers import Tier, resolve_budgets
@@ -85,5 +86,9 @@ class Resources:
         ledger.is_cautious = is_accelerator(device)
         pinned = config.pin_memory if config.pin_memory != "auto" else is_accelerator(device)
         streams = make_streams(device)
-        pool = PayloadPool(ledger, device, bool(pinned) and can_pin_memory(), streams)
+        pinning = None
+        if pinned and can_pin_memory():
+            pinning, how = make_pinning(device)
+            logger.info("patrickstar: pin_memory=%s: page-locked memory is %s", config.pin_memory, how)
+        pool = PayloadPool(ledger, device, pinning, streams)
         return cls(device, collectives, meter, ledger, pool, streams)

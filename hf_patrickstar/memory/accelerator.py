@@ -24,6 +24,8 @@ _NOT_PINNED = (*_DEVICE_FULL, *_HOST_FULL, "pin_memory", "pinned", "cannot pin",
 
 _WITH_GROWING_SEGMENTS = frozenset({"cuda"})
 """Kinds of devices whose allocator can make segments that grow."""
+_WITH_RUNTIME = frozenset({"cuda"})
+"""Kinds of devices whose driver can be asked through torch to lock pages of the host."""
 _GROWING = "expandable_segments"
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Where users configure torch's allocators; the first one is for all accelerators."""
@@ -196,6 +198,52 @@ def configure_allocator(settings: dict[str, str]) -> bool:
 def empty_cache() -> None:
     """Gives memory back that torch's allocator has taken from the accelerator and no tensor is in."""
     torch.accelerator.empty_cache()
+
+
+def empty_host_cache() -> None:
+    """Gives page-locked host memory back that torch's allocator keeps and no tensor is in."""
+    public = getattr(torch.accelerator, "empty_host_cache", None)  # since torch 2.12
+    private = getattr(torch._C, "_host_emptyCache", None)
+    for give_back in (public, private):
+        if give_back is not None:
+            give_back()
+            return
+
+
+def host_cache_nbytes() -> int | None:
+    """Bytes of page-locked memory that torch's allocator has taken from the system; ``None`` if it does not say."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    stats: dict[str, Any] = {}
+    if device is not None:
+        stats = getattr(torch.get_device_module(device), "host_memory_stats", dict)()
+    taken = stats.get("allocated_bytes.current")
+    return None if taken is None else int(taken)
+
+
+def lock_pages(device: torch.device, address: int, nbytes: int) -> None:
+    """Has the driver lock whole pages of the host for copies to and from a device.
+
+    Args:
+        device: The device.
+        address: Where the pages begin.
+        nbytes: How many bytes they have.
+
+    Raises:
+        RuntimeError: If the driver does not.
+    """
+    if device.type not in _WITH_RUNTIME:
+        raise RuntimeError(f"cannot pin pages for {device}")
+    with torch.get_device_module(device).device(device):
+        failed = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+    if failed:
+        raise RuntimeError(f"cannot pin {nbytes} bytes: the driver answers {failed} (memory lock limit?)")
+
+
+def unlock_pages(device: torch.device, address: int) -> None:
+    """Undoes ``lock_pages``, after every copy that was started; while Python ends there may be no driver any more."""
+    with contextlib.suppress(Exception):
+        torch.accelerator.synchronize(device)
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def used_nbytes(device: torch.device) -> Callable[[], int]:
