@@ -73,8 +73,9 @@ class PatrickStarConfig:
             safetensors file that they came from, whenever the parameters are saved, merged, copied or unfrozen.
             Parameters that came from no such file keep only their 16-bit values.
         pin_memory: Whether host chunks that move are page-locked: ``True``, ``False``, or ``"auto"``: yes with a CUDA
-            device. Pinned memory copies faster and asynchronously; torch rounds each pinned allocation up to a power
-            of two, which is booked against ``host_budget``.
+            device. Pinned memory copies faster and asynchronously. The engine takes no more of it than chunks need,
+            where torch or the driver can do that, and says in the log how; what is taken is booked against
+            ``host_budget``.
         warmup_fraction: Part of ``device_budget`` that is used while a step is recorded, between 0 and 1. The rest is
             the reserve for activations that grow between two chunk accesses (PatrickStar section 8.1).
         keep_gradients: Whether gradients stay after the optimizer's step until ``zero_grad``, as in torch: ``True``

@@ -17,7 +17,7 @@ from hf_patrickstar.layout.packing import ChunkSpec, align
 from hf_patrickstar.layout.search import ChunkSizeChoice, fixed_layout, search_layout
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec, collect_specs
 from hf_patrickstar.memory.accelerator import is_accelerator
-from hf_patrickstar.memory.pool import pinned_nbytes
+from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.precision import Precision, choose_precision
@@ -161,7 +161,7 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
         found = choose(limit, fits, others).working_set_nbytes
         return total + workspace if fits and not _can_move_homes(situation) else found
 
-    nbytes = chunk_bytes(choice.layout.chunks, lists, situation.resources.pool.pins_memory, embeddings)
+    nbytes = chunk_bytes(choice.layout.chunks, lists, situation.resources.pool, embeddings)
     homes = plan_homes(
         nbytes,
         share,
@@ -396,7 +396,7 @@ def _limits(situation: Circumstances, others_nbytes: int) -> list[Limit]:
 def chunk_bytes(
     specs: Iterable[ChunkSpec],
     lists: Mapping[int, tuple[str, ...]],
-    pinned: bool,
+    pool: PayloadPool,
     embeddings: EmbeddingChoice,
 ) -> list[ChunkBytes]:
     """The bytes of chunks over all their lists.
@@ -404,13 +404,13 @@ def chunk_bytes(
     Args:
         specs: The chunks.
         lists: The lists beside ``param`` of trainable ones, by the index of the optimizer.
-        pinned: Whether host chunks that move are page-locked.
+        pool: Knows how many bytes a host chunk that moves takes, which may be page-locked.
         embeddings: Which embeddings are looked up on the CPU.
     """
     chunks = []
     for spec in specs:
         nbytes = spec.chunk_numel * spec.types.itemsize
-        host = pinned_nbytes(nbytes) if pinned and not spec.on_host else nbytes
+        host = pool.host_nbytes(nbytes, pinned=not spec.on_host)
         stays = bool(embeddings.tensor_indices & set(spec.tensor_indices))
         chunks.append(ChunkBytes(spec.index, nbytes, host, spec.chunk_numel * _state_itemsize(spec, lists), stays))
     return chunks

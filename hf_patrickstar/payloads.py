@@ -95,7 +95,7 @@ class Payloads:
     def nbytes_of(self, specs: Iterable[ChunkSpec]) -> list[ChunkBytes]:
         """The bytes of chunks over all lists."""
         decisions = self._decisions
-        return chunk_bytes(specs, decisions.lists, self._pool.pins_memory, decisions.embeddings)
+        return chunk_bytes(specs, decisions.lists, self._pool, decisions.embeddings)
 
     def reserve(self, chunks: Sequence[Chunk], *also: Tier) -> None:
         """Lets the kernels allocate their workspace, if they have to widen gradients.

@@ -1,6 +1,7 @@
 """What an engine runs on: a device, budgets, memory, and other processes."""
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -8,14 +9,17 @@ import torch
 
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.events import Listener
-from hf_patrickstar.memory.accelerator import can_pin_memory, find_device, is_accelerator
+from hf_patrickstar.memory.accelerator import can_pin_memory, find_device, grow_segments, is_accelerator
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.meters import AllocatorMeter, Meter, StorageMeter, UnmeteredTier
+from hf_patrickstar.memory.pinning import make_pinning
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Streams, make_streams
 from hf_patrickstar.memory.tiers import Tier, resolve_budgets
 from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.vigil import Patience
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,6 +74,9 @@ class Resources:
         else:
             streams = device
         found = streams.device
+        said = grow_segments(found)
+        if said is not None:
+            logger.info("patrickstar: %s", said)
         collectives = Collectives.connect(process_group, found, Patience.of(config.process_wait_s), emit)
         budgets = resolve_budgets(found, config.device_budget, config.host_budget, collectives.local_world_size)
         meter: Meter
@@ -86,5 +93,9 @@ class Resources:
         ledger = Ledger(budgets, meter.live, fraction, chunk_budget, of_machine)
         ledger.is_cautious = is_accelerator(found)
         pinned = config.pin_memory if config.pin_memory != "auto" else is_accelerator(found)
-        pool = PayloadPool(ledger, found, bool(pinned) and can_pin_memory(), streams)
+        pinning = None
+        if pinned and can_pin_memory():
+            pinning, how = make_pinning(found)
+            logger.info("patrickstar: pin_memory=%s: page-locked memory is %s", config.pin_memory, how)
+        pool = PayloadPool(ledger, found, pinning, streams)
         return cls(found, collectives, meter, ledger, pool, streams)

@@ -1,11 +1,15 @@
 """What is asked of an accelerator beside its streams. The only file that tells accelerators apart."""
 
+import contextlib
+import os
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.units import parse_nbytes
 
 _WITHOUT_STREAMS = {"mps": "its memory is that of the host, so there is nothing to move", "meta": "it has no memory"}
 """Kinds of devices that cannot be the compute device, and why."""
@@ -26,6 +30,17 @@ _NOT_PINNED = (
     "PinnedMemory",
 )
 """Errors that say that host memory cannot be page-locked, in this amount or at all."""
+
+_WITH_GROWING_SEGMENTS = frozenset({"cuda"})
+"""Kinds of devices whose allocator can make segments that grow."""
+_WITH_RUNTIME = frozenset({"cuda"})
+"""Kinds of devices whose driver can be asked through torch to lock pages of the host."""
+_GROWING = "expandable_segments"
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Where users configure torch's allocators; the first one is for all accelerators."""
+_SIZE = r"([0-9.]+ (?:bytes|[KMGT]iB))"
+_ASKED = re.compile(rf"Tried to allocate {_SIZE}")
+_FRAGMENTS = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
 
 
 def find_device(device: torch.device | str | None) -> torch.device:
@@ -119,9 +134,131 @@ def _says(error: BaseException, phrases: tuple[str, ...]) -> bool:
     return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in phrases)
 
 
+def is_fragmented(error: BaseException, device: torch.device) -> bool:
+    """Whether the memory that an allocation lacked was there in pieces: taken by torch's allocator, but in no tensor.
+
+    What torch could give back in one piece it has given back before it raises. Where the message does not tell how much
+    was left in pieces, the allocator is asked; tensors that were freed since count then, too.
+
+    Args:
+        error: The error that the allocation ended with, or one that quotes it.
+        device: The device.
+    """
+    text = str(error)
+    asked, pieces = _ASKED.search(text), _FRAGMENTS.search(text)
+    if asked is None or not is_accelerator(device):
+        return False
+    there = _parse(pieces) if pieces else reserved_nbytes(device) - allocated_nbytes(device, "current")
+    return there >= _parse(asked)
+
+
+def _parse(found: "re.Match[str]") -> int:
+    size = found[1].replace(" bytes", " B")
+    return parse_nbytes(size) if float(size.split()[0]) else 0
+
+
+def grow_segments(device: torch.device) -> str | None:
+    """Has torch's allocator make segments that grow, so that freed pieces between tensors can be used together.
+
+    The engine does this only before the allocator has taken any memory, and never against the user: a setting of
+    ``expandable_segments`` or of another ``backend`` stays as it is.
+
+    Args:
+        device: The compute device.
+
+    Returns:
+        What was decided, in a sentence for the log; ``None`` for a device without such an allocator.
+    """
+    if device.type not in _WITH_GROWING_SEGMENTS:
+        return None
+    advice = f"start with {_ALLOCATOR_VARIABLES[0]}={_GROWING}:True, so that memory is not lost in pieces"
+    configured = allocator_settings()
+    for key in (_GROWING, "backend"):
+        if key in configured:
+            return f"{_GROWING} is left alone: the user has set {key}:{configured[key]}"
+    if reserved_nbytes(device) > 0:
+        return f"{_GROWING} is off, because torch's allocator is in use already: {advice}"
+    if not configure_allocator({_GROWING: "True"}):
+        return f"{_GROWING} is off, because this torch cannot set it now: {advice}"
+    return f"{_GROWING}:True is set, so that memory is not lost in pieces"
+
+
+def allocator_settings() -> dict[str, str]:
+    """What torch's allocators were told, by the environment or by calls, where torch says so."""
+    texts = [os.environ.get(name, "") for name in reversed(_ALLOCATOR_VARIABLES)]
+    with contextlib.suppress(RuntimeError):  # no accelerator: nothing is set
+        texts.append(getattr(torch._C, "_accelerator_getAllocatorSettings", str)())
+    # Values may be lists in brackets, with commas and colons of their own.
+    return dict(re.findall(r"(\w+):(\[[^]]*\]|[^,]*)", ",".join(texts)))
+
+
+def configure_allocator(settings: dict[str, str]) -> bool:
+    """Tells torch's allocators something, beside what they were told before.
+
+    Args:
+        settings: The settings by their names in ``PYTORCH_ALLOC_CONF``.
+
+    Returns:
+        Whether this torch can be told while a program runs.
+    """
+    text = ",".join(f"{key}:{value}" for key, value in {**allocator_settings(), **settings}.items())
+    tell = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    try:
+        (tell or torch.get_device_module("cuda").memory._set_allocator_settings)(text)
+    except (AttributeError, RuntimeError, ValueError):
+        return False
+    return True
+
+
 def empty_cache() -> None:
     """Gives memory back that torch's allocator has taken from the accelerator and no tensor is in."""
     torch.accelerator.empty_cache()
+
+
+def empty_host_cache() -> None:
+    """Gives page-locked host memory back that torch's allocator keeps and no tensor is in."""
+    public = getattr(torch.accelerator, "empty_host_cache", None)  # since torch 2.12
+    private = getattr(torch._C, "_host_emptyCache", None)
+    for give_back in (public, private):
+        if give_back is not None:
+            give_back()
+            return
+
+
+def host_cache_nbytes() -> int | None:
+    """Bytes of page-locked memory that torch's allocator has taken from the system; ``None`` if it does not say."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    stats: dict[str, Any] = {}
+    if device is not None:
+        stats = getattr(torch.get_device_module(device), "host_memory_stats", dict)()
+    taken = stats.get("allocated_bytes.current")
+    return None if taken is None else int(taken)
+
+
+def lock_pages(device: torch.device, address: int, nbytes: int) -> None:
+    """Has the driver lock whole pages of the host for copies to and from a device.
+
+    Args:
+        device: The device.
+        address: Where the pages begin.
+        nbytes: How many bytes they have.
+
+    Raises:
+        RuntimeError: If the driver does not.
+    """
+    if device.type not in _WITH_RUNTIME:
+        raise RuntimeError(f"cannot pin pages for {device}")
+    with torch.get_device_module(device).device(device):
+        failed = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+    if failed:
+        raise RuntimeError(f"cannot pin {nbytes} bytes: the driver answers {failed} (memory lock limit?)")
+
+
+def unlock_pages(device: torch.device, address: int) -> None:
+    """Undoes ``lock_pages``, after every copy that was started; while Python ends there may be no driver any more."""
+    with contextlib.suppress(Exception):
+        torch.accelerator.synchronize(device)
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def used_nbytes(device: torch.device) -> Callable[[], int]:

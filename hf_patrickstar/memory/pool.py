@@ -1,6 +1,7 @@
 """The payload pool: allocates and reuses the buffers that chunks live in, and books every one in the ledger."""
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -8,8 +9,9 @@ from typing import Any
 import torch
 
 from hf_patrickstar.errors import BudgetError, DeviceMemoryError
-from hf_patrickstar.memory.accelerator import is_full, is_not_pinned
+from hf_patrickstar.memory.accelerator import empty_cache, is_accelerator, is_device_full, is_full, is_not_pinned
 from hf_patrickstar.memory.ledger import Ledger
+from hf_patrickstar.memory.pinning import Pinning
 from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.units import format_need
@@ -18,11 +20,6 @@ logger = logging.getLogger(__name__)
 
 CACHE_OWNER = "pool"
 """Ledger owner of buffers that are kept for reuse."""
-
-
-def pinned_nbytes(nbytes: int) -> int:
-    """Bytes that torch really takes for a pinned allocation: the next power of two."""
-    return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0
 
 
 class PayloadPool:
@@ -34,14 +31,17 @@ class PayloadPool:
     Args:
         ledger: Where every buffer is booked.
         device: The compute device.
-        pin_memory: Whether buffers asked for as ``pinned`` are page-locked.
+        pinning: Where buffers asked for as ``pinned`` come from; ``None`` if they are not page-locked.
         streams: Is told which buffers there are.
     """
 
-    def __init__(self, ledger: Ledger, device: torch.device, pin_memory: bool, streams: Streams) -> None:
+    def __init__(self, ledger: Ledger, device: torch.device, pinning: Pinning | None, streams: Streams) -> None:
         self.ledger = ledger
         self._device = device
-        self._pin_memory = pin_memory
+        self._pinning = pinning
+        self._can_pin = True
+        self._pinned: set[int] = set()  # addresses of storages
+        self._may_be_cached = False  # whether pinned memory was freed that its allocator may keep
         self._streams = streams
         self._cache: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
         self._cached_nbytes = 0
@@ -51,7 +51,16 @@ class PayloadPool:
     @property
     def pins_memory(self) -> bool:
         """Whether buffers asked for as ``pinned`` are page-locked; false after the system has refused one."""
-        return self._pin_memory
+        return self._pinning is not None and self._can_pin
+
+    def host_nbytes(self, nbytes: int, *, pinned: bool) -> int:
+        """Bytes that a buffer takes on the host.
+
+        Args:
+            nbytes: How many bytes it has.
+            pinned: Whether it is asked for as ``pinned``.
+        """
+        return self._pinning.nbytes(nbytes) if pinned and self._pinning is not None and self._can_pin else nbytes
 
     def owns(self, storage_key: int) -> bool:
         """Whether the storage object at this address belongs to a buffer of the pool, or to one that is being made."""
@@ -88,8 +97,11 @@ class PayloadPool:
         nbytes = numel * dtype.itemsize
         if tier is Tier.DEVICE:
             return self._allocate_device(numel, dtype, owner, zero, ahead_nbytes)
-        if pinned and self._pin_memory:
-            buffer = self._allocate_pinned(numel, dtype, owner)
+        if self._may_be_cached and self._pinning is not None:
+            self._pinning.empty_cache()  # what is not booked any more must not be there beside what is booked now
+            self._may_be_cached = False
+        if pinned and self._pinning is not None and self._can_pin:
+            buffer = self._allocate_pinned(self._pinning, numel, dtype, owner)
             if buffer is not None:
                 return buffer.zero_() if zero else buffer
         self.ledger.book(tier, owner, nbytes, ahead_nbytes=ahead_nbytes)
@@ -162,28 +174,39 @@ class PayloadPool:
         self.ledger.book(Tier.DEVICE, owner, nbytes, ahead_nbytes=ahead_nbytes)
         return self._new(tier=Tier.DEVICE, numel=numel, dtype=dtype, owner=owner, zero=zero)
 
-    def _allocate_pinned(self, numel: int, dtype: torch.dtype, owner: str) -> torch.Tensor | None:
+    def _allocate_pinned(self, pinning: Pinning, numel: int, dtype: torch.dtype, owner: str) -> torch.Tensor | None:
         """A page-locked buffer, or ``None``, with one warning, where pinning fails (limits, virtual machines)."""
-        nbytes = pinned_nbytes(numel * dtype.itemsize)
+        nbytes = pinning.nbytes(numel * dtype.itemsize)
         self.ledger.book(Tier.HOST, owner, nbytes)
         try:
-            buffer = self._make(nbytes, torch.empty, numel, dtype=dtype, device="cpu", pin_memory=True)
+            buffer = self._make(nbytes, pinning.empty, numel, dtype=dtype)
         except RuntimeError as error:
             self.ledger.unbook(Tier.HOST, owner, nbytes)
             if not is_not_pinned(error):
                 raise
-            self._pin_memory = False
+            self._can_pin = False
             logger.warning("cannot pin host memory (%s); copies will be slower and synchronous", error)
             return None
+        self._pinned.add(buffer.untyped_storage()._cdata)
         self._streams.take(buffer, Tier.HOST, owner)
         return buffer
 
     def _new(self, tier: Tier, numel: int, dtype: torch.dtype, owner: str, zero: bool) -> torch.Tensor:
         """A new buffer for bytes that are booked; if the system has none, they are taken out of the book again."""
         device = self._device if tier is Tier.DEVICE else torch.device("cpu")
+        make = functools.partial(
+            self._make, numel * dtype.itemsize, torch.zeros if zero else torch.empty, numel, dtype=dtype, device=device
+        )
         try:
-            make = torch.zeros if zero else torch.empty
-            buffer = self._make(numel * dtype.itemsize, make, numel, dtype=dtype, device=device)
+            try:
+                buffer = make()
+            except RuntimeError as error:
+                if not is_accelerator(device) or not is_device_full(error):
+                    raise
+                # The budget has room, so the memory is there, but in pieces: kept buffers may be what lies between.
+                self.trim()
+                empty_cache()
+                buffer = make()
         except RuntimeError as error:
             self.ledger.unbook(tier, owner, numel * dtype.itemsize)
             if not is_full(error):
@@ -200,7 +223,10 @@ class PayloadPool:
         return buffer
 
     def _forget(self, buffer: torch.Tensor) -> None:
-        del self._taken[buffer.untyped_storage()._cdata]
+        key = buffer.untyped_storage()._cdata
+        del self._taken[key]
+        self._may_be_cached = self._may_be_cached or key in self._pinned
+        self._pinned.discard(key)
         self._streams.free(buffer)
 
     def _make(self, nbytes: int, make: Callable[..., torch.Tensor], numel: int, **kwargs: Any) -> torch.Tensor:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from hf_patrickstar.memory.accelerator import device_name, find_device, is_accelerator, memory_info
+from hf_patrickstar.memory.accelerator import can_pin_memory, device_name, find_device, is_accelerator, memory_info
 from hf_patrickstar.memory.ledger import Ledger
+from hf_patrickstar.memory.pinning import make_pinning
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Copy, make_streams, seconds_of, synchronize
 from hf_patrickstar.memory.tiers import Tier, available_host_nbytes, total_host_nbytes
@@ -127,7 +128,8 @@ class _Measurement:
         self._effort = effort
         unlimited = dict.fromkeys(Tier, 2**62)
         self._streams = make_streams(device)
-        self._pool = PayloadPool(Ledger(unlimited), device, is_accelerator(device), self._streams)
+        pinning = make_pinning(device)[0] if is_accelerator(device) and can_pin_memory() else None
+        self._pool = PayloadPool(Ledger(unlimited), device, pinning, self._streams)
         free = available_host_nbytes()
         if is_accelerator(device):
             free = min(free, memory_info(device)[0])

@@ -16,6 +16,7 @@ from hf_patrickstar.memory.accelerator import (
     empty_cache,
     is_accelerator,
     is_device_full,
+    is_fragmented,
     random_state,
     set_random_state,
 )
@@ -27,6 +28,12 @@ logger = logging.getLogger(__name__)
 
 MAX_RETRIES = 3
 _SHRINK = 0.9
+_CALM_RUNS = 10
+"""Micro-batches without a failure after which defragmentation counts as having helped."""
+_AS_BEFORE = (
+    " as before, because the memory was there in pieces; if this is often said, start with "
+    "PYTORCH_ALLOC_CONF=expandable_segments:True"
+)
 
 _T = TypeVar("_T")
 
@@ -38,11 +45,18 @@ class Recovery:
     leaves the device margin, and all traces are dropped: the next attempt is as careful as the first step of a run. On
     an accelerator the limit for chunks is lowered by a tenth, for the rest of the run.
 
+    If the memory was there, but in pieces, the limit stays as it is: with every chunk off the device, torch's allocator
+    can give the pieces back. If that did not help, since the next attempt, or one of the next ten micro-batches, fails
+    in the same way, the limit is lowered after all.
+
     Args:
         manager: The manager of the chunks.
         device: The compute device.
         buffers: Gives the model's buffers; some modules write to them in forward.
         emit: Told of every repetition.
+
+    Attributes:
+        num_defragmentations: Repetitions that left the limit as it was.
     """
 
     def __init__(
@@ -52,6 +66,8 @@ class Recovery:
         buffers: Callable[[], Iterable[torch.Tensor]],
         emit: Listener,
     ) -> None:
+        self.num_defragmentations = 0
+        self._num_calm_runs = _CALM_RUNS
         self._manager = manager
         self._device = device
         self._buffers = buffers
@@ -85,11 +101,14 @@ class Recovery:
         state = _State(self._device, self._buffers)
         for attempt in range(max_retries + 1):
             try:
-                return function()
+                result = function()
+                self._num_calm_runs += 1
+                return result
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
                 cause = self._describe(error)
+                in_pieces = is_fragmented(error, self._device)
                 # The frames of the failed attempt hold its activations.
                 traceback.clear_frames(error.__traceback__)
                 if attempt == max_retries:
@@ -98,13 +117,14 @@ class Recovery:
                     raise DeviceMemoryError(self._give_up(cause, max_retries)) from error
             self._reset()
             self._emit(MicroBatchRepeated(attempt + 1))
-            self._make_careful()
+            in_pieces = self._make_careful(in_pieces)
             logger.warning(
-                "patrickstar: out of memory on %s, retry %d of %d with chunks limited to what %s leave (%s)",
+                "patrickstar: out of memory on %s, retry %d of %d with chunks limited to what %s leave%s (%s)",
                 self._device,
                 attempt + 1,
                 max_retries,
                 format_nbytes(self._manager.ledger.limit(Tier.DEVICE, cautious=False)),
+                _AS_BEFORE if in_pieces else "",
                 cause.splitlines()[0],
             )
             state.restore()
@@ -116,7 +136,8 @@ class Recovery:
         self._manager.undo_attempt()
         self._manager.steps.abandon_step()
 
-    def _make_careful(self) -> None:
+    def _make_careful(self, in_pieces: bool) -> bool:
+        """Frees what can be freed; returns whether that is all, because the memory was there in pieces."""
         manager = self._manager
         manager.tracer.discard()
         manager.placement.leave_margin()
@@ -124,7 +145,12 @@ class Recovery:
         ledger = manager.ledger
         if is_accelerator(self._device):
             empty_cache()
+            is_calm, self._num_calm_runs = self._num_calm_runs >= _CALM_RUNS, 0
+            if in_pieces and is_calm:
+                self.num_defragmentations += 1
+                return True
             ledger.lower_limit(Tier.DEVICE, int(ledger.limit(Tier.DEVICE, cautious=False) * _SHRINK))
+        return False
 
     def _give_up(self, cause: str, num_retries: int) -> str:
         times = "and was not to be repeated"

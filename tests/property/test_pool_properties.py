@@ -19,7 +19,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.pool = PayloadPool(Ledger(dict.fromkeys(Tier, LIMIT)), CPU, pin_memory=False, streams=ThreadStreams(CPU))
+        self.pool = PayloadPool(Ledger(dict.fromkeys(Tier, LIMIT)), CPU, pinning=None, streams=ThreadStreams(CPU))
         self.out = []
 
     def live(self, tier):

@@ -1,11 +1,142 @@
-"""What is asked of an accelerator beside its streams, over modules that are made up."""
+"""What is asked of torch's allocators, with stand-ins for what only a machine with an accelerator has."""
 
 import types
 
 import pytest
 import torch
 
-from hf_patrickstar.memory.accelerator import device_name
+from hf_patrickstar.memory import accelerator
+from hf_patrickstar.memory.accelerator import (
+    allocator_settings,
+    configure_allocator,
+    device_name,
+    grow_segments,
+    is_fragmented,
+)
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+MIB = 2**20
+FULL = (
+    "CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 79.10 GiB of which 1.50 GiB is free. "
+    "Including non-PyTorch memory, this process has 77.00 GiB memory in use. Of the allocated memory 70.00 GiB is "
+    "allocated by PyTorch, and {pieces} is reserved by PyTorch but unallocated. If reserved but unallocated memory is "
+    "large try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+)
+
+
+class Allocator:
+    """What torch's allocators were told, and what they have taken."""
+
+    def __init__(self):
+        self.told, self.reserved, self.allocated = "", 0, 0
+
+    def tell(self, text):
+        self.told = text
+
+
+@pytest.fixture
+def allocator(monkeypatch):
+    found = Allocator()
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: found.told, raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.tell, raising=False)
+    monkeypatch.setattr(accelerator, "reserved_nbytes", lambda device: found.reserved)
+    monkeypatch.setattr(accelerator, "allocated_nbytes", lambda device, what: found.allocated)
+    return found
+
+
+# Segments that grow
+
+
+def test_segments_grow_where_nothing_is_allocated_yet(allocator):
+    assert grow_segments(CUDA) == "expandable_segments:True is set, so that memory is not lost in pieces"
+    assert allocator.told == "expandable_segments:True"
+
+
+def test_what_else_was_told_stays(allocator, monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "roundup_power2_divisions:[64:8,>:1],max_split_size_mb:128")
+    allocator.told = "max_split_size_mb:64"
+    grow_segments(CUDA)
+    assert allocator.told == "roundup_power2_divisions:[64:8,>:1],max_split_size_mb:64,expandable_segments:True"
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    "setting", ["expandable_segments:False", "expandable_segments:True", "backend:cudaMallocAsync"]
+)
+def test_what_the_user_has_set_stays(allocator, monkeypatch, variable, setting):
+    monkeypatch.setenv(variable, f"max_split_size_mb:128,{setting}")
+    assert grow_segments(CUDA) == f"expandable_segments is left alone: the user has set {setting}"
+    assert allocator.told == ""
+
+
+def test_an_allocator_in_use_is_left_alone_and_the_user_advised(allocator):
+    allocator.reserved = 1
+    said = grow_segments(CUDA)
+    assert "in use already: start with PYTORCH_ALLOC_CONF=expandable_segments:True" in said
+    assert allocator.told == ""
+
+
+def test_a_torch_that_cannot_be_told_is_no_error(allocator, monkeypatch):
+    def refuse(text):
+        raise RuntimeError("Expected a single True/False argument for expandable_segments")
+
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", refuse)
+    assert "this torch cannot set it now: start with PYTORCH_ALLOC_CONF" in grow_segments(CUDA)
+
+
+def test_older_torch_is_told_by_its_own_function(allocator, monkeypatch):
+    monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings")
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", allocator.tell)
+    assert configure_allocator({"expandable_segments": "True"})
+    assert allocator.told == "expandable_segments:True"
+
+
+def test_settings_are_none_where_torch_knows_no_accelerator(allocator, monkeypatch):
+    def refuse():
+        raise RuntimeError("Cannot access accelerator device when none is available.")
+
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", refuse)
+    assert allocator_settings() == {}
+
+
+def test_devices_without_such_an_allocator_are_left_alone(allocator):
+    assert grow_segments(CPU) is None
+    assert allocator.told == ""
+
+
+# Memory in pieces
+
+
+@pytest.mark.parametrize(
+    ("asked", "pieces", "is_in_pieces"),
+    [
+        ("20.00 MiB", "20.00 MiB", True),
+        ("20.00 MiB", "1.25 GiB", True),
+        ("20.00 MiB", "19.99 MiB", False),
+        ("2.00 GiB", "512.00 MiB", False),
+        ("512 bytes", "1.00 KiB", True),
+        ("2.00 MiB", "0 bytes", False),
+    ],
+)
+def test_memory_is_in_pieces_where_torch_has_taken_as_much_as_was_asked_for(asked, pieces, is_in_pieces):
+    error = torch.OutOfMemoryError(FULL.format(asked=asked, pieces=pieces))
+    assert is_fragmented(error, CUDA) == is_in_pieces
+    assert not is_fragmented(error, CPU), "its tier is counted, not measured"
+
+
+@pytest.mark.parametrize(("reserved", "is_in_pieces"), [(30, True), (29, False)])
+def test_where_the_message_does_not_say_the_allocator_is_asked(allocator, reserved, is_in_pieces):
+    allocator.reserved, allocator.allocated = reserved * MIB, 10 * MIB
+    assert is_fragmented(torch.OutOfMemoryError("Tried to allocate 20.00 MiB."), CUDA) == is_in_pieces
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), ValueError("x")])
+def test_what_does_not_say_how_much_was_asked_for_is_not_counted_as_pieces(allocator, error):
+    allocator.reserved = 100 * MIB
+    assert not is_fragmented(error, CUDA)
+
 
 DEVICE = torch.device("xpu", 1)
 

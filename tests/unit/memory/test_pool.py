@@ -7,7 +7,8 @@ from hf_patrickstar.errors import BudgetError, DeviceMemoryError
 from hf_patrickstar.memory import pool as pool_module
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.meters import StorageMeter
-from hf_patrickstar.memory.pool import CACHE_OWNER, PayloadPool, pinned_nbytes
+from hf_patrickstar.memory.pinning import TorchPinning
+from hf_patrickstar.memory.pool import CACHE_OWNER, PayloadPool
 from hf_patrickstar.memory.streams import ThreadStreams
 from hf_patrickstar.memory.tiers import Tier
 
@@ -17,7 +18,8 @@ FP32 = torch.float32
 
 
 def make_pool(device=1000, host=1000, pin_memory=False, non_model=lambda booked: 0):
-    return PayloadPool(Ledger({DEVICE: device, HOST: host}, non_model), CPU, pin_memory, ThreadStreams(CPU))
+    pinning = TorchPinning() if pin_memory else None
+    return PayloadPool(Ledger({DEVICE: device, HOST: host}, non_model), CPU, pinning, ThreadStreams(CPU))
 
 
 class PinnedTensor(torch.Tensor):
@@ -215,6 +217,51 @@ def test_a_refusal_of_the_system_leaves_the_book_as_it_was(monkeypatch):
         assert pool.ledger.used(tier) == 0
 
 
+@pytest.fixture
+def gpu(monkeypatch):
+    """A pool of a device that is not there: its memory is the host's; and what each attempt to allocate calls first."""
+    ledger = Ledger({DEVICE: 1000, HOST: 1000})
+    pool, empty = PayloadPool(ledger, torch.device("cuda", 0), None, ThreadStreams(CPU)), torch.empty
+    pool.attempts = []
+
+    def make(*args, device=None, **kwargs):
+        for attempt in pool.attempts:
+            attempt()
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(pool_module.torch, "empty", make)
+    monkeypatch.setattr(pool_module, "empty_cache", lambda: None)
+    return pool
+
+
+def test_a_device_with_memory_in_pieces_is_asked_again_without_kept_buffers(gpu):
+    """The budget has room, and kept buffers may be what lies between free pieces."""
+    pool = gpu
+    pool.release(DEVICE, pool.allocate(DEVICE, 50, FP32, "param"), "param")
+
+    def fail():
+        if pool.ledger.owners(DEVICE).get(CACHE_OWNER):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 160 bytes")
+
+    pool.attempts.append(fail)
+    assert pool.allocate(DEVICE, 40, FP32, "param").numel() == 40
+    assert pool.ledger.owners(DEVICE) == {"param": 160}
+
+
+def test_a_device_that_is_full_all_the_same_says_so(gpu):
+    calls = []
+
+    def fail():
+        calls.append(1)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 160 bytes")
+
+    gpu.attempts.append(fail)
+    with pytest.raises(DeviceMemoryError, match="Tried to allocate 160 bytes"):
+        gpu.allocate(DEVICE, 40, FP32, "param")
+    assert gpu.ledger.used(DEVICE) == 0
+    assert len(calls) == 2
+
+
 def test_other_errors_are_not_hidden(monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("illegal instruction")
@@ -299,7 +346,7 @@ def test_bytes_in_use_are_those_that_are_not_kept():
 
 
 def test_room_keeps_to_the_fraction_only_while_cautious():
-    pool = PayloadPool(Ledger({DEVICE: 1000, HOST: 1000}, device_fraction=0.5), CPU, False, ThreadStreams(CPU))
+    pool = PayloadPool(Ledger({DEVICE: 1000, HOST: 1000}, device_fraction=0.5), CPU, None, ThreadStreams(CPU))
     pool.release(DEVICE, pool.allocate(DEVICE, 50, FP32, "param"), "param")
     assert (pool.room(DEVICE), pool.room(DEVICE, cautious=False), pool.room(HOST)) == (500, 1000, 1000)
     pool.ledger.is_cautious = False
@@ -307,7 +354,7 @@ def test_room_keeps_to_the_fraction_only_while_cautious():
 
 
 def test_while_cautious_kept_buffers_go_before_the_fraction_is_passed():
-    pool = PayloadPool(Ledger({DEVICE: 1000, HOST: 1000}, device_fraction=0.5), CPU, False, ThreadStreams(CPU))
+    pool = PayloadPool(Ledger({DEVICE: 1000, HOST: 1000}, device_fraction=0.5), CPU, None, ThreadStreams(CPU))
     pool.release(DEVICE, pool.allocate(DEVICE, 50, FP32, "param"), "param")
     pool.allocate(DEVICE, 90, FP32, "param")
     assert pool.ledger.owners(DEVICE) == {"param": 360}
@@ -318,13 +365,6 @@ def test_while_cautious_kept_buffers_go_before_the_fraction_is_passed():
 # Pinned memory
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "taken"), [(0, 0), (1, 1), (2, 2), (3, 4), (1000, 1024), (1024, 1024), (1025, 2048)]
-)
-def test_pinned_allocations_are_rounded_up_to_a_power_of_two(nbytes, taken):
-    assert pinned_nbytes(nbytes) == taken
-
-
 def test_pinned_buffers_are_booked_as_what_is_really_taken(pinning):
     pool = make_pool(host=2000, pin_memory=True)
     buffer = pool.allocate(HOST, 150, FP32, "param", pinned=True, zero=True)
@@ -333,6 +373,44 @@ def test_pinned_buffers_are_booked_as_what_is_really_taken(pinning):
     assert pool.ledger.owners(HOST) == {"param": 1024}
     pool.release(HOST, buffer, "param")
     assert pool.ledger.used(HOST) == 0
+
+
+class ExactPinning(TorchPinning):
+    """Notes when its cache is emptied."""
+
+    def __init__(self):
+        super().__init__(exact_above_nbytes=128)
+        self.num_emptied = 0
+
+    def empty_cache(self):
+        self.num_emptied += 1
+
+
+def test_host_bytes_are_what_a_buffer_would_be_booked_as(pinning):
+    pool = make_pool(host=2000, pin_memory=True)
+    assert (pool.host_nbytes(600, pinned=True), pool.host_nbytes(600, pinned=False)) == (1024, 600)
+    assert make_pool().host_nbytes(600, pinned=True) == 600
+    pool = PayloadPool(Ledger({DEVICE: 1000, HOST: 1000}), CPU, ExactPinning(), ThreadStreams(CPU))
+    pool.allocate(HOST, 150, FP32, "param", pinned=True)
+    assert pool.ledger.owners(HOST) == {"param": 600} == {"param": pool.host_nbytes(600, pinned=True)}
+
+
+def test_freed_pinned_memory_is_given_back_before_the_host_is_booked_again(pinning):
+    """Its allocator may keep it: then it would be there beside what was booked in its place."""
+    source = ExactPinning()
+    pool = PayloadPool(Ledger({DEVICE: 1000, HOST: 1000}), CPU, source, ThreadStreams(CPU))
+    first = pool.allocate(HOST, 150, FP32, "param", pinned=True)
+    second = pool.allocate(HOST, 50, FP32, "master")
+    pool.release(HOST, second, "master")
+    pool.allocate(DEVICE, 50, FP32, "param")
+    pool.allocate(HOST, 10, FP32, "master")
+    assert source.num_emptied == 0, "no pinned memory was freed"
+    pool.release(HOST, first, "param")
+    pool.allocate(DEVICE, 50, FP32, "param")
+    assert source.num_emptied == 0
+    pool.allocate(HOST, 150, FP32, "exp_avg")
+    pool.allocate(HOST, 10, FP32, "exp_avg")
+    assert source.num_emptied == 1
 
 
 def test_only_what_asks_for_it_is_pinned(pinning):
@@ -381,7 +459,7 @@ def test_a_kept_buffer_is_taken_again_where_others_are_measured_by_what_is_not_b
     """As on CUDA: unbooking a buffer that is still there makes it somebody else's, and leaves no room to book it."""
     allocated = [60]
     budgets = dict.fromkeys(Tier, 100)
-    pool = PayloadPool(Ledger(budgets, lambda booked: max(allocated[0] - booked, 0)), CPU, False, ThreadStreams(CPU))
+    pool = PayloadPool(Ledger(budgets, lambda booked: max(allocated[0] - booked, 0)), CPU, None, ThreadStreams(CPU))
     held = [pool.allocate(Tier.DEVICE, 10, torch.int8, "param") for _ in range(6)]
     while held:
         pool.release(Tier.DEVICE, held.pop(), "param")

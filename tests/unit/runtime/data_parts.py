@@ -129,7 +129,7 @@ class Process:
         self.rank, self.world_size = self.collectives.rank, self.collectives.world_size
         self.ledger = Ledger({Tier.DEVICE: device_nbytes, Tier.HOST: host_nbytes})
         self.streams = ThreadStreams(CPU)
-        self.pool = PayloadPool(self.ledger, CPU, pin_memory=False, streams=self.streams)
+        self.pool = PayloadPool(self.ledger, CPU, pinning=None, streams=self.streams)
         self.events = []
         self.chunks = []
         self.tensors = []

@@ -196,7 +196,7 @@ class Parts(Process):
             device_fraction=device_fraction,
             chunk_budget=chunk_budget,
         )
-        self.pool = PayloadPool(self.ledger, CPU, pin_memory=False, streams=self.streams)
+        self.pool = PayloadPool(self.ledger, CPU, pinning=None, streams=self.streams)
         config = PatrickStarConfig(eviction=chooser, prefetch_depth=prefetch_depth, debug_evict_all=evict_all)
         self.policy = MovePolicy.of(config, self.collectives.world_size)
         self.num_micro_batches, self.keeps, self.rates = num_micro_batches, keeps, rates

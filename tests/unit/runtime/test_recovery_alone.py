@@ -94,6 +94,63 @@ def test_the_budget_of_a_device_without_an_allocator_stays(manager):
     assert manager.ledger.limit(Tier.DEVICE, cautious=False) == 1000
 
 
+# Memory in pieces, on an accelerator
+
+IN_PIECES = "CUDA out of memory. Tried to allocate 20.00 MiB, and 64.00 MiB is reserved by PyTorch but unallocated."
+NONE_LEFT = "CUDA out of memory. Tried to allocate 20.00 MiB, and 2.00 MiB is reserved by PyTorch but unallocated."
+
+
+@pytest.fixture
+def on_gpu(manager, monkeypatch):
+    """A recovery on a device that is not there."""
+    for name in ("random_state", "set_random_state"):
+        monkeypatch.setattr(f"hf_patrickstar.runtime.recovery.{name}", lambda *args: None)
+    monkeypatch.setattr("hf_patrickstar.runtime.recovery.empty_cache", lambda: manager.log.append("empty_cache"))
+    return Recovery(manager, torch.device("cuda", 0), lambda: (), manager.events.append)
+
+
+def fail(manager, recovery, *texts):
+    """Runs a micro-batch whose attempts fail with these texts; returns the limit afterwards."""
+    errors = [torch.OutOfMemoryError(text) for text in texts]
+
+    def micro_batch():
+        if errors:
+            raise errors.pop(0)
+
+    recovery.run(micro_batch)
+    return manager.ledger.limit(Tier.DEVICE, cautious=False)
+
+
+def test_memory_that_was_there_in_pieces_costs_no_budget(manager, on_gpu, caplog):
+    assert fail(manager, on_gpu, IN_PIECES) == 1000
+    assert [event for event in manager.log if event in (*CAREFUL, "empty_cache")] == [*CAREFUL, "empty_cache"]
+    assert (len(manager.events), on_gpu.num_defragmentations) == (1, 1)
+    assert (
+        "1000 B leave as before, because the memory was there in pieces; if this is often said, start with"
+        in caplog.text
+    )
+
+
+def test_memory_that_was_not_there_costs_a_tenth(manager, on_gpu):
+    assert fail(manager, on_gpu, NONE_LEFT) == 900
+    assert on_gpu.num_defragmentations == 0
+
+
+def test_pieces_that_come_again_at_once_cost_a_tenth(manager, on_gpu):
+    """Everything had left the device, and yet the memory was not there: it is not the pieces."""
+    assert fail(manager, on_gpu, IN_PIECES, IN_PIECES) == 900
+    assert (len(manager.events), on_gpu.num_defragmentations) == (2, 1)
+
+
+@pytest.mark.parametrize(("num_between", "limit"), [(8, 900), (9, 1000)])
+def test_pieces_that_come_again_soon_cost_a_tenth_and_later_nothing(manager, on_gpu, num_between, limit):
+    """A repetition in every step would cost more than a tenth of the room; the repeated one itself is calm."""
+    fail(manager, on_gpu, IN_PIECES)
+    for _ in range(num_between):
+        fail(manager, on_gpu)
+    assert fail(manager, on_gpu, IN_PIECES) == limit
+
+
 def test_retries_are_told(manager, caplog):
     make_recovery(manager).run(Failing(manager.log, 1))
     assert [record.getMessage() for record in caplog.records] == [

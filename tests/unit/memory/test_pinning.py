@@ -1,0 +1,130 @@
+"""Page-locked memory: how much of it is taken, with stand-ins for torch's allocator and the driver."""
+
+import gc
+
+import pytest
+import torch
+
+from hf_patrickstar.memory import pinning
+from hf_patrickstar.memory.accelerator import is_not_pinned, lock_pages
+from hf_patrickstar.memory.pinning import PagePinning, TorchPinning, make_pinning
+
+CUDA = torch.device("cuda", 0)
+KIB, MIB = 2**10, 2**20
+
+
+class Host:
+    """An allocator and a driver: which settings a version knows, what was allocated and which pages are locked."""
+
+    def __init__(self, knows=True, tells=True, locks=True):
+        self.knows, self.tells, self.locks = knows, tells, locks
+        self.told, self.taken, self.locked = {}, 0, {}
+
+    def configure(self, settings):
+        self.told.update(settings)
+        return True
+
+    def empty(self, numel, *, dtype=None, device="cpu", pin_memory=False):
+        if pin_memory:
+            nbytes = numel * dtype.itemsize
+            threshold = int(self.told.get("pinned_max_round_threshold_mb", 10**6)) * MIB if self.knows else 10**12
+            self.taken += nbytes if nbytes > threshold else 1 << (nbytes - 1).bit_length()
+        return self.real_empty(numel, dtype=dtype)
+
+    def lock(self, device, address, nbytes):
+        if not self.locks:
+            raise RuntimeError(f"cannot pin {nbytes} bytes: the driver answers 2")
+        self.locked[address] = nbytes
+
+    def unlock(self, device, address):
+        del self.locked[address]
+
+
+@pytest.fixture
+def host(monkeypatch):
+    found = Host()
+    found.real_empty = torch.empty
+    monkeypatch.setattr(pinning, "allocator_settings", lambda: dict(found.told))
+    monkeypatch.setattr(pinning, "configure_allocator", found.configure)
+    monkeypatch.setattr(pinning, "empty_host_cache", lambda: None)
+    monkeypatch.setattr(pinning, "host_cache_nbytes", lambda: found.taken if found.tells else None)
+    monkeypatch.setattr(pinning, "lock_pages", found.lock)
+    monkeypatch.setattr(pinning, "unlock_pages", found.unlock)
+    monkeypatch.setattr(pinning.torch, "empty", found.empty)
+    yield found
+    gc.collect()  # pages are unlocked by the stand-in
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "taken"), [(0, 0), (1, 1), (2, 2), (3, 4), (1000, 1024), (1024, 1024), (1025, 2048)]
+)
+def test_torch_rounds_up_to_a_power_of_two(nbytes, taken):
+    assert TorchPinning().nbytes(nbytes) == TorchPinning(2048).nbytes(nbytes) == taken
+
+
+@pytest.mark.parametrize("nbytes", [2049, 3 * MIB])
+def test_what_is_larger_than_the_threshold_is_exact(nbytes):
+    assert TorchPinning(2048).nbytes(nbytes) == nbytes
+
+
+def test_torch_is_told_not_to_round_nor_to_keep(host):
+    source, how = make_pinning(CUDA)
+    assert host.told == {"pinned_max_round_threshold_mb": "1", "pinned_max_cached_size_mb": "1"}
+    assert [source.nbytes(nbytes) for nbytes in (3 * MIB + 1, 5 * KIB)] == [3 * MIB + 1, 8 * KIB]
+    assert how == "exactly as large as chunks"
+
+
+@pytest.mark.parametrize("change", [{"knows": False}, {"tells": False}], ids=["rounds all the same", "says nothing"])
+def test_where_torch_rounds_or_does_not_say_the_driver_locks_pages(host, change):
+    vars(host).update(change)
+    source, how = make_pinning(CUDA)
+    gc.collect()
+    assert not host.locked, "the page that it was tried with is given back"
+    assert isinstance(source, PagePinning)
+    assert how == "whole pages, locked by the driver"
+
+
+def test_where_nothing_helps_what_torch_takes_is_booked(host):
+    host.knows = host.locks = False
+    source, how = make_pinning(CUDA)
+    assert source.nbytes(3 * MIB) == 4 * MIB
+    assert how == "rounded up to powers of two by torch"
+
+
+@pytest.mark.parametrize(("threshold", "taken"), [("8", 9 * MIB + 1), ("1000", 16 * MIB)])
+def test_a_threshold_of_the_user_stays(host, threshold, taken):
+    """One that is too large to be tried is not trusted: too much is booked, never too little."""
+    host.told["pinned_max_round_threshold_mb"] = threshold
+    source, _ = make_pinning(CUDA)
+    assert host.told["pinned_max_round_threshold_mb"] == threshold
+    assert source.nbytes(9 * MIB + 1) == taken
+    assert source.nbytes(5 * MIB) == 8 * MIB
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_pages_are_locked_as_long_as_a_tensor_looks_into_them(host, dtype):
+    source = PagePinning(CUDA)
+    buffer = source.empty(3000, dtype=dtype)
+    assert (buffer.shape, buffer.dtype) == ((3000,), dtype)
+    assert buffer.data_ptr() % (4 * KIB) == 0
+    assert list(host.locked.items()) == [(buffer.data_ptr(), source.nbytes(buffer.nbytes))]
+    assert source.nbytes(buffer.nbytes) % (4 * KIB) == 0 <= source.nbytes(buffer.nbytes) - buffer.nbytes < 4 * KIB
+    buffer.fill_(3)
+    view = buffer[10:20]
+    del buffer
+    assert len(host.locked) == 1
+    assert view.sum() == 30
+    del view
+    assert not host.locked
+
+
+def test_pages_that_cannot_be_locked_are_an_error_that_the_pool_knows(host):
+    host.locks = False
+    with pytest.raises(RuntimeError) as caught:
+        PagePinning(CUDA).empty(10, dtype=torch.float32)
+    assert is_not_pinned(caught.value)
+
+
+def test_pages_for_other_devices_are_not_locked():
+    with pytest.raises(RuntimeError, match="cannot pin pages for xpu:0"):
+        lock_pages(torch.device("xpu", 0), 0, 4096)
