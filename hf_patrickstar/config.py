@@ -78,6 +78,12 @@ class PatrickStarConfig:
             ``host_budget``.
         warmup_fraction: Part of ``device_budget`` that is used while a step is recorded, between 0 and 1. The rest is
             the reserve for activations that grow between two chunk accesses (PatrickStar section 8.1).
+        host_threads: How many threads compute the optimizer's update on the host: a number, or ``"auto"``. ``torchrun``
+            and ``accelerate launch`` set ``OMP_NUM_THREADS=1``, which leaves one core to it; there ``"auto"`` takes the
+            cores of this process, divided by the processes that share them, for fused Adam, whose bits do not depend on
+            the number. Where ``OMP_NUM_THREADS`` was set by somebody else, it holds. A number is used for every
+            optimizer that works chunk by chunk. More threads make updates faster until memory or other processes are
+            the limit; an optimizer that reduces over tensors rounds differently with another number.
         keep_gradients: Whether gradients stay after the optimizer's step until ``zero_grad``, as in torch: ``True``
             keeps them beside the values, 4 bytes per trainable parameter; ``False`` lets the step consume them, as if
             ``zero_grad`` followed; ``"auto"`` keeps them, where the host has room, until the first call of
@@ -119,6 +125,7 @@ class PatrickStarConfig:
     frozen_master: bool = False
     pin_memory: bool | Literal["auto"] = "auto"
     warmup_fraction: float = 0.8
+    host_threads: int | str = "auto"
     keep_gradients: bool | Literal["auto"] = "auto"
     background_save: bool = False
     optimizer_format: Literal["sharded", "torch", "both"] = "sharded"
@@ -162,6 +169,9 @@ class PatrickStarConfig:
         depth = self.prefetch_depth
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
             raise ConfigError(f"prefetch_depth: expected a number of chunks, 0 or more, got {depth!r}")
+        threads = self.host_threads
+        if threads != "auto" and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+            raise ConfigError(f"host_threads: expected 'auto' or a number of threads, 1 or more, got {threads!r}")
         wait_s = self.process_wait_s
         is_number = isinstance(wait_s, (int, float)) and not isinstance(wait_s, bool)
         if wait_s is not None and not (is_number and 0 <= wait_s < float("inf")):

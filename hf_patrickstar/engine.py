@@ -28,6 +28,7 @@ from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.optim.kernels import make_kernel
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.optim.optimizer_set import OptimizerSet
+from hf_patrickstar.optim.threads import choose_threads
 from hf_patrickstar.optim.torch_kernel import OWN_STATE
 from hf_patrickstar.payloads import Payloads
 from hf_patrickstar.report.figures import Figures
@@ -103,6 +104,8 @@ class PatrickStarEngine:
             [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*optimizer]
         )
         check_optimizers(model, given)
+        self._threads, said = choose_threads(self.config.host_threads, self.collectives.num_core_sharers, os.environ)
+        logger.info("patrickstar: %s", said)
         self._kernels: list[Kernel] = [self._make_kernel(item) for item in given]
         situation = Circumstances(self.config, self.resources, self._kernels, holders(given), self._num_micro_batches)
         weakref.finalize(self, self.collectives.close)  # the process group has threads and sockets
@@ -130,7 +133,7 @@ class PatrickStarEngine:
         return self.checkpoints.state if self.optimizers else None
 
     def _make_kernel(self, optimizer: torch.optim.Optimizer) -> Kernel:
-        return make_kernel(optimizer, self.resources.pool, self.device.type != "cpu")
+        return make_kernel(optimizer, self.resources.pool, self.device.type != "cpu", self._threads)
 
     def _make_optimizer(self, optimizer: torch.optim.Optimizer, kernel: Kernel, number: int) -> ChunkedOptimizer:
         return ChunkedOptimizer(optimizer, kernel, self.manager, self._emit, number, self.follow_model, self.optimizers)

@@ -81,6 +81,15 @@ class AdamKernel(Kernel):
         self._prefer_fused = prefer_fused
         self._steps: dict[int, int | torch.Tensor] = {}  # tensors once somebody has seen them, and may write to them
 
+    @property
+    def has_same_bits(self) -> bool:
+        """See ``Kernel``. It has, if torch's fused kernel computes it."""
+        return all(self._is_fused(group) for group in self._optimizer.param_groups)
+
+    def _is_fused(self, group: Mapping[str, Any]) -> bool:
+        fused, foreach = group.get("fused"), group.get("foreach")
+        return bool(fused) or (fused is None and foreach is None and self._prefer_fused)
+
     def workspace_numel(self, capacity_numel: int) -> int:
         """See ``Kernel``. The scratch space has one tile, of a GPU's size if the compute device is one."""
         tile_numel = max(self._tile_numel, _DEVICE_TILE_NUMEL) if self._prefer_fused else self._tile_numel
@@ -88,8 +97,9 @@ class AdamKernel(Kernel):
 
     def update(self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
         """See ``Kernel``."""
-        for segments in self._tiles(chunks, groups):
-            self._update_tile(segments, coefficient)
+        with self.threads.inside(self.has_same_bits):
+            for segments in self._tiles(chunks, groups):
+                self._update_tile(segments, coefficient)
         for tensor in (tensor for chunk in chunks for tensor in chunk.owned):
             if tensor.gradient in AT_HOME and tensor.spec.index in groups:
                 steps = self._steps.get(tensor.spec.index, 0)
@@ -201,9 +211,7 @@ class AdamKernel(Kernel):
         segment: _Segment,
     ) -> None:
         group = self._optimizer.param_groups[segment.group]
-        foreach, fused = group.get("foreach"), group.get("fused")
-        if fused is None and foreach is None and self._prefer_fused:
-            fused = True
+        foreach, fused = group.get("foreach"), self._is_fused(group) or group.get("fused")
         beta1, beta2 = group["betas"]
         decoupled = group.get("decoupled_weight_decay", isinstance(self._optimizer, torch.optim.AdamW))
         # Made by a kernel: torch.tensor would copy from the host, and wait for it, once per tile.

@@ -4,6 +4,7 @@ import torch
 
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.optim.adam_kernel import AdamKernel, is_plain_adam
+from hf_patrickstar.optim.threads import HostThreads
 from hf_patrickstar.optim.torch_kernel import TorchKernel
 
 _ONE_BY_ONE = ("torch.optim.", "transformers.optimization")
@@ -15,8 +16,21 @@ def is_one_by_one(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith(_ONE_BY_ONE) and not isinstance(optimizer, torch.optim.LBFGS)
 
 
-def make_kernel(optimizer: torch.optim.Optimizer, pool: PayloadPool, prefer_fused: bool) -> "AdamKernel | TorchKernel":
-    """The kernel for a user's optimizer."""
+def make_kernel(
+    optimizer: torch.optim.Optimizer, pool: PayloadPool, prefer_fused: bool, threads: HostThreads | None = None
+) -> "AdamKernel | TorchKernel":
+    """The kernel for a user's optimizer.
+
+    Args:
+        optimizer: The optimizer.
+        pool: Where scratch space comes from.
+        prefer_fused: Whether to use torch's fused kernel where the optimizer leaves the choice open.
+        threads: The threads that compute updates on the host; by default those that torch has.
+    """
+    kernel: AdamKernel | TorchKernel
     if is_plain_adam(optimizer):
-        return AdamKernel(optimizer, pool, prefer_fused)
-    return TorchKernel(optimizer, pool, updates_at_once=not is_one_by_one(optimizer))
+        kernel = AdamKernel(optimizer, pool, prefer_fused)
+    else:
+        kernel = TorchKernel(optimizer, pool, updates_at_once=not is_one_by_one(optimizer))
+    kernel.threads = threads or kernel.threads
+    return kernel

@@ -130,8 +130,9 @@ class TorchKernel(Kernel):
 
     def update(self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
         """See ``Kernel``."""
-        for chunk in chunks:
-            self._update_chunk(chunk, groups, coefficient)
+        with self.threads.inside(self.has_same_bits):
+            for chunk in chunks:
+                self._update_chunk(chunk, groups, coefficient)
 
     def _update_chunk(self, chunk: Chunk, groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
         work = [t for t in chunk.owned if t.spec.index in groups and t.gradient in AT_HOME]

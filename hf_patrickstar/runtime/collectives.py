@@ -15,7 +15,7 @@ from hf_patrickstar.errors import CollectiveError, ConfigError
 from hf_patrickstar.events import Listener, MessageExchanged, SlicesGathered, SlicesReduced, tell_nobody
 from hf_patrickstar.memory.streams import Ticket
 from hf_patrickstar.runtime.arrival import Arrival, announce
-from hf_patrickstar.runtime.liveness import Liveness, Member, describe_self
+from hf_patrickstar.runtime.liveness import Liveness, Member, describe_self, usable_cores
 from hf_patrickstar.runtime.tickets import DeviceTicket, GlooTicket, Users
 from hf_patrickstar.runtime.vigil import Patience, Vigil
 from hf_patrickstar.units import ALIGNMENT_NUMEL, KIB, MIB
@@ -52,6 +52,7 @@ class Collectives:
         rank: The rank of this process.
         world_size: The number of processes.
         local_world_size: The number of processes on this host.
+        num_core_sharers: How many of these may run on a core of this process.
         control: The process group for messages; ``None`` for one process, and after ``close``.
     """
 
@@ -66,7 +67,7 @@ class Collectives:
     ) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.local_world_size = 1
+        self.local_world_size = self.num_core_sharers = 1
         self._device = device
         self._group = group
         self.control = control
@@ -133,9 +134,15 @@ class Collectives:
 
     def _introduce(self, patience: Patience) -> None:
         """Tells the other ranks which process this is, and makes what finds missing ranks later."""
-        told = self._exchange_objects((tuple(describe_self()), uuid.uuid4().hex), "connects")
-        members = [Member(*member) for member, _ in told]
-        self.local_world_size = sum(member.host == members[self.rank].host for member in members)
+        cores = usable_cores()
+        told = self._exchange_objects((tuple(describe_self()), uuid.uuid4().hex, cores), "connects")
+        members = [Member(*member) for member, _, _ in told]
+        are_local = [member.host == members[self.rank].host for member in members]
+        self.local_world_size = sum(are_local)
+        # A launcher may have given each process cores of its own.
+        self.num_core_sharers = sum(
+            is_local and bool(cores & others) for is_local, (_, _, others) in zip(are_local, told, strict=True)
+        )
         # The number that rank 0 drew keeps the keys apart from those of every other connection over this store.
         store = dist.PrefixStore(f"hf_patrickstar/liveness/{told[0][1]}", dist.distributed_c10d._get_default_store())
         self._liveness = Liveness(self.rank, members, store, patience.answer_s)

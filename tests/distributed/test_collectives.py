@@ -1,6 +1,7 @@
 """Collectives over one to four processes: values bit for bit, counters, and what is said when a rank is missing."""
 
 import contextlib
+import os
 import time
 from datetime import timedelta
 
@@ -331,6 +332,23 @@ def connect_outside(rank):
 def connect_wrong_device(rank):
     with pytest.raises(ConfigError, match="meta"):
         Collectives.connect(None, torch.device("meta"))
+
+
+def share_cores(rank, has_own):
+    before = os.sched_getaffinity(0)
+    if has_own:
+        os.sched_setaffinity(0, {sorted(before)[rank]})
+    try:
+        with connected() as collectives:
+            return collectives.num_core_sharers, collectives.local_world_size
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a core for each process")
+def test_processes_that_have_cores_of_their_own_share_none(pair):
+    assert pair.run(share_cores, False) == [(2, 2)] * 2
+    assert pair.run(share_cores, True) == [(1, 2)] * 2
 
 
 def test_two_talk(pair):

@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_patrickstar import ConfigError, EngineError, PatrickStarConfig, PatrickStarEngine, initialize_engine
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.optim import adam_kernel
 from hf_patrickstar.runtime.chunk import GradientPlace
 
 HARSH = {"chunk_budget": 4000, "chunk_numel": 64, "debug_evict_all": True}
@@ -551,3 +552,25 @@ def test_one_step_under_fake_tensors(dtype):
     assert fake["chunk_evictions"] > 0
     assert fake["prefetches"] > 0
     assert fake["chunk_hits"] == stats["chunk_hits"] + stats["late_prefetches"]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_updates_on_the_host_use_the_threads_that_were_asked_for_and_nothing_else_does(fused, monkeypatch):
+    counts = {"update": set(), "else": set()}
+    round_masters = adam_kernel.round_masters
+
+    def counted(*args):
+        counts["update"].add(torch.get_num_threads())
+        return round_masters(*args)
+
+    monkeypatch.setattr(adam_kernel, "round_masters", counted)
+    before = torch.get_num_threads()
+    model = make_model("gpt2").train()
+    model.lm_head.register_forward_hook(lambda *args: counts["else"].add(torch.get_num_threads()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+    engine = PatrickStarEngine(model, {"host_threads": before + 1}, optimizer)
+    model(**make_batch("gpt2")).loss.backward()
+    engine.optimizer.clip_grad_norm_(None, 0.5)
+    engine.optimizer.step()
+    assert counts == {"update": {before + 1}, "else": {before}}
+    assert torch.get_num_threads() == before

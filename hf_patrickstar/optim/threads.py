@@ -1,0 +1,111 @@
+"""How many threads update optimizer states on the host.
+
+Launchers of several processes set ``OMP_NUM_THREADS=1``, so that processes do not fight for cores in forward. The
+optimizer's update on the host then has one core of many. It gets the cores of this process for itself; forward,
+backward and norms keep the threads they have, since the order in which a reduction adds depends on their number.
+
+[Note: same bits with any number of threads]
+torch's fused Adam gives each thread whole lines of the cache, so every element is computed by the same instructions
+whatever the number of threads is. What the kernel does beside it (widening a gradient, one product, rounding a master)
+is one correctly rounded operation per element. Other optimizers may reduce over a tensor.
+"""
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+
+import psutil
+import torch
+
+from hf_patrickstar.runtime.liveness import usable_cores
+
+_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")
+"""Variables that ``torchrun`` and ``accelerate launch`` set for the processes that they start."""
+_NUM_THREADS = "OMP_NUM_THREADS"
+CPU_QUOTA_FILE = "/sys/fs/cgroup/cpu.max"
+
+
+def cpu_quota() -> float:
+    """How many cores' time the cgroup of this process gets; infinite if it has no limit."""
+    try:
+        quota, period = pathlib.Path(CPU_QUOTA_FILE).read_text().split()
+        return int(quota) / int(period)
+    except (OSError, ValueError):
+        return float("inf")
+
+
+def launcher_environment() -> Mapping[str, str] | None:
+    """What the process that started this one was started with; ``None`` if that cannot be seen."""
+    try:
+        return psutil.Process(os.getppid()).environ()
+    except (psutil.Error, OSError):
+        return None
+
+
+class HostThreads:
+    """The threads of updates on the host.
+
+    Args:
+        num: How many; ``None`` for those that torch has anyway.
+        is_asked: Whether the user named the number; then updates use it that may have other bits with it.
+
+    Attributes:
+        num: How many.
+    """
+
+    def __init__(self, num: int | None = None, *, is_asked: bool = False) -> None:
+        self.num = num
+        self._is_asked = is_asked
+
+    @contextlib.contextmanager
+    def inside(self, has_same_bits: bool) -> Iterator[None]:
+        """Computes with these threads in a block.
+
+        Args:
+            has_same_bits: Whether the results do not depend on their number.
+        """
+        before = torch.get_num_threads()
+        if self.num in (None, before) or not (has_same_bits or self._is_asked):
+            yield
+            return
+        torch.set_num_threads(self.num)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+
+def choose_threads(
+    setting: "int | str",
+    num_sharers: int,
+    environment: Mapping[str, str],
+    launcher: Callable[[], "Mapping[str, str] | None"] = launcher_environment,
+) -> tuple[HostThreads, str]:
+    """Decides with how many threads updates on the host run.
+
+    Args:
+        setting: ``host_threads`` of the configuration.
+        num_sharers: Processes of the group that run on the cores of this one, itself counted.
+        environment: The environment variables of this process.
+        launcher: Tells those that its launcher was started with.
+
+    Returns:
+        The threads, and a sentence for the log.
+    """
+    if setting != "auto":
+        return HostThreads(int(setting), is_asked=True), f"host_threads={setting}: as asked"
+    told, now = environment.get(_NUM_THREADS), torch.get_num_threads()
+    if told is None:
+        return HostThreads(), f"host_threads=auto: {now}, as torch has chosen"
+    if told != "1" or now != 1 or not any(name in environment for name in _LAUNCHERS):
+        return HostThreads(), f"host_threads=auto: {now}, as {_NUM_THREADS} or the program says"
+    before = launcher()
+    if before is not None and _NUM_THREADS in before:
+        return HostThreads(), f"host_threads=auto: {now}, as {_NUM_THREADS} said before the launcher began"
+    num_cores = len(usable_cores())
+    num = max(1, int(min(num_cores, cpu_quota())) // max(num_sharers, 1))
+    return HostThreads(num), (
+        f"host_threads=auto: {num} for the optimizer's update on the host ({num_cores} cores, {num_sharers} processes "
+        f"on them), because {_NUM_THREADS}=1 comes from the launcher; 1 for all else"
+    )
