@@ -51,11 +51,12 @@ _HERE = frozenset({__name__, "hf_patrickstar.memory.streams", "hf_patrickstar.ru
 
 @dataclasses.dataclass(slots=True)
 class _Copy:
-    """A copy in a lane: of which chunk, which one of the script, and whether the plan says it, not the script."""
+    """A copy in a lane: of which chunk, which one of which script, and whether the plan says it, not the script."""
 
     chunk_index: int
     to_device: bool
     number: int
+    script: list[Entry]
     is_load: bool = False
 
 
@@ -169,15 +170,16 @@ class VirtualDriver:
         to_device = stream.lane is Lane.TO_DEVICE
         index = self._chunks.get(storage_key(source if to_device else target), -1)
         self._player.send(source.nbytes, f"chunk {index}, {source.nbytes} bytes", to_device=to_device)
-        stream.last = _Copy(index, to_device, self._num_sent)
+        stream.last = _Copy(index, to_device, self._num_sent, self.script)
         self._num_sent += 1
         self.script.append(Send(index, source.nbytes, to_device))
 
     def join(self, lane: Lane, event: VirtualEvent) -> None:
         """A lane goes on after an event."""
         self.clock.follow(lane, event.mark)
-        if lane is Lane.COMPUTE and event.copy is not None and not event.copy.is_load:
-            self.script.append(Join(event.copy.number))
+        copy = event.copy
+        if lane is Lane.COMPUTE and copy is not None and copy.script is self.script and not copy.is_load:
+            self.script.append(Join(copy.number))  # copies of before ``begin`` are done
 
     def wait(self, event: VirtualEvent) -> None:
         """The host waits for an event."""
