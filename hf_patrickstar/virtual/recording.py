@@ -120,6 +120,8 @@ def record_step(
         optimizer = make_optimizer(model.parameters())
         streams = DeviceStreams(torch.device("cpu"), driver)
         engine = PatrickStarEngine(model, settings, optimizer, device=streams, listener=driver.note_event)
+        assert engine.optimizer is not None
+        engine.optimizer.zero_grad()  # as training loops do: nobody will want gradients after the step
         for _ in range(_MOST_STEPS):
             num_recorded = engine.stats()["recorded_steps"]
             inputs = make_inputs()

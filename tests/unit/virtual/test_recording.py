@@ -119,6 +119,12 @@ def test_gradients_and_chunks_cross_as_often_as_the_engine_counts():
     assert not any(entry.to_device for entry in found.script if isinstance(entry, Send)), "these are the plan's"
 
 
+def test_the_host_holds_no_gradients_of_its_own(recording):
+    found, _ = recording
+    per_parameter = found.host_nbytes / found.num_parameters
+    assert 14 <= per_parameter < 17, "value, master and two states, some parameters in fp32, and the workspace"
+
+
 def test_the_parts_of_a_step_add_up(recording):
     found, _ = recording
     parts = device_ns(found.script, H100)
