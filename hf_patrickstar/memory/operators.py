@@ -4,7 +4,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+
+class OperatorMode(TorchDispatchMode):
+    """A mode that is there before training and after it; the meter's own mode may come and go inside of it."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Whether torch lets other modes be taken off while this one stays."""
+        return True
 
 
 def written_operands(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -23,10 +23,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_patrickstar.errors import RaceError
-from hf_patrickstar.memory.operators import is_view, read_operands, storage_key, written_operands
+from hf_patrickstar.memory.operators import OperatorMode, is_view, read_operands, storage_key, written_operands
 from hf_patrickstar.memory.tiers import Tier
 
 _COPIES = frozenset({"aten::copy_", "aten::_to_copy", "aten::clone", "aten::_foreach_copy_"})
@@ -360,19 +359,12 @@ class SimulatedDriver:
         self._held = still
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(OperatorMode):
     """Tells a driver of every operator."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, driver: SimulatedDriver) -> None:
         super().__init__()
         self._driver = driver
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """The meter's own mode may stay beside it: this one is there before training and after it."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -21,11 +21,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_patrickstar.events import ChunkLoaded, ChunkVisited, Event
-from hf_patrickstar.memory.operators import read_operands, storage_key, written_operands
+from hf_patrickstar.memory.operators import OperatorMode, read_operands, storage_key, written_operands
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.schedule.clock import Lane, Mark, Timeline
@@ -288,23 +287,16 @@ class VirtualDriver:
         return timeline
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(OperatorMode):
     """Tells a driver of every operator, and answers for fake tensors what only values can."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, driver: VirtualDriver) -> None:
         super().__init__()
         self._driver = driver
 
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """The meter's own mode may stay beside it: this one is there before training and after it."""
-        return True
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._overloadpacket in _IN_PLACE and all(
+        if getattr(func, "_overloadpacket", None) in _IN_PLACE and all(
             isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
         ):
             result: Any = args[0] if func._schema.returns else None  # there are no bytes to write

@@ -120,8 +120,6 @@ def record_step(
         optimizer = make_optimizer(model.parameters())
         streams = DeviceStreams(torch.device("cpu"), driver)
         engine = PatrickStarEngine(model, settings, optimizer, device=streams, listener=driver.note_event)
-        assert engine.optimizer is not None
-        engine.optimizer.zero_grad()  # as training loops do: nobody will want gradients after the step
         for _ in range(_MOST_STEPS):
             num_recorded = engine.stats()["recorded_steps"]
             inputs = make_inputs()
@@ -156,15 +154,15 @@ def _train(
     driver: VirtualDriver,
 ) -> Step | None:
     """A step of training; returns what the engine knows of its forward and backward."""
+    assert engine.optimizer is not None
+    engine.optimizer.zero_grad()  # tells the engine that nobody wants gradients after a step
     driver.begin_part(Part.FORWARD)
     loss = model(**inputs).loss
     step = engine.manager.tracer.step
     driver.begin_part(Part.BACKWARD)
     loss.backward()
     driver.begin_part(Part.UPDATE)
-    assert engine.optimizer is not None
     if max_norm is not None:
         engine.optimizer.clip_grad_norm_(None, max_norm)
     engine.optimizer.step()
-    engine.optimizer.zero_grad()
     return step
