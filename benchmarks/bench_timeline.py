@@ -1,4 +1,4 @@
-"""Seconds of a training step on machines that are not here, in virtual time, against what no schedule can beat.
+"""Seconds of a training step on machines that are not here, in virtual time, against its bounds.
 
 The engine trains Llama-like models with tensors that have no bytes; the script of a step is then replayed on every
 machine by the plan for its device memory. All chunks are at home on the host (placement=host), clipping by norm is on,

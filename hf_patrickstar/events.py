@@ -26,7 +26,7 @@ class ChunkVisited:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CopyAwaited:
-    """A copy that was started ahead had not arrived when it was needed; the host waited so many seconds for it."""
+    """A copy that was started ahead had not arrived when it was needed, or dropped; the host waited for it."""
 
     chunk_index: int
     seconds: float

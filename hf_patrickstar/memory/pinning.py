@@ -18,12 +18,12 @@ from hf_patrickstar.memory.accelerator import (
     lock_pages,
     unlock_pages,
 )
-from hf_patrickstar.units import KIB, MIB
+from hf_patrickstar.units import MIB
 
 _ROUND_UP_TO = "pinned_max_round_threshold_mb"
 _KEEP_UP_TO = "pinned_max_cached_size_mb"
 _LARGEST_PROBE_MB = 64
-_PAGE_NBYTES = 4 * KIB
+_PAGE_NBYTES = mmap.PAGESIZE
 
 
 class Pinning(Protocol):
@@ -72,7 +72,7 @@ class TorchPinning:
 
 
 class _LockedPages(mmap.mmap):
-    """Pages of this process alone, which are unlocked when no tensor looks into them any more."""
+    """Pages that are unlocked when no tensor looks into them any more; processes that are forked share them."""
 
     locked: tuple[torch.device, int] | None = None
 
@@ -143,10 +143,10 @@ def make_pinning(device: torch.device) -> tuple[Pinning, str]:
 def _is_exact_above(threshold_nbytes: int) -> bool:
     """Whether torch's allocator takes for more than so many bytes what it needs, which no version tells beforehand."""
     nbytes = (1 << threshold_nbytes.bit_length()) + MIB
-    empty_host_cache()
-    before = host_cache_nbytes()
-    if before is None:
+    if host_cache_nbytes() is None:  # torch may have no such allocator for this device, and crash if it is asked more
         return False
+    empty_host_cache()
+    before = host_cache_nbytes() or 0
     try:
         probe = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError:

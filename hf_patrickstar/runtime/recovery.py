@@ -46,8 +46,8 @@ class Recovery:
     an accelerator the limit for chunks is lowered by a tenth, for the rest of the run.
 
     If the memory was there, but in pieces, the limit stays as it is: with every chunk off the device, torch's allocator
-    can give the pieces back. If that did not help, since the next attempt, or one of the next ten micro-batches, fails
-    in the same way, the limit is lowered after all.
+    can give the pieces back. If that did not help, since the next attempt, or one of the nine micro-batches after it,
+    fails for want of memory too, the limit is lowered after all.
 
     Args:
         manager: The manager of the chunks.

@@ -1,4 +1,4 @@
-"""The least time that a step can take on a machine. Pure numbers."""
+"""The least time that a step with the same copies can take on a machine. Pure numbers."""
 
 import dataclasses
 from collections.abc import Sequence

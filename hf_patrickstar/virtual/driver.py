@@ -7,8 +7,8 @@ and so is every operator; with fake tensors neither touches a byte. What they co
 memory of the device takes the host the time to launch it, and the compute lane its time there; one on memory of the
 host takes the host all of it. A value of the device that the program asks for stops the host.
 
-The device may be any that torch knows, or the CPU tier. There a tensor is on the host if the pool says so, or if it was
-computed from such tensors alone.
+The device is the CPU tier, so the engine decides as it does there. A tensor is on the host if the pool says so, or if
+it was computed from such tensors alone. Where an operator has operands on both, those of the host are copied first.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ _IN_PLACE = frozenset(
         *(_aten._fused_adamw_, _aten._fused_adam_),
     }
 )
-"""Operators that do nothing but write, and need not run on fake tensors."""
+"""Operators that change their operands and return nothing new, and need not run on fake tensors."""
 _HERE = frozenset({__name__, "hf_patrickstar.memory.streams", "hf_patrickstar.runtime.chunk"})
 
 
@@ -192,8 +192,10 @@ class VirtualDriver:
         if isinstance(event, ChunkVisited):
             self.script.append(Reach(event.chunk_index))
         elif isinstance(event, ChunkLoaded):
-            while not isinstance(self.script.pop(), Send):
-                pass  # the compute lane had joined it
+            if isinstance(self.script[-1], Join):  # what is not ahead is waited for at once
+                self.script.pop()
+            assert isinstance(self.script[-1], Send)
+            self.script.pop()
             self._num_sent -= 1
             assert self._to_device.last is not None
             self._to_device.last.is_load = True
@@ -215,7 +217,7 @@ class VirtualDriver:
             yield
 
     def tier_of(self, tensor: torch.Tensor) -> Tier:
-        """Where a tensor is; what is not known is on the device if the device is the CPU tier."""
+        """Where a tensor is; what is not known is on the device."""
         if tensor.device.type not in ("cpu", "meta"):
             return Tier.DEVICE
         return self._tiers.get(storage_key(tensor), Tier.DEVICE)
@@ -236,9 +238,14 @@ class VirtualDriver:
         written = written_operands(operator._schema, args, kwargs)
         tensors = [*written, *read_operands(written, args, kwargs)]
         tiers = {self.tier_of(tensor) for tensor in tensors if tensor.numel()}
+        if len(tiers) > 1:  # single numbers are arguments of a kernel, wherever they are
+            tiers = {self.tier_of(tensor) for tensor in tensors if tensor.dim()} or {Tier.HOST}
         if len(tiers) > 1 and packet in _COPIES:
             self._copy_now(tensors, written or list(tree_leaves(result)))
-        elif Tier.HOST in tiers:
+        elif len(tiers) > 1:  # on a device somebody would have copied these first
+            self._copy_in([tensor for tensor in tensors if self.tier_of(tensor) is Tier.HOST])
+            self._append(Kernel(name, cost.flops, cost.nbytes, cost.dtype), self._player.kernel)
+        elif tiers == {Tier.HOST}:
             self._append(HostWork(name, cost.flops, cost.nbytes), self._player.host_work)
             for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor):
@@ -252,6 +259,11 @@ class VirtualDriver:
         to_device = self.is_on_device(targets[0])
         nbytes = sum(tensor.nbytes for tensor in targets)
         self._append(BlockingCopy(nbytes, to_device, is_pinned, caller()), self._player.blocking_copy)
+
+    def _copy_in(self, operands: Sequence[torch.Tensor]) -> None:
+        is_pinned = all(self.is_pinned(tensor) for tensor in operands)
+        nbytes = sum(tensor.nbytes for tensor in operands)
+        self._append(BlockingCopy(nbytes, True, is_pinned, caller()), self._player.blocking_copy)
 
     def _append(self, entry: _E, play: Callable[[_E], None]) -> None:
         self.script.append(entry)

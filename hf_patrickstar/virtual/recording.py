@@ -33,11 +33,12 @@ class Recording:
         plan: The plan that it followed.
         timeline: How it went on the machine on which it was recorded.
         num_parameters: Trainable parameters.
-        host_nbytes: Bytes of chunks on the host.
+        host_nbytes: The most bytes on the host so far, workspace included.
         policy: Which chunk leaves.
         prefetch_depth: How many loads may be under way ahead.
         updated: Chunks that the optimizer changes.
         static: Chunks that are at home on the device.
+        static_nbytes: Bytes of these, over all lists.
     """
 
     script: tuple[Entry, ...]
@@ -50,12 +51,13 @@ class Recording:
     prefetch_depth: int
     updated: frozenset[int]
     static: frozenset[int]
+    static_nbytes: int
 
     def plan_for(self, device_nbytes: int, chunk_nbytes: int | None = None) -> Plan:
         """The plan under another budget of the device; chunks keep their homes.
 
         Args:
-            device_nbytes: Bytes for moving chunks and non-model data.
+            device_nbytes: Bytes for chunks and non-model data.
             chunk_nbytes: Bytes for moving chunks at most, or ``None``.
 
         Raises:
@@ -63,7 +65,7 @@ class Recording:
         """
         return repeated_plan(
             self.trace,
-            chunkable_nbytes(self.trace, device_nbytes, chunk_nbytes),
+            chunkable_nbytes(self.trace, device_nbytes - self.static_nbytes, chunk_nbytes),
             self.policy,
             dropped_after=self.updated,
             static=self.static,
@@ -75,7 +77,7 @@ class Recording:
 
         Args:
             machine: The machine.
-            device_nbytes: Bytes for moving chunks and non-model data; by default all that the device has.
+            device_nbytes: Bytes for chunks and non-model data; by default all that the device has.
             chunk_nbytes: Bytes for moving chunks at most, or ``None``.
 
         Raises:
@@ -107,7 +109,6 @@ def record_step(
     Raises:
         EngineError: If no step follows a plan: data decides what this model does.
     """
-    make_optimizer = make_optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True))
     driver = VirtualDriver(machine)
     settings = {
         "device_budget": machine.device_nbytes,
@@ -117,7 +118,7 @@ def record_step(
     }
     with FakeTensorMode(), driver.watching():
         model = make_model()
-        optimizer = make_optimizer(model.parameters())
+        optimizer = (make_optimizer or _make_adamw)(model.parameters())
         streams = DeviceStreams(torch.device("cpu"), driver)
         engine = PatrickStarEngine(model, settings, optimizer, device=streams, listener=driver.note_event)
         for _ in range(_MOST_STEPS):
@@ -131,7 +132,8 @@ def record_step(
                 break
         else:
             raise EngineError(f"none of {_MOST_STEPS} steps followed a plan: what this model does depends on its data")
-    policy = engine.config
+    settled = engine.config
+    static = [chunk for chunk in engine.manager.chunks if chunk.is_static]
     return Recording(
         tuple(driver.script),
         step.cursor.trace,
@@ -139,11 +141,16 @@ def record_step(
         timeline,
         sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         engine.stats()["host_peak_nbytes"],
-        policy.eviction,
-        policy.prefetch_depth,
+        settled.eviction,
+        settled.prefetch_depth,
         step.dropped_after,
-        frozenset(chunk.spec.index for chunk in engine.manager.chunks if chunk.is_static),
+        frozenset(chunk.spec.index for chunk in static),
+        sum(payload.nbytes for chunk in static for payload in chunk.lists.values()),
     )
+
+
+def _make_adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 
 def _train(

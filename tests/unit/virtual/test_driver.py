@@ -142,3 +142,20 @@ def test_a_copy_comes_after_what_it_is_told(driver):
     (wait,) = timeline.waits
     assert wait.duration_ns == int((8.5 - 1.0) * SECOND)
     assert isinstance(driver.script[-1], Await)
+
+
+def test_operands_of_the_host_are_copied_for_a_kernel_of_the_device(driver):
+    host, device = torch.zeros(10), torch.zeros(10)
+    driver.take(host, Tier.HOST, "a test")
+    driver.begin()
+    (host + device).neg()
+    assert [type(entry) for entry in driver.script] == [BlockingCopy, Kernel, Kernel]
+    assert seconds(driver.end()) == pytest.approx(0.5 + 5 + 0.5 + 1.2 + 0.8)
+
+
+def test_a_number_on_the_other_tier_is_an_argument(driver):
+    host, factor = torch.zeros(10), torch.zeros(())
+    driver.take(host, Tier.HOST, "a test")
+    driver.begin()
+    host.mul_(factor)
+    assert [type(entry) for entry in driver.script] == [HostWork]
