@@ -15,7 +15,7 @@ import pytest
 
 FOLDER = pathlib.Path(__file__).parent
 CASES = FOLDER / "mixed_cases.py"
-TIMEOUT_S = 240
+TIMEOUT_S = 600
 
 pytestmark = pytest.mark.xdist_group("fake device")  # one process for all cases, not one per worker
 
