@@ -17,19 +17,13 @@ class ChunkLoaded:
 class ChunkVisited:
     """A chunk was needed on the device, and is there now.
 
-    ``is_hit``: it is one that moves, was there already, and nobody had to wait for it.
+    ``is_hit``: it is one that moves, was there already, and nobody had to wait for it. ``waited_s``: how long the host
+    waited for a copy that had been started ahead and had not arrived; ``None`` if there was none such.
     """
 
     chunk_index: int
     is_hit: bool
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CopyAwaited:
-    """A copy that was started ahead had not arrived when it was needed, or dropped; the host waited for it."""
-
-    chunk_index: int
-    seconds: float
+    waited_s: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,9 +96,13 @@ class StepDiverged:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MicroBatchRepeated:
-    """A micro-batch is repeated, because the device had run out of memory; the first repetition is number 1."""
+    """A micro-batch is repeated, because the device had run out of memory; the first repetition is number 1.
+
+    ``is_defragmented``: the memory was there in pieces, so the budget is as before.
+    """
 
     attempt: int
+    is_defragmented: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,7 +127,6 @@ class MessageExchanged:
 Event = (
     ChunkLoaded
     | ChunkVisited
-    | CopyAwaited
     | ChunkEvicted
     | ChunkInvalidated
     | ChunkRehomed

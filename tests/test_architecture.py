@@ -13,7 +13,7 @@ import hf_patrickstar
 PACKAGE = "hf_patrickstar"
 ROOT = pathlib.Path(hf_patrickstar.__file__).parent
 
-_BASE = ("errors", "units", "shortage", "states", "events", "config", "version")
+_BASE = ("errors", "units", "cores", "shortage", "states", "events", "config", "version")
 LEVELS = dict.fromkeys(_BASE, 0) | {
     "layout": 1,
     "memory": 1,

@@ -8,10 +8,11 @@ import platform
 import torch
 from tqdm import tqdm
 
+from hf_patrickstar.cores import usable_cores
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.memory.accelerator import device_name, find_device, is_accelerator, memory_info
 from hf_patrickstar.memory.tiers import available_host_nbytes, total_host_nbytes
-from hf_patrickstar.report.measure import cpu_name, measure_machine, num_cores
+from hf_patrickstar.report.measure import cpu_name, measure_machine
 from hf_patrickstar.schedule.machine import Machine
 from hf_patrickstar.units import format_nbytes
 from hf_patrickstar.version import __version__
@@ -61,7 +62,7 @@ def describe() -> dict[str, str]:
         "Python": platform.python_version(),
         "system": platform.platform(),
         "CPU": cpu_name(),
-        "cores": f"{num_cores()}, torch uses {torch.get_num_threads()}",
+        "cores": f"{len(usable_cores())}, torch uses {torch.get_num_threads()}",
         "memory": f"{format_nbytes(total_host_nbytes())}, {format_nbytes(available_host_nbytes())} available",
         "accelerator": accelerator,
     }

@@ -33,7 +33,7 @@ _IN_FLIGHT_NBYTES = 64 * MIB
 _AT_ONCE_NBYTES = 256 * KIB
 
 
-class Lane(enum.Enum):
+class CopyLane(enum.Enum):
     """A lane of copies."""
 
     TO_DEVICE = "host -> device"
@@ -61,7 +61,7 @@ class Copy(Ticket, Protocol):
     """The ticket of a copy."""
 
     @property
-    def lane(self) -> Lane:
+    def lane(self) -> CopyLane:
         """The lane that it runs in."""
         ...
 
@@ -339,7 +339,7 @@ class StreamTicket:
 
     __slots__ = ("_driver", "event", "lane")
 
-    def __init__(self, event: Event, lane: Lane, driver: Driver) -> None:
+    def __init__(self, event: Event, lane: CopyLane, driver: Driver) -> None:
         self.event = event
         self.lane = lane
         self._driver = driver
@@ -369,27 +369,27 @@ class DeviceStreams:
     def __init__(self, device: torch.device, driver: Driver) -> None:
         self.device = device
         self._driver = driver
-        self._lanes = {lane: driver.new_stream() for lane in Lane}
+        self._lanes = {lane: driver.new_stream() for lane in CopyLane}
         self._in_flight: collections.deque[tuple[StreamTicket, torch.Tensor]] = collections.deque()
         self._in_flight_nbytes = 0
         self._most_nbytes = _IN_FLIGHT_NBYTES
 
     def fetch(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
         """See ``Streams``."""
-        return self._copy(Lane.TO_DEVICE, source, target, after)
+        return self._copy(CopyLane.TO_DEVICE, source, target, after)
 
     to_slice = fetch
 
     def to_device(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
         """See ``Streams``."""
-        ticket = self._copy(Lane.TO_DEVICE, source, target, after)
+        ticket = self._copy(CopyLane.TO_DEVICE, source, target, after)
         ticket.join()
         return ticket
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
         """See ``Streams``."""
-        lane = self._lanes[Lane.TO_DEVICE]
+        lane = self._lanes[CopyLane.TO_DEVICE]
         lane.wait_stream(self._driver.current_stream())
         with self._driver.inside(lane):
             yield
@@ -403,7 +403,7 @@ class DeviceStreams:
         if not self.copies_beside(source, target):
             target.copy_(source)
             return None
-        ticket = self._copy(Lane.TO_HOST, source, target, after)
+        ticket = self._copy(CopyLane.TO_HOST, source, target, after)
         self._hold(source, ticket)
         return ticket
 
@@ -431,7 +431,7 @@ class DeviceStreams:
     def close(self) -> None:
         """See ``Streams``."""
 
-    def _copy(self, lane: Lane, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy]) -> StreamTicket:
+    def _copy(self, lane: CopyLane, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy]) -> StreamTicket:
         stream = self._lanes[lane]
         stream.wait_stream(self._driver.current_stream())
         for other in after:
@@ -465,7 +465,7 @@ class ThreadTicket:
     """
 
     __slots__ = ("_future",)
-    lane = Lane.TO_DEVICE
+    lane = CopyLane.TO_DEVICE
 
     def __init__(self, future: "concurrent.futures.Future[None]") -> None:
         self._future = future

@@ -12,27 +12,16 @@ is one correctly rounded operation per element. Other optimizers may reduce over
 
 import contextlib
 import os
-import pathlib
 from collections.abc import Callable, Iterator, Mapping
 
 import psutil
 import torch
 
-from hf_patrickstar.runtime.liveness import usable_cores
+from hf_patrickstar.cores import cpu_quota, usable_cores
 
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")
 """Variables that ``torchrun`` and ``accelerate launch`` set for the processes that they start."""
 _NUM_THREADS = "OMP_NUM_THREADS"
-CPU_QUOTA_FILE = "/sys/fs/cgroup/cpu.max"
-
-
-def cpu_quota() -> float:
-    """How many cores' time the cgroup of this process gets; infinite if it has no limit."""
-    try:
-        quota, period = pathlib.Path(CPU_QUOTA_FILE).read_text().split()
-        return int(quota) / int(period)
-    except (OSError, ValueError):
-        return float("inf")
 
 
 def launcher_environment() -> Mapping[str, str] | None:

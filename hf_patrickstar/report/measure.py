@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
 import pathlib
 import platform
 import statistics
@@ -69,13 +68,6 @@ def cpu_name(file: pathlib.Path = CPU_FILE) -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def num_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def measure_machine(

@@ -8,7 +8,6 @@ from hf_patrickstar.events import (
     ChunkLoaded,
     ChunkRehomed,
     ChunkVisited,
-    CopyAwaited,
     Event,
     GradientStored,
     MessageExchanged,
@@ -31,6 +30,7 @@ class Statistics:
         self._skipped = 0
         self._ahead = 0
         self._hits = 0
+        self._late = 0
         self._waiting_s = 0.0
         self._rehomed_nbytes = {True: 0, False: 0}
 
@@ -43,8 +43,8 @@ class Statistics:
             self._ahead += event.ahead
         elif isinstance(event, ChunkVisited):
             self._hits += event.is_hit
-        elif isinstance(event, CopyAwaited):
-            self._waiting_s += event.seconds
+            self._late += event.waited_s is not None
+            self._waiting_s += event.waited_s or 0.0
         elif isinstance(event, ChunkRehomed):
             self._rehomed_nbytes[event.to_device] += event.nbytes
         elif isinstance(event, StepFinished):
@@ -67,7 +67,7 @@ class Statistics:
             "diverged_steps": self._counts[StepDiverged],
             "recorded_steps": self._counts[StepRecorded],
             "chunk_hits": self._hits,
-            "late_prefetches": self._counts[CopyAwaited],
+            "late_prefetches": self._late,
             "waiting_seconds": self._waiting_s,
             "retries": self._counts[MicroBatchRepeated],
             "all_gathers": self._counts[SlicesGathered],

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_patrickstar.cores import usable_cores
 from hf_patrickstar.errors import CollectiveError, ConfigError
 from hf_patrickstar.events import Listener, MessageExchanged, SlicesGathered, SlicesReduced, tell_nobody
 from hf_patrickstar.memory.streams import Ticket
 from hf_patrickstar.runtime.arrival import Arrival, announce
-from hf_patrickstar.runtime.liveness import Liveness, Member, describe_self, usable_cores
+from hf_patrickstar.runtime.liveness import Liveness, Member, describe_self
 from hf_patrickstar.runtime.tickets import DeviceTicket, GlooTicket, Users
 from hf_patrickstar.runtime.vigil import Patience, Vigil
 from hf_patrickstar.units import ALIGNMENT_NUMEL, KIB, MIB

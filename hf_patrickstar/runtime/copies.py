@@ -10,7 +10,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from hf_patrickstar.errors import BudgetError, DeviceMemoryError
-from hf_patrickstar.events import ChunkEvicted, ChunkInvalidated, ChunkLoaded, ChunkRehomed, CopyAwaited, Listener
+from hf_patrickstar.events import ChunkEvicted, ChunkInvalidated, ChunkLoaded, ChunkRehomed, Listener
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
@@ -139,8 +139,12 @@ class Copies:
     def _note_loaded(self, chunk: Chunk, ahead: bool) -> None:
         self._emit(ChunkLoaded(chunk.spec.index, chunk.param_nbytes if chunk.home is Tier.HOST else 0, ahead))
 
-    def wait(self, chunk: Chunk) -> bool:
-        """Lets the compute device wait for a copy that was started ahead; returns whether it had to."""
+    def wait(self, chunk: Chunk) -> float | None:
+        """Lets the compute device wait for a copy that was started ahead.
+
+        Returns:
+            Seconds that the host waited, or ``None`` if the copy had arrived.
+        """
         arrival = chunk.arrival
         assert arrival is not None
         is_late = not arrival.is_done
@@ -148,9 +152,7 @@ class Copies:
         with named("wait for", chunk.spec.index):
             arrival.join()
         chunk.arrival = None
-        if is_late:
-            self._emit(CopyAwaited(chunk.spec.index, time.perf_counter() - begin))
-        return is_late
+        return time.perf_counter() - begin if is_late else None
 
     # Dropping them
 

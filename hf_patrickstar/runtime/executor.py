@@ -178,8 +178,8 @@ class Executor:
             self._load(chunk, who)
         elif len(self._copies) and self._ledger.available(Tier.DEVICE) < 0:
             self._reclaim.make_room_for(chunk, 0, who)
-        is_late = chunk.arrival is not None and self._copies.wait(chunk)
-        self._emit(ChunkVisited(index, was_there and not is_late and not chunk.is_static))
+        waited_s = self._copies.wait(chunk) if chunk.arrival is not None else None
+        self._emit(ChunkVisited(index, was_there and waited_s is None and not chunk.is_static, waited_s))
         if step is not None and step.plan is not None:  # it is not measured: what the trace says is noted
             self._ledger.note_total(self._ledger.reserved_nbytes)
         elif step is not None and step.is_recorded:

@@ -49,13 +49,6 @@ def describe_self() -> Member:
     return Member(socket.gethostname(), os.getpid(), psutil.Process().create_time())
 
 
-def usable_cores() -> frozenset[int]:
-    """The cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
-
-
 def describe_system() -> str:
     """Names the system in which a process number is unique; empty if that is not known.
 

@@ -54,9 +54,6 @@ class Recovery:
         device: The compute device.
         buffers: Gives the model's buffers; some modules write to them in forward.
         emit: Told of every repetition.
-
-    Attributes:
-        num_defragmentations: Repetitions that left the limit as it was.
     """
 
     def __init__(
@@ -66,7 +63,6 @@ class Recovery:
         buffers: Callable[[], Iterable[torch.Tensor]],
         emit: Listener,
     ) -> None:
-        self.num_defragmentations = 0
         self._num_calm_runs = _CALM_RUNS
         self._manager = manager
         self._device = device
@@ -116,8 +112,8 @@ class Recovery:
                     state.restore()
                     raise DeviceMemoryError(self._give_up(cause, max_retries)) from error
             self._reset()
-            self._emit(MicroBatchRepeated(attempt + 1))
             in_pieces = self._make_careful(in_pieces)
+            self._emit(MicroBatchRepeated(attempt + 1, is_defragmented=in_pieces))
             logger.warning(
                 "patrickstar: out of memory on %s, retry %d of %d with chunks limited to what %s leave%s (%s)",
                 self._device,
@@ -147,7 +143,6 @@ class Recovery:
             empty_cache()
             is_calm, self._num_calm_runs = self._num_calm_runs >= _CALM_RUNS, 0
             if in_pieces and is_calm:
-                self.num_defragmentations += 1
                 return True
             ledger.lower_limit(Tier.DEVICE, int(ledger.limit(Tier.DEVICE, cautious=False) * _SHRINK))
         return False

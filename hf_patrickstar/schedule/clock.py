@@ -10,7 +10,7 @@ end of a step, its critical path, can be read backwards.
 import collections
 import dataclasses
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 
 class Lane(enum.StrEnum):
@@ -210,14 +210,3 @@ class Clock:
 
 def _later(one: Mark, other: Mark) -> Mark:
     return other if other.time_ns > one.time_ns else one
-
-
-def bound_ns(timeline: Timeline, lanes: Iterable[Lane] = Lane) -> int:
-    """The least time that the same work can take on the same lanes: that of the lane with the most work.
-
-    Args:
-        timeline: What happened.
-        lanes: The lanes that count.
-    """
-    busy = timeline.busy_ns()
-    return max(busy[lane] for lane in lanes)

@@ -139,7 +139,7 @@ class VirtualDriver:
     # What ``DeviceStreams`` asks for
 
     def new_stream(self) -> VirtualStream:
-        """See ``Driver``: the lanes of copies, in the order of ``hf_patrickstar.memory.streams.Lane``."""
+        """See ``Driver``: the lanes of copies, in the order of ``hf_patrickstar.memory.streams.CopyLane``."""
         return next(self._streams)
 
     def current_stream(self) -> VirtualStream:
@@ -218,8 +218,6 @@ class VirtualDriver:
 
     def tier_of(self, tensor: torch.Tensor) -> Tier:
         """Where a tensor is; what is not known is on the device."""
-        if tensor.device.type not in ("cpu", "meta"):
-            return Tier.DEVICE
         return self._tiers.get(storage_key(tensor), Tier.DEVICE)
 
     def note_operator(self, operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
@@ -272,7 +270,7 @@ class VirtualDriver:
     def _note(self, tensor: torch.Tensor, tier: Tier) -> None:
         key = storage_key(tensor)
         if key not in self._tiers:
-            weakref.finalize(tensor, self._tiers.pop, key, None)
+            weakref.finalize(tensor.untyped_storage(), self._tiers.pop, key, None)
         self._tiers[key] = tier
 
     # Steps

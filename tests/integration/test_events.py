@@ -12,7 +12,6 @@ from hf_patrickstar.events import (
     ChunkLoaded,
     ChunkRehomed,
     ChunkVisited,
-    CopyAwaited,
     GradientStored,
     StepDiverged,
     StepFinished,
@@ -21,7 +20,7 @@ from hf_patrickstar.events import (
 from hf_patrickstar.memory.tiers import Tier
 
 WIDTH = 8
-HOW = (ChunkVisited, CopyAwaited, StepRecorded, StepDiverged)
+HOW = (ChunkVisited, StepRecorded, StepDiverged)
 """Events that say how a step went, and not what moved."""
 WORDS = {
     ChunkLoaded: "load",

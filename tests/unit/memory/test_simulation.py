@@ -5,7 +5,7 @@ import torch
 
 from hf_patrickstar.errors import RaceError
 from hf_patrickstar.memory.simulation import SimulatedDriver
-from hf_patrickstar.memory.streams import DeviceStreams, Lane
+from hf_patrickstar.memory.streams import CopyLane, DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def sim():
 def test_a_copy_runs_when_it_is_joined_and_there_is_nan_until_then(sim):
     ticket = sim.streams.fetch(sim.home, sim.copy)
     assert not ticket.is_done
-    assert ticket.lane is Lane.TO_DEVICE
+    assert ticket.lane is CopyLane.TO_DEVICE
     assert bytes(sim.copy.numpy().tobytes()) == b"\xff" * 16
     ticket.join()
     assert ticket.is_done

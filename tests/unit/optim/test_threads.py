@@ -8,7 +8,7 @@ import torch
 from hf_patrickstar.optim import threads as module
 from hf_patrickstar.optim.adam_kernel import AdamKernel
 from hf_patrickstar.optim.kernels import make_kernel
-from hf_patrickstar.optim.threads import HostThreads, choose_threads, cpu_quota
+from hf_patrickstar.optim.threads import HostThreads, choose_threads
 
 FROM_TORCHRUN = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
 FROM_ACCELERATE = {"OMP_NUM_THREADS": "1", "ACCELERATE_MIXED_PRECISION": "no"}
@@ -74,14 +74,6 @@ def test_a_program_that_has_set_its_threads_keeps_them(machine):
 def test_a_number_holds_whatever_the_environment_says(machine):
     threads, said = choose(FROM_TORCHRUN, setting=5)
     assert (threads.num, said) == (5, "host_threads=5: as asked")
-
-
-@pytest.mark.parametrize(("text", "cores"), [("650000 100000\n", 6.5), ("max 100000\n", math.inf), ("", math.inf)])
-def test_the_quota_is_read(monkeypatch, tmp_path, text, cores):
-    monkeypatch.setattr(module, "CPU_QUOTA_FILE", str(tmp_path / "cpu.max"))
-    assert cpu_quota() == math.inf
-    (tmp_path / "cpu.max").write_text(text)
-    assert cpu_quota() == cores
 
 
 @pytest.mark.parametrize(

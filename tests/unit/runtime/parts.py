@@ -12,7 +12,6 @@ from hf_patrickstar.events import (
     ChunkLoaded,
     ChunkRehomed,
     ChunkVisited,
-    CopyAwaited,
     GradientStored,
     StepDiverged,
     StepRecorded,
@@ -209,7 +208,7 @@ class Parts(Process):
     def tell(self, event):
         """Counts an event; those that say that something moved are kept for ``moved``, too."""
         self.statistics.record(event)
-        if not isinstance(event, ChunkVisited | CopyAwaited | StepRecorded | StepDiverged):
+        if not isinstance(event, ChunkVisited | StepRecorded | StepDiverged):
             self.events.append(event)
 
     def count(self, name):

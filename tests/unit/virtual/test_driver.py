@@ -79,6 +79,14 @@ def test_what_is_computed_on_the_host_stays_there(driver):
     assert [type(entry) for entry in driver.script] == [HostWork, HostWork]
 
 
+def test_a_view_of_what_was_computed_on_the_host_stays_there_when_the_rest_is_gone(driver):
+    view = (make_buffer(driver, Tier.HOST) + 1)[2:4]
+    assert driver.tier_of(view) is Tier.HOST
+    known = len(driver._tiers)
+    del view
+    assert len(driver._tiers) == known - 1, "memory that is used again may be the device's"
+
+
 def test_a_value_that_is_asked_for_stops_the_host(driver):
     a = make_buffer(driver, Tier.DEVICE)
     a.sum().item()

@@ -74,14 +74,6 @@ def recording():
     return record(placement="host", chunk_nbytes=int(1.5 * smallest)), int(1.5 * smallest)
 
 
-def test_a_step_is_no_shorter_than_any_of_its_lanes(recording):
-    found, _ = recording
-    timeline = found.timeline
-    assert timeline.duration_ns >= max(timeline.busy_ns().values())
-    assert sum(timeline.critical_ns().values()) <= timeline.duration_ns
-    assert timeline.critical_path()[-1].end_ns == max(span.end_ns for span in timeline.own_spans)
-
-
 @pytest.mark.parametrize(
     ("field", "lane"),
     [
@@ -103,9 +95,13 @@ def test_each_rate_slows_its_lane_alone(recording, field, lane):
 def test_less_memory_takes_more_copies_and_never_less_time(recording):
     found, budget = recording
     slow = dataclasses.replace(H100, to_device_bandwidth=1e7)
-    times = [found.on(slow, 2**30, int(budget * factor)).duration_ns for factor in (0.9, 1.0, 1.5, 3.0)]
-    assert times == sorted(times, reverse=True)
-    assert times[0] > times[-1]
+    timelines = [found.on(slow, 2**30, int(budget * factor)) for factor in (0.9, 1.0, 1.5, 3.0)]
+    for figures in (
+        [timeline.duration_ns for timeline in timelines],
+        [timeline.busy_ns()[Lane.TO_DEVICE] for timeline in timelines],
+    ):
+        assert figures == sorted(figures, reverse=True)
+        assert figures[0] > figures[-1]
     with pytest.raises(BudgetError, match="moment"):
         found.on(slow, 2**30, budget // 8)
 
