@@ -69,7 +69,9 @@ class Resources:
         said = grow_segments(device)
         if said is not None:
             logger.info("patrickstar: %s", said)
-        collectives = Collectives.connect(process_group, device, Patience.of(config.process_wait_s))
+        collectives = Collectives.connect(
+            process_group, device, Patience.of(config.process_wait_s), config.reduce_dtype
+        )
         budgets = resolve_budgets(device, config.device_budget, config.host_budget, collectives.local_world_size)
         meter: Meter
         if is_accelerator(device):
