@@ -13,6 +13,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "eviction": ("belady", "lru", "list_order"),
     "placement": ("auto", "host"),
     "dtype": ("auto", "fp32", "bf16", "fp16"),
+    "reduce_dtype": ("auto", "fp32"),
     "optimizer_format": ("sharded", "torch", "both"),
 }
 
@@ -55,6 +56,10 @@ class PatrickStarConfig:
             forward does not need it any more, and is gathered again for backward: ``True`` takes the least memory and
             sends exactly what PatrickStar section 7 says; ``False`` keeps the group on the device as long as nothing
             else needs the room, which sends fewer bytes.
+        reduce_dtype: With several processes, the type in which nccl adds gradients: ``"fp32"``, or ``"auto"``: their
+            own. For 16-bit gradients ``"fp32"`` rounds once instead of at every addition, sends twice the bytes, and
+            takes 4 bytes more on the device per element of the largest communication group. On gloo 16-bit gradients
+            are always added in fp32, a piece at a time.
         dtype: Type of parameters and gradients on the compute device: ``"fp32"``, ``"bf16"``, ``"fp16"``, or
             ``"auto"``: what ``--bf16`` or ``--fp16`` says. Where 16-bit was asked for, the optimizer works on fp32
             masters. Where nothing was asked for, each parameter and its optimizer states keep the type that the model
@@ -119,6 +124,7 @@ class PatrickStarConfig:
     placement: Literal["auto", "host"] = "auto"
     prefetch_depth: int = 2
     reshard_after_forward: bool = False
+    reduce_dtype: Literal["auto", "fp32"] = "auto"
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     autocast: bool | Literal["auto"] = "auto"
     keep_fp32: tuple[str, ...] | str = ("auto",)

@@ -77,7 +77,9 @@ class Resources:
         said = grow_segments(found)
         if said is not None:
             logger.info("patrickstar: %s", said)
-        collectives = Collectives.connect(process_group, found, Patience.of(config.process_wait_s), emit)
+        collectives = Collectives.connect(
+            process_group, found, Patience.of(config.process_wait_s), emit, config.reduce_dtype
+        )
         budgets = resolve_budgets(found, config.device_budget, config.host_budget, collectives.local_world_size)
         meter: Meter
         if is_accelerator(found):

@@ -95,6 +95,10 @@ class Buckets(Protocol):
         """
         ...
 
+    def let_go(self) -> None:
+        """Gives back the buffer of averages that are on their way home, because its room is needed."""
+        ...
+
     def close(self) -> None:
         """Gives every buffer back."""
         ...
@@ -146,6 +150,9 @@ class OwnBuckets:
         """Nothing is dropped: what autograd finished before the failure is at home, as in plain torch."""
         return ()
 
+    def let_go(self) -> None:
+        """There is no buffer."""
+
     def close(self) -> None:
         """Nothing to do."""
 
@@ -179,6 +186,7 @@ class GroupBuckets:
         self._buffers: dict[int, torch.Tensor] = {}
         self._stored: dict[int, set[int]] = {}
         self._held: list[tuple[ManagedTensor, torch.Tensor]] = []
+        self._leaving: torch.Tensor | None = None  # the buffer of averages that are on their way home
         self._under_way: tuple[Chunk, torch.Tensor, set[int], Ticket] | None = None
         self._staging: dict[torch.dtype, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
         self.note_chunks()
@@ -252,6 +260,7 @@ class GroupBuckets:
         if self._under_way is None:
             return
         (chunk, buffer, stored, ticket), self._under_way = self._under_way, None
+        self.let_go()
         ticket.join()
         for tensor in chunk.owned:
             average = tensor.own(tensor.view_copy(buffer))
@@ -259,12 +268,23 @@ class GroupBuckets:
                 yield Average(tensor, average)
             else:  # another rank may have one, and this is it; that is known when backward ends
                 self._held.append((tensor, average.to(chunk.param.device, copy=True)))
-        self._streams.release_in_flight()  # the averages are on their way home from this buffer
-        self._pool.release(Tier.DEVICE, buffer, GRADIENTS)
+        self._leaving = buffer
+        # Where reductions go on beside the device, it would wait for the bus here. By the time that the next group has
+        # arrived the averages are at home.
+        if not self._collectives.is_asynchronous:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """See ``Buckets``."""
+        if self._leaving is not None:
+            buffer, self._leaving = self._leaving, None
+            self._streams.release_in_flight()  # the averages are on their way home from this buffer
+            self._pool.release(Tier.DEVICE, buffer, GRADIENTS)
 
     def finish(self, found: Iterable[int]) -> Iterator[Average]:
         """See ``Buckets``."""
         yield from self._receive()
+        self.let_go()
         anywhere = set(found)
         for tensor, average in self._held:
             if tensor.spec.index in anywhere:
@@ -275,6 +295,7 @@ class GroupBuckets:
     def abandon(self) -> Iterator[Average]:
         """See ``Buckets``."""
         yield from self._receive()
+        self.let_go()
         for buffer in self._buffers.values():
             self._pool.release(Tier.DEVICE, buffer, GRADIENTS)
         self._buffers.clear()
@@ -291,6 +312,8 @@ class GroupBuckets:
     def _buffer(self, chunk: Chunk) -> torch.Tensor:
         index = chunk.spec.index
         if index not in self._buffers:
+            if self._pool.room(Tier.DEVICE) < chunk.copy_nbytes:
+                self.let_go()
             self._reclaim.make_room(chunk.copy_nbytes)
             numel = chunk.spec.capacity_numel
             self._buffers[index] = self._pool.allocate(Tier.DEVICE, numel, chunk.param.dtype, GRADIENTS)

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import pickle
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -16,6 +17,8 @@ from hf_patrickstar.errors import CollectiveError, ConfigError
 from hf_patrickstar.events import Listener, MessageExchanged, SlicesGathered, SlicesReduced, tell_nobody
 from hf_patrickstar.memory.streams import Ticket
 from hf_patrickstar.runtime.arrival import Arrival, announce
+from hf_patrickstar.runtime.averages import average, without_repeats
+from hf_patrickstar.runtime.complaints import complain
 from hf_patrickstar.runtime.liveness import Liveness, Member, describe_self
 from hf_patrickstar.runtime.tickets import DeviceTicket, GlooTicket, Users
 from hf_patrickstar.runtime.vigil import Patience, Vigil
@@ -29,6 +32,8 @@ _NUM_PIECES = 2
 _TILE_NUMEL = 2**16
 """Elements that are widened to fp32 at a time."""
 _AT_ONCE = timedelta(milliseconds=1)
+_ABORT_S = 10.0
+"""Seconds that a backend may take to end what is under way."""
 _NOBODY_SENDS = 2**31 - 1
 """A tag that no rank sends a message with."""
 
@@ -48,6 +53,9 @@ class Collectives:
         group: The process group for data; ``None`` for one process.
         control: A group of the same processes for messages on the host, which so never mix with data.
         emit: Told of every collective with other processes.
+        reductions: A group of the same processes for ``reduce_scatter``, so that gathers that were started ahead do not
+            stand in its way; by default that for data.
+        reduce_dtype: ``"fp32"`` if a backend of a device adds 16-bit gradients in fp32, ``"auto"`` if in their type.
 
     Attributes:
         rank: The rank of this process.
@@ -65,6 +73,8 @@ class Collectives:
         group: "dist.ProcessGroup | None" = None,
         control: "dist.ProcessGroup | None" = None,
         emit: Listener = tell_nobody,
+        reductions: "dist.ProcessGroup | None" = None,
+        reduce_dtype: str = "auto",
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -73,6 +83,10 @@ class Collectives:
         self._group = group
         self.control = control
         self._emit = emit
+        self._reductions = reductions or group
+        self._widens = reduce_dtype == "fp32"
+        self._last_reduction: Ticket | None = None
+        self._is_aborted = False
         self._is_gloo = group is not None and _backend(group, device).name() == "gloo"
         self._liveness: Liveness | None = None
         self._vigil: Vigil | None = None
@@ -84,6 +98,7 @@ class Collectives:
         device: torch.device,
         patience: Patience | None = None,
         emit: Listener = tell_nobody,
+        reduce_dtype: str = "auto",
     ) -> "Collectives":
         """Joins the other processes; all of them must call this.
 
@@ -92,6 +107,7 @@ class Collectives:
             device: The compute device.
             patience: How long to wait for the others.
             emit: Told of every collective with other processes.
+            reduce_dtype: See the class.
 
         Returns:
             The collectives. Their group for messages is a new one with the timeout of ``group``; only if ``group`` is
@@ -124,10 +140,12 @@ class Collectives:
             ranks = dist.get_process_group_ranks(data)
             Arrival(dist.get_rank(), ranks, _arrivals(), patience, timeout.total_seconds()).wait()
             # Processes outside of a subgroup do not come to make another group of it.
-            control = data if is_part and is_gloo else _new_control(data, device, is_part)
+            control = data if is_part and is_gloo else _new_group(data, device, is_part, "gloo")
+            # A communicator runs one collective after the other.
+            reductions = None if is_gloo else _new_group(data, device, is_part, dist.get_backend(data))
         except RuntimeError as error:
-            raise CollectiveError(_complain("connects", rank, world_size, "", error)) from error
-        collectives = cls(rank, world_size, device, data, control, emit)
+            raise CollectiveError(complain("connects", rank, world_size, "", error)) from error
+        collectives = cls(rank, world_size, device, data, control, emit, reductions, reduce_dtype)
         if is_gloo:
             atexit.register(_leave)
         collectives._introduce(patience)
@@ -192,8 +210,10 @@ class Collectives:
         Returns:
             Elements of the buffer's type, and elements of fp32.
         """
-        if self.world_size == 1 or not self._is_gloo:
+        if self.world_size == 1:
             return 0, 0
+        if not self._is_gloo:
+            return 0, self.world_size * slice_numel if self._is_widened(dtype) else 0
         piece_numel = self._piece_numel(slice_numel, dtype)
         num_rounds = min(2, _ceil_div(slice_numel, max(1, piece_numel)))
         widened = 2 * min(_TILE_NUMEL, piece_numel) if dtype.itemsize < torch.float32.itemsize else 0
@@ -206,7 +226,8 @@ class Collectives:
 
         On gloo, slices are added in the order of the ranks, 16-bit slices in fp32 and rounded once. So each element has
         the bits that one process gets when it adds the gradients of micro-batches 0, 1, ... in this order and divides
-        by their number.
+        by their number. Other backends add in an order of their own, in the type of ``reduce_dtype``; the sum is
+        divided, since the average that nccl offers multiplies each term with a rounded 1/p.
 
         Args:
             buffer: One slice per rank, one after the other; contiguous, in one dimension. The slices of other ranks
@@ -223,11 +244,37 @@ class Collectives:
         with self._naming(what):
             self._emit(SlicesReduced((self.world_size - 1) * _nbytes(slices[0])))
             if not self._is_gloo:
-                scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-                work = scatter(slices[self.rank], buffer, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
-                return DeviceTicket(work, self._device, what, self._failure)
+                return self._reduce_beside(buffer, slices[self.rank], staging[1], what)
             self._reduce_in_rounds(slices, staging)
             return GlooTicket((), what, self._wait)
+
+    def _is_widened(self, dtype: torch.dtype) -> bool:
+        return self._widens and dtype.itemsize < torch.float32.itemsize
+
+    def _reduce_beside(
+        self, buffer: torch.Tensor, own: torch.Tensor, wide: torch.Tensor | None, what: str
+    ) -> DeviceTicket:
+        """Reduces on a stream of the backend; what comes after its sum is done by the stream that joins the ticket."""
+        terms, total = buffer, own
+        if self._is_widened(buffer.dtype):
+            if wide is None or wide.numel() < buffer.numel():
+                raise CollectiveError(f"{what}: needs scratch space of {buffer.numel()} elements of fp32")
+            if self._last_reduction is not None:
+                self._last_reduction.join()  # it is in the same scratch space
+            terms = wide[: buffer.numel()].copy_(buffer)
+            total = self._slices(terms)[self.rank]
+
+        def finish() -> None:
+            # By a tensor: a device multiplies with the rounded inverse of a number.
+            total.div_(total.new_full((), self.world_size))
+            if total is not own:
+                own.copy_(total)
+
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        work = scatter(total, terms, op=dist.ReduceOp.SUM, group=self._reductions, async_op=True)
+        ticket = DeviceTicket(work, self._device, what, self._failure, finish)
+        self._last_reduction = ticket if terms is not buffer else None
+        return ticket
 
     def _reduce_in_rounds(
         self, slices: Sequence[torch.Tensor], staging: tuple[torch.Tensor | None, torch.Tensor | None]
@@ -268,29 +315,11 @@ class Collectives:
             for source, piece, work in pending.pop(0):
                 work.wait()
                 terms[source] = piece
-            self._average([terms[rank] for rank in range(self.world_size)], wide)
+            average([terms[rank] for rank in range(self.world_size)], self.rank, wide)
             if index + 2 < len(starts):
                 pending.append(receive(index + 2))
         for work in sends:
             work.wait()
-
-    def _average(self, terms: Sequence[torch.Tensor], wide: torch.Tensor) -> None:
-        """Adds the terms in order and writes the average over this rank's term; other terms may change too."""
-        own = terms[self.rank]
-        if not wide.numel():
-            total = terms[0]
-            for rank in range(1, self.world_size):
-                total = torch.add(total, terms[rank], out=own if rank >= self.rank else total)
-            own.div_(self.world_size)
-            return
-        tile_numel = wide.numel() // 2
-        for start in range(0, own.numel(), tile_numel):
-            tiles = [term[start : start + tile_numel] for term in terms]
-            total, widened = (half[: tiles[0].numel()] for half in wide.split(tile_numel))
-            total.copy_(tiles[0])
-            for tile in tiles[1:]:
-                total.add_(widened.copy_(tile))
-            tiles[self.rank].copy_(total.div_(self.world_size))
 
     def exchange(self, message: Sequence[int], what: str, *, is_patient: bool = True) -> list[list[int]]:
         """Sends integers to all ranks, and waits for theirs.
@@ -401,7 +430,7 @@ class Collectives:
         if self.world_size == 1 or not tensor.numel():
             return
         with self._naming(what), torch.no_grad():
-            tensor = _without_repeats(tensor.detach())
+            tensor = without_repeats(tensor.detach())
             packed = tensor.contiguous()
             operate(packed, self.control if tensor.device.type == "cpu" else self._group)
             if not tensor.is_contiguous():
@@ -411,8 +440,10 @@ class Collectives:
         """Closes this rank's connections for messages: messages under way fail, on this rank and on the others.
 
         Args:
-            with_data: On gloo, close the connections for data too.
+            with_data: Close the connections for data too.
         """
+        if with_data:
+            self._abort()
         for group in (self.control, self._group if with_data and self._is_gloo else None):
             others = range(self.world_size) if group is not None else ()
             for other in set(others) - {self.rank}:
@@ -421,13 +452,32 @@ class Collectives:
                     work: Any = dist.irecv(nothing, group=group, group_src=other, tag=_NOBODY_SENDS)
                     work.wait(_AT_ONCE)
 
+    def _abort(self) -> None:
+        """Ends what is under way on a device's backend: its kernels wait for ranks that are gone, and so would exit."""
+        if self._is_gloo or self._is_aborted or self._group is None:
+            return
+        self._is_aborted = True
+        groups = [group for group in (self._reductions, self._group) if group is not None]
+
+        def abort() -> None:
+            for group in groups:
+                with contextlib.suppress(AttributeError, RuntimeError, ValueError):
+                    group.abort()
+
+        thread = threading.Thread(target=abort, name="hf_patrickstar-abort", daemon=True)
+        thread.start()
+        thread.join(_ABORT_S)
+
     def close(self) -> None:
-        """Destroys the group for messages, if ``connect`` made it; the group for data stays."""
-        control, self.control = self.control, None
-        # Where the default group was destroyed, this group was destroyed with it.
-        if control is not None and control is not self._group and dist.is_initialized():
-            with contextlib.suppress(ValueError, RuntimeError):
-                dist.destroy_process_group(control)
+        """Destroys the groups that ``connect`` made; the group for data stays."""
+        made = [group for group in (self.control, self._reductions) if group not in (None, self._group)]
+        self.control, self._reductions = None, self._group
+        self._last_reduction = None
+        for group in made:
+            # Where the default group was destroyed, these groups were destroyed with it.
+            if dist.is_initialized():
+                with contextlib.suppress(ValueError, RuntimeError):
+                    dist.destroy_process_group(group)
 
     def _slices(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The slices of a buffer, by the rank that owns each."""
@@ -472,9 +522,11 @@ class Collectives:
     def _failure(self, what: str, error: Exception) -> CollectiveError:
         if self._vigil is not None and self._vigil.ask():
             self._hang_up(False)  # others may wait for this rank alone
+            self._abort()
             return CollectiveError(f"{what}: {self._vigil.verdict}")
         finding = "" if self._liveness is None else self._liveness.hold()
-        return CollectiveError(_complain(what, self.rank, self.world_size, finding, error))
+        self._abort()
+        return CollectiveError(complain(what, self.rank, self.world_size, finding, error))
 
 
 def announce_self() -> None:
@@ -505,12 +557,12 @@ def _backend(group: "dist.ProcessGroup", device: torch.device) -> Any:
         raise ConfigError(f"collectives: the process group has no backend for {device}") from error
 
 
-def _new_control(group: "dist.ProcessGroup", device: torch.device, is_part: bool) -> "dist.ProcessGroup":
-    """Makes a gloo group of the same processes."""
+def _new_group(group: "dist.ProcessGroup", device: torch.device, is_part: bool, backend: str) -> "dist.ProcessGroup":
+    """Makes another group of the same processes."""
     return dist.new_group(
         dist.get_process_group_ranks(group),
         timeout=_timeout_of(group, device),
-        backend="gloo",
+        backend=backend,
         use_local_synchronization=is_part,
     )
 
@@ -520,29 +572,9 @@ def _timeout_of(group: "dist.ProcessGroup", device: torch.device) -> timedelta |
     return getattr(getattr(_backend(group, device), "options", None), "_timeout", None)
 
 
-def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
-    """The distinct elements of an expanded tensor, which cannot be written to as a whole."""
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.size(dim) > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
-
-
 def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.dtype.itemsize
 
 
 def _ceil_div(value: int, divisor: int) -> int:
     return -(-value // divisor)
-
-
-def _complain(what: str, rank: int, world_size: int, finding: str, error: Exception) -> str:
-    """The message of a collective that failed."""
-    parts = [
-        f"{what}: a collective failed on rank {rank} of {world_size}.",
-        finding,
-        "Look first at the error of the rank that is missing; if it was only slow, raise the timeout of the process "
-        "group (ddp_timeout in the training arguments). Then restart from the last checkpoint.",
-        f"torch.distributed says: {error}",
-    ]
-    return " ".join(part for part in parts if part)

@@ -229,6 +229,8 @@ class Executor:
 
     def _bring_together(self, chunk: Chunk, step: Step | None, moment: int | None, who: str) -> None:
         self._needed = chunk
+        if self._ledger.available(Tier.DEVICE) < 0:
+            self._buckets.let_go()
         if step is not None and step.plan is not None:
             end = self.end_of_phase(step, not self.in_backward)
             if moment is not None:  # another branch may look like what comes after this forward
@@ -293,6 +295,8 @@ class Executor:
         chunk, what = self._chunks[index], f"gathers group {index}"
         self._gradients.bring_values_back(chunk)
         if chunk.compute is None:
+            if self._pool.room(Tier.DEVICE) < chunk.copy_nbytes:
+                self._buckets.let_go()
             self._reclaim.make_room_for(chunk, chunk.copy_nbytes, f"gathering group {index}")
             with self._copies.loaded_by_others(chunk, ahead=chunk is not self._needed) as payload:
                 chunk.arrival = self._collectives.all_gather(payload, what)

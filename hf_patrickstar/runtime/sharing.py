@@ -235,8 +235,11 @@ class Sharing:
         what = f"computes the norm of {num} gradients"
         self._order.agree(Subject.NORM, [num], what)
         vector = torch.zeros(num, device="cpu")
+        places: dict[torch.device, list[int]] = {}
         for place, scalar in found.items():
-            vector[place] = scalar
+            places.setdefault(scalar.device, []).append(place)
+        for some in places.values():  # one copy per device, and one wait for it
+            vector[some] = torch.stack([found[place].float() for place in some]).cpu()
         self._collectives.all_reduce(vector, what)
         return vector
 

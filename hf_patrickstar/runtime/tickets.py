@@ -69,13 +69,29 @@ class Users:
 
 
 class DeviceTicket:
-    """A collective on a stream of the device."""
+    """A collective on a stream of the device.
 
-    __slots__ = ("_device", "_fail", "_what", "_work")
+    Args:
+        work: What torch.distributed gave.
+        device: The device.
+        what: What the data is, for errors.
+        fail: Makes the error of a collective that failed.
+        finish: What is left to do with the result. The stream that joins the ticket does it, once, and no other stream
+            may join.
+    """
+
+    __slots__ = ("_device", "_fail", "_finish", "_is_finished", "_what", "_work")
 
     def __init__(
-        self, work: Any, device: torch.device, what: str, fail: Callable[[str, Exception], CollectiveError]
+        self,
+        work: Any,
+        device: torch.device,
+        what: str,
+        fail: Callable[[str, Exception], CollectiveError],
+        finish: Callable[[], None] | None = None,
     ) -> None:
+        self._finish = finish
+        self._is_finished = False
         self._work = work
         self._device = device
         self._what = what
@@ -97,7 +113,12 @@ class DeviceTicket:
         Raises:
             CollectiveError: If the collective failed.
         """
+        if self._is_finished:
+            return
         try:
             self._work.wait()
         except RuntimeError as error:
             raise self._fail(self._what, error) from error
+        if self._finish is not None:
+            self._is_finished = True
+            self._finish()

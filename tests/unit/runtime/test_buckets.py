@@ -156,8 +156,9 @@ def test_where_reductions_go_on_beside_the_device_the_one_before_ends_with_the_n
     assert told(buckets.reduce(process.chunks[2])) == []
     assert process.pool.in_use(Tier.DEVICE) == 96
     assert told(buckets.reduce(process.chunks[1])) == [("t2", [7.0, 7.0, 7.0, 7.0])]
-    assert process.pool.in_use(Tier.DEVICE) == 64
+    assert process.pool.in_use(Tier.DEVICE) == 96, "the averages of group 2 are on their way home"
     assert told(buckets.reduce(process.chunks[0])) == [("t1", [6.0, 6.0, 6.0, 6.0])]
+    assert process.pool.in_use(Tier.DEVICE) == 64
     assert told(buckets.finish({0, 1, 2})) == [("t0", [5.0, 5.0, 5.0, 5.0])]
     assert process.collectives.log == [
         *("reduces group 2", "reduces group 1", "end of: reduces group 2"),
@@ -174,6 +175,34 @@ def test_averages_are_on_their_way_home_before_their_buffer_is_used_again():
     for average in buckets.reduce(process.chunks[0]):
         log.append(average.tensor.spec.name)
     assert log == ["t0", ("release_in_flight", 32)]
+
+
+def test_the_device_does_not_wait_for_the_way_home_before_the_next_group_has_arrived():
+    process, buckets = make((4,), (4,), (4,), is_asynchronous=True)
+    log = process.collectives.log
+    process.streams.release_in_flight = lambda: log.append("waits for copies")
+    store(process, buckets, t0=[0, 0, 0, 0], t1=[2, 2, 2, 2], t2=[4, 4, 4, 4])
+    for index in (2, 1, 0):
+        log += [f"home: {name}" for name, _ in told(buckets.reduce(process.chunks[index]))]
+    log += [f"home: {name}" for name, _ in told(buckets.finish({0, 1, 2}))]
+    assert log == [
+        *("reduces group 2", "reduces group 1", "end of: reduces group 2", "home: t2"),
+        *("reduces group 0", "waits for copies", "end of: reduces group 1", "home: t1"),
+        *("waits for copies", "end of: reduces group 0", "waits for copies", "home: t0"),
+    ]
+
+
+def test_a_buffer_on_its_way_home_gives_way_to_one_that_is_needed():
+    process, buckets = make((4,), (4,), (4,), is_asynchronous=True)
+    store(process, buckets, t0=[0, 0, 0, 0], t1=[2, 2, 2, 2])
+    list(buckets.reduce(process.chunks[1]))
+    list(buckets.reduce(process.chunks[0]))
+    assert on_device(process) == {GRADIENTS: 64}
+    process.pool.allocate(Tier.DEVICE, process.pool.room(Tier.DEVICE) - 31, torch.uint8, "param")
+    store(process, buckets, t2=[4, 4, 4, 4])
+    assert on_device(process)[GRADIENTS] == 64, "that of group 2 is where that of group 1 was"
+    buckets.let_go()
+    assert told(buckets.finish({0, 1, 2})) == [("t0", [5.0, 5.0, 5.0, 5.0])]
 
 
 def test_a_backward_that_failed_leaves_nothing():

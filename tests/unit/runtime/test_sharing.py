@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from unit.runtime.data_parts import Process, run_together
 
 from hf_patrickstar.errors import CheckpointError, CollectiveError
@@ -266,6 +267,28 @@ def test_scalars_that_are_spread_come_together():
         return vector.tolist(), vector.dtype
 
     assert run_together(2, work) == [([1.5, 0.0, 4.0, 2.0], WIDE)] * 2
+
+
+class Copies(TorchDispatchMode):
+    """Counts the operators that copy to another place."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num += func.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten._local_scalar_dense)
+        return func(*args, **(kwargs or {}))
+
+
+def test_scalars_are_put_together_before_they_are_copied():
+    """On a device each copy of its own would wait for all kernels before it."""
+
+    def work(process):
+        found = {place: torch.tensor(float(place)) for place in range(process.rank, 100, 2)}
+        with Copies() as copies:
+            vector = process.sharing.scalars(found, 100)
+        return torch.equal(vector, torch.arange(100.0)), copies.num < 5
+
+    assert run_together(2, work) == [(True, True)] * 2
 
 
 def own_states(rank):

@@ -1,0 +1,69 @@
+"""Budgets on a GPU: what torch's allocators have taken stays within them."""
+
+import pytest
+import torch
+from models import make_batch, make_model
+from on_gpu import DEVICE, MIB, STEPS, adamw, batch_of, capped, free
+
+from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar.memory.tiers import Tier
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_steps_that_follow_their_plan_stay_within_the_device_budget(name, at_home_on_host):
+    model = make_model(name).train()
+    config = {**capped(name, 4), "warmup_fraction": 0.8}
+    config["device_budget"] += MIB
+    engine = PatrickStarEngine(model, config, adamw(model.parameters()), device=DEVICE)
+    for step in range(STEPS + 2):
+        if step == 2:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        model(**batch_of(name, 0)).loss.backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    assert peak <= config["device_budget"], f"{peak - config['device_budget']} bytes too many"
+    assert engine.stats()["chunk_evictions"] > 0
+    engine.detach()
+    free()
+
+
+def test_page_locked_memory_is_booked_as_what_is_taken(at_home_on_host, caplog):
+    """Whichever way it was had; see the line of the log."""
+    free()
+    stats = getattr(torch.cuda, "host_memory_stats", dict)
+    before = stats().get("allocated_bytes.current", 0)
+    model = make_model("gpt2").train()
+    with caplog.at_level("INFO"):
+        engine = PatrickStarEngine(model, capped("gpt2", 4), adamw(model.parameters()), device=DEVICE)
+    assert "page-locked memory is" in caplog.text
+    taken = stats().get("allocated_bytes.current", 0) - before
+    assert taken <= engine.ledger.owners(Tier.HOST)["param"]
+    assert all(chunk.param.is_pinned() for chunk in engine.manager.chunks if chunk.home is Tier.HOST)
+    engine.detach()
+    free()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_margin_is_filled_and_left(dtype, at_home_on_host):
+    model = make_model("gpt2").train()
+    config = {**capped("gpt2", 4), "dtype": dtype, "placement": "auto"}
+    config["device_budget"] += 2 * MIB
+    engine = PatrickStarEngine(model, config, adamw(model.parameters()), device=DEVICE)
+    in_margin = []
+    for size in (2, 2, 2, 8, 8):
+        batch = {key: value.to(DEVICE) for key, value in make_batch("gpt2", size=size).items()}
+        loss = model(**batch).loss
+        in_margin.append(engine.stats()["chunks_in_margin"])
+        loss.backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        assert torch.isfinite(loss)
+    assert in_margin[1] > 0
+    assert in_margin[3] == 0, "larger inputs: the margin is given up before they are recorded"
+    engine.detach()
+    free()

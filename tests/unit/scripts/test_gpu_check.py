@@ -1,0 +1,163 @@
+"""``scripts/gpu_check.py`` with stand-ins for its parts: what fails is reported, and hides nothing."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import hf_patrickstar
+
+ROOT = pathlib.Path(hf_patrickstar.__file__).parent.parent
+SCRIPT = ROOT / "scripts" / "gpu_check.py"
+
+
+@pytest.fixture(scope="module")
+def check():
+    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu_check"] = module  # dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
+
+
+def python(text):
+    return sys.executable, "-c", text
+
+
+JUNIT = """<testsuites><testsuite>
+<testcase name="test_good"/><testcase name="test_left_out"><skipped/></testcase>
+<testcase name="test_bad"><failure message="AssertionError: 1 != 2&#10;more">x</failure></testcase>
+</testsuite></testsuites>"""
+
+
+@pytest.fixture
+def parts(check):
+    report = f"import sys, pathlib; pathlib.Path(sys.argv[1]).write_text({JUNIT!r}); sys.exit(1)"
+    result = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text('{\"ratio\": 1.5}')"
+    return [
+        check.Part("crashes", python("import os; print('last words', flush=True); os.abort()"), 30),
+        check.Part("tests", (*python(report), "{junit}"), 30),
+        check.Part("hangs", python("import time; print('begins', flush=True); time.sleep(60)"), 0.5),
+        check.Part("is not there", ("/nowhere/program",), 30),
+        check.Part("needs a tool", python("pass"), 30, needs="no-such-tool"),
+        check.Part("races", python("print('CSAN detected a possible data race on tensor')"), 30, races=True),
+        check.Part("measures", (*python(result), "{output}"), 30),
+        check.Part("reads", python("import os; assert os.environ['A'] == 'b'"), 30, environment={"A": "b"}),
+    ]
+
+
+def test_a_part_that_fails_is_reported_and_hides_no_other(check, parts, tmp_path, capsys):
+    records = check.run_parts(parts, None)
+    assert {name: record["outcome"] for name, record in records.items()} == {
+        "crashes": "failed",
+        "tests": "failed",
+        "hangs": "timed out",
+        "is not there": "failed",
+        "needs a tool": "skipped",
+        "races": "failed",
+        "measures": "passed",
+        "reads": "passed",
+    }
+    assert records["crashes"]["tail"] == "last words\n"
+    assert records["hangs"]["tail"] == "begins\n"
+    assert 0.5 <= records["hangs"]["seconds"] < 10
+    assert records["needs a tool"]["why"] == "no-such-tool is not installed"
+    assert records["races"]["why"] == "the sanitizer has found a race"
+    assert records["tests"]["tests"] == {
+        **{"passed": 1, "failed": 1, "skipped": 1},
+        "failures": {"test_bad": "AssertionError: 1 != 2"},
+    }
+    assert records["measures"]["result"] == {"ratio": 1.5}
+    assert not check.finish(records, 3.0, "short", tmp_path / "found.json")
+    written = json.loads((tmp_path / "found.json").read_text())
+    assert not written["ok"]
+    assert written["parts"] == records
+    assert {"hardware", "versions", "commit", "date", "seconds", "virtual_against_measured"} <= written.keys()
+    assert {"torch", "transformers", "accelerate", "datasets", "python", "cuda"} <= written["versions"].keys()
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"gpu_check": "failed", "written": str(tmp_path / "found.json")}
+    assert "crashes failed, tests failed, hangs timed out, is not there failed, races failed; written" in err
+
+
+def test_a_result_that_is_no_json_is_a_failure_of_its_part(check):
+    text = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text('{')"
+    records = check.run_parts([check.Part("writes", (*python(text), "{output}"), 30)], None)
+    assert records["writes"]["outcome"] == "failed"
+    assert "is no JSON" in records["writes"]["why"]
+
+
+def test_parts_that_find_no_time_are_not_passed(check, parts):
+    records = check.run_parts([parts[2], parts[-1]], 0.2)
+    assert [record["outcome"] for record in records.values()] == ["timed out", "failed"]
+    assert records["reads"]["why"] == "no time was left for it"
+
+
+def test_skipped_parts_are_no_failure(check, parts, tmp_path):
+    records = check.run_parts([parts[4], parts[6]], None)
+    assert check.finish(records, 1.0, "short", tmp_path / "found.json")
+
+
+def test_the_short_form_ends_within_eight_minutes(check):
+    assert check.SHORT_S < 480 - 10
+    names = [part.name for part in check.short_parts()]
+    assert names[:5] == ["parity", "budgets", "recovery", "races", "races_streams"]
+    assert len(set(names)) == len(names)
+
+
+def test_every_file_that_is_run_is_there(check):
+    for part in check.short_parts() + check.long_parts():
+        for word in part.command:
+            if word.startswith(("tests/", "benchmarks/")):
+                assert (ROOT / word).is_file(), word
+
+
+def run_script(*arguments):
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
+    return subprocess.run(
+        ["bash", str(ROOT / "scripts" / "gpu_check.sh"), *arguments],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_without_an_accelerator_it_says_so(tmp_path):
+    done = run_script("--output", str(tmp_path / "found.json"))
+    assert done.returncode == 2
+    assert done.stderr.strip().endswith(
+        "gpu_check: torch finds no accelerator on this machine; run it on one with a GPU"
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_says_what_would_be_run(tmp_path):
+    done = run_script("--long", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    for words in ("parity (150 s):", "TORCH_CUDA_SANITIZER=1", "compute-sanitizer", "bench_offload.py", "--size 8b"):
+        assert words in done.stdout
+
+
+def test_a_part_that_is_unknown(tmp_path):
+    done = run_script("--only", "parity", "speed")
+    assert done.returncode == 2
+    assert "no part is called speed; there are parity, budgets" in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["patrickstar", "plain"])
+def test_the_offload_benchmark_runs_on_a_tiny_model(kind, tmp_path):
+    """On the CPU tier, so that the first run on a GPU does not stumble over the benchmark itself."""
+    words = ("--device cpu --size tiny --batch_size 2 --length 16 --warmup 1 --steps 2 --kind", kind, "--output")
+    command = [sys.executable, "benchmarks/bench_offload.py", *" ".join(words).split(), str(tmp_path / "found.json")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["fits"]
+    assert found["tokens_per_second"] > 0
+    assert len(found["losses"]) == 3
+    assert found["losses"][0] == pytest.approx(5.545, abs=0.2), "as of a model that knows nothing of 256 tokens"
