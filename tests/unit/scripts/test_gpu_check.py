@@ -77,6 +77,7 @@ def test_a_part_that_fails_is_reported_and_hides_no_other(check, parts, tmp_path
     assert not written["ok"]
     assert written["parts"] == records
     assert {"hardware", "versions", "commit", "date", "seconds", "virtual_against_measured"} <= written.keys()
+    assert written["virtual_against_measured"] is None
     assert {"torch", "transformers", "accelerate", "datasets", "python", "cuda"} <= written["versions"].keys()
     out, err = capsys.readouterr()
     assert json.loads(out) == {"gpu_check": "failed", "written": str(tmp_path / "found.json")}
@@ -99,6 +100,25 @@ def test_parts_that_find_no_time_are_not_passed(check, parts):
 def test_skipped_parts_are_no_failure(check, parts, tmp_path):
     records = check.run_parts([parts[4], parts[6]], None)
     assert check.finish(records, 1.0, "short", tmp_path / "found.json")
+
+
+def test_rows_of_virtual_time_are_on_the_first_level(check, tmp_path):
+    text = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text('{\"rows\": [{\"virtual_s\": 1}]}')"
+    records = check.run_parts([check.Part(check.VIRTUAL, (*python(text), "{output}"), 30)], None)
+    assert check.finish(records, 1.0, "short", tmp_path / "found.json")
+    assert json.loads((tmp_path / "found.json").read_text())[check.VIRTUAL] == [{"virtual_s": 1}]
+
+
+def test_the_virtual_benchmark_moves_what_the_engine_moves(tmp_path):
+    words = "--device cpu --layers 10 --hidden 64 --length 16 --batch_size 1 --chunk_numel 25000 --warmup 2 --steps 2"
+    command = [sys.executable, "benchmarks/bench_virtual.py", *words.split(), "--output", str(tmp_path / "found.json")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert len(rows) == 3
+    assert all(row["virtual_s"] > 0 and row["measured_s"] > 0 for row in rows)
+    assert all(row["measured_loads"] == row["virtual_loads"] > 0 for row in rows)
 
 
 def test_the_short_form_ends_within_eight_minutes(check):
