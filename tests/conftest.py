@@ -37,13 +37,10 @@ def _streams(request):
         yield
 
 
-@pytest.fixture(scope="module")
-def small_heap():
-    """For tests whose every repetition collects garbage: what was imported need not be looked through each time."""
+def pytest_collection_finish():
+    """What was imported need not be looked through whenever a test, or a Trainer, collects garbage."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items):

@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing.connection
 import os
 import pickle
@@ -120,7 +121,7 @@ class Workers:
         address = f"file://{self._folder}/store" if self._store == "file" else f"tcp://127.0.0.1:{_free_port()}"
         # All are forked from one process that has imported everything, which takes longer than most tests.
         context = torch.multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "pytest", "hf_patrickstar", "models"])
+        context.set_forkserver_preload(["torch.distributed", "pytest", "hf_patrickstar", "models", "trainers"])
         # Read when that one imports torch; it does not get this process's path by itself.
         with _environment({**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}):
             for rank in range(self.world_size):
@@ -228,9 +229,21 @@ def _serve(rank, world_size, connection):
     os._exit(0)
 
 
+def _look_away_from_imports():
+    """What was imported need not be looked through whenever a test collects garbage."""
+    if len(sys.modules) != _look_away_from_imports.num_modules:
+        _look_away_from_imports.num_modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+
+
+_look_away_from_imports.num_modules = 0
+
+
 def _call(rank, world_size, message):
     try:
         function, args, timeout = pickle.loads(message)
+        _look_away_from_imports()
         faulthandler.dump_traceback_later(max(1, timeout - 1))
         torch.manual_seed(0)
         if function is not _join:

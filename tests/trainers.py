@@ -9,7 +9,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_patrickstar import PatrickStarEngine, PatrickStarTrainer, PatrickStarTrainingArguments
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.layout.search import search_layout
+from hf_patrickstar.layout.search import find_candidates
 from hf_patrickstar.layout.specs import collect_specs
 from hf_patrickstar.precision import choose_precision
 from hf_patrickstar.runtime.admission import is_recomputed
@@ -51,15 +51,7 @@ def smallest_budget(model, precision="no", checkpointing=False, **settings):
     tensors, modules, parameters = collect_specs(model, is_recomputed)
     types = choose_precision(model, PatrickStarConfig(**settings), precision, parameters)
     tensors = types.assign(model, tensors, parameters)
-    low, high = 1, sum(t.nbytes for t in tensors) * 2
-    while low < high:
-        middle = (low + high) // 2
-        try:
-            search_layout(tensors, modules, middle)
-            high = middle
-        except MemoryError:
-            low = middle + 1
-    return low
+    return min(nbytes for _, nbytes in find_candidates(tensors, modules))
 
 
 def arguments(cls, tmp_path, **kwargs):

@@ -107,6 +107,32 @@ def fixed_layout(
     return ChunkSizeChoice(layout, 1, need)
 
 
+def find_candidates(
+    tensors: Sequence[TensorSpec],
+    modules: Sequence[ModuleSpec],
+    on_host: frozenset[int] = frozenset(),
+    world_size: int = 1,
+    staging_nbytes: Callable[[int, str], int] = lambda chunk_numel, dtype: 0,
+    splits: bool = False,
+) -> list[tuple[Layout, int]]:
+    """The layouts that a search compares, smallest chunks first, and the bytes on the device that each needs at least.
+
+    Candidates are the model's size divided by 1, 2, 3, ... and by the number of processes, and the sizes of single
+    tensors. The arguments are those of ``search_layout``.
+    """
+    total = _total_numel(tensors, on_host)
+    # Packing costs time in proportion to tensors x candidates: fewer candidates for models of very many tensors.
+    num_candidates = min(MAX_CANDIDATES, max(32, _MAX_PLACED_TENSORS // max(len(tensors) * world_size, 1)))
+    sizes = {align(max(1, -(-total // (parts * world_size)))) for parts in range(1, num_candidates + 1)}
+    sizes |= {align(spec.numel) for spec in tensors if spec.numel}
+    layouts = []
+    for size in sorted(size for size in sizes if size <= max(_MAX_CHUNK_NUMEL, min(sizes))):
+        layout = pack(tensors, size, on_host, world_size, splits)
+        chunks, _ = layout.working_set_nbytes(modules)
+        layouts.append((layout, chunks + _gradient_nbytes(layout, staging_nbytes)))
+    return layouts
+
+
 def search_layout(
     tensors: Sequence[TensorSpec],
     modules: Sequence[ModuleSpec],
@@ -119,9 +145,9 @@ def search_layout(
 ) -> ChunkSizeChoice:
     """Finds a chunk size.
 
-    Candidates are the model's size divided by 1, 2, 3, ... and by the number of processes, and the sizes of single
-    tensors, if their largest working set fits the device. The search prefers chunks of at most an eighth of the budget
-    and a sixteenth of the model, so that there are several to choose from whatever activations leave of the budget.
+    The search compares the candidates whose largest working set fits the device. It prefers chunks of at most an eighth
+    of the budget and a sixteenth of the model, so that there are several to choose from whatever activations leave of
+    the budget.
     With several processes the size of the whole group counts; if no group so small is used to 95 %, the smallest group
     that is becomes the limit. Then the search takes the largest chunks with a utilisation within 0.5 % of the best one
     (3 % where large tensors are spread), since larger copies use the bus better.
@@ -139,23 +165,15 @@ def search_layout(
     Raises:
         BudgetError: If no size fits the device.
     """
-    total = sum(align(spec.numel) for spec in tensors if spec.index not in on_host)
-    # Packing costs time in proportion to tensors x candidates: fewer candidates for models of very many tensors.
-    num_candidates = min(MAX_CANDIDATES, max(32, _MAX_PLACED_TENSORS // max(len(tensors) * world_size, 1)))
-    sizes = {align(max(1, -(-total // (parts * world_size)))) for parts in range(1, num_candidates + 1)}
-    sizes |= {align(spec.numel) for spec in tensors if spec.numel}
-    layouts = []
-    for size in sorted(size for size in sizes if size <= max(_MAX_CHUNK_NUMEL, min(sizes))):
-        layout = pack(tensors, size, on_host, world_size, splits)
-        chunks, _ = layout.working_set_nbytes(modules)
-        layouts.append((layout, chunks + _gradient_nbytes(layout, staging_nbytes)))
+    layouts = find_candidates(tensors, modules, on_host, world_size, staging_nbytes, splits)
     fitting = [item for item in layouts if device_nbytes is None or item[1] <= device_nbytes]
     if not fitting:
         smallest = min(layouts, key=lambda item: item[1])[0]
         check_fits(smallest, modules, device_nbytes, limits, world_size, staging_nbytes)
     if device_nbytes is not None:
         itemsize = _mean_itemsize(tensors)
-        share = min(device_nbytes // _BUDGET_SHARE, max(total // _MODEL_SHARE, ALIGNMENT_NUMEL) * itemsize)
+        most_numel = max(_total_numel(tensors, on_host) // _MODEL_SHARE, ALIGNMENT_NUMEL)
+        share = min(device_nbytes // _BUDGET_SHARE, most_numel * itemsize)
         if world_size > 1:
             share = max(share, _least_group_nbytes([layout for layout, _ in fitting], itemsize, world_size))
         several = [item for item in fitting if item[0].chunk_numel * world_size * itemsize <= share]
@@ -175,6 +193,11 @@ def _gradient_nbytes(layout: Layout, staging_nbytes: Callable[[int, str], int]) 
         if chunk.trainable:
             largest[chunk.types.param] = max(chunk.chunk_numel, largest.get(chunk.types.param, 0))
     return layout.gradients_nbytes + sum(staging_nbytes(numel, dtype) for dtype, numel in largest.items())
+
+
+def _total_numel(tensors: Sequence[TensorSpec], on_host: frozenset[int]) -> int:
+    """Elements of all tensors that chunks are searched for, with padding."""
+    return sum(align(spec.numel) for spec in tensors if spec.index not in on_host)
 
 
 def _mean_itemsize(tensors: Sequence[TensorSpec]) -> float:

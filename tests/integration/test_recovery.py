@@ -10,8 +10,6 @@ from transformers import TrainerCallback
 from hf_patrickstar import BudgetError, DeviceMemoryError, PatrickStarEngine
 from hf_patrickstar.runtime.recovery import MAX_RETRIES
 
-pytestmark = pytest.mark.usefixtures("small_heap")
-
 
 class Failing(TorchDispatchMode):
     """Raises what CUDA raises, at some operators that allocate, counted from the beginning of the block."""

@@ -19,9 +19,6 @@ RESET = ["unwind", "undo attempt", "forget step"]
 CAREFUL = ["discard trace", "leave margin", "evict unused"]
 
 
-pytestmark = pytest.mark.usefixtures("small_heap")
-
-
 class Attempts:
     def __init__(self, log):
         self.has_leftovers = False

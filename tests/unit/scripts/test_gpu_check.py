@@ -103,7 +103,7 @@ def test_skipped_parts_are_no_failure(check, parts, tmp_path):
 
 
 def test_rows_of_virtual_time_are_on_the_first_level(check, tmp_path):
-    text = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text('{\"rows\": [{\"virtual_s\": 1}]}')"
+    text = 'import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(\'{"rows": [{"virtual_s": 1}]}\')'
     records = check.run_parts([check.Part(check.VIRTUAL, (*python(text), "{output}"), 30)], None)
     assert check.finish(records, 1.0, "short", tmp_path / "found.json")
     assert json.loads((tmp_path / "found.json").read_text())[check.VIRTUAL] == [{"virtual_s": 1}]
