@@ -1,4 +1,3 @@
-import contextlib
 import gc
 import os
 
@@ -9,7 +8,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
-from simulated import simulated_streams
+from processes import Workers
+from simulated import streams_of
 
 
 def pytest_addoption(parser):
@@ -29,12 +29,17 @@ def _seed():
 @pytest.fixture(autouse=True)
 def _streams(request):
     """Runs the test over the streams that were asked for; tests that are about one kind are marked ``own_streams``."""
-    kind, _, seed = request.config.getoption("--streams").partition(":")
-    if kind not in ("threads", "simulated"):
-        raise pytest.UsageError(f"--streams: '{kind}' is neither 'threads' nor 'simulated'")
-    is_simulated = kind == "simulated" and "own_streams" not in request.keywords
-    with simulated_streams(int(seed) if seed else None) if is_simulated else contextlib.nullcontext():
+    with streams_of("threads" if "own_streams" in request.keywords else request.config.getoption("--streams")):
         yield
+
+
+def pytest_configure(config):
+    """Processes that tests talk to run over the same streams."""
+    try:
+        streams_of(config.getoption("--streams"))
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
+    Workers.streams = config.getoption("--streams")
 
 
 def pytest_collection_finish():

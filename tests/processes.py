@@ -18,6 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from simulated import streams_of
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""}
 GROUP_TIMEOUT_S = 60
@@ -39,7 +40,12 @@ class Workers:
         world_size: How many.
         store: Where they meet: "file", which nobody hosts, or "tcp", which rank 0 hosts.
         grace_s: When one has failed, how long the others may still take.
+
+    Attributes:
+        streams: Over which streams engines of the CPU tier run, as in the option ``--streams``.
     """
+
+    streams = "threads"
 
     def __init__(self, world_size, store="file", grace_s=GRACE_S):
         self.world_size = world_size
@@ -94,6 +100,15 @@ class Workers:
             if self._killed:
                 self.close()
 
+    @contextlib.contextmanager
+    def over(self, streams):
+        """Inside the block engines of the processes run over other streams."""
+        self.streams = streams
+        try:
+            yield
+        finally:
+            del self.streams
+
     def kill(self, rank):
         """Ends a process without giving it a chance to say goodbye."""
         self._killed.add(rank)
@@ -135,7 +150,7 @@ class Workers:
         self.collect(START_TIMEOUT_S)
 
     def _send(self, function, args, timeout):
-        message = pickle.dumps((function, args, timeout))
+        message = pickle.dumps((function, args, timeout, self.streams))
         self._is_running = True
         for connection in self._connections:
             with contextlib.suppress(OSError):  # collect says which one is dead
@@ -242,13 +257,14 @@ _look_away_from_imports.num_modules = 0
 
 def _call(rank, world_size, message):
     try:
-        function, args, timeout = pickle.loads(message)
+        function, args, timeout, streams = pickle.loads(message)
         _look_away_from_imports()
         faulthandler.dump_traceback_later(max(1, timeout - 1))
         torch.manual_seed(0)
         if function is not _join:
             assert dist.get_world_size() == world_size
-        return pickle.dumps((True, function(rank, *args), ""))
+        with streams_of(streams):
+            return pickle.dumps((True, function(rank, *args), ""))
     except BaseException as error:
         text = traceback.format_exc()
         try:

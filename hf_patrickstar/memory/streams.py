@@ -248,6 +248,18 @@ class Streams(Protocol):
         """
         ...
 
+    def on_tier_of(self, source: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """The values of a tensor on the tier of another one; the host waits for them if they have to cross.
+
+        Args:
+            source: A tensor.
+            other: A tensor on the tier where the values are needed.
+
+        Returns:
+            ``source`` itself if it is there.
+        """
+        ...
+
     def release_in_flight(self) -> None:
         """Lets go of gradients in flight: whatever the compute stream does next comes after their copies."""
         ...
@@ -407,6 +419,12 @@ class DeviceStreams:
         self._hold(source, ticket)
         return ticket
 
+    def on_tier_of(self, source: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """See ``Streams``."""
+        if self._driver.is_on_device(source) is self._driver.is_on_device(other):
+            return source
+        return source.to(other.device, copy=True)
+
     def release_in_flight(self) -> None:
         """See ``Streams``."""
         if self._in_flight:
@@ -543,6 +561,10 @@ class ThreadStreams:
         """See ``Streams``."""
         target.copy_(source)
         return None
+
+    def on_tier_of(self, source: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """See ``Streams``: all memory is that of the host."""
+        return source
 
     def release_in_flight(self) -> None:
         """Nothing is in flight."""

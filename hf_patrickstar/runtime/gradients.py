@@ -380,12 +380,10 @@ class Gradients:
         chunk = tensor.chunk
         chunk.wait()
         place = tensor.view(self._list(chunk))
-        if gradient.device != place.device:
-            gradient = gradient.to(place.device)
         if tensor.gradient is GradientPlace.NONE:
             place.copy_(gradient)
         else:
-            place.add_(gradient)
+            place.add_(self._streams.on_tier_of(gradient, place))
         tensor.gradient = GradientPlace.LIST
         tensor.gradient_norm = None
         self._emit(GradientStored(chunk.spec.index, tensor.spec.index, tensor.take_crossing()))

@@ -34,7 +34,7 @@ def broken(*args, **kwargs):
 def connected(reduce_dtype="auto"):
     """Collectives that take gloo for the backend of a device."""
     with instead(dist.ProcessGroupGloo, "name", lambda self: "nccl"):
-        collectives = Collectives.connect(None, CPU, None, reduce_dtype)
+        collectives = Collectives.connect(None, CPU, reduce_dtype=reduce_dtype)
     try:
         yield collectives
     finally:

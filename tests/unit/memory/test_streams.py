@@ -381,6 +381,15 @@ def test_a_gradient_goes_to_the_host_in_a_lane_of_its_own_and_after_what_reads_i
     assert ("to host", "waits for", "an event") not in driver.told(), "it is the same lane"
 
 
+def test_values_that_are_on_the_tier_of_another_tensor_do_not_cross():
+    streams, here, there = DeviceStreams(CPU, FakeDriver()), torch.ones(4), torch.ones(4, dtype=torch.float64)
+    assert streams.on_tier_of(here, HOST) is here
+    assert streams.on_tier_of(there, DEVICE) is there
+    crossed = streams.on_tier_of(there, HOST)
+    assert crossed.data_ptr() != there.data_ptr()
+    assert torch.equal(crossed, there)
+
+
 @pytest.mark.parametrize(
     ("source", "target"), [(HOST, HOST), (DEVICE, DEVICE)], ids=["from the host", "to a host that is not pinned"]
 )

@@ -1,0 +1,40 @@
+"""Several processes over simulated streams: the bits of one process, no race, and waits that are missed."""
+
+from unittest import mock
+
+import pytest
+from test_training import train_like_one
+
+from hf_patrickstar.errors import RaceError
+from hf_patrickstar.memory.simulation import SimulatedStream
+from hf_patrickstar.memory.streams import StreamTicket
+
+pytestmark = pytest.mark.xdist_group("distributed")
+
+CASES = {
+    "dropped after forward": ({"reshard_after_forward": True}, {"max_norm": 0.3}),
+    "recomputation": ({"reshard_after_forward": True}, {"max_norm": 0.3, "checkpointing": True}),
+    "kept": ({}, {}),
+    "on demand": ({"prefetch_depth": 0, "reshard_after_forward": True}, {}),
+    "accumulation": ({"reshard_after_forward": True}, {"accumulation": 2}),
+    "large tensors are spread": ({"chunk_numel": 320}, {}),
+}
+
+
+@pytest.mark.parametrize("streams", ["simulated", "simulated:1"])
+@pytest.mark.parametrize(("settings", "how"), CASES.values(), ids=CASES)
+def test_copies_at_any_legal_moment_change_nothing(pair, settings, how, streams):
+    with pair.over(streams):
+        for stats, _ in pair.run(train_like_one, "gpt2", settings, True, how):
+            assert stats["chunk_loads"] > 0
+
+
+def train_without(rank, owner, name):
+    with mock.patch.object(owner, name, return_value=None):
+        train_like_one(rank, "gpt2", {"reshard_after_forward": True}, True, {})
+
+
+@pytest.mark.parametrize(("owner", "name"), [(StreamTicket, "wait"), (SimulatedStream, "wait_stream")])
+def test_a_wait_that_is_missing_is_found(pair, owner, name):
+    with pair.over("simulated"), pytest.raises(RaceError):
+        pair.run(train_without, owner, name)
