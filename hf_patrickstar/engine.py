@@ -22,7 +22,7 @@ from hf_patrickstar.decisions import Circumstances, decide, list_names
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.events import Event, Listener
 from hf_patrickstar.membership import Membership, Parts, check_optimizers, holders
-from hf_patrickstar.memory.streams import Streams
+from hf_patrickstar.memory.lanes import Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.optim.kernels import make_kernel

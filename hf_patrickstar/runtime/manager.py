@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from hf_patrickstar.memory.streams import Streams
+from hf_patrickstar.memory.lanes import Streams
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.data import Data
 from hf_patrickstar.runtime.executor import Services
@@ -202,6 +202,7 @@ class ChunkManager:
                 self.originals.drop(tensor)
             self._streams.release_in_flight()
             self._buckets.close()
+            self.gradients.close()
             self.copies.close()
             self._meter.stop()
             for chunk in (chunk for chunk in self.chunks if not chunk.is_retired):

@@ -10,7 +10,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_patrickstar.events import Listener, ValueRestored
-from hf_patrickstar.memory.streams import Streams
+from hf_patrickstar.memory.lanes import Streams
 from hf_patrickstar.runtime.bits import differs
 from hf_patrickstar.runtime.chunk import MASTER, GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.originals import Originals

@@ -139,7 +139,7 @@ class VirtualDriver:
     # What ``DeviceStreams`` asks for
 
     def new_stream(self) -> VirtualStream:
-        """See ``Driver``: the lanes of copies, in the order of ``hf_patrickstar.memory.streams.CopyLane``."""
+        """See ``Driver``: the lanes of copies, in the order of ``hf_patrickstar.memory.streams.WorkLane``."""
         return next(self._streams)
 
     def current_stream(self) -> VirtualStream:
@@ -172,6 +172,16 @@ class VirtualDriver:
         stream.last = _Copy(index, to_device, self._num_sent, self.script)
         self._num_sent += 1
         self.script.append(Send(index, source.nbytes, to_device))
+
+    def on_host(self, work: Callable[[], None], after: Iterable[Any]) -> VirtualEvent:
+        """See ``Driver``: the host does it itself, for there is no lane for its thread yet."""
+        for event in after:
+            event.synchronize()
+        work()
+        return VirtualEvent(self, self.clock.end_of(Lane.HOST), None)
+
+    def close(self) -> None:
+        """See ``Driver``."""
 
     def join(self, lane: Lane, event: VirtualEvent) -> None:
         """A lane goes on after an event."""

@@ -12,7 +12,7 @@ from trainers import smallest_budget
 from watch import non_model_peak
 
 from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.memory.streams import ThreadStreams
+from hf_patrickstar.memory.threads import ThreadStreams
 from hf_patrickstar.runtime import tracer as tracer_module
 
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from hf_patrickstar.errors import RaceError
+from hf_patrickstar.memory.lanes import WorkLane
 from hf_patrickstar.memory.simulation import SimulatedDriver
-from hf_patrickstar.memory.streams import CopyLane, DeviceStreams
+from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
 
 CPU = torch.device("cpu")
@@ -39,7 +40,7 @@ def sim():
 def test_a_copy_runs_when_it_is_joined_and_there_is_nan_until_then(sim):
     ticket = sim.streams.fetch(sim.home, sim.copy)
     assert not ticket.is_done
-    assert ticket.lane is CopyLane.TO_DEVICE
+    assert ticket.lane is WorkLane.TO_DEVICE
     assert bytes(sim.copy.numpy().tobytes()) == b"\xff" * 16
     ticket.join()
     assert ticket.is_done
