@@ -5,6 +5,7 @@ machine by the plan for its device memory. All chunks are at home on the host (p
 blocks are recomputed. The figures are simulated: nothing here was measured on these machines.
 """
 
+import itertools
 import pathlib
 import time
 
@@ -31,8 +32,8 @@ RECORDED_ON = 26 * GIB
 """The device budget of the recorded step: less than any of these models needs with its optimizer states."""
 
 
-def record(name: str, num_tokens: int):
-    """Records a step of a model with so many tokens."""
+def record(name: str, num_tokens: int, num_micro_batches: int):
+    """Records a step of a model with so many tokens in each micro-batch."""
     shape = (num_tokens // LENGTH, LENGTH)
 
     def make_model():
@@ -46,12 +47,18 @@ def record(name: str, num_tokens: int):
         return {"input_ids": tokens, "labels": tokens}
 
     config = {"dtype": "bf16", "placement": "host", "device_budget": RECORDED_ON, "host_budget": 2048 * GIB}
-    return record_step(make_model, make_inputs, MACHINES["h100"], config=config)
+    return record_step(make_model, make_inputs, MACHINES["h100"], config=config, num_micro_batches=num_micro_batches)
 
 
 def row_of(recording, machine, name, num_tokens):
     """One line of the table as data."""
-    row = {"machine": machine.name, "model": name, "tokens": num_tokens, "parameters": recording.num_parameters}
+    row = {
+        "machine": machine.name,
+        "model": name,
+        "tokens": num_tokens,
+        "accumulation": len(recording.plans),
+        "parameters": recording.num_parameters,
+    }
     if recording.host_nbytes > machine.host_nbytes:
         missing = format_nbytes(recording.host_nbytes - machine.host_nbytes)
         return {**row, "refused": f"the host has {missing} too little"}
@@ -64,7 +71,7 @@ def row_of(recording, machine, name, num_tokens):
     return {
         **row,
         "seconds": seconds,
-        "tokens_per_s": num_tokens / seconds,
+        "tokens_per_s": num_tokens * len(recording.plans) / seconds,
         "lower_bound_s": bounds.lower_ns / 1e9,
         "binding": bounds.binding,
         "over_lower_bound": timeline.duration_ns / bounds.lower_ns,
@@ -78,7 +85,7 @@ def row_of(recording, machine, name, num_tokens):
 
 def show(row):
     """Prints one line of the table."""
-    head = f"{row['machine']:>8} {row['model']:>5} {row['tokens']:>7}"
+    head = f"{row['machine']:>8} {row['model']:>5} {row['tokens']:>7}{row['accumulation']:>4}"
     if "refused" in row:
         print(f"{head}  does not fit: {row['refused']}")
         return
@@ -89,6 +96,15 @@ def show(row):
         f"{head}{row['seconds']:>9.2f}{row['lower_bound_s']:>8.2f}{row['over_lower_bound']:>6.2f}x"
         f"{row['clipped_bound_s']:>8.2f}{row['over_clipped_bound']:>6.2f}x{busy}  {row['binding']}; {waits}"
     )
+
+
+def draw(recording, machine, folder, row):
+    """Writes the timeline of a row as a trace and as a picture."""
+    folder.mkdir(parents=True, exist_ok=True)
+    what = "_".join(str(row[key]) for key in ("machine", "model", "tokens", "accumulation"))
+    timeline = recording.on(machine)
+    write_trace(timeline, folder / f"{what}.json")
+    write_picture(timeline, folder / f"{what}.png", f"simulated: {machine.name}, {row['model']}")
 
 
 PAPER_LENGTH = 1024
@@ -157,7 +173,8 @@ def main():
     """Prints the table."""
     parser = common.parser(__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384], help="tokens per step")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384], help="tokens per micro-batch")
+    parser.add_argument("--accumulation", nargs="+", type=int, default=[1], help="micro-batches per step")
     parser.add_argument("--machines", nargs="+", default=list(MACHINES), help="known names, or JSON files")
     parser.add_argument("--traces", metavar="DIR", help="write a Perfetto trace and a picture of every row there")
     parser.add_argument("--papers", nargs="*", metavar="MODEL", help=f"the papers' models instead: {[*PAPER_MODELS]}")
@@ -170,25 +187,21 @@ def main():
     machines = [find_machine(name) for name in options.machines]
     print("simulated: virtual time of one device, all chunks at home on the host, clipping on")
     print(
-        f"{'machine':>8} {'model':>5} {'tokens':>7}{'seconds':>9}{'lower':>8}{'ratio':>7}{'clipped':>8}{'ratio':>7}"
+        f"{'machine':>8} {'model':>5} {'tokens':>7}{'acc':>4}{'seconds':>9}"
+        f"{'lower':>8}{'ratio':>7}{'clipped':>8}{'ratio':>7}"
         f"{'dev':>6}{'in':>6}{'out':>6}{'host':>6}  what binds; the longest waits of the host"
     )
     rows = []
-    for name in options.models:
-        for num_tokens in options.tokens:
-            begin = time.time()
-            recording = record(name, num_tokens)
-            recorded = time.time() - begin
-            for machine in machines:
-                rows.append(row_of(recording, machine, name, num_tokens))
-                show(rows[-1])
-                if options.traces is not None and "refused" not in rows[-1]:
-                    folder, what = pathlib.Path(options.traces), f"{machine.name}_{name}_{num_tokens}"
-                    folder.mkdir(parents=True, exist_ok=True)
-                    timeline = recording.on(machine)
-                    write_trace(timeline, folder / f"{what}.json")
-                    write_picture(timeline, folder / f"{what}.png", f"simulated: {machine.name}, {name}")
-            print(f"{name} with {num_tokens} tokens: recorded in {recorded:.0f} s")
+    for name, num_tokens, num in itertools.product(options.models, options.tokens, options.accumulation):
+        begin = time.time()
+        recording = record(name, num_tokens, num)
+        recorded = time.time() - begin
+        for machine in machines:
+            rows.append(row_of(recording, machine, name, num_tokens))
+            show(rows[-1])
+            if options.traces is not None and "refused" not in rows[-1]:
+                draw(recording, machine, pathlib.Path(options.traces), rows[-1])
+        print(f"{name} with {num} x {num_tokens} tokens: recorded in {recorded:.0f} s")
     common.finish("bench_timeline", options, {"simulated": True, "rows": rows})
 
 

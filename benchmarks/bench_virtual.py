@@ -94,7 +94,7 @@ def compare(options, fraction, model_nbytes, machine):
         "virtual_s": virtual_s,
         "virtual_over_measured": virtual_s / measured_s,
         "measured_loads": loads,
-        "virtual_loads": recording.plan.num_loads,
+        "virtual_loads": sum(plan.num_loads for plan in recording.plans),
         "busy_s": {lane.value: nanoseconds / 1e9 for lane, nanoseconds in recording.timeline.busy_ns().items()},
     }
 

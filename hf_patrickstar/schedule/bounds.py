@@ -18,13 +18,14 @@ class Bounds:
 
     Attributes:
         lanes_ns: What every lane has to do at least: nothing can be faster than the busiest one.
-        forward_ns: The device's work of the forward.
-        backward_ns: The device's work of the backward, recomputation included.
+        first_forward_ns: The device's work of the first forward of the step.
+        until_gradients_ns: The device's work from there to the last gradient: the backward, recomputation included, and
+            all further micro-batches.
     """
 
     lanes_ns: dict[str, int]
-    forward_ns: int
-    backward_ns: int
+    first_forward_ns: int
+    until_gradients_ns: int
 
     @property
     def lower_ns(self) -> int:
@@ -38,11 +39,12 @@ class Bounds:
 
     @property
     def clipped_ns(self) -> int:
-        """The bound with clipping by the norm of all gradients: ``backward + max(forward, host Adam)``.
+        """The bound with clipping by the norm of all gradients.
 
-        The optimizer cannot begin before the last gradient is there; then it can overlap with the next forward alone.
+        The optimizer cannot begin before the last gradient is there. Then it can overlap with the first forward of the
+        next step alone: ``(N - 1) * (forward + backward) + backward + max(forward, host Adam)`` for N micro-batches.
         """
-        return max(self.lower_ns, self.backward_ns + max(self.forward_ns, self.lanes_ns["host Adam"]))
+        return max(self.lower_ns, self.until_gradients_ns + max(self.first_forward_ns, self.lanes_ns["host Adam"]))
 
 
 def bounds_of(script: Sequence[Entry], timeline: Timeline, machine: Machine, num_on_host: int) -> Bounds:
@@ -54,7 +56,8 @@ def bounds_of(script: Sequence[Entry], timeline: Timeline, machine: Machine, num
         machine: Where it ran.
         num_on_host: Parameters that are updated on the host.
     """
-    busy, parts = timeline.busy_ns(), device_ns(script, machine)
+    busy = timeline.busy_ns()
+    first, *others = [nanoseconds for part, nanoseconds in device_ns(script, machine) if part is not Part.UPDATE]
     return Bounds(
         {
             Lane.COMPUTE.value: busy[Lane.COMPUTE],
@@ -62,6 +65,6 @@ def bounds_of(script: Sequence[Entry], timeline: Timeline, machine: Machine, num
             Lane.TO_HOST.value: busy[Lane.TO_HOST],
             "host Adam": machine.host_ns(0, ADAM_NBYTES * num_on_host),
         },
-        parts[Part.FORWARD],
-        parts[Part.BACKWARD],
+        first,
+        sum(others),
     )

@@ -5,7 +5,19 @@ from collections.abc import Iterable, Sequence
 from hf_patrickstar.schedule.clock import Clock, Lane, Mark, Timeline
 from hf_patrickstar.schedule.machine import Machine
 from hf_patrickstar.schedule.plan import Plan
-from hf_patrickstar.schedule.script import Await, Begin, BlockingCopy, Entry, HostWork, Join, Kernel, Part, Reach, Send
+from hf_patrickstar.schedule.script import (
+    Await,
+    AwaitLoad,
+    Begin,
+    BlockingCopy,
+    Entry,
+    HostWork,
+    Join,
+    Kernel,
+    Part,
+    Reach,
+    Send,
+)
 
 
 class Player:
@@ -67,44 +79,45 @@ def lane_of(*, to_device: bool) -> Lane:
     return Lane.TO_DEVICE if to_device else Lane.TO_HOST
 
 
-def replay(script: Sequence[Entry], plan: Plan, chunk_nbytes: Sequence[int], machine: Machine) -> Timeline:
-    """Plays a step by a plan.
+def replay(script: Sequence[Entry], plans: Sequence[Plan], chunk_nbytes: Sequence[int], machine: Machine) -> Timeline:
+    """Plays a step by the plans of its micro-batches.
 
     Args:
         script: What the step does.
-        plan: What moves at which moment.
+        plans: What moves at which moment of each micro-batch.
         chunk_nbytes: Bytes of every chunk's copy, by chunk index.
         machine: Where it runs.
 
     Returns:
         The timeline from an idle machine to the end of all work.
     """
-    return _Replay(plan, chunk_nbytes, machine).run(script)
+    return _Replay(plans, chunk_nbytes, machine).run(script)
 
 
-def device_ns(script: Iterable[Entry], machine: Machine) -> dict[Part, int]:
-    """How long the compute lane works for each part of a step.
+def device_ns(script: Iterable[Entry], machine: Machine) -> list[tuple[Part, int]]:
+    """How long the compute lane works for each part of a step, in the order of the parts.
 
     Args:
         script: What the step does.
         machine: Where it runs.
     """
-    total = dict.fromkeys(Part, 0)
-    part = Part.FORWARD
+    parts: list[tuple[Part, int]] = []
     for entry in script:
         if isinstance(entry, Begin):
-            part = entry.part
+            parts.append((entry.part, 0))
         elif isinstance(entry, Kernel):
-            total[part] += machine.kernel_ns(entry.flops, entry.nbytes, entry.dtype)
-    return total
+            part, nanoseconds = parts[-1]
+            parts[-1] = (part, nanoseconds + machine.kernel_ns(entry.flops, entry.nbytes, entry.dtype))
+    return parts
 
 
 class _Replay:
-    def __init__(self, plan: Plan, chunk_nbytes: Sequence[int], machine: Machine) -> None:
+    def __init__(self, plans: Sequence[Plan], chunk_nbytes: Sequence[int], machine: Machine) -> None:
         self._player = Player(machine)
         self._clock = self._player.clock
-        self._plan = plan
+        self._plans = plans
         self._chunk_nbytes = chunk_nbytes
+        self._micro_batch = -1
         self._moment = 0
         self._sent: list[Mark] = []
         self._last: dict[tuple[int, bool], Mark] = {}  # the last copy of a chunk in a direction
@@ -124,14 +137,19 @@ class _Replay:
                     self._sent.append(self._send(index, nbytes, to_device=to_device))
                 case Join(number):
                     clock.follow(Lane.COMPUTE, self._sent[number])
-                case Await(index, to_device, place):
-                    clock.wait(self._last.get((index, to_device), Mark()), place)
+                case Await(number, place):
+                    clock.wait(self._sent[number], place)
+                case AwaitLoad(index, place):
+                    clock.wait(self._last[index, True], place)
                 case Reach(index):
                     self._reach(index)
+                case Begin(Part.FORWARD):
+                    self._micro_batch += 1
+                    self._moment = 0
         return clock.timeline()
 
     def _reach(self, visited: int) -> None:
-        for index in self._plan.moments[self._moment].load if self._plan.moments else ():
+        for index in self._plans[self._micro_batch].moments[self._moment].load:
             end = self._send(index, self._chunk_nbytes[index], to_device=True)
             if index == visited:
                 self._clock.follow(Lane.COMPUTE, end)

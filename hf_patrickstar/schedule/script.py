@@ -1,4 +1,8 @@
-"""What a step does beside what its plan moves: work and waits in order, for any machine. Pure data."""
+"""What a step does beside what its plans move: work and waits in order, for any machine. Pure data.
+
+A step is made of parts: forward and backward of every micro-batch, then the update. Each micro-batch follows a plan of
+its own, which begins with its forward.
+"""
 
 import dataclasses
 import enum
@@ -91,22 +95,33 @@ class Join:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Await:
-    """The host waits for the last copy of a chunk in one direction.
+    """The host waits for a ``Send``.
+
+    Attributes:
+        number: Which one of the script, counted from 0.
+        place: Where in the program.
+    """
+
+    number: int
+    place: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AwaitLoad:
+    """The host waits for the last copy of a chunk that the plan has started.
 
     Attributes:
         chunk_index: The chunk.
-        to_device: The direction.
         place: Where in the program.
     """
 
     chunk_index: int
-    to_device: bool
     place: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reach:
-    """The step comes to the next moment of its trace, where the plan has actions.
+    """The micro-batch comes to the next moment of its trace, where the plan has actions.
 
     Attributes:
         chunk_index: The chunk that is visited.
@@ -126,4 +141,4 @@ class Begin:
     part: Part
 
 
-Entry = Kernel | HostWork | BlockingCopy | Send | Join | Await | Reach | Begin
+Entry = Kernel | HostWork | BlockingCopy | Send | Join | Await | AwaitLoad | Reach | Begin

@@ -67,9 +67,9 @@ def simulate(
         BudgetError: If the chunks in use at one moment do not fit.
     """
     per_moment = [capacities] * len(trace.visits) if isinstance(capacities, int) else capacities
-    plan = repeated_plan(
-        trace,
-        per_moment,
+    (plan,) = repeated_plans(
+        [trace],
+        [per_moment],
         policy,
         dropped_after=dropped_after,
         static=static,
@@ -82,47 +82,52 @@ def simulate(
     )
 
 
-def repeated_plan(
-    trace: Trace,
-    capacities: Sequence[int],
+def repeated_plans(
+    traces: Sequence[Trace],
+    capacities: Sequence[Sequence[int]],
     policy: str,
     *,
     dropped_after: frozenset[int] = frozenset(),
     static: frozenset[int] = frozenset(),
     prefetch_depth: int = 0,
     repetitions: int = 3,
-) -> Plan:
-    """The plan of a step that was repeated, from an empty device.
+) -> list[Plan]:
+    """The plans of a step's micro-batches when the step was repeated, from an empty device.
 
     Args:
-        trace: The visits of the step.
-        capacities: Bytes for moving chunks at each moment.
+        traces: The visits of every micro-batch.
+        capacities: Bytes for moving chunks at each moment of every micro-batch.
         policy: As for ``simulate``.
-        dropped_after: As for ``simulate``.
+        dropped_after: Chunks whose device copies are void after the last micro-batch.
         static: As for ``simulate``.
         prefetch_depth: As for ``make_plan``.
-        repetitions: How often; the plan of the last repetition is returned.
+        repetitions: How often; the plans of the last repetition are returned.
 
     Raises:
         BudgetError: If the chunks in use at one moment do not fit.
     """
     chooser = Chooser(policy)
     resident: dict[int, int] = {}
-    plan = Plan((), {}, ())
+    plans: list[Plan] = []
+    last = len(traces) - 1
     for _ in range(repetitions):
-        begin = len(trace.visits)
-        before = {index: moment - begin for index, moment in resident.items()}
-        plan = make_plan(
-            trace,
-            capacities,
-            chooser,
-            before,
-            dropped_after=dropped_after,
-            static=static,
-            prefetch_depth=prefetch_depth,
-        )
-        resident = {index: moment for index, moment in plan.resident.items() if index not in dropped_after}
-    return plan
+        plans.clear()
+        for number, trace in enumerate(traces):
+            dropped = dropped_after if number == last else frozenset()
+            before = {index: place - len(resident) for place, index in enumerate(resident)}
+            plan = make_plan(
+                trace,
+                capacities[number],
+                chooser,
+                before,
+                dropped_after=dropped,
+                static=static,
+                prefetch_depth=prefetch_depth,
+            )
+            plans.append(plan)
+            by_age = sorted(plan.resident.items(), key=lambda item: item[1])
+            resident = {index: moment for index, moment in by_age if index not in dropped}
+    return plans
 
 
 def _sum_up(

@@ -8,7 +8,8 @@ memory of the device takes the host the time to launch it, and the compute lane 
 host takes the host all of it. A value of the device that the program asks for stops the host.
 
 The device is the CPU tier, so the engine decides as it does there. A tensor is on the host if the pool says so, or if
-it was computed from such tensors alone. Where an operator has operands on both, those of the host are copied first.
+it was computed from such tensors alone. Where an operator has operands on both, those of the host are copied first; if
+it writes to the host, those of the device.
 """
 
 import contextlib
@@ -30,7 +31,19 @@ from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.schedule.clock import Lane, Mark, Timeline
 from hf_patrickstar.schedule.machine import Machine
 from hf_patrickstar.schedule.replay import Player
-from hf_patrickstar.schedule.script import Await, Begin, BlockingCopy, Entry, HostWork, Join, Kernel, Part, Reach, Send
+from hf_patrickstar.schedule.script import (
+    Await,
+    AwaitLoad,
+    Begin,
+    BlockingCopy,
+    Entry,
+    HostWork,
+    Join,
+    Kernel,
+    Part,
+    Reach,
+    Send,
+)
 from hf_patrickstar.virtual.costs import cost_of
 
 _E = TypeVar("_E", bound=Entry)
@@ -194,8 +207,9 @@ class VirtualDriver:
         """The host waits for an event."""
         place = caller()
         self.clock.wait(event.mark, place)
-        if event.copy is not None:
-            self.script.append(Await(event.copy.chunk_index, event.copy.to_device, place))
+        copy = event.copy
+        if copy is not None and copy.script is self.script:  # copies of before ``begin`` are done
+            self.script.append(AwaitLoad(copy.chunk_index, place) if copy.is_load else Await(copy.number, place))
 
     def note_event(self, event: Event) -> None:
         """Hears what the engine tells: a listener. What plans say is not a part of the script."""
@@ -251,8 +265,12 @@ class VirtualDriver:
         if len(tiers) > 1 and packet in _COPIES:
             self._copy_now(tensors, written or list(tree_leaves(result)))
         elif len(tiers) > 1:  # on a device somebody would have copied these first
-            self._copy_in([tensor for tensor in tensors if self.tier_of(tensor) is Tier.HOST])
-            self._append(Kernel(name, cost.flops, cost.nbytes, cost.dtype), self._player.kernel)
+            target = self.tier_of(written[0]) if written else Tier.DEVICE
+            self._copy_over([tensor for tensor in tensors if self.tier_of(tensor) is not target])
+            if target is Tier.HOST:
+                self._append(HostWork(name, cost.flops, cost.nbytes), self._player.host_work)
+            else:
+                self._append(Kernel(name, cost.flops, cost.nbytes, cost.dtype), self._player.kernel)
         elif tiers == {Tier.HOST}:
             self._append(HostWork(name, cost.flops, cost.nbytes), self._player.host_work)
             for leaf in tree_leaves(result):
@@ -268,10 +286,12 @@ class VirtualDriver:
         nbytes = sum(tensor.nbytes for tensor in targets)
         self._append(BlockingCopy(nbytes, to_device, is_pinned, caller()), self._player.blocking_copy)
 
-    def _copy_in(self, operands: Sequence[torch.Tensor]) -> None:
+    def _copy_over(self, operands: Sequence[torch.Tensor]) -> None:
+        """Copies operands of one tier to the other; what is made on the host for this is not pinned."""
+        to_device = not self.is_on_device(operands[0])
         is_pinned = all(self.is_pinned(tensor) for tensor in operands)
         nbytes = sum(tensor.nbytes for tensor in operands)
-        self._append(BlockingCopy(nbytes, True, is_pinned, caller()), self._player.blocking_copy)
+        self._append(BlockingCopy(nbytes, to_device, is_pinned, caller()), self._player.blocking_copy)
 
     def _append(self, entry: _E, play: Callable[[_E], None]) -> None:
         self.script.append(entry)

@@ -1,7 +1,7 @@
 """Records a step of training in virtual time, and tells how long it takes on other machines."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,13 +10,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.streams import DeviceStreams
+from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.tracer import Step
 from hf_patrickstar.schedule.clock import Timeline
 from hf_patrickstar.schedule.machine import Machine
 from hf_patrickstar.schedule.plan import Plan, chunkable_nbytes
 from hf_patrickstar.schedule.replay import replay
 from hf_patrickstar.schedule.script import Entry, Part
-from hf_patrickstar.schedule.simulator import repeated_plan
+from hf_patrickstar.schedule.simulator import repeated_plans
 from hf_patrickstar.schedule.trace import Trace
 from hf_patrickstar.virtual.driver import VirtualDriver
 
@@ -25,25 +26,25 @@ _MOST_STEPS = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recording:
-    """A step of training that follows a plan.
+    """A step of training that follows plans, one for each micro-batch.
 
     Attributes:
-        script: What the step does beside what its plan moves.
-        trace: What it visits.
-        plan: The plan that it followed.
+        script: What the step does beside what its plans move.
+        traces: What each micro-batch visits.
+        plans: The plan that each followed.
         timeline: How it went on the machine on which it was recorded.
         num_parameters: Trainable parameters.
         host_nbytes: The most bytes on the host so far, workspace included.
         policy: Which chunk leaves.
         prefetch_depth: How many loads may be under way ahead.
         updated: Chunks that the optimizer changes.
-        static: Chunks that are at home on the device.
-        static_nbytes: Bytes of these, over all lists.
+        static: Chunks that are computed with where they are at home, on the device.
+        fixed_nbytes: Bytes of the device that are no copies of chunks: chunks at home there, and scratch space.
     """
 
     script: tuple[Entry, ...]
-    trace: Trace
-    plan: Plan
+    traces: tuple[Trace, ...]
+    plans: tuple[Plan, ...]
     timeline: Timeline
     num_parameters: int
     host_nbytes: int
@@ -51,21 +52,23 @@ class Recording:
     prefetch_depth: int
     updated: frozenset[int]
     static: frozenset[int]
-    static_nbytes: int
+    fixed_nbytes: int
 
-    def plan_for(self, device_nbytes: int, chunk_nbytes: int | None = None) -> Plan:
-        """The plan under another budget of the device; chunks keep their homes.
+    def plans_for(self, device_nbytes: int, chunk_nbytes: int | None = None) -> list[Plan]:
+        """The plans of the micro-batches under another budget of the device; chunks keep their homes.
 
         Args:
             device_nbytes: Bytes for chunks and non-model data.
-            chunk_nbytes: Bytes for moving chunks at most, or ``None``.
+            chunk_nbytes: Bytes for chunks at most, or ``None``.
 
         Raises:
             BudgetError: If the chunks in use at one moment do not fit.
         """
-        return repeated_plan(
-            self.trace,
-            chunkable_nbytes(self.trace, device_nbytes - self.static_nbytes, chunk_nbytes),
+        free = device_nbytes - self.fixed_nbytes
+        most = None if chunk_nbytes is None else chunk_nbytes - self.fixed_nbytes
+        return repeated_plans(
+            self.traces,
+            [chunkable_nbytes(trace, free, most) for trace in self.traces],
             self.policy,
             dropped_after=self.updated,
             static=self.static,
@@ -78,13 +81,13 @@ class Recording:
         Args:
             machine: The machine.
             device_nbytes: Bytes for chunks and non-model data; by default all that the device has.
-            chunk_nbytes: Bytes for moving chunks at most, or ``None``.
+            chunk_nbytes: Bytes for chunks at most, or ``None``.
 
         Raises:
             BudgetError: If the chunks in use at one moment do not fit.
         """
-        plan = self.plan_for(machine.device_nbytes if device_nbytes is None else device_nbytes, chunk_nbytes)
-        return replay(self.script, plan, self.trace.chunk_nbytes, machine)
+        plans = self.plans_for(machine.device_nbytes if device_nbytes is None else device_nbytes, chunk_nbytes)
+        return replay(self.script, plans, self.traces[0].chunk_nbytes, machine)
 
 
 def record_step(
@@ -95,19 +98,21 @@ def record_step(
     config: Mapping[str, Any],
     make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     max_norm: float | None = 1.0,
+    num_micro_batches: int = 1,
 ) -> Recording:
-    """Trains with tensors that have no bytes until a step follows a plan and chunks have their homes; records that one.
+    """Trains with tensors that have no bytes until a step follows plans and chunks have their homes; records that one.
 
     Args:
         make_model: Makes the model; called under fake tensors. The model must return an object with a ``loss``.
-        make_inputs: Makes a batch, likewise.
+        make_inputs: Makes a micro-batch, likewise.
         machine: The machine; its device memory is the budget unless ``config`` says otherwise.
         config: Settings of the engine.
         make_optimizer: Makes an optimizer over parameters; by default torch's fused AdamW.
         max_norm: For clipping; ``None`` for none.
+        num_micro_batches: How many make a step.
 
     Raises:
-        EngineError: If no step follows a plan: data decides what this model does.
+        EngineError: If no step follows plans: data decides what this model does.
     """
     driver = VirtualDriver(machine)
     settings = {
@@ -118,34 +123,44 @@ def record_step(
     }
     with FakeTensorMode(), driver.watching():
         model = make_model()
-        optimizer = (make_optimizer or _make_adamw)(model.parameters())
-        streams = DeviceStreams(torch.device("cpu"), driver)
-        engine = PatrickStarEngine(model, settings, optimizer, device=streams, listener=driver.note_event)
+        engine = PatrickStarEngine(
+            model,
+            settings,
+            (make_optimizer or _make_adamw)(model.parameters()),
+            device=DeviceStreams(torch.device("cpu"), driver),
+            gradient_accumulation_steps=num_micro_batches,
+            listener=driver.note_event,
+        )
         for _ in range(_MOST_STEPS):
             num_recorded = engine.stats()["recorded_steps"]
-            inputs = make_inputs()
+            batches = [make_inputs() for _ in range(num_micro_batches)]
             driver.begin(engine.manager.chunks)
-            step = _train(engine, model, inputs, max_norm, driver)
+            steps = _train(engine, model, batches, max_norm, driver)
             timeline = driver.end()
-            is_known = engine.stats()["recorded_steps"] == num_recorded
-            if is_known and step is not None and step.plan is not None and step.cursor is not None:
-                break
-        else:
-            raise EngineError(f"none of {_MOST_STEPS} steps followed a plan: what this model does depends on its data")
-    settled = engine.config
-    static = [chunk for chunk in engine.manager.chunks if chunk.is_static]
+            if engine.stats()["recorded_steps"] == num_recorded and all(
+                step and step.cursor and step.plan for step in steps
+            ):
+                return _note(engine, driver, steps, timeline)
+    raise EngineError(f"none of {_MOST_STEPS} steps followed plans: what this model does depends on its data")
+
+
+def _note(
+    engine: PatrickStarEngine, driver: VirtualDriver, steps: Sequence[Step | None], timeline: Timeline
+) -> Recording:
+    chunks, copies = engine.manager.chunks, engine.manager.copies
+    followed = [(step.cursor.trace, step.plan) for step in steps if step and step.cursor and step.plan]
     return Recording(
         tuple(driver.script),
-        step.cursor.trace,
-        step.plan,
+        tuple(trace for trace, _ in followed),
+        tuple(plan for _, plan in followed),
         timeline,
-        sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        sum(parameter.numel() for parameter in engine.model.parameters() if parameter.requires_grad),
         engine.stats()["host_peak_nbytes"],
-        settled.eviction,
-        settled.prefetch_depth,
-        step.dropped_after,
-        frozenset(chunk.spec.index for chunk in static),
-        sum(payload.nbytes for chunk in static for payload in chunk.lists.values()),
+        engine.config.eviction,
+        engine.config.prefetch_depth,
+        frozenset(chunk.spec.index for chunk in chunks if chunk.spec.is_updated),
+        frozenset(chunk.spec.index for chunk in chunks if chunk.is_static),
+        engine.resources.pool.in_use(Tier.DEVICE) - sum(chunk.copy_nbytes for chunk in copies),
     )
 
 
@@ -156,20 +171,23 @@ def _make_adamw(parameters: Any) -> torch.optim.Optimizer:
 def _train(
     engine: PatrickStarEngine,
     model: torch.nn.Module,
-    inputs: Mapping[str, torch.Tensor],
+    batches: Sequence[Mapping[str, torch.Tensor]],
     max_norm: float | None,
     driver: VirtualDriver,
-) -> Step | None:
-    """A step of training; returns what the engine knows of its forward and backward."""
+) -> list[Step | None]:
+    """A step of training; returns what the engine knows of forward and backward of each micro-batch."""
     assert engine.optimizer is not None
-    engine.optimizer.zero_grad()  # tells the engine that nobody wants gradients after a step
-    driver.begin_part(Part.FORWARD)
-    loss = model(**inputs).loss
-    step = engine.manager.tracer.step
-    driver.begin_part(Part.BACKWARD)
-    loss.backward()
+    steps: list[Step | None] = []
+    for number, inputs in enumerate(batches):
+        driver.begin_part(Part.FORWARD)
+        if not number:
+            engine.optimizer.zero_grad()  # tells the engine that nobody wants gradients after a step
+        loss = model(**inputs).loss
+        steps.append(engine.manager.tracer.step)
+        driver.begin_part(Part.BACKWARD)
+        (loss / len(batches) if len(batches) > 1 else loss).backward()
     driver.begin_part(Part.UPDATE)
     if max_norm is not None:
         engine.optimizer.clip_grad_norm_(None, max_norm)
     engine.optimizer.step()
-    return step
+    return steps

@@ -7,7 +7,18 @@ from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.schedule.machine import Machine
 from hf_patrickstar.schedule.plan import Actions, Plan
 from hf_patrickstar.schedule.replay import device_ns, replay
-from hf_patrickstar.schedule.script import Await, Begin, BlockingCopy, HostWork, Join, Kernel, Part, Reach, Send
+from hf_patrickstar.schedule.script import (
+    Await,
+    AwaitLoad,
+    Begin,
+    BlockingCopy,
+    HostWork,
+    Join,
+    Kernel,
+    Part,
+    Reach,
+    Send,
+)
 
 SECOND = 10**9
 MACHINE = Machine(
@@ -36,7 +47,9 @@ def seconds(timeline):
 
 
 def play(*script, plan=NOWHERE, sizes=(40, 40)):
-    return replay(script, plan, sizes, MACHINE)
+    """Plays one micro-batch, or a script that names its parts and follows the same plan in each micro-batch."""
+    script = script if Begin(Part.FORWARD) in script else (Begin(Part.FORWARD), *script)
+    return replay(script, [plan] * script.count(Begin(Part.FORWARD)), sizes, MACHINE)
 
 
 def test_nothing_takes_no_time():
@@ -57,7 +70,7 @@ def test_a_chunk_that_comes_ahead_is_waited_for_where_it_is_needed():
 
 
 def test_gradients_leave_beside_computation_and_are_awaited_by_name():
-    timeline = play(WORK, Send(0, 40, to_device=False), WORK, Await(0, False, "the update"), HostWork("adam", 0, 28))
+    timeline = play(WORK, Send(0, 40, to_device=False), WORK, Await(0, "the update"), HostWork("adam", 0, 28))
     assert seconds(timeline) == 2 + 2 + 1, "the copy of two seconds is hidden by work of two"
     assert {place: round(ns / SECOND) for place, ns in timeline.waits_by_place().items()} == {"the update": 4}
 
@@ -82,7 +95,7 @@ def test_a_blocking_copy_stops_everybody():
 def test_bounds():
     script = [Begin(Part.FORWARD), WORK, Begin(Part.BACKWARD), WORK, WORK, Send(0, 40, to_device=False)]
     timeline = play(*script)
-    assert device_ns(script, MACHINE) == {Part.FORWARD: 2 * SECOND, Part.BACKWARD: 4 * SECOND, Part.UPDATE: 0}
+    assert device_ns(script, MACHINE) == [(Part.FORWARD, 2 * SECOND), (Part.BACKWARD, 4 * SECOND)]
     few = bounds_of(script, timeline, MACHINE, num_on_host=1)
     assert (few.lower_ns, few.binding) == (6 * SECOND, "compute")
     assert few.clipped_ns == 6 * SECOND, "an update of a second hides behind the next forward"
@@ -92,3 +105,35 @@ def test_bounds():
     most = bounds_of(script, timeline, MACHINE, num_on_host=20)
     assert (most.lower_ns, most.binding) == (20 * SECOND, "host Adam")
     assert most.clipped_ns == 24 * SECOND
+
+
+def test_bounds_of_several_micro_batches():
+    micro_batch = [Begin(Part.FORWARD), WORK, Begin(Part.BACKWARD), WORK, WORK]
+    script = [*micro_batch * 3, Begin(Part.UPDATE), WORK]
+    bounds = bounds_of(script, play(*script), MACHINE, num_on_host=7)
+    assert bounds.lower_ns == (3 * 6 + 2) * SECOND
+    assert (bounds.first_forward_ns, bounds.until_gradients_ns) == (2 * SECOND, (4 + 2 * 6) * SECOND)
+    assert bounds.clipped_ns == (2 * 6 + 4 + 7) * SECOND, "the update hides behind one forward of three"
+
+
+def test_each_micro_batch_follows_its_plan_from_the_first_moment():
+    plan = Plan((Actions(load=(0,)), Actions(load=(1,))), {}, (40, 80))
+    micro_batch = [Begin(Part.FORWARD), Reach(0), WORK, Begin(Part.BACKWARD), Reach(1), WORK]
+    assert seconds(play(*micro_batch, plan=plan)) == 4 + 2 + 4 + 2
+    assert seconds(play(*micro_batch, *micro_batch, plan=plan)) == 2 * (4 + 2 + 4 + 2)
+    stay = Plan((Actions(), Actions()), {}, (80, 80))
+    timeline = replay([*micro_batch, *micro_batch], [plan, stay], (40, 40), MACHINE)
+    assert seconds(timeline) == 4 + 2 + 4 + 2 + 2 + 2, "what stays is not loaded again"
+
+
+def test_a_load_of_the_plan_is_awaited_by_its_chunk():
+    plan = Plan((Actions(load=(0, 1)), Actions()), {}, (80, 80))
+    timeline = play(Reach(0), AwaitLoad(1, "here"), HostWork("adam", 0, 28), plan=plan)
+    assert seconds(timeline) == 4 + 4 + 1
+
+
+def test_of_several_sends_one_is_awaited():
+    timeline = play(
+        Send(-1, 20, to_device=False), Send(-1, 40, to_device=False), Await(0, "a ring"), HostWork("add", 0, 28)
+    )
+    assert seconds(timeline) == 1 + 2, "the host works while the second copy runs"

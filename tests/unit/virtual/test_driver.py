@@ -149,6 +149,7 @@ def test_a_copy_comes_after_what_it_is_told(driver):
     assert seconds(timeline) == 8.5
     (wait,) = timeline.waits
     assert wait.duration_ns == int((8.5 - 1.0) * SECOND)
+    assert driver.script[-1].number == 1
     assert isinstance(driver.script[-1], Await)
 
 
@@ -159,6 +160,18 @@ def test_operands_of_the_host_are_copied_for_a_kernel_of_the_device(driver):
     (host + device).neg()
     assert [type(entry) for entry in driver.script] == [BlockingCopy, Kernel, Kernel]
     assert seconds(driver.end()) == pytest.approx(0.5 + 5 + 0.5 + 1.2 + 0.8)
+
+
+def test_what_is_added_to_memory_of_the_host_is_copied_there_first(driver):
+    total, gradient = torch.zeros(10), torch.zeros(10)
+    driver.take(total, Tier.HOST, "a list")
+    driver.begin()
+    total.add_(gradient)
+    assert [type(entry) for entry in driver.script] == [BlockingCopy, HostWork]
+    assert not driver.script[0].to_device
+    assert not driver.script[0].is_pinned
+    # 0.5 to start, 1 and 40 bytes at 5 for the copy; 0.5 to call, 120 bytes at 50 for the sum.
+    assert seconds(driver.end()) == pytest.approx(0.5 + 1 + 8 + 0.5 + 2.4)
 
 
 def test_a_number_on_the_other_tier_is_an_argument(driver):

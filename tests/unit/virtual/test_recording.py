@@ -19,7 +19,15 @@ H100 = MACHINES["h100"]
 SMALL = {"dtype": "bf16", "chunk_numel": 700}
 
 
-def record(name="gpt2", chunk_nbytes=10**9, machine=H100, checkpointing=False, max_norm=1.0, **settings):
+def record(
+    name="gpt2",
+    chunk_nbytes=10**9,
+    machine=H100,
+    checkpointing=False,
+    max_norm=1.0,
+    num_micro_batches=1,
+    **settings,
+):
     def make():
         model = make_model(name).train()
         if checkpointing:
@@ -30,7 +38,19 @@ def record(name="gpt2", chunk_nbytes=10**9, machine=H100, checkpointing=False, m
         return {key: torch.zeros_like(value) for key, value in make_batch(name, seed=0).items()}
 
     config = {**SMALL, "device_budget": "1GiB", "chunk_budget": chunk_nbytes, **settings}
-    return record_step(make, make_inputs, machine, config=config, max_norm=max_norm)
+    return record_step(
+        make, make_inputs, machine, config=config, max_norm=max_norm, num_micro_batches=num_micro_batches
+    )
+
+
+def check(found, budget, machine=H100):
+    """The replay of a recording is what the engine did, also by plans that are made anew for the same budget."""
+    again = replay(found.script, found.plans, found.traces[0].chunk_nbytes, machine)
+    assert again.duration_ns == found.timeline.duration_ns
+    assert again.busy_ns() == found.timeline.busy_ns()
+    assert again.waits_by_place() == found.timeline.waits_by_place()
+    assert all(plan.num_loads > 0 for plan in found.plans)
+    assert found.on(machine, 2**30, budget).duration_ns == found.timeline.duration_ns, "the same plans"
 
 
 CASES = {
@@ -45,9 +65,13 @@ CASES = {
     "far ahead": {"prefetch_depth": 6},
     "by age": {"eviction": "lru"},
     "on the CPU": {"cpu_embedding": True},
-    "margin": {"placement": "auto"},
     "slow bus": {"machine": dataclasses.replace(H100, to_device_bandwidth=1e7, to_host_bandwidth=3e7)},
     "slow host": {"machine": dataclasses.replace(H100, host_bandwidth=1e7, operator_s=1e-4)},
+    "two micro-batches": {"num_micro_batches": 2},
+    "four micro-batches": {"num_micro_batches": 4},
+    "accumulation without clipping": {"num_micro_batches": 2, "max_norm": None},
+    "accumulation with recomputation": {"num_micro_batches": 2, "checkpointing": True},
+    "accumulation by age": {"num_micro_batches": 4, "eviction": "lru", "prefetch_depth": 0},
 }
 
 
@@ -56,16 +80,27 @@ CASES = {
 def test_the_simulator_takes_as_long_as_the_engine(how, factor):
     how = {"placement": "host", **how}
     smallest = smallest_budget(make_model(how.get("name", "gpt2")), "bf16", checkpointing=True)
-    budget = int(factor * smallest)
-    found = record(**how, chunk_nbytes=budget)
-    machine = how.get("machine", H100)
-    again = replay(found.script, found.plan, found.trace.chunk_nbytes, machine)
-    assert again.duration_ns == found.timeline.duration_ns
-    assert again.busy_ns() == found.timeline.busy_ns()
-    assert again.waits_by_place() == found.timeline.waits_by_place()
-    assert found.plan.num_loads > 0
-    if not found.static:  # else a part of the budget is theirs
-        assert found.on(machine, 2**30, budget).duration_ns == found.timeline.duration_ns, "the same plan"
+    check(record(**how, chunk_nbytes=int(factor * smallest)), int(factor * smallest), how.get("machine", H100))
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_the_simulator_takes_as_long_where_chunks_live_in_the_margin(num_micro_batches):
+    budget = 6 * smallest_budget(make_model("gpt2"), "bf16", checkpointing=True)
+    found = record(chunk_nbytes=budget, placement="auto", num_micro_batches=num_micro_batches)
+    assert found.static
+    check(found, budget)
+
+
+def test_a_step_of_several_micro_batches_has_a_plan_for_each():
+    smallest = smallest_budget(make_model("gpt2"), "bf16", checkpointing=True)
+    found = record(placement="host", chunk_nbytes=int(1.5 * smallest), num_micro_batches=4)
+    assert [trace.kind for trace in found.traces] == ["training first", *["training middle"] * 2, "training last"]
+    parts = [part for part, _ in device_ns(found.script, H100)]
+    assert parts == [Part.FORWARD, Part.BACKWARD] * 4 + [Part.UPDATE]
+    first, second, *_ = found.plans
+    assert first.num_loads > second.num_loads, "chunks that stay from one micro-batch are there in the next"
+    single = record(placement="host", chunk_nbytes=int(1.5 * smallest))
+    assert 3 < found.timeline.busy_ns()[Lane.COMPUTE] / single.timeline.busy_ns()[Lane.COMPUTE] < 5
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +146,7 @@ def test_gradients_and_chunks_cross_as_often_as_the_engine_counts():
     found = record(dtype="fp32", placement="host", chunk_nbytes=int(1.5 * smallest))
     stored = sum(entry.nbytes for entry in found.script if isinstance(entry, Send) and not entry.to_device)
     assert stored == 4 * found.num_parameters, "each gradient once"
-    assert sum(isinstance(entry, Reach) for entry in found.script) == len(found.trace.visits)
+    assert sum(isinstance(entry, Reach) for entry in found.script) == len(found.traces[0].visits)
     assert not any(entry.to_device for entry in found.script if isinstance(entry, Send)), "these are the plan's"
 
 
@@ -123,9 +158,9 @@ def test_the_host_holds_no_gradients_of_its_own(recording):
 
 def test_the_parts_of_a_step_add_up(recording):
     found, _ = recording
-    parts = device_ns(found.script, H100)
-    assert sum(parts.values()) == found.timeline.busy_ns()[Lane.COMPUTE]
-    assert parts[Part.BACKWARD] > parts[Part.FORWARD] > 0
+    (*_, forward), (*_, backward), (*_, update) = device_ns(found.script, H100)
+    assert forward + backward + update == found.timeline.busy_ns()[Lane.COMPUTE]
+    assert backward > forward > 0
 
 
 def test_data_that_decides_is_no_step_to_record():
