@@ -10,8 +10,9 @@ Each lane, and the host, has a vector clock: how much of every other lane is kno
 next. A wait takes over the clock of what is waited for. What touches a buffer is compared with everything that touched
 the same bytes before: where neither only reads, and the clocks do not order both, ``RaceError`` names them. A dispatch
 mode sees the operators; an operator on a buffer of the device belongs to the compute stream, one on a buffer of the
-host to the host, and one on both must be a copy. What the engine does under ``as_it_is`` (``runtime/values.py``), which
-takes all modes off, is not seen; there a copy that is not waited for leaves its NaN.
+host to the host, and one on both must be a copy. The mode stays where the engine takes others off (``as_it_is`` in
+``runtime/values.py``). What other threads do, and what goes around operators (``numpy``), is not seen; there a copy
+that is not waited for leaves its NaN.
 """
 
 import collections
@@ -425,6 +426,8 @@ class SimulatedDriver:
 
 class _Operators(OperatorMode):
     """Tells a driver of every operator."""
+
+    sees_all = True
 
     def __init__(self, driver: SimulatedDriver) -> None:
         super().__init__()
