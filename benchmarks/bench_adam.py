@@ -7,8 +7,9 @@ parameter and states are read (16), and all but the gradient written (12).
 
 Each way of updating runs with each number of threads, in turns, an addition with as many threads before and after it.
 Printed are medians: nanoseconds per parameter; the share, that is seconds of the addition over seconds of the update;
-and the seconds of the same round over those of torch's fused optimizer with casts. The masters of this package must be
-those of torch, bit for bit.
+and the nanoseconds over those of torch's fused optimizer with casts. Where other programs use the cores, too, ``quiet``
+says in how many rounds they had less than a fifth of one core; if those are five or more, the others do not count. The
+masters of this package must be those of torch, bit for bit.
 
     python benchmarks/bench_adam.py [--dtype bf16] [--numel 16777216] [--threads 1 2] [--rounds 15]
 """
@@ -18,12 +19,16 @@ import statistics
 import time
 
 import common
+import psutil
 import torch
 
 from hf_patrickstar import PatrickStarEngine
 
 TENSOR_NUMEL = 2**21
 NBYTES = 28
+FUSED = "torch fused + casts"
+QUIET = 0.2
+LEAST_ROUNDS = 5
 
 
 class Weights(torch.nn.Module):
@@ -119,7 +124,7 @@ def make_updates(options, gradients):
 
     updates = {}
     for threads in options.threads:
-        updates["torch fused + casts", threads] = PlainUpdate(gradients, fused, threads)
+        updates[FUSED, threads] = PlainUpdate(gradients, fused, threads)
         updates["torch default + casts", threads] = PlainUpdate(gradients, default, threads)
         updates["torch foreach + casts", threads] = PlainUpdate(gradients, foreach, threads)
         if importlib.util.find_spec("deepspeed") is not None:
@@ -144,22 +149,42 @@ def seconds_of(work, threads):
     return seconds
 
 
+def others_seconds():
+    """Processor seconds of all other programs so far."""
+    everybody, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    return sum(everybody) - everybody.idle - everybody.iowait - own.user - own.system
+
+
 def measure(updates, buffer, rounds):
-    """Seconds of each update and of the additions beside it, by round, the first round left out."""
-    seconds = {key: [] for key in updates}
-    additions = {key: [] for key in updates}
+    """Seconds of each update and of the additions beside it, and whether it was quiet; the first round is left out."""
+    samples = {key: [] for key in updates}
     for number in range(rounds + 1):
         for key in sorted(updates, reverse=bool(number % 2)):
             update = updates[key]
             update.prepare()
+            since, busy = time.perf_counter(), others_seconds()
             beside = seconds_of(lambda: buffer.add_(1), update.threads)
             # Ours has its threads by its own setting.
             taken = seconds_of(update.run, update.threads if isinstance(update, PlainUpdate) else 1)
             beside += seconds_of(lambda: buffer.add_(1), update.threads)
+            is_quiet = others_seconds() - busy < QUIET * (time.perf_counter() - since)
             if number:
-                seconds[key].append(taken)
-                additions[key].append(beside / 2)
-    return seconds, additions
+                samples[key].append((taken, beside / 2, is_quiet))
+    return samples
+
+
+def make_row(key, samples, numel):
+    """Medians of the quiet rounds of an update, or of all if there are too few."""
+    quiet = [sample for sample in samples if sample[2]]
+    chosen = quiet if len(quiet) >= LEAST_ROUNDS else samples
+    return {
+        "update": key[0],
+        "threads": key[1],
+        "quiet": len(quiet),
+        "ns": statistics.median(own for own, _, _ in chosen) / numel * 1e9,
+        "addition_ns": statistics.median(beside for _, beside, _ in chosen) / numel * 1e9,
+        "share": statistics.median(beside / own for own, beside, _ in chosen),
+    }
 
 
 def check_bits(updates):
@@ -188,24 +213,15 @@ def main():
     ]
     numel = len(gradients) * TENSOR_NUMEL
     updates = make_updates(options, gradients)
-    seconds, additions = measure(updates, torch.zeros(numel * NBYTES // 8), options.rounds)
+    samples = measure(updates, torch.zeros(numel * NBYTES // 8), options.rounds)
     check_bits(updates)
-    rows = []
-    print(f"{'':28s}{'threads':>8s}{'ns':>8s}{'addition':>10s}{'share':>8s}{'to fused':>10s}")
-    for name, threads in updates:
-        own, beside = seconds[name, threads], additions[name, threads]
-        fused = seconds["torch fused + casts", threads]
-        row = {
-            "update": name,
-            "threads": threads,
-            "ns": statistics.median(own) / numel * 1e9,
-            "addition_ns": statistics.median(beside) / numel * 1e9,
-            "share": statistics.median(a / b for a, b in zip(beside, own, strict=True)),
-            "to_fused": statistics.median(a / b for a, b in zip(own, fused, strict=True)),
-        }
-        rows.append(row)
+    rows = [make_row(key, samples[key], numel) for key in updates]
+    print(f"{'':28s}{'threads':>8s}{'quiet':>7s}{'ns':>8s}{'addition':>10s}{'share':>8s}{'to fused':>10s}")
+    for row in rows:
+        (fused,) = (r["ns"] for r in rows if r["update"] == FUSED and r["threads"] == row["threads"])
+        row["to_fused"] = row["ns"] / fused
         figures = f"{row['ns']:8.2f}{row['addition_ns']:10.2f}{row['share']:8.2f}{row['to_fused']:10.2f}"
-        print(f"{name:28s}{threads:8d}{figures}")
+        print(f"{row['update']:28s}{row['threads']:8d}{row['quiet']:7d}{figures}")
     deepspeed = "installed" if importlib.util.find_spec("deepspeed") is not None else "not installed"
     print(f"{numel / 1e6:.1f} M parameters, {options.dtype}; masters equal, bit for bit; DeepSpeed: {deepspeed}")
     result = {"parameters": numel, "rounds": options.rounds, "deepspeed": deepspeed, "masters_equal": True}
