@@ -160,6 +160,7 @@ class Kernel(abc.ABC):
 
     def load_tensor_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
         """Takes over a state from ``tensor_state`` or a torch optimizer; an empty state resets the parameter."""
+        tensor.chunk.wait_for_reader()
         for key, place in self.state_places(tensor).items() if state else ():
             place.copy_(tensor.own(state[key]))
         self.load_own_state(tensor, state)

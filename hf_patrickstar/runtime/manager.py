@@ -185,6 +185,7 @@ class ChunkManager:
         with self._lock:
             for chunk in self.chunks:
                 self.copies.invalidate(chunk)
+                chunk.wait_for_reader()
 
     def end_loading(self) -> None:
         """Ends ``begin_loading``: graphs of before are void."""

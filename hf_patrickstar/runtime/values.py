@@ -166,7 +166,7 @@ class Values:
             self._emit(ValueRestored(chunk.spec.index, tensor.spec.index, home.numel() * home.dtype.itemsize))
 
     def load(self, tensor: ManagedTensor, fill: Callable[[torch.Tensor], None]) -> None:
-        """Changes what this rank has at home of a parameter that has no gradient and no copy.
+        """Changes what this rank has at home of a parameter that has no gradient and no copy; see ``begin_loading``.
 
         Args:
             tensor: The parameter.
@@ -175,7 +175,6 @@ class Values:
         with self.lock:
             chunk = tensor.chunk
             chunk.wait()
-            chunk.wait_for_reader()
             self.originals.drop(tensor)
             fill(tensor.view(chunk.lists.get(MASTER, chunk.param)).view(-1))
             if MASTER in chunk.lists:
