@@ -194,7 +194,6 @@ class Gradients:
                     tensor.gradient = GradientPlace.NONE
                 else:
                     self.move_to_list(tensor)
-                tensor.chunk.wait()
                 tensor.view(self._list(tensor.chunk)).copy_(own)
                 tensor.gradient = GradientPlace.LIST
             else:
@@ -378,7 +377,6 @@ class Gradients:
 
     def _add_to_list(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
         chunk = tensor.chunk
-        chunk.wait()
         place = tensor.view(self._list(chunk))
         if tensor.gradient is GradientPlace.NONE:
             place.copy_(gradient)
