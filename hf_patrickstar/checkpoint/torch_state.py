@@ -116,7 +116,6 @@ class TorchState:
         own = {}
         for chunk in self._manager.chunks:
             for tensor in chunk.owned if chunk.spec.is_updated else ():
-                chunk.wait()
                 state = self._optimizers.own_state(tensor)
                 if state:
                     own[tensor.spec.index] = dict(state)

@@ -193,7 +193,6 @@ class TrainingState:
         for tensor in self.owned():
             name = tensor.spec.name
             state = dict(self.optimizer.own_state(tensor))
-            tensor.chunk.wait()
             chunk = tensor.chunk
             if tensor.original_dtype is not chunk.state_dtype or not self._is_in_model_file(tensor):
                 state[MASTER] = tensor.view(chunk.lists.get(MASTER, chunk.param))

@@ -197,7 +197,6 @@ class Gradients:
                     tensor.gradient = GradientPlace.NONE
                 else:
                     self.move_to_list(tensor)
-                tensor.chunk.wait()
                 tensor.view(self._list(tensor.chunk)).copy_(own)
                 tensor.gradient = GradientPlace.LIST
             else:

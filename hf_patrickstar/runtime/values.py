@@ -53,7 +53,6 @@ class Values:
         """
         if not tensor.is_owned:
             return Held(tensor, None, dtype)
-        tensor.chunk.wait()
         if self.originals.has(tensor, dtype):
             return Held(tensor, functools.partial(self.originals.read, tensor), dtype)
         return Held(tensor, tensor.view(tensor.chunk.lists.get(MASTER, tensor.chunk.param)), dtype)
@@ -158,11 +157,11 @@ class Values:
             self.refresh_copy(tensor)
 
     def refresh_copy(self, tensor: ManagedTensor) -> None:
-        """Makes a device copy of the chunk, if there is one, follow a change of this tensor at home."""
+        """Makes a device copy of the chunk, if there is one, follow a change that the host has made at home."""
         chunk = tensor.chunk
         if chunk.compute is not None and not chunk.is_static:
             home = tensor.view(chunk.param)
-            chunk.note(self.streams.to_device(home, tensor.view_copy(chunk.compute), chunk.under_way))
+            chunk.note(self.streams.to_device(home, tensor.view_copy(chunk.compute)))
             self._emit(ValueRestored(chunk.spec.index, tensor.spec.index, home.numel() * home.dtype.itemsize))
 
     def load(self, tensor: ManagedTensor, fill: Callable[[torch.Tensor], None]) -> None:

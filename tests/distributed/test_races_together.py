@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import mutations
 import pytest
 from test_training import train_like_one
 
@@ -38,3 +39,15 @@ def train_without(rank, owner, name):
 def test_a_wait_that_is_missing_is_found(pair, owner, name):
     with pair.over("simulated"), pytest.raises(RaceError):
         pair.run(train_without, owner, name)
+
+
+def train_without_site(rank, key):
+    site = next(site for site in mutations.find_sites(key.split()[0]) if site.key == key)
+    with mutations.without(site):
+        train_like_one(rank, "gpt2", {"reshard_after_forward": True}, True, {"max_norm": 0.3})
+
+
+def test_averages_on_their_way_home_are_waited_for(pair):
+    key = "runtime/buckets.py GroupBuckets.let_go: self._streams.release_in_flight()"
+    with pair.over("simulated"), pytest.raises(RaceError, match="gradients on the device"):
+        pair.run(train_without_site, key)

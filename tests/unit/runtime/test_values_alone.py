@@ -391,10 +391,10 @@ def test_types_of_all_kinds():
     assert values_at(tensor) == [[7.0, 8.0]] * 2
 
 
-def test_loading_waits_for_those_who_read():
+def test_loading_waits_for_copies():
+    """``begin_loading`` has waited for checkpoints."""
     process, tensor = make()
-    copy, tensor.chunk.reader = Ticket(), Ticket()
+    copy = Ticket()
     tensor.chunk.note(copy)
-    reader = tensor.chunk.reader
-    process.values.load(tensor, lambda flat: flat.fill_(copy.num_waits + reader.num_waits))
-    assert values_at(tensor) == [[2.0, 2.0]] * 2
+    process.values.load(tensor, lambda flat: flat.fill_(copy.num_waits))
+    assert values_at(tensor) == [[1.0, 1.0]] * 2

@@ -1,0 +1,720 @@
+"""Every wait of the package is needed: without it one of these runs meets a race, or computes something else."""
+
+import contextlib
+import functools
+import pathlib
+import tempfile
+import threading
+import types
+from unittest import mock
+
+import mutations
+import pytest
+import safetensors.torch
+import torch
+from simulated import simulated_streams
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hf_patrickstar
+from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar.checkpoint import background
+from hf_patrickstar.errors import DeviceMemoryError, PatrickStarError
+from hf_patrickstar.memory import streams
+from hf_patrickstar.memory.tiers import Tier
+
+pytestmark = pytest.mark.own_streams
+
+ROWS, WIDTH = 20, 16
+CHUNK = 320  # elements: the embedding, or a layer and a bit
+
+
+class Layers(nn.Module):
+    """An embedding, layers, and a head that may be tied to it."""
+
+    def __init__(self, *, tied=False, checkpointing=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(ROWS, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, ROWS, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        self._checkpointing = checkpointing
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self._checkpointing else layer(x)
+            x = x.tanh()
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def batch(seed):
+    return torch.randint(0, ROWS, (2, 6), generator=torch.Generator().manual_seed(seed))
+
+
+class Woven(nn.Module):
+    """A model whose chunks are needed in turns.
+
+    The first chunk has the embedding, which is the head too, and ``first``. Backward needs it for the head, then not
+    for ``up`` and ``down``, which take all of the device, and then again for ``first``.
+
+    Args:
+        looks_up: Whether the embedding is used as such, too: then its gradient is complete while the chunk is on its
+            way to the device again, else before.
+    """
+
+    def __init__(self, *, looks_up):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(ROWS, WIDTH)
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.start = nn.Embedding(ROWS, WIDTH)
+        self._looks_up = looks_up
+
+    def forward(self, ids):
+        x = self.second(self.first(self.start(ids)).tanh())
+        x = self.third(x + self.embedding(ids) if self._looks_up else x)
+        x = self.down(self.up(x).tanh())
+        return nn.functional.cross_entropy((x @ self.embedding.weight.t()).flatten(0, 1), ids.flatten())
+
+
+class Run:
+    """An engine over simulated streams, and what came out of it."""
+
+    def __init__(self, model=None, *, optimizer=None, accumulation=1, num_chunks=3, **config):
+        self.model = model or Layers()
+        made = (optimizer or (lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True)))(self.model.parameters())
+        config = {"placement": "host", "chunk_numel": CHUNK, "chunk_budget": num_chunks * CHUNK * 4, **config}
+        self.engine = PatrickStarEngine(self.model, config, made, gradient_accumulation_steps=accumulation)
+        self.optimizer = self.engine.optimizer
+        self.manager = self.engine.manager
+        self.found = []
+
+    @property
+    def parameters(self):
+        return list(self.model.parameters())
+
+    def keep(self, *tensors):
+        self.found += [tensor.detach().clone() for tensor in tensors]
+
+    def keep_in_flight(self):
+        """How many gradients hold memory on the device until they are at home."""
+        self.keep(torch.tensor(len(self.engine.resources.streams._in_flight)))
+
+    def backward(self, seed=0):
+        loss = self.model(batch(seed))
+        loss.backward()
+        self.keep(loss)
+        return loss
+
+    def evaluate(self):
+        with torch.no_grad():
+            self.keep(self.model(batch(99)))
+
+    def step(self, *, to_none=True):
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=to_none)
+
+    def train(self, steps=2):
+        for number in range(steps):
+            self.backward(number)
+            self.step()
+
+    def end(self):
+        self.keep(*self.model.state_dict().values())
+        return self.found
+
+    def fail_in_backward(self):
+        """A backward that fails after its first gradients are on their way home."""
+        with pytest.raises(ZeroDivisionError), failing(self.model.layers[0].register_full_backward_pre_hook):
+            self.backward()
+
+
+@contextlib.contextmanager
+def failing(register):
+    """Inside the block a hook raises."""
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    handle = register(fail)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class LateWriter:
+    """The thread of a checkpoint begins to write when somebody waits for it: by then all that does not wait is done.
+
+    Args:
+        run: The engine.
+        folder: Where the checkpoint is written.
+
+    Attributes:
+        is_right: Whether the file has what was there when the block began.
+    """
+
+    def __init__(self, run, folder):
+        self.is_right = False
+        self._folder = folder
+        self._may_begin = threading.Event()
+        self._run = run
+
+    def __enter__(self):
+        may_begin = self._may_begin
+        begin = background.BackgroundWrite._run
+
+        class Event(threading.Event):
+            def wait(self, timeout=None):
+                may_begin.set()
+                return super().wait(timeout)
+
+        def run(*args):
+            may_begin.wait()
+            begin(*args)
+
+        names = types.SimpleNamespace(Event=Event, Thread=threading.Thread)
+        with (
+            mock.patch.object(background, "threading", names),
+            mock.patch.object(background.BackgroundWrite, "_run", run),
+        ):
+            state = self._run.engine.training_state
+            self._expected = {key: tensor.clone() for key, tensor in state._collect()[0].items()}
+            self._write = state.save_in_background(self._folder, with_index=True)
+        return self
+
+    def __exit__(self, kind, *_):
+        self._may_begin.set()
+        self._write.join()
+        if kind is None:
+            assert self._write.error is None
+            saved = safetensors.torch.load_file(self._write.path)
+            self._run.keep(*(saved[key] for key in sorted(saved)))
+            self.is_right = all(torch.equal(saved[key], value) for key, value in self._expected.items())
+
+
+# Runs: the quick ones first
+
+
+def on_demand(folder):
+    run = Run(prefetch_depth=0)
+    run.train()
+    return run.end()
+
+
+def ahead(folder):
+    run = Run(prefetch_depth=2)
+    for number in range(3):
+        run.backward(number)
+        run.evaluate()
+        run.keep(run.optimizer.clip_grad_norm_(None, 0.1))
+        run.step()
+    return run.end()
+
+
+def accumulation(folder):
+    run = Run(accumulation=2)
+    for number in range(2):
+        run.backward(2 * number)
+        run.backward(2 * number + 1)
+        run.step()
+    return run.end()
+
+
+def several_backwards(folder):
+    run = Run()
+    for number in range(2):
+        run.backward(2 * number)
+        run.backward(2 * number + 1)
+        run.keep_in_flight()
+        run.step()
+    return run.end()
+
+
+def recomputation(folder):
+    run = Run(Layers(checkpointing=True))
+    run.train()
+    return run.end()
+
+
+def sixteen_bit(folder):
+    run = Run(dtype="bf16")
+    for number in range(2):
+        run.backward(number)
+        run.evaluate()
+        run.keep(run.optimizer.clip_grad_norm_(None, 0.1))
+        run.step()
+    return run.end()
+
+
+def woven(folder, *, looks_up):
+    run = Run(Woven(looks_up=looks_up), chunk_numel=640, chunk_budget=1280 * 4, cpu_embedding=False)
+    run.train(3)
+    return run.end()
+
+
+def margin(folder):
+    run = Run(placement="auto", num_chunks=16, device_budget=10**6)
+    run.train(4)
+    assert run.engine.stats()["chunks_in_margin"] > 0
+    run.manager.placement.leave_margin()
+    run.train(1)
+    return run.end()
+
+
+def homes_move_at_any_time(folder):
+    """They move on the host, as to memory that is page-locked."""
+    run = Run()
+    run.backward()
+    for chunk in run.manager.chunks:
+        run.manager.copies.rehome(chunk, Tier.HOST)
+    run.step()
+    return run.end()
+
+
+def lookups(folder):
+    """The gradient of a tied embedding is added up on the host, and written over what the head's copy reads."""
+    run = Run(Layers(tied=True), cpu_embedding=True)
+    driver = run.engine.resources.streams._driver
+    place = run.manager.gradients.place_deferred
+
+    def place_deferred(tensor):
+        driver.take(tensor.deferred_gradient, Tier.HOST, "a gradient")
+        place(tensor)
+
+    with mock.patch.object(run.manager.gradients, "place_deferred", place_deferred):
+        run.train(3)
+    run.evaluate()
+    return run.end()
+
+
+def lookups_that_write(folder):
+    model = Layers(tied=True)
+    model.embedding.max_norm = 1.0
+    run = Run(model, cpu_embedding=True)
+    run.evaluate()
+    run.evaluate()
+    return run.end()
+
+
+def dropped_gradients(folder):
+    run = Run()
+    run.train(1)
+    run.backward()
+    run.optimizer.zero_grad()
+    run.evaluate()
+    run.backward()
+    run.optimizer.zero_grad(set_to_none=False)
+    run.step(to_none=False)
+    return run.end()
+
+
+def reading(folder):
+    run = Run()
+    for number in range(2):
+        run.backward(number)
+        run.keep(*(p.data for p in run.parameters))
+        run.keep(*(p.grad for p in run.parameters))
+        run.step()
+        run.keep(*(p.data for p in run.parameters))
+    return run.end()
+
+
+def writing(folder):
+    run = Run()
+    for number in range(2):
+        run.backward(number)
+        for parameter in run.parameters:
+            parameter.grad.mul_(0.5)
+            parameter.data.mul_(0.5)
+        run.step()
+        for parameter in run.parameters:
+            parameter.data.add_(1.0)
+        run.evaluate()
+    return run.end()
+
+
+def writing_in_place(folder):
+    run = Run(num_chunks=2)
+    run.train(1)
+    run.evaluate()
+    with torch.no_grad():
+        for parameter in run.parameters:
+            parameter.mul_(0.5)
+    run.evaluate()
+    with torch.no_grad():
+        for parameter in run.parameters:
+            parameter.copy_(torch.ones(parameter.shape))
+    return run.end()
+
+
+def writing_while_computing(folder):
+    run = Run()
+
+    def write(module, args):
+        module.weight.data.mul_(0.5)
+
+    handles = [layer.register_forward_pre_hook(write) for layer in run.model.layers]
+    run.backward()
+    for handle in handles:
+        handle.remove()
+    run.step()
+    run.evaluate()
+    return run.end()
+
+
+def saving(folder):
+    run = Run()
+    for number in range(2):
+        run.backward(number)
+        run.keep(*run.model.state_dict().values())
+        run.engine.checkpoints.save(folder / f"before-{number}")
+        run.step()
+        run.evaluate()
+        run.engine.checkpoints.save(folder / f"after-{number}")
+    run.backward()
+    run.engine.checkpoints.load(folder / "before-1")
+    return run.end()
+
+
+def torch_kernel(folder):
+    run = Run(optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    run.train()
+    return run.end()
+
+
+class Momentum(torch.optim.Optimizer):
+    """An optimizer that nobody knows, so it sees all parameters at once."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self, closure=None):
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[parameter]
+            state.setdefault("sum", torch.zeros_like(parameter)).add_(parameter.grad)
+            parameter.data.sub_(state["sum"], alpha=0.1)
+
+    @torch.no_grad()
+    def shrink(self):
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            self.state[parameter]["sum"].mul_(0.5)
+            parameter.mul_(0.5)
+
+
+def all_at_once(folder):
+    run = Run(optimizer=Momentum)
+    run.train()
+    run.evaluate()
+    run.optimizer.shrink()
+    return run.end()
+
+
+def changes_of_the_model(folder):
+    run = Run()
+    run.train(1)
+    run.backward()
+    run.model.layers[1] = nn.Linear(WIDTH, WIDTH)
+    run.evaluate()
+    run.step()
+    run.evaluate()
+    del run.model.layers[2]
+    run.evaluate()
+    return run.end()
+
+
+def little_in_flight(folder):
+    with mock.patch.object(streams, "_IN_FLIGHT_NBYTES", 3000):
+        run = Run()
+    run.train()
+    return run.end()
+
+
+def none_in_flight(folder):
+    run = Run()
+
+    def hold_none(*_):
+        run.keep_in_flight()
+        run.engine.resources.streams.hold_none()
+        run.keep_in_flight()
+
+    run.model.layers[0].register_full_backward_pre_hook(hold_none)
+    run.train()
+    return run.end()
+
+
+def short_of_room(folder):
+    run = Run()
+
+    def make_room(*_):
+        run.manager.reclaim.make_room(10**9)
+        run.keep_in_flight()
+
+    run.model.layers[0].register_full_backward_pre_hook(make_room)
+    run.train()
+    return run.end()
+
+
+def out_of_memory(folder):
+    run = Run()
+    attempts = []
+
+    def attempt():
+        run.keep_in_flight()
+        attempts.append(len(attempts))
+        if len(attempts) % 2:
+            with failing_for_memory(run.model.layers[0]):
+                run.backward()
+        run.backward()
+
+    for _ in range(2):
+        run.engine.attempt(attempt)
+        run.step()
+    return run.end()
+
+
+@contextlib.contextmanager
+def failing_for_memory(layer):
+    def fail(*_):
+        raise DeviceMemoryError("full")
+
+    handle = layer.register_full_backward_pre_hook(fail)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def detaching(folder):
+    run = Run()
+    run.train(2)
+    run.fail_in_backward()
+    run.engine.detach()
+    run.keep_in_flight()
+    return run.end()
+
+
+def interrupting(folder):
+    run = Run()
+    run.train(3)
+    with pytest.raises(ZeroDivisionError), failing(run.model.layers[0].register_forward_hook):
+        run.backward()
+    run.engine.detach()
+    return run.end()
+
+
+def saved_while(change, prepare=lambda run, folder: None, model=Layers, **kwargs):
+    """A run in which a checkpoint is being written while something changes what is in it."""
+
+    def saving(folder):
+        run = Run(model(), **kwargs)
+        run.train(2)
+        run.backward()
+        found = prepare(run, folder)
+        with LateWriter(run, folder) as writer:
+            change(run) if found is None else change(run, found)
+        assert writer.is_right or mutations.is_active(), "the checkpoint has what came later"
+        return run.end()
+
+    return saving
+
+
+def replace_states(run):
+    for parameter in run.parameters:
+        run.optimizer.state[parameter] = {
+            "step": torch.tensor(1.0),
+            "exp_avg": torch.ones(parameter.shape),
+            "exp_avg_sq": torch.ones(parameter.shape),
+        }
+
+
+def write_to_states(run):
+    for parameter in run.parameters:
+        run.optimizer.state[parameter]["exp_avg"].mul_(0.5)
+
+
+def remove_states(run):
+    for parameter in run.parameters:
+        del run.optimizer.state[parameter]
+
+
+def load_states(run):
+    state = run.optimizer.state_dict()
+    for entry in state["state"].values():
+        entry["exp_avg"].mul_(0.5)
+    run.optimizer.load_state_dict(state)
+
+
+def write_values(run):
+    with torch.no_grad():
+        for parameter in run.parameters:
+            parameter.mul_(0.5)
+
+
+def open_other_state(run, folder):
+    (folder / "other").mkdir()
+    run.engine.training_state.save(folder / "other", with_index=True)
+    run.step()
+    return run.engine.training_state.open(folder / "other")
+
+
+def load_other_state(run, loading):
+    loading.apply()
+
+
+RUNS = {
+    "on demand": on_demand,
+    "ahead": ahead,
+    "saved while it steps": saved_while(Run.step),
+    "accumulation": accumulation,
+    "several backwards": several_backwards,
+    "recomputation": recomputation,
+    "16-bit": sixteen_bit,
+    "woven": functools.partial(woven, looks_up=True),
+    "woven, complete before": functools.partial(woven, looks_up=False),
+    "lookups": lookups,
+    "lookups that write": lookups_that_write,
+    "dropped gradients": dropped_gradients,
+    "reading": reading,
+    "writing": writing,
+    "writing in place": writing_in_place,
+    "writing while computing": writing_while_computing,
+    "torch kernel": torch_kernel,
+    "all at once": all_at_once,
+    "changes of the model": changes_of_the_model,
+    "little in flight": little_in_flight,
+    "none in flight": none_in_flight,
+    "short of room": short_of_room,
+    "out of memory": out_of_memory,
+    "detaching": detaching,
+    "interrupting": interrupting,
+    "margin": margin,
+    "homes move": homes_move_at_any_time,
+    "saved while states are replaced": saved_while(replace_states),
+    "saved while states are written to": saved_while(write_to_states),
+    "saved while states are removed": saved_while(remove_states),
+    "saved while states are loaded": saved_while(load_states),
+    "saved while values are written": saved_while(write_values, model=lambda: Layers().bfloat16(), dtype="bf16"),
+    "saved while all is updated at once": saved_while(Run.step, optimizer=Momentum),
+    "saved while the optimizer's method runs": saved_while(lambda run: run.optimizer.shrink(), optimizer=Momentum),
+    "saved while detached": saved_while(lambda run: run.engine.detach()),
+    "saved while another is loaded": saved_while(load_other_state, open_other_state),
+    "saving": saving,
+}
+
+
+# Sites
+
+WATCHED = (
+    ("memory/streams.py", "DeviceStreams", "StreamTicket"),
+    *((f"runtime/{name}.py",) for name in ("chunk", "copies", "cpu_embeddings", "executor", "gradients", "manager")),
+    *((f"runtime/{name}.py",) for name in ("phases", "reclaim", "values")),
+    *((f"optim/{name}.py",) for name in ("kernel", "optimizer", "state")),
+)
+"""Modules that order copies and kernels of one process, some with the classes that do."""
+
+ELSEWHERE = {
+    "checkpoint/background.py": "joins its thread, and waits for a compute stream that simulated tensors do not have",
+    "checkpoint/checkpoints.py": "waits for threads and for files",
+    "checkpoint/transaction.py": "waits for threads and for files",
+    "integrations/accelerator_checkpoints.py": "waits for checkpoints that are complete",
+    "integrations/trainer_checkpoints.py": "waits for checkpoints that are complete",
+    "memory/accelerator.py": "asks a device of torch",
+    "memory/rehearsal.py": "joins its thread",
+    "memory/simulation.py": "is the race detector",
+    "memory/threads.py": "waits for its own threads",
+    "optim/adam_kernel.py": "waits for its workers",
+    "optim/workers.py": "waits for its own threads",
+    "report/measure.py": "measures, with nobody beside it",
+    "runtime/buckets.py": "several processes: tests/distributed/test_races_together.py",
+    "runtime/collectives.py": "several processes: tests/distributed/test_races_together.py",
+    "runtime/gradient_ring.py": "waits where the ring is full: tests/unit/runtime/test_gradient_ring.py",
+    "runtime/hooks.py": "notes a forecast, no copy",
+    "runtime/liveness.py": "waits for processes",
+    "runtime/tickets.py": "several processes: tests/distributed/test_races_together.py",
+    "runtime/turns.py": "waits for threads",
+    "runtime/vigil.py": "waits for processes",
+    "schedule/clock.py": "virtual time",
+    "schedule/replay.py": "virtual time",
+    "virtual/driver.py": "virtual time",
+}
+"""Modules that wait for something else."""
+
+_GROUP = "only a group of several processes comes here"
+_HELD = "the thread holds the tensors that it writes, so its file is right; the memory would be free in the books alone"
+
+UNNOTICED = {
+    "memory/streams.py DeviceStreams.beside: lane.wait_stream(...)": _GROUP,
+    "memory/streams.py DeviceStreams._copy: other.wait()": "no copy uses what the thread of the host writes: lists",
+    "runtime/copies.py Copies.loaded_by_others: chunk.note(...)": _GROUP,
+    "runtime/copies.py Copies.loaded_by_others: chunk.under_way": _GROUP,
+    "runtime/copies.py Copies.rehome: chunk.wait_for_reader()": _HELD,
+    "runtime/executor.py Executor._gather: self._copies.wait(...)": _GROUP,
+    "runtime/gradients.py Gradients._add_to_list: chunk.wait()": "the gradients of one parameter all leave the same way",
+    "runtime/gradients.py Gradients._write_over_parameter: chunk.under_way": _GROUP,
+    "runtime/gradients.py Gradients._write_over_parameter: copy.join()": _GROUP,
+    "runtime/manager.py ChunkManager.close: chunk.wait_for_reader()": _HELD,
+    "runtime/manager.py ChunkManager.retire: chunk.wait_for_reader()": _HELD,
+    "runtime/reclaim.py Reclaim._await_gathers: self._copies.wait(...)": _GROUP,
+}
+"""Sites that no run of one process can miss, and why."""
+
+SITES = {site.key: site for module, *classes in WATCHED for site in mutations.find_sites(module, *classes)}
+
+
+def outcome(name):
+    """What comes out of a run: the bits, or the error of the package that ended it."""
+    torch.manual_seed(0)
+    try:
+        with tempfile.TemporaryDirectory() as folder, simulated_streams():
+            found = RUNS[name](pathlib.Path(folder))
+    except PatrickStarError as error:
+        return f"{type(error).__name__}: {error}"
+    return [tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in found]
+
+
+@functools.cache
+def expected():
+    """The outcome of every run with all sites, and the sites that it reaches."""
+    found = {}
+    with mutations.noting(tuple(SITES.values())) as reached:
+        for name in RUNS:
+            reached.clear()
+            found[name] = (outcome(name), frozenset(reached))
+    return found
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_with_all_waits_nothing_is_noticed(name):
+    bits, reached = expected()[name]
+    assert isinstance(bits, list), bits
+    assert len(reached) > 10
+    assert outcome(name) == bits, "it does not come out the same twice"
+
+
+@pytest.mark.parametrize("key", [key for key in SITES if key not in UNNOTICED])
+def test_a_missing_wait_is_noticed(key):
+    """Some run that comes to the site meets a race, or has another outcome, when it is gone."""
+    runs = [name for name, (_, reached) in expected().items() if key in reached]
+    assert runs, "no run comes here"
+    with mutations.without(SITES[key]):
+        assert any(outcome(name) != expected()[name][0] for name in runs), f"unnoticed by {runs}"
+
+
+@pytest.mark.parametrize("key", UNNOTICED)
+def test_what_is_said_to_be_unnoticed_is(key):
+    assert key in SITES, "there is no such site any more"
+    runs = [name for name, (_, reached) in expected().items() if key in reached]
+    with mutations.without(SITES[key]):
+        assert all(outcome(name) == expected()[name][0] for name in runs[:1])
+
+
+def test_every_module_that_waits_is_known():
+    root = pathlib.Path(hf_patrickstar.__file__).parent
+    paths = sorted(str(path.relative_to(root)) for path in root.rglob("*.py"))
+    waiting = {path for path in paths if mutations.find_sites(path)}
+    assert waiting == {module for module, *_ in WATCHED} | ELSEWHERE.keys()
