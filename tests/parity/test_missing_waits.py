@@ -654,7 +654,7 @@ UNNOTICED = {
     "runtime/copies.py Copies.loaded_by_others: chunk.under_way": _GROUP,
     "runtime/copies.py Copies.rehome: chunk.wait_for_reader()": _HELD,
     "runtime/executor.py Executor._gather: self._copies.wait(...)": _GROUP,
-    "runtime/gradients.py Gradients._add_to_list: chunk.wait()": "the gradients of one parameter all leave the same way",
+    "runtime/gradients.py Gradients._add_to_list: chunk.wait()": "all gradients of a parameter leave the same way",
     "runtime/gradients.py Gradients._write_over_parameter: chunk.under_way": _GROUP,
     "runtime/gradients.py Gradients._write_over_parameter: copy.join()": _GROUP,
     "runtime/manager.py ChunkManager.close: chunk.wait_for_reader()": _HELD,
