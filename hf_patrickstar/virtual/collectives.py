@@ -84,6 +84,12 @@ class VirtualCollectives(Collectives):
         self._exchange()
         return [value] * self.world_size
 
+    def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
+        """See ``Collectives``; the host waits for what the device has computed of it, and sends it."""
+        if self.world_size > 1 and tensor.numel():
+            self._driver.bring_home(tensor)
+            self._driver.message()
+
     def begin_broadcast(self, tensor: torch.Tensor, source: int, what: str) -> Callable[[], None]:
         """See ``Collectives``; the values that all get are those that this process has."""
         return self._exchange
@@ -94,7 +100,7 @@ class VirtualCollectives(Collectives):
             self._driver.message()
 
     def _in_place(self, tensor: torch.Tensor, what: str, operate: Callable[..., Any]) -> None:
-        """Takes the time of a message: all that is sent so is short."""
+        """Takes the time of a message: what is sent so in a step is short."""
         if self.world_size > 1:
             self._driver.message()
 

@@ -252,6 +252,16 @@ class VirtualDriver:
         """The host exchanges a message with all other processes."""
         self._append(Message(), self._player.message)
 
+    def bring_home(self, tensor: torch.Tensor) -> None:
+        """The host needs the values of a tensor that the engine has made for it, and has it from then on.
+
+        Args:
+            tensor: The tensor; computed on the device, it is copied, since the engine takes the device for the host.
+        """
+        if self.is_on_device(tensor):
+            self._append(BlockingCopy(tensor.nbytes, False, False, caller()), self._player.blocking_copy)
+            self._note(tensor, Tier.HOST)
+
     def take(self, buffer: torch.Tensor, tier: Tier, owner: str) -> None:
         """See ``Driver``."""
         self._note(buffer, tier)

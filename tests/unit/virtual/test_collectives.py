@@ -8,7 +8,7 @@ from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.schedule.machine import Machine
-from hf_patrickstar.schedule.script import Join, Kernel, Message, Reduce
+from hf_patrickstar.schedule.script import BlockingCopy, HostWork, Join, Kernel, Message, Reduce
 from hf_patrickstar.virtual.collectives import VirtualPeers
 from hf_patrickstar.virtual.driver import VirtualDriver
 
@@ -110,6 +110,20 @@ def test_a_message_stops_the_host_and_everybody_says_the_same(driver):
     assert [entry for entry in driver.script if isinstance(entry, Message)] == [Message()] * 5
     assert driver.end().busy_ns()[Lane.HOST] >= 5 * 3 * SECOND
     assert events == [MessageExchanged()] * 3
+
+
+def test_what_the_device_computes_is_sent_by_the_host_when_it_is_there(driver):
+    collectives, _ = connect(driver)
+    norms = torch.zeros(100)
+    driver.begin()
+    norms.neg_()  # launched at 0.5, 800 bytes until 8.5
+    collectives.all_reduce(norms, "a test")  # 1 and 400 bytes at 5 until 89.5, then the message
+    assert driver.clock.now_ns - driver._begin[0] == int((8.5 + 81 + 3) * SECOND)
+    norms.neg_()
+    assert [type(entry) for entry in driver.script] == [Kernel, BlockingCopy, Message, HostWork]
+    collectives.all_reduce(norms, "a test")
+    assert type(driver.script[-1]) is Message, "it is on the host already"
+    assert [type(entry) for entry in driver.script].count(BlockingCopy) == 1
 
 
 def test_one_process_sends_nothing(driver):
