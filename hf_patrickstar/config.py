@@ -85,10 +85,11 @@ class PatrickStarConfig:
             the reserve for activations that grow between two chunk accesses (PatrickStar section 8.1).
         host_threads: How many threads compute the optimizer's update on the host: a number, or ``"auto"``. ``torchrun``
             and ``accelerate launch`` set ``OMP_NUM_THREADS=1``, which leaves one core to it; there ``"auto"`` takes the
-            cores of this process, divided by the processes that share them, for fused Adam, whose bits do not depend on
-            the number. Where ``OMP_NUM_THREADS`` was set by somebody else, it holds. A number is used for every
-            optimizer that works chunk by chunk. More threads make updates faster until memory or other processes are
-            the limit; an optimizer that reduces over tensors rounds differently with another number.
+            cores of this process, divided by the processes that share them, for Adam and AdamW, whose bits do not
+            depend on the number. Where ``OMP_NUM_THREADS`` was set by somebody else, it holds. A number is used for
+            every optimizer that works chunk by chunk. More threads make updates faster until memory or other processes
+            are the limit, and each takes up to 2 MiB of scratch space in 16-bit; an optimizer that reduces over tensors
+            rounds differently with another number.
         keep_gradients: Whether gradients stay after the optimizer's step until ``zero_grad``, as in torch: ``True``
             keeps them beside the values, 4 bytes per trainable parameter; ``False`` lets the step consume them, as if
             ``zero_grad`` followed; ``"auto"`` keeps them, where the host has room, until the first call of

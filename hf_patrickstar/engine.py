@@ -22,7 +22,7 @@ from hf_patrickstar.decisions import Circumstances, decide, list_names
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.events import Event, Listener
 from hf_patrickstar.membership import Membership, Parts, check_optimizers, holders
-from hf_patrickstar.memory.streams import Streams
+from hf_patrickstar.memory.lanes import Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.optim.kernels import make_kernel
@@ -30,6 +30,7 @@ from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.optim.optimizer_set import OptimizerSet
 from hf_patrickstar.optim.threads import choose_threads
 from hf_patrickstar.optim.torch_kernel import OWN_STATE
+from hf_patrickstar.optim.workers import HostWorkers
 from hf_patrickstar.payloads import Payloads
 from hf_patrickstar.report.figures import Figures
 from hf_patrickstar.report.statistics import Statistics
@@ -107,6 +108,7 @@ class PatrickStarEngine:
         check_optimizers(model, given)
         self._threads, said = choose_threads(self.config.host_threads, self.collectives.num_core_sharers, os.environ)
         logger.info("patrickstar: %s", said)
+        self._workers = HostWorkers(self._threads.num)
         self._kernels: list[Kernel] = [self._make_kernel(item) for item in given]
         situation = Circumstances(self.config, self.resources, self._kernels, holders(given), self._num_micro_batches)
         weakref.finalize(self, self.collectives.close)  # the process group has threads and sockets
@@ -134,7 +136,8 @@ class PatrickStarEngine:
         return self.checkpoints.state if self.optimizers else None
 
     def _make_kernel(self, optimizer: torch.optim.Optimizer) -> Kernel:
-        return make_kernel(optimizer, self.resources.pool, self.device.type != "cpu", self._threads)
+        prefer_fused = self.device.type != "cpu"
+        return make_kernel(optimizer, self.resources.pool, prefer_fused, self._threads, self._workers)
 
     def _make_optimizer(self, optimizer: torch.optim.Optimizer, kernel: Kernel, number: int) -> ChunkedOptimizer:
         return ChunkedOptimizer(optimizer, kernel, self.manager, self._emit, number, self.follow_model, self.optimizers)
@@ -464,6 +467,7 @@ class PatrickStarEngine:
         self.manager.close()
         for kernel in self._kernels:
             kernel.release()
+        self._workers.close()
         self.collectives.close()
         for part in (self.model, *roots_of(self.model)):
             for name in ("patrickstar_engine", "backward"):

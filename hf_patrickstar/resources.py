@@ -10,11 +10,12 @@ import torch
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.events import Listener
 from hf_patrickstar.memory.accelerator import can_pin_memory, find_device, grow_segments, is_accelerator
+from hf_patrickstar.memory.lanes import Streams
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.meters import AllocatorMeter, Meter, StorageMeter, UnmeteredTier
 from hf_patrickstar.memory.pinning import make_pinning
 from hf_patrickstar.memory.pool import PayloadPool
-from hf_patrickstar.memory.streams import Streams, make_streams
+from hf_patrickstar.memory.streams import make_streams
 from hf_patrickstar.memory.tiers import Tier, resolve_budgets
 from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.vigil import Patience

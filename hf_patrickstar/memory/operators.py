@@ -1,22 +1,38 @@
 """Which memory an operator of torch touches: for modes that watch operators."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 
 class OperatorMode(TorchDispatchMode):
-    """A mode that is there before training and after it; the meter's own mode may come and go inside of it."""
+    """A mode that is there before training and after it; the meter's own mode may come and go inside of it.
+
+    Attributes:
+        sees_all: Whether it also sees what the engine does ``without_modes``.
+    """
 
     supports_higher_order_operators = True
+    sees_all = False
 
     @classmethod
     def is_infra_mode(cls) -> bool:
         """Whether torch lets other modes be taken off while this one stays."""
         return True
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Takes all dispatch modes off but those that see everything."""
+    with _disable_current_modes() as modes, contextlib.ExitStack() as stack:
+        for mode in reversed(modes):
+            if isinstance(mode, OperatorMode) and mode.sees_all:
+                stack.enter_context(mode)
+        yield
 
 
 def written_operands(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -10,9 +10,9 @@ import torch
 
 from hf_patrickstar.errors import BudgetError, DeviceMemoryError
 from hf_patrickstar.memory.accelerator import empty_cache, is_accelerator, is_device_full, is_full, is_not_pinned
+from hf_patrickstar.memory.lanes import Streams
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pinning import Pinning
-from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.units import format_need
 

@@ -2,15 +2,17 @@
 
 [Note: simulated streams]
 ``SimulatedDriver`` takes the place of an accelerator's driver below ``DeviceStreams``, so every wait of the engine is
-what it would be on a device. The compute stream runs at once, as the program does; a copy runs at the latest moment
-that the engine's own waits allow, or, with a seed, at a random one before. Until then its target is full of NaN.
+what it would be on a device. The compute stream runs at once, as the program does; a copy, and work of the host's
+thread, runs at the latest moment that the engine's own waits allow, or, with a seed, at a random one before. Until then
+the target of a copy is full of NaN.
 
 Each lane, and the host, has a vector clock: how much of every other lane is known to come before what the lane does
 next. A wait takes over the clock of what is waited for. What touches a buffer is compared with everything that touched
 the same bytes before: where neither only reads, and the clocks do not order both, ``RaceError`` names them. A dispatch
 mode sees the operators; an operator on a buffer of the device belongs to the compute stream, one on a buffer of the
-host to the host, and one on both must be a copy. What the engine does under ``as_it_is`` (``runtime/values.py``), which
-takes all modes off, is not seen; there a copy that is not waited for leaves its NaN.
+host to the host, and one on both must be a copy. The mode stays where the engine takes others off (``as_it_is`` in
+``runtime/values.py``). What other threads do, and what goes around operators (``numpy``), is not seen; there a copy
+that is not waited for leaves its NaN.
 """
 
 import collections
@@ -19,7 +21,7 @@ import dataclasses
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -100,6 +102,22 @@ class SimulatedEvent:
         self._driver.host.follow(self.clock)
 
 
+class _WorkEvent(SimulatedEvent):
+    """A point in the host's thread."""
+
+    def __init__(
+        self, driver: "SimulatedDriver", clock: dict["SimulatedStream", int], failures: list[BaseException]
+    ) -> None:
+        super().__init__(driver, clock)
+        self._failures = failures
+
+    def synchronize(self) -> None:
+        """See ``SimulatedEvent``; raises what the work raised."""
+        super().synchronize()
+        for error in self._failures:
+            raise error
+
+
 class SimulatedStream:
     """A lane; see ``torch.Stream``.
 
@@ -116,6 +134,11 @@ class SimulatedStream:
         self._driver = driver
         self._is_eager = is_eager
         self._pending: collections.deque[_Work] = collections.deque()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it was told what it has not done."""
+        return bool(self._pending)
 
     def wait_stream(self, other: "SimulatedStream", /) -> None:
         """Makes the next work of this lane wait for all that another lane was told."""
@@ -189,7 +212,9 @@ class SimulatedDriver:
         self.host = SimulatedStream(self, "host", is_eager=True)
         self.compute = SimulatedStream(self, "compute stream", is_eager=True)
         self.num_copies = self.num_checked = 0
-        self._lanes: list[SimulatedStream] = []
+        self._thread = SimulatedStream(self, "host thread", is_eager=False)
+        self._lanes: list[SimulatedStream] = [self._thread]
+        self._at_work: tuple[SimulatedStream, int] | None = None  # the lane and number of work that runs now
         self._random = None if seed is None else random.Random(seed)
         self._buffers: dict[int, _Buffer] = {}
         self._held: list[_Held] = []
@@ -198,7 +223,7 @@ class SimulatedDriver:
 
     def new_stream(self) -> SimulatedStream:
         """See ``Driver``."""
-        self._lanes.append(SimulatedStream(self, f"copy stream {len(self._lanes)}", is_eager=False))
+        self._lanes.append(SimulatedStream(self, f"copy stream {len(self._lanes) - 1}", is_eager=False))
         return self._lanes[-1]
 
     def current_stream(self) -> SimulatedStream:
@@ -240,6 +265,21 @@ class SimulatedDriver:
             if target.is_contiguous():
                 target.view(-1).view(torch.uint8).fill_(_POISON)
             self.run_some()
+
+    def on_host(self, work: Callable[[], None], after: Iterable[Any]) -> SimulatedEvent:
+        """See ``Driver``."""
+        with self.lock:
+            for event in after:
+                self._thread.wait_event(event)
+            failures: list[BaseException] = []
+            number = self._thread.tell(lambda: self._do(work, number, known, failures))
+            known = dict(self._thread.clock)
+            self.run_some()
+            return _WorkEvent(self, {**known, self._thread: number}, failures)
+
+    def close(self) -> None:
+        """See ``Driver``."""
+        self._thread.synchronize()
 
     # What the pool tells
 
@@ -284,6 +324,11 @@ class SimulatedDriver:
             is_mixed = len(tiers) > 1
             if is_mixed and name not in _COPIES:
                 raise RaceError(f"operator '{name}' has operands on the host and on the device; copy one of them first")
+            if self._at_work is not None:
+                if Tier.DEVICE in tiers:
+                    raise RaceError(f"operator '{name}' of the host's thread has an operand on the device")
+                self._touch(*self._at_work, name, touched)
+                return
             lane = self.host if tiers == {Tier.HOST} else self.compute
             self._touch(lane, lane.tell(lambda: None), name, touched)
             if is_mixed:  # such a copy blocks the host until the compute stream has made it
@@ -294,10 +339,30 @@ class SimulatedDriver:
         """With a seed: runs some of the copies that may run."""
         if self._random is not None:
             for lane in self._lanes:
-                if self._random.random() < _LIKELIHOOD:
+                if lane.is_busy and self._random.random() < _LIKELIHOOD:
                     lane.run(lane.num_done + 1)
 
     # Inside
+
+    def _do(
+        self,
+        work: Callable[[], None],
+        number: int,
+        known: dict[SimulatedStream, int],
+        failures: list[BaseException],
+    ) -> None:
+        """Does work of the host's thread: what it touches is compared with what it knew when it was given."""
+        before, self._thread.clock = self._thread.clock, known
+        self._at_work = (self._thread, number)
+        try:
+            with _unseen(), _Operators(self):
+                work()
+        except RaceError:
+            raise
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            self._at_work, self._thread.clock = None, before
 
     def _forget(self, key: int, buffer: _Buffer) -> None:
         if self._buffers.get(key) is buffer:
@@ -317,9 +382,9 @@ class SimulatedDriver:
     ) -> None:
         for tensor, is_write in touched:
             begin, end = _extent(tensor)
-            if begin == end:
+            known = self._buffers.get(storage_key(tensor))  # none: the compute stream has just come to know its copy
+            if begin == end or known is None:
                 continue
-            known = self._buffers[storage_key(tensor)]
             access = _Access(begin, end, is_write, lane, number, what)
             self._check(lane, known, access)
             same = (lane, begin, end, is_write)
@@ -361,6 +426,8 @@ class SimulatedDriver:
 
 class _Operators(OperatorMode):
     """Tells a driver of every operator."""
+
+    sees_all = True
 
     def __init__(self, driver: SimulatedDriver) -> None:
         super().__init__()

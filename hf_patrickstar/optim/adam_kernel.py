@@ -4,26 +4,37 @@
 torch's element-wise functions compute the last few elements of a tensor, which do not fill a vector register, with
 other instructions than the rest, and may round them differently. So the kernel joins and cuts tensors only at
 multiples of ``ALIGNMENT_NUMEL`` elements. Every element is then computed by the same instructions as in an optimizer
-that sees the parameters one by one, and the results are the same bit for bit.
+that sees the parameters one by one, and the results are the same bit for bit. On the host a tile is computed in one
+thread, so how many workers there are, and which of them has a tile, changes nothing.
+
+Two roads that would be faster have other bits. torch's fused kernel rounds a few elements in ten thousand differently
+from its other two, which agree, so an optimizer that has not asked for it does not get it on the host. And its
+``grad_scale`` divides, where clipping multiplies; that takes longer, too.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim.adam import adam
 
+from hf_patrickstar.layout.packing import align
 from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import AT_HOME, Kernel
+from hf_patrickstar.optim.workers import SMALL_NUMEL, HostWorkers
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor, round_masters
 from hf_patrickstar.units import ALIGNMENT_NUMEL
 
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
 TILE_NUMEL = 2**19
-"""The most elements of a tile, a multiple of the alignment. The tile's lists fit in the cache of common CPUs."""
+"""The most elements of a tile, a multiple of the alignment.
+
+The tile's lists are in the cache of common CPUs when its gradient was widened, and smaller ones pay for more calls.
+"""
 _DEVICE_TILE_NUMEL = 2**24
 
 
@@ -48,6 +59,21 @@ class _Segment:
         return payload if self.numel == payload.numel() else payload[self.start : self.stop]
 
 
+def _named(segments: Sequence[_Segment]) -> str:
+    """The first and the last parameter of a tile, for errors."""
+    ends = []
+    for segment in (segments[0], segments[-1]):
+        inside = [
+            tensor.spec.name
+            for tensor in segment.chunk.owned
+            if tensor.home_offset_numel < segment.stop and segment.start < tensor.home_offset_numel + tensor.own_numel
+        ]
+        ends.append((inside, segment.chunk.spec.index))
+    (first, chunk), (last, last_chunk) = (ends[0][0][0], ends[0][1]), (ends[1][0][-1], ends[1][1])
+    same = (first, chunk) == (last, last_chunk)
+    return f"'{first}' (chunk {chunk})" + ("" if same else f" to '{last}' (chunk {last_chunk})")
+
+
 def is_plain_adam(optimizer: torch.optim.Optimizer) -> bool:
     """Returns whether an optimizer is torch's Adam or AdamW with options that the chunk lists can hold."""
     return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not any(
@@ -60,13 +86,15 @@ class AdamKernel(Kernel):
     """This kernel runs Adam or AdamW over the lists ``master``, ``exp_avg`` and ``exp_avg_sq``, tile by tile.
 
     It widens a tile's gradient to fp32 in scratch space, multiplies it with the coefficient, calls torch's own Adam,
-    and rounds the new master into ``param``, all while the tile is in the cache. torch's Adam has no method beside
-    ``step`` that uses parameters, so ``lent`` does nothing.
+    and rounds the new master into ``param``, all while the tile is in the cache. On the host each worker does so with
+    its own tiles and its own part of the scratch space. torch's Adam has no method beside ``step`` that uses
+    parameters, so ``lent`` does nothing.
 
     Args:
         optimizer: See ``Kernel``. Every step reads its ``param_groups``.
         pool: See ``Kernel``.
         prefer_fused: Whether to use torch's fused kernel where the optimizer leaves the choice open.
+        workers: The threads that compute updates on the host; by default as many as torch has.
     """
 
     list_names = (MASTER, EXP_AVG, EXP_AVG_SQ)
@@ -74,47 +102,71 @@ class AdamKernel(Kernel):
     splits_tensors = True
     updates_at_once = False
 
-    def __init__(self, optimizer: torch.optim.Optimizer, pool: PayloadPool, prefer_fused: bool) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        pool: PayloadPool,
+        prefer_fused: bool,
+        workers: HostWorkers | None = None,
+    ) -> None:
         super().__init__(optimizer, pool)
-        self.batch_numel = TILE_NUMEL
+        self._workers = workers or HostWorkers()
         self._tile_numel = TILE_NUMEL
+        self.batch_numel = self._workers.num * self._tile_numel
         self._prefer_fused = prefer_fused
         self._steps: dict[int, int | torch.Tensor] = {}  # tensors once somebody has seen them, and may write to them
-
-    @property
-    def has_same_bits(self) -> bool:
-        """See ``Kernel``. It has, if torch's fused kernel computes it."""
-        return all(self._is_fused(group) for group in self._optimizer.param_groups)
 
     def _is_fused(self, group: Mapping[str, Any]) -> bool:
         fused, foreach = group.get("fused"), group.get("foreach")
         return bool(fused) or (fused is None and foreach is None and self._prefer_fused)
 
     def workspace_numel(self, capacity_numel: int) -> int:
-        """See ``Kernel``. The scratch space has one tile, of a GPU's size if the compute device is one."""
-        tile_numel = max(self._tile_numel, _DEVICE_TILE_NUMEL) if self._prefer_fused else self._tile_numel
-        return min(tile_numel, capacity_numel)
+        """See ``Kernel``. The scratch space has one tile of each worker, of a GPU's size if the device is one."""
+        num = self._workers.num
+        on_host = num * min(self._tile_numel, align(-(-capacity_numel // num)))
+        on_device = min(max(self._tile_numel, _DEVICE_TILE_NUMEL), capacity_numel) if self._prefer_fused else 0
+        return max(on_host, on_device)
 
     def update(self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
         """See ``Kernel``."""
-        with self.threads.inside(self.has_same_bits):
-            for segments in self._tiles(chunks, groups):
-                self._update_tile(segments, coefficient)
+        joined = [segment for chunk in chunks for segment in self._joined(chunk, groups)]
+        numel = sum(segment.numel for segment in joined)
+        work = functools.partial(self._update_tile, coefficient=coefficient)
+        if joined and self._workers.suits(chunks[0].param, numel):
+            num = self._workers.num
+            tile_numel = min(self._tile_numel, max(align(-(-numel // num)), SMALL_NUMEL))
+            self._workers.submit(functools.partial(work, num=num), self._tiles(joined, tile_numel, num)).wait()
+        else:
+            for tile in self._tiles(joined, self._tile_numel, 1):
+                work(0, tile, num=1)
         for tensor in (tensor for chunk in chunks for tensor in chunk.owned):
             if tensor.gradient in AT_HOME and tensor.spec.index in groups:
                 steps = self._steps.get(tensor.spec.index, 0)
                 self._steps[tensor.spec.index] = steps.add_(1) if isinstance(steps, torch.Tensor) else steps + 1
 
-    def _update_tile(self, segments: Sequence[_Segment], coefficient: torch.Tensor | None) -> None:
-        """Updates ranges of one param group and step in one call, because many small calls are slow."""
-        gradients = self._gradients(segments)
-        if coefficient is not None:
-            torch._foreach_mul_(gradients, coefficient)
-        masters, exp_avgs, exp_avg_sqs = (
-            [segment.of(segment.chunk.lists[name]) for segment in segments] for name in self.list_names
-        )
-        self._adam(masters, gradients, exp_avgs, exp_avg_sqs, segments[0])
-        round_masters(masters, [segment.of(segment.chunk.param) for segment in segments])
+    def _update_tile(
+        self, number: int, segments: Sequence[_Segment], *, num: int, coefficient: torch.Tensor | None
+    ) -> None:
+        """Updates ranges of one param group and step in one call, because many small calls are slow.
+
+        Args:
+            number: The number of the worker.
+            segments: The ranges.
+            num: How many workers share the scratch space.
+            coefficient: See ``update``.
+        """
+        try:
+            gradients = self._gradients(segments, number, num)
+            if coefficient is not None:
+                torch._foreach_mul_(gradients, coefficient)
+            masters, exp_avgs, exp_avg_sqs = (
+                [segment.of(segment.chunk.lists[name]) for segment in segments] for name in self.list_names
+            )
+            self._adam(masters, gradients, exp_avgs, exp_avg_sqs, segments[0])
+            round_masters(masters, [segment.of(segment.chunk.param) for segment in segments])
+        except Exception as error:
+            error.add_note(f"while the optimizer updated {_named(segments)}")
+            raise
 
     def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
         """See ``Kernel``. The state is ``step`` and ``state_places``."""
@@ -139,13 +191,21 @@ class AdamKernel(Kernel):
         for place in self.state_places(tensor).values():
             place.zero_()
 
-    def _tiles(self, chunks: Sequence[Chunk], groups: Mapping[int, int]) -> Iterator[list[_Segment]]:
-        """Yields ranges to update together. They are alike and have no more elements than a tile."""
+    def _tiles(self, joined: Iterable[_Segment], most_numel: int, num: int) -> Iterator[list[_Segment]]:
+        """Yields ranges to update together. They are alike and have no more elements than a tile.
+
+        Args:
+            joined: The ranges, as long as they may be.
+            most_numel: The most elements of a tile on the host.
+            num: How many workers share the scratch space.
+        """
         tiles: dict[tuple[Any, ...], list[_Segment]] = {}
         numels: dict[tuple[Any, ...], int] = {}
-        for chunk in chunks:
-            tile_numel = self._tile_numel_of(chunk)
-            for segment in self._segments(chunk, groups, tile_numel):
+        for whole in joined:
+            chunk = whole.chunk
+            tile_numel = self._tile_numel_of(chunk, most_numel, num)
+            for start in range(whole.start, whole.stop, tile_numel):
+                segment = dataclasses.replace(whole, start=start, stop=min(start + tile_numel, whole.stop))
                 key = (segment.group, segment.step, chunk.state_dtype, chunk.is_mixed)
                 numels[key] = numels.get(key, 0) + segment.numel
                 if numels[key] > tile_numel and key in tiles:
@@ -154,16 +214,20 @@ class AdamKernel(Kernel):
                 tiles.setdefault(key, []).append(segment)
         yield from tiles.values()
 
-    def _tile_numel_of(self, chunk: Chunk) -> int:
+    def _tile_numel_of(self, chunk: Chunk, most_numel: int, num: int) -> int:
         # Tiles are for the caches of CPUs; a GPU only pays for launching them.
         on_host = chunk.param.device.type == "cpu"
-        numel = self._tile_numel if on_host else max(_DEVICE_TILE_NUMEL, self._tile_numel)
+        numel = most_numel if on_host else max(_DEVICE_TILE_NUMEL, self._tile_numel)
         if chunk.home in self._scratch and (chunk.is_mixed or not on_host):
-            numel = min(numel, self._scratch[chunk.home].numel() // ALIGNMENT_NUMEL * ALIGNMENT_NUMEL)
+            numel = min(numel, self._scratch_numel(chunk.home, num))
         return numel
 
-    def _segments(self, chunk: Chunk, groups: Mapping[int, int], tile_numel: int) -> Iterator[_Segment]:
-        """Yields the ranges of one chunk, joined and cut as [Note: same bits as torch] allows."""
+    def _scratch_numel(self, tier: Tier, num: int) -> int:
+        """The elements of the part of a worker, if so many share the scratch space of a tier."""
+        return self._scratch[tier].numel() // num // ALIGNMENT_NUMEL * ALIGNMENT_NUMEL
+
+    def _joined(self, chunk: Chunk, groups: Mapping[int, int]) -> list[_Segment]:
+        """The ranges of one chunk, joined as [Note: same bits as torch] allows."""
         joined: list[_Segment] = []
         for tensor in chunk.owned:
             group = groups.get(tensor.spec.index)
@@ -181,14 +245,9 @@ class AdamKernel(Kernel):
                 last.stop = start + tensor.own_numel
             else:
                 joined.append(_Segment(chunk, start, start + tensor.own_numel, group, step, tensor.gradient))
-        for segment in joined:
-            if segment.numel <= tile_numel:
-                yield segment
-                continue
-            for start in range(segment.start, segment.stop, tile_numel):
-                yield dataclasses.replace(segment, start=start, stop=min(start + tile_numel, segment.stop))
+        return joined
 
-    def _gradients(self, segments: Sequence[_Segment]) -> list[torch.Tensor]:
+    def _gradients(self, segments: Sequence[_Segment], number: int, num: int) -> list[torch.Tensor]:
         gradients, used = [], 0
         for segment in segments:
             chunk = segment.chunk
@@ -197,7 +256,8 @@ class AdamKernel(Kernel):
             elif not chunk.is_mixed:
                 gradients.append(segment.of(chunk.param))
             else:
-                wide = self._scratch[chunk.home][used : used + segment.numel]
+                start = number * self._scratch_numel(chunk.home, num) + used
+                wide = self._scratch[chunk.home][start : start + segment.numel]
                 gradients.append(wide.copy_(segment.of(chunk.param)))
                 used += segment.numel
         return gradients

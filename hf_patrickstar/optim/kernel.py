@@ -11,7 +11,6 @@ import torch
 
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.optim.threads import HostThreads
 from hf_patrickstar.runtime.chunk import Chunk, GradientPlace, ManagedTensor
 
 WORKSPACE = "workspace"
@@ -26,9 +25,6 @@ class Kernel(abc.ABC):
     Args:
         optimizer: The user's optimizer.
         pool: It gives the scratch space.
-
-    Attributes:
-        threads: The threads that compute updates on the host.
     """
 
     list_names: tuple[str, ...]
@@ -50,12 +46,6 @@ class Kernel(abc.ABC):
         self._optimizer = optimizer
         self._pool = pool
         self._scratch: dict[Tier, torch.Tensor] = {}
-        self.threads = HostThreads()
-
-    @property
-    def has_same_bits(self) -> bool:
-        """Whether an update has the same bits with any number of threads."""
-        return False
 
     @abc.abstractmethod
     def workspace_numel(self, capacity_numel: int) -> int:
@@ -160,6 +150,7 @@ class Kernel(abc.ABC):
 
     def load_tensor_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
         """Takes over a state from ``tensor_state`` or a torch optimizer; an empty state resets the parameter."""
+        tensor.chunk.wait_for_reader()
         for key, place in self.state_places(tensor).items() if state else ():
             place.copy_(tensor.own(state[key]))
         self.load_own_state(tensor, state)

@@ -6,6 +6,7 @@ from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.optim.adam_kernel import AdamKernel, is_plain_adam
 from hf_patrickstar.optim.threads import HostThreads
 from hf_patrickstar.optim.torch_kernel import TorchKernel
+from hf_patrickstar.optim.workers import HostWorkers
 
 _ONE_BY_ONE = ("torch.optim.", "transformers.optimization")
 """Modules whose optimizers update every parameter independently of the others."""
@@ -17,7 +18,11 @@ def is_one_by_one(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def make_kernel(
-    optimizer: torch.optim.Optimizer, pool: PayloadPool, prefer_fused: bool, threads: HostThreads | None = None
+    optimizer: torch.optim.Optimizer,
+    pool: PayloadPool,
+    prefer_fused: bool,
+    threads: HostThreads | None = None,
+    workers: HostWorkers | None = None,
 ) -> "AdamKernel | TorchKernel":
     """The kernel for a user's optimizer.
 
@@ -25,12 +30,9 @@ def make_kernel(
         optimizer: The optimizer.
         pool: Where scratch space comes from.
         prefer_fused: Whether to use torch's fused kernel where the optimizer leaves the choice open.
-        threads: The threads that compute updates on the host; by default those that torch has.
+        threads: The threads that torch computes updates on the host with; by default those that it has.
+        workers: The threads that compute the updates of Adam on the host; by default as many as torch has.
     """
-    kernel: AdamKernel | TorchKernel
     if is_plain_adam(optimizer):
-        kernel = AdamKernel(optimizer, pool, prefer_fused)
-    else:
-        kernel = TorchKernel(optimizer, pool, updates_at_once=not is_one_by_one(optimizer))
-    kernel.threads = threads or kernel.threads
-    return kernel
+        return AdamKernel(optimizer, pool, prefer_fused, workers)
+    return TorchKernel(optimizer, pool, not is_one_by_one(optimizer), threads)

@@ -142,6 +142,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         def call(*args: Any, **kwargs: Any) -> Any:
             """Calls a method of the user's optimizer, which finds fp32 masters in its groups."""
             self._manager.writes.sync()
+            for tensor in self._tensors:  # it may write to masters and states
+                tensor.chunk.wait_for_reader()
             with self.kernel.lent(self._tensors) as changed:
                 result = found(*args, **kwargs)
             for tensor in changed:
@@ -256,6 +258,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             if tensor.chunk.is_mixed:
                 gradients.move_to_list(tensor)
             tensor.chunk.wait()
+            tensor.chunk.wait_for_reader()
         return gradients.take_factor()
 
     def _leave_alone(self, tensor: ManagedTensor, factor: torch.Tensor | None) -> None:
@@ -486,7 +489,6 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             tensor = self._manager.find(parameter)
             if tensor is not None and self._updates(tensor):
                 state = dict(state)
-                tensor.chunk.wait_for_reader()
                 master = state.pop(MASTER, None)
                 if master is not None:
                     self._manager.writes.apply(tensor, master)  # also in copies on other ranks
@@ -540,7 +542,6 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         own = {}
         for item in chosen:
             if item.is_owned:
-                item.chunk.wait_for_reader()
                 state = self.kernel.tensor_state(item)
                 self.kernel.load_tensor_state(item, {})
                 if state:

@@ -5,9 +5,9 @@ optimizer's update on the host then has one core of many. It gets the cores of t
 backward and norms keep the threads they have, since the order in which a reduction adds depends on their number.
 
 [Note: same bits with any number of threads]
-torch's fused Adam gives each thread whole lines of the cache, so every element is computed by the same instructions
-whatever the number of threads is. What the kernel does beside it (widening a gradient, one product, rounding a master)
-is one correctly rounded operation per element. Other optimizers may reduce over a tensor.
+Adam gets as many workers (``optim/workers.py``), each of which computes whole tiles alone: every element is computed by
+the same instructions whatever their number is. Other optimizers compute in torch's own threads and may reduce over a
+tensor, in an order that depends on the number; they get another one only if the user has named it.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class HostThreads:
 
     Args:
         num: How many; ``None`` for those that torch has anyway.
-        is_asked: Whether the user named the number; then updates use it that may have other bits with it.
+        is_asked: Whether the user named the number; then torch's own threads have it, too.
 
     Attributes:
         num: How many.
@@ -48,14 +48,10 @@ class HostThreads:
         self._is_asked = is_asked
 
     @contextlib.contextmanager
-    def inside(self, has_same_bits: bool) -> Iterator[None]:
-        """Computes with these threads in a block.
-
-        Args:
-            has_same_bits: Whether the results do not depend on their number.
-        """
+    def inside(self) -> Iterator[None]:
+        """Lets torch compute with these threads in a block, if the user named their number."""
         before = torch.get_num_threads()
-        if self.num in (None, before) or not (has_same_bits or self._is_asked):
+        if self.num in (None, before) or not self._is_asked:
             yield
             return
         torch.set_num_threads(self.num)

@@ -10,6 +10,7 @@ from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import AT_HOME, Kernel, place_state, raw_step
+from hf_patrickstar.optim.threads import HostThreads
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor
 
 OWN_STATE = "optimizer_state"
@@ -29,6 +30,7 @@ class TorchKernel(Kernel):
         optimizer: See ``Kernel``.
         pool: See ``Kernel``. Its ledger also books the optimizer's own state.
         updates_at_once: Whether the optimizer must see all parameters together.
+        threads: The threads that torch computes an update with; by default those that it has.
     """
 
     list_names = (MASTER,)
@@ -36,8 +38,15 @@ class TorchKernel(Kernel):
     batch_numel = 0  # one by one: an optimizer's step launches what it launches for each parameter anyway
     splits_tensors = False  # it may look at rows and columns, or at norms
 
-    def __init__(self, optimizer: torch.optim.Optimizer, pool: PayloadPool, updates_at_once: bool) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        pool: PayloadPool,
+        updates_at_once: bool,
+        threads: HostThreads | None = None,
+    ) -> None:
         super().__init__(optimizer, pool)
+        self._threads = threads or HostThreads()
         self.updates_at_once = updates_at_once
         self._masters: dict[int, torch.nn.Parameter] = {}
         self._before: list[dict[str, Any]] = []
@@ -130,7 +139,7 @@ class TorchKernel(Kernel):
 
     def update(self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
         """See ``Kernel``."""
-        with self.threads.inside(self.has_same_bits):
+        with self._threads.inside():
             for chunk in chunks:
                 self._update_chunk(chunk, groups, coefficient)
 

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable
 import torch
 
 from hf_patrickstar.memory.accelerator import can_pin_memory, device_name, find_device, is_accelerator, memory_info
+from hf_patrickstar.memory.lanes import Copy
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pinning import make_pinning
 from hf_patrickstar.memory.pool import PayloadPool
-from hf_patrickstar.memory.streams import Copy, make_streams, seconds_of, synchronize
+from hf_patrickstar.memory.streams import make_streams, seconds_of, synchronize
 from hf_patrickstar.memory.tiers import Tier, available_host_nbytes, total_host_nbytes
 from hf_patrickstar.schedule.machine import Machine
 from hf_patrickstar.units import KIB, MIB

@@ -11,8 +11,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from hf_patrickstar.memory.lanes import Streams, Ticket
 from hf_patrickstar.memory.pool import PayloadPool
-from hf_patrickstar.memory.streams import Streams, Ticket
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives

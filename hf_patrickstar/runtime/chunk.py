@@ -18,8 +18,8 @@ import torch
 
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import TensorSpec
+from hf_patrickstar.memory.lanes import Copy, Ticket, WorkLane
 from hf_patrickstar.memory.pool import PayloadPool
-from hf_patrickstar.memory.streams import Copy, CopyLane, Ticket
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.live_parameter import (
     LiveMixin,
@@ -360,7 +360,7 @@ class Chunk:
         self.base_use_count = 0
         self.last_access = 0
         self.num_computing = 0
-        self.tickets: dict[CopyLane, Copy] = {}  # copies out of and into the home, the last of each lane
+        self.tickets: dict[WorkLane, Copy] = {}  # copies out of and into the home, the last of each lane
         self.arrival: Ticket | None = None  # of a copy to the device that was started ahead
         self.reader: threading.Event | None = None  # of a checkpoint that is being written from the fp32 lists
         self._offsets: list[int] = []

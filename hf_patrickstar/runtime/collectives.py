@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hf_patrickstar.cores import usable_cores
 from hf_patrickstar.errors import CollectiveError, ConfigError
 from hf_patrickstar.events import Listener, MessageExchanged, SlicesGathered, SlicesReduced, tell_nobody
-from hf_patrickstar.memory.streams import Ticket
+from hf_patrickstar.memory.lanes import Ticket
 from hf_patrickstar.runtime.arrival import Arrival, announce
 from hf_patrickstar.runtime.averages import average, without_repeats
 from hf_patrickstar.runtime.complaints import complain

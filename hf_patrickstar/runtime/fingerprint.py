@@ -39,7 +39,7 @@ class Fingerprint:
         """Whether the tensor was written to since; a second call answers for the time after the first."""
         if not self._has_checksum:
             home = self._at_home(value.dtype)
-            return not same_bits(value.to(home.device), home)
+            return not same_bits(self._values.streams.on_tier_of(value, home), home)
         before = self._checksum
         self.renew(value)
         return self._checksum != before

@@ -24,11 +24,12 @@ import torch
 
 from hf_patrickstar.errors import BudgetError, EngineError
 from hf_patrickstar.events import GradientStored, Listener
+from hf_patrickstar.memory.lanes import Streams
 from hf_patrickstar.memory.pool import PayloadPool
-from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.attempts import Attempts
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.gradient_ring import GradientRing
 from hf_patrickstar.runtime.reclaim import Reclaim
 from hf_patrickstar.runtime.values import Values
 
@@ -83,6 +84,8 @@ class Gradients:
         self._chunks = chunks
         self._keeps = keeps
         self._was_zeroed = False
+        self._ring = GradientRing(pool, streams)
+        self._has_all_lists = False
         self._is_after_step = False  # whether a step has left the gradients that there are
         self._was_read_late = False
         self.is_watched = False
@@ -377,16 +380,31 @@ class Gradients:
         tensor.gradient = GradientPlace.LIST if in_list else GradientPlace.PARAM
 
     def _add_to_list(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
-        chunk = tensor.chunk
-        chunk.wait()
+        chunk, is_first = tensor.chunk, tensor.gradient is GradientPlace.NONE
         place = tensor.view(self._list(chunk))
-        if tensor.gradient is GradientPlace.NONE:
-            place.copy_(gradient)
+        if self._leaves_beside(chunk, gradient) and gradient.stride() == place.stride():
+            for ticket in self._ring.add(gradient, place, is_first=is_first):
+                chunk.note(ticket)
         else:
-            place.add_(self._streams.on_tier_of(gradient, place))
+            chunk.wait()
+            if is_first:
+                place.copy_(gradient)
+            else:
+                place.add_(self._streams.on_tier_of(gradient, place))
         tensor.gradient = GradientPlace.LIST
         tensor.gradient_norm = None
         self._emit(GradientStored(chunk.spec.index, tensor.spec.index, tensor.take_crossing()))
+
+    def _leaves_beside(self, chunk: Chunk, gradient: torch.Tensor) -> bool:
+        """Whether a gradient goes to its list through the ring, which comes after all lists."""
+        if chunk.home is Tier.DEVICE or not self._streams.copies_beside(gradient, chunk.param):
+            return False
+        self._has_all_lists |= all(GRADIENT in other.lists for other in self._chunks if other.spec.trainable)
+        return self._has_all_lists and self._ring.open()
+
+    def close(self) -> None:
+        """Gives back what gradients leave through."""
+        self._ring.close()
 
     def reserve(self, chunk: Chunk) -> None:
         """Allocates what gradients that are given need, if the chunk itself has no place for them.

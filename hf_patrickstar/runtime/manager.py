@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from hf_patrickstar.memory.streams import Streams
+from hf_patrickstar.memory.lanes import Streams
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.data import Data
 from hf_patrickstar.runtime.executor import Services
@@ -185,6 +185,7 @@ class ChunkManager:
         with self._lock:
             for chunk in self.chunks:
                 self.copies.invalidate(chunk)
+                chunk.wait_for_reader()
 
     def end_loading(self) -> None:
         """Ends ``begin_loading``: graphs of before are void."""
@@ -202,6 +203,7 @@ class ChunkManager:
                 self.originals.drop(tensor)
             self._streams.release_in_flight()
             self._buckets.close()
+            self.gradients.close()
             self.copies.close()
             self._meter.stop()
             for chunk in (chunk for chunk in self.chunks if not chunk.is_retired):

@@ -17,7 +17,7 @@ from collections.abc import Container, Iterable, Iterator
 
 import torch
 
-from hf_patrickstar.memory.streams import Streams
+from hf_patrickstar.memory.lanes import Streams
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.data import Data
 from hf_patrickstar.runtime.executor import Services

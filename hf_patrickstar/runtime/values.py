@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_patrickstar.events import Listener, ValueRestored
-from hf_patrickstar.memory.streams import Streams
+from hf_patrickstar.memory.lanes import Streams
+from hf_patrickstar.memory.operators import without_modes
 from hf_patrickstar.runtime.bits import differs
 from hf_patrickstar.runtime.chunk import MASTER, GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.originals import Originals
@@ -28,6 +28,7 @@ class Values:
 
     Attributes:
         device: The compute device.
+        streams: How bytes cross.
         lock: Held while values or gradients change their places.
         version: Counts changes of values.
     """
@@ -38,7 +39,7 @@ class Values:
         self.originals = originals
         self.device = streams.device
         self.lock = threading.RLock()
-        self._streams = streams
+        self.streams = streams
         self._emit = emit
 
     # Reading
@@ -161,11 +162,11 @@ class Values:
         chunk = tensor.chunk
         if chunk.compute is not None and not chunk.is_static:
             home = tensor.view(chunk.param)
-            chunk.note(self._streams.to_device(home, tensor.view_copy(chunk.compute), chunk.under_way))
+            chunk.note(self.streams.to_device(home, tensor.view_copy(chunk.compute), chunk.under_way))
             self._emit(ValueRestored(chunk.spec.index, tensor.spec.index, home.numel() * home.dtype.itemsize))
 
     def load(self, tensor: ManagedTensor, fill: Callable[[torch.Tensor], None]) -> None:
-        """Changes what this rank has at home of a parameter that has no gradient and no copy.
+        """Changes what this rank has at home of a parameter that has no gradient and no copy; see ``begin_loading``.
 
         Args:
             tensor: The parameter.
@@ -174,7 +175,6 @@ class Values:
         with self.lock:
             chunk = tensor.chunk
             chunk.wait()
-            chunk.wait_for_reader()
             self.originals.drop(tensor)
             fill(tensor.view(chunk.lists.get(MASTER, chunk.param)).view(-1))
             if MASTER in chunk.lists:
@@ -201,5 +201,5 @@ def as_it_is() -> Iterator[None]:
     if not (has_modes or torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None):
         yield
         return
-    with torch.inference_mode(False), temporarily_clear_interpreter_stack(), _disable_current_modes():
+    with torch.inference_mode(False), temporarily_clear_interpreter_stack(), without_modes():
         yield

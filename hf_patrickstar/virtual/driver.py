@@ -154,7 +154,7 @@ class VirtualDriver:
     # What ``DeviceStreams`` asks for
 
     def new_stream(self) -> VirtualStream:
-        """See ``Driver``: the lanes of copies, in the order of ``hf_patrickstar.memory.streams.CopyLane``."""
+        """See ``Driver``: the lanes of copies, in the order of ``hf_patrickstar.memory.streams.WorkLane``."""
         return next(self._streams)
 
     def current_stream(self) -> VirtualStream:
@@ -188,6 +188,16 @@ class VirtualDriver:
         self._player.send(source.nbytes, what, to_device=to_device, is_here=is_here)
         stream.last = self._count(index, to_device=to_device)
         self.script.append(Send(index, source.nbytes, to_device))
+
+    def on_host(self, work: Callable[[], None], after: Iterable[Any]) -> VirtualEvent:
+        """See ``Driver``: the host does it itself, for there is no lane for its thread yet."""
+        for event in after:
+            event.synchronize()
+        work()
+        return VirtualEvent(self, self.clock.end_of(Lane.HOST), None)
+
+    def close(self) -> None:
+        """See ``Driver``."""
 
     def _count(self, index: int, *, to_device: bool) -> _Copy:
         self._num_sent += 1

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from hf_patrickstar.memory.streams import DeviceStreams
+from hf_patrickstar.memory.threads import HostThread
 
 NAME = "sim"
 DEVICE = torch.device("cpu")  # until ``register``
@@ -234,10 +235,10 @@ def _casting(op, find_dtype):
 # Streams
 
 
-class Streams:
+class Streams(HostThread):
     """A driver, whose streams have nothing to wait for: every copy is complete when it was started. It is all of them.
 
-    It stands for ``Driver``, ``Stream`` and ``Event`` of ``hf_patrickstar.memory.streams``.
+    It stands for ``Driver``, ``Stream`` and ``Event`` of ``memory/lanes.py``. Its host thread is a real one.
     """
 
     def new_stream(self):

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import threading
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from hf_patrickstar import ConfigError, EngineError, PatrickStarConfig, PatrickStarEngine, initialize_engine
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.optim import adam_kernel
+from hf_patrickstar.optim import adam_kernel, workers
 from hf_patrickstar.runtime.chunk import GradientPlace
 
 HARSH = {"chunk_budget": 4000, "chunk_numel": 64, "debug_evict_all": True}
@@ -555,22 +556,30 @@ def test_one_step_under_fake_tensors(dtype):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_updates_on_the_host_use_the_threads_that_were_asked_for_and_nothing_else_does(fused, monkeypatch):
-    counts = {"update": set(), "else": set()}
+def test_updates_on_the_host_use_the_workers_that_were_asked_for_and_nothing_else_does(fused, monkeypatch):
+    monkeypatch.setattr(workers, "SMALL_NUMEL", 64)
+    monkeypatch.setattr(adam_kernel, "SMALL_NUMEL", 64)
+    together, seen = threading.Barrier(3, timeout=60), {"update": set(), "else": set()}
     round_masters = adam_kernel.round_masters
 
     def counted(*args):
-        counts["update"].add(torch.get_num_threads())
+        found = (threading.current_thread().name, torch.get_num_threads())
+        if found not in seen["update"]:
+            seen["update"].add(found)
+            together.wait()  # so that no worker takes what there is for all
         return round_masters(*args)
 
     monkeypatch.setattr(adam_kernel, "round_masters", counted)
     before = torch.get_num_threads()
     model = make_model("gpt2").train()
-    model.lm_head.register_forward_hook(lambda *args: counts["else"].add(torch.get_num_threads()))
+    model.lm_head.register_forward_hook(lambda *args: seen["else"].add(torch.get_num_threads()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
-    engine = PatrickStarEngine(model, {"host_threads": before + 1}, optimizer)
+    engine = PatrickStarEngine(model, {"host_threads": 3}, optimizer)
     model(**make_batch("gpt2")).loss.backward()
     engine.optimizer.clip_grad_norm_(None, 0.5)
     engine.optimizer.step()
-    assert counts == {"update": {before + 1}, "else": {before}}
+    names = {f"hf_patrickstar-update_{number}" for number in range(3)}
+    assert seen == {"update": {(name, 1) for name in names}, "else": {before}}
     assert torch.get_num_threads() == before
+    engine.detach()
+    assert names.isdisjoint(thread.name for thread in threading.enumerate())

@@ -12,7 +12,7 @@ from trainers import smallest_budget
 from watch import non_model_peak
 
 from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.memory.streams import ThreadStreams
+from hf_patrickstar.memory.threads import ThreadStreams
 from hf_patrickstar.runtime import tracer as tracer_module
 
 
@@ -62,6 +62,7 @@ def test_forwards_without_backward_leave_nothing_behind():
     assert reference() is None
 
 
+@pytest.mark.own_streams  # which modes of operators there are
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_an_evaluation_between_backward_and_step_of_a_recorded_step(mode):
     plain, managed = make_model("gpt2"), make_model("gpt2")
@@ -264,6 +265,7 @@ def test_detaching_between_forward_and_backward_with_lookups_at_home():
     assert torch.equal(model[0].weight.grad, plain[0].weight.grad)
 
 
+@pytest.mark.own_streams  # the copy that is interrupted is made at once
 def test_an_interrupt_while_a_chunk_is_copied_leaves_no_garbage(monkeypatch):
     model, plain = make_layers(), make_layers()
     engine = PatrickStarEngine(model, {"chunk_budget": 3000, "chunk_numel": 320}, adamw(model))

@@ -13,7 +13,7 @@ from models import make_batch, make_model
 from trainers import smallest_budget, train_with_engine
 
 from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.memory.streams import ThreadStreams, copy_bytes
+from hf_patrickstar.memory.threads import ThreadStreams, copy_bytes
 
 
 class SlowCopy:

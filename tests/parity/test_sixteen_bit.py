@@ -7,6 +7,7 @@ from reference import Reference
 from trainers import smallest_budget
 
 from hf_patrickstar import PatrickStarAccelerator
+from hf_patrickstar.optim import adam_kernel, workers
 
 LR = 3e-3
 
@@ -168,3 +169,35 @@ def test_fp16_overflow_without_clipping_restores_parameters():
     for tensor in engine.manager.tensors:
         value = tensor.view(tensor.chunk.param)
         assert torch.equal(value, tensor.view(tensor.chunk.lists["master"]).to(value.dtype))
+
+
+def default_adamw(parameters):
+    return torch.optim.AdamW(groups(parameters.items()))
+
+
+@pytest.mark.parametrize("host_threads", [1, 2, 3])
+@pytest.mark.parametrize("make_optimizer", [adamw, default_adamw])
+def test_workers_change_no_bit(make_optimizer, host_threads, monkeypatch):
+    begun = small_tiles(monkeypatch)
+    config = {"host_threads": host_threads, "chunk_budget": 60000}
+    compare("gpt2", "bf16", config, make_optimizer=make_optimizer)
+    scale = {"init_scale": 2.0**24, "growth_interval": 2}
+    _, done = compare("gpt2", "fp16", config, steps=14, scale=scale, make_optimizer=make_optimizer)
+    assert {True, False} == set(done), "some steps overflowed"
+    assert (len(begun) > 0) is (host_threads > 1 or torch.get_num_threads() > 1)
+
+
+def small_tiles(monkeypatch):
+    """Lets workers have small tiles; what they were given is in the list that is returned."""
+    begun, submit = [], workers.HostWorkers.submit
+
+    def counted(self, work, items):
+        items = list(items)
+        begun.extend(items)
+        return submit(self, work, items)
+
+    monkeypatch.setattr(workers.HostWorkers, "submit", counted)
+    for place in (adam_kernel, workers):
+        monkeypatch.setattr(place, "SMALL_NUMEL", 64)
+    monkeypatch.setattr(adam_kernel, "TILE_NUMEL", 192)
+    return begun

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pool import PayloadPool
-from hf_patrickstar.memory.streams import ThreadStreams
+from hf_patrickstar.memory.threads import ThreadStreams
 from hf_patrickstar.memory.tiers import Tier
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.meters import StorageMeter
 from hf_patrickstar.memory.pinning import TorchPinning
 from hf_patrickstar.memory.pool import CACHE_OWNER, PayloadPool
-from hf_patrickstar.memory.streams import ThreadStreams
+from hf_patrickstar.memory.threads import ThreadStreams
 from hf_patrickstar.memory.tiers import Tier
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

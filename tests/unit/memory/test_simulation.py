@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from hf_patrickstar.errors import RaceError
+from hf_patrickstar.memory.lanes import WorkLane
 from hf_patrickstar.memory.simulation import SimulatedDriver
-from hf_patrickstar.memory.streams import CopyLane, DeviceStreams
+from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.runtime.values import as_it_is
 
 CPU = torch.device("cpu")
 
@@ -39,7 +42,7 @@ def sim():
 def test_a_copy_runs_when_it_is_joined_and_there_is_nan_until_then(sim):
     ticket = sim.streams.fetch(sim.home, sim.copy)
     assert not ticket.is_done
-    assert ticket.lane is CopyLane.TO_DEVICE
+    assert ticket.lane is WorkLane.TO_DEVICE
     assert bytes(sim.copy.numpy().tobytes()) == b"\xff" * 16
     ticket.join()
     assert ticket.is_done
@@ -230,3 +233,21 @@ def test_lists_of_operands_are_seen(sim):
     ticket.join()
     torch._foreach_mul_([sim.other_copy, sim.copy], 2.0)
     assert sim.copy.tolist() == [2, 2, 2, 2]
+
+
+def test_what_the_engine_does_under_no_other_mode_is_seen(sim):
+    ticket = sim.streams.fetch(sim.home, sim.copy)
+    with as_it_is(), pytest.raises(RaceError, match="'aten::add'"):
+        sim.copy + 1
+    ticket.join()
+    with as_it_is():
+        assert (sim.copy + 1).tolist() == [2, 2, 2, 2]
+
+
+def test_other_modes_are_off_there(sim):
+    with FlopCounterMode(display=False) as counter:
+        with as_it_is():
+            sim.copy.view(2, 2) @ sim.copy.view(2, 2)
+        assert not counter.get_total_flops()
+        sim.copy.view(2, 2) @ sim.copy.view(2, 2)
+        assert counter.get_total_flops()

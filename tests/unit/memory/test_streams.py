@@ -7,16 +7,9 @@ import types
 import pytest
 import torch
 
-from hf_patrickstar.memory.streams import (
-    CopyLane,
-    DeviceStreams,
-    StreamTicket,
-    ThreadStreams,
-    ThreadTicket,
-    copy_bytes,
-    make_streams,
-    seconds_of,
-)
+from hf_patrickstar.memory.lanes import WorkLane
+from hf_patrickstar.memory.streams import DeviceStreams, StreamTicket, make_streams, seconds_of
+from hf_patrickstar.memory.threads import ThreadStreams, ThreadTicket, copy_bytes
 
 CPU = torch.device("cpu")
 
@@ -323,21 +316,21 @@ class FakeDriver:
 
 def test_a_stream_ticket_waits_for_its_event_on_the_host():
     event, driver = FakeEvent(), FakeDriver()
-    StreamTicket(event, CopyLane.TO_HOST, driver).wait()
+    StreamTicket(event, WorkLane.TO_HOST, driver).wait()
     assert event.calls == ["synchronize"]
     assert driver.log == []
 
 
 def test_a_stream_ticket_joins_on_the_device_and_does_not_block_the_host():
     event, driver = FakeEvent(), FakeDriver()
-    StreamTicket(event, CopyLane.TO_HOST, driver).join()
+    StreamTicket(event, WorkLane.TO_HOST, driver).join()
     assert driver.log == [("compute", "waits for", event)]
     assert event.calls == []
 
 
 def test_a_stream_ticket_is_done_when_its_event_has_run():
     event = FakeEvent()
-    ticket = StreamTicket(event, CopyLane.TO_HOST, FakeDriver())
+    ticket = StreamTicket(event, WorkLane.TO_HOST, FakeDriver())
     assert not ticket.is_done
     event.has_run = True
     assert ticket.is_done
@@ -355,7 +348,7 @@ def test_what_is_fetched_comes_after_what_was_computed_and_is_not_waited_for():
     driver = FakeDriver()
     ticket = DeviceStreams(CPU, driver).fetch(HOST, DEVICE)
     assert driver.told() == COPIED
-    assert ticket.lane is CopyLane.TO_DEVICE
+    assert ticket.lane is WorkLane.TO_DEVICE
 
 
 def test_a_copy_to_the_device_is_joined():
@@ -376,7 +369,7 @@ def test_a_gradient_goes_to_the_host_in_a_lane_of_its_own_and_after_what_reads_i
         ("to host", "copies", 4),
         ("to host", "records", "an event"),
     ]
-    assert first.lane is CopyLane.TO_HOST
+    assert first.lane is WorkLane.TO_HOST
     streams.to_host(DEVICE, HOST, after=[first])
     assert ("to host", "waits for", "an event") not in driver.told(), "it is the same lane"
 

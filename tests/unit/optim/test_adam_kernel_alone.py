@@ -1,5 +1,8 @@
 """The kernel for Adam on small chunks: the same bits as torch's own, whatever is joined or cut."""
 
+import re
+import threading
+
 import pytest
 import torch
 from unit.optim.updates import (
@@ -17,18 +20,22 @@ from unit.runtime.data_parts import CPU
 from unit.runtime.parts import OneOfTwo
 from unit.spec_builders import BF16, FP32
 
+from hf_patrickstar.layout.specs import Types
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim import adam_kernel as module
+from hf_patrickstar.optim import workers as workers_module
 from hf_patrickstar.optim.adam_kernel import EXP_AVG, EXP_AVG_SQ, AdamKernel, is_plain_adam
 from hf_patrickstar.optim.kernel import WORKSPACE
+from hf_patrickstar.optim.workers import HostWorkers
 from hf_patrickstar.runtime.chunk import GRADIENT, GradientPlace
 
+FP16, FP64 = Types("float16", "float32"), Types("float64", "float64")
 Adam, AdamW = torch.optim.Adam, torch.optim.AdamW
 NUMELS = ((64, 64, 70, 33), (64, 1, 100))  # some end where others may be joined to them, some do not
 GROUPS = group_of([0, 1, 2, 5], [3, 4, 6])
 
 
-def make(*chunks, cls=AdamW, prefer_fused=False, options=None, **settings):
+def make(*chunks, cls=AdamW, prefer_fused=False, options=None, workers=None, **settings):
     """Parts and a kernel over their chunks, of an optimizer with two groups; groups are the first half and the rest."""
     parts = make_parts(*(chunks or [(64, 64)]), **settings)
     add_lists(parts, EXP_AVG, EXP_AVG_SQ)
@@ -39,7 +46,7 @@ def make(*chunks, cls=AdamW, prefer_fused=False, options=None, **settings):
         ],
         **{"lr": 0.01, **(options or {})},
     )
-    parts.kernel = AdamKernel(parts.optimizer, parts.pool, prefer_fused)
+    parts.kernel = AdamKernel(parts.optimizer, parts.pool, prefer_fused, workers or HostWorkers(1))
     parts.kernel.reserve(parts.chunks)
     return parts
 
@@ -136,6 +143,141 @@ def test_the_learning_rate_is_read_in_every_step():
         give(parts, t0=4)
         update(parts)  # with these options it moves by the rate
     assert masters(parts)[0][:3].tolist() == [-2.25, -1.25, -0.25]
+
+
+# On workers
+
+
+@pytest.fixture
+def in_workers(monkeypatch):
+    """Lets workers have whatever there is, however small; makes pools of workers."""
+    pools, before = [], torch.get_num_threads()
+    torch.set_num_threads(2)  # else one worker is of no use
+    for place in (module, workers_module):
+        monkeypatch.setattr(place, "SMALL_NUMEL", 64)
+
+    def make_workers(num):
+        pools.append(HostWorkers(num))
+        return pools[-1]
+
+    yield make_workers
+    for pool in pools:
+        pool.close()
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """The threads in which tiles are updated."""
+    found, round_masters = [], module.round_masters
+
+    def counted(*args):
+        found.append(re.sub(r"_\d+$", "", threading.current_thread().name))
+        round_masters(*args)
+
+    monkeypatch.setattr(module, "round_masters", counted)
+    return found
+
+
+FUSED = {"fused": True}
+LARGE = ((1000, 64, 6401), (64, 1, 3000), (129,))
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+@pytest.mark.parametrize("tile_numel", [64, 192, 4096])
+@pytest.mark.parametrize("types", [BF16, FP16, FP32, FP64, Types("bfloat16", "bfloat16")], ids=str)
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (AdamW, FUSED),
+        (AdamW, {}),
+        (AdamW, {"foreach": True, "weight_decay": 0.5, "maximize": True}),
+        (AdamW, {**FUSED, "weight_decay": 0.5, "maximize": True}),
+        (Adam, {**FUSED, "weight_decay": 0.5, "lr": torch.tensor(0.01)}),
+        (Adam, {"weight_decay": 0.5}),
+    ],
+)
+def test_neither_the_workers_nor_their_tiles_change_a_bit(
+    cls, options, types, tile_numel, num, in_workers, names, monkeypatch
+):
+    monkeypatch.setattr(module, "TILE_NUMEL", tile_numel)
+    parts = make(*LARGE, cls=cls, options=options, types=types, workers=in_workers(num))
+    randomize(parts)
+    ordinary = twins(parts)
+    group = {"lr": 0.5, "betas": (0.5, 0.75), "eps": 0.125}
+    reference = cls(
+        [{"params": ordinary[:3] + ordinary[6:]}, {"params": ordinary[3:6], **group}], **{"lr": 0.01, **options}
+    )
+    for step in range(3):
+        chosen = [0, 2, 4, 5] if step == 1 else range(len(ordinary))
+        for index in chosen:
+            tensor = parts.tensors[index]
+            gradient = torch.randn(tensor.spec.shape).to(tensor.chunk.param.dtype)
+            parts.gradients.add(tensor, gradient)
+            ordinary[index].grad = gradient.to(ordinary[index].dtype) * torch.tensor(0.3)
+            if index == 2 and step == 2:
+                parts.gradients.move_to_list(tensor)
+        update(parts, group_of([0, 1, 2, 6], [3, 4, 5]), torch.tensor(0.3))
+        parts.gradients.clear(parts.tensors[2])
+        reference.step()
+        reference.zero_grad()
+    for tensor, master, value, twin in zip(parts.tensors, masters(parts), values(parts), ordinary, strict=True):
+        assert torch.equal(master, twin)
+        assert torch.equal(value, twin.to(value.dtype))
+        state, expected = parts.kernel.own_state(tensor), reference.state[twin]
+        assert state["step"].item() == expected["step"].item()
+        assert torch.equal(state["exp_avg"], expected["exp_avg"])
+        assert torch.equal(state["exp_avg_sq"], expected["exp_avg_sq"])
+    assert set(names) == {"hf_patrickstar-update"}
+
+
+def test_a_chunk_is_cut_into_as_many_tiles_as_there_are_workers(in_workers, calls):
+    parts = make((640,), workers=in_workers(3))
+    give(parts, t0=1)
+    update(parts)
+    assert sorted(numels(calls)) == [[128], [256], [256]]
+
+
+def test_small_chunks_are_given_to_workers_together(in_workers, calls, names):
+    parts = make((64,), (64,), (64,), (64,), types=FP32, workers=in_workers(2))
+    give(parts, t0=1, t1=1, t2=1, t3=1)
+    update(parts)
+    assert numels(calls) == [[64, 64], [64, 64]]
+    assert set(names) == {"hf_patrickstar-update"}
+
+
+def test_what_is_done_sooner_than_handed_over_is_done_at_once(names):
+    parts = make((64,), workers=HostWorkers(3))
+    give(parts, t0=1)
+    update(parts)
+    assert names == ["MainThread"]
+
+
+@pytest.mark.parametrize("home", list(Tier))
+def test_workers_update_chunks_where_they_live(home, in_workers, names):
+    parts = make((640,), home=home, workers=in_workers(3))
+    give(parts, t0=1)
+    update(parts)
+    assert masters(parts)[0][[0, 639]].tolist() == pytest.approx([-0.01, 639 * (1 - 1e-4) - 0.01])
+    assert set(names) == {"hf_patrickstar-update"}
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_an_error_names_the_parameters_that_were_updated(num, in_workers, monkeypatch):
+    def fail(masters, places):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(module, "round_masters", fail)
+    parts = make((64, 64, 64), (64,), workers=in_workers(num))
+    give(parts, t1=1, t2=1, t3=1)
+    with pytest.raises(MemoryError, match="no room") as caught:
+        update(parts)
+    assert caught.value.__notes__ in [
+        ["while the optimizer updated 't1' (chunk 0) to 't3' (chunk 1)"],
+        ["while the optimizer updated 't1' (chunk 0)"],
+        ["while the optimizer updated 't2' (chunk 0)"],
+        ["while the optimizer updated 't3' (chunk 1)"],
+    ]
 
 
 # What is joined, and what is not
@@ -297,7 +439,21 @@ def test_scratch_space_is_for_one_tile_or_for_a_chunk_if_that_is_smaller():
     assert parts.kernel.workspace_numel(64) == 64
     assert parts.kernel.workspace_numel(2**30) == 2**19
     assert parts.kernel.batch_numel == 2**19
-    assert AdamKernel(parts.optimizer, parts.pool, prefer_fused=True).workspace_numel(2**30) == 2**24
+    assert AdamKernel(parts.optimizer, parts.pool, True, HostWorkers(1)).workspace_numel(2**30) == 2**24
+
+
+@pytest.mark.parametrize(
+    ("num", "capacity", "numel"), [(2, 2**30, 2**20), (3, 64, 192), (3, 6400, 6528), (3, 0, 0), (2, 2**19, 2**19)]
+)
+def test_every_worker_has_a_tile_of_its_own_or_its_part_of_a_chunk(num, capacity, numel):
+    kernel = AdamKernel(make().optimizer, None, False, HostWorkers(num))
+    assert kernel.workspace_numel(capacity) == numel
+    assert kernel.batch_numel == num * 2**19, "small chunks until all have a tile"
+
+
+def test_the_tile_of_a_gpu_may_be_smaller_than_those_of_all_workers():
+    kernel = AdamKernel(make().optimizer, None, True, HostWorkers(48))
+    assert kernel.workspace_numel(2**30) == 48 * 2**19
 
 
 def test_scratch_space_is_booked_where_chunks_live_and_given_back():

@@ -1,14 +1,17 @@
-"""How many threads update optimizer states on the host, and that the bits do not depend on it."""
+"""How many threads update optimizer states on the host, and which optimizers use them."""
 
 import math
 
 import pytest
 import torch
+from unit.optim.updates import give, make_parts
 
 from hf_patrickstar.optim import threads as module
 from hf_patrickstar.optim.adam_kernel import AdamKernel
 from hf_patrickstar.optim.kernels import make_kernel
 from hf_patrickstar.optim.threads import HostThreads, choose_threads
+from hf_patrickstar.optim.torch_kernel import TorchKernel
+from hf_patrickstar.optim.workers import HostWorkers
 
 FROM_TORCHRUN = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
 FROM_ACCELERATE = {"OMP_NUM_THREADS": "1", "ACCELERATE_MIXED_PRECISION": "no"}
@@ -77,58 +80,34 @@ def test_a_number_holds_whatever_the_environment_says(machine):
 
 
 @pytest.mark.parametrize(
-    ("threads", "has_same_bits", "inside"),
-    [
-        (HostThreads(3), True, 3),
-        (HostThreads(3), False, 1),
-        (HostThreads(3, is_asked=True), False, 3),
-        (HostThreads(), True, 1),
-    ],
+    ("threads", "inside"), [(HostThreads(3), 1), (HostThreads(3, is_asked=True), 3), (HostThreads(), 1)]
 )
-def test_threads_are_used_inside_of_a_block_alone(threads, has_same_bits, inside):
-    with pytest.raises(KeyError), threads.inside(has_same_bits):  # noqa: PT012
+def test_torch_has_the_threads_that_were_asked_for_inside_of_a_block_alone(threads, inside):
+    with pytest.raises(KeyError), threads.inside():  # noqa: PT012
         assert torch.get_num_threads() == inside
         raise KeyError
     assert torch.get_num_threads() == 1
 
 
-@pytest.mark.parametrize(
-    ("cls", "options", "prefers_fused", "has_same_bits"),
-    [
-        (torch.optim.AdamW, {}, True, True),
-        (torch.optim.AdamW, {}, False, False),
-        (torch.optim.Adam, {"fused": True}, False, True),
-        (torch.optim.AdamW, {"foreach": True}, True, False),
-        (torch.optim.AdamW, {"fused": False}, True, False),
-        (torch.optim.SGD, {}, True, False),
-        (torch.optim.Adafactor, {}, True, False),
-    ],
-)
-def test_only_fused_adam_is_known_to_have_the_same_bits(cls, options, prefers_fused, has_same_bits):
-    optimizer = cls([torch.nn.Parameter(torch.zeros(1))], lr=0.1, **options)
-    kernel = make_kernel(optimizer, None, prefers_fused, HostThreads(3))
-    assert kernel.has_same_bits == has_same_bits
-    assert kernel.threads.num == 3
-    assert isinstance(kernel, AdamKernel) == (cls in (torch.optim.Adam, torch.optim.AdamW))
+@pytest.mark.parametrize(("threads", "inside"), [(HostThreads(3), 1), (HostThreads(3, is_asked=True), 3)])
+def test_another_optimizer_than_adam_computes_in_threads_of_torch_that_were_asked_for(threads, inside):
+    class Seen(torch.optim.SGD):
+        def step(self, closure=None):
+            seen.append(torch.get_num_threads())
+
+    seen, parts = [], make_parts((64,))
+    kernel = TorchKernel(Seen([torch.nn.Parameter(torch.zeros(1))], lr=0.1), parts.pool, False, threads)
+    kernel.reserve(parts.chunks)
+    give(parts, t0=1)
+    kernel.begin_step()
+    kernel.update(parts.chunks, {0: 0}, None)
+    assert seen == [inside]
 
 
-@pytest.mark.parametrize("num", [2, 3, 5, 7])
-@pytest.mark.parametrize("numel", [2**19, 2**19 - 64, 99_991, 64 * 3001])
-def test_fused_adam_has_the_same_bits_with_any_number_of_threads(numel, num):
-    """With the widening of the gradient, the product with the coefficient, and the rounding of the master."""
-
-    def update():
-        generator = torch.Generator().manual_seed(0)
-        master, exp_avg = (torch.randn(numel, generator=generator) for _ in range(2))
-        gradient = torch.randn(numel, generator=generator).bfloat16().float()
-        exp_avg_sq = torch.rand(numel, generator=generator)
-        torch._foreach_mul_([gradient], torch.tensor(0.37))
-        options = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
-        lists = ([master], [gradient], [exp_avg], [exp_avg_sq], [], [torch.tensor(3.0)])
-        torch._fused_adamw_(*lists, **options, amsgrad=False, maximize=False)
-        return master, exp_avg, exp_avg_sq, master.bfloat16()
-
-    expected = update()
-    with HostThreads(num).inside(True):
-        found = update()
-    assert all(map(torch.equal, found, expected))
+def test_adam_has_workers_and_others_have_threads():
+    parts, threads, workers = make_parts((64,)), HostThreads(3), HostWorkers(5)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    adam = make_kernel(torch.optim.AdamW([parameter]), parts.pool, False, threads, workers)
+    other = make_kernel(torch.optim.SGD([parameter], lr=0.1), parts.pool, False, threads, workers)
+    assert (type(adam), adam.batch_numel) == (AdamKernel, 5 * 2**19)
+    assert (type(other), other.batch_numel) == (TorchKernel, 0)

@@ -7,9 +7,10 @@ from unit.spec_builders import BF16
 
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import TensorSpec
+from hf_patrickstar.memory.lanes import WorkLane
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pool import PayloadPool
-from hf_patrickstar.memory.streams import CopyLane, ThreadStreams
+from hf_patrickstar.memory.threads import ThreadStreams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedTensor, torch_dtype
 from hf_patrickstar.runtime.gradient_mirrors import GradientMirrors
@@ -91,7 +92,7 @@ class ThreadCollectives:
 class Ticket:
     """A copy under way, which does something when it is waited for."""
 
-    is_done, lane = False, CopyLane.TO_DEVICE
+    is_done, lane = False, WorkLane.TO_DEVICE
 
     def __init__(self, when_done=lambda: None):
         self.when_done, self.num_waits = when_done, 0

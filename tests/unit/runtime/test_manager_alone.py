@@ -29,7 +29,7 @@ def make(*chunks, step=None, **answers):
     def fake(part, *silent, **found):
         return Fake(Named(told, part), *silent, **{**found, **answers.get(part, {})})
 
-    gradients = fake("gradients", "note_zeroed", "drop", has=False, is_absent=False, of=lambda tensor: "of")
+    gradients = fake("gradients", "note_zeroed", "drop", "close", has=False, is_absent=False, of=lambda tensor: "of")
     gradients.lock, gradients.has_factor = contextlib.nullcontext(), False
     gradients.coefficient = gradients.inverse_scale = "left"
     gradients.attempts = fake("attempts", undo=set())
@@ -287,7 +287,8 @@ def test_the_end_gives_every_payload_back():
     assert told(parts) == [
         *(("mirrors.close",), ("gradient mirrors.close",)),
         *(("originals.drop", "t0"), ("originals.drop", "t1"), ("originals.drop", "t2")),
-        *(("streams.release_in_flight",), ("buckets.close",), ("copies.close",), ("meter.stop",), ("streams.close",)),
+        *(("streams.release_in_flight",), ("buckets.close",), ("gradients.close",), ("copies.close",)),
+        *(("meter.stop",), ("streams.close",)),
     ]
 
 

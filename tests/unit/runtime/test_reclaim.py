@@ -8,7 +8,7 @@ from unit.runtime.data_parts import CPU, Ticket
 from unit.runtime.parts import Fake, NoForecast, OneOfTwo, Parts
 
 from hf_patrickstar.errors import DeviceMemoryError
-from hf_patrickstar.memory.streams import ThreadStreams
+from hf_patrickstar.memory.threads import ThreadStreams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.tracer import Step
 from hf_patrickstar.schedule.trace import Cursor, Trace, Visit

@@ -1,0 +1,80 @@
+"""Work of the host's thread: its order, its failures, its end."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from hf_patrickstar.memory.lanes import WorkLane
+from hf_patrickstar.memory.threads import HostThread, HostTicket, ThreadStreams
+
+
+class Gate:
+    """An event that comes when it is opened."""
+
+    def __init__(self):
+        self._event = threading.Event()
+
+    def open(self):
+        self._event.set()
+
+    def query(self):
+        return self._event.is_set()
+
+    def synchronize(self):
+        assert self._event.wait(10)
+
+
+@pytest.fixture
+def thread():
+    thread = HostThread()
+    yield thread
+    thread.close()
+
+
+def test_work_is_done_in_order_and_after_its_events(thread):
+    done, gate = [], Gate()
+    first = HostTicket(thread.on_host(lambda: done.append(1), [gate]))
+    second = HostTicket(thread.on_host(lambda: done.append(2), []))
+    time.sleep(0.05)
+    assert (done, first.is_done, second.is_done) == ([], False, False)
+    assert first.lane is WorkLane.HOST_WORK
+    gate.open()
+    second.wait()
+    assert (done, first.is_done) == ([1, 2], True)
+
+
+def test_what_failed_is_told_and_nothing_is_done_after_it(thread):
+    done = []
+
+    def fail():
+        raise ValueError("a reason")
+
+    first = HostTicket(thread.on_host(fail, []))
+    second = HostTicket(thread.on_host(lambda: done.append(2), []))
+    for ticket in (second, first):
+        with pytest.raises(ValueError, match="a reason"):
+            ticket.join()
+    assert done == []
+
+
+def test_its_end_waits_for_its_work_and_it_can_begin_again():
+    before, thread, done = set(threading.enumerate()), HostThread(), []
+    thread.on_host(lambda: (time.sleep(0.05), done.append(1)), [])
+    (started,) = set(threading.enumerate()) - before
+    assert started.name.startswith("hf_patrickstar-host")
+    thread.close()
+    thread.close()
+    assert (done, started.is_alive()) == ([1], False)
+    HostTicket(thread.on_host(lambda: done.append(2), [])).wait()
+    thread.close()
+    assert done == [1, 2]
+
+
+def test_the_cpu_tier_does_it_at_once():
+    streams, done = ThreadStreams(torch.device("cpu")), []
+    ticket = streams.on_host(lambda: done.append(threading.current_thread()))
+    assert done == [threading.current_thread()]
+    assert ticket.is_done
+    streams.close()

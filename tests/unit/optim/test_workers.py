@@ -1,0 +1,267 @@
+"""The threads of updates on the host: who does what, with how many cores, and how they end."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_patrickstar.optim.workers import SMALL_NUMEL, HostWorkers
+
+LARGE = SMALL_NUMEL + 1
+
+
+@pytest.fixture
+def workers():
+    found = HostWorkers(3)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def two_threads():
+    """torch computes with two threads, here and in threads that begin."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def alive():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("hf_patrickstar-update")]
+
+
+def in_a_thread(ask):
+    """What a function returns in a thread that begins for it."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(ask()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+# Who does what
+
+
+def test_every_item_is_worked_on_once(workers):
+    done = []
+    workers.submit(lambda number, item: done.append(item), range(100)).wait()
+    assert sorted(done) == list(range(100))
+
+
+def test_all_workers_work_at_the_same_time_and_each_has_a_number_of_its_own(workers):
+    together, seen = threading.Barrier(3, timeout=20), set()
+
+    def work(number, item):
+        together.wait()
+        seen.add((number, threading.current_thread().name))
+
+    for _ in range(5):
+        workers.submit(work, range(3)).wait()
+    assert {number for number, _ in seen} == {0, 1, 2}
+    assert len(seen) == 3, "the same number at any time"
+    assert {name for _, name in seen} == set(alive())
+
+
+def test_two_pieces_of_work_may_be_under_way(workers):
+    gate, done = threading.Event(), []
+    first = workers.submit(lambda number, item: gate.wait(20), [0])
+    second = workers.submit(lambda number, item: done.append(item), [1, 2])
+    second.wait()
+    assert (sorted(done), first.is_done, second.is_done) == ([1, 2], False, True)
+    gate.set()
+    first.wait()
+    assert first.is_done
+
+
+def test_no_items_are_done_at_once(workers):
+    ticket = workers.submit(lambda number, item: None, [])
+    assert ticket.is_done
+    ticket.wait()
+
+
+def test_work_is_not_recorded(workers):
+    seen = []
+    with torch.enable_grad():
+        workers.submit(lambda number, item: seen.append(torch.is_grad_enabled()), [0]).wait()
+    assert seen == [False]
+
+
+# One thread in a worker
+
+
+def test_a_worker_computes_alone_and_all_others_as_before(workers, two_threads):
+    together, seen = threading.Barrier(3, timeout=20), []
+
+    def work(number, item):
+        together.wait()
+        torch.ones(2**17).add_(1)  # torch may set the number of a thread when it computes for the first time
+        seen.append(torch.get_num_threads())
+
+    workers.submit(work, range(3)).wait()
+    assert seen == [1, 1, 1]
+    assert torch.get_num_threads() == 2
+    assert in_a_thread(torch.get_num_threads) == 2
+
+
+def test_a_worker_stays_alone_when_the_program_sets_its_threads(workers, two_threads):
+    seen = []
+    workers.submit(lambda number, item: None, range(3)).wait()
+    torch.set_num_threads(4)
+    workers.submit(lambda number, item: seen.append(torch.get_num_threads()), range(3)).wait()
+    assert seen == [1, 1, 1]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
+def test_a_worker_starts_no_team(workers, two_threads):
+    counts = []
+    torch.ones(2**20).add_(1)  # the team of this thread
+
+    def work(number, item):
+        before = len(os.listdir("/proc/self/task"))
+        torch.ones(2**20).add_(1)
+        counts.append(len(os.listdir("/proc/self/task")) - before)
+
+    workers.submit(lambda number, item: None, range(3)).wait()
+    workers.submit(work, [0]).wait()
+    assert counts == [0]
+
+
+# Errors
+
+
+def test_an_error_reaches_the_caller_and_nothing_more_is_begun(workers):
+    begun = []
+
+    def work(number, item):
+        begun.append(item)
+        raise ValueError(f"item {item}")
+
+    with pytest.raises(ValueError, match="item"):
+        workers.submit(work, range(1000)).wait()
+    assert len(begun) <= 3
+    workers.submit(lambda number, item: begun.append("after"), [0]).wait()
+    assert begun[-1] == "after"
+
+
+def test_an_error_is_raised_when_the_others_have_ended(workers):
+    together, done = threading.Barrier(2, timeout=20), []
+
+    def work(number, item):
+        together.wait()
+        if item == 0:
+            raise ValueError("item 0")
+        time.sleep(0.2)
+        done.append(item)
+
+    with pytest.raises(ValueError, match="item 0"):
+        workers.submit(work, range(2)).wait()
+    assert done == [1]
+
+
+def test_who_interrupts_the_wait_gets_it_when_nobody_works_any_more(workers):
+    begun, ended = [], []
+
+    def work(number, item):
+        begun.append(item)
+        if item == 0:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        time.sleep(0.2)
+        ended.append(item)
+
+    with pytest.raises(KeyboardInterrupt):
+        workers.submit(work, range(1000)).wait()
+    assert sorted(begun) == sorted(ended)
+    assert len(begun) < 100
+
+
+def test_workers_that_cannot_start_leave_none_behind(monkeypatch, two_threads):
+    workers, start, started = HostWorkers(3), threading.Thread.start, []
+
+    def start_one(thread):
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_one)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        workers.submit(lambda number, item: None, [0])
+    assert (alive(), torch.get_num_threads()) == ([], 2)
+
+
+# Beginning and end
+
+
+def test_threads_begin_with_work_and_end_with_the_pool():
+    workers = HostWorkers(2)
+    assert alive() == []
+    workers.submit(lambda number, item: None, [0]).wait()
+    assert len(alive()) == 2
+    workers.close()
+    workers.close()
+    assert alive() == []
+
+
+def test_threads_end_when_nobody_has_the_pool():
+    workers = HostWorkers(2)
+    workers.submit(lambda number, item: None, [0]).wait()
+    threads = [thread for thread in threading.enumerate() if thread.name in alive()]
+    del workers
+    gc.collect()
+    for thread in threads:
+        thread.join(20)
+    assert alive() == []
+
+
+def test_a_program_exits_with_idle_workers():
+    program = (
+        "from hf_patrickstar.optim.workers import HostWorkers\n"
+        "workers = HostWorkers(2)\n"
+        "workers.submit(lambda number, item: None, range(4)).wait()\n"
+        "print('done')\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "done\n", "")
+
+
+# What is given to them
+
+
+class OwnMode(TorchDispatchMode):
+    """Does nothing."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_there_are_as_many_as_torch_has_threads_unless_a_number_is_given(two_threads):
+    assert (HostWorkers().num, HostWorkers(5).num) == (2, 5)
+
+
+@pytest.mark.parametrize(("num", "torch_threads", "answer"), [(2, 1, True), (1, 2, True), (2, 2, True), (1, 1, False)])
+def test_they_suit_where_the_caller_would_compute_with_another_number(num, torch_threads, answer, two_threads):
+    torch.set_num_threads(torch_threads)
+    assert HostWorkers(num).suits(torch.ones(1), LARGE) is answer
+
+
+def test_they_suit_for_what_takes_longer_than_to_hand_it_over():
+    workers = HostWorkers(2)
+    assert [workers.suits(torch.ones(1), numel) for numel in (SMALL_NUMEL, LARGE)] == [False, True]
+
+
+def test_they_do_not_suit_where_a_mode_of_the_caller_counts():
+    workers = HostWorkers(2)
+    with FakeTensorMode():
+        fake = torch.ones(1)
+    assert workers.suits(fake, LARGE) is False
+    with OwnMode():
+        assert workers.suits(torch.ones(1), LARGE) is False
+    assert workers.suits(torch.ones(1, device="meta"), LARGE) is False
