@@ -1,5 +1,8 @@
 """Seconds of a training step on machines that are not here, in virtual time, against its bounds.
 
+A machine of several devices trains with a process on each of them, and what is said is of one of these processes:
+tokens are its own, and bounds and lanes are those of its device and its part of the host.
+
 The engine trains Llama-like models with tensors that have no bytes; the script of a step is then replayed on every
 machine by the plan for its device memory. All chunks are at home on the host (placement=host), clipping by norm is on,
 blocks are recomputed. The figures are simulated: nothing here was measured on these machines.
@@ -30,10 +33,12 @@ MODELS = {
 }
 RECORDED_ON = 26 * GIB
 """The device budget of the recorded step: less than any of these models needs with its optimizer states."""
+CHUNKS_RECORDED_ON = 16 * GIB
+"""The same of all processes together, for chunks alone: activations are those of one process."""
 
 
-def record(name: str, num_tokens: int, num_micro_batches: int):
-    """Records a step of a model with so many tokens in each micro-batch."""
+def record(name: str, num_tokens: int, num_micro_batches: int, num_processes: int):
+    """Records a step of a model with so many tokens in each micro-batch of each process."""
     shape = (num_tokens // LENGTH, LENGTH)
 
     def make_model():
@@ -47,7 +52,16 @@ def record(name: str, num_tokens: int, num_micro_batches: int):
         return {"input_ids": tokens, "labels": tokens}
 
     config = {"dtype": "bf16", "placement": "host", "device_budget": RECORDED_ON, "host_budget": 2048 * GIB}
-    return record_step(make_model, make_inputs, MACHINES["h100"], config=config, num_micro_batches=num_micro_batches)
+    if num_processes > 1:
+        config["chunk_budget"] = CHUNKS_RECORDED_ON // num_processes
+    return record_step(
+        make_model,
+        make_inputs,
+        MACHINES["h100" if num_processes == 1 else "8xh100"],
+        config=config,
+        num_micro_batches=num_micro_batches,
+        world_size=num_processes,
+    )
 
 
 def row_of(recording, machine, name, num_tokens):
@@ -57,6 +71,7 @@ def row_of(recording, machine, name, num_tokens):
         "model": name,
         "tokens": num_tokens,
         "accumulation": len(recording.plans),
+        "processes": recording.world_size,
         "parameters": recording.num_parameters,
     }
     if recording.host_nbytes > machine.host_nbytes:
@@ -66,12 +81,12 @@ def row_of(recording, machine, name, num_tokens):
         timeline = recording.on(machine)
     except BudgetError as error:
         return {**row, "refused": f"the device has too little: {str(error).partition(';')[0]}"}
-    bounds = bounds_of(recording.script, timeline, machine, recording.num_parameters)
+    bounds = bounds_of(recording.script, timeline, machine, recording.num_on_host)
     seconds = timeline.duration_ns / 1e9
     return {
         **row,
         "seconds": seconds,
-        "tokens_per_s": num_tokens * len(recording.plans) / seconds,
+        "tokens_per_s": num_tokens * len(recording.plans) * recording.world_size / seconds,
         "lower_bound_s": bounds.lower_ns / 1e9,
         "binding": bounds.binding,
         "over_lower_bound": timeline.duration_ns / bounds.lower_ns,
@@ -85,7 +100,7 @@ def row_of(recording, machine, name, num_tokens):
 
 def show(row):
     """Prints one line of the table."""
-    head = f"{row['machine']:>8} {row['model']:>5} {row['tokens']:>7}{row['accumulation']:>4}"
+    head = f"{row['machine']:>8} {row['model']:>5} {row['tokens']:>7}{row['accumulation']:>4}{row['processes']:>5}"
     if "refused" in row:
         print(f"{head}  does not fit: {row['refused']}")
         return
@@ -101,7 +116,7 @@ def show(row):
 def draw(recording, machine, folder, row):
     """Writes the timeline of a row as a trace and as a picture."""
     folder.mkdir(parents=True, exist_ok=True)
-    what = "_".join(str(row[key]) for key in ("machine", "model", "tokens", "accumulation"))
+    what = "_".join(str(row[key]) for key in ("machine", "model", "tokens", "accumulation", "processes"))
     timeline = recording.on(machine)
     write_trace(timeline, folder / f"{what}.json")
     write_picture(timeline, folder / f"{what}.png", f"simulated: {machine.name}, {row['model']}")
@@ -173,8 +188,9 @@ def main():
     """Prints the table."""
     parser = common.parser(__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384], help="tokens per micro-batch")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384], help="per micro-batch and process")
     parser.add_argument("--accumulation", nargs="+", type=int, default=[1], help="micro-batches per step")
+    parser.add_argument("--processes", type=int, help="processes; by default one on every device of the machine")
     parser.add_argument("--machines", nargs="+", default=list(MACHINES), help="known names, or JSON files")
     parser.add_argument("--traces", metavar="DIR", help="write a Perfetto trace and a picture of every row there")
     parser.add_argument("--papers", nargs="*", metavar="MODEL", help=f"the papers' models instead: {[*PAPER_MODELS]}")
@@ -185,23 +201,31 @@ def main():
         common.finish("bench_timeline_papers", options, {"simulated": True, "rows": rows})
         return
     machines = [find_machine(name) for name in options.machines]
-    print("simulated: virtual time of one device, all chunks at home on the host, clipping on")
+    if options.processes is not None:
+        for machine in machines:
+            machine.check_processes(options.processes)
+    print("simulated: virtual time of one process, all chunks at home on the host, clipping on")
     print(
-        f"{'machine':>8} {'model':>5} {'tokens':>7}{'acc':>4}{'seconds':>9}"
+        f"{'machine':>8} {'model':>5} {'tokens':>7}{'acc':>4}{'proc':>5}{'seconds':>9}"
         f"{'lower':>8}{'ratio':>7}{'clipped':>8}{'ratio':>7}"
         f"{'dev':>6}{'in':>6}{'out':>6}{'host':>6}  what binds; the longest waits of the host"
     )
     rows = []
-    for name, num_tokens, num in itertools.product(options.models, options.tokens, options.accumulation):
+    by_processes = {}
+    for machine in machines:
+        by_processes.setdefault(options.processes or machine.num_devices, []).append(machine)
+    for name, num_tokens, num, num_processes in itertools.product(
+        options.models, options.tokens, options.accumulation, by_processes
+    ):
         begin = time.time()
-        recording = record(name, num_tokens, num)
+        recording = record(name, num_tokens, num, num_processes)
         recorded = time.time() - begin
-        for machine in machines:
+        for machine in by_processes[num_processes]:
             rows.append(row_of(recording, machine, name, num_tokens))
             show(rows[-1])
             if options.traces is not None and "refused" not in rows[-1]:
                 draw(recording, machine, pathlib.Path(options.traces), rows[-1])
-        print(f"{name} with {num} x {num_tokens} tokens: recorded in {recorded:.0f} s")
+        print(f"{name} with {num} x {num_tokens} tokens, {num_processes} processes: recorded in {recorded:.0f} s")
     common.finish("bench_timeline", options, {"simulated": True, "rows": rows})
 
 

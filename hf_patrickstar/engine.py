@@ -71,7 +71,8 @@ class PatrickStarEngine:
         precision: ``"no"``, ``"bf16"`` or ``"fp16"``: what ``dtype="auto"`` follows.
         listener: Called with every event (``hf_patrickstar.events``), as the engine's own statistics are.
         process_group: The processes that train together, each with its part of the data; by default the default group
-            of ``torch.distributed``, if that is initialised. Each process must make the engine, for the same model.
+            of ``torch.distributed``, if that is initialised. Each process must make the engine, for the same model. Or
+            ``Peers`` that stand in for them, to simulate them.
 
     Raises:
         ConfigError: If a setting cannot work for this model.

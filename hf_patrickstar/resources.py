@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -21,6 +21,21 @@ from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.vigil import Patience
 
 logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Peers(Protocol):
+    """Stands in for the processes of ``torch.distributed``, to simulate them."""
+
+    def connect(self, device: torch.device, emit: Listener, reduce_dtype: str) -> Collectives:
+        """Joins them; see ``Collectives.connect``.
+
+        Args:
+            device: The compute device.
+            emit: Told of every collective.
+            reduce_dtype: See ``Collectives``.
+        """
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,7 +78,8 @@ class Resources:
             config: Settings.
             device: The compute device; by default the accelerator of this machine if there is one, else the CPU tier.
                 Or streams that stand in for those of a device.
-            process_group: The processes; by default the default group of ``torch.distributed``, if there is one.
+            process_group: The processes; by default the default group of ``torch.distributed``, if there is one. Or
+                ``Peers`` that stand in for them.
             make_room: Makes room on the CPU tier when the measured bytes reach its budget.
             emit: Told of every collective.
 
@@ -78,9 +94,11 @@ class Resources:
         said = grow_segments(found)
         if said is not None:
             logger.info("patrickstar: %s", said)
-        collectives = Collectives.connect(
-            process_group, found, Patience.of(config.process_wait_s), emit, config.reduce_dtype
-        )
+        if isinstance(process_group, Peers):
+            collectives = process_group.connect(found, emit, config.reduce_dtype)
+        else:
+            patience = Patience.of(config.process_wait_s)
+            collectives = Collectives.connect(process_group, found, patience, emit, config.reduce_dtype)
         budgets = resolve_budgets(found, config.device_budget, config.host_budget, collectives.local_world_size)
         meter: Meter
         if is_accelerator(found):

@@ -29,7 +29,7 @@ class Bounds:
 
     @property
     def lower_ns(self) -> int:
-        """``max(compute, host -> device, device -> host, host Adam)``."""
+        """``max(compute, host -> device, device -> host, gathers, reductions, host Adam)``."""
         return max(self.lanes_ns.values())
 
     @property
@@ -60,9 +60,7 @@ def bounds_of(script: Sequence[Entry], timeline: Timeline, machine: Machine, num
     first, *others = [nanoseconds for part, nanoseconds in device_ns(script, machine) if part is not Part.UPDATE]
     return Bounds(
         {
-            Lane.COMPUTE.value: busy[Lane.COMPUTE],
-            Lane.TO_DEVICE.value: busy[Lane.TO_DEVICE],
-            Lane.TO_HOST.value: busy[Lane.TO_HOST],
+            **{lane.value: nanoseconds for lane, nanoseconds in busy.items() if lane is not Lane.HOST},
             "host Adam": machine.host_ns(0, ADAM_NBYTES * num_on_host),
         },
         first,

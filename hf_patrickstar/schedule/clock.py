@@ -20,7 +20,8 @@ class Lane(enum.StrEnum):
     COMPUTE = "compute"
     TO_DEVICE = "host -> device"
     TO_HOST = "device -> host"
-    COMMUNICATION = "communication"
+    GATHERS = "gathers"
+    REDUCTIONS = "reductions"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -17,7 +17,9 @@ _NARROW = ("float16", "bfloat16")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
-    """One device, its share of a host, and the links between them.
+    """One device, its share of a host, and its links to others like it.
+
+    Where several devices share a host, memory, bandwidth and cores of the host are the part of one of them.
 
     Rates are those that programs reach, not those of data sheets; see ``peak`` for how the known machines were made.
 
@@ -40,6 +42,7 @@ class Machine:
         num_devices: Devices like this one that train together.
         link_bandwidth: Bytes per second that one device sends to others; 0 if there is only one.
         link_latency_s: Seconds that a collective takes beside its bytes.
+        message_s: Seconds that the host waits until all processes have told each other a few numbers.
     """
 
     name: str
@@ -59,6 +62,7 @@ class Machine:
     num_devices: int = 1
     link_bandwidth: float = 0.0
     link_latency_s: float = 20e-6
+    message_s: float = 200e-6
 
     def __post_init__(self) -> None:
         """Checks every number.
@@ -122,6 +126,25 @@ class Machine:
             nbytes: Bytes that one process sends: one slice for every other.
         """
         return round((nbytes / self.link_bandwidth + self.link_latency_s) * _NS)
+
+    def check_processes(self, world_size: int) -> None:
+        """Makes sure that there is a device for every process.
+
+        Args:
+            world_size: The number of processes.
+
+        Raises:
+            ConfigError: If there is not.
+        """
+        if world_size > self.num_devices:
+            raise ConfigError(
+                f"machine '{self.name}': {world_size} processes need as many devices, num_devices is {self.num_devices}"
+            )
+
+    @property
+    def message_ns(self) -> int:
+        """Nanoseconds of the host for a message to all processes, and theirs."""
+        return round(self.message_s * _NS)
 
     @property
     def operator_ns(self) -> int:

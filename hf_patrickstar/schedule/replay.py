@@ -14,8 +14,11 @@ from hf_patrickstar.schedule.script import (
     HostWork,
     Join,
     Kernel,
+    Load,
+    Message,
     Part,
     Reach,
+    Reduce,
     Send,
 )
 
@@ -59,19 +62,47 @@ class Player:
         clock.follow(Lane.COMPUTE, end)
         clock.wait(end, copy.place)
 
-    def send(self, nbytes: int, what: str, *, to_device: bool) -> Mark:
+    def send(self, nbytes: int, what: str, *, to_device: bool, is_here: bool = False) -> Mark:
         """The host starts a copy in the lane of its direction; what it comes after was said before.
 
         Args:
-            nbytes: Bytes that cross.
+            nbytes: Bytes that are copied.
             what: What it is.
             to_device: The direction.
+            is_here: Whether they are on the device already, and are read and written there.
 
         Returns:
             Its end.
         """
-        self.clock.host(self.machine.operator_ns, "start a copy")
-        return self.clock.put(lane_of(to_device=to_device), self.machine.copy_ns(nbytes, to_device=to_device), what)
+        machine = self.machine
+        self.clock.host(machine.operator_ns, "start a copy")
+        cost = machine.kernel_ns(0, 2 * nbytes, "") if is_here else machine.copy_ns(nbytes, to_device=to_device)
+        return self.clock.put(lane_of(to_device=to_device), cost, what)
+
+    def gather(self, nbytes: int) -> Mark:
+        """The host starts an all-gather, which comes after what was loaded so far.
+
+        Args:
+            nbytes: Bytes that this process sends.
+
+        Returns:
+            Its end.
+        """
+        self.clock.follow(Lane.GATHERS, self.clock.end_of(Lane.TO_DEVICE))
+        return self._collective(Lane.GATHERS, nbytes, "gather")
+
+    def reduce(self, work: Reduce) -> Mark:
+        """The host starts a reduce-scatter; returns its end."""
+        self.clock.follow(Lane.REDUCTIONS, self.clock.end_of(Lane.COMPUTE))
+        return self._collective(Lane.REDUCTIONS, work.nbytes, "reduce")
+
+    def _collective(self, lane: Lane, nbytes: int, what: str) -> Mark:
+        self.clock.host(self.machine.operator_ns, f"start to {what}")
+        return self.clock.put(lane, self.machine.collective_ns(nbytes), f"{what}, {nbytes} bytes sent")
+
+    def message(self, message: Message) -> None:
+        """The host exchanges a message with all other processes."""
+        self.clock.host(self.machine.message_ns, "exchange a message")
 
 
 def lane_of(*, to_device: bool) -> Lane:
@@ -79,19 +110,19 @@ def lane_of(*, to_device: bool) -> Lane:
     return Lane.TO_DEVICE if to_device else Lane.TO_HOST
 
 
-def replay(script: Sequence[Entry], plans: Sequence[Plan], chunk_nbytes: Sequence[int], machine: Machine) -> Timeline:
+def replay(script: Sequence[Entry], plans: Sequence[Plan], loads: Sequence[Load], machine: Machine) -> Timeline:
     """Plays a step by the plans of its micro-batches.
 
     Args:
         script: What the step does.
         plans: What moves at which moment of each micro-batch.
-        chunk_nbytes: Bytes of every chunk's copy, by chunk index.
+        loads: What it takes to load each chunk, by chunk index.
         machine: Where it runs.
 
     Returns:
         The timeline from an idle machine to the end of all work.
     """
-    return _Replay(plans, chunk_nbytes, machine).run(script)
+    return _Replay(plans, loads, machine).run(script)
 
 
 def device_ns(script: Iterable[Entry], machine: Machine) -> list[tuple[Part, int]]:
@@ -112,11 +143,11 @@ def device_ns(script: Iterable[Entry], machine: Machine) -> list[tuple[Part, int
 
 
 class _Replay:
-    def __init__(self, plans: Sequence[Plan], chunk_nbytes: Sequence[int], machine: Machine) -> None:
+    def __init__(self, plans: Sequence[Plan], loads: Sequence[Load], machine: Machine) -> None:
         self._player = Player(machine)
         self._clock = self._player.clock
         self._plans = plans
-        self._chunk_nbytes = chunk_nbytes
+        self._loads = loads
         self._micro_batch = -1
         self._moment = 0
         self._sent: list[Mark] = []
@@ -135,6 +166,10 @@ class _Replay:
                     player.blocking_copy(entry)
                 case Send(index, nbytes, to_device):
                     self._sent.append(self._send(index, nbytes, to_device=to_device))
+                case Reduce():
+                    self._sent.append(player.reduce(entry))
+                case Message():
+                    player.message(entry)
                 case Join(number):
                     clock.follow(Lane.COMPUTE, self._sent[number])
                 case Await(number, place):
@@ -150,8 +185,11 @@ class _Replay:
 
     def _reach(self, visited: int) -> None:
         for index in self._plans[self._micro_batch].moments[self._moment].load:
-            end = self._send(index, self._chunk_nbytes[index], to_device=True)
-            if index == visited:
+            load = self._loads[index]
+            end = self._send(index, load.nbytes, to_device=True, is_here=load.is_here)
+            if load.sent_nbytes:
+                self._arrivals[index] = self._player.gather(load.sent_nbytes)
+            elif index == visited:
                 self._clock.follow(Lane.COMPUTE, end)
             else:
                 self._arrivals[index] = end
@@ -159,11 +197,11 @@ class _Replay:
         if visited in self._arrivals:
             self._clock.follow(Lane.COMPUTE, self._arrivals.pop(visited))
 
-    def _send(self, index: int, nbytes: int, *, to_device: bool) -> Mark:
+    def _send(self, index: int, nbytes: int, *, to_device: bool, is_here: bool = False) -> Mark:
         """Starts a copy after all that the compute lane was told, and after the last one the other way."""
         lane = lane_of(to_device=to_device)
         self._clock.follow(lane, self._clock.end_of(Lane.COMPUTE))
         self._clock.follow(lane, self._last.get((index, not to_device), Mark()))
-        end = self._player.send(nbytes, f"chunk {index}, {nbytes} bytes", to_device=to_device)
+        end = self._player.send(nbytes, f"chunk {index}, {nbytes} bytes", to_device=to_device, is_here=is_here)
         self._last[index, to_device] = end
         return end

@@ -83,11 +83,27 @@ class Send:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Join:
-    """The compute lane goes on after a ``Send``.
+class Reduce:
+    """A reduce-scatter of several processes, in a lane of its own, after all that the compute lane was told.
 
     Attributes:
-        number: Which one of the script, counted from 0.
+        nbytes: Bytes that this process sends.
+    """
+
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Message:
+    """The host exchanges a few numbers with the hosts of all other processes, and waits for theirs."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Join:
+    """The compute lane goes on after a ``Send`` or a ``Reduce``.
+
+    Attributes:
+        number: Which one of both kinds, counted from 0.
     """
 
     number: int
@@ -98,7 +114,7 @@ class Await:
     """The host waits for a ``Send``.
 
     Attributes:
-        number: Which one of the script, counted from 0.
+        number: Which one of the script, ``Reduce`` included, counted from 0.
         place: Where in the program.
     """
 
@@ -141,4 +157,19 @@ class Begin:
     part: Part
 
 
-Entry = Kernel | HostWork | BlockingCopy | Send | Join | Await | AwaitLoad | Reach | Begin
+Entry = Kernel | HostWork | BlockingCopy | Send | Reduce | Message | Join | Await | AwaitLoad | Reach | Begin
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Load:
+    """What it takes to bring a chunk to the device.
+
+    Attributes:
+        nbytes: Bytes that this process has at home.
+        sent_nbytes: Bytes that it sends to other processes, which gather the chunk; 0 with one process.
+        is_here: Whether its home is the device: then nothing crosses the bus.
+    """
+
+    nbytes: int
+    sent_nbytes: int = 0
+    is_here: bool = False

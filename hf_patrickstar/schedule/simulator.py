@@ -90,6 +90,7 @@ def repeated_plans(
     dropped_after: frozenset[int] = frozenset(),
     static: frozenset[int] = frozenset(),
     prefetch_depth: int = 0,
+    reshard_after_forward: bool = False,
     repetitions: int = 3,
 ) -> list[Plan]:
     """The plans of a step's micro-batches when the step was repeated, from an empty device.
@@ -101,6 +102,7 @@ def repeated_plans(
         dropped_after: Chunks whose device copies are void after the last micro-batch.
         static: As for ``simulate``.
         prefetch_depth: As for ``make_plan``.
+        reshard_after_forward: As for ``make_plan``.
         repetitions: How often; the plans of the last repetition are returned.
 
     Raises:
@@ -123,6 +125,7 @@ def repeated_plans(
                 dropped_after=dropped,
                 static=static,
                 prefetch_depth=prefetch_depth,
+                reshard_after_forward=reshard_after_forward,
             )
             plans.append(plan)
             by_age = sorted(plan.resident.items(), key=lambda item: item[1])

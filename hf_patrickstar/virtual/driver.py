@@ -40,8 +40,10 @@ from hf_patrickstar.schedule.script import (
     HostWork,
     Join,
     Kernel,
+    Message,
     Part,
     Reach,
+    Reduce,
     Send,
 )
 from hf_patrickstar.virtual.costs import cost_of
@@ -63,7 +65,7 @@ _HERE = frozenset({__name__, "hf_patrickstar.memory.streams", "hf_patrickstar.ru
 
 @dataclasses.dataclass(slots=True)
 class _Copy:
-    """A copy in a lane: of which chunk, which one of which script, and whether the plan says it, not the script."""
+    """A copy or reduction in a lane: of which chunk, which one of which script, and whether a plan says it instead."""
 
     chunk_index: int
     to_device: bool
@@ -78,7 +80,7 @@ class VirtualEvent:
     Args:
         driver: Has the clock.
         mark: When it comes.
-        copy: The copy that it follows.
+        copy: The copy or the reduction that it follows.
     """
 
     def __init__(self, driver: "VirtualDriver", mark: Mark, copy: _Copy | None) -> None:
@@ -181,9 +183,10 @@ class VirtualDriver:
             self._is_copying = False
         to_device = stream.lane is Lane.TO_DEVICE
         index = self._chunks.get(storage_key(source if to_device else target), -1)
-        self._player.send(source.nbytes, f"chunk {index}, {source.nbytes} bytes", to_device=to_device)
-        stream.last = _Copy(index, to_device, self._num_sent, self.script)
-        self._num_sent += 1
+        is_here = to_device and self.is_on_device(source)  # a part of a group that is at home on the device
+        what = f"chunk {index}, {source.nbytes} bytes"
+        self._player.send(source.nbytes, what, to_device=to_device, is_here=is_here)
+        stream.last = self._count(index, to_device=to_device)
         self.script.append(Send(index, source.nbytes, to_device))
 
     def on_host(self, work: Callable[[], None], after: Iterable[Any]) -> VirtualEvent:
@@ -195,6 +198,10 @@ class VirtualDriver:
 
     def close(self) -> None:
         """See ``Driver``."""
+
+    def _count(self, index: int, *, to_device: bool) -> _Copy:
+        self._num_sent += 1
+        return _Copy(index, to_device, self._num_sent - 1, self.script)
 
     def join(self, lane: Lane, event: VirtualEvent) -> None:
         """A lane goes on after an event."""
@@ -223,6 +230,47 @@ class VirtualDriver:
             self._num_sent -= 1
             assert self._to_device.last is not None
             self._to_device.last.is_load = True
+
+    # What ``VirtualCollectives`` asks for
+
+    def gather(self, nbytes: int) -> VirtualEvent:
+        """Starts an all-gather of the chunk whose own part was sent last: a part of its load, which plans say.
+
+        Args:
+            nbytes: Bytes that this process sends.
+
+        Returns:
+            Its end.
+        """
+        return VirtualEvent(self, self._player.gather(nbytes), self._to_device.last)
+
+    def reduce(self, nbytes: int) -> VirtualEvent:
+        """Starts a reduce-scatter.
+
+        Args:
+            nbytes: Bytes that this process sends.
+
+        Returns:
+            Its end.
+        """
+        work = Reduce(nbytes)
+        mark = self._player.reduce(work)
+        self.script.append(work)
+        return VirtualEvent(self, mark, self._count(-1, to_device=False))
+
+    def message(self) -> None:
+        """The host exchanges a message with all other processes."""
+        self._append(Message(), self._player.message)
+
+    def bring_home(self, tensor: torch.Tensor) -> None:
+        """The host needs the values of a tensor that the engine has made for it, and has it from then on.
+
+        Args:
+            tensor: The tensor; computed on the device, it is copied, since the engine takes the device for the host.
+        """
+        if self.is_on_device(tensor):
+            self._append(BlockingCopy(tensor.nbytes, False, False, caller()), self._player.blocking_copy)
+            self._note(tensor, Tier.HOST)
 
     def take(self, buffer: torch.Tensor, tier: Tier, owner: str) -> None:
         """See ``Driver``."""

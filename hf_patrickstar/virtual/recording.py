@@ -11,14 +11,16 @@ from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.tracer import Step
 from hf_patrickstar.schedule.clock import Timeline
 from hf_patrickstar.schedule.machine import Machine
 from hf_patrickstar.schedule.plan import Plan, chunkable_nbytes
 from hf_patrickstar.schedule.replay import replay
-from hf_patrickstar.schedule.script import Entry, Part
+from hf_patrickstar.schedule.script import Entry, Load, Part
 from hf_patrickstar.schedule.simulator import repeated_plans
 from hf_patrickstar.schedule.trace import Trace
+from hf_patrickstar.virtual.collectives import VirtualPeers
 from hf_patrickstar.virtual.driver import VirtualDriver
 
 _MOST_STEPS = 8
@@ -32,11 +34,15 @@ class Recording:
         script: What the step does beside what its plans move.
         traces: What each micro-batch visits.
         plans: The plan that each followed.
+        loads: What it takes to load each chunk.
         timeline: How it went on the machine on which it was recorded.
-        num_parameters: Trainable parameters.
+        world_size: The number of processes.
+        num_parameters: Trainable parameters, of all processes.
+        num_on_host: Parameters that this process updates on the host.
         host_nbytes: The most bytes on the host so far, workspace included.
         policy: Which chunk leaves.
         prefetch_depth: How many loads may be under way ahead.
+        reshard_after_forward: Whether chunks leave when forward has done with them.
         updated: Chunks that the optimizer changes.
         static: Chunks that are computed with where they are at home, on the device.
         fixed_nbytes: Bytes of the device that are no copies of chunks: chunks at home there, and scratch space.
@@ -45,11 +51,15 @@ class Recording:
     script: tuple[Entry, ...]
     traces: tuple[Trace, ...]
     plans: tuple[Plan, ...]
+    loads: tuple[Load, ...]
     timeline: Timeline
+    world_size: int
     num_parameters: int
+    num_on_host: int
     host_nbytes: int
     policy: str
     prefetch_depth: int
+    reshard_after_forward: bool
     updated: frozenset[int]
     static: frozenset[int]
     fixed_nbytes: int
@@ -73,6 +83,7 @@ class Recording:
             dropped_after=self.updated,
             static=self.static,
             prefetch_depth=self.prefetch_depth,
+            reshard_after_forward=self.reshard_after_forward,
         )
 
     def on(self, machine: Machine, device_nbytes: int | None = None, chunk_nbytes: int | None = None) -> Timeline:
@@ -85,9 +96,11 @@ class Recording:
 
         Raises:
             BudgetError: If the chunks in use at one moment do not fit.
+            ConfigError: If the machine has fewer devices than there are processes.
         """
+        machine.check_processes(self.world_size)
         plans = self.plans_for(machine.device_nbytes if device_nbytes is None else device_nbytes, chunk_nbytes)
-        return replay(self.script, plans, self.traces[0].chunk_nbytes, machine)
+        return replay(self.script, plans, self.loads, machine)
 
 
 def record_step(
@@ -99,6 +112,7 @@ def record_step(
     make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     max_norm: float | None = 1.0,
     num_micro_batches: int = 1,
+    world_size: int = 1,
 ) -> Recording:
     """Trains with tensors that have no bytes until a step follows plans and chunks have their homes; records that one.
 
@@ -110,10 +124,13 @@ def record_step(
         make_optimizer: Makes an optimizer over parameters; by default torch's fused AdamW.
         max_norm: For clipping; ``None`` for none.
         num_micro_batches: How many make a step.
+        world_size: How many processes train together, each on a device of the machine; see [Note: virtual processes].
 
     Raises:
+        ConfigError: If the machine has fewer devices than there are processes.
         EngineError: If no step follows plans: data decides what this model does.
     """
+    machine.check_processes(world_size)
     driver = VirtualDriver(machine)
     settings = {
         "device_budget": machine.device_nbytes,
@@ -130,6 +147,7 @@ def record_step(
             device=DeviceStreams(torch.device("cpu"), driver),
             gradient_accumulation_steps=num_micro_batches,
             listener=driver.note_event,
+            process_group=VirtualPeers(driver, world_size),
         )
         for _ in range(_MOST_STEPS):
             num_recorded = engine.stats()["recorded_steps"]
@@ -148,20 +166,30 @@ def _note(
     engine: PatrickStarEngine, driver: VirtualDriver, steps: Sequence[Step | None], timeline: Timeline
 ) -> Recording:
     chunks, copies = engine.manager.chunks, engine.manager.copies
+    on_host = [chunk for chunk in chunks if chunk.home is Tier.HOST]
     followed = [(step.cursor.trace, step.plan) for step in steps if step and step.cursor and step.plan]
     return Recording(
         tuple(driver.script),
         tuple(trace for trace, _ in followed),
         tuple(plan for _, plan in followed),
+        tuple(_load_of(chunk) for chunk in chunks),
         timeline,
+        engine.collectives.world_size,
         sum(parameter.numel() for parameter in engine.model.parameters() if parameter.requires_grad),
+        sum(tensor.own_numel for chunk in on_host if chunk.spec.is_updated for tensor in chunk.owned),
         engine.stats()["host_peak_nbytes"],
         engine.config.eviction,
         engine.config.prefetch_depth,
+        engine.config.reshard_after_forward and engine.collectives.world_size > 1,
         frozenset(chunk.spec.index for chunk in chunks if chunk.spec.is_updated),
         frozenset(chunk.spec.index for chunk in chunks if chunk.is_static),
         engine.resources.pool.in_use(Tier.DEVICE) - sum(chunk.copy_nbytes for chunk in copies),
     )
+
+
+def _load_of(chunk: Chunk) -> Load:
+    nbytes, is_here = chunk.param_nbytes, chunk.home is Tier.DEVICE
+    return Load(nbytes, (chunk.spec.world_size - 1) * nbytes, is_here)
 
 
 def _make_adamw(parameters: Any) -> torch.optim.Optimizer:

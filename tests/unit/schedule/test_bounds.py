@@ -15,8 +15,11 @@ from hf_patrickstar.schedule.script import (
     HostWork,
     Join,
     Kernel,
+    Load,
+    Message,
     Part,
     Reach,
+    Reduce,
     Send,
 )
 
@@ -36,6 +39,10 @@ MACHINE = Machine(
     copy_latency_s=1e-9,
     operator_s=1e-9,
     kernel_s=1e-9,
+    num_devices=3,
+    link_bandwidth=30.0,
+    link_latency_s=1e-9,
+    message_s=5.0,
 )
 """Whole seconds for bytes, and a nanosecond for everything else."""
 WORK = Kernel("work", 20, 0, "float32")  # two seconds
@@ -46,10 +53,13 @@ def seconds(timeline):
     return round(timeline.duration_ns / SECOND, 6)
 
 
-def play(*script, plan=NOWHERE, sizes=(40, 40)):
+LOADS = (Load(40), Load(40))
+
+
+def play(*script, plan=NOWHERE, loads=LOADS):
     """Plays one micro-batch, or a script that names its parts and follows the same plan in each micro-batch."""
     script = script if Begin(Part.FORWARD) in script else (Begin(Part.FORWARD), *script)
-    return replay(script, [plan] * script.count(Begin(Part.FORWARD)), sizes, MACHINE)
+    return replay(script, [plan] * script.count(Begin(Part.FORWARD)), loads, MACHINE)
 
 
 def test_nothing_takes_no_time():
@@ -122,7 +132,7 @@ def test_each_micro_batch_follows_its_plan_from_the_first_moment():
     assert seconds(play(*micro_batch, plan=plan)) == 4 + 2 + 4 + 2
     assert seconds(play(*micro_batch, *micro_batch, plan=plan)) == 2 * (4 + 2 + 4 + 2)
     stay = Plan((Actions(), Actions()), {}, (80, 80))
-    timeline = replay([*micro_batch, *micro_batch], [plan, stay], (40, 40), MACHINE)
+    timeline = replay([*micro_batch, *micro_batch], [plan, stay], LOADS, MACHINE)
     assert seconds(timeline) == 4 + 2 + 4 + 2 + 2 + 2, "what stays is not loaded again"
 
 
@@ -137,3 +147,37 @@ def test_of_several_sends_one_is_awaited():
         Send(-1, 20, to_device=False), Send(-1, 40, to_device=False), Await(0, "a ring"), HostWork("add", 0, 28)
     )
     assert seconds(timeline) == 1 + 2, "the host works while the second copy runs"
+
+
+def test_a_chunk_of_several_processes_is_gathered_when_the_own_part_is_there():
+    plan = Plan((Actions(load=(0, 1)), Actions()), {}, (120, 240))
+    loads = (Load(40, sent_nbytes=80 + 10), Load(40, sent_nbytes=90))
+    timeline = play(Reach(0), WORK, Reach(1), WORK, plan=plan, loads=loads)
+    assert seconds(timeline) == 4 + 4 + 3 + 2, "the second part is loaded while the first group is gathered"
+    assert timeline.busy_ns()[Lane.GATHERS] == pytest.approx(6 * SECOND, abs=10)
+
+
+def test_a_part_that_is_at_home_on_the_device_does_not_cross():
+    plan = Plan((Actions(load=(0,)), Actions()), {}, (120, 120))
+    timeline = play(Reach(0), WORK, plan=plan, loads=(Load(100, sent_nbytes=90, is_here=True),))
+    assert seconds(timeline) == 2 + 3 + 2, "200 bytes at 100 per second, then the gather"
+
+
+def test_a_reduction_runs_beside_computation_until_it_is_joined():
+    assert seconds(play(WORK, Reduce(120), WORK)) == 2 + 4
+    assert seconds(play(WORK, Reduce(120), Join(0), WORK)) == 2 + 4 + 2
+    assert seconds(play(Send(0, 40, to_device=False), Reduce(120), Join(1), WORK)) == 4 + 2
+
+
+def test_a_reduction_does_not_wait_for_gathers():
+    plan = Plan((Actions(load=(1,)), Actions()), {}, (120, 120))
+    timeline = play(Reach(0), Reduce(30), Join(0), WORK, plan=plan, loads=(Load(0), Load(400, sent_nbytes=30)))
+    assert seconds(timeline) == 40 + 1
+    assert timeline.critical_path()[-1].lane is Lane.GATHERS
+
+
+def test_a_message_takes_the_host():
+    timeline = play(WORK, Message(), HostWork("adam", 0, 28))
+    assert seconds(timeline) == 5 + 1
+    script = [Begin(Part.FORWARD), WORK, Begin(Part.BACKWARD), WORK, Reduce(30 * 9)]
+    assert bounds_of(script, play(*script), MACHINE, num_on_host=1).binding == Lane.REDUCTIONS.value

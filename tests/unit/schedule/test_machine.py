@@ -76,7 +76,14 @@ def test_a_copy_is_pinned_if_nothing_is_said():
     assert ROUND.copy_ns(10**6, to_device=True) == ROUND.copy_ns(10**6, to_device=True, is_pinned=True)
 
 
+def test_there_is_a_device_for_every_process():
+    ROUND.check_processes(2)
+    with pytest.raises(ConfigError, match="'round': 3 processes need as many devices, num_devices is 2"):
+        ROUND.check_processes(3)
+
+
 def test_collectives_and_operators():
+    assert dataclasses.replace(ROUND, message_s=3e-6).message_ns == 3_000
     assert ROUND.collective_ns(2 * 10**6) == 100_000 + 30_000
     assert ROUND.operator_ns == 6_000
 

@@ -8,11 +8,11 @@ import torch
 from models import make_batch, make_model
 from trainers import smallest_budget
 
-from hf_patrickstar.errors import BudgetError, EngineError
+from hf_patrickstar.errors import BudgetError, ConfigError, EngineError
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.schedule.machine import MACHINES
 from hf_patrickstar.schedule.replay import device_ns, replay
-from hf_patrickstar.schedule.script import Part, Reach, Send
+from hf_patrickstar.schedule.script import Message, Part, Reach, Reduce, Send
 from hf_patrickstar.virtual.recording import record_step
 
 H100 = MACHINES["h100"]
@@ -26,6 +26,7 @@ def record(
     checkpointing=False,
     max_norm=1.0,
     num_micro_batches=1,
+    world_size=1,
     **settings,
 ):
     def make():
@@ -39,13 +40,19 @@ def record(
 
     config = {**SMALL, "device_budget": "1GiB", "chunk_budget": chunk_nbytes, **settings}
     return record_step(
-        make, make_inputs, machine, config=config, max_norm=max_norm, num_micro_batches=num_micro_batches
+        make,
+        make_inputs,
+        machine,
+        config=config,
+        max_norm=max_norm,
+        num_micro_batches=num_micro_batches,
+        world_size=world_size,
     )
 
 
 def check(found, budget, machine=H100):
     """The replay of a recording is what the engine did, also by plans that are made anew for the same budget."""
-    again = replay(found.script, found.plans, found.traces[0].chunk_nbytes, machine)
+    again = replay(found.script, found.plans, found.loads, machine)
     assert again.duration_ns == found.timeline.duration_ns
     assert again.busy_ns() == found.timeline.busy_ns()
     assert again.waits_by_place() == found.timeline.waits_by_place()
@@ -81,6 +88,88 @@ def test_the_simulator_takes_as_long_as_the_engine(how, factor):
     how = {"placement": "host", **how}
     smallest = smallest_budget(make_model(how.get("name", "gpt2")), "bf16", checkpointing=True)
     check(record(**how, chunk_nbytes=int(factor * smallest)), int(factor * smallest), how.get("machine", H100))
+
+
+NODE = MACHINES["8xh100"]
+TOGETHER = {
+    "two": {"world_size": 2},
+    "eight": {"world_size": 8},
+    "two that reshard": {"world_size": 2, "reshard_after_forward": True},
+    "eight that reshard": {"world_size": 8, "reshard_after_forward": True},
+    "two micro-batches": {"world_size": 2, "num_micro_batches": 2},
+    "two micro-batches that reshard": {"world_size": 8, "num_micro_batches": 2, "reshard_after_forward": True},
+    "recomputation, no clipping": {"world_size": 2, "checkpointing": True, "max_norm": None},
+    "sums in fp32": {"world_size": 8, "reduce_dtype": "fp32"},
+    "on demand": {"world_size": 8, "prefetch_depth": 0},
+    "slow links": {"world_size": 8, "machine": dataclasses.replace(NODE, link_bandwidth=1e7, message_s=0.01)},
+    "slow bus": {"world_size": 2, "machine": dataclasses.replace(NODE, to_device_bandwidth=1e7)},
+}
+
+
+@pytest.mark.parametrize("how", TOGETHER.values(), ids=TOGETHER)
+def test_one_of_several_processes_takes_as_long_in_the_simulator(how):
+    how = {"placement": "host", "machine": NODE, **how}
+    found = record(**how, chunk_nbytes=80_000)
+    check(found, 80_000, how["machine"])
+    num_gathers = sum(plan.num_loads for plan in found.plans)
+    lanes = [span.lane for span in found.timeline.own_spans]
+    assert lanes.count(Lane.GATHERS) == num_gathers
+    assert lanes.count(Lane.REDUCTIONS) == len(found.loads) * len(found.plans), "each group once in a backward"
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_parts_of_groups_that_live_in_the_margin_do_not_cross_the_bus(num_micro_batches):
+    found = record(
+        machine=NODE, world_size=2, chunk_nbytes=240_000, placement="auto", num_micro_batches=num_micro_batches
+    )
+    is_here = [load.is_here for load in found.loads]
+    assert set(is_here) == {True, False}
+    assert 0 < found.num_on_host < found.num_parameters / 2, "the margin is updated on the device"
+    assert not found.static
+    check(found, 240_000, NODE)
+
+
+def test_processes_have_parts_of_model_data_and_gather_the_rest():
+    alone, together = (
+        record(machine=NODE, world_size=world_size, placement="host", chunk_nbytes=80_000) for world_size in (1, 8)
+    )
+    assert together.num_parameters == alone.num_parameters == alone.num_on_host
+    assert together.num_on_host < alone.num_parameters / 4
+    assert together.host_nbytes < alone.host_nbytes / 4, "an eighth, and padding"
+    crossing = [
+        sum(entry.nbytes for entry in found.script if isinstance(entry, Send) and not entry.to_device)
+        for found in (alone, together)
+    ]
+    assert crossing[1] < crossing[0] / 4
+    sent = sum(entry.nbytes for entry in together.script if isinstance(entry, Reduce))
+    assert sent == sum(load.sent_nbytes for load in together.loads), "what is gathered is reduced"
+    assert sent == 7 * sum(load.nbytes for load in together.loads)
+
+
+def test_resharding_gathers_more_often():
+    kept, resharded = (
+        record(machine=NODE, world_size=2, placement="host", chunk_nbytes=10**6, reshard_after_forward=setting)
+        for setting in (False, True)
+    )
+    assert kept.plans[0].num_loads == len(kept.loads)
+    assert resharded.plans[0].num_loads > 1.5 * len(kept.loads), "once in forward, and most of them in backward"
+
+
+def test_messages_take_the_host_its_time():
+    found = record(machine=NODE, world_size=2, placement="host", chunk_nbytes=80_000)
+    num_messages = sum(isinstance(entry, Message) for entry in found.script)
+    assert num_messages > 3, "a step begins, forward and backward end, and norms are put together"
+    slow = dataclasses.replace(NODE, message_s=1.0)
+    duration = found.on(slow, 2**30, 80_000).duration_ns
+    assert 0.99 * num_messages * 10**9 < duration < 1.01 * num_messages * 10**9
+
+
+def test_a_machine_needs_a_device_for_every_process():
+    with pytest.raises(ConfigError, match="'h100': 2 processes need as many devices, num_devices is 1"):
+        record(world_size=2)
+    found = record(machine=NODE, world_size=2, placement="host", chunk_nbytes=80_000)
+    with pytest.raises(ConfigError, match="2 processes"):
+        found.on(H100)
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2])

@@ -1,0 +1,137 @@
+"""Collectives with processes that are not here: what they cost, and what the others say."""
+
+import pytest
+import torch
+
+from hf_patrickstar.events import MessageExchanged, SlicesGathered, SlicesReduced
+from hf_patrickstar.memory.streams import DeviceStreams
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.schedule.clock import Lane
+from hf_patrickstar.schedule.machine import Machine
+from hf_patrickstar.schedule.script import BlockingCopy, HostWork, Join, Kernel, Message, Reduce
+from hf_patrickstar.virtual.collectives import VirtualPeers
+from hf_patrickstar.virtual.driver import VirtualDriver
+
+CPU = torch.device("cpu")
+SECOND = 10**9
+MACHINE = Machine(
+    name="slow",
+    flops={"float32": 1000.0},
+    device_nbytes=10**6,
+    device_bandwidth=100.0,
+    to_device_bandwidth=10.0,
+    to_host_bandwidth=20.0,
+    pageable_bandwidth=5.0,
+    host_nbytes=10**6,
+    host_bandwidth=50.0,
+    host_flops=100.0,
+    num_cores=1,
+    copy_latency_s=1.0,
+    operator_s=0.5,
+    kernel_s=0.25,
+    num_devices=4,
+    link_bandwidth=60.0,
+    link_latency_s=1.0,
+    message_s=3.0,
+)
+"""So slow that everything is a matter of seconds."""
+
+
+@pytest.fixture
+def driver():
+    driver = VirtualDriver(MACHINE)
+    with driver.watching():
+        yield driver
+
+
+def connect(driver, world_size=4, reduce_dtype="auto"):
+    events = []
+    return VirtualPeers(driver, world_size).connect(CPU, events.append, reduce_dtype), events
+
+
+def seconds(timeline):
+    return timeline.duration_ns / SECOND
+
+
+def test_a_reduction_sends_a_slice_to_every_other_process_and_is_divided_where_it_is_joined(driver):
+    collectives, events = connect(driver)
+    assert collectives.is_asynchronous
+    buffer = torch.zeros(20)
+    driver.begin()
+    ticket = collectives.reduce_scatter(buffer, (None, None), "a test")
+    assert driver.script == [Reduce(3 * 5 * 4)]
+    assert not ticket.is_done
+    ticket.join()
+    timeline = driver.end()
+    assert driver.script[1] == Join(0)
+    assert driver.script[-1] == Kernel("aten.div_", 0, 44, "float32"), "the average, in place, by a number"
+    # 0.5 to start it, 1 and 60 bytes at 60; then the divisor and the division of 44 bytes at 100.
+    assert seconds(timeline) == pytest.approx(0.5 + 2 + 0.25 + 0.44)
+    assert timeline.busy_ns()[Lane.REDUCTIONS] == 2 * SECOND
+    assert events == [SlicesReduced(60)]
+
+
+def test_sixteen_bit_sums_in_fp32_send_twice_the_bytes(driver):
+    collectives, _ = connect(driver, reduce_dtype="fp32")
+    assert collectives.staging_numel(5, torch.bfloat16) == (0, 20)
+    buffer, wide = torch.zeros(20, dtype=torch.bfloat16), torch.zeros(20)
+    driver.begin()
+    collectives.reduce_scatter(buffer, (None, wide), "a test")
+    assert driver.script[-1] == Reduce(60)
+
+
+def test_a_gather_comes_after_the_copy_of_the_own_slice(driver):
+    collectives, events = connect(driver)
+    streams = DeviceStreams(CPU, driver)
+    home, buffer = torch.zeros(5), torch.zeros(20)
+    driver.take(home, Tier.HOST, "a home")
+    driver.begin()
+    streams.to_slice(home, buffer[:5])  # 0.5 to 3.5
+    with streams.beside():
+        ticket = collectives.all_gather(buffer, "a test")  # 3.5 to 5.5
+    assert driver.clock.now_ns - driver.end().begin_ns >= SECOND
+    ticket.join()
+    buffer.neg()
+    timeline = driver.end()
+    assert [span.lane for span in timeline.own_spans if span.lane is not Lane.HOST] == [
+        *(Lane.TO_DEVICE, Lane.GATHERS, Lane.COMPUTE)
+    ]
+    assert events == [SlicesGathered(60)]
+
+
+def test_a_message_stops_the_host_and_everybody_says_the_same(driver):
+    collectives, events = connect(driver)
+    driver.begin()
+    assert collectives.exchange([1, 2], "says something") == [[1, 2]] * 4
+    assert collectives.exchange_objects("text", "says something") == ["text"] * 4
+    collectives.all_reduce(torch.zeros(3), "a test")
+    collectives.broadcast(torch.zeros(3), 0, "a test")
+    collectives.begin_broadcast(torch.zeros(3), 0, "a test")()
+    assert [entry for entry in driver.script if isinstance(entry, Message)] == [Message()] * 5
+    assert driver.end().busy_ns()[Lane.HOST] >= 5 * 3 * SECOND
+    assert events == [MessageExchanged()] * 3
+
+
+def test_what_the_device_computes_is_sent_by_the_host_when_it_is_there(driver):
+    collectives, _ = connect(driver)
+    norms = torch.zeros(100)
+    driver.begin()
+    norms.neg_()  # launched at 0.5, 800 bytes until 8.5
+    collectives.all_reduce(norms, "a test")  # 1 and 400 bytes at 5 until 89.5, then the message
+    assert driver.clock.now_ns - driver._begin[0] == int((8.5 + 81 + 3) * SECOND)
+    norms.neg_()
+    assert [type(entry) for entry in driver.script] == [Kernel, BlockingCopy, Message, HostWork]
+    collectives.all_reduce(norms, "a test")
+    assert type(driver.script[-1]) is Message, "it is on the host already"
+    assert [type(entry) for entry in driver.script].count(BlockingCopy) == 1
+
+
+def test_one_process_sends_nothing(driver):
+    collectives, events = connect(driver, world_size=1)
+    buffer = torch.zeros(20)
+    driver.begin()
+    assert collectives.exchange([1], "says something") == [[1]]
+    collectives.all_reduce(buffer, "a test")
+    collectives.all_gather(buffer, "a test").join()
+    collectives.reduce_scatter(buffer, (None, None), "a test").join()
+    assert (driver.script, events) == ([], [])
