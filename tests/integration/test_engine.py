@@ -555,6 +555,14 @@ def test_one_step_under_fake_tensors(dtype):
     assert fake["chunk_hits"] == stats["chunk_hits"] + stats["late_prefetches"]
 
 
+@pytest.fixture
+def no_modes():
+    """No mode watches operators; an engine that was dropped after an error has one until it is collected."""
+    with torch.utils._python_dispatch._disable_current_modes():
+        yield
+
+
+@pytest.mark.usefixtures("no_modes")
 @pytest.mark.parametrize("fused", [True, False])
 def test_updates_on_the_host_use_the_workers_that_were_asked_for_and_nothing_else_does(fused, monkeypatch):
     monkeypatch.setattr(workers, "SMALL_NUMEL", 64)
@@ -570,7 +578,7 @@ def test_updates_on_the_host_use_the_workers_that_were_asked_for_and_nothing_els
         return round_masters(*args)
 
     monkeypatch.setattr(adam_kernel, "round_masters", counted)
-    before = torch.get_num_threads()
+    before, threads = torch.get_num_threads(), set(threading.enumerate())
     model = make_model("gpt2").train()
     model.lm_head.register_forward_hook(lambda *args: seen["else"].add(torch.get_num_threads()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
@@ -582,4 +590,5 @@ def test_updates_on_the_host_use_the_workers_that_were_asked_for_and_nothing_els
     assert seen == {"update": {(name, 1) for name in names}, "else": {before}}
     assert torch.get_num_threads() == before
     engine.detach()
-    assert names.isdisjoint(thread.name for thread in threading.enumerate())
+    started = set(threading.enumerate()) - threads
+    assert not [thread.name for thread in started if thread.name in names]
