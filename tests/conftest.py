@@ -33,6 +33,13 @@ def _streams(request):
         yield
 
 
+@pytest.fixture
+def no_modes():
+    """No mode watches operators; an engine that was dropped after an error has one until it is collected."""
+    with torch.utils._python_dispatch._disable_current_modes():
+        yield
+
+
 def pytest_configure(config):
     """Processes that tests talk to run over the same streams."""
     try:

@@ -555,13 +555,6 @@ def test_one_step_under_fake_tensors(dtype):
     assert fake["chunk_hits"] == stats["chunk_hits"] + stats["late_prefetches"]
 
 
-@pytest.fixture
-def no_modes():
-    """No mode watches operators; an engine that was dropped after an error has one until it is collected."""
-    with torch.utils._python_dispatch._disable_current_modes():
-        yield
-
-
 @pytest.mark.usefixtures("no_modes")
 @pytest.mark.parametrize("fused", [True, False])
 def test_updates_on_the_host_use_the_workers_that_were_asked_for_and_nothing_else_does(fused, monkeypatch):

@@ -640,6 +640,7 @@ ELSEWHERE = {
     "runtime/vigil.py": "waits for processes",
     "schedule/clock.py": "virtual time",
     "schedule/replay.py": "virtual time",
+    "virtual/collectives.py": "virtual time",
     "virtual/driver.py": "virtual time",
 }
 """Modules that wait for something else."""

@@ -34,8 +34,22 @@ def two_threads():
     torch.set_num_threads(before)
 
 
+OTHERS = set()
+"""Threads of other tests, whose engines have not been collected yet."""
+
+pytestmark = pytest.mark.usefixtures("no_modes")
+
+
+@pytest.fixture(autouse=True)
+def _others():
+    OTHERS.update(threading.enumerate())
+    yield
+    OTHERS.clear()
+
+
 def alive():
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("hf_patrickstar-update")]
+    threads = set(threading.enumerate()) - OTHERS
+    return sorted(thread.name for thread in threads if thread.name.startswith("hf_patrickstar-update"))
 
 
 def in_a_thread(ask):
@@ -213,7 +227,7 @@ def test_threads_begin_with_work_and_end_with_the_pool():
 def test_threads_end_when_nobody_has_the_pool():
     workers = HostWorkers(2)
     workers.submit(lambda number, item: None, [0]).wait()
-    threads = [thread for thread in threading.enumerate() if thread.name in alive()]
+    threads = [thread for thread in set(threading.enumerate()) - OTHERS if thread.name in alive()]
     del workers
     gc.collect()
     for thread in threads:
