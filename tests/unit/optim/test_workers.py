@@ -190,8 +190,13 @@ def test_who_interrupts_the_wait_gets_it_when_nobody_works_any_more(workers):
         time.sleep(0.2)
         ended.append(item)
 
-    with pytest.raises(KeyboardInterrupt):
-        workers.submit(work, range(1000)).wait()
+    # A background job of a shell begins with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            workers.submit(work, range(1000)).wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert sorted(begun) == sorted(ended)
     assert len(begun) < 100
 
