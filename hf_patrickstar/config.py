@@ -90,6 +90,10 @@ class PatrickStarConfig:
             every optimizer that works chunk by chunk. More threads make updates faster until memory or other processes
             are the limit, and each takes up to 2 MiB of scratch space in 16-bit; an optimizer that reduces over tensors
             rounds differently with another number.
+        overlap_optimizer: Whether Adam and AdamW update the chunks of the host while the next forward runs on an
+            accelerator: ``step()`` settles what it does and returns, and what needs a chunk waits for its update. The
+            results have the same bits. ``False`` updates all of them before ``step()`` returns, which is slower. On a
+            machine without an accelerator both are the same.
         keep_gradients: Whether gradients stay after the optimizer's step until ``zero_grad``, as in torch: ``True``
             keeps them beside the values, 4 bytes per trainable parameter; ``False`` lets the step consume them, as if
             ``zero_grad`` followed; ``"auto"`` keeps them, where the host has room, until the first call of
@@ -133,6 +137,7 @@ class PatrickStarConfig:
     pin_memory: bool | Literal["auto"] = "auto"
     warmup_fraction: float = 0.8
     host_threads: int | str = "auto"
+    overlap_optimizer: bool = True
     keep_gradients: bool | Literal["auto"] = "auto"
     background_save: bool = False
     optimizer_format: Literal["sharded", "torch", "both"] = "sharded"
@@ -186,6 +191,7 @@ class PatrickStarConfig:
         for name in (
             "background_save",
             "frozen_master",
+            "overlap_optimizer",
             "reshard_after_forward",
             "debug_collectives",
             "debug_evict_all",

@@ -429,7 +429,7 @@ class PatrickStarEngine:
         """
         total = 0
         for chunk in self.manager.chunks:
-            per_element = chunk.param.dtype.itemsize + sum(item.dtype.itemsize for item in chunk.lists.values())
+            per_element = sum(payload.dtype.itemsize for payload in chunk.payloads.values())
             total += sum(tensor.own_numel for tensor in chunk.owned) * per_element
         return total + sum(self.ledger.owners(tier).get(OWN_STATE, 0) for tier in Tier)
 

@@ -112,6 +112,8 @@ class Payloads:
 
     def reserve_anew(self, chunks: Sequence[Chunk]) -> None:
         """Frees the workspace of the kernels, and allocates it again for these chunks; see ``reserve``."""
+        for chunk in chunks:
+            chunk.wait_for_update()  # which uses the workspace
         for kernel in self._kernels:
             kernel.release()
         self.reserve(chunks)

@@ -17,7 +17,8 @@ def pytest_addoption(parser):
         "--streams",
         default="threads",
         help="over which streams engines of the CPU tier run: 'threads' (the default), 'simulated' (every copy at the "
-        "latest moment that the engine allows, races are errors), or 'simulated:SEED' (at random moments)",
+        "latest moment that the engine allows, races are errors), 'simulated:SEED' (at random moments), or "
+        "'delayed[:SEED]' (a real thread of the host begins its work late)",
     )
 
 

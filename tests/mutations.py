@@ -18,7 +18,7 @@ import hf_patrickstar
 
 _CALLS = frozenset(
     {
-        *("wait", "join", "wait_stream", "wait_event", "synchronize", "wait_for_reader"),
+        *("wait", "join", "wait_stream", "wait_event", "synchronize", "wait_for_reader", "wait_for_update"),
         *("release_in_flight", "hold_none", "_hold", "note"),
     }
 )

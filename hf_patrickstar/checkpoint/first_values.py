@@ -82,11 +82,11 @@ class FirstValues:
         order = sorted(self._tensors, key=lambda tensor: not tensor.spec.trainable)
         is_quiet = not self._unread or self._collectives.rank > 0
         for tensor in tqdm(order, desc="Reading weights", unit="tensors", delay=2, disable=is_quiet):
-            parameter, lists = tensor.parameter, tensor.chunk.lists
+            parameter, chunk = tensor.parameter, tensor.chunk
             value = self._unread.get(tensor.spec.index, parameter.data)
             if tensor.is_owned:
-                home = tensor.view(tensor.chunk.param)
-                place = tensor.view(lists[MASTER]) if MASTER in lists else home
+                home = tensor.view(chunk.param)
+                place = tensor.view(chunk.lists[MASTER]) if chunk.has_list(MASTER) else home
                 reader.fill(place, value, tensor.part[0], self._piece_numel)
                 if place is not home:
                     home.copy_(place)

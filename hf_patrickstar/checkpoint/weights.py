@@ -232,4 +232,4 @@ class ChunkWeights:
         if gradient is None:
             self._manager.gradients.drop(tensor)
         else:
-            self._manager.gradients.put(tensor, tensor.own(gradient).to(tensor.chunk.param.dtype))
+            self._manager.gradients.put(tensor, tensor.own(gradient).to(tensor.chunk.dtype))

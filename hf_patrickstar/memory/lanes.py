@@ -11,7 +11,8 @@ orders work of different lanes but what is said here:
 - The compute stream goes on after a copy whose ticket is joined, the host after one whose ticket is waited for.
 - The memory of a gradient is held until the compute stream was told to wait for its copy.
 - Work of the host's thread begins after what its caller names, and the host goes on beside it. No stream can wait for
-  it: where a copy comes after it, or its ticket is joined, the host waits.
+  it: a copy that is started ahead is put into its lane by that thread, when the work is done; where another copy comes
+  after it, or its ticket is joined, the host waits.
 
 On a machine without an accelerator one thread makes the copies that are started ahead, and all others, and the work of
 the host's thread, are complete when the call returns.
@@ -73,6 +74,18 @@ class Event(Protocol):
         ...
 
 
+class Begun(Protocol):
+    """The event of something that may not be in its stream yet; what ``concurrent.futures.Future`` does."""
+
+    def done(self) -> bool:
+        """Whether it is in the stream, or never will be."""
+        ...
+
+    def result(self) -> Any:
+        """The event, as soon as it is in the stream."""
+        ...
+
+
 class Stream(Protocol):
     """What ``torch.Stream`` does: work in order."""
 
@@ -125,6 +138,19 @@ class Driver(Protocol):
 
         Returns:
             An event that comes when it is done; to wait for it raises what the work raised.
+        """
+        ...
+
+    def begin_after(self, work: Any, stream: Stream, begin: Callable[[Any], Event]) -> "Begun":
+        """Puts something into a stream when work of the host's thread is done; what comes next does not wait for it.
+
+        Args:
+            work: The event of the work, from ``on_host``.
+            stream: The stream.
+            begin: Puts it into the stream that it is given, and returns the event that follows.
+
+        Returns:
+            Tells that event. It raises what the work raised.
         """
         ...
 

@@ -16,17 +16,19 @@ that is not waited for leaves its NaN.
 """
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from hf_patrickstar.errors import RaceError
+from hf_patrickstar.memory.lanes import Begun
 from hf_patrickstar.memory.operators import OperatorMode, is_view, read_operands, storage_key, written_operands
 from hf_patrickstar.memory.tiers import Tier
 
@@ -48,6 +50,11 @@ class _Access:
     lane: "SimulatedStream"
     number: int
     what: str
+    after: "Mapping[SimulatedStream, int]"
+
+    def comes_after(self, other: "_Access") -> bool:
+        """Whether something orders it after another access."""
+        return other.lane is self.lane or self.after.get(other.lane, 0) >= other.number
 
     def __str__(self) -> str:
         verb = "writes" if self.is_write else "reads"
@@ -135,6 +142,10 @@ class SimulatedStream:
         self._is_eager = is_eager
         self._pending: collections.deque[_Work] = collections.deque()
 
+    def access(self, extent: tuple[int, int], number: int, what: str, *, is_write: bool) -> _Access:
+        """What a piece of its work does with some bytes of a buffer."""
+        return _Access(*extent, is_write, self, number, what, dict(self.clock))
+
     @property
     def is_busy(self) -> bool:
         """Whether it was told what it has not done."""
@@ -165,10 +176,6 @@ class SimulatedStream:
                     lane.run(number)
             if self is self._driver.compute:
                 self._driver.find_lost()
-
-    def knows(self, access: _Access) -> bool:
-        """Whether what comes next in this lane comes after an access."""
-        return access.lane is self or self.clock.get(access.lane, 0) >= access.number
 
     def tell(self, run: Callable[[], None]) -> int:
         """Takes work, which waits for all that the host has done so far; returns the number of the work."""
@@ -214,6 +221,7 @@ class SimulatedDriver:
         self.num_copies = self.num_checked = 0
         self._thread = SimulatedStream(self, "host thread", is_eager=False)
         self._lanes: list[SimulatedStream] = [self._thread]
+        self._late: list[SimulatedStream] = []
         self._at_work: tuple[SimulatedStream, int] | None = None  # the lane and number of work that runs now
         self._random = None if seed is None else random.Random(seed)
         self._buffers: dict[int, _Buffer] = {}
@@ -251,7 +259,8 @@ class SimulatedDriver:
             source, target = source.detach(), target.detach()
             for tensor in (source, target):
                 if not self._knows(tensor):  # it was computed just now
-                    computed = _Access(*_extent(tensor), True, self.compute, self.compute.num_told, "its computation")
+                    compute = self.compute
+                    computed = compute.access(_extent(tensor), compute.num_told, "its computation", is_write=True)
                     self._buffers[storage_key(tensor)] = _Buffer("a tensor that is no buffer", None, [computed])
             for access in self._buffers[storage_key(target)].accesses:
                 access.lane.run(access.number)  # else the poison below would change what it copies
@@ -277,6 +286,20 @@ class SimulatedDriver:
             self.run_some()
             return _WorkEvent(self, {**known, self._thread: number}, failures)
 
+    def begin_after(
+        self, work: SimulatedEvent, stream: SimulatedStream, begin: Callable[[SimulatedStream], SimulatedEvent]
+    ) -> Begun:
+        """See ``Driver``. Nothing orders it after, or before, other copies of the lane, so it gets one of its own."""
+        with self.lock:
+            lane = next((late for late in self._late if not late.is_busy), None)
+            if lane is None:
+                lane = SimulatedStream(self, f"late copies {len(self._late)}", is_eager=False)
+                self._late.append(lane)
+            lane.wait_event(work)
+            begun: concurrent.futures.Future[SimulatedEvent] = concurrent.futures.Future()
+            begun.set_result(begin(lane))
+            return begun
+
     def close(self) -> None:
         """See ``Driver``."""
         self._thread.synchronize()
@@ -299,7 +322,8 @@ class SimulatedDriver:
             known = self._buffers.pop(storage_key(buffer), None)
             if known is not None:
                 lane = self.host if known.tier is Tier.HOST else self.compute
-                self._check(lane, known, _Access(*_extent(buffer), True, lane, lane.num_told, "freeing the memory"))
+                freed = lane.access(_extent(buffer), lane.num_told + 1, "freeing the memory", is_write=True)
+                self._check(known, freed)
 
     # What operators do
 
@@ -308,7 +332,7 @@ class SimulatedDriver:
         """Inside the block operators are checked; at its end all copies have run."""
         with _Operators(self):
             yield
-        for lane in self._lanes:
+        for lane in (*self._lanes, *self._late):
             lane.synchronize()
 
     def note_operator(self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
@@ -338,7 +362,7 @@ class SimulatedDriver:
     def run_some(self) -> None:
         """With a seed: runs some of the copies that may run."""
         if self._random is not None:
-            for lane in self._lanes:
+            for lane in (*self._lanes, *self._late):
                 if lane.is_busy and self._random.random() < _LIKELIHOOD:
                     lane.run(lane.num_done + 1)
 
@@ -381,23 +405,24 @@ class SimulatedDriver:
         self, lane: SimulatedStream, number: int, what: str, touched: Sequence[tuple[torch.Tensor, bool]]
     ) -> None:
         for tensor, is_write in touched:
-            begin, end = _extent(tensor)
+            begin, end = extent = _extent(tensor)
             known = self._buffers.get(storage_key(tensor))  # none: the compute stream has just come to know its copy
             if begin == end or known is None:
                 continue
-            access = _Access(begin, end, is_write, lane, number, what)
-            self._check(lane, known, access)
+            access = lane.access(extent, number, what, is_write=is_write)
+            self._check(known, access)
             same = (lane, begin, end, is_write)
             kept = [a for a in known.accesses if (a.lane, a.begin, a.end, a.is_write) != same]
             if is_write:  # what is ordered before a write of all its bytes need not be compared any more
-                kept = [a for a in kept if not (begin <= a.begin and a.end <= end)]
+                kept = [a for a in kept if not (begin <= a.begin and a.end <= end and access.comes_after(a))]
             known.accesses = [*kept, access]
 
-    def _check(self, lane: SimulatedStream, known: _Buffer, access: _Access) -> None:
+    def _check(self, known: _Buffer, access: _Access) -> None:
         self.num_checked += 1
         for before in known.accesses:
-            is_same = before.begin < access.end and access.begin < before.end
-            if is_same and (before.is_write or access.is_write) and not lane.knows(before):
+            is_same = before.begin < access.end and access.begin < before.end and (before.is_write or access.is_write)
+            # A copy that the host's thread will put into its lane is noted before what that thread does till then.
+            if is_same and not (access.comes_after(before) or before.comes_after(access)):
                 raise RaceError(
                     f"race on '{known.name}': {access}, and nothing orders it after {before}. Let the later one wait "
                     "for the ticket of the earlier one"

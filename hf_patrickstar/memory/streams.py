@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_patrickstar.memory.lanes import Copy, Driver, Event, Stream, Streams, WorkLane
+from hf_patrickstar.memory.lanes import Begun, Copy, Driver, Event, Stream, Streams, WorkLane
 from hf_patrickstar.memory.threads import HostThread, HostTicket, ThreadStreams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.units import MIB
@@ -138,6 +138,41 @@ class StreamTicket:
         self._driver.current_stream().wait_event(self.event)
 
 
+class LateTicket:
+    """A copy to the device that the host's thread puts into the stream when it has done what the copy comes after.
+
+    Args:
+        begun: Tells the event that follows the copy.
+        driver: Gives the stream that joins it.
+    """
+
+    __slots__ = ("_begun", "_driver")
+    lane = WorkLane.TO_DEVICE
+
+    def __init__(self, begun: Begun, driver: Driver) -> None:
+        self._begun = begun
+        self._driver = driver
+
+    @property
+    def event(self) -> Event:
+        """The event that follows the copy; the host waits until the copy is in the stream."""
+        event: Event = self._begun.result()
+        return event
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the copy has run."""
+        return self._begun.done() and self.event.query()
+
+    def wait(self) -> None:
+        """Blocks the host; raises what the work before the copy raised."""
+        self.event.synchronize()
+
+    def join(self) -> None:
+        """Blocks the compute stream, and the host until the copy is in its stream."""
+        self._driver.current_stream().wait_event(self.event)
+
+
 class DeviceStreams:
     """Copies on an accelerator: a stream for each direction; see [Note: lanes].
 
@@ -156,9 +191,25 @@ class DeviceStreams:
 
     def fetch(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
         """See ``Streams``."""
-        return self._copy(WorkLane.TO_DEVICE, source, target, after)
+        after = tuple(after)
+        work = [other.event for other in after if isinstance(other, HostTicket) and not other.is_done]
+        if not work:
+            return self._copy(WorkLane.TO_DEVICE, source, target, after)
+        events = [other.event for other in after if isinstance(other, (StreamTicket, LateTicket))]
+        events.append(self._driver.current_stream().record_event())
 
-    to_slice = fetch
+        def begin(stream: Stream) -> Event:
+            for event in events:
+                stream.wait_event(event)
+            self._driver.copy(source, target, stream)
+            return stream.record_event()
+
+        lane = self._lanes[WorkLane.TO_DEVICE]
+        return LateTicket(self._driver.begin_after(work[-1], lane, begin), self._driver)
+
+    def to_slice(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
+        """See ``Streams``."""
+        return self._copy(WorkLane.TO_DEVICE, source, target, after)
 
     def to_device(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
         """See ``Streams``."""
@@ -189,7 +240,7 @@ class DeviceStreams:
 
     def on_host(self, work: Callable[[], None], after: Iterable[Copy] = ()) -> Copy:
         """See ``Streams``."""
-        events = [other.event for other in after if isinstance(other, StreamTicket)]
+        events = [other.event for other in after if isinstance(other, (StreamTicket, LateTicket))]
         return HostTicket(self._driver.on_host(work, events))
 
     def on_tier_of(self, source: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -229,7 +280,7 @@ class DeviceStreams:
         for other in after:
             if isinstance(other, HostTicket):
                 other.wait()  # no stream can
-            elif other.lane is not lane and isinstance(other, StreamTicket):
+            elif isinstance(other, LateTicket) or (isinstance(other, StreamTicket) and other.lane is not lane):
                 stream.wait_event(other.event)
         self._driver.copy(source, target, stream)
         return StreamTicket(stream.record_event(), lane, self._driver)

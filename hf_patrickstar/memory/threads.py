@@ -2,13 +2,15 @@
 
 import concurrent.futures
 import contextlib
+import functools
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy
 import torch
 
-from hf_patrickstar.memory.lanes import Copy, Event, WorkLane
+from hf_patrickstar.memory.lanes import Begun, Copy, Event, WorkLane
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.units import KIB
 
@@ -23,24 +25,52 @@ class HostThread:
 
     def __init__(self) -> None:
         self._failure: BaseException | None = None
+        self._lock = threading.Lock()
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
 
     def on_host(self, work: Callable[[], None], after: Iterable[Any]) -> Event:
         """See ``Driver``."""
         if self._pool is None:
             self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="hf_patrickstar-host")
-        return _Done(self._pool.submit(self._do, work, tuple(after)))
+        done = _Done()
+        done.future = self._pool.submit(self._do, work, tuple(after), done)
+        return done
 
-    def _do(self, work: Callable[[], None], after: Iterable[Event]) -> None:
-        if self._failure is not None:  # who waits for the last piece of work waits for all
-            raise self._failure
+    def begin_after(self, work: "_Done", stream: Any, begin: Callable[[Any], Event]) -> Begun:
+        """See ``Driver``."""
+        begun: concurrent.futures.Future[Event] = concurrent.futures.Future()
+        with self._lock:
+            if work.followers is not None:
+                work.followers.append((begun, functools.partial(begin, stream)))
+                return begun
+        work.synchronize()
+        begun.set_result(begin(stream))
+        return begun
+
+    def _do(self, work: Callable[[], None], after: Iterable[Event], done: "_Done") -> None:
         try:
+            if self._failure is not None:  # who waits for the last piece of work waits for all
+                raise self._failure
             for event in after:
                 event.synchronize()
-            work()
+            with torch.no_grad():
+                work()
         except BaseException as error:
             self._failure = error
             raise
+        finally:
+            with self._lock:
+                followers, done.followers = done.followers or [], None
+            for begun, begin in followers:
+                self._begin(begun, begin)
+
+    def _begin(self, begun: "concurrent.futures.Future[Event]", begin: Callable[[], Event]) -> None:
+        try:
+            if self._failure is not None:
+                raise self._failure
+            begun.set_result(begin())
+        except BaseException as error:
+            begun.set_exception(error)
 
     def close(self) -> None:
         """See ``Driver``."""
@@ -50,20 +80,26 @@ class HostThread:
 
 
 class _Done:
-    """The event of work in a thread."""
+    """The event of work in a thread.
 
-    __slots__ = ("_future",)
+    Attributes:
+        future: What the thread fulfils.
+        followers: What begins when the work is done; ``None`` when it has begun.
+    """
 
-    def __init__(self, future: "concurrent.futures.Future[None]") -> None:
-        self._future = future
+    __slots__ = ("followers", "future")
+
+    def __init__(self) -> None:
+        self.future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self.followers: list[tuple[concurrent.futures.Future[Event], Callable[[], Event]]] | None = []
 
     def query(self) -> bool:
         """See ``Event``."""
-        return self._future.done()
+        return self.future.done()
 
     def synchronize(self) -> None:
         """See ``Event``."""
-        self._future.result()
+        self.future.result()
 
 
 class HostTicket:
@@ -182,10 +218,10 @@ class ThreadStreams:
         """See ``Streams``: the cores are those of the computation, so the work is done at once."""
         for other in after:
             other.wait()
-        future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        done = _Done()
         work()
-        future.set_result(None)
-        return HostTicket(_Done(future))
+        done.future.set_result(None)
+        return HostTicket(done)
 
     def on_tier_of(self, source: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """See ``Streams``: all memory is that of the host."""

@@ -14,7 +14,7 @@ from its other two, which agree, so an optimizer that has not asked for it does 
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,12 +40,23 @@ _DEVICE_TILE_NUMEL = 2**24
 
 @dataclasses.dataclass(slots=True)
 class _Segment:
-    """A segment is a range of a chunk whose elements are updated alike."""
+    """A segment is a range of a chunk whose elements are updated alike.
+
+    Attributes:
+        chunk: The chunk.
+        payloads: The chunk's payloads at home.
+        start: The first element.
+        stop: One after the last.
+        options: The settings of its param group when the optimizer's step began.
+        step: How many steps have updated it.
+        place: Where its gradient is.
+    """
 
     chunk: Chunk
+    payloads: Mapping[str, torch.Tensor]
     start: int
     stop: int
-    group: int
+    options: Mapping[str, Any]
     step: int
     place: GradientPlace
 
@@ -54,8 +65,9 @@ class _Segment:
         """The number of elements in the range."""
         return self.stop - self.start
 
-    def of(self, payload: torch.Tensor) -> torch.Tensor:
+    def of(self, name: str) -> torch.Tensor:
         """Returns the range of one of the chunk's lists at home."""
+        payload = self.payloads[name]
         return payload if self.numel == payload.numel() else payload[self.start : self.stop]
 
 
@@ -72,6 +84,19 @@ def _named(segments: Sequence[_Segment]) -> str:
     (first, chunk), (last, last_chunk) = (ends[0][0][0], ends[0][1]), (ends[1][0][-1], ends[1][1])
     same = (first, chunk) == (last, last_chunk)
     return f"'{first}' (chunk {chunk})" + ("" if same else f" to '{last}' (chunk {last_chunk})")
+
+
+def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a param group as they are now; schedulers also write to tensors that are settings."""
+    settings = {key: value for key, value in group.items() if key != "params"}
+    return {
+        key: tuple(map(_as_now, value)) if isinstance(value, tuple) else _as_now(value)
+        for key, value in settings.items()
+    }
+
+
+def _as_now(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def is_plain_adam(optimizer: torch.optim.Optimizer) -> bool:
@@ -101,6 +126,7 @@ class AdamKernel(Kernel):
     follows_homes = True
     splits_tensors = True
     updates_at_once = False
+    runs_beside = True
 
     def __init__(
         self,
@@ -127,22 +153,28 @@ class AdamKernel(Kernel):
         on_device = min(max(self._tile_numel, _DEVICE_TILE_NUMEL), capacity_numel) if self._prefer_fused else 0
         return max(on_host, on_device)
 
-    def update(self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
+    def prepare(
+        self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None
+    ) -> Callable[[], None]:
         """See ``Kernel``."""
-        joined = [segment for chunk in chunks for segment in self._joined(chunk, groups)]
+        options = [_without_parameters(group) for group in self._optimizer.param_groups]
+        joined = [segment for chunk in chunks for segment in self._joined(chunk, groups, options)]
+        for tensor in (tensor for chunk in chunks for tensor in chunk.owned):
+            if tensor.gradient in AT_HOME and tensor.spec.index in groups:
+                steps = self._steps.get(tensor.spec.index, 0)
+                self._steps[tensor.spec.index] = steps.add_(1) if isinstance(steps, torch.Tensor) else steps + 1
+        return functools.partial(self._update_all, joined, coefficient)
+
+    def _update_all(self, joined: Sequence[_Segment], coefficient: torch.Tensor | None) -> None:
         numel = sum(segment.numel for segment in joined)
         work = functools.partial(self._update_tile, coefficient=coefficient)
-        if joined and self._workers.suits(chunks[0].param, numel):
+        if joined and self._workers.suits(joined[0].payloads["param"], numel):
             num = self._workers.num
             tile_numel = min(self._tile_numel, max(align(-(-numel // num)), SMALL_NUMEL))
             self._workers.submit(functools.partial(work, num=num), self._tiles(joined, tile_numel, num)).wait()
         else:
             for tile in self._tiles(joined, self._tile_numel, 1):
                 work(0, tile, num=1)
-        for tensor in (tensor for chunk in chunks for tensor in chunk.owned):
-            if tensor.gradient in AT_HOME and tensor.spec.index in groups:
-                steps = self._steps.get(tensor.spec.index, 0)
-                self._steps[tensor.spec.index] = steps.add_(1) if isinstance(steps, torch.Tensor) else steps + 1
 
     def _update_tile(
         self, number: int, segments: Sequence[_Segment], *, num: int, coefficient: torch.Tensor | None
@@ -159,11 +191,9 @@ class AdamKernel(Kernel):
             gradients = self._gradients(segments, number, num)
             if coefficient is not None:
                 torch._foreach_mul_(gradients, coefficient)
-            masters, exp_avgs, exp_avg_sqs = (
-                [segment.of(segment.chunk.lists[name]) for segment in segments] for name in self.list_names
-            )
+            masters, exp_avgs, exp_avg_sqs = ([segment.of(name) for segment in segments] for name in self.list_names)
             self._adam(masters, gradients, exp_avgs, exp_avg_sqs, segments[0])
-            round_masters(masters, [segment.of(segment.chunk.param) for segment in segments])
+            round_masters(masters, [segment.of("param") for segment in segments])
         except Exception as error:
             error.add_note(f"while the optimizer updated {_named(segments)}")
             raise
@@ -203,10 +233,10 @@ class AdamKernel(Kernel):
         numels: dict[tuple[Any, ...], int] = {}
         for whole in joined:
             chunk = whole.chunk
-            tile_numel = self._tile_numel_of(chunk, most_numel, num)
+            tile_numel = self._tile_numel_of(whole, most_numel, num)
             for start in range(whole.start, whole.stop, tile_numel):
                 segment = dataclasses.replace(whole, start=start, stop=min(start + tile_numel, whole.stop))
-                key = (segment.group, segment.step, chunk.state_dtype, chunk.is_mixed)
+                key = (id(segment.options), segment.step, chunk.state_dtype, chunk.is_mixed)
                 numels[key] = numels.get(key, 0) + segment.numel
                 if numels[key] > tile_numel and key in tiles:
                     yield tiles.pop(key)
@@ -214,9 +244,10 @@ class AdamKernel(Kernel):
                 tiles.setdefault(key, []).append(segment)
         yield from tiles.values()
 
-    def _tile_numel_of(self, chunk: Chunk, most_numel: int, num: int) -> int:
+    def _tile_numel_of(self, segment: _Segment, most_numel: int, num: int) -> int:
         # Tiles are for the caches of CPUs; a GPU only pays for launching them.
-        on_host = chunk.param.device.type == "cpu"
+        chunk = segment.chunk
+        on_host = segment.payloads["param"].device.type == "cpu"
         numel = most_numel if on_host else max(_DEVICE_TILE_NUMEL, self._tile_numel)
         if chunk.home in self._scratch and (chunk.is_mixed or not on_host):
             numel = min(numel, self._scratch_numel(chunk.home, num))
@@ -226,25 +257,28 @@ class AdamKernel(Kernel):
         """The elements of the part of a worker, if so many share the scratch space of a tier."""
         return self._scratch[tier].numel() // num // ALIGNMENT_NUMEL * ALIGNMENT_NUMEL
 
-    def _joined(self, chunk: Chunk, groups: Mapping[int, int]) -> list[_Segment]:
+    def _joined(self, chunk: Chunk, groups: Mapping[int, int], options: Sequence[Mapping[str, Any]]) -> list[_Segment]:
         """The ranges of one chunk, joined as [Note: same bits as torch] allows."""
         joined: list[_Segment] = []
+        payloads = chunk.payloads
         for tensor in chunk.owned:
             group = groups.get(tensor.spec.index)
             if group is None or tensor.gradient not in AT_HOME or not tensor.own_numel:
                 continue
-            step = int(self._steps.get(tensor.spec.index, 0))
+            chosen, step = options[group], int(self._steps.get(tensor.spec.index, 0))
             start = tensor.home_offset_numel
             last = joined[-1] if joined else None
             if (
                 last is not None
                 and last.stop == start
                 and last.stop % ALIGNMENT_NUMEL == 0
-                and (last.group, last.step, last.place) == (group, step, tensor.gradient)
+                and last.options is chosen
+                and (last.step, last.place) == (step, tensor.gradient)
             ):
                 last.stop = start + tensor.own_numel
             else:
-                joined.append(_Segment(chunk, start, start + tensor.own_numel, group, step, tensor.gradient))
+                stop = start + tensor.own_numel
+                joined.append(_Segment(chunk, payloads, start, stop, chosen, step, tensor.gradient))
         return joined
 
     def _gradients(self, segments: Sequence[_Segment], number: int, num: int) -> list[torch.Tensor]:
@@ -252,13 +286,13 @@ class AdamKernel(Kernel):
         for segment in segments:
             chunk = segment.chunk
             if segment.place is GradientPlace.LIST:
-                gradients.append(segment.of(chunk.lists[GRADIENT]))
+                gradients.append(segment.of(GRADIENT))
             elif not chunk.is_mixed:
-                gradients.append(segment.of(chunk.param))
+                gradients.append(segment.of("param"))
             else:
                 start = number * self._scratch_numel(chunk.home, num) + used
                 wide = self._scratch[chunk.home][start : start + segment.numel]
-                gradients.append(wide.copy_(segment.of(chunk.param)))
+                gradients.append(wide.copy_(segment.of("param")))
                 used += segment.numel
         return gradients
 
@@ -270,7 +304,7 @@ class AdamKernel(Kernel):
         exp_avg_sqs: list[torch.Tensor],
         segment: _Segment,
     ) -> None:
-        group = self._optimizer.param_groups[segment.group]
+        group = segment.options
         foreach, fused = group.get("foreach"), self._is_fused(group) or group.get("fused")
         beta1, beta2 = group["betas"]
         decoupled = group.get("decoupled_weight_decay", isinstance(self._optimizer, torch.optim.AdamW))

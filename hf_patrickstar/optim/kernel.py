@@ -39,6 +39,9 @@ class Kernel(abc.ABC):
     updates_at_once: bool
     """Whether a step must see all parameters and gradients together."""
 
+    runs_beside: bool
+    """Whether an update may run in another thread while the program goes on: it has read everything before."""
+
     batch_numel: int
     """Small chunks are updated together if they have at most this many elements; 0 means one by one."""
 
@@ -132,14 +135,23 @@ class Kernel(abc.ABC):
         """
 
     @abc.abstractmethod
-    def update(self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
-        """Updates chunks from their gradients, at their home.
+    def prepare(
+        self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None
+    ) -> Callable[[], None]:
+        """Prepares an update of chunks from their gradients, at their home.
 
         Args:
-            chunks: The chunks. All have the same home.
+            chunks: The chunks. All have the same home, and their gradients have places there.
             groups: The param group of each tensor index. The kernel leaves other tensors alone.
             coefficient: The kernel multiplies gradients with it (clipping, unscaling), unless it is ``None``.
+
+        Returns:
+            The update. If ``runs_beside``, settings and places may change before it runs.
         """
+
+    def update(self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
+        """Updates chunks at once; see ``prepare``."""
+        self.prepare(chunks, groups, coefficient)()
 
     def tensor_state(self, tensor: ManagedTensor) -> dict[str, Any]:
         """Returns a copy of ``own_state`` on the host, with the names that torch uses."""
@@ -178,10 +190,10 @@ def in_batches(chunks: Iterable[Chunk], batch_numel: int) -> Iterator[list[Chunk
     batch: list[Chunk] = []
     numel = 0
     for chunk in chunks:
-        numel += chunk.param.numel()
+        numel += chunk.spec.chunk_numel
         if batch and (chunk.home is not batch[0].home or numel > batch_numel):
             yield batch
-            batch, numel = [], chunk.param.numel()
+            batch, numel = [], chunk.spec.chunk_numel
         batch.append(chunk)
     if batch:
         yield batch

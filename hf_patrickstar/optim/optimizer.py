@@ -231,7 +231,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         phases.update_begin(chunks)
         keeps = (gradients.must_keep or self._is_wanted_by_peers) and gradients.try_to_keep(chunks)
         for batch in in_batches(chunks, self.kernel.batch_numel):
-            place = batch[0].param.device
+            place = batch[0].home_device
             if factor is not None and place not in on_device:
                 on_device[place] = factor.to(place)
             for chunk in batch:
@@ -240,12 +240,16 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                     gradients.make_ready(tensor)
                     if tensor.spec.index not in self._groups:
                         self._leave_alone(tensor, on_device.get(place))
-                chunk.wait()
+            update = self.kernel.prepare(batch, self._groups, on_device.get(place))
             with named("update", *(chunk.spec.index for chunk in batch)), gradients.lock:
-                self.kernel.update(batch, self._groups, on_device.get(place))
+                phases.update(batch, update, may_run_beside=self._may_run_beside(batch))
                 for chunk in batch:
                     phases.chunk_updated(chunk, self._groups, keeps=keeps)
         phases.update_end()
+
+    def _may_run_beside(self, batch: Sequence[Chunk]) -> bool:
+        """Whether the update of chunks may go on when the step has returned: nobody looks into their states."""
+        return self.kernel.runs_beside and not any(chunk.is_lent(self.kernel.list_names) for chunk in batch)
 
     def _present(self, is_all: bool) -> torch.Tensor | None:
         """Makes gradients ready for an optimizer that uses all at once; returns the factor to multiply them with."""

@@ -1,6 +1,7 @@
 """The kernel for any torch optimizer, which runs on the fp32 masters of chunks."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ class TorchKernel(Kernel):
     list_names = (MASTER,)
     follows_homes = False  # the optimizer keeps tensors of its own where the masters were
     batch_numel = 0  # one by one: an optimizer's step launches what it launches for each parameter anyway
+    runs_beside = False  # it is the user's optimizer, which everybody may look into and change
     splits_tensors = False  # it may look at rows and columns, or at norms
 
     def __init__(
@@ -137,8 +139,15 @@ class TorchKernel(Kernel):
             ledger.book(tier, OWN_STATE, nbytes, is_allocated=True, ahead_nbytes=ahead)  # it raises, with all of them
             ledger.unbook(tier, OWN_STATE, nbytes)
 
-    def update(self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
+    def prepare(
+        self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None
+    ) -> Callable[[], None]:
         """See ``Kernel``."""
+        return functools.partial(self._update_chunks, chunks, groups, coefficient)
+
+    def _update_chunks(
+        self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None
+    ) -> None:
         with self._threads.inside():
             for chunk in chunks:
                 self._update_chunk(chunk, groups, coefficient)

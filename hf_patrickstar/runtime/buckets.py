@@ -209,7 +209,7 @@ class GroupBuckets:
         largest: dict[torch.dtype, int] = {}
         for chunk in self._chunks:
             if chunk.spec.trainable:
-                largest[chunk.param.dtype] = max(chunk.spec.chunk_numel, largest.get(chunk.param.dtype, 0))
+                largest[chunk.dtype] = max(chunk.spec.chunk_numel, largest.get(chunk.dtype, 0))
         return {dtype: self._reserve_one(numel, dtype) for dtype, numel in largest.items()}
 
     def _reserve_one(self, largest: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -267,7 +267,7 @@ class GroupBuckets:
             if tensor.spec.index in stored:
                 yield Average(tensor, average)
             else:  # another rank may have one, and this is it; that is known when backward ends
-                self._held.append((tensor, average.to(chunk.param.device, copy=True)))
+                self._held.append((tensor, average.to(chunk.home_device, copy=True)))
         self._leaving = buffer
         # Where reductions go on beside the device, it would wait for the bus here. By the time that the next group has
         # arrived the averages are at home.
@@ -316,6 +316,6 @@ class GroupBuckets:
                 self.let_go()
             self._reclaim.make_room(chunk.copy_nbytes)
             numel = chunk.spec.capacity_numel
-            self._buffers[index] = self._pool.allocate(Tier.DEVICE, numel, chunk.param.dtype, GRADIENTS)
+            self._buffers[index] = self._pool.allocate(Tier.DEVICE, numel, chunk.dtype, GRADIENTS)
             self._stored[index] = set()
         return self._buffers[index]

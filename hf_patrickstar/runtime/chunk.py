@@ -4,6 +4,12 @@
 With several processes a ``Chunk`` is a communication group (PatrickStar section 7). Modules compute with one buffer,
 the copy, that holds the chunks of all ranks; the lists at home hold only this rank's chunk. So a tensor has two places:
 one in the copy, on every rank, and one at home, on its owner. With one process both are the same.
+
+[Note: an update under way]
+``optimizer.step()`` settles what it does and returns; a thread of the host then updates chunk after chunk, in the order
+of the next forward. So nobody may meet values of before: who asks a chunk for a list at home waits for the update of
+that chunk, whatever the list is wanted for. The copies to the device name the update as what they come after, and the
+kernel that updates has the payloads from ``payloads``.
 """
 
 import bisect
@@ -11,7 +17,7 @@ import dataclasses
 import enum
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -266,9 +272,9 @@ class ManagedTensor:
     @property
     def is_rounded(self) -> bool:
         """Whether it is frozen, has no master, and was loaded with more bits than its chunk holds."""
-        param, lists = self.chunk.param, self.chunk.lists
-        is_narrow = param.dtype.itemsize < self.original_dtype.itemsize
-        return is_narrow and MASTER not in lists and not self.chunk.spec.trainable
+        chunk = self.chunk
+        is_narrow = chunk.dtype.itemsize < self.original_dtype.itemsize
+        return is_narrow and not chunk.has_list(MASTER) and not chunk.spec.trainable
 
     def take_crossing(self) -> int:
         """Bytes of its gradient that came from the device since the last call."""
@@ -309,7 +315,7 @@ class ManagedTensor:
 
 
 class Chunk:
-    """One chunk over all lists.
+    """One chunk over all lists; see [Note: an update under way].
 
     ``param`` is the payload at home. ``compute`` is the payload on the compute tier, which modules compute with, or
     ``None``; for a static chunk it is ``param`` itself. See [Note: groups at run time].
@@ -320,22 +326,24 @@ class Chunk:
         rank: Which of the group's chunks this process owns.
 
     Attributes:
-        state_dtype: The type of all lists but ``param``.
+        dtype: The type of ``param``.
+        state_dtype: The type of all other lists.
         is_mixed: Whether its values are rounded masters, and gradients are widened for the optimizer.
     """
 
     __slots__ = (
+        "_lists",
         "_offsets",
+        "_param",
         "arrival",
         "base_use_count",
         "compute",
+        "dtype",
         "home",
         "is_mixed",
         "last_access",
-        "lists",
         "num_computing",
         "owned",
-        "param",
         "rank",
         "reader",
         "spec",
@@ -343,18 +351,20 @@ class Chunk:
         "storage",
         "tensors",
         "tickets",
+        "update",
     )
 
     def __init__(self, spec: ChunkSpec, home: Tier, rank: int = 0) -> None:
         self.spec = spec
+        self.dtype = torch_dtype(spec.types.param)
         self.state_dtype = torch_dtype(spec.types.state)
         self.is_mixed = spec.types.is_mixed
         self.home = home
         self.rank = rank
         self.tensors: list[ManagedTensor] = []
         self.owned: list[ManagedTensor] = []  # those that are at home on this rank
-        self.lists: dict[str, torch.Tensor] = {}
-        self.param: torch.Tensor
+        self._lists: dict[str, torch.Tensor] = {}
+        self._param: torch.Tensor
         self.compute: torch.Tensor | None = None
         self.storage: torch.UntypedStorage | None = None
         self.base_use_count = 0
@@ -362,6 +372,7 @@ class Chunk:
         self.num_computing = 0
         self.tickets: dict[WorkLane, Copy] = {}  # copies out of and into the home, the last of each lane
         self.arrival: Ticket | None = None  # of a copy to the device that was started ahead
+        self.update: Copy | None = None  # of the optimizer, which may still write to the home
         self.reader: threading.Event | None = None  # of a checkpoint that is being written from the fp32 lists
         self._offsets: list[int] = []
 
@@ -393,7 +404,7 @@ class Chunk:
 
     def give_back(self, pool: PayloadPool) -> None:
         """Gives the payloads at home back to where they come from."""
-        for name, payload in {"param": self.param, **self.lists}.items():
+        for name, payload in self.payloads.items():
             pool.release(self.home, payload, name, keep=False)
 
     def retire(self) -> None:
@@ -402,6 +413,63 @@ class Chunk:
         self.home = Tier.HOST
         self.param = self.param[:0].clone()
         self.lists.clear()
+
+    # The lists at home
+
+    @property
+    def param(self) -> torch.Tensor:
+        """The ``param`` payload at home."""
+        self.wait_for_update()
+        return self._param
+
+    @param.setter
+    def param(self, payload: torch.Tensor) -> None:
+        self._param = payload
+
+    @property
+    def lists(self) -> dict[str, torch.Tensor]:
+        """All other payloads at home, by the name of the list."""
+        self.wait_for_update()
+        return self._lists
+
+    @lists.setter
+    def lists(self, lists: dict[str, torch.Tensor]) -> None:
+        self._lists = lists
+
+    @property
+    def payloads(self) -> dict[str, torch.Tensor]:
+        """All payloads at home; the caller reads no values, or comes after the update itself."""
+        return {"param": self._param, **self._lists}
+
+    @property
+    def home_device(self) -> torch.device:
+        """The torch device of the payloads at home."""
+        return self._param.device
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of all lists but ``param``."""
+        return sum(payload.nbytes for payload in self._lists.values())
+
+    def has_list(self, name: str) -> bool:
+        """Whether the chunk has a list of a name."""
+        return name in self._lists
+
+    def is_lent(self, names: Iterable[str]) -> bool:
+        """Whether somebody looks into one of these lists at home, and so sees what is there at any moment.
+
+        Args:
+            names: The lists.
+        """
+        payloads = [self._lists[name] for name in names if type(self._lists.get(name)) is torch.Tensor]
+        # The list itself is one user of its storage, and the object that is made here to ask for it another.
+        return any(torch._C._storage_Use_Count(payload.untyped_storage()._cdata) > 2 for payload in payloads)
+
+    def wait_for_update(self) -> None:
+        """Waits until the optimizer has written the home; raises the error that an update ended with."""
+        if self.update is not None:
+            self.update.wait()
+            self.update = None
 
     @property
     def is_retired(self) -> bool:
@@ -421,12 +489,12 @@ class Chunk:
     @property
     def param_nbytes(self) -> int:
         """Bytes of its ``param`` payload at home."""
-        return self.param.numel() * self.param.dtype.itemsize
+        return self._param.numel() * self.dtype.itemsize
 
     @property
     def copy_nbytes(self) -> int:
         """Bytes of the buffer that modules compute with."""
-        return self.spec.capacity_numel * self.param.dtype.itemsize
+        return self.spec.capacity_numel * self.dtype.itemsize
 
     def own_slice(self, payload: torch.Tensor) -> torch.Tensor:
         """This rank's chunk in the buffer that modules compute with, or in a buffer of the same layout."""
@@ -475,17 +543,19 @@ class Chunk:
         return self.is_group or not self.is_in_use
 
     def note(self, ticket: Copy | None) -> None:
-        """Remembers a copy into or out of the home that may still be under way."""
+        """Remembers work on the home that may still be under way."""
         if ticket is not None:
             self.tickets[ticket.lane] = ticket  # copies of a lane run in order: the last one is enough
 
     @property
     def under_way(self) -> tuple[Copy, ...]:
-        """Copies into or out of the home that may still be under way: the next one comes after them."""
-        return tuple(self.tickets.values())
+        """What may still be under way in the ``param`` list: the next copy out of it, or into it, comes after that."""
+        copies = (ticket for lane, ticket in self.tickets.items() if lane is not WorkLane.HOST_WORK)
+        return (*copies, *(() if self.update is None else (self.update,)))
 
     def wait(self) -> None:
         """Waits until the host may read and write the home: gradients have arrived, copies to the device are done."""
+        self.wait_for_update()
         for lane, ticket in list(self.tickets.items()):
             ticket.wait()
             if self.tickets.get(lane) is ticket:  # another thread may have noted a later one meanwhile

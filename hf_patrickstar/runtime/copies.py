@@ -90,14 +90,15 @@ class Copies:
         Raises:
             DeviceMemoryError: If the device has no room.
         """
-        with named("bring in ahead" if ahead else "load", chunk.spec.index), _as_it_is(chunk.param):
+        home = chunk.payloads["param"]  # the copy comes after an update that is under way
+        with named("bring in ahead" if ahead else "load", chunk.spec.index), _as_it_is(home):
             payload = self._begin(chunk)
             try:
                 if ahead:
-                    chunk.arrival = copy = self._streams.fetch(chunk.param, payload, chunk.under_way)
+                    chunk.arrival = copy = self._streams.fetch(home, payload, chunk.under_way)
                     chunk.note(copy)
                 else:
-                    chunk.note(self._streams.to_device(chunk.param, payload, chunk.under_way))
+                    chunk.note(self._streams.to_device(home, payload, chunk.under_way))
             except BaseException:
                 self._drop(chunk, is_filled=False)
                 raise
@@ -117,10 +118,11 @@ class Copies:
         Raises:
             DeviceMemoryError: If the device has no room.
         """
-        with _as_it_is(chunk.param):
+        home = chunk.payloads["param"]
+        with _as_it_is(home):
             payload = self._begin(chunk)
             try:
-                chunk.note(self._streams.to_slice(chunk.param, chunk.own_slice(payload), chunk.under_way))
+                chunk.note(self._streams.to_slice(home, chunk.own_slice(payload), chunk.under_way))
                 with self._streams.beside():
                     yield payload
             except BaseException:
@@ -130,7 +132,7 @@ class Copies:
 
     def _begin(self, chunk: Chunk) -> torch.Tensor:
         try:
-            payload = self._pool.allocate(Tier.DEVICE, chunk.spec.capacity_numel, chunk.param.dtype, "param")
+            payload = self._pool.allocate(Tier.DEVICE, chunk.spec.capacity_numel, chunk.dtype, "param")
         except BudgetError as error:
             raise DeviceMemoryError(str(error)) from error
         self._by_storage[chunk.set_compute(payload)] = chunk
@@ -203,8 +205,8 @@ class Copies:
         chunk.wait_for_reader()
         if chunk.compute is not None and not (chunk.is_static or chunk.is_group):
             self._drop(chunk)  # a copy with the chunks of others stays true
-        old = {"param": chunk.param, **chunk.lists}
-        with named(f"move home to the {home.value} of", chunk.spec.index), _as_it_is(chunk.param):
+        old = chunk.payloads
+        with named(f"move home to the {home.value} of", chunk.spec.index), _as_it_is(old["param"]):
             new = self._copy_lists(old, home)
         if chunk.is_static:
             del self._by_storage[chunk.clear_compute()[1]]
@@ -219,7 +221,7 @@ class Copies:
 
     def pin(self, chunk: Chunk) -> None:
         """Moves a chunk that is at home on the host into pinned memory, if that is wanted and there is room for it."""
-        if self._pool.pins_memory and not chunk.param.is_pinned():
+        if self._pool.pins_memory and not chunk.payloads["param"].is_pinned():
             with contextlib.suppress(BudgetError):  # copies are slower then, and right
                 self.rehome(chunk, Tier.HOST)
 

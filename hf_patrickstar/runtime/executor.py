@@ -34,6 +34,7 @@ class MovePolicy:
         reshard_after_forward: Chunks leave when forward has done with them, whether or not their room is needed.
         evict_all: Evict all that can be evicted at every access and poison it (debugging).
         has_plans: Whether steps follow plans.
+        overlaps_updates: Whether the optimizer updates chunks of the host beside the next forward.
     """
 
     chooser: Chooser
@@ -41,6 +42,7 @@ class MovePolicy:
     reshard_after_forward: bool
     evict_all: bool
     has_plans: bool
+    overlaps_updates: bool
 
     @classmethod
     def of(cls, config: PatrickStarConfig, world_size: int) -> "MovePolicy":
@@ -57,6 +59,7 @@ class MovePolicy:
             reshard_after_forward=config.reshard_after_forward and not is_alone,
             evict_all=config.debug_evict_all,
             has_plans=is_alone or not config.debug_evict_all,
+            overlaps_updates=config.overlap_optimizer,
         )
 
 

@@ -46,7 +46,7 @@ class Fingerprint:
 
     def _at_home(self, dtype: torch.dtype) -> torch.Tensor:
         chunk = self._tensor.chunk
-        if chunk.is_static and MASTER in chunk.lists:  # what is computed with is at home, and may be this very tensor
+        if chunk.is_static and chunk.has_list(MASTER):  # what is computed with is at home, and may be this very tensor
             return self._tensor.view(chunk.lists[MASTER]).to(dtype)
         return self._values.own_part(self._tensor, dtype)
 

@@ -88,10 +88,7 @@ class Forecast:
         copies = sum(chunk.copy_nbytes for chunk in self._chunks if chunk.compute is not None and not chunk.is_static)
         fixed = self._pool.in_use(Tier.DEVICE) - copies
         static = sum(
-            payload.nbytes
-            for chunk in self._chunks
-            if chunk.home is Tier.DEVICE
-            for payload in (chunk.param, *chunk.lists.values())
+            payload.nbytes for chunk in self._chunks if chunk.home is Tier.DEVICE for payload in chunk.payloads.values()
         )
         others = self._non_model_nbytes()
         explained = self._need_at(ledger.budget(Tier.DEVICE), ledger.chunk_budget)

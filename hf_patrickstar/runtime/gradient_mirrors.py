@@ -46,7 +46,7 @@ class GradientMirrors:
 
     def _copy_of(self, tensor: ManagedTensor, known: Mirror | None) -> Mirror:
         home = self._gradients.of(tensor)
-        dtype = tensor.chunk.param.dtype if home is None else home.dtype
+        dtype = tensor.chunk.dtype if home is None else home.dtype
         wanted = tensor.chunk.state_dtype if dtype is torch.float16 else dtype
         if self._follows:
             assert home is not None

@@ -140,7 +140,7 @@ class Gradients:
             tensor.deferred_gradient = tensor.deferred_gradient + gradient.to(tensor.deferred_gradient.device)
         elif tensor.is_looked_up:
             # What its uses on either device contribute is added up in the parameter's type, as autograd does.
-            tensor.deferred_gradient = gradient.to(tensor.chunk.param.device)
+            tensor.deferred_gradient = gradient.to(tensor.chunk.home_device)
         elif tensor.is_needed_at_home and tensor.gradient is GradientPlace.NONE and not self.accumulate:
             tensor.deferred_gradient = gradient
         else:
@@ -163,7 +163,7 @@ class Gradients:
             self.make_ready(tensor)
         if tensor.gradient is GradientPlace.PARAM:
             self.move_to_list(tensor)
-        has_master = MASTER in tensor.chunk.lists
+        has_master = tensor.chunk.has_list(MASTER)
         if self.accumulate or tensor.gradient is GradientPlace.LIST or tensor.is_needed_at_home or not has_master:
             self._add_to_list(tensor, gradient)
         else:
@@ -188,7 +188,7 @@ class Gradients:
                 tensor.gradient = GradientPlace.REMOTE
                 return
             home = self.of(tensor)
-            is_wider = own.dtype.itemsize > tensor.chunk.param.dtype.itemsize
+            is_wider = own.dtype.itemsize > tensor.chunk.dtype.itemsize
             if home is None and not is_wider:
                 tensor.gradient = GradientPlace.NONE
                 self.add(tensor, own)
@@ -305,7 +305,7 @@ class Gradients:
         self._was_zeroed = True
         if not (self.must_keep or self.accumulate):
             for chunk in chunks:
-                if GRADIENT in chunk.lists and not any(t.gradient is GradientPlace.LIST for t in chunk.tensors):
+                if chunk.has_list(GRADIENT) and not any(t.gradient is GradientPlace.LIST for t in chunk.tensors):
                     self._pool.release(chunk.home, chunk.lists.pop(GRADIENT), GRADIENT, keep=False)
 
     def drop(self, tensor: ManagedTensor, *, to_zero: bool = False) -> None:
@@ -374,7 +374,7 @@ class Gradients:
     def _write_zero(self, tensor: ManagedTensor) -> None:
         chunk = tensor.chunk
         chunk.wait()
-        in_list = self.accumulate or MASTER not in chunk.lists
+        in_list = self.accumulate or not chunk.has_list(MASTER)
         tensor.view(self._list(chunk) if in_list else chunk.param).zero_()
         tensor.gradient = GradientPlace.LIST if in_list else GradientPlace.PARAM
 
@@ -396,9 +396,9 @@ class Gradients:
 
     def _leaves_beside(self, chunk: Chunk, gradient: torch.Tensor) -> bool:
         """Whether a gradient goes to its list through the ring, which comes after all lists."""
-        if chunk.home is Tier.DEVICE or not self._streams.copies_beside(gradient, chunk.param):
+        if chunk.home is Tier.DEVICE or not self._streams.copies_beside(gradient, chunk.payloads["param"]):
             return False
-        self._has_all_lists |= all(GRADIENT in other.lists for other in self._chunks if other.spec.trainable)
+        self._has_all_lists |= all(other.has_list(GRADIENT) for other in self._chunks if other.spec.trainable)
         return self._has_all_lists and self._ring.open()
 
     def close(self) -> None:
@@ -411,19 +411,19 @@ class Gradients:
         Raises:
             BudgetError: If there is no room.
         """
-        if self.accumulate or MASTER not in chunk.lists or chunk.is_mixed:
+        if self.accumulate or not chunk.has_list(MASTER) or chunk.is_mixed:
             self._list(chunk)
 
     def _list(self, chunk: Chunk) -> torch.Tensor:
-        if GRADIENT not in chunk.lists:
-            numel = chunk.param.numel()
+        if not chunk.has_list(GRADIENT):
+            numel = chunk.spec.chunk_numel
             if chunk.home is Tier.DEVICE:  # no plan knows of it: copies make room, or chunks leave the margin
                 self._reclaim.make_room(numel * chunk.state_dtype.itemsize)
             others = (other for other in self._chunks if other is not chunk and chunk.home in (other.home, Tier.HOST))
             ahead = sum(
-                other.param.numel() * other.state_dtype.itemsize
+                other.spec.chunk_numel * other.state_dtype.itemsize
                 for other in others
-                if other.spec.trainable and GRADIENT not in other.lists
+                if other.spec.trainable and not other.has_list(GRADIENT)
             )
             chunk.lists[GRADIENT] = self._pool.allocate(
                 chunk.home, numel, chunk.state_dtype, GRADIENT, ahead_nbytes=ahead

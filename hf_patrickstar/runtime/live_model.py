@@ -168,7 +168,7 @@ class LiveModel:
         """
         found = (self._manager.find(parameter) for parameter in module.parameters())
         tensors = [tensor for tensor in found if tensor is not None]
-        is_rounded = any(tensor.original_dtype is not tensor.chunk.param.dtype for tensor in tensors)
+        is_rounded = any(tensor.original_dtype is not tensor.chunk.dtype for tensor in tensors)
         if self._frames.is_inside or not is_rounded:
             return merge(module, *args, **kwargs)
         with self._weights.opened(tensors, writeback=True, with_grads=False):

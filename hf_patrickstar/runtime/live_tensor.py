@@ -166,7 +166,7 @@ class LiveTensor:
     def copy_from(self, source: torch.Tensor, is_graph: bool) -> bool:
         """Gives the fp32 master of a 16-bit parameter all bits of what is copied into it."""
         manager, tensor = self.services.manager, self.tensor
-        is_wider = source.dtype.itemsize > tensor.chunk.param.dtype.itemsize and source.is_floating_point()
+        is_wider = source.dtype.itemsize > tensor.chunk.dtype.itemsize and source.is_floating_point()
         if is_graph or not is_wider or self.services.frames.is_inside:
             return False
         with manager.gradients.lock:
@@ -249,7 +249,7 @@ class LiveTensor:
             )
         if gradient is tensor.parameter:
             raise EngineError(f"parameter '{tensor.spec.name}' cannot be its own gradient")
-        types = (tensor.chunk.param.dtype, tensor.chunk.state_dtype)
+        types = (tensor.chunk.dtype, tensor.chunk.state_dtype)
         if tuple(gradient.shape) != tensor.spec.shape or gradient.dtype not in types:
             raise EngineError(
                 f"the gradient of parameter '{tensor.spec.name}' must have shape {tensor.spec.shape} and type "
@@ -470,7 +470,7 @@ def cannot_share(tensor: ManagedTensor) -> str:
 def _places(tensor: ManagedTensor) -> set[int]:
     """The storages of the chunk that a parameter is in."""
     chunk = tensor.chunk
-    payloads = [chunk.param, *chunk.lists.values(), *([chunk.compute] if chunk.compute is not None else [])]
+    payloads = [*chunk.payloads.values(), *([chunk.compute] if chunk.compute is not None else [])]
     return {storage_key(payload) for payload in payloads}
 
 

@@ -99,7 +99,7 @@ class ValueMirrors:
         """
         with self._lock, as_it_is(), torch.no_grad():
             self.sync_one(tensor, keeps_unused=True)
-            wanted = host_dtype or tensor.chunk.param.dtype
+            wanted = host_dtype or tensor.chunk.dtype
             device = torch.device("cpu") if host_dtype else self._values.device
             for mirror in self._reusable(tensor):
                 if mirror.value.dtype == wanted and mirror.value.device == device and mirror.value.is_contiguous():

@@ -56,7 +56,7 @@ class Operands:
         if isinstance(view, LiveMixin):
             return self._pack_parameter(view)
         chunk = self._copies.find(storage_key(view))
-        if chunk is None or view.dtype is not chunk.param.dtype:
+        if chunk is None or view.dtype is not chunk.dtype:
             # An operator that saves its own output would make a reference cycle that nothing collects.
             return view.detach() if view.requires_grad else view
         offset = int(view.storage_offset())

@@ -64,7 +64,7 @@ class Originals:
 
     def has(self, tensor: ManagedTensor, dtype: torch.dtype) -> bool:
         """Whether a read of a parameter in a given type takes it from its origin."""
-        return tensor.origin is not None and dtype != tensor.chunk.param.dtype
+        return tensor.origin is not None and dtype != tensor.chunk.dtype
 
     def read(self, tensor: ManagedTensor, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Reads elements of this rank's part of a parameter that has an origin, or has just lost it.
@@ -101,7 +101,7 @@ class Originals:
             tensor: The parameter.
             own: This rank's part of the value.
         """
-        dtype = tensor.chunk.param.dtype
+        dtype = tensor.chunk.dtype
         if not tensor.is_rounded or own.dtype.itemsize <= dtype.itemsize:
             return
         own = own.detach().reshape(-1).to("cpu", tensor.original_dtype)

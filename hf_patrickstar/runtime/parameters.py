@@ -57,7 +57,7 @@ class Parameters:
         self.by_index.clear()
         self.by_index.update((tensor.spec.index, tensor) for tensor in tensors)
         self._by_parameter = {id(tensor.parameter): tensor for tensor in tensors}
-        self._is_trained = any(MASTER in tensor.chunk.lists for tensor in tensors)
+        self._is_trained = any(tensor.chunk.has_list(MASTER) for tensor in tensors)
 
     def find(self, parameter: torch.Tensor) -> ManagedTensor | None:
         """The managed parameter that a parameter is, or ``None``."""

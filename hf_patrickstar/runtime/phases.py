@@ -13,11 +13,12 @@ gradients, and after the optimizer has changed a home its device copy is stale a
 """
 
 import contextlib
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 import torch
 
 from hf_patrickstar.memory.lanes import Streams
+from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.data import Data
 from hf_patrickstar.runtime.executor import Services
@@ -71,6 +72,7 @@ class Phases:
         self._parameters = parameters
         self._operands = Operands(parameters, services.copies, steps)
         self._streams = streams
+        self._overlaps_updates = services.policy.overlaps_updates
         self._lock = data.gradients.lock
 
     # Forward
@@ -249,6 +251,26 @@ class Phases:
         """The optimizer comes to a chunk; a checkpoint that is being written from it goes first."""
         self._steps.visit_for_update(chunk)
         chunk.wait_for_reader()
+
+    def update(self, chunks: Sequence[Chunk], update: Callable[[], None], *, may_run_beside: bool) -> None:
+        """The optimizer updates chunks that have the same home; see [Note: an update under way].
+
+        Args:
+            chunks: The chunks.
+            update: Computes with their payloads.
+            may_run_beside: Whether it may run in another thread, beside what comes next.
+
+        Raises:
+            Exception: What the update of one of these chunks, or an earlier one, raised.
+        """
+        if chunks[0].home is Tier.DEVICE or not (self._overlaps_updates and may_run_beside):
+            for chunk in chunks:
+                chunk.wait()
+            update()
+            return
+        ticket = self._streams.on_host(update, [other for chunk in chunks for other in chunk.under_way])
+        for chunk in chunks:
+            chunk.update = ticket
 
     @phase
     def chunk_updated(self, chunk: Chunk, updated: Container[int], *, keeps: bool) -> None:

@@ -199,7 +199,7 @@ class Placement:
         assert self._rates is not None
         traces = list(self._tracer.traces.values())
         self.nbytes = [  # an accumulation list may have come since
-            dataclasses.replace(nbytes, state_nbytes=sum(payload.nbytes for payload in chunk.lists.values()))
+            dataclasses.replace(nbytes, state_nbytes=chunk.state_nbytes)
             for nbytes, chunk in zip(self.nbytes, self._chunks, strict=True)
         ]
         kept = self._at_home_on_device() - self.in_margin

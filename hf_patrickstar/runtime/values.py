@@ -61,7 +61,7 @@ class Values:
         """What this rank has of a parameter's value, in a type; in place where that is possible."""
         chunk = tensor.chunk
         chunk.wait()
-        if dtype == chunk.param.dtype and tensor.gradient is not GradientPlace.PARAM:
+        if dtype == chunk.dtype and tensor.gradient is not GradientPlace.PARAM:
             return tensor.view(chunk.param)
         if self.originals.has(tensor, dtype):
             return self.originals.read(tensor).view_as(tensor.view(chunk.param)).to(dtype)
@@ -85,11 +85,11 @@ class Values:
         With several processes all must call it, for the same parameter.
         """
         chunk = tensor.chunk
-        dtype = chunk.param.dtype
+        dtype = chunk.dtype
         with as_it_is():
             if not self.sharing.is_alone:
                 return self.read(tensor, dtype).to(self.device)
-            is_there = chunk.param.device != self.device and chunk.arrival is None
+            is_there = chunk.home_device != self.device and chunk.arrival is None
             # A copy that was made after the gradient came has the gradient in this place.
             if is_there and chunk.compute is not None and tensor.gradient is not GradientPlace.PARAM:
                 return tensor.view_copy(chunk.compute)
@@ -130,7 +130,7 @@ class Values:
             if tensor.is_owned:
                 own = tensor.own(value)
                 self.originals.note_write(tensor, own)
-                if MASTER in chunk.lists:
+                if chunk.has_list(MASTER):
                     _write_master(tensor.view(chunk.lists[MASTER]), own)
                 if tensor.gradient is not GradientPlace.PARAM:
                     _copy(tensor.view(chunk.param), own)
@@ -176,7 +176,7 @@ class Values:
             chunk.wait()
             self.originals.drop(tensor)
             fill(tensor.view(chunk.lists.get(MASTER, chunk.param)).view(-1))
-            if MASTER in chunk.lists:
+            if chunk.has_list(MASTER):
                 tensor.round_master()
 
 

@@ -68,7 +68,7 @@ class Writes:
             self._mirrors.drop(tensor)
             self._end_epoch(tensor)
             self.apply(tensor, value, voids_graphs=False)
-            if value.dtype == tensor.chunk.param.dtype:
+            if value.dtype == tensor.chunk.dtype:
                 self._mirrors.add(tensor, value)
 
     def take_back(self, tensor: ManagedTensor) -> None:

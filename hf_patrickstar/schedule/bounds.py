@@ -12,6 +12,9 @@ ADAM_NBYTES = 28
 """Bytes that Adam reads and writes per parameter in fp32: it reads four numbers, and writes three."""
 
 
+_OF_THE_HOST = (Lane.HOST, Lane.HOST_WORK)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bounds:
     """Bounds of a step.
@@ -60,7 +63,7 @@ def bounds_of(script: Sequence[Entry], timeline: Timeline, machine: Machine, num
     first, *others = [nanoseconds for part, nanoseconds in device_ns(script, machine) if part is not Part.UPDATE]
     return Bounds(
         {
-            **{lane.value: nanoseconds for lane, nanoseconds in busy.items() if lane is not Lane.HOST},
+            **{lane.value: nanoseconds for lane, nanoseconds in busy.items() if lane not in _OF_THE_HOST},
             "host Adam": machine.host_ns(0, ADAM_NBYTES * num_on_host),
         },
         first,

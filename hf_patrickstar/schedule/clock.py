@@ -17,6 +17,7 @@ class Lane(enum.StrEnum):
     """What works beside the others."""
 
     HOST = "host"
+    HOST_WORK = "host thread"
     COMPUTE = "compute"
     TO_DEVICE = "host -> device"
     TO_HOST = "device -> host"

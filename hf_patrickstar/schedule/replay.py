@@ -20,7 +20,13 @@ from hf_patrickstar.schedule.script import (
     Reach,
     Reduce,
     Send,
+    ThreadWork,
 )
+
+LOADS = "hf_patrickstar.runtime.copies.load"
+LOADS_TOGETHER = "hf_patrickstar.runtime.copies.loaded_by_others"
+WAITS_FOR_ARRIVAL = "hf_patrickstar.runtime.copies.wait"
+"""Where in the package the host waits for updates on the host, as plans tell it to load chunks and to use them."""
 
 
 class Player:
@@ -50,6 +56,26 @@ class Player:
         """The host runs an operator on its own memory."""
         machine = self.machine
         self.clock.host(machine.operator_ns + machine.host_ns(work.flops, work.nbytes), work.name)
+
+    def thread_work(self, work: ThreadWork, after: Iterable[Mark]) -> Mark:
+        """The host gives work to its thread.
+
+        Args:
+            work: The work.
+            after: What it comes after.
+
+        Returns:
+            Its end.
+        """
+        machine, clock = self.machine, self.clock
+        clock.host(machine.operator_ns, "give work to the thread")
+        for mark in after:
+            clock.follow(Lane.HOST_WORK, mark)
+        end = clock.end_of(Lane.HOST_WORK)
+        for operator in work.operators:
+            cost = machine.operator_ns + machine.host_ns(operator.flops, operator.nbytes)
+            end = clock.put(Lane.HOST_WORK, cost, operator.name)
+        return end
 
     def blocking_copy(self, copy: BlockingCopy) -> None:
         """The host makes a copy, and waits for it."""
@@ -152,6 +178,7 @@ class _Replay:
         self._moment = 0
         self._sent: list[Mark] = []
         self._last: dict[tuple[int, bool], Mark] = {}  # the last copy of a chunk in a direction
+        self._works: dict[int, Mark] = {}  # the last work of the host's thread on the home of a chunk
         self._arrivals: dict[int, Mark] = {}  # copies that were started ahead, and nobody has waited for
 
     def run(self, script: Sequence[Entry]) -> Timeline:
@@ -162,6 +189,8 @@ class _Replay:
                     player.kernel(entry)
                 case HostWork():
                     player.host_work(entry)
+                case ThreadWork():
+                    self._work(entry)
                 case BlockingCopy():
                     player.blocking_copy(entry)
                 case Send(index, nbytes, to_device):
@@ -186,6 +215,10 @@ class _Replay:
     def _reach(self, visited: int) -> None:
         for index in self._plans[self._micro_batch].moments[self._moment].load:
             load = self._loads[index]
+            if load.sent_nbytes:
+                self._clock.wait(self._works.get(index, Mark()), LOADS_TOGETHER)
+            elif index == visited:
+                self._clock.wait(self._works.get(index, Mark()), LOADS)
             end = self._send(index, load.nbytes, to_device=True, is_here=load.is_here)
             if load.sent_nbytes:
                 self._arrivals[index] = self._player.gather(load.sent_nbytes)
@@ -195,13 +228,22 @@ class _Replay:
                 self._arrivals[index] = end
         self._moment += 1
         if visited in self._arrivals:
+            self._clock.wait(self._works.get(visited, Mark()), WAITS_FOR_ARRIVAL)
             self._clock.follow(Lane.COMPUTE, self._arrivals.pop(visited))
 
+    def _work(self, work: ThreadWork) -> None:
+        after = [self._sent[number] for number in work.after]
+        after += [self._last[index, True] for index in work.after_loads if (index, True) in self._last]
+        end = self._player.thread_work(work, after)
+        self._sent.append(end)
+        self._works.update(dict.fromkeys(work.chunk_indices, end))
+
     def _send(self, index: int, nbytes: int, *, to_device: bool, is_here: bool = False) -> Mark:
-        """Starts a copy after all that the compute lane was told, and after the last one the other way."""
+        """Starts a copy after all that the compute lane was told, the last one the other way, and the thread."""
         lane = lane_of(to_device=to_device)
         self._clock.follow(lane, self._clock.end_of(Lane.COMPUTE))
         self._clock.follow(lane, self._last.get((index, not to_device), Mark()))
+        self._clock.follow(lane, self._works.get(index, Mark()))
         end = self._player.send(nbytes, f"chunk {index}, {nbytes} bytes", to_device=to_device, is_here=is_here)
         self._last[index, to_device] = end
         return end

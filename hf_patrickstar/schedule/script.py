@@ -1,7 +1,7 @@
 """What a step does beside what its plans move: work and waits in order, for any machine. Pure data.
 
-A step is made of parts: forward and backward of every micro-batch, then the update. Each micro-batch follows a plan of
-its own, which begins with its forward.
+A step begins with the update by the gradients of the last one, which goes on beside what comes next; then come forward
+and backward of every micro-batch. Each micro-batch follows a plan of its own, which begins with its forward.
 """
 
 import dataclasses
@@ -48,6 +48,23 @@ class HostWork:
     name: str
     flops: int
     nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ThreadWork:
+    """Work that the host gives to its thread: operators on memory of the host, beside what the host does next.
+
+    Attributes:
+        operators: What the thread does, in order.
+        chunk_indices: The chunks whose homes it writes: copies of these come after it.
+        after: Which ``Send`` s it comes after, counted as for ``Join``.
+        after_loads: The chunks whose last copies by the plan it comes after.
+    """
+
+    operators: tuple[HostWork, ...]
+    chunk_indices: frozenset[int]
+    after: tuple[int, ...]
+    after_loads: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,7 +120,7 @@ class Join:
     """The compute lane goes on after a ``Send`` or a ``Reduce``.
 
     Attributes:
-        number: Which one of both kinds, counted from 0.
+        number: Which one of these and ``ThreadWork``, counted from 0.
     """
 
     number: int
@@ -111,7 +128,7 @@ class Join:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Await:
-    """The host waits for a ``Send``.
+    """The host waits for a ``Send`` or a ``ThreadWork``.
 
     Attributes:
         number: Which one of the script, ``Reduce`` included, counted from 0.
@@ -157,7 +174,9 @@ class Begin:
     part: Part
 
 
-Entry = Kernel | HostWork | BlockingCopy | Send | Reduce | Message | Join | Await | AwaitLoad | Reach | Begin
+Entry = (
+    Kernel | HostWork | ThreadWork | BlockingCopy | Send | Reduce | Message | Join | Await | AwaitLoad | Reach | Begin
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

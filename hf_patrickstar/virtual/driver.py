@@ -30,7 +30,7 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.schedule.clock import Lane, Mark, Timeline
 from hf_patrickstar.schedule.machine import Machine
-from hf_patrickstar.schedule.replay import Player
+from hf_patrickstar.schedule.replay import LOADS, LOADS_TOGETHER, WAITS_FOR_ARRIVAL, Player
 from hf_patrickstar.schedule.script import (
     Await,
     AwaitLoad,
@@ -45,6 +45,7 @@ from hf_patrickstar.schedule.script import (
     Reach,
     Reduce,
     Send,
+    ThreadWork,
 )
 from hf_patrickstar.virtual.costs import cost_of
 
@@ -60,6 +61,8 @@ _IN_PLACE = frozenset(
     }
 )
 """Operators that change their operands and return nothing new, and need not run on fake tensors."""
+_BY_PLAN = frozenset({LOADS, LOADS_TOGETHER, WAITS_FOR_ARRIVAL})
+"""Where the host waits as a plan says, which is no part of a script."""
 _HERE = frozenset({__name__, "hf_patrickstar.memory.streams", "hf_patrickstar.runtime.chunk"})
 
 
@@ -95,6 +98,30 @@ class VirtualEvent:
     def synchronize(self) -> None:
         """Stops the host until it comes."""
         self._driver.wait(self)
+
+
+class VirtualBegun:
+    """A copy that comes after work of the host's thread; see ``Begun``.
+
+    Args:
+        driver: Has the clock.
+        work: The event of the work.
+        event: The event that follows the copy.
+    """
+
+    def __init__(self, driver: "VirtualDriver", work: VirtualEvent, event: VirtualEvent) -> None:
+        self._driver = driver
+        self._work = work
+        self._event = event
+
+    def done(self) -> bool:
+        """See ``Begun``."""
+        return self._work.query()
+
+    def result(self) -> VirtualEvent:
+        """See ``Begun``: stops the host until the work is done."""
+        self._driver.wait(self._work)
+        return self._event
 
 
 class VirtualStream:
@@ -149,6 +176,7 @@ class VirtualDriver:
         self._begin = (0, 0)
         self._chunks: dict[int, int] = {}  # the storage of a chunk's home -> its number
         self._num_sent = 0
+        self._at_work: tuple[list[HostWork], set[int]] | None = None  # of the thread: operators, and chunks it writes
         self._is_copying = False  # then the operator that copies is not charged
 
     # What ``DeviceStreams`` asks for
@@ -190,11 +218,26 @@ class VirtualDriver:
         self.script.append(Send(index, source.nbytes, to_device))
 
     def on_host(self, work: Callable[[], None], after: Iterable[Any]) -> VirtualEvent:
-        """See ``Driver``: the host does it itself, for there is no lane for its thread yet."""
-        for event in after:
-            event.synchronize()
-        work()
-        return VirtualEvent(self, self.clock.end_of(Lane.HOST), None)
+        """See ``Driver``."""
+        events = list(after)
+        known = [event.copy for event in events if event.copy is not None and event.copy.script is self.script]
+        numbers = tuple(copy.number for copy in known if not copy.is_load)
+        loads = tuple(copy.chunk_index for copy in known if copy.is_load)
+        self._at_work = operators, written = [], set()
+        try:
+            with torch.no_grad():
+                work()
+        finally:
+            self._at_work = None
+        entry = ThreadWork(tuple(operators), frozenset(written), numbers, loads)
+        mark = self._player.thread_work(entry, [event.mark for event in events])
+        self.script.append(entry)
+        return VirtualEvent(self, mark, self._count(-1, to_device=False))
+
+    def begin_after(self, work: Any, stream: Any, begin: Callable[[Any], Any]) -> VirtualBegun:
+        """See ``Driver``."""
+        stream.wait_event(work)
+        return VirtualBegun(self, work, begin(stream))
 
     def close(self) -> None:
         """See ``Driver``."""
@@ -215,6 +258,8 @@ class VirtualDriver:
         place = caller()
         self.clock.wait(event.mark, place)
         copy = event.copy
+        if place in _BY_PLAN:
+            return
         if copy is not None and copy.script is self.script:  # copies of before ``begin`` are done
             self.script.append(AwaitLoad(copy.chunk_index, place) if copy.is_load else Await(copy.number, place))
 
@@ -305,6 +350,12 @@ class VirtualDriver:
         if cost is None:
             return
         packet, name = operator._overloadpacket, str(operator._overloadpacket)
+        if self._at_work is not None:
+            operators, chunks = self._at_work
+            operators.append(HostWork(name, cost.flops, cost.nbytes))
+            keys = map(storage_key, written_operands(operator._schema, args, kwargs))
+            chunks.update(self._chunks[key] for key in keys if key in self._chunks)
+            return
         written = written_operands(operator._schema, args, kwargs)
         tensors = [*written, *read_operands(written, args, kwargs)]
         tiers = {self.tier_of(tensor) for tensor in tensors if tensor.numel()}
@@ -359,7 +410,8 @@ class VirtualDriver:
         Args:
             chunks: The chunks of the engine.
         """
-        self._chunks = {storage_key(chunk.param): chunk.spec.index for chunk in chunks if not chunk.is_retired}
+        known = [chunk for chunk in chunks if not chunk.is_retired]
+        self._chunks = {storage_key(chunk.payloads["param"]): chunk.spec.index for chunk in known}
         self.clock.wait_for_all("the beginning")
         self._begin = (self.clock.now_ns, len(self.clock.spans))
         self.script, self._num_sent = [], 0

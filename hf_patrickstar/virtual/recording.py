@@ -28,7 +28,7 @@ _MOST_STEPS = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recording:
-    """A step of training that follows plans, one for each micro-batch.
+    """A step of training by plans, one for each micro-batch: the update of the last one, then forward and backward.
 
     Attributes:
         script: What the step does beside what its plans move.
@@ -149,11 +149,14 @@ def record_step(
             listener=driver.note_event,
             process_group=VirtualPeers(driver, world_size),
         )
-        for _ in range(_MOST_STEPS):
+        assert engine.optimizer is not None
+        engine.optimizer.zero_grad()  # tells the engine that nobody wants gradients after a step
+        for number in range(_MOST_STEPS + 1):
             num_recorded = engine.stats()["recorded_steps"]
-            batches = [make_inputs() for _ in range(num_micro_batches)]
             driver.begin(engine.manager.chunks)
-            steps = _train(engine, model, batches, max_norm, driver)
+            if number:
+                _update(engine, max_norm, driver)
+            steps = _train(engine, model, [make_inputs() for _ in range(num_micro_batches)], driver)
             timeline = driver.end()
             if engine.stats()["recorded_steps"] == num_recorded and all(
                 step and step.cursor and step.plan for step in steps
@@ -196,26 +199,28 @@ def _make_adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 
-def _train(
-    engine: PatrickStarEngine,
-    model: torch.nn.Module,
-    batches: Sequence[Mapping[str, torch.Tensor]],
-    max_norm: float | None,
-    driver: VirtualDriver,
-) -> list[Step | None]:
-    """A step of training; returns what the engine knows of forward and backward of each micro-batch."""
+def _update(engine: PatrickStarEngine, max_norm: float | None, driver: VirtualDriver) -> None:
+    """The optimizer's step."""
     assert engine.optimizer is not None
-    steps: list[Step | None] = []
-    for number, inputs in enumerate(batches):
-        driver.begin_part(Part.FORWARD)
-        if not number:
-            engine.optimizer.zero_grad()  # tells the engine that nobody wants gradients after a step
-        loss = model(**inputs).loss
-        steps.append(engine.manager.tracer.step)
-        driver.begin_part(Part.BACKWARD)
-        (loss / len(batches) if len(batches) > 1 else loss).backward()
     driver.begin_part(Part.UPDATE)
     if max_norm is not None:
         engine.optimizer.clip_grad_norm_(None, max_norm)
     engine.optimizer.step()
+    engine.optimizer.zero_grad()
+
+
+def _train(
+    engine: PatrickStarEngine,
+    model: torch.nn.Module,
+    batches: Sequence[Mapping[str, torch.Tensor]],
+    driver: VirtualDriver,
+) -> list[Step | None]:
+    """Forward and backward of all micro-batches; returns what the engine knows of each."""
+    steps: list[Step | None] = []
+    for inputs in batches:
+        driver.begin_part(Part.FORWARD)
+        loss = model(**inputs).loss
+        steps.append(engine.manager.tracer.step)
+        driver.begin_part(Part.BACKWARD)
+        (loss / len(batches) if len(batches) > 1 else loss).backward()
     return steps

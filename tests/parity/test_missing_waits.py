@@ -216,11 +216,31 @@ def ahead(folder):
     return run.end()
 
 
+def overlapped(folder):
+    """The next forward begins while chunks are updated."""
+    run = Run(prefetch_depth=2)
+    run.train(4)
+    return run.end()
+
+
+def looking_at_states(folder):
+    """Whoever has the states sees those of the last step."""
+    run = Run(num_chunks=16, device_budget=10**6)
+    states = [run.optimizer.state[parameter] for parameter in run.parameters]
+    for number in range(3):
+        run.backward(number)
+        run.step()
+        run.keep(*(state["exp_avg"] for state in states if "exp_avg" in state))
+        run.keep(*(state["exp_avg"] for state in run.optimizer.state_dict()["state"].values()))
+    return run.end()
+
+
 def accumulation(folder):
     run = Run(accumulation=2)
     for number in range(2):
         run.backward(2 * number)
         run.backward(2 * number + 1)
+        run.keep(*(p.grad for p in run.parameters)) if number else None
         run.step()
     return run.end()
 
@@ -569,6 +589,8 @@ def load_other_state(run, loading):
 RUNS = {
     "on demand": on_demand,
     "ahead": ahead,
+    "overlapped": overlapped,
+    "looking at states": looking_at_states,
     "saved while it steps": saved_while(Run.step),
     "accumulation": accumulation,
     "several backwards": several_backwards,
@@ -614,6 +636,7 @@ WATCHED = (
     *((f"runtime/{name}.py",) for name in ("chunk", "copies", "cpu_embeddings", "executor", "gradients", "manager")),
     *((f"runtime/{name}.py",) for name in ("phases", "reclaim", "values")),
     *((f"optim/{name}.py",) for name in ("kernel", "optimizer", "state")),
+    ("payloads.py",),
 )
 """Modules that order copies and kernels of one process, some with the classes that do."""
 
@@ -650,7 +673,6 @@ _HELD = "the thread holds the tensors that it writes, so its file is right; the 
 
 UNNOTICED = {
     "memory/streams.py DeviceStreams.beside: lane.wait_stream(...)": _GROUP,
-    "memory/streams.py DeviceStreams._copy: other.wait()": "no copy uses what the thread of the host writes: lists",
     "runtime/copies.py Copies.loaded_by_others: chunk.note(...)": _GROUP,
     "runtime/copies.py Copies.loaded_by_others: chunk.under_way": _GROUP,
     "runtime/copies.py Copies.rehome: chunk.wait_for_reader()": _HELD,

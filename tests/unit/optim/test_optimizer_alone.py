@@ -115,7 +115,8 @@ def test_each_step_has_a_number():
     ]
 
 
-def test_what_happens_in_a_step_in_order():
+@pytest.mark.parametrize("runs_beside", [True, False])
+def test_what_happens_in_a_step_in_order(runs_beside):
     """Everything below is stood in for."""
     parts = make((2, 2), groups=[[0]])
     told = []
@@ -125,10 +126,11 @@ def test_what_happens_in_a_step_in_order():
 
     gradients = fake("check_complete", "make_ready", "move_to_list", has=False, take_factor=None, try_to_keep=True)
     gradients.has_factor, gradients.must_keep, gradients.lock = False, True, contextlib.nullcontext()
-    phases = fake("update_begin", "before_update", "chunk_updated", "update_end")
+    phases = fake("update_begin", "before_update", "update", "chunk_updated", "update_end")
     phases.turns = fake(taken=contextlib.nullcontext())
-    kernel = fake("begin_step", "end_step", "update")
-    kernel.batch_numel, kernel.updates_at_once = 0, False
+    kernel = fake("begin_step", "end_step", prepare="update")
+    kernel.batch_numel, kernel.updates_at_once, kernel.runs_beside = 0, False, runs_beside
+    kernel.list_names = ("master",)
     manager = types.SimpleNamespace(
         tensors=parts.tensors,
         chunks=parts.chunks,
@@ -160,7 +162,8 @@ def test_what_happens_in_a_step_in_order():
         ("make_ready", first),
         ("make_ready", second),
         ("move_to_list", second),
-        ("update", [chunk], {0: 0}, None),
+        ("prepare", [chunk], {0: 0}, None),
+        ("update", [chunk], "update", runs_beside),
         ("chunk_updated", chunk, {0: 0}, True),
         ("update_end",),
         ("emit", StepFinished(1, skipped=False)),

@@ -2,6 +2,8 @@
 calculate by hand.
 """
 
+import functools
+
 import torch
 from unit.runtime.parts import Parts
 
@@ -80,7 +82,7 @@ class PlainKernel(Kernel):
 
     list_names = (MASTER, "last")
     follows_homes = splits_tensors = True
-    updates_at_once = False
+    updates_at_once = runs_beside = False
     batch_numel = 0
 
     def __init__(self, optimizer, parts):
@@ -96,7 +98,10 @@ class PlainKernel(Kernel):
     def end_step(self):
         self.told.append("end")
 
-    def update(self, chunks, groups, coefficient):
+    def prepare(self, chunks, groups, coefficient):
+        return functools.partial(self._update, chunks, groups, coefficient)
+
+    def _update(self, chunks, groups, coefficient):
         factor = None if coefficient is None else coefficient.item()
         self.told.append(([chunk.spec.index for chunk in chunks], dict(groups), factor))
         for tensor in (tensor for chunk in chunks for tensor in chunk.owned):

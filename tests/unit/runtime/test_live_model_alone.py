@@ -435,7 +435,7 @@ class Layer(nn.Module):
 def make_layer(alive, dtype):
     one = alive(nn.Sequential(Layer()))
     (tensor,) = one.tensors.values()
-    tensor.chunk = types.SimpleNamespace(param=torch.zeros(1, dtype=dtype))
+    tensor.chunk = types.SimpleNamespace(dtype=dtype)
     return one, one.model[0]
 
 

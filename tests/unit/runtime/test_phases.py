@@ -9,6 +9,7 @@ from unit.runtime.data_parts import InBackward
 from unit.runtime.parts import Fake, Named, Parts, narrow
 
 from hf_patrickstar.errors import EngineError
+from hf_patrickstar.memory.lanes import WorkLane
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.frames import Frame
 from hf_patrickstar.runtime.order import Phase
@@ -19,7 +20,7 @@ FORWARD, BACKWARD, EVALUATION = Stage.FORWARD, Stage.BACKWARD, Stage.EVALUATION
 SHAPES = ((2, 4),)
 
 
-def make(*, step=None, factor=None, num_micro_batches=2, homes=(Tier.HOST,), **answers):
+def make(*, step=None, factor=None, num_micro_batches=2, homes=(Tier.HOST,), overlaps_updates=True, **answers):
     """Phases over chunks of two tensors, and all that they call."""
     parts = Parts()
     for home in homes:
@@ -69,8 +70,9 @@ def make(*, step=None, factor=None, num_micro_batches=2, homes=(Tier.HOST,), **a
         copies=fake("copies", "invalidate", find=None),
         reclaim="reclaim",
         tracer=types.SimpleNamespace(step=step),
+        policy=types.SimpleNamespace(overlaps_updates=overlaps_updates),
     )
-    placement, streams = fake("placement", "prepare", "update"), fake("streams", "release_in_flight")
+    placement, streams = fake("placement", "prepare", "update"), fake("streams", "release_in_flight", on_host="ticket")
     parts.data, parts.executor, parts.gradients, parts.tracer = data, executor, gradients, services.tracer
     phases = Phases(services, steps, placement, data, parameters, streams)
     phases.turns = fake("turns", "take_backward", "give_up_backward", "give_up")
@@ -369,6 +371,38 @@ def test_a_checkpoint_that_is_being_written_goes_before_an_update():
     phases.before_update(chunk)
     assert told(parts) == [("steps.visit_for_update", chunk), ("reader.wait",)]
     assert chunk.reader is None
+
+
+class Note:
+    """A ticket that writes down that it is waited for."""
+
+    def __init__(self, log, name):
+        self.lane, self._log, self._name = WorkLane.TO_HOST, log, name
+
+    def wait(self):
+        self._log.append((f"wait for {self._name}",))
+
+
+def test_an_update_on_the_host_goes_on_beside():
+    parts, phases = make(homes=[Tier.HOST] * 2)
+    notes = [Note(parts.told, "a gradient"), Note(parts.told, "another")]
+    for chunk, note in zip(parts.chunks, notes, strict=True):
+        chunk.note(note)
+    phases.update(parts.chunks, "update", may_run_beside=True)
+    assert told(parts) == [("streams.on_host", "update", notes)]
+    assert [chunk.update for chunk in parts.chunks] == ["ticket"] * 2
+
+
+@pytest.mark.parametrize(
+    ("home", "may_run_beside", "overlaps_updates"),
+    [(Tier.DEVICE, True, True), (Tier.HOST, False, True), (Tier.HOST, True, False)],
+)
+def test_other_updates_are_done_when_they_are_told(home, may_run_beside, overlaps_updates):
+    parts, phases = make(homes=[home], overlaps_updates=overlaps_updates)
+    parts.chunks[0].note(Note(parts.told, "a gradient"))
+    phases.update(parts.chunks, lambda: parts.told.append(("update",)), may_run_beside=may_run_beside)
+    assert told(parts) == [("wait for a gradient",), ("update",)]
+    assert parts.chunks[0].update is None
 
 
 @pytest.mark.parametrize("keeps", [False, True])

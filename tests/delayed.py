@@ -1,0 +1,103 @@
+"""Engines over CPU memory with a real thread of the host, whose work begins late: what does not wait for it is wrong."""
+
+import contextlib
+import random
+import time
+import weakref
+
+import torch
+
+from hf_patrickstar.memory.operators import storage_key
+from hf_patrickstar.memory.threads import HostThread
+from hf_patrickstar.memory.tiers import Tier
+
+MOST_S = 0.002
+"""The longest time after which a piece of work begins."""
+
+
+class Done:
+    """A point in a stream that has been reached."""
+
+    def query(self):
+        return True
+
+    def synchronize(self):
+        pass
+
+
+class AtOnce:
+    """A stream that does what it is told at once."""
+
+    def wait_stream(self, other):
+        pass
+
+    def wait_event(self, event):
+        event.synchronize()
+
+    def record_event(self):
+        return Done()
+
+    def synchronize(self):
+        pass
+
+
+class DelayedDriver(HostThread):
+    """See ``Driver``; copies are made at once, by the thread that starts them.
+
+    Args:
+        seed: Of the delays.
+    """
+
+    def __init__(self, seed):
+        super().__init__()
+        self._random = random.Random(seed)
+        self._stream = AtOnce()
+        self._on_host = set()
+        self.num_works = 0
+        self.num_late = 0  # copies that the thread has made
+
+    def new_stream(self):
+        return self._stream
+
+    current_stream = new_stream
+
+    def inside(self, stream):
+        return contextlib.nullcontext()
+
+    def is_on_device(self, tensor):
+        try:
+            return storage_key(tensor) not in self._on_host
+        except (NotImplementedError, RuntimeError):  # a kind of tensor that has no storage
+            return True
+
+    def is_pinned(self, tensor):
+        return not self.is_on_device(tensor)
+
+    def copy(self, source, target, stream):
+        with torch.no_grad():
+            target.copy_(source)
+
+    def on_host(self, work, after):
+        delay_s = self._random.random() * MOST_S
+        self.num_works += 1
+
+        def work_late():
+            time.sleep(delay_s)
+            work()
+
+        return super().on_host(work_late, after)
+
+    def begin_after(self, work, stream, begin):
+        self.num_late += not work.query()
+        return super().begin_after(work, stream, begin)
+
+    def take(self, buffer, tier, owner):
+        key = storage_key(buffer)
+        if tier is Tier.HOST and key not in self._on_host:
+            self._on_host.add(key)
+            weakref.finalize(buffer.untyped_storage(), self._on_host.discard, key)
+        elif tier is not Tier.HOST:
+            self._on_host.discard(key)
+
+    def free(self, buffer):
+        self._on_host.discard(storage_key(buffer))
