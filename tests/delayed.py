@@ -1,4 +1,4 @@
-"""Engines over CPU memory with a real thread of the host, whose work begins late: what does not wait for it is wrong."""
+"""Engines over CPU memory with a real thread of the host that begins late: what does not wait for it is wrong."""
 
 import contextlib
 import random

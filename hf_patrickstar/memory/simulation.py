@@ -16,7 +16,6 @@ that is not waited for leaves its NaN.
 """
 
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import random
@@ -28,7 +27,6 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_patrickstar.errors import RaceError
-from hf_patrickstar.memory.lanes import Begun
 from hf_patrickstar.memory.operators import OperatorMode, is_view, read_operands, storage_key, written_operands
 from hf_patrickstar.memory.tiers import Tier
 
@@ -123,6 +121,28 @@ class _WorkEvent(SimulatedEvent):
         super().synchronize()
         for error in self._failures:
             raise error
+
+
+class _Begun:
+    """A copy that comes after work of the host's thread; see ``Begun``.
+
+    Args:
+        work: The event of the work.
+        event: The event that follows the copy.
+    """
+
+    def __init__(self, work: SimulatedEvent, event: SimulatedEvent) -> None:
+        self._work = work
+        self._event = event
+
+    def done(self) -> bool:
+        """See ``Begun``."""
+        return self._work.query()
+
+    def result(self) -> SimulatedEvent:
+        """See ``Begun``: the host waits for the work."""
+        self._work.synchronize()
+        return self._event
 
 
 class SimulatedStream:
@@ -221,6 +241,7 @@ class SimulatedDriver:
         self.num_copies = self.num_checked = 0
         self._thread = SimulatedStream(self, "host thread", is_eager=False)
         self._lanes: list[SimulatedStream] = [self._thread]
+        self._failure: BaseException | None = None
         self._late: list[SimulatedStream] = []
         self._at_work: tuple[SimulatedStream, int] | None = None  # the lane and number of work that runs now
         self._random = None if seed is None else random.Random(seed)
@@ -288,7 +309,7 @@ class SimulatedDriver:
 
     def begin_after(
         self, work: SimulatedEvent, stream: SimulatedStream, begin: Callable[[SimulatedStream], SimulatedEvent]
-    ) -> Begun:
+    ) -> _Begun:
         """See ``Driver``. Nothing orders it after, or before, other copies of the lane, so it gets one of its own."""
         with self.lock:
             lane = next((late for late in self._late if not late.is_busy), None)
@@ -296,9 +317,7 @@ class SimulatedDriver:
                 lane = SimulatedStream(self, f"late copies {len(self._late)}", is_eager=False)
                 self._late.append(lane)
             lane.wait_event(work)
-            begun: concurrent.futures.Future[SimulatedEvent] = concurrent.futures.Future()
-            begun.set_result(begin(lane))
-            return begun
+            return _Begun(work, begin(lane))
 
     def close(self) -> None:
         """See ``Driver``."""
@@ -379,11 +398,14 @@ class SimulatedDriver:
         before, self._thread.clock = self._thread.clock, known
         self._at_work = (self._thread, number)
         try:
+            if self._failure is not None:  # as in a real thread
+                raise self._failure
             with _unseen(), _Operators(self):
                 work()
         except RaceError:
             raise
         except BaseException as error:
+            self._failure = error
             failures.append(error)
         finally:
             self._at_work, self._thread.clock = None, before

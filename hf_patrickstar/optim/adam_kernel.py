@@ -48,7 +48,7 @@ class _Segment:
         start: The first element.
         stop: One after the last.
         options: The settings of its param group when the optimizer's step began.
-        step: How many steps have updated it.
+        step: How many steps have updated it, a scalar tensor where torch's kernel reads it.
         place: Where its gradient is.
     """
 
@@ -57,7 +57,7 @@ class _Segment:
     start: int
     stop: int
     options: Mapping[str, Any]
-    step: int
+    step: torch.Tensor
     place: GradientPlace
 
     @property
@@ -158,11 +158,12 @@ class AdamKernel(Kernel):
     ) -> Callable[[], None]:
         """See ``Kernel``."""
         options = [_without_parameters(group) for group in self._optimizer.param_groups]
-        joined = [segment for chunk in chunks for segment in self._joined(chunk, groups, options)]
+        steps: dict[tuple[int, int], torch.Tensor] = {}
+        joined = [segment for chunk in chunks for segment in self._joined(chunk, groups, options, steps)]
         for tensor in (tensor for chunk in chunks for tensor in chunk.owned):
             if tensor.gradient in AT_HOME and tensor.spec.index in groups:
-                steps = self._steps.get(tensor.spec.index, 0)
-                self._steps[tensor.spec.index] = steps.add_(1) if isinstance(steps, torch.Tensor) else steps + 1
+                num = self._steps.get(tensor.spec.index, 0)
+                self._steps[tensor.spec.index] = num.add_(1) if isinstance(num, torch.Tensor) else num + 1
         return functools.partial(self._update_all, joined, coefficient)
 
     def _update_all(self, joined: Sequence[_Segment], coefficient: torch.Tensor | None) -> None:
@@ -236,7 +237,7 @@ class AdamKernel(Kernel):
             tile_numel = self._tile_numel_of(whole, most_numel, num)
             for start in range(whole.start, whole.stop, tile_numel):
                 segment = dataclasses.replace(whole, start=start, stop=min(start + tile_numel, whole.stop))
-                key = (id(segment.options), segment.step, chunk.state_dtype, chunk.is_mixed)
+                key = (id(segment.options), id(segment.step), chunk.state_dtype, chunk.is_mixed)
                 numels[key] = numels.get(key, 0) + segment.numel
                 if numels[key] > tile_numel and key in tiles:
                     yield tiles.pop(key)
@@ -257,15 +258,31 @@ class AdamKernel(Kernel):
         """The elements of the part of a worker, if so many share the scratch space of a tier."""
         return self._scratch[tier].numel() // num // ALIGNMENT_NUMEL * ALIGNMENT_NUMEL
 
-    def _joined(self, chunk: Chunk, groups: Mapping[int, int], options: Sequence[Mapping[str, Any]]) -> list[_Segment]:
-        """The ranges of one chunk, joined as [Note: same bits as torch] allows."""
+    def _joined(
+        self,
+        chunk: Chunk,
+        groups: Mapping[int, int],
+        options: Sequence[Mapping[str, Any]],
+        steps: dict[tuple[int, int], torch.Tensor],
+    ) -> list[_Segment]:
+        """The ranges of one chunk, joined as [Note: same bits as torch] allows.
+
+        Args:
+            chunk: The chunk.
+            groups: See ``prepare``.
+            options: The settings of each param group.
+            steps: How many steps have updated a range, as tensors by param group and number; it grows.
+        """
         joined: list[_Segment] = []
         payloads = chunk.payloads
         for tensor in chunk.owned:
             group = groups.get(tensor.spec.index)
             if group is None or tensor.gradient not in AT_HOME or not tensor.own_numel:
                 continue
-            chosen, step = options[group], int(self._steps.get(tensor.spec.index, 0))
+            chosen, num = options[group], int(self._steps.get(tensor.spec.index, 0))
+            if (group, num) not in steps:
+                steps[group, num] = self._make_step(chosen, num, payloads[MASTER].device)
+            step = steps[group, num]
             start = tensor.home_offset_numel
             last = joined[-1] if joined else None
             if (
@@ -273,13 +290,19 @@ class AdamKernel(Kernel):
                 and last.stop == start
                 and last.stop % ALIGNMENT_NUMEL == 0
                 and last.options is chosen
-                and (last.step, last.place) == (step, tensor.gradient)
+                and last.step is step
+                and last.place is tensor.gradient
             ):
                 last.stop = start + tensor.own_numel
             else:
                 stop = start + tensor.own_numel
                 joined.append(_Segment(chunk, payloads, start, stop, chosen, step, tensor.gradient))
         return joined
+
+    def _make_step(self, options: Mapping[str, Any], num: int, device: torch.device) -> torch.Tensor:
+        fused = self._is_fused(options) or options.get("fused")
+        # Made by a kernel: torch.tensor would copy from the host, and wait for it.
+        return torch.full((), float(num), device=device if fused else "cpu")
 
     def _gradients(self, segments: Sequence[_Segment], number: int, num: int) -> list[torch.Tensor]:
         gradients, used = [], 0
@@ -308,8 +331,6 @@ class AdamKernel(Kernel):
         foreach, fused = group.get("foreach"), self._is_fused(group) or group.get("fused")
         beta1, beta2 = group["betas"]
         decoupled = group.get("decoupled_weight_decay", isinstance(self._optimizer, torch.optim.AdamW))
-        # Made by a kernel: torch.tensor would copy from the host, and wait for it, once per tile.
-        make_step = functools.partial(torch.full, (), device=masters[0].device if fused else "cpu")
         if fused and isinstance(group["lr"], float) and isinstance(beta1, float) and isinstance(beta2, float):
             # What adam() comes to, without sorting tensors by device and type.
             (torch._fused_adamw_ if decoupled else torch._fused_adam_)(
@@ -318,7 +339,7 @@ class AdamKernel(Kernel):
                 exp_avgs,
                 exp_avg_sqs,
                 [],
-                [make_step(fill_value=float(segment.step + 1))] * len(masters),
+                [segment.step + 1] * len(masters),
                 lr=group["lr"],
                 beta1=beta1,
                 beta2=beta2,
@@ -334,7 +355,7 @@ class AdamKernel(Kernel):
             exp_avgs,
             exp_avg_sqs,
             [],
-            [make_step(fill_value=float(segment.step)) for _ in masters],
+            [segment.step.clone() for _ in masters],
             foreach=foreach,
             fused=fused,
             decoupled_weight_decay=decoupled,

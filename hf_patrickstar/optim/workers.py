@@ -100,7 +100,6 @@ class HostWorkers:
         Returns:
             A ticket to wait for.
         """
-        threads = self._threads = self._threads or self._start()
         remaining = collections.deque(items)
 
         @torch.no_grad()
@@ -111,12 +110,21 @@ class HostWorkers:
                         item = remaining.popleft()
                     except IndexError:  # another worker has taken the last one
                         return
-                    work(self._local.number, item)
+                    work(getattr(self._local, "number", 0), item)
             except BaseException:
                 remaining.clear()
                 raise
 
-        return WorkTicket([threads.submit(run) for _ in range(min(self.num, len(remaining)))], remaining)
+        futures: list[concurrent.futures.Future[None]] = []
+        try:
+            threads = self._threads = self._threads or self._start()
+            futures += [threads.submit(run) for _ in range(min(self.num, len(remaining)))]
+        except RuntimeError as error:
+            if "shutdown" not in str(error):
+                raise
+            if not futures:  # the program exits, which begins no threads and waits for what was begun
+                run()
+        return WorkTicket(futures, remaining)
 
     def close(self) -> None:
         """Ends the threads, when what was started is done."""

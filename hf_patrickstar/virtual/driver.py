@@ -223,7 +223,9 @@ class VirtualDriver:
         known = [event.copy for event in events if event.copy is not None and event.copy.script is self.script]
         numbers = tuple(copy.number for copy in known if not copy.is_load)
         loads = tuple(copy.chunk_index for copy in known if copy.is_load)
-        self._at_work = operators, written = [], set()
+        operators: list[HostWork] = []
+        written: set[int] = set()
+        self._at_work = operators, written
         try:
             with torch.no_grad():
                 work()

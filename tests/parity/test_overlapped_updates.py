@@ -1,0 +1,523 @@
+"""Updates beside the next forward: everybody sees what an optimizer that is done when its step returns would show.
+
+Each case runs with updates at once, then over simulated streams and with a real thread that begins late.
+"""
+
+import contextlib
+import functools
+import gc
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+from delayed import DelayedDriver
+from models import make_batch, make_model
+from simulated import streams_of
+from trainers import smallest_budget
+
+from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar.errors import DeviceMemoryError
+from hf_patrickstar.memory.threads import HostTicket
+from hf_patrickstar.optim.adam_kernel import AdamKernel
+
+pytestmark = pytest.mark.own_streams
+
+STREAMS = ["simulated", "simulated:1", "delayed"]
+
+
+@functools.cache
+def tight_budget(name):
+    return int(1.6 * smallest_budget(make_model(name)))
+
+
+class Run:
+    """Training whose every result is kept."""
+
+    def __init__(self, make_optimizer=None, *, name="gpt2", accumulation=1, **config):
+        self.model = make_model(name).train()
+        self.name = name
+        config = {"placement": "host", "chunk_numel": 700, "chunk_budget": tight_budget(name), **config}
+        make_optimizer = make_optimizer or (lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True))
+        made = make_optimizer(self.model.parameters())
+        self.engine = PatrickStarEngine(self.model, config, made, gradient_accumulation_steps=accumulation)
+        self.optimizer = self.engine.optimizer
+        self.found = []
+
+    def keep(self, *values):
+        self.found += [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in values]
+
+    def keep_state(self, state):
+        self.keep(*(value for entry in state["state"].values() for value in entry.values()))
+
+    def backward(self, seed=0):
+        loss = self.model(**make_batch(self.name, seed=seed)).loss
+        loss.backward()
+        self.keep(loss)
+
+    def step(self, seed=0, after=lambda run: None):
+        self.backward(seed)
+        self.keep(self.optimizer.clip_grad_norm_(None, 0.5))
+        self.optimizer.step()
+        after(self)
+        self.optimizer.zero_grad()
+
+    @property
+    def num_under_way(self):
+        updates = [chunk.update for chunk in self.engine.manager.chunks]
+        return sum(isinstance(update, HostTicket) and not update.is_done for update in updates)
+
+    def end(self):
+        self.keep(*self.model.state_dict().values())
+        return self.found
+
+
+def plain(run):
+    for seed in range(3):
+        run.step(seed)
+
+
+def weights(run):
+    for seed in range(3):
+        run.step(seed, lambda run: run.keep(*run.model.state_dict().values()))
+
+
+def one_weight(run):
+    for seed in range(3):
+        run.step(seed, lambda run: run.keep(next(run.model.parameters()).data))
+
+
+def states(run):
+    for seed in range(3):
+        run.step(seed, lambda run: run.keep_state(run.optimizer.state_dict()))
+
+
+def states_of_before(run):
+    """They are those of the last step whenever somebody looks."""
+    run.step(0)
+    held = [tensor for parameter in run.model.parameters() for tensor in run.optimizer.state[parameter].values()]
+    for seed in (1, 2):
+        run.step(seed, lambda run: run.keep(*held))
+
+
+def evaluation(run):
+    def evaluate(run):
+        with torch.no_grad():
+            run.keep(run.model(**make_batch(run.name, seed=9)).loss)
+
+    for seed in range(3):
+        run.step(seed, evaluate)
+
+
+def generation(run):
+    def generate(run):
+        tokens = make_batch(run.name, seed=9)["input_ids"][:1, :4]
+        run.keep(run.model.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0))
+
+    for seed in range(2):
+        run.step(seed, generate)
+
+
+def opened(run):
+    def open_all(run):
+        with run.engine.full_parameters():
+            run.keep(*run.model.parameters())
+
+    for seed in range(2):
+        run.step(seed, open_all)
+
+
+def schedule(run):
+    """The learning rate changes while chunks are updated with the one of before."""
+    scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 0.3**step)
+    for seed in range(4):
+        run.step(seed, lambda run: scheduler.step())
+
+
+def assigned_settings(run):
+    for seed in range(3):
+        run.step(seed)
+        for group in run.optimizer.param_groups:
+            group["lr"] = group["lr"] / 2
+            if isinstance(group["betas"][0], float):
+                group["betas"] = (0.5, 0.6)
+
+
+def losses_of_micro_batches(run):
+    for seed in range(3):
+        run.backward(10 + seed)
+        run.step(seed)
+
+
+def consumed_gradients(run):
+    for seed in range(3):
+        run.step(seed, lambda run: run.keep(*(p.grad for p in run.model.parameters())))
+
+
+def unused_gradients(run):
+    """Some parameters have no gradient, and their chunks are updated all the same."""
+    for seed in range(3):
+        run.backward(seed)
+        for parameter in list(run.model.parameters())[::3]:
+            parameter.grad = None
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+def writes(run):
+    def write(run):
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.mul_(0.9)
+
+    for seed in range(3):
+        run.step(seed, write)
+
+
+def a_second_attempt(run):
+    """Memory runs out while chunks are updated."""
+    for seed in range(3):
+        failed = []
+
+        def attempt(seed=seed, failed=failed):
+            loss = run.model(**make_batch(run.name, seed=seed)).loss
+            if not failed:
+                failed.append(True)
+                raise DeviceMemoryError("full")
+            loss.backward()
+            run.keep(loss)
+
+        run.engine.attempt(attempt)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+def detaching(run):
+    run.step(0)
+    run.step(1, lambda run: run.engine.detach())
+    run.keep(*run.model.parameters())
+    run.keep_state(run.engine.optimizer.inner.state_dict())
+
+
+def changes_of_the_model(run):
+    run.step(0)
+    run.step(1)
+    run.model.lm_head = torch.nn.Linear(run.model.config.n_embd, run.model.config.vocab_size, bias=False)
+    torch.nn.init.constant_(run.model.lm_head.weight, 0.01)
+    run.step(2)
+
+
+def tensor_rate(parameters):
+    return torch.optim.AdamW(parameters, lr=torch.tensor(1e-2), fused=True)
+
+
+def fill_rate(run):
+    for seed in range(3):
+        run.step(seed)
+        run.optimizer.param_groups[0]["lr"].fill_(0.1 ** (seed + 1))
+
+
+def groups(parameters):
+    parameters = list(parameters)
+    return torch.optim.Adam(
+        [
+            {"params": parameters[::2], "lr": 1e-2},
+            {"params": parameters[1::2], "weight_decay": 0.1, "betas": (0.8, 0.9)},
+        ]
+    )
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+CASES = {
+    "plain": (plain, {}),
+    "16-bit": (plain, {"dtype": "bf16"}),
+    "on demand": (plain, {"prefetch_depth": 0}),
+    "far ahead": (plain, {"prefetch_depth": 8}),
+    "single tensors": (plain, {"make_optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False)}),
+    "another optimizer": (states, {"make_optimizer": momentum}),
+    "groups": (schedule, {"make_optimizer": groups}),
+    "a rate that is a tensor": (fill_rate, {"make_optimizer": tensor_rate}),
+    "accumulation": (losses_of_micro_batches, {"accumulation": 2}),
+    "margin": (plain, {"placement": "auto", "chunk_budget": "auto", "device_budget": 10**6}),
+    "on the CPU": (plain, {"cpu_embedding": True}),
+    "kept gradients": (consumed_gradients, {"keep_gradients": True}),
+    **{
+        case.__name__.replace("_", " "): (case, {})
+        for case in (
+            *(weights, one_weight, states, states_of_before, evaluation, generation, opened, schedule),
+            *(assigned_settings, losses_of_micro_batches, unused_gradients, writes, a_second_attempt, detaching),
+            *(changes_of_the_model,),
+        )
+    },
+}
+
+
+def outcome(streams, case, settings, **others):
+    torch.manual_seed(0)
+    with streams_of(streams):
+        run = Run(**settings, **others)
+        case(run)
+        return run.end()
+
+
+def assert_same(expected, found):
+    assert len(expected) == len(found) > 3
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+@pytest.mark.parametrize(("case", "settings"), CASES.values(), ids=CASES)
+def test_nobody_sees_values_of_before(case, settings):
+    expected = outcome("threads", case, settings, overlap_optimizer=False)
+    for streams in STREAMS:
+        assert_same(expected, outcome(streams, case, settings))
+
+
+# That they go on beside
+
+
+@pytest.fixture
+def late():
+    with streams_of("delayed") as drivers:
+        yield drivers
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Updates on the host wait until it is set."""
+    opened = threading.Event()
+    update = AdamKernel._update_all
+
+    def update_later(*args):
+        opened.wait()
+        update(*args)
+
+    monkeypatch.setattr(AdamKernel, "_update_all", update_later)
+    yield opened
+    opened.set()
+
+
+def test_a_step_returns_before_chunks_are_updated(late, gate):
+    run = Run()
+    gate.set()
+    run.step(0)
+    gate.clear()
+
+    def look(run):
+        run.keep(run.num_under_way)
+        gate.set()
+
+    run.step(1, look)
+    assert run.found[-1] == len(run.engine.manager.chunks) > 3
+
+
+def test_a_forward_begins_when_the_first_chunk_is_updated(late, monkeypatch):
+    """The last one has not been updated by then, and copies begin as their chunks have been."""
+    run = Run()
+    for seed in range(3):
+        run.step(seed)
+    first_module_ran, update = threading.Event(), AdamKernel._update_all
+    last = run.engine.manager.chunks[-1]
+
+    def update_late(kernel, joined, coefficient):
+        if joined and joined[-1].chunk is last:
+            assert first_module_ran.wait(30)
+        update(kernel, joined, coefficient)
+
+    monkeypatch.setattr(AdamKernel, "_update_all", update_late)
+    run.model.transformer.wpe.register_forward_hook(lambda *_: first_module_ran.set())
+    run.step(3)
+    run.step(4)
+    run.end()
+    assert sum(driver.num_late for driver in late) > 0
+
+
+def test_without_the_setting_nothing_is_under_way(late):
+    run = Run(overlap_optimizer=False)
+    run.step(after=lambda run: run.keep(run.num_under_way))
+    assert run.found[-1] == 0
+    assert sum(driver.num_works for driver in late) == 0
+
+
+def test_of_states_that_somebody_looks_into_nothing_is_under_way(late, gate):
+    gate.set()
+    run = Run()
+    run.step(0)
+    run.step(1)
+    held = [run.optimizer.state[parameter]["exp_avg"] for parameter in run.model.parameters()]
+    gate.clear()
+    threading.Timer(0.05, gate.set).start()
+    run.step(2, after=lambda run: run.keep(run.num_under_way))
+    assert run.found[-1] == 0
+    assert len(held) > 3
+
+
+# Errors, interrupts and the end
+
+
+@contextlib.contextmanager
+def failing(chunk_index, monkeypatch):
+    """Inside, the update of a chunk fails."""
+    tile = AdamKernel._update_tile
+
+    def update(kernel, number, segments, **kwargs):
+        if any(segment.chunk.spec.index == chunk_index for segment in segments):
+            monkeypatch.setattr(AdamKernel, "_adam", fail)
+        tile(kernel, number, segments, **kwargs)
+
+    def fail(*_):
+        raise ArithmeticError("a worker failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AdamKernel, "_update_tile", update)
+        yield
+
+
+@pytest.mark.parametrize("streams", ["simulated", "delayed"])
+def test_an_error_in_a_worker_names_the_chunk_at_the_next_use(streams, monkeypatch):
+    with streams_of(streams):
+        run = Run()
+        run.step(0)
+        with failing(2, monkeypatch):
+            run.step(1)
+            with pytest.raises(ArithmeticError, match="a worker failed") as caught:
+                run.backward(2)
+        (note,) = set(caught.value.__notes__)
+        assert "while the optimizer updated '" in note
+        assert "chunk 2" in note
+        with pytest.raises(ArithmeticError, match="a worker failed"):
+            run.model.state_dict()
+
+
+def test_an_interrupted_wait_can_be_repeated(late, gate, monkeypatch):
+    gate.set()
+    expected = outcome("threads", plain, {}, overlap_optimizer=False)
+    run = Run()
+    for seed in range(2):
+        run.step(seed)
+    wait = HostTicket.wait
+
+    def interrupt(ticket):
+        monkeypatch.setattr(HostTicket, "wait", wait)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(HostTicket, "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run.model.state_dict()
+    run.step(2)
+    assert_same(expected, run.end())
+
+
+def test_no_thread_stays_when_an_engine_is_detached(late):
+    before = set(threading.enumerate())
+    run = Run()
+    run.step(0)
+    assert set(threading.enumerate()) > before
+    run.engine.detach()
+    assert set(threading.enumerate()) == before
+
+
+def test_an_engine_that_is_dropped_with_work_under_way_leaves_no_thread(late):
+    before = set(threading.enumerate())
+    run = Run()
+    run.step(0)
+    threads = set(threading.enumerate()) - before
+    del run
+    late.clear()
+    for thread in threads:
+        while thread.is_alive():  # the work under way refers to what is to be collected
+            gc.collect()
+            thread.join(0.01)
+
+
+EXIT = """
+    import atexit, os, sys, time
+    import torch
+    from simulated import streams_of
+    import test_overlapped_updates as tests
+    from hf_patrickstar.optim.adam_kernel import AdamKernel
+
+    context = streams_of("delayed")
+    context.__enter__()
+    run = tests.Run(host_threads=2)
+    run.step(0)
+    update = AdamKernel._update_all
+    def update_late(*args):
+        time.sleep(0.05)
+        update(*args)
+    AdamKernel._update_all = update_late
+    run.step(1)
+    assert run.num_under_way > 3
+    atexit.register(lambda: torch.save(run.model.state_dict(), sys.argv[1]))
+"""
+
+
+def test_a_program_that_exits_loses_nothing(tmp_path):
+    path = tmp_path / "weights.pt"
+    command = [sys.executable, "-c", textwrap.dedent(EXIT), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    torch.manual_seed(0)
+    run = Run(overlap_optimizer=False)
+    for seed in range(2):
+        run.step(seed)
+    saved = torch.load(path)
+    assert saved.keys() == run.model.state_dict().keys()
+    assert all(torch.equal(saved[key], value) for key, value in run.model.state_dict().items())
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("streams", ["simulated", "delayed"])
+def test_a_checkpoint_right_after_a_step_is_of_that_step(streams, background, tmp_path):
+    torch.manual_seed(0)
+    with streams_of(streams):
+        run = Run(background_save=background)
+        run.step(0)
+        run.step(1, lambda run: run.engine.checkpoints.save(tmp_path))
+        run.step(2)
+        run.engine.detach()
+    torch.manual_seed(0)
+    expected, loaded = Run(overlap_optimizer=False), Run()
+    for seed in range(2):
+        expected.step(seed)
+    loaded.engine.checkpoints.load(tmp_path)
+    for one in (expected, loaded):
+        one.found.clear()
+        one.keep_state(one.optimizer.state_dict())
+    assert_same(expected.end(), loaded.end())
+
+
+def test_two_optimizers_over_one_model():
+    def train(streams, **config):
+        torch.manual_seed(0)
+        with streams_of(streams):
+            model = make_model("gpt2").train()
+            parameters = list(model.parameters())
+            made = [torch.optim.AdamW(parameters[:9], lr=1e-2), torch.optim.Adam(parameters[9:], lr=1e-3)]
+            engine = PatrickStarEngine(model, {"placement": "host", "chunk_numel": 700, **config}, made)
+            for seed in range(3):
+                model(**make_batch("gpt2", seed=seed)).loss.backward()
+                for optimizer in engine.optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return list(model.state_dict().values())
+
+    budget = {"chunk_budget": tight_budget("gpt2")}
+    expected = train("threads", overlap_optimizer=False, **budget)
+    for streams in STREAMS:
+        assert_same(expected, train(streams, **budget))
+
+
+def test_the_driver_of_these_tests_makes_late_copies():
+    driver = DelayedDriver(0)
+    told = []
+    work = driver.on_host(lambda: told.append("work"), ())
+    begun = driver.begin_after(work, driver.new_stream(), lambda stream: told.append("copy") or stream.record_event())
+    assert begun.result().query()
+    driver.close()
+    assert told == ["work", "copy"]
