@@ -5,7 +5,9 @@ tokens are its own, and bounds and lanes are those of its device and its part of
 
 The engine trains Llama-like models with tensors that have no bytes; the script of a step is then replayed on every
 machine by the plan for its device memory. All chunks are at home on the host (placement=host), clipping by norm is on,
-blocks are recomputed. The figures are simulated: nothing here was measured on these machines.
+blocks are recomputed. A step is what lies between two calls of ``optimizer.step()``. "serial" is a schedule that
+overlaps nothing: computation, copies, the whole optimizer, copies. The figures are simulated: nothing here was measured
+on these machines.
 """
 
 import itertools
@@ -92,6 +94,7 @@ def row_of(recording, machine, name, num_tokens):
         "over_lower_bound": timeline.duration_ns / bounds.lower_ns,
         "clipped_bound_s": bounds.clipped_ns / 1e9,
         "over_clipped_bound": timeline.duration_ns / bounds.clipped_ns,
+        "serial_s": bounds.serial_ns / 1e9,
         "busy_s": {lane.value: nanoseconds / 1e9 for lane, nanoseconds in timeline.busy_ns().items()},
         "critical_s": {lane.value: nanoseconds / 1e9 for lane, nanoseconds in timeline.critical_ns().items()},
         "waits_s": {place: nanoseconds / 1e9 for place, nanoseconds in timeline.waits_by_place().items()},
@@ -104,12 +107,13 @@ def show(row):
     if "refused" in row:
         print(f"{head}  does not fit: {row['refused']}")
         return
-    busy = "".join(f"{row['busy_s'][lane.value] / row['seconds']:>6.0%}" for lane in LANES)
+    busy = "".join(f"{row['busy_s'][lane.value] / row['seconds']:>6.0%}" for lane in LANES) + "  "
     longest = [(place.removeprefix("hf_patrickstar."), seconds) for place, seconds in row["waits_s"].items()][:2]
     waits = "; ".join(f"{place} {seconds:.2f} s" for place, seconds in longest)
     print(
         f"{head}{row['seconds']:>9.2f}{row['lower_bound_s']:>8.2f}{row['over_lower_bound']:>6.2f}x"
-        f"{row['clipped_bound_s']:>8.2f}{row['over_clipped_bound']:>6.2f}x{busy}  {row['binding']}; {waits}"
+        f"{row['clipped_bound_s']:>8.2f}{row['over_clipped_bound']:>6.2f}x{row['serial_s']:>8.2f}{busy}  "
+        f"{row['binding']}; {waits}"
     )
 
 
@@ -181,7 +185,7 @@ def compare_with_papers(names, batch_size):
     return rows
 
 
-LANES = (Lane.COMPUTE, Lane.TO_DEVICE, Lane.TO_HOST, Lane.HOST)
+LANES = (Lane.COMPUTE, Lane.TO_DEVICE, Lane.TO_HOST, Lane.HOST, Lane.HOST_WORK)
 
 
 def main():
@@ -207,8 +211,8 @@ def main():
     print("simulated: virtual time of one process, all chunks at home on the host, clipping on")
     print(
         f"{'machine':>8} {'model':>5} {'tokens':>7}{'acc':>4}{'proc':>5}{'seconds':>9}"
-        f"{'lower':>8}{'ratio':>7}{'clipped':>8}{'ratio':>7}"
-        f"{'dev':>6}{'in':>6}{'out':>6}{'host':>6}  what binds; the longest waits of the host"
+        f"{'lower':>8}{'ratio':>7}{'clipped':>8}{'ratio':>7}{'serial':>8}"
+        f"{'dev':>6}{'in':>6}{'out':>6}{'host':>6}{'thread':>8}  what binds; the longest waits of the host"
     )
     rows = []
     by_processes = {}

@@ -41,6 +41,11 @@ class Bounds:
         return max(self.lanes_ns, key=self.lanes_ns.__getitem__)
 
     @property
+    def serial_ns(self) -> int:
+        """How long a schedule takes that overlaps nothing: computation, copies, the whole optimizer, copies."""
+        return sum(self.lanes_ns.values())
+
+    @property
     def clipped_ns(self) -> int:
         """The bound with clipping by the norm of all gradients.
 

@@ -58,7 +58,7 @@ class Player:
         self.clock.host(machine.operator_ns + machine.host_ns(work.flops, work.nbytes), work.name)
 
     def thread_work(self, work: ThreadWork, after: Iterable[Mark]) -> Mark:
-        """The host gives work to its thread.
+        """The host gives work to its thread, which has workers: one launches its operator while others compute.
 
         Args:
             work: The work.
@@ -71,11 +71,11 @@ class Player:
         clock.host(machine.operator_ns, "give work to the thread")
         for mark in after:
             clock.follow(Lane.HOST_WORK, mark)
-        end = clock.end_of(Lane.HOST_WORK)
-        for operator in work.operators:
-            cost = machine.operator_ns + machine.host_ns(operator.flops, operator.nbytes)
-            end = clock.put(Lane.HOST_WORK, cost, operator.name)
-        return end
+        launching = machine.operator_ns * len(work.operators)
+        computing = sum(machine.host_ns(operator.flops, operator.nbytes) for operator in work.operators)
+        cost = launching + computing if machine.num_cores == 1 else max(launching, computing)
+        chunks = ", ".join(map(str, sorted(work.chunk_indices)))
+        return clock.put(Lane.HOST_WORK, cost, f"update chunks {chunks}" if chunks else "add gradients")
 
     def blocking_copy(self, copy: BlockingCopy) -> None:
         """The host makes a copy, and waits for it."""

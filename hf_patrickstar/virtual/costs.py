@@ -1,5 +1,6 @@
 """What an operator costs: the operations of its matrix products, and the bytes that it reads and writes."""
 
+import collections
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -8,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from hf_patrickstar.memory.operators import is_view, read_operands, written_operands
+from hf_patrickstar.memory.operators import is_view, read_operands, storage_key, written_operands
 
 _aten = torch.ops.aten
 _READS_ROWS = frozenset({_aten.embedding, _aten.index_select, _aten.gather, _aten.index})
@@ -23,6 +24,10 @@ _IS_FREE = frozenset(
     }
 )
 """Operators that only allocate, or look at memory in another way without saying so."""
+
+
+HOST_CACHE_NBYTES = 16 * 2**20
+"""Bytes that the caches of a core keep: a tile of Adam's lists, which is made to stay there (``adam_kernel.py``)."""
 
 
 class Cost(NamedTuple):
@@ -79,6 +84,59 @@ def cost_of(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Co
     if packet in _ADAMS:
         written_nbytes -= _nbytes(args[1])  # gradients, which change only where the kernel unscales them
     return Cost(flops, read_nbytes + written_nbytes + made_nbytes, _dtype_of((*read, *written, *made)))
+
+
+class HostCache:
+    """What operators on the host have touched last, and need not fetch from memory again.
+
+    What was written there comes to memory once, whatever is written over it meanwhile.
+
+    Args:
+        nbytes: Bytes that it has.
+    """
+
+    def __init__(self, nbytes: int = HOST_CACHE_NBYTES) -> None:
+        self._nbytes = nbytes
+        self._used = 0
+        self._lines: collections.OrderedDict[tuple[int, int, int], bool] = collections.OrderedDict()  # is it written?
+
+    def saved_nbytes(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> int:
+        """Bytes of an operator's cost that stay in the cache; its operands are there from now on.
+
+        Args:
+            operator: The overload that was called.
+            args: Its positional arguments.
+            kwargs: Its named arguments.
+        """
+        packet = operator._overloadpacket
+        if packet in _READS_ROWS:
+            return 0
+        written = written_operands(operator._schema, args, kwargs)
+        read = read_operands(written, args, kwargs)
+        only_read = {id(tensor) for tensor in (args[1] if packet in _ADAMS else ())}
+        saved = 0
+        for tensor in read:
+            saved += self._touch(tensor)[0]
+        for tensor in written:
+            if id(tensor) in only_read:
+                saved += self._touch(tensor)[0]
+                continue
+            fetched, stored = self._touch(tensor, is_write=True)
+            saved += stored if packet in _WRITES_OVER else fetched + stored
+        return saved
+
+    def _touch(self, tensor: torch.Tensor, *, is_write: bool = False) -> tuple[int, int]:
+        """Bytes of a tensor that are there already, and those of them that are to be written back anyway."""
+        begin = int(tensor.storage_offset()) * tensor.element_size()
+        key = (storage_key(tensor), begin, begin + tensor.nbytes)
+        was_written = self._lines.pop(key, None)
+        if was_written is None:
+            self._used += tensor.nbytes
+        self._lines[key] = bool(was_written) or is_write
+        while self._used > self._nbytes:
+            (_, first, last), _ = self._lines.popitem(last=False)
+            self._used -= last - first
+        return (0 if was_written is None else tensor.nbytes), (tensor.nbytes if was_written else 0)
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:

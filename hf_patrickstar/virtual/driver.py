@@ -47,7 +47,7 @@ from hf_patrickstar.schedule.script import (
     Send,
     ThreadWork,
 )
-from hf_patrickstar.virtual.costs import cost_of
+from hf_patrickstar.virtual.costs import HostCache, cost_of
 
 _E = TypeVar("_E", bound=Entry)
 _aten = torch.ops.aten
@@ -63,7 +63,9 @@ _IN_PLACE = frozenset(
 """Operators that change their operands and return nothing new, and need not run on fake tensors."""
 _BY_PLAN = frozenset({LOADS, LOADS_TOGETHER, WAITS_FOR_ARRIVAL})
 """Where the host waits as a plan says, which is no part of a script."""
-_HERE = frozenset({__name__, "hf_patrickstar.memory.streams", "hf_patrickstar.runtime.chunk"})
+_HERE = frozenset(
+    {__name__, "hf_patrickstar.memory.streams", "hf_patrickstar.memory.threads", "hf_patrickstar.runtime.chunk"}
+)
 
 
 @dataclasses.dataclass(slots=True)
@@ -177,6 +179,7 @@ class VirtualDriver:
         self._chunks: dict[int, int] = {}  # the storage of a chunk's home -> its number
         self._num_sent = 0
         self._at_work: tuple[list[HostWork], set[int]] | None = None  # of the thread: operators, and chunks it writes
+        self._cache = HostCache()
         self._is_copying = False  # then the operator that copies is not charged
 
     # What ``DeviceStreams`` asks for
@@ -354,7 +357,8 @@ class VirtualDriver:
         packet, name = operator._overloadpacket, str(operator._overloadpacket)
         if self._at_work is not None:
             operators, chunks = self._at_work
-            operators.append(HostWork(name, cost.flops, cost.nbytes))
+            saved = self._cache.saved_nbytes(operator, args, kwargs)
+            operators.append(HostWork(name, cost.flops, max(cost.nbytes - saved, 0)))
             keys = map(storage_key, written_operands(operator._schema, args, kwargs))
             chunks.update(self._chunks[key] for key in keys if key in self._chunks)
             return

@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 import torch
 from models import make_batch, make_model
 from torch.profiler import ProfilerActivity, profile
@@ -19,6 +20,7 @@ def step(engine):
     engine.optimizer.zero_grad()
 
 
+@pytest.mark.own_streams  # others have smaller tiles
 def test_ranges_are_what_the_statistics_count():
     model = make_model("gpt2")
     config = {"chunk_budget": smallest_budget(make_model("gpt2"))}

@@ -636,7 +636,6 @@ WATCHED = (
     *((f"runtime/{name}.py",) for name in ("chunk", "copies", "cpu_embeddings", "executor", "gradients", "manager")),
     *((f"runtime/{name}.py",) for name in ("phases", "reclaim", "values")),
     *((f"optim/{name}.py",) for name in ("kernel", "optimizer", "state")),
-    ("payloads.py",),
 )
 """Modules that order copies and kernels of one process, some with the classes that do."""
 
@@ -652,6 +651,7 @@ ELSEWHERE = {
     "memory/threads.py": "waits for its own threads",
     "optim/adam_kernel.py": "waits for its workers",
     "optim/workers.py": "waits for its own threads",
+    "payloads.py": "waits for workspace that is about to go: tests/parity/test_overlapped_updates.py",
     "report/measure.py": "measures, with nobody beside it",
     "runtime/buckets.py": "several processes: tests/distributed/test_races_together.py",
     "runtime/collectives.py": "several processes: tests/distributed/test_races_together.py",
@@ -673,6 +673,7 @@ _HELD = "the thread holds the tensors that it writes, so its file is right; the 
 
 UNNOTICED = {
     "memory/streams.py DeviceStreams.beside: lane.wait_stream(...)": _GROUP,
+    "runtime/chunk.py Chunk.param: self.wait_for_update()": "who reads values waits for gradients on their way as well",
     "runtime/copies.py Copies.loaded_by_others: chunk.note(...)": _GROUP,
     "runtime/copies.py Copies.loaded_by_others: chunk.under_way": _GROUP,
     "runtime/copies.py Copies.rehome: chunk.wait_for_reader()": _HELD,

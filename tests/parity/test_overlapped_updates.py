@@ -492,6 +492,19 @@ def test_a_checkpoint_right_after_a_step_is_of_that_step(streams, background, tm
     assert_same(expected.end(), loaded.end())
 
 
+def test_workspace_goes_when_no_update_uses_it_any_more(late, gate):
+    gate.set()
+    run = Run(dtype="bf16")
+    run.step(0)
+    gate.clear()
+    run.backward(1)
+    run.optimizer.step()
+    threading.Timer(0.05, gate.set).start()
+    assert run.num_under_way > 3
+    run.engine._payloads.reserve_anew(run.engine.manager.chunks)
+    assert run.num_under_way == 0
+
+
 def test_two_optimizers_over_one_model():
     def train(streams, **config):
         torch.manual_seed(0)

@@ -1,5 +1,7 @@
 """Bounds and replays of scripts that are short enough to work out by hand."""
 
+import dataclasses
+
 import pytest
 
 from hf_patrickstar.schedule.bounds import bounds_of
@@ -21,6 +23,7 @@ from hf_patrickstar.schedule.script import (
     Reach,
     Reduce,
     Send,
+    ThreadWork,
 )
 
 SECOND = 10**9
@@ -181,3 +184,41 @@ def test_a_message_takes_the_host():
     assert seconds(timeline) == 5 + 1
     script = [Begin(Part.FORWARD), WORK, Begin(Part.BACKWARD), WORK, Reduce(30 * 9)]
     assert bounds_of(script, play(*script), MACHINE, num_on_host=1).binding == Lane.REDUCTIONS.value
+
+
+def work(*nbytes, chunks=(), after=(), after_loads=()):
+    """Work of the host's thread; 28 bytes are a second."""
+    return ThreadWork(tuple(HostWork("update", 0, n) for n in nbytes), frozenset(chunks), after, after_loads)
+
+
+def test_the_thread_of_the_host_works_beside_the_device():
+    assert seconds(play(work(28, 28), WORK)) == 2
+    assert seconds(play(work(28, 28, 28), WORK)) == 3
+
+
+def test_the_host_waits_for_its_thread():
+    assert seconds(play(work(28 * 3), Await(0, "here"), WORK)) == 5
+
+
+def test_the_thread_comes_after_copies():
+    assert seconds(play(Send(0, 40, False), work(28, after=(0,)))) == 3
+
+
+def test_a_load_comes_after_the_update_of_its_chunk():
+    """Chunk 0 is needed at once, and chunk 1 is loaded ahead, while it is updated."""
+    plan = Plan((Actions(load=(0, 1)), Actions()), {}, (0, 0))
+    script = [work(28, chunks=[0]), work(28 * 9, chunks=[1]), Reach(0), WORK, Reach(1), WORK]
+    # Updates end at 1 and 10, copies at 5 and 14, and the device works from 5 to 7 and from 14 to 16.
+    timeline = play(*script, plan=plan)
+    assert seconds(timeline) == 16
+    assert {place: round(ns / SECOND) for place, ns in timeline.waits_by_place().items()} == {
+        "hf_patrickstar.runtime.copies.load": 1,
+        "hf_patrickstar.runtime.copies.wait": 9,
+    }
+
+
+def test_workers_launch_while_others_compute():
+    many = dataclasses.replace(MACHINE, operator_s=2.0)
+    cores = dataclasses.replace(many, num_cores=2)
+    alone, together = (replay([work(28, 28, 28)], [NOWHERE], LOADS, machine).busy_ns() for machine in (many, cores))
+    assert (alone[Lane.HOST_WORK], together[Lane.HOST_WORK]) == (9 * SECOND, 6 * SECOND)

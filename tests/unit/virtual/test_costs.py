@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_patrickstar.virtual.costs import Cost, cost_of
+from hf_patrickstar.virtual.costs import Cost, HostCache, cost_of
 
 aten = torch.ops.aten
 
@@ -64,3 +64,70 @@ def test_attention_of_the_cpu_counts_as_that_of_devices():
     query = torch.zeros(2, 4, 16, 8)
     found = cost(aten._scaled_dot_product_flash_attention_for_cpu.default, query, query, query)
     assert found.flops == 2 * 2 * (2 * 4 * 16 * 16 * 8)
+
+
+def saved(cache, operator, *args, **kwargs):
+    return cache.saved_nbytes(operator, args, kwargs)
+
+
+def test_what_was_touched_last_is_not_fetched_again():
+    cache, a, b = HostCache(100), torch.zeros(10), torch.zeros(10)
+    assert saved(cache, aten.add_.Tensor, a, b) == 0
+    assert saved(cache, aten.neg.default, b) == 40
+    assert saved(cache, aten.neg.default, a) == 40
+
+
+def test_what_is_written_twice_comes_to_memory_once():
+    cache, a, b = HostCache(100), torch.zeros(10), torch.zeros(10)
+    saved(cache, aten.copy_.default, a, b)
+    assert saved(cache, aten.copy_.default, a, b) == 40 + 40, "the second write, and reading the source"
+    assert saved(cache, aten.mul_.Tensor, a, 2.0) == 40 + 40, "neither fetched, nor written back once more"
+
+
+def test_what_was_only_read_is_written_back():
+    cache, a, b = HostCache(100), torch.zeros(10), torch.zeros(10)
+    saved(cache, aten.neg.default, a)
+    assert saved(cache, aten.copy_.default, a, b) == 0
+    saved(cache, aten.neg.default, b)
+    assert saved(cache, aten.add_.Tensor, b, 1.0) == 40, "it is fetched no more, and written back"
+
+
+def test_what_was_touched_longest_ago_leaves():
+    cache, first, second, third = HostCache(80), torch.zeros(10), torch.zeros(10), torch.zeros(10)
+    for tensor in (first, second, first, third):
+        saved(cache, aten.neg.default, tensor)
+    assert saved(cache, aten.neg.default, first) == 40
+    assert saved(cache, aten.neg.default, second) == 0
+
+
+def test_parts_of_one_memory_are_kept_apart():
+    cache, whole = HostCache(100), torch.zeros(10)
+    saved(cache, aten.neg.default, whole[:5])
+    assert saved(cache, aten.neg.default, whole[5:]) == 0
+    assert saved(cache, aten.neg.default, whole[:5]) == 20
+
+
+def test_a_tile_of_adam_comes_to_28_bytes_per_parameter():
+    """A 16-bit gradient is widened and scaled, and the new value rounded: scratch space stays in the cache."""
+    cache, total = HostCache(), 0
+    scratch, numel = torch.zeros(64), 64
+
+    def run(operator, *args, **kwargs):
+        nonlocal total
+        total += cost(operator, *args, **kwargs).nbytes - saved(cache, operator, *args, **kwargs)
+
+    options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.0, "eps": 1e-8}
+    saved(cache, aten.copy_.default, scratch, torch.zeros(64))  # as of the tile before
+    kept = []  # else the next tile is in the same memory
+    for _ in range(2):
+        total = 0
+        param = torch.zeros(numel, dtype=torch.bfloat16)
+        lists = [torch.zeros(numel), scratch, torch.zeros(numel), torch.zeros(numel)]
+        run(aten.copy_.default, scratch, param)
+        run(aten._foreach_mul_.Scalar, [scratch], 0.5)
+        step = [torch.ones(())]
+        saved(cache, aten.neg.default, step[0])
+        run(aten._fused_adamw_.default, *([t] for t in lists), [], step, **options, amsgrad=False, maximize=False)
+        run(aten._foreach_copy_.default, [param], [lists[0]])
+        kept += [param, *lists]
+        assert total == 28 * numel

@@ -7,7 +7,7 @@ from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.schedule.machine import Machine
-from hf_patrickstar.schedule.script import Await, BlockingCopy, HostWork, Join, Kernel, Send
+from hf_patrickstar.schedule.script import Await, BlockingCopy, HostWork, Join, Kernel, Send, ThreadWork
 from hf_patrickstar.virtual.driver import VirtualDriver
 
 CPU = torch.device("cpu")
@@ -180,3 +180,46 @@ def test_a_number_on_the_other_tier_is_an_argument(driver):
     driver.begin()
     host.mul_(factor)
     assert [type(entry) for entry in driver.script] == [HostWork]
+
+
+def test_the_thread_of_the_host_works_beside_the_host(driver):
+    streams, home = DeviceStreams(CPU, driver), make_buffer(driver, Tier.HOST)
+    ticket = streams.on_host(lambda: home.mul_(2))
+    assert driver.script == [ThreadWork((HostWork("aten.mul_", 0, 80),), frozenset(), (), ())]
+    assert not ticket.is_done
+    home.neg()  # 0.5 to 1, then 1.6 seconds
+    ticket.wait()
+    timeline = driver.end()
+    assert driver.script[-1].number == 0
+    assert seconds(timeline) == pytest.approx(0.5 + 0.5 + 1.6), "the thread is done at 0.5 and 2.1"
+    assert timeline.busy_ns()[Lane.HOST_WORK] == pytest.approx((0.5 + 1.6) * SECOND)
+
+
+def test_the_thread_comes_after_what_it_is_told(driver):
+    streams, gradient, home = DeviceStreams(CPU, driver), torch.zeros(10), make_buffer(driver, Tier.HOST)
+    arrival = streams.to_host(gradient, home)  # 0.5 to 3.5
+    streams.on_host(lambda: home.mul_(2), after=[arrival])
+    (work,) = (entry for entry in driver.script if isinstance(entry, ThreadWork))
+    assert work.after == (0,)
+    assert seconds(driver.end()) == pytest.approx(3.5 + 0.5 + 1.6)
+
+
+def test_a_copy_that_is_started_ahead_follows_the_thread_and_the_host_goes_on(driver):
+    streams, target, home = DeviceStreams(CPU, driver), torch.zeros(10), make_buffer(driver, Tier.HOST)
+    begin = driver.clock.now_ns
+    update = streams.on_host(lambda: home.mul_(2))  # 0.5 to 2.6
+    copy = streams.fetch(home, target, after=[update])  # 2.6 to 7.6
+    assert driver.clock.now_ns - begin == SECOND
+    assert not copy.is_done
+    copy.join()
+    assert driver.clock.now_ns - begin == pytest.approx(2.6 * SECOND), "no stream can wait for the thread"
+    target.neg()  # 7.6 to 8.4
+    assert seconds(driver.end()) == pytest.approx(8.4)
+
+
+def test_another_copy_lets_the_host_wait_for_the_thread(driver):
+    streams, target, home = DeviceStreams(CPU, driver), torch.zeros(10), make_buffer(driver, Tier.HOST)
+    begin = driver.clock.now_ns
+    update = streams.on_host(lambda: home.mul_(2))
+    streams.to_device(home, target, after=[update])
+    assert driver.clock.now_ns - begin == pytest.approx((2.6 + 0.5) * SECOND)
