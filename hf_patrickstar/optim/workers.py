@@ -124,6 +124,10 @@ class HostWorkers:
                 raise
             if not futures:  # the program exits, which begins no threads and waits for what was begun
                 run()
+        except BaseException:  # the user has interrupted
+            remaining.clear()
+            concurrent.futures.wait(futures)
+            raise
         return WorkTicket(futures, remaining)
 
     def close(self) -> None:

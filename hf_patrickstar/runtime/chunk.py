@@ -424,6 +424,7 @@ class Chunk:
 
     @param.setter
     def param(self, payload: torch.Tensor) -> None:
+        """Gives the chunk another one."""
         self._param = payload
 
     @property
@@ -434,6 +435,7 @@ class Chunk:
 
     @lists.setter
     def lists(self, lists: dict[str, torch.Tensor]) -> None:
+        """Gives the chunk others."""
         self._lists = lists
 
     @property

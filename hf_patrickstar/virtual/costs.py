@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from hf_patrickstar.memory.operators import is_view, read_operands, storage_key, written_operands
+from hf_patrickstar.units import MIB
 
 _aten = torch.ops.aten
 _READS_ROWS = frozenset({_aten.embedding, _aten.index_select, _aten.gather, _aten.index})
@@ -26,7 +27,7 @@ _IS_FREE = frozenset(
 """Operators that only allocate, or look at memory in another way without saying so."""
 
 
-HOST_CACHE_NBYTES = 16 * 2**20
+HOST_CACHE_NBYTES = 16 * MIB
 """Bytes that the caches of a core keep: a tile of Adam's lists, which is made to stay there (``adam_kernel.py``)."""
 
 

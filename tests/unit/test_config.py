@@ -26,6 +26,7 @@ def test_defaults():
         "pin_memory": "auto",
         "warmup_fraction": 0.8,
         "host_threads": "auto",
+        "overlap_optimizer": True,
         "keep_gradients": "auto",
         "background_save": False,
         "optimizer_format": "sharded",

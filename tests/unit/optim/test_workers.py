@@ -185,9 +185,9 @@ def test_who_interrupts_the_wait_gets_it_when_nobody_works_any_more(workers):
 
     def work(number, item):
         begun.append(item)
+        time.sleep(0.2)  # by then the other thread waits: a signal that comes just before wakes nobody
         if item == 0:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        time.sleep(0.2)
         ended.append(item)
 
     # A background job of a shell begins with SIGINT ignored.
