@@ -175,6 +175,7 @@ def default_adamw(parameters):
     return torch.optim.AdamW(groups(parameters.items()))
 
 
+@pytest.mark.own_streams  # where a mode sees operators, the caller's thread updates
 @pytest.mark.parametrize("host_threads", [1, 2, 3])
 @pytest.mark.parametrize("make_optimizer", [adamw, default_adamw])
 def test_workers_change_no_bit(make_optimizer, host_threads, monkeypatch):
