@@ -14,4 +14,8 @@ status=0
 .venv/bin/python -m pytest -n 2 --dist loadgroup --ignore=tests/distributed || status=$?
 # One process, so that those that the tests talk to start once and not for every worker, and have the cores.
 .venv/bin/python -m pytest tests/distributed || status=$?
+# A part of what `--streams simulated` can run: copies at random legal moments, and races are errors.
+.venv/bin/python -m pytest -n 2 --dist loadgroup --streams simulated:1 -k "integration or poisoned" \
+    tests/integration/test_{engine,events,evict_all,tensor_states}.py \
+    tests/live/test_live_{changes,gradients,writing}.py || status=$?
 exit "$status"

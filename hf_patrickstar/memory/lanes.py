@@ -260,6 +260,18 @@ class Streams(Protocol):
         """
         ...
 
+    def on_device(self, source: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
+        """The values of a tensor on the compute device; the host waits for them if they have to cross.
+
+        Args:
+            source: A tensor on either tier.
+            copy: Whether they are copied even if they are there.
+
+        Returns:
+            ``source`` itself if it is there and not copied.
+        """
+        ...
+
     def release_in_flight(self) -> None:
         """Lets go of gradients in flight: whatever the compute stream does next comes after their copies."""
         ...

@@ -62,9 +62,10 @@ def read_operands(written: Sequence[torch.Tensor], args: Sequence[Any], kwargs: 
     return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and id(leaf) not in ids]
 
 
-def is_view(schema: Any) -> bool:
-    """Whether an operator only looks at memory in another way, and touches none of it."""
-    return any(argument.alias_info is not None and not argument.alias_info.is_write for argument in schema.arguments)
+def touches_nothing(schema: Any) -> bool:
+    """Whether an operator touches no memory: it looks at it in another way, or asks what is known without it."""
+    is_view = any(argument.alias_info is not None and not argument.alias_info.is_write for argument in schema.arguments)
+    return is_view or schema.name.startswith("prim::")
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -25,9 +25,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hf_patrickstar.errors import RaceError
-from hf_patrickstar.memory.operators import OperatorMode, is_view, read_operands, storage_key, written_operands
+from hf_patrickstar.memory.operators import OperatorMode, read_operands, storage_key, touches_nothing, written_operands
 from hf_patrickstar.memory.tiers import Tier
 
 _COPIES = frozenset({"aten::copy_", "aten::_to_copy", "aten::clone", "aten::_foreach_copy_"})
@@ -285,7 +287,7 @@ class SimulatedDriver:
                     self._buffers[storage_key(tensor)] = _Buffer("a tensor that is no buffer", None, [computed])
             for access in self._buffers[storage_key(target)].accesses:
                 access.lane.run(access.number)  # else the poison below would change what it copies
-            number = stream.tell(_copier(source, target))
+            number = stream.tell(_copier(self._kept(source), self._kept(target)))
             self._touch(stream, number, what, [(source, False), (target, True)])
             self._held += [
                 _Held(t, t.untyped_storage(), stream, number, what)
@@ -348,8 +350,11 @@ class SimulatedDriver:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside the block operators are checked; at its end all copies have run."""
-        with _Operators(self):
+        """Inside the block operators are checked; at its end all copies have run, and modes put on since are off."""
+        mode = _Operators(self)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mode)
+            stack.callback(_take_off_those_above, mode)
             yield
         for lane in (*self._lanes, *self._late):
             lane.synchronize()
@@ -423,6 +428,10 @@ class SimulatedDriver:
     def _tier_of(self, tensor: torch.Tensor) -> Tier | None:
         return self._buffers[storage_key(tensor)].tier
 
+    def _kept(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+        """What gives a tensor when its copy runs. A buffer is not held: the engine counts who uses its memory."""
+        return _found_again(tensor) if self._tier_of(tensor) is not None else lambda: tensor
+
     def _touch(
         self, lane: SimulatedStream, number: int, what: str, touched: Sequence[tuple[torch.Tensor, bool]]
     ) -> None:
@@ -485,7 +494,7 @@ class _Operators(OperatorMode):
         schema = getattr(func, "_schema", None)
         if schema is not None:
             written = written_operands(schema, args, kwargs)
-            if not is_view(schema):
+            if not touches_nothing(schema):
                 self._driver.note_operator(schema.name, read_operands(written, args, kwargs), written)
         return func(*args, **kwargs)
 
@@ -499,12 +508,37 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return begin, begin + (last + 1) * tensor.element_size()
 
 
-def _copier(source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
+def _copier(source: Callable[[], torch.Tensor | None], target: Callable[[], torch.Tensor | None]) -> Callable[[], None]:
     def copy() -> None:
         with _unseen():
-            target.copy_(source)
+            read, written = source(), target()
+            if read is None or written is None:
+                return  # an engine was dropped, and its memory with it
+            if not (read.is_meta or written.is_meta):  # fake tensors have no bytes
+                written.copy_(read)
 
     return copy
+
+
+def _found_again(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+    """What gives a tensor over the same memory as long as there is that memory, and is no user of it meanwhile."""
+    storage, dtype = StorageWeakRef(tensor.untyped_storage()), tensor.dtype
+    offset, shape, stride = tensor.storage_offset(), tensor.shape, tensor.stride()
+
+    def find() -> torch.Tensor | None:
+        found = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
+        if found is None:
+            return None
+        return torch.empty(0, dtype=dtype, device=found.device).set_(found, offset, shape, stride)
+
+    return find
+
+
+def _take_off_those_above(mode: _Operators) -> None:
+    """Takes off the modes that engines have left on top of one: those of engines dropped between backward and step."""
+    stack = _get_current_dispatch_mode_stack()
+    while mode in stack and stack[-1] is not mode:
+        stack.pop().__exit__(None, None, None)
 
 
 def _unseen() -> contextlib.AbstractContextManager[Any]:

@@ -249,6 +249,10 @@ class DeviceStreams:
             return source
         return source.to(other.device, copy=True)
 
+    def on_device(self, source: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
+        """See ``Streams``."""
+        return source.to(self.device, copy=copy or not self._driver.is_on_device(source))
+
     def release_in_flight(self) -> None:
         """See ``Streams``."""
         if self._in_flight:

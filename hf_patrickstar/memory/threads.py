@@ -227,6 +227,10 @@ class ThreadStreams:
         """See ``Streams``: all memory is that of the host."""
         return source
 
+    def on_device(self, source: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
+        """See ``Streams``."""
+        return source.to(self.device, copy=copy)
+
     def release_in_flight(self) -> None:
         """Nothing is in flight."""
 

@@ -192,6 +192,7 @@ class Gradients:
             if home is None and not is_wider:
                 tensor.gradient = GradientPlace.NONE
                 self.add(tensor, own)
+                self._streams.release_in_flight()  # code that has the tensor may write to it next
             elif home is None or (is_wider and tensor.gradient is not GradientPlace.LIST):
                 if home is None:
                     tensor.gradient = GradientPlace.NONE

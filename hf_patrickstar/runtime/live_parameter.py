@@ -439,6 +439,7 @@ WITHOUT_VALUE = frozenset(
         "is_floating_point is_complex is_signed is_inference is_conj is_neg numel get_device is_same_size "
         "result_type zeros_like ones_like empty_like full_like rand_like randn_like randint_like is_distributed",
     )
+    | _named(torch.ops.aten.set_, " ".join(torch.ops.aten.set_.overloads()))  # where a dispatch mode calls it
 )
 """Functions that need shapes and flags alone, or that mean the parameter itself and not its value."""
 

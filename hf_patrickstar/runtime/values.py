@@ -94,7 +94,7 @@ class Values:
             if is_there and chunk.compute is not None and tensor.gradient is not GradientPlace.PARAM:
                 return tensor.view_copy(chunk.compute)
             # Whoever gets it may write to it, which a checkpoint that is being written must not see.
-            return self.own_part(tensor, dtype).to(self.device, copy=chunk.reader is not None)
+            return self.streams.on_device(self.own_part(tensor, dtype), copy=chunk.reader is not None)
 
     def host_alias(self, tensor: ManagedTensor, dtype: torch.dtype) -> torch.Tensor:
         """The value on the host, without a copy if it is there in this type: a tensor whose storage is it alone.

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from hf_patrickstar.memory.operators import is_view, read_operands, storage_key, written_operands
+from hf_patrickstar.memory.operators import read_operands, storage_key, touches_nothing, written_operands
 from hf_patrickstar.units import MIB
 
 _aten = torch.ops.aten
@@ -71,7 +71,7 @@ def cost_of(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Co
         result: What it returned.
     """
     schema, packet = operator._schema, operator._overloadpacket
-    if is_view(schema) or packet in _IS_FREE or not schema.name.startswith("aten::"):
+    if touches_nothing(schema) or packet in _IS_FREE or not schema.name.startswith("aten::"):
         return None
     written = written_operands(schema, args, kwargs)
     read = read_operands(written, args, kwargs)

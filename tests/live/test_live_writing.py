@@ -23,6 +23,7 @@ from live.both import (
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, prune, vector_to_parameters
+from torch.utils.flop_counter import FlopCounterMode
 
 from hf_patrickstar import PatrickStarEngine
 
@@ -533,6 +534,21 @@ def test_a_parameter_set_to_another_tensor(both):
         note("losses", train(model, optimizer, 2, first=1))
         note("what was given", [given, table])
         return given, table
+
+    both(pattern)
+
+
+def test_a_parameter_set_to_another_tensor_under_a_dispatch_mode(both):
+    """There torch asks the parameter what ``set_`` means; otherwise it does not."""
+
+    def pattern(model, optimizer, note):
+        train(model, optimizer)
+        given = noise(model.scale)
+        with torch.no_grad(), FlopCounterMode(display=False):
+            note("itself", model.scale.set_(given) is model.scale)
+        given.mul_(0.5)
+        note("losses", train(model, optimizer, 2, first=1))
+        return given
 
     both(pattern)
 

@@ -358,6 +358,18 @@ def writing(folder):
     return run.end()
 
 
+def assigning(folder):
+    run = Run()
+    run.train(1)
+    run.backward()
+    given = [torch.ones(parameter.shape) for parameter in run.parameters]
+    for parameter, gradient in zip(run.parameters, given, strict=True):
+        parameter.grad = gradient
+        gradient.mul_(0.5)
+    run.step()
+    return run.end()
+
+
 def writing_in_place(folder):
     run = Run(num_chunks=2)
     run.train(1)
@@ -383,6 +395,12 @@ def writing_while_computing(folder):
     for handle in handles:
         handle.remove()
     run.step()
+
+    @torch.no_grad()
+    def average(*_):
+        run.model.layers[0].weight.lerp_(run.model.layers[1].weight, 0.1)
+
+    run.model.layers[2].register_forward_pre_hook(average)
     run.evaluate()
     return run.end()
 
@@ -603,6 +621,7 @@ RUNS = {
     "dropped gradients": dropped_gradients,
     "reading": reading,
     "writing": writing,
+    "assigning": assigning,
     "writing in place": writing_in_place,
     "writing while computing": writing_while_computing,
     "torch kernel": torch_kernel,
@@ -684,6 +703,7 @@ UNNOTICED = {
     "runtime/manager.py ChunkManager.close: chunk.wait_for_reader()": _HELD,
     "runtime/manager.py ChunkManager.retire: chunk.wait_for_reader()": _HELD,
     "runtime/reclaim.py Reclaim._await_gathers: self._copies.wait(...)": _GROUP,
+    "runtime/values.py Values.own_part: chunk.wait()": "only on the CPU tier is a value written where it is",
 }
 """Sites that no run of one process can miss, and why."""
 

@@ -11,6 +11,8 @@ from hf_patrickstar.memory import meters
 from hf_patrickstar.memory.accelerator import used_nbytes
 from hf_patrickstar.memory.meters import AllocatorMeter, StorageMeter, UnmeteredTier
 
+pytestmark = pytest.mark.own_streams  # which modes of operators there are
+
 CUDA = torch.device("cuda", 0)
 KIB = 1024
 

@@ -1,11 +1,15 @@
 """Simulated streams: what runs when, and which races are found."""
 
+import weakref
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_patrickstar.errors import RaceError
 from hf_patrickstar.memory.lanes import WorkLane
+from hf_patrickstar.memory.operators import storage_key
 from hf_patrickstar.memory.simulation import SimulatedDriver
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
@@ -79,6 +83,20 @@ def test_all_copies_have_run_at_the_end():
         ticket = sim.streams.fetch(sim.home, sim.copy)
     assert ticket.is_done
     assert sim.driver.num_copies == 1
+
+
+def test_a_buffer_of_a_copy_that_has_not_run_is_not_counted_as_used(sim):
+    counts = [torch._C._storage_Use_Count(storage_key(buffer)) for buffer in (sim.home, sim.copy)]
+    ticket = sim.streams.fetch(sim.home[2:], sim.copy[:2])
+    assert counts == [torch._C._storage_Use_Count(storage_key(buffer)) for buffer in (sim.home, sim.copy)]
+    sim.home, home = None, weakref.ref(sim.home)
+    assert home() is None
+    ticket.join()  # whoever dropped the memory does not look
+
+
+def test_a_part_of_a_buffer_is_found_again(sim):
+    sim.streams.fetch(sim.home.view(2, 2).t()[1], sim.copy.view(2, 2)[:, 0]).join()
+    assert sim.copy.tolist() == [1, 3, 1, 3]
 
 
 def test_with_a_seed_some_run_earlier():
@@ -219,11 +237,35 @@ def test_a_copy_between_tiers_blocks_the_host(sim):
     assert sim.home.tolist() == [2, 2, 2, 2]
 
 
+def test_values_for_the_device_are_copied_from_the_host(sim):
+    there = sim.streams.on_device(sim.home)
+    assert (there + sim.copy).tolist() == [4, 4, 4, 4]
+    assert sim.streams.on_device(sim.copy) is sim.copy
+    assert storage_key(sim.streams.on_device(sim.copy, copy=True)) != storage_key(sim.copy)
+
+
 def test_views_touch_nothing(sim):
     ticket = sim.streams.fetch(sim.home, sim.copy)
     view = sim.copy.view(2, 2).t()[0].detach()
     ticket.join()
     assert view.tolist() == [1, 1]
+
+
+def test_questions_touch_nothing(sim):
+    ticket = sim.streams.fetch(sim.home, sim.copy)
+    assert torch.ops.prim.device.default(sim.copy) == CPU
+    ticket.join()
+
+
+def test_modes_that_were_left_on_do_not_keep_the_streams_watching():
+    class Left(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    before = _get_current_dispatch_mode_stack()
+    with Sim().driver.watching():
+        Left().__enter__()
+    assert _get_current_dispatch_mode_stack() == before
 
 
 def test_lists_of_operands_are_seen(sim):
