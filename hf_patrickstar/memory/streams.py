@@ -14,6 +14,9 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.units import MIB
 
 _IN_FLIGHT_NBYTES = 64 * MIB
+"""Bytes of gradients whose copies the compute stream does not wait for."""
+_LEAST_IN_FLIGHT = 2
+"""Gradients that may be larger than that together: with one alone, computation would stand still for its copy."""
 
 
 class AcceleratorDriver(HostThread):
@@ -297,7 +300,8 @@ class DeviceStreams:
         """
         self._in_flight.append((ticket, source))
         self._in_flight_nbytes += source.nbytes
-        while self._in_flight_nbytes > self._most_nbytes and len(self._in_flight) > bool(self._most_nbytes):
+        least = _LEAST_IN_FLIGHT if self._most_nbytes else 0
+        while self._in_flight_nbytes > self._most_nbytes and len(self._in_flight) > least:
             done, freed = self._in_flight.popleft()
             done.join()
             self._in_flight_nbytes -= freed.nbytes

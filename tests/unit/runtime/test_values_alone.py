@@ -134,7 +134,7 @@ def test_a_copy_that_has_not_arrived_is_not_looked_at():
     process, tensor = make()
     process.load(tensor.chunk)
     tensor.chunk.arrival = Ticket()
-    process.values.device = torch.device("meta")
+    process.values.device = process.streams.device = torch.device("meta")
     assert process.values.look(tensor).device.type == "meta"
 
 
