@@ -2,6 +2,10 @@
 
 A plain model with torch's fused AdamW and the same model under the engine train on the same batches, interleaved, in
 the same type; in 16-bit both have fp32 masters. The losses must be equal bit for bit.
+
+``--deep`` measures Python: a deep model of tiny layers, whose time is that of the host alone. It prints what the hooks
+of a module add to its forward and to its backward where everything is resident, where copies of all chunks stay on
+the device, and where chunks come and go.
 """
 
 import copy
@@ -108,6 +112,74 @@ def make_steps(device, options):
     return steps, engine, ours.num_parameters()
 
 
+DEEP_WIDTH = 8
+DEEP_CHUNK = 8 * (DEEP_WIDTH * DEEP_WIDTH + DEEP_WIDTH)  # elements: eight layers
+DEEP_SETTINGS = {
+    "resident": {},
+    "copies": {"placement": "host", "chunk_numel": DEEP_CHUNK, "chunk_budget": 2**30},
+    "moving": {"placement": "host", "chunk_numel": DEEP_CHUNK, "chunk_budget": 8 * 4 * DEEP_CHUNK},
+}
+
+
+class Deep(torch.nn.Module):
+    """Tiny layers, one after the other."""
+
+    def __init__(self, num_layers):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(DEEP_WIDTH, DEEP_WIDTH) for _ in range(num_layers))
+
+    def forward(self, x):
+        """The mean square of what comes out."""
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def time_passes(model, optimizer, x):
+    """Seconds of forward and of backward of one step, and its loss."""
+    begin = time.perf_counter()
+    loss = model(x)
+    middle = time.perf_counter()
+    loss.backward()
+    end = time.perf_counter()
+    optimizer.step()
+    optimizer.zero_grad()
+    return middle - begin, end - middle, loss.item()
+
+
+def measure_deep(device, options):
+    """Prints microseconds per module and pass over plain torch for each way to keep chunks; returns them."""
+    rows = []
+    x = torch.randn(4, DEEP_WIDTH, device=device)
+    for name, settings in DEEP_SETTINGS.items():
+        plain, ours = Deep(options.deep).to(device), Deep(options.deep)
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
+        made = torch.optim.AdamW(ours.parameters(), lr=1e-3, fused=True)
+        engine = PatrickStarEngine(ours, settings, made, device=device)
+        seconds = {"plain": [], "patrickstar": []}
+        for number in range(options.warmup + options.steps * options.repeats):
+            found = time_passes(plain, optimizer, x), time_passes(ours, engine.optimizer, x)
+            if found[0][2] != found[1][2]:
+                raise SystemExit(f"losses differ: {found}")
+            if number >= options.warmup:
+                for times, figures in zip(seconds.values(), found, strict=True):
+                    times.append(figures[:2])
+        row = {"chunks": name, "loads": engine.stats()["chunk_loads"]}
+        for place, what in enumerate(("forward", "backward")):
+            own, over = (statistics.median(times[place] for times in seconds[who]) for who in seconds)
+            row[f"plain_{what}_us"] = own / options.deep * 1e6
+            row[f"{what}_us"] = (over - own) / options.deep * 1e6
+        print(
+            f"{name:>9}: {row['forward_us']:.1f} us per module of forward and {row['backward_us']:.1f} us of backward "
+            f"over the {row['plain_forward_us']:.1f} and {row['plain_backward_us']:.1f} us of plain torch"
+        )
+        rows.append(row)
+        engine.detach()
+    print("losses: equal, bit for bit")
+    return rows
+
+
 def main():
     """Prints the ratio of step times and fails if losses differ."""
     parser = common.parser(__doc__)
@@ -120,9 +192,13 @@ def main():
     parser.add_argument("--steps", type=int, default=8, help="steps per repeat")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--limit", type=float, default=1.05, help="fail if the median ratio is above this")
+    parser.add_argument("--deep", type=int, nargs="?", const=300, metavar="LAYERS", help="measure hooks instead")
     options = parser.parse_args()
     common.repeat_bit_for_bit(options.device)
     device = torch.device(options.device)
+    if options.deep is not None:
+        common.finish("bench_overhead_deep", options, {"rows": measure_deep(device, options)})
+        return
     ratios, plain_seconds, our_seconds, numel = [], [], [], 0
     for repeat in range(options.repeats):
         steps, engine, numel = make_steps(device, options)
