@@ -137,7 +137,7 @@ class Driver(Protocol):
         """Has the host's thread do work when events have come; see ``Streams``.
 
         Returns:
-            An event that comes when it is done; to wait for it raises what the work raised.
+            An event that comes when it is done; the first who waits gets what the work raised.
         """
         ...
 
@@ -150,7 +150,7 @@ class Driver(Protocol):
             begin: Puts it into the stream that it is given, and returns the event that follows.
 
         Returns:
-            Tells that event. It raises what the work raised.
+            Tells that event; the first who asks gets what the work raised.
         """
         ...
 
@@ -244,7 +244,8 @@ class Streams(Protocol):
             after: What comes before it.
 
         Returns:
-            A ticket; to wait for it, or to join it, raises what the work raised.
+            A ticket. The first who waits for this work, or for later work, gets what the work raised; work that comes
+            after an error is not done until somebody has got it.
         """
         ...
 

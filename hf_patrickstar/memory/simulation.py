@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hf_patrickstar.errors import RaceError
 from hf_patrickstar.memory.operators import OperatorMode, read_operands, storage_key, touches_nothing, written_operands
+from hf_patrickstar.memory.threads import Series
 from hf_patrickstar.memory.tiers import Tier
 
 _COPIES = frozenset({"aten::copy_", "aten::_to_copy", "aten::clone", "aten::_foreach_copy_"})
@@ -112,17 +113,15 @@ class SimulatedEvent:
 class _WorkEvent(SimulatedEvent):
     """A point in the host's thread."""
 
-    def __init__(
-        self, driver: "SimulatedDriver", clock: dict["SimulatedStream", int], failures: list[BaseException]
-    ) -> None:
+    def __init__(self, driver: "SimulatedDriver", clock: dict["SimulatedStream", int], failures: list[Series]) -> None:
         super().__init__(driver, clock)
         self._failures = failures
 
     def synchronize(self) -> None:
         """See ``SimulatedEvent``; raises what the work raised."""
         super().synchronize()
-        for error in self._failures:
-            raise error
+        for series in self._failures:
+            series.report()
 
 
 class _Begun:
@@ -243,7 +242,7 @@ class SimulatedDriver:
         self.num_copies = self.num_checked = 0
         self._thread = SimulatedStream(self, "host thread", is_eager=False)
         self._lanes: list[SimulatedStream] = [self._thread]
-        self._failure: BaseException | None = None
+        self._series = Series()
         self._late: list[SimulatedStream] = []
         self._at_work: tuple[SimulatedStream, int] | None = None  # the lane and number of work that runs now
         self._random = None if seed is None else random.Random(seed)
@@ -303,8 +302,10 @@ class SimulatedDriver:
         with self.lock:
             for event in after:
                 self._thread.wait_event(event)
-            failures: list[BaseException] = []
-            number = self._thread.tell(lambda: self._do(work, number, known, failures))
+            if self._series.is_reported:
+                self._series = Series()
+            series, failures = self._series, list[Series]()
+            number = self._thread.tell(lambda: self._do(work, number, known, series, failures))
             known = dict(self._thread.clock)
             self.run_some()
             return _WorkEvent(self, {**known, self._thread: number}, failures)
@@ -397,21 +398,22 @@ class SimulatedDriver:
         work: Callable[[], None],
         number: int,
         known: dict[SimulatedStream, int],
-        failures: list[BaseException],
+        series: Series,
+        failures: list[Series],
     ) -> None:
         """Does work of the host's thread: what it touches is compared with what it knew when it was given."""
         before, self._thread.clock = self._thread.clock, known
         self._at_work = (self._thread, number)
         try:
-            if self._failure is not None:  # as in a real thread
-                raise self._failure
+            if series.failure is not None:
+                raise series.failure
             with _unseen(), _Operators(self):
                 work()
         except RaceError:
             raise
         except BaseException as error:
-            self._failure = error
-            failures.append(error)
+            series.failure = error
+            failures.append(series)
         finally:
             self._at_work, self._thread.clock = None, before
 

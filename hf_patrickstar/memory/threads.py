@@ -17,14 +17,35 @@ from hf_patrickstar.units import KIB
 _AT_ONCE_NBYTES = 256 * KIB
 
 
+class Series:
+    """Work of the host's thread up to an error, which is raised once, for the first who waits.
+
+    Attributes:
+        failure: The error. Work that comes after it is not done.
+        is_reported: Whether somebody has got it.
+    """
+
+    __slots__ = ("failure", "is_reported")
+
+    def __init__(self) -> None:
+        self.failure: BaseException | None = None
+        self.is_reported = False
+
+    def report(self) -> None:
+        """Raises the error if nobody has got it."""
+        if self.failure is not None and not self.is_reported:
+            self.is_reported = True
+            raise self.failure
+
+
 class HostThread:
     """A thread that does work of the host in the order in which it was given; it starts with the first.
 
-    When some work has failed, no later work is done, and whoever waits for it gets the error.
+    When some work has failed, no later work is done until somebody who waits has got the error.
     """
 
     def __init__(self) -> None:
-        self._failure: BaseException | None = None
+        self._series = Series()
         self._lock = threading.Lock()
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
 
@@ -32,45 +53,38 @@ class HostThread:
         """See ``Driver``."""
         if self._pool is None:
             self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="hf_patrickstar-host")
-        done = _Done()
+        if self._series.is_reported:
+            self._series = Series()
+        done = _Done(self._series)
         done.future = self._pool.submit(self._do, work, tuple(after), done)
         return done
 
     def begin_after(self, work: "_Done", stream: Any, begin: Callable[[Any], Event]) -> Begun:
         """See ``Driver``."""
-        begun: concurrent.futures.Future[Event] = concurrent.futures.Future()
+        begun = _Begun(work, functools.partial(begin, stream))
         with self._lock:
             if work.followers is not None:
-                work.followers.append((begun, functools.partial(begin, stream)))
+                work.followers.append(begun)
                 return begun
-        work.synchronize()
-        begun.set_result(begin(stream))
+        begun.begin()
         return begun
 
     def _do(self, work: Callable[[], None], after: Iterable[Event], done: "_Done") -> None:
         try:
-            if self._failure is not None:  # who waits for the last piece of work waits for all
-                raise self._failure
+            if done.series.failure is not None:  # who waits for the last piece of work waits for all
+                raise done.series.failure
             for event in after:
                 event.synchronize()
             with torch.no_grad():
                 work()
         except BaseException as error:
-            self._failure = error
+            done.series.failure = error
             raise
         finally:
             with self._lock:
                 followers, done.followers = done.followers or [], None
-            for begun, begin in followers:
-                self._begin(begun, begin)
-
-    def _begin(self, begun: "concurrent.futures.Future[Event]", begin: Callable[[], Event]) -> None:
-        try:
-            if self._failure is not None:
-                raise self._failure
-            begun.set_result(begin())
-        except BaseException as error:
-            begun.set_exception(error)
+            for begun in followers:
+                begun.begin()
 
     def close(self) -> None:
         """See ``Driver``."""
@@ -82,16 +96,21 @@ class HostThread:
 class _Done:
     """The event of work in a thread.
 
+    Args:
+        series: The work that it belongs to.
+
     Attributes:
+        series: See above.
         future: What the thread fulfils.
         followers: What begins when the work is done; ``None`` when it has begun.
     """
 
-    __slots__ = ("followers", "future")
+    __slots__ = ("followers", "future", "series")
 
-    def __init__(self) -> None:
+    def __init__(self, series: Series) -> None:
+        self.series = series
         self.future: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self.followers: list[tuple[concurrent.futures.Future[Event], Callable[[], Event]]] | None = []
+        self.followers: list[_Begun] | None = []
 
     def query(self) -> bool:
         """See ``Event``."""
@@ -99,7 +118,42 @@ class _Done:
 
     def synchronize(self) -> None:
         """See ``Event``."""
-        self.future.result()
+        if self.future.exception() is not None:
+            self.series.report()
+
+
+class _Begun:
+    """A copy that comes after work in a thread; see ``Begun``. It is made also if the work fails.
+
+    Args:
+        work: The event of the work.
+        begin: Puts the copy into its stream.
+    """
+
+    __slots__ = ("_begin", "_event", "_work")
+
+    def __init__(self, work: _Done, begin: Callable[[], Event]) -> None:
+        self._work = work
+        self._begin: Callable[[], Event] | None = begin
+        self._event: concurrent.futures.Future[Event] = concurrent.futures.Future()
+
+    def begin(self) -> None:
+        """Puts the copy into its stream."""
+        begin, self._begin = self._begin, None
+        assert begin is not None
+        try:
+            self._event.set_result(begin())
+        except BaseException as error:
+            self._event.set_exception(error)
+
+    def done(self) -> bool:
+        """See ``Begun``."""
+        return self._event.done()
+
+    def result(self) -> Event:
+        """See ``Begun``."""
+        self._work.synchronize()
+        return self._event.result()
 
 
 class HostTicket:
@@ -218,7 +272,7 @@ class ThreadStreams:
         """See ``Streams``: the cores are those of the computation, so the work is done at once."""
         for other in after:
             other.wait()
-        done = _Done()
+        done = _Done(Series())
         work()
         done.future.set_result(None)
         return HostTicket(done)

@@ -468,7 +468,7 @@ class Chunk:
         return any(torch._C._storage_Use_Count(payload.untyped_storage()._cdata) > 2 for payload in payloads)
 
     def wait_for_update(self) -> None:
-        """Waits until the optimizer has written the home; raises the error that an update ended with."""
+        """Waits until the optimizer has written the home; the first who waits gets the error of an update."""
         if self.update is not None:
             self.update.wait()
             self.update = None

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -367,9 +368,9 @@ def failing(chunk_index, monkeypatch):
     tile = AdamKernel._update_tile
 
     def update(kernel, number, segments, **kwargs):
-        if any(segment.chunk.spec.index == chunk_index for segment in segments):
-            monkeypatch.setattr(AdamKernel, "_adam", fail)
-        tile(kernel, number, segments, **kwargs)
+        is_bad = any(segment.chunk.spec.index == chunk_index for segment in segments)
+        with mock.patch.object(AdamKernel, "_adam", fail) if is_bad else contextlib.nullcontext():
+            tile(kernel, number, segments, **kwargs)
 
     def fail(*_):
         raise ArithmeticError("a worker failed")
@@ -388,11 +389,26 @@ def test_an_error_in_a_worker_names_the_chunk_at_the_next_use(streams, monkeypat
             run.step(1)
             with pytest.raises(ArithmeticError, match="a worker failed") as caught:
                 run.backward(2)
-        (note,) = set(caught.value.__notes__)
-        assert "while the optimizer updated '" in note
-        assert "chunk 2" in note
-        with pytest.raises(ArithmeticError, match="a worker failed"):
-            run.model.state_dict()
+            (note,) = set(caught.value.__notes__)
+            assert "while the optimizer updated '" in note
+            assert "chunk 2" in note
+        state = {key: value.clone() for key, value in run.model.state_dict().items()}  # as after a step that raised
+        run.step(3)
+        assert any(not torch.equal(value, state[key]) for key, value in run.model.state_dict().items())
+        run.engine.detach()
+
+
+@pytest.mark.parametrize("streams", ["simulated", "delayed"])
+def test_after_an_error_an_engine_can_be_detached(streams, monkeypatch):
+    with streams_of(streams):
+        run = Run()
+        run.step(0)
+        with failing(2, monkeypatch):
+            run.step(1)
+            with pytest.raises(ArithmeticError, match="a worker failed"):
+                run.engine.detach()
+        run.engine.detach()
+    assert all(parameter.isfinite().all() for parameter in run.model.parameters())
 
 
 def test_an_interrupted_wait_can_be_repeated(late, gate, monkeypatch):

@@ -53,10 +53,23 @@ def test_what_failed_is_told_and_nothing_is_done_after_it(thread):
 
     first = HostTicket(thread.on_host(fail, []))
     second = HostTicket(thread.on_host(lambda: done.append(2), []))
-    for ticket in (second, first):
-        with pytest.raises(ValueError, match="a reason"):
-            ticket.join()
+    with pytest.raises(ValueError, match="a reason"):
+        second.join()
     assert done == []
+    first.join()  # who has got the error once goes on
+    second.join()
+    HostTicket(thread.on_host(lambda: done.append(3), [])).wait()
+    assert done == [3]
+
+
+def test_a_copy_after_work_that_failed_is_made_and_tells_the_error(thread):
+    def fail():
+        raise ValueError("a reason")
+
+    begun = thread.begin_after(thread.on_host(fail, []), "stream", lambda stream: f"a copy in a {stream}")
+    with pytest.raises(ValueError, match="a reason"):
+        begun.result()
+    assert begun.result() == "a copy in a stream"
 
 
 def test_its_end_waits_for_its_work_and_it_can_begin_again():
