@@ -29,6 +29,7 @@ from hf_patrickstar.runtime.reclaim import Reclaim
 from hf_patrickstar.runtime.sharing import Sharing
 from hf_patrickstar.runtime.steps import DeviceGauges, Steps
 from hf_patrickstar.runtime.tracer import Tracer
+from hf_patrickstar.runtime.turns import Turns
 from hf_patrickstar.runtime.values import Values
 from hf_patrickstar.runtime.watch import Watch
 from hf_patrickstar.runtime.writes import Writes
@@ -113,6 +114,7 @@ def assemble(given: Foundation) -> ChunkManager:
     executor = Executor(services, gradients, gradient_mirrors, buckets, emit)
     steps = Steps(services, executor, forecast, given.num_micro_batches)
     data = Data(originals, values, mirrors, gradient_mirrors, watch, gradients, writes, buckets)
-    parameters = Parameters(chunks, steps, gradients, writes)
-    phases = Phases(services, steps, placement, data, parameters, streams)
+    turns = Turns()
+    parameters = Parameters(chunks, steps, gradients, writes, turns)
+    phases = Phases(services, steps, placement, data, parameters, turns, streams)
     return ChunkManager(services, steps, placement, data, parameters, phases, streams)

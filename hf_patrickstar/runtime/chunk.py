@@ -27,6 +27,7 @@ from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.lanes import Copy, Ticket, WorkLane
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.runtime.guard import Guard
 from hf_patrickstar.runtime.live_parameter import (
     LiveMixin,
     acquired_type,
@@ -222,11 +223,17 @@ class ManagedTensor:
         """Writes the value at home from its master; see ``round_masters``."""
         round_masters([self.view(self.chunk.lists[MASTER])], [self.view(self.chunk.param)])
 
-    def materialize(self, payload: torch.Tensor) -> None:
-        """Gives the parameter its value, in what its chunk is computed with, so that torch computes with it."""
+    def materialize(self, payload: torch.Tensor, guard: Guard | None = None) -> None:
+        """Gives the parameter its value, in what its chunk is computed with, so that torch computes with it.
+
+        Args:
+            payload: What its chunk is computed with.
+            guard: Keeps the value from other threads, if there are any that may read it.
+        """
         set_raw_data(self.parameter, self.view_copy(payload))
         if self.is_bound:  # after it has a value, and until it has none: another thread may use it at any moment
-            self.parameter.__class__ = acquired_type(self.original_type)
+            type_of = acquired_type if guard is None else guard.type_of
+            self.parameter.__class__ = type_of(self.original_type)
         self.is_materialized = True
         self.version = self.parameter._version
 

@@ -25,6 +25,9 @@ from hf_patrickstar.errors import EngineError
 RAW = torch._C.DisableTorchFunctionSubclass
 """A context in which a released parameter shows its placeholder."""
 
+NOT_OVERRIDDEN: Any = torch._C._disabled_torch_function_impl
+"""As ``__torch_function__`` of a class: torch treats its tensors as tensors."""
+
 _Base: Any = torch._C.TensorBase
 _Tensor: Any = torch.Tensor
 _get_data, _set_data = _Base.data.__get__, _Base.data.__set__
@@ -112,6 +115,8 @@ class Live(Protocol):
 class LiveMixin:
     """What acquired and released parameters have in common: their copies are ordinary parameters."""
 
+    __torch_function__: Any
+
     @property
     def _live(self) -> Live:
         """What answers for it; ``torch.utils.swap_tensors`` may have brought that of another parameter here."""
@@ -151,7 +156,7 @@ class LiveMixin:
 class AcquiredMixin(LiveMixin):
     """A parameter that has its value: ``torch.nn.Parameter`` in all but two properties."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = NOT_OVERRIDDEN
 
     @property
     def data(self) -> torch.Tensor:
@@ -353,7 +358,7 @@ def call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
     """
     leaves = list(tree_iter((args, kwargs)))
     is_graph = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and requires_grad(x) for x in leaves)
-    released = {id(leaf): leaf for leaf in leaves if isinstance(leaf, ReleasedMixin)}
+    released = {id(leaf): leaf for leaf in leaves if _has_no_value(leaf)}
     written = _written(getattr(func, "__name__", ""), args, kwargs)
     accesses: dict[int, Access] = {}
     try:
@@ -380,6 +385,11 @@ def call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
     finally:
         for access in reversed(accesses.values()):
             access.end()
+
+
+def _has_no_value(leaf: Any) -> bool:
+    """Whether an argument is a parameter that has no value, or none for this thread."""
+    return isinstance(leaf, LiveMixin) and leaf.__torch_function__ is not NOT_OVERRIDDEN
 
 
 def _needs_copies(result: Any, accesses: Collection[Access]) -> bool:
@@ -449,7 +459,8 @@ def _is_called_by(function: Any) -> bool:
     return sys._getframe(3).f_code is function.__code__
 
 
-def _detach(parameter: Any) -> torch.Tensor:
+def detach(parameter: Any) -> torch.Tensor:
+    """Answers ``parameter.detach()``; what has called torch must be the caller's caller."""
     if _is_called_by(torch.nn.Module._save_to_state_dict):
         return parameter._live.detached_for_state_dict()
     if not _is_called_by(torch.nn.Parameter.__new__):
@@ -533,6 +544,10 @@ def _strides(func: Any) -> Callable[..., Any]:
     return answer
 
 
+BACKWARDS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+"""Functions that run a whole backward."""
+
+
 def _undisturbed(func: Any) -> Callable[..., Any]:
     """Passes the parameters themselves to a function that runs a whole backward.
 
@@ -558,14 +573,12 @@ _OWN_ANSWERS: dict[Any, Callable[..., Any]] = {
     _Tensor.grad.__set__: lambda parameter, gradient: parameter._live.set_grad(gradient),
     _Tensor.grad.__delete__: lambda parameter: parameter._live.set_grad(None),
     _Tensor.data.__set__: lambda parameter, value: parameter._live.assign(value),
-    torch.Tensor.detach: _detach,
+    torch.Tensor.detach: detach,
     torch.Tensor.copy_: _copy_,
     torch.Tensor.stride: _strides(torch.Tensor.stride),
     torch.Tensor.is_contiguous: _strides(torch.Tensor.is_contiguous),
     torch.Tensor.__format__: lambda parameter, spec: object.__format__(parameter, spec),
     torch.Tensor.view_as: _view_whole(torch.Tensor.view_as),
     torch.Tensor.expand_as: _view_whole(torch.Tensor.expand_as),
-    torch.autograd.grad: _undisturbed(torch.autograd.grad),
-    torch.autograd.backward: _undisturbed(torch.autograd.backward),
-    torch.Tensor.backward: _undisturbed(torch.Tensor.backward),
+    **{backward: _undisturbed(backward) for backward in BACKWARDS},
 }

@@ -10,9 +10,10 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from hf_patrickstar.errors import DeviceMemoryError, EngineError
 from hf_patrickstar.runtime.chunk import MASTER, Chunk, GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.gradients import Gradients
+from hf_patrickstar.runtime.guard import Guard
 from hf_patrickstar.runtime.live_parameter import requires_grad
 from hf_patrickstar.runtime.steps import Steps
-from hf_patrickstar.runtime.turns import pauses_s
+from hf_patrickstar.runtime.turns import Turns, pauses_s
 from hf_patrickstar.runtime.writes import Writes
 
 
@@ -24,6 +25,7 @@ class Parameters:
         steps: Brings chunks to the device.
         gradients: Makes way for a value that is needed while a gradient is in its place.
         writes: Takes over what users wrote to a parameter.
+        turns: Knows whether other threads may read parameters.
 
     Attributes:
         tensors: All, in model order.
@@ -31,7 +33,9 @@ class Parameters:
         held_outside_forward: Those that code in backward acquired with no forward around it.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], steps: Steps, gradients: Gradients, writes: Writes) -> None:
+    def __init__(
+        self, chunks: Sequence[Chunk], steps: Steps, gradients: Gradients, writes: Writes, turns: Turns
+    ) -> None:
         self.tensors: list[ManagedTensor] = []
         self.by_index: dict[int, ManagedTensor] = {}
         self.held_outside_forward: list[ManagedTensor] = []
@@ -41,6 +45,8 @@ class Parameters:
         self._gradients = gradients
         self._writes = writes
         self._lock = gradients.lock
+        self._turns = turns
+        self._guard = Guard(turns)
         self._is_trained = False  # whether any chunk has masters, so that gradients are asked for
         tensors = (tensor for chunk in chunks for tensor in chunk.tensors)
         self.index(sorted(tensors, key=lambda tensor: tensor.spec.index))
@@ -110,7 +116,7 @@ class Parameters:
         payload = self._ensure_on_device(tensor, module_name)
         tensor.read_at = tensor.num_writes
         if not is_alias and not tensor.is_materialized:
-            tensor.materialize(payload)
+            tensor.materialize(payload, self._guard if self._turns.others_may_read() else None)
         if tensor.users == 0:
             tensor.chunk.num_computing += 1
         tensor.users += 1

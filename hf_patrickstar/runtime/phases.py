@@ -44,10 +44,11 @@ class Phases:
         placement: Moves chunks to better homes.
         data: The places where values and gradients are.
         parameters: Finds parameters, and gives them their values.
+        turns: Which thread runs a forward, a backward or an update.
         streams: How bytes cross.
 
     Attributes:
-        turns: Which thread runs a forward, a backward or an update.
+        turns: The same.
         frames: The forwards that run on this thread.
     """
 
@@ -58,9 +59,10 @@ class Phases:
         placement: Placement,
         data: Data,
         parameters: Parameters,
+        turns: Turns,
         streams: Streams,
     ) -> None:
-        self.turns = Turns()
+        self.turns = turns
         self.frames = Frames()
         self._copies, self._reclaim, self._tracer = services.copies, services.reclaim, services.tracer
         self._steps = steps

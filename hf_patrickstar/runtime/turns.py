@@ -9,16 +9,18 @@ raises an error.
 """
 
 import contextlib
+import re
 import sys
 import threading
 import time
 from collections.abc import Iterator
 
 import torch
+from torch._C import _current_graph_task_id
 
 from hf_patrickstar.errors import EngineError
 
-_OF_OTHERS = ("hf_patrickstar", "tqdm")
+_OF_OTHERS = re.compile(r"hf_patrickstar|tqdm|QueueFeederThread|.*\(_pin_memory_loop\)$")
 """Names that begin like this are of threads that do not read parameters."""
 
 _LIMIT_S = 60.0
@@ -40,6 +42,8 @@ class Turns:
         self._what = ""
         self._depth = 0
         self._is_backward = False  # autograd runs it, on threads of its own if there is a GPU
+        self._num_threads = 0  # as it was found out whether others may read; 0 to find out again
+        self._others_read = False
 
     @contextlib.contextmanager
     def taken(self, what: str) -> Iterator[None]:
@@ -64,7 +68,20 @@ class Turns:
             if self._owner is not this:
                 self._wait(what)
                 self._owner, self._what = this, what
+                self._num_threads = 0
             self._depth += 1
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether this thread has the turn, or runs a backward."""
+        return self._owner is threading.current_thread() or _current_graph_task_id() != -1
+
+    def others_may_read(self) -> bool:
+        """Whether other threads may read parameters while this one computes with them."""
+        num_threads = threading.active_count()
+        if num_threads != self._num_threads:
+            self._num_threads, self._others_read = num_threads, _has_readers()
+        return self._others_read
 
     def give_up(self) -> None:
         """Ends what ``take`` began."""
@@ -116,11 +133,20 @@ def pauses_s() -> tuple[float, ...]:
 
     A thread that reads parameters while a module computes with them holds their copies on the device.
     """
+    return (0.001, 0.01, 0.1, 1.0, 0.0) if _has_readers() else (0.0,)
+
+
+def _has_readers() -> bool:
+    """Whether there is another thread that may read parameters."""
     this = threading.current_thread()
-    others = [t for t in threading.enumerate() if t is not this and not t.name.startswith(_OF_OTHERS)]
-    if all(_runs_backward(thread.ident) for thread in others):  # then this thread runs it, for a GPU
-        return (0.0,)
-    return (0.001, 0.01, 0.1, 1.0, 0.0)
+    for thread in threading.enumerate():
+        # Autograd runs the backward of an accelerator in threads of C++, which Python knows once they have called it.
+        is_idle = isinstance(thread, threading._DummyThread) and thread.ident not in sys._current_frames()
+        # A thread that waits in a call of backward reads nothing: this thread runs that backward, for an accelerator.
+        is_known = thread is this or is_idle or _OF_OTHERS.match(thread.name) or _runs_backward(thread.ident)
+        if not is_known:
+            return True
+    return False
 
 
 def is_backward_elsewhere() -> bool:

@@ -1,5 +1,6 @@
 """Reading parameters of a live model, however one gets hold of them."""
 
+import contextlib
 import copy
 import functools
 import io
@@ -19,6 +20,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.utils import parameters_to_vector
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def make_with_lists():
@@ -1920,6 +1922,115 @@ def test_a_thread_reads_and_infers_between_steps(both):
             note("with a graph", run_threads(lambda: model(make_ids()).detach()))
 
     both(pattern)
+
+
+class Stopping(nn.Linear):
+    """A layer that stops while its parameters have values."""
+
+    has_value: threading.Event | None = None
+    may_end: threading.Event
+
+    def forward(self, x):
+        if self.has_value is not None:
+            self.has_value.set()
+            assert self.may_end.wait(30)
+        return super().forward(x)
+
+
+def make_stopping():
+    model = make_tower()
+    model.blocks[1].linear = Stopping(WIDTH, WIDTH)
+    return model
+
+
+def read_while_inferring(model, read, ends_late=False):
+    """Lets a thread read the layer that stops, while another one infers; returns what both got.
+
+    Args:
+        model: Of ``make_stopping``.
+        read: Gets the layer, and returns what is to be compared.
+        ends_late: Whether the layer goes on in the middle of the read, after torch was called and before torch reads.
+    """
+    layer = model.blocks[1].linear
+    layer.has_value, layer.may_end, has_ended = (threading.Event() for _ in range(3))
+
+    class LateRead(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            layer.may_end.set()
+            has_ended.wait(0.1)
+            with torch._C.DisableTorchFunctionSubclass():  # torch's own code reads what is there now
+                return func(*args, **(kwargs or {}))
+
+    def infer():
+        try:
+            return inference(model)
+        finally:
+            has_ended.set()
+
+    @torch.no_grad()  # a read that autograd records waits until the module has ended
+    def read_inside():
+        assert layer.has_value.wait(30)
+        with LateRead() if ends_late else contextlib.nullcontext():
+            found = read(layer)
+        layer.may_end.set()
+        return found
+
+    logits, found = run_threads(infer, read_inside)
+    layer.has_value = None
+    return logits, found
+
+
+def test_a_thread_reads_while_a_module_computes(both):
+    """What the other thread gets is its own: the module's parameters have no value any more when it looks."""
+
+    def read(layer):
+        return {
+            "detached": layer.weight.detach(),
+            "data": layer.weight.data,
+            "view": layer.weight[2:4],
+            "array": layer.bias.detach().numpy(),
+            "stacked": torch.stack([layer.weight, layer.weight]),
+            "norm": layer.weight.norm(),
+            "shapes": [
+                tuple(layer.weight.shape),
+                layer.weight.stride(),
+                layer.weight.requires_grad,
+                layer.bias.numel(),
+            ],
+            "state": layer.state_dict(),
+        }
+
+    def pattern(model, optimizer, note):
+        for step in range(2):
+            logits, found = read_while_inferring(model, read)
+            inference(model)  # other chunks come where the layer's was
+            note("logits", logits)
+            for name, value in found.items():
+                note(name, value)
+            train(model, optimizer, first=step)
+            note("after a step", {name: found[name] for name in ("detached", "data", "view", "array")})
+
+    both(pattern, make=make_stopping)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda layer: layer.weight.detach(),
+        lambda layer: layer.weight.clone(),
+        lambda layer: functional.linear(torch.ones(2, WIDTH), layer.weight, layer.bias),
+        lambda layer: torch.sum(input=layer.weight),
+        lambda layer: torch.stack([layer.weight, layer.weight]),
+        lambda layer: {name: value.clone() for name, value in layer.state_dict().items()},
+    ],
+    ids=["method", "clone", "function", "keyword", "list", "state_dict"],
+)
+def test_a_module_that_ends_in_the_middle_of_a_read(both, read):
+    def pattern(model, optimizer, note):
+        train(model, optimizer)
+        note("found", read_while_inferring(model, read, ends_late=True))
+
+    both(pattern, make=make_stopping)
 
 
 def test_several_threads_infer_at_once_between_steps(both):

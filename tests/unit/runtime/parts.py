@@ -35,6 +35,7 @@ from hf_patrickstar.runtime.placement import Placement, PlacementRules
 from hf_patrickstar.runtime.reclaim import Reclaim
 from hf_patrickstar.runtime.steps import DeviceGauges, Steps
 from hf_patrickstar.runtime.tracer import Tracer
+from hf_patrickstar.runtime.turns import Turns
 from hf_patrickstar.runtime.writes import Writes
 from hf_patrickstar.schedule.margin import ACCELERATOR
 from hf_patrickstar.schedule.placement import ChunkBytes
@@ -322,11 +323,15 @@ class Parts(Process):
 
     @functools.cached_property
     def parameters(self):
-        return Parameters(self.chunks, self.steps, self.gradients, self.writes)
+        return Parameters(self.chunks, self.steps, self.gradients, self.writes, self.turns)
+
+    @functools.cached_property
+    def turns(self):
+        return Turns()
 
     @functools.cached_property
     def phases(self):
-        return Phases(self.services, self.steps, self.placement, self.data, self.parameters, self.streams)
+        return Phases(self.services, self.steps, self.placement, self.data, self.parameters, self.turns, self.streams)
 
     @functools.cached_property
     def manager(self):

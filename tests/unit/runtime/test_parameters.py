@@ -12,6 +12,7 @@ from hf_patrickstar.runtime import parameters as module
 from hf_patrickstar.runtime.chunk import GradientPlace
 from hf_patrickstar.runtime.live_parameter import raw_data
 from hf_patrickstar.runtime.parameters import Parameters
+from hf_patrickstar.runtime.turns import Turns
 
 
 class Device:
@@ -48,7 +49,8 @@ def make(*, is_alone=True, trainable=True):
     gradients.lock = contextlib.nullcontext()
     steps = Fake(told, "give_up")
     steps.executor = parts.device
-    parts.parameters = Parameters(parts.chunks, steps, gradients, writes)
+    turns = types.SimpleNamespace(others_may_read=lambda: False)
+    parts.parameters = Parameters(parts.chunks, steps, gradients, writes, turns)
     return parts, parts.parameters, parts.tensors[0]
 
 
@@ -76,7 +78,7 @@ def test_parameters_are_in_model_order_and_found_by_number_and_object():
     parts.add_chunk(2)
     parts.chunks.reverse()
     steps = types.SimpleNamespace(executor=None)
-    parameters = Parameters(parts.chunks, steps, types.SimpleNamespace(lock=None), None)
+    parameters = Parameters(parts.chunks, steps, types.SimpleNamespace(lock=None), None, Turns())
     assert [tensor.spec.index for tensor in parameters.tensors] == [0, 1, 2]
     assert {index: tensor.spec.index for index, tensor in parameters.by_index.items()} == {0: 0, 1: 1, 2: 2}
     assert parameters.find(parts.tensors[2].parameter) is parts.tensors[2]

@@ -74,8 +74,8 @@ def make(*, step=None, factor=None, num_micro_batches=2, homes=(Tier.HOST,), ove
     )
     placement, streams = fake("placement", "prepare", "update"), fake("streams", "release_in_flight", on_host="ticket")
     parts.data, parts.executor, parts.gradients, parts.tracer = data, executor, gradients, services.tracer
-    phases = Phases(services, steps, placement, data, parameters, streams)
-    phases.turns = fake("turns", "take_backward", "give_up_backward", "give_up")
+    turns = fake("turns", "take_backward", "give_up_backward", "give_up")
+    phases = Phases(services, steps, placement, data, parameters, turns, streams)
     return parts, phases
 
 

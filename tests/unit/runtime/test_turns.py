@@ -144,3 +144,41 @@ def test_pauses_only_where_another_thread_may_let_go_of_memory(monkeypatch):
     may_end.set()
     join()
     assert pauses_s() == (0.0,)
+
+
+def test_others_may_read_while_a_thread_is_there_that_may(monkeypatch):
+    earlier, every = set(threading.enumerate()) - {threading.current_thread()}, threading.enumerate
+    monkeypatch.setattr(threading, "enumerate", lambda: [thread for thread in every() if thread not in earlier])
+    turns, may_end = Turns(), threading.Event()
+    assert not turns.others_may_read()
+    for name in ("hf_patrickstar-host_0", "tqdm_monitor", "QueueFeederThread", "Thread-3 (_pin_memory_loop)"):
+        harmless = threading.Thread(target=may_end.wait, args=(30,), name=name)
+        harmless.start()
+        assert not turns.others_may_read()
+    join = in_thread(lambda: may_end.wait(30))
+    assert turns.others_may_read()
+    may_end.set()
+    join()
+
+
+def test_a_turn_looks_again_for_threads(monkeypatch):
+    """As many threads as before may be other threads."""
+    turns = Turns()
+    looks = []
+    monkeypatch.setattr("hf_patrickstar.runtime.turns._has_readers", lambda: bool(looks.append(1)))
+    with turns.taken("a forward"):
+        turns.others_may_read()
+        with turns.taken("a part of it"):
+            turns.others_may_read()
+    assert len(looks) == 1
+    with turns.taken("a forward"):
+        turns.others_may_read()
+    assert len(looks) == 2
+
+
+def test_a_turn_is_of_one_thread():
+    turns = Turns()
+    assert not turns.is_computing
+    with turns.taken("a forward"):
+        assert turns.is_computing
+        assert in_thread(lambda: turns.is_computing)() is False

@@ -1,0 +1,62 @@
+"""Parameters that have their value for the thread that computes with them, and for no other thread.
+
+[Note: guarded parameters]
+torch lets other threads run between looking at the class of an argument and reading its value. A thread that reads a
+parameter while another one computes with it could so find that the module has ended, and NaN. Where other threads may
+read the model, an acquired parameter is a guarded one: ``__torch_function__`` is switched off for the thread that
+computes, and answers all others as if the parameter were released.
+"""
+
+from typing import Any
+
+import torch
+
+from hf_patrickstar.runtime.live_parameter import (
+    BACKWARDS,
+    NOT_OVERRIDDEN,
+    RAW,
+    WITHOUT_VALUE,
+    AcquiredMixin,
+    call_with_values,
+    detach,
+)
+from hf_patrickstar.runtime.turns import Turns
+
+_AS_THEY_ARE = WITHOUT_VALUE | {torch.Tensor.data.__set__}  # type: ignore[attr-defined]
+
+
+class Guard:
+    """The ``__torch_function__`` of guarded parameters, and their classes.
+
+    Args:
+        turns: Knows which thread computes.
+    """
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self._types: dict[type, type] = {}
+
+    def __get__(self, parameter: Any, owner: type) -> Any:
+        """What torch finds as ``__torch_function__``, of a parameter or of its class."""
+        return NOT_OVERRIDDEN if self._turns.is_computing else self._answer
+
+    def type_of(self, original: type) -> type:
+        """The class of a guarded parameter.
+
+        Args:
+            original: The class that it had.
+        """
+        if original not in self._types:
+            members = {"_original": original, "__module__": original.__module__, "__torch_function__": self}
+            self._types[original] = type(original.__name__, (AcquiredMixin, original), members)
+        return self._types[original]
+
+    def _answer(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _AS_THEY_ARE:
+            with RAW():
+                return func(*args, **kwargs)
+        if func in BACKWARDS:
+            with self._turns.taken("a backward"):
+                return func(*args, **kwargs)
+        return detach(*args) if func is torch.Tensor.detach else call_with_values(func, args, kwargs)
