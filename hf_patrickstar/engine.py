@@ -439,12 +439,18 @@ class PatrickStarEngine:
 
         Every hook is removed; every parameter has its value, its original type and its own storage; the optimizers that
         the user made have their states. Gradients are dropped.
+
+        Raises:
+            EngineError: If a parameter is open in ``full_parameters``; nothing is removed.
+            Exception: What an update that was under way raised; nothing is removed, and the next call removes all.
         """
         if not self._attached:
             return
         opened = [tensor.spec.name for tensor in self.manager.tensors if tensor.is_open]
         if opened:
             raise EngineError(f"parameter '{opened[0]}' is open in full_parameters(); detach after the block has ended")
+        for chunk in self.manager.chunks:
+            chunk.wait_for_update()
         if self.model.__dict__.get("patrickstar_engine") is self:  # else construction failed
             self.manager.sharing.enter("detaches the engine")
         self._attached = False

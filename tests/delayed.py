@@ -77,7 +77,7 @@ class DelayedDriver(HostThread):
         with torch.no_grad():
             target.copy_(source)
 
-    def on_host(self, work, after):
+    def on_host(self, work, after, otherwise=None):
         delay_s = self._random.random() * MOST_S
         self.num_works += 1
 
@@ -85,7 +85,7 @@ class DelayedDriver(HostThread):
             time.sleep(delay_s)
             work()
 
-        return super().on_host(work_late, after)
+        return super().on_host(work_late, after, otherwise)
 
     def begin_after(self, work, stream, begin):
         self.num_late += not work.query()

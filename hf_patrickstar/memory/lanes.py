@@ -133,7 +133,9 @@ class Driver(Protocol):
         """Puts a copy between host and device into a stream; it blocks the host if the host tensor is not pinned."""
         ...
 
-    def on_host(self, work: Callable[[], None], after: Iterable[Any]) -> Event:
+    def on_host(
+        self, work: Callable[[], None], after: Iterable[Any], otherwise: Callable[[], None] | None = None
+    ) -> Event:
         """Has the host's thread do work when events have come; see ``Streams``.
 
         Returns:
@@ -236,16 +238,22 @@ class Streams(Protocol):
         """
         ...
 
-    def on_host(self, work: Callable[[], None], after: Iterable[Copy] = ()) -> Copy:
+    def on_host(
+        self, work: Callable[[], None], after: Iterable[Copy] = (), otherwise: Callable[[], None] | None = None
+    ) -> Copy:
         """Has the host's thread do work beside the host, in the order of these calls.
 
         Args:
             work: Reads and writes memory of the host alone.
             after: What comes before it.
+            otherwise: Is done in place of ``work`` if earlier work has failed and nobody has got the error yet, and
+                after ``work`` if that fails. Work without it is always done.
 
         Returns:
-            A ticket. The first who waits for this work, or for later work, gets what the work raised; work that comes
-            after an error is not done until somebody has got it.
+            A ticket. The first who waits for this work, or for later work, gets what the work raised.
+
+        Raises:
+            BaseException: What ``work`` raised, where it is done at once; ``otherwise`` is the caller's then.
         """
         ...
 

@@ -297,7 +297,9 @@ class SimulatedDriver:
                 target.view(-1).view(torch.uint8).fill_(_POISON)
             self.run_some()
 
-    def on_host(self, work: Callable[[], None], after: Iterable[Any]) -> SimulatedEvent:
+    def on_host(
+        self, work: Callable[[], None], after: Iterable[Any], otherwise: Callable[[], None] | None = None
+    ) -> SimulatedEvent:
         """See ``Driver``."""
         with self.lock:
             for event in after:
@@ -305,7 +307,7 @@ class SimulatedDriver:
             if self._series.is_reported:
                 self._series = Series()
             series, failures = self._series, list[Series]()
-            number = self._thread.tell(lambda: self._do(work, number, known, series, failures))
+            number = self._thread.tell(lambda: self._do((work, otherwise), number, known, series, failures))
             known = dict(self._thread.clock)
             self.run_some()
             return _WorkEvent(self, {**known, self._thread: number}, failures)
@@ -395,7 +397,7 @@ class SimulatedDriver:
 
     def _do(
         self,
-        work: Callable[[], None],
+        work: tuple[Callable[[], None], Callable[[], None] | None],
         number: int,
         known: dict[SimulatedStream, int],
         series: Series,
@@ -405,14 +407,11 @@ class SimulatedDriver:
         before, self._thread.clock = self._thread.clock, known
         self._at_work = (self._thread, number)
         try:
-            if series.failure is not None:
-                raise series.failure
             with _unseen(), _Operators(self):
-                work()
+                series.run(*work)
         except RaceError:
             raise
-        except BaseException as error:
-            series.failure = error
+        except BaseException:
             failures.append(series)
         finally:
             self._at_work, self._thread.clock = None, before
@@ -444,11 +443,24 @@ class SimulatedDriver:
                 continue
             access = lane.access(extent, number, what, is_write=is_write)
             self._check(known, access)
-            same = (lane, begin, end, is_write)
-            kept = [a for a in known.accesses if (a.lane, a.begin, a.end, a.is_write) != same]
-            if is_write:  # what is ordered before a write of all its bytes need not be compared any more
-                kept = [a for a in kept if not (begin <= a.begin and a.end <= end and access.comes_after(a))]
-            known.accesses = [*kept, access]
+            known.accesses = [a for a in known.accesses if not self._is_covered(a, access)]
+            known.accesses.append(access)
+
+    def _is_covered(self, before: _Access, access: _Access) -> bool:
+        """Whether who comes later need be compared with the later one of two accesses alone.
+
+        Work of the host's thread is compared after it was given, with what was touched meanwhile: there an access that
+        comes after the work must not hide one that does not.
+        """
+        if before.after.get(self._thread) != access.after.get(self._thread) and self._thread.is_busy:
+            return False
+        if (before.lane, before.begin, before.end, before.is_write) == (
+            *(access.lane, access.begin, access.end),
+            access.is_write,
+        ):
+            return True
+        is_inside = access.begin <= before.begin and before.end <= access.end
+        return access.is_write and is_inside and access.comes_after(before)
 
     def _check(self, known: _Buffer, access: _Access) -> None:
         self.num_checked += 1

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -27,7 +28,7 @@ class AcceleratorDriver(HostThread):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__(functools.partial(_choose, device))
         self._device = device
 
     def new_stream(self) -> Stream:
@@ -63,6 +64,12 @@ class AcceleratorDriver(HostThread):
 
     def free(self, buffer: torch.Tensor) -> None:
         """Nothing to do."""
+
+
+def _choose(device: torch.device) -> None:
+    """A thread begins with the first device, where its first call would take memory."""
+    if device.index is not None:
+        torch.accelerator.set_device_index(device.index)
 
 
 def make_streams(device: torch.device) -> Streams:
@@ -241,10 +248,12 @@ class DeviceStreams:
         self._hold(source, ticket)
         return ticket
 
-    def on_host(self, work: Callable[[], None], after: Iterable[Copy] = ()) -> Copy:
+    def on_host(
+        self, work: Callable[[], None], after: Iterable[Copy] = (), otherwise: Callable[[], None] | None = None
+    ) -> Copy:
         """See ``Streams``."""
         events = [other.event for other in after if isinstance(other, (StreamTicket, LateTicket))]
-        return HostTicket(self._driver.on_host(work, events))
+        return HostTicket(self._driver.on_host(work, events, otherwise))
 
     def on_tier_of(self, source: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """See ``Streams``."""

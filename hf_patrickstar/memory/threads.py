@@ -3,7 +3,9 @@
 import concurrent.futures
 import contextlib
 import functools
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,7 +23,7 @@ class Series:
     """Work of the host's thread up to an error, which is raised once, for the first who waits.
 
     Attributes:
-        failure: The error. Work that comes after it is not done.
+        failure: The error. Work that has something to be done in its place is not done after it.
         is_reported: Whether somebody has got it.
     """
 
@@ -37,26 +39,62 @@ class Series:
             self.is_reported = True
             raise self.failure
 
+    def run(self, work: Callable[[], None], otherwise: Callable[[], None] | None) -> None:
+        """Does work, or what is to be done in its place.
+
+        Args:
+            work: The work.
+            otherwise: See ``Streams.on_host``.
+
+        Raises:
+            BaseException: What the work raised, or what earlier work did.
+        """
+        try:
+            if self.failure is not None and otherwise is not None:
+                raise self.failure  # who waits for the last piece of work waits for all
+            work()
+        except BaseException as error:
+            self.failure = self.failure or error
+            if otherwise is not None:
+                otherwise()
+            raise
+
 
 class HostThread:
     """A thread that does work of the host in the order in which it was given; it starts with the first.
 
-    When some work has failed, no later work is done until somebody who waits has got the error.
+    A process that is forked has no such thread, so the fork waits for what is under way.
+
+    Args:
+        prepare: Is called in the thread first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prepare: Callable[[], None] | None = None) -> None:
+        self._prepare = prepare
         self._series = Series()
         self._lock = threading.Lock()
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
+        self._last: concurrent.futures.Future[None] | None = None
+        self._follows_forks = False
 
-    def on_host(self, work: Callable[[], None], after: Iterable[Any]) -> Event:
+    def on_host(
+        self, work: Callable[[], None], after: Iterable[Any], otherwise: Callable[[], None] | None = None
+    ) -> Event:
         """See ``Driver``."""
         if self._pool is None:
-            self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="hf_patrickstar-host")
+            self._pool = self._start()
         if self._series.is_reported:
             self._series = Series()
         done = _Done(self._series)
-        done.future = self._pool.submit(self._do, work, tuple(after), done)
+        task = functools.partial(self._do, work, otherwise, tuple(after), done)
+        try:
+            done.future = self._pool.submit(task)
+        except RuntimeError as error:
+            if "shutdown" not in str(error):
+                raise
+            self._wait()  # the program exits, which begins no work in threads
+            _fulfil(done.future, task)
+        self._last = done.future
         return done
 
     def begin_after(self, work: "_Done", stream: Any, begin: Callable[[Any], Event]) -> Begun:
@@ -69,17 +107,37 @@ class HostThread:
         begun.begin()
         return begun
 
-    def _do(self, work: Callable[[], None], after: Iterable[Event], done: "_Done") -> None:
-        try:
-            if done.series.failure is not None:  # who waits for the last piece of work waits for all
-                raise done.series.failure
+    def _start(self) -> concurrent.futures.ThreadPoolExecutor:
+        if not self._follows_forks and hasattr(os, "register_at_fork"):
+            self._follows_forks = True
+            this = weakref.ref(self)
+            os.register_at_fork(before=lambda: _call(this, HostThread._wait))
+            os.register_at_fork(after_in_child=lambda: _call(this, HostThread._forget_thread))
+        return concurrent.futures.ThreadPoolExecutor(1, "hf_patrickstar-host", self._prepare)
+
+    def _wait(self) -> None:
+        """Waits for all work, and leaves errors to those who ask for them."""
+        if self._last is not None:
+            concurrent.futures.wait([self._last])
+
+    def _forget_thread(self) -> None:
+        self._pool = None
+
+    def _do(
+        self,
+        work: Callable[[], None],
+        otherwise: Callable[[], None] | None,
+        after: Iterable[Event],
+        done: "_Done",
+    ) -> None:
+        def work_after() -> None:
             for event in after:
                 event.synchronize()
+            work()
+
+        try:
             with torch.no_grad():
-                work()
-        except BaseException as error:
-            done.series.failure = error
-            raise
+                done.series.run(work_after, otherwise)
         finally:
             with self._lock:
                 followers, done.followers = done.followers or [], None
@@ -91,6 +149,22 @@ class HostThread:
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
+
+
+def _call(this: "weakref.ref[HostThread]", method: Callable[[HostThread], None]) -> None:
+    thread = this()
+    if thread is not None:
+        method(thread)
+
+
+def _fulfil(future: "concurrent.futures.Future[None]", task: Callable[[], None]) -> None:
+    """Does in the caller's thread what a thread would have done."""
+    try:
+        task()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(None)
 
 
 class _Done:
@@ -268,7 +342,9 @@ class ThreadStreams:
         target.copy_(source)
         return None
 
-    def on_host(self, work: Callable[[], None], after: Iterable[Copy] = ()) -> Copy:
+    def on_host(
+        self, work: Callable[[], None], after: Iterable[Copy] = (), otherwise: Callable[[], None] | None = None
+    ) -> Copy:
         """See ``Streams``: the cores are those of the computation, so the work is done at once."""
         for other in after:
             other.wait()

@@ -14,7 +14,8 @@ from its other two, which agree, so an optimizer that has not asked for it does 
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import AT_HOME, Kernel
 from hf_patrickstar.optim.workers import SMALL_NUMEL, HostWorkers
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor, round_masters
+from hf_patrickstar.runtime.update import Update
 from hf_patrickstar.units import ALIGNMENT_NUMEL
 
 EXP_AVG = "exp_avg"
@@ -86,6 +88,11 @@ def _named(segments: Sequence[_Segment]) -> str:
     return f"'{first}' (chunk {chunk})" + ("" if same else f" to '{last}' (chunk {last_chunk})")
 
 
+def _restore(segments: Iterable[_Segment]) -> None:
+    for segment in segments:
+        round_masters([segment.of(MASTER)], [segment.of("param")])
+
+
 def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of a param group as they are now; schedulers also write to tensors that are settings."""
     settings = {key: value for key, value in group.items() if key != "params"}
@@ -141,6 +148,7 @@ class AdamKernel(Kernel):
         self.batch_numel = self._workers.num * self._tile_numel
         self._prefer_fused = prefer_fused
         self._steps: dict[int, int | torch.Tensor] = {}  # tensors once somebody has seen them, and may write to them
+        self._steps_lock = threading.Lock()
 
     def _is_fused(self, group: Mapping[str, Any]) -> bool:
         fused, foreach = group.get("fused"), group.get("foreach")
@@ -153,18 +161,26 @@ class AdamKernel(Kernel):
         on_device = min(max(self._tile_numel, _DEVICE_TILE_NUMEL), capacity_numel) if self._prefer_fused else 0
         return max(on_host, on_device)
 
-    def prepare(
-        self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None
-    ) -> Callable[[], None]:
+    def prepare(self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None) -> Update:
         """See ``Kernel``."""
         options = [_without_parameters(group) for group in self._optimizer.param_groups]
         steps: dict[tuple[int, int], torch.Tensor] = {}
         joined = [segment for chunk in chunks for segment in self._joined(chunk, groups, options, steps)]
-        for tensor in (tensor for chunk in chunks for tensor in chunk.owned):
-            if tensor.gradient in AT_HOME and tensor.spec.index in groups:
-                num = self._steps.get(tensor.spec.index, 0)
-                self._steps[tensor.spec.index] = num.add_(1) if isinstance(num, torch.Tensor) else num + 1
-        return functools.partial(self._update_all, joined, coefficient)
+        owned = (tensor for chunk in chunks for tensor in chunk.owned)
+        indices = [t.spec.index for t in owned if t.gradient in AT_HOME and t.spec.index in groups]
+        self._count(indices, 1)
+        return Update(
+            functools.partial(self._update_all, joined, None if coefficient is None else coefficient.clone()),
+            functools.partial(self._count, indices, -1),
+            functools.partial(_restore, joined),
+        )
+
+    def _count(self, indices: Iterable[int], num: int) -> None:
+        """Adds to the numbers of steps of parameters; an update that fails in a thread takes its own back."""
+        with self._steps_lock:
+            for index in indices:
+                before = self._steps.get(index, 0)
+                self._steps[index] = before.add_(num) if isinstance(before, torch.Tensor) else before + num
 
     def _update_all(self, joined: Sequence[_Segment], coefficient: torch.Tensor | None) -> None:
         numel = sum(segment.numel for segment in joined)
@@ -201,12 +217,13 @@ class AdamKernel(Kernel):
 
     def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
         """See ``Kernel``. The state is ``step`` and ``state_places``."""
+        places = self.state_places(tensor)  # an update that fails changes the number before this returns
         step = self._steps.get(tensor.spec.index)
         if step is None:
             return {}
         if not isinstance(step, torch.Tensor):
             step = self._steps[tensor.spec.index] = torch.tensor(float(step), device="cpu")
-        return {"step": step, **self.state_places(tensor)}
+        return {"step": step, **places}
 
     def state_places(self, tensor: ManagedTensor) -> dict[str, torch.Tensor]:
         """See ``Kernel``. They are ``exp_avg`` and ``exp_avg_sq``, in the chunk lists."""

@@ -12,6 +12,7 @@ import torch
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.update import Update
 
 WORKSPACE = "workspace"
 
@@ -135,9 +136,7 @@ class Kernel(abc.ABC):
         """
 
     @abc.abstractmethod
-    def prepare(
-        self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None
-    ) -> Callable[[], None]:
+    def prepare(self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None) -> Update:
         """Prepares an update of chunks from their gradients, at their home.
 
         Args:
@@ -151,7 +150,12 @@ class Kernel(abc.ABC):
 
     def update(self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
         """Updates chunks at once; see ``prepare``."""
-        self.prepare(chunks, groups, coefficient)()
+        update = self.prepare(chunks, groups, coefficient)
+        try:
+            update.run()
+        except BaseException:
+            update.take_back()
+            raise
 
     def tensor_state(self, tensor: ManagedTensor) -> dict[str, Any]:
         """Returns a copy of ``own_state`` on the host, with the names that torch uses."""

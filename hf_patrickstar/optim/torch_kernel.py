@@ -13,6 +13,7 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import AT_HOME, Kernel, place_state, raw_step
 from hf_patrickstar.optim.threads import HostThreads
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.update import Update
 
 OWN_STATE = "optimizer_state"
 """The ledger's owner of state that optimizers allocate themselves."""
@@ -139,11 +140,9 @@ class TorchKernel(Kernel):
             ledger.book(tier, OWN_STATE, nbytes, is_allocated=True, ahead_nbytes=ahead)  # it raises, with all of them
             ledger.unbook(tier, OWN_STATE, nbytes)
 
-    def prepare(
-        self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None
-    ) -> Callable[[], None]:
+    def prepare(self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None) -> Update:
         """See ``Kernel``."""
-        return functools.partial(self._update_chunks, chunks, groups, coefficient)
+        return Update(functools.partial(self._update_chunks, chunks, groups, coefficient))
 
     def _update_chunks(
         self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None

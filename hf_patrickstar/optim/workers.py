@@ -74,6 +74,7 @@ class HostWorkers:
         self.num = torch.get_num_threads() if num is None else num
         self._threads: concurrent.futures.ThreadPoolExecutor | None = None
         self._local = threading.local()
+        self._lock = threading.Lock()
 
     def suits(self, payload: torch.Tensor, numel: int) -> bool:
         """Whether operators on a buffer are to run here rather than in the thread of the caller.
@@ -117,7 +118,8 @@ class HostWorkers:
 
         futures: list[concurrent.futures.Future[None]] = []
         try:
-            threads = self._threads = self._threads or self._start()
+            with self._lock:  # the host's thread and that of a step may both be the first
+                threads = self._threads = self._threads or self._start()
             futures += [threads.submit(run) for _ in range(min(self.num, len(remaining)))]
         except RuntimeError as error:
             if "shutdown" not in str(error):

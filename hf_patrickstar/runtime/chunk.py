@@ -470,15 +470,20 @@ class Chunk:
         Args:
             names: The lists.
         """
+        update = self.update
+        if update is not None and not update.is_done:
+            return False  # to get at them is to wait for it; but its own views of them count as users
         payloads = [self._lists[name] for name in names if type(self._lists.get(name)) is torch.Tensor]
         # The list itself is one user of its storage, and the object that is made here to ask for it another.
         return any(torch._C._storage_Use_Count(payload.untyped_storage()._cdata) > 2 for payload in payloads)
 
     def wait_for_update(self) -> None:
         """Waits until the optimizer has written the home; the first who waits gets the error of an update."""
-        if self.update is not None:
-            self.update.wait()
-            self.update = None
+        update = self.update
+        if update is not None:
+            update.wait()
+            if self.update is update:  # another thread may have noted a later one meanwhile
+                self.update = None
 
     @property
     def is_retired(self) -> bool:
@@ -560,7 +565,8 @@ class Chunk:
     def under_way(self) -> tuple[Copy, ...]:
         """What may still be under way in the ``param`` list: the next copy out of it, or into it, comes after that."""
         copies = (ticket for lane, ticket in self.tickets.items() if lane is not WorkLane.HOST_WORK)
-        return (*copies, *(() if self.update is None else (self.update,)))
+        update = self.update
+        return (*copies, *(() if update is None else (update,)))
 
     def wait(self) -> None:
         """Waits until the host may read and write the home: gradients have arrived, copies to the device are done."""

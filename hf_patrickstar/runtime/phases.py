@@ -13,11 +13,11 @@ gradients, and after the optimizer has changed a home its device copy is stale a
 """
 
 import contextlib
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 import torch
 
-from hf_patrickstar.memory.lanes import Streams
+from hf_patrickstar.memory.lanes import Copy, Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.data import Data
@@ -31,6 +31,7 @@ from hf_patrickstar.runtime.placement import Placement
 from hf_patrickstar.runtime.ranges import named, phase
 from hf_patrickstar.runtime.steps import Steps
 from hf_patrickstar.runtime.turns import Turns, is_backward_elsewhere
+from hf_patrickstar.runtime.update import Update
 from hf_patrickstar.schedule.trace import Shapes
 from hf_patrickstar.states import Stage
 
@@ -75,6 +76,7 @@ class Phases:
         self._operands = Operands(parameters, services.copies, steps)
         self._streams = streams
         self._overlaps_updates = services.policy.overlaps_updates
+        self._last_update: Copy | None = None  # on the host, beside what comes next
         self._lock = data.gradients.lock
 
     # Forward
@@ -254,25 +256,33 @@ class Phases:
         self._steps.visit_for_update(chunk)
         chunk.wait_for_reader()
 
-    def update(self, chunks: Sequence[Chunk], update: Callable[[], None], *, may_run_beside: bool) -> None:
+    def update(self, chunks: Sequence[Chunk], update: Update, *, may_run_beside: bool) -> None:
         """The optimizer updates chunks that have the same home; see [Note: an update under way].
 
         Args:
             chunks: The chunks.
-            update: Computes with their payloads.
+            update: What it does.
             may_run_beside: Whether it may run in another thread, beside what comes next.
 
         Raises:
             Exception: What the update of one of these chunks, or an earlier one, raised.
         """
-        if chunks[0].home is Tier.DEVICE or not (self._overlaps_updates and may_run_beside):
-            for chunk in chunks:
-                chunk.wait()
-            update()
-            return
-        ticket = self._streams.on_host(update, [other for chunk in chunks for other in chunk.under_way])
-        for chunk in chunks:
-            chunk.update = ticket
+        is_beside = self._overlaps_updates and may_run_beside and chunks[0].home is Tier.HOST
+        try:
+            if is_beside:
+                after = [other for chunk in chunks for other in chunk.under_way]
+                self._last_update = self._streams.on_host(update.run, after, update.give_up)
+                for chunk in chunks:
+                    chunk.update = self._last_update
+            else:
+                if chunks[0].home is Tier.HOST and self._last_update is not None:
+                    self._last_update.wait()  # kernels have one workspace on a tier
+                for chunk in chunks:
+                    chunk.wait()
+                update.run()
+        except BaseException:  # it was not done, or not to its end, and can be done again
+            update.take_back()
+            raise
 
     @phase
     def chunk_updated(self, chunk: Chunk, updated: Container[int], *, keeps: bool) -> None:

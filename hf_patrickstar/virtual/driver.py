@@ -220,8 +220,10 @@ class VirtualDriver:
         stream.last = self._count(index, to_device=to_device)
         self.script.append(Send(index, source.nbytes, to_device))
 
-    def on_host(self, work: Callable[[], None], after: Iterable[Any]) -> VirtualEvent:
-        """See ``Driver``."""
+    def on_host(
+        self, work: Callable[[], None], after: Iterable[Any], otherwise: Callable[[], None] | None = None
+    ) -> VirtualEvent:
+        """See ``Driver``; an error of work is raised at once."""
         events = list(after)
         known = [event.copy for event in events if event.copy is not None and event.copy.script is self.script]
         numbers = tuple(copy.number for copy in known if not copy.is_load)

@@ -235,6 +235,17 @@ def looking_at_states(folder):
     return run.end()
 
 
+def updated_by_the_caller(folder):
+    """Somebody looks into the state of the last chunk, while those before it are updated in the same workspace."""
+    run = Run(dtype="bf16", num_chunks=16, device_budget=10**6)
+    run.optimizer.kernel.batch_numel = 0
+    run.train(1)
+    held = run.optimizer.state[run.manager.chunks[-1].owned[-1].parameter]["exp_avg"]
+    run.train(2)
+    run.keep(held)
+    return run.end()
+
+
 def accumulation(folder):
     run = Run(accumulation=2)
     for number in range(2):
@@ -609,6 +620,7 @@ RUNS = {
     "ahead": ahead,
     "overlapped": overlapped,
     "looking at states": looking_at_states,
+    "updated by the caller": updated_by_the_caller,
     "saved while it steps": saved_while(Run.step),
     "accumulation": accumulation,
     "several backwards": several_backwards,
@@ -664,6 +676,7 @@ ELSEWHERE = {
     "checkpoint/transaction.py": "waits for threads and for files",
     "integrations/accelerator_checkpoints.py": "waits for checkpoints that are complete",
     "integrations/trainer_checkpoints.py": "waits for checkpoints that are complete",
+    "engine.py": "asks for errors before it detaches: tests/parity/test_overlapped_updates.py",
     "memory/accelerator.py": "asks a device of torch",
     "memory/rehearsal.py": "joins its thread",
     "memory/simulation.py": "is the race detector",

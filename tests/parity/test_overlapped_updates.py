@@ -398,17 +398,67 @@ def test_an_error_in_a_worker_names_the_chunk_at_the_next_use(streams, monkeypat
         run.engine.detach()
 
 
+def rounded_masters(run):
+    return {t.spec.name: t.view(t.chunk.lists["master"]).to(t.chunk.dtype).clone() for t in run.engine.manager.tensors}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("streams", ["simulated", "delayed"])
+def test_after_an_error_values_are_the_masters(streams, dtype, monkeypatch):
+    """Gradients stood in their places; updates after the one that failed were not done."""
+    with streams_of(streams):
+        run = Run(dtype=dtype)
+        run.step(0)
+        with failing(2, monkeypatch):
+            run.step(1)
+            with pytest.raises(ArithmeticError, match="a worker failed"):
+                run.backward(2)
+        masters = rounded_masters(run)
+        for name, value in run.model.named_parameters():
+            assert torch.equal(value.detach(), masters[name]), name
+        num_steps = {int(run.optimizer.state[p]["step"]) for p in run.model.parameters()}
+        assert num_steps == {1, 2}, "those before the error, and the others"
+        run.engine.detach()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_that_failed_counts_for_no_chunk_that_it_left_out(overlap, monkeypatch):
+    """On the CPU tier the error comes out of the step, which can be done again."""
+
+    def train(fails, **config):
+        torch.manual_seed(0)
+        run = Run(**config)
+        run.step(0)
+        run.backward(1)
+        if fails:
+            with failing(0, monkeypatch), pytest.raises(ArithmeticError):
+                run.optimizer.step()
+        run.optimizer.step()
+        run.keep_state(run.optimizer.state_dict())
+        return run.end()
+
+    assert_same(train(False), train(True, overlap_optimizer=overlap))
+
+
 @pytest.mark.parametrize("streams", ["simulated", "delayed"])
 def test_after_an_error_an_engine_can_be_detached(streams, monkeypatch):
+    before = threads_of_engines()
     with streams_of(streams):
         run = Run()
+        types = [type(parameter) for parameter in make_model("gpt2").parameters()]
         run.step(0)
         with failing(2, monkeypatch):
             run.step(1)
             with pytest.raises(ArithmeticError, match="a worker failed"):
                 run.engine.detach()
+        masters = rounded_masters(run)
         run.engine.detach()
-    assert all(parameter.isfinite().all() for parameter in run.model.parameters())
+    for name, parameter in run.model.named_parameters():
+        assert torch.equal(parameter, masters[name]), name
+    assert [type(parameter) for parameter in run.model.parameters()] == types
+    assert not hasattr(run.model, "patrickstar_engine")
+    assert len(run.optimizer.inner.state) == len(types)
+    assert not threads_of_engines() - before
 
 
 def test_an_interrupted_wait_can_be_repeated(late, gate, monkeypatch):
@@ -478,12 +528,18 @@ EXIT = """
 """
 
 
-def test_a_program_that_exits_loses_nothing(tmp_path):
-    path = tmp_path / "weights.pt"
-    command = [sys.executable, "-c", textwrap.dedent(EXIT), str(path)]
+def run_program(text, *arguments):
+    """Runs a program that imports these tests, and returns how it ended; it must end well."""
+    command = [sys.executable, "-c", textwrap.dedent(text), *arguments]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    return done
+
+
+def test_a_program_that_exits_loses_nothing(tmp_path):
+    path = tmp_path / "weights.pt"
+    run_program(EXIT, str(path))
     torch.manual_seed(0)
     run = Run(overlap_optimizer=False)
     for seed in range(2):
@@ -491,6 +547,157 @@ def test_a_program_that_exits_loses_nothing(tmp_path):
     saved = torch.load(path)
     assert saved.keys() == run.model.state_dict().keys()
     assert all(torch.equal(saved[key], value) for key, value in run.model.state_dict().items())
+
+
+AT_THE_END = """
+    import atexit, sys, threading, time
+    from simulated import streams_of
+    import test_overlapped_updates as tests
+
+    context = streams_of("delayed")
+    context.__enter__()
+    run = tests.Run(host_threads=2)
+
+    def train(num_steps):
+        for seed in range(num_steps):
+            run.step(seed)
+            time.sleep(0.05)
+        print("trained", num_steps, "steps")
+
+    if sys.argv[1] == "thread":
+        threading.Thread(target=train, args=(6,)).start()
+        time.sleep(0.1)
+    else:
+        train(1)
+        atexit.register(train, 2)
+"""
+
+
+@pytest.mark.parametrize(("where", "printed"), [("thread", ["6"]), ("atexit", ["1", "2"])])
+def test_training_goes_on_while_a_program_ends(where, printed):
+    done = run_program(AT_THE_END, where)
+    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("trained")] == printed, done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="the system has no fork")
+def test_a_process_that_is_forked_sees_updates_that_were_under_way(late, gate):
+    """Data sets that look at the model, in workers that begin right after a step."""
+    gate.set()
+    run = Run()
+    run.step(0)
+    gate.clear()
+    run.step(1)
+    assert run.num_under_way > 3
+    threading.Timer(0.1, gate.set).start()
+
+    class Norms(torch.utils.data.Dataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return [parameter.detach().norm() for parameter in run.model.parameters()][-index]
+
+    found = list(torch.utils.data.DataLoader(Norms(), num_workers=1, timeout=30, multiprocessing_context="fork"))
+    norms = [parameter.detach().norm() for parameter in run.model.parameters()]
+    assert [value.item() for value in found] == [norms[0].item(), norms[-1].item()]
+
+
+@pytest.mark.parametrize("streams", ["threads", *STREAMS])
+def test_chunks_that_the_caller_updates_share_its_workspace_with_nobody(streams):
+    """Somebody looks into the state of the last chunk alone, and the thread is still at those before it."""
+
+    def train(streams, **config):
+        torch.manual_seed(0)
+        with streams_of(streams):
+            run = Run(dtype="bf16", host_threads=1, **config)
+            run.optimizer.kernel.batch_numel = 0  # as with chunks of the usual size: one at a time
+            for seed in range(2):
+                run.step(seed)
+            held = run.optimizer.state[run.engine.manager.chunks[-1].owned[-1].parameter]["exp_avg"]
+            for seed in range(2, 5):
+                run.step(seed, lambda run: run.keep(held))
+            return run.end()
+
+    assert_same(train("threads", overlap_optimizer=False), train(streams))
+
+
+def test_updates_that_nobody_looks_into_do_not_wait_for_each_other(late, gate):
+    """The thread's own views of a list are not somebody who looks into it."""
+    gate.set()
+    run = Run(make_optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True))
+    run.step(0)
+    started, go_on = threading.Event(), threading.Event()
+    update_tile = AdamKernel._update_tile
+
+    def pausing(kernel, number, segments, **rest):
+        views = [segment.of(name) for segment in segments for name in ("master", "exp_avg")]
+        narrow = [view[1:] for view in views]
+        started.set()
+        assert go_on.wait(30)
+        del views, narrow
+        update_tile(kernel, number, segments, **rest)
+
+    with mock.patch.object(AdamKernel, "_update_tile", pausing):
+        run.backward(1)
+        run.optimizer.step()
+        assert started.wait(30)
+        first = run.engine.manager.chunks[0]
+        assert not first.update.is_done
+        assert not first.is_lent(AdamKernel.list_names)
+        go_on.set()
+        run.optimizer.zero_grad()
+        run.engine.detach()
+
+
+def test_a_reader_that_has_waited_forgets_no_later_update(late, gate, monkeypatch):
+    """Another thread waits for the update of one step while the next step begins."""
+    gate.set()
+    run = Run(host_threads=1)
+    run.step(0)
+    chunk = run.engine.manager.chunks[-1]
+    waited, go_on = threading.Event(), threading.Event()
+    wait = HostTicket.wait
+
+    def pausing(ticket):
+        wait(ticket)
+        if threading.current_thread().name == "reader":
+            waited.set()
+            assert go_on.wait(30)
+
+    monkeypatch.setattr(HostTicket, "wait", pausing)
+    run.backward(1)
+    run.optimizer.step()
+    reader = threading.Thread(target=lambda: chunk.lists, name="reader")
+    reader.start()
+    assert waited.wait(30)
+    run.optimizer.zero_grad()
+    run.backward(2)
+    gate.clear()
+    run.optimizer.step()
+    go_on.set()
+    reader.join(30)
+    assert chunk.update is not None
+    assert not chunk.update.is_done
+    gate.set()
+
+
+def test_the_factor_of_a_step_is_that_of_the_step():
+    def train(streams, **config):
+        torch.manual_seed(0)
+        with streams_of(streams):
+            run = Run(**config)
+            factor = torch.tensor(0.5)
+            for seed in range(3):
+                run.backward(seed)
+                run.optimizer.unscale(factor)
+                run.optimizer.step()
+                factor.mul_(0.9)
+                run.optimizer.zero_grad()
+            return run.end()
+
+    expected = train("threads", overlap_optimizer=False)
+    for streams in STREAMS:
+        assert_same(expected, train(streams))
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -45,21 +45,33 @@ def test_work_is_done_in_order_and_after_its_events(thread):
     assert (done, first.is_done) == ([1, 2], True)
 
 
-def test_what_failed_is_told_and_nothing_is_done_after_it(thread):
+def test_what_failed_is_told_and_other_things_are_done_after_it(thread):
     done = []
 
     def fail():
+        done.append("1 in part")
         raise ValueError("a reason")
 
-    first = HostTicket(thread.on_host(fail, []))
-    second = HostTicket(thread.on_host(lambda: done.append(2), []))
+    first = HostTicket(thread.on_host(fail, [], lambda: done.append("not 1")))
+    second = HostTicket(thread.on_host(lambda: done.append("2"), [], lambda: done.append("not 2")))
+    always = HostTicket(thread.on_host(lambda: done.append("always"), []))
     with pytest.raises(ValueError, match="a reason"):
         second.join()
-    assert done == []
+    always.join()
+    assert done == ["1 in part", "not 1", "not 2", "always"]
     first.join()  # who has got the error once goes on
     second.join()
-    HostTicket(thread.on_host(lambda: done.append(3), [])).wait()
-    assert done == [3]
+    HostTicket(thread.on_host(lambda: done.append("3"), [], lambda: done.append("not 3"))).wait()
+    assert done[4:] == ["3"]
+
+
+def test_its_thread_prepares():
+    prepared = []
+    thread = HostThread(lambda: prepared.append(threading.current_thread().name))
+    HostTicket(thread.on_host(lambda: None, [])).wait()
+    HostTicket(thread.on_host(lambda: None, [])).wait()
+    thread.close()
+    assert prepared == ["hf_patrickstar-host_0"]
 
 
 def test_a_copy_after_work_that_failed_is_made_and_tells_the_error(thread):

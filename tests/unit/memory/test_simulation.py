@@ -293,3 +293,14 @@ def test_other_modes_are_off_there(sim):
         assert not counter.get_total_flops()
         sim.copy.view(2, 2) @ sim.copy.view(2, 2)
         assert counter.get_total_flops()
+
+
+def test_a_copy_that_comes_after_work_hides_none_that_does_not(sim):
+    """The same bytes on the same lane twice; the first copy has forgotten the work of the host's thread."""
+    work = sim.streams.on_host(lambda: sim.home.add_(1))
+    lane = sim.streams._lanes[WorkLane.TO_DEVICE]
+    sim.driver.copy(sim.home, sim.copy, lane)
+    lane.wait_event(work.event)
+    sim.driver.copy(sim.home, sim.copy, lane)
+    with pytest.raises(RaceError, match="'param on the host': 'aten::add_'"):
+        work.wait()

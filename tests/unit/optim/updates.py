@@ -9,6 +9,7 @@ from unit.runtime.parts import Parts
 
 from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.runtime.chunk import MASTER, GradientPlace
+from hf_patrickstar.runtime.update import Update
 
 ROOMY = 2**20
 
@@ -99,7 +100,7 @@ class PlainKernel(Kernel):
         self.told.append("end")
 
     def prepare(self, chunks, groups, coefficient):
-        return functools.partial(self._update, chunks, groups, coefficient)
+        return Update(functools.partial(self._update, chunks, groups, coefficient))
 
     def _update(self, chunks, groups, coefficient):
         factor = None if coefficient is None else coefficient.item()

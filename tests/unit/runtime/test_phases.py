@@ -14,6 +14,7 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.frames import Frame
 from hf_patrickstar.runtime.order import Phase
 from hf_patrickstar.runtime.phases import Phases
+from hf_patrickstar.runtime.update import Update
 from hf_patrickstar.states import Stage
 
 FORWARD, BACKWARD, EVALUATION = Stage.FORWARD, Stage.BACKWARD, Stage.EVALUATION
@@ -388,8 +389,9 @@ def test_an_update_on_the_host_goes_on_beside():
     notes = [Note(parts.told, "a gradient"), Note(parts.told, "another")]
     for chunk, note in zip(parts.chunks, notes, strict=True):
         chunk.note(note)
-    phases.update(parts.chunks, "update", may_run_beside=True)
-    assert told(parts) == [("streams.on_host", "update", notes)]
+    update = Update(lambda: None)
+    phases.update(parts.chunks, update, may_run_beside=True)
+    assert told(parts) == [("streams.on_host", update.run, notes, update.give_up)]
     assert [chunk.update for chunk in parts.chunks] == ["ticket"] * 2
 
 
@@ -400,9 +402,32 @@ def test_an_update_on_the_host_goes_on_beside():
 def test_other_updates_are_done_when_they_are_told(home, may_run_beside, overlaps_updates):
     parts, phases = make(homes=[home], overlaps_updates=overlaps_updates)
     parts.chunks[0].note(Note(parts.told, "a gradient"))
-    phases.update(parts.chunks, lambda: parts.told.append(("update",)), may_run_beside=may_run_beside)
+    phases.update(parts.chunks, Update(lambda: parts.told.append(("update",))), may_run_beside=may_run_beside)
     assert told(parts) == [("wait for a gradient",), ("update",)]
     assert parts.chunks[0].update is None
+
+
+def test_an_update_on_the_host_waits_for_those_beside_which_use_the_same_workspace():
+    parts, phases = make(homes=[Tier.HOST] * 2)
+    phases._streams.on_host = lambda *_: Note(parts.told, "the one beside")
+    phases.update(parts.chunks[:1], Update(lambda: None), may_run_beside=True)
+    phases.update(parts.chunks[1:], Update(lambda: parts.told.append(("update",))), may_run_beside=False)
+    assert told(parts) == [("wait for the one beside",), ("update",)]
+
+
+@pytest.mark.parametrize("may_run_beside", [False, True])
+def test_an_update_that_fails_is_taken_back(may_run_beside):
+    def fail(*_):
+        raise ArithmeticError
+
+    parts, phases = make(homes=[Tier.HOST])
+    phases._streams.on_host = fail
+    update = Update(fail, lambda: parts.told.append(("taken back",)), lambda: parts.told.append(("restored",)))
+    with pytest.raises(ArithmeticError):
+        phases.update(parts.chunks, update, may_run_beside=may_run_beside)
+    assert told(parts) == [("taken back",)]
+    update.give_up()
+    assert told(parts) == [("taken back",), ("restored",)]
 
 
 @pytest.mark.parametrize("keeps", [False, True])

@@ -1,0 +1,28 @@
+"""An update of chunks that is prepared and can run later."""
+
+import dataclasses
+from collections.abc import Callable
+
+
+def _do_nothing() -> None:
+    pass
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Update:
+    """What the optimizer does to chunks that have the same home; see [Note: an update under way].
+
+    Attributes:
+        run: Computes with the payloads at home.
+        take_back: Takes back what was counted when the update was prepared, because it fails or is not done.
+        restore: Writes values from their masters, over gradients that stand in their places.
+    """
+
+    run: Callable[[], None]
+    take_back: Callable[[], None] = _do_nothing
+    restore: Callable[[], None] = _do_nothing
+
+    def give_up(self) -> None:
+        """Leaves the chunks as after a step that did not update them: values are the masters, gradients are lost."""
+        self.take_back()
+        self.restore()
