@@ -4,12 +4,19 @@ A Llama with random weights in bf16 under autocast, with fp32 masters, AdamW, gr
 norm of 1.0. ``--kind plain`` has fp32 weights and states on the device, as the stock Trainer with ``--bf16`` does.
 Where that does not fit, the result says so, and that is no failure. The largest model is loaded in bf16, since its fp32
 values beside its chunks would be more than most hosts have.
+
+``--shares`` measures the CPU tier instead: step time against plain torch where copies of chunks may be some shares of
+the parameters' bytes, with ``overlap_optimizer`` and without. A GPT-2 trains on the same batches under all of them in
+turns, and losses must be equal bit for bit. (On the CPU tier the cores that update are those that compute, so an update
+is done when the step returns, with either setting.)
 """
 
+import itertools
 import resource
 import statistics
 import time
 
+import bench_overhead
 import common
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -106,9 +113,61 @@ def measure(step, device, options):
     return seconds, losses
 
 
+def make_steps_of_shares(options):
+    """A step for plain torch and one for each share and setting, by name, and the engines."""
+    steps, engine, _ = bench_overhead.make_steps(torch.device("cpu"), options)
+    steps["resident"] = steps.pop("patrickstar")
+    engines = {"resident": engine}
+    for share, overlaps in itertools.product(options.shares, (True, False)):
+        model = common.make_gpt2(options.layers, options.hidden, positions=options.length)
+        nbytes = sum(p.numel() for p in model.parameters()) * common.DTYPES[options.dtype].itemsize
+        config = {"dtype": options.dtype, "autocast": False, "cpu_embedding": False, "placement": "host"}
+        config |= {"chunk_budget": int(share * nbytes), "overlap_optimizer": overlaps}
+        made = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        name = f"{share:.0%}, {'overlapped' if overlaps else 'at once'}"
+        engines[name] = PatrickStarEngine(model, config, made, device=torch.device("cpu"))
+        steps[name] = bench_overhead.make_our_step(model, engines[name])
+    return steps, engines
+
+
+def compare_shares(options):
+    """Prints ratios to plain torch; fails if losses differ."""
+    seconds, loads = {}, {}
+    for _ in range(options.repeats):
+        steps, engines = make_steps_of_shares(options)
+        found, losses = bench_overhead.measure(steps, torch.device("cpu"), options)
+        for name, row in losses.items():
+            if row != losses["plain"]:
+                raise SystemExit(f"bench_offload: losses of '{name}' differ from those of plain torch: {row}")
+        for name, row in found.items():
+            seconds.setdefault(name, []).extend(row)
+        for name, engine in engines.items():
+            loads[name] = engine.stats()["chunk_loads"]
+            engine.detach()
+    rows = {}
+    for name, row in seconds.items():
+        ratios = [ours / plain for ours, plain in zip(row, seconds["plain"], strict=True)]
+        rows[name] = {"seconds": statistics.median(row), "ratio": statistics.median(ratios)}
+        rows[name] |= {"quartiles": statistics.quantiles(ratios, n=4), "chunk_loads": loads.get(name)}
+        low, _, high = rows[name]["quartiles"]
+        print(
+            f"{name:>17}: {rows[name]['seconds']:.4f} s, {rows[name]['ratio']:.3f} of plain ({low:.3f} to {high:.3f}), "
+            f"{loads.get(name, 0)} chunk loads"
+        )
+    print("losses: equal, bit for bit")
+    common.finish(f"bench_offload_shares_{options.dtype}", options, {"rows": rows, "losses_equal": True})
+
+
 def main():
     """Prints tokens per second."""
     parser = common.parser(__doc__)
+    parser.add_argument(
+        "--shares", type=float, nargs="+", help="measure the CPU tier at these shares of the parameters"
+    )
+    parser.add_argument("--dtype", choices=list(common.DTYPES), default="bf16", help="for --shares")
+    parser.add_argument("--layers", type=int, default=8, help="for --shares")
+    parser.add_argument("--hidden", type=int, default=512, help="for --shares")
+    parser.add_argument("--repeats", type=int, default=2, help="for --shares")
     parser.add_argument("--size", choices=list(SIZES), default="3b")
     parser.add_argument("--kind", choices=["patrickstar", "plain"], default="patrickstar")
     parser.add_argument("--batch_size", type=int, default=4)
@@ -116,6 +175,10 @@ def main():
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()
+    if options.shares:
+        options.device = "cpu"
+        compare_shares(options)
+        return
     device = torch.device(options.device)
     name = f"bench_offload_{options.size}_{options.kind}"
     dtype = torch.bfloat16 if (options.size, options.kind) == ("8b", "patrickstar") else torch.float32

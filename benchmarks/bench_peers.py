@@ -1,14 +1,14 @@
-"""The same fine-tuning by this package and its peers, in two processes: step time, memory per process, losses.
+"""The same fine-tuning by this package and its peers, in one process or two: step time, memory, losses.
 
 A GPT-2 on bytes of text is trained by the Trainer with the same seed, the same batches and fused AdamW under
 
-    ddp          plain DistributedDataParallel: every process has all model data
+    ddp          plain DistributedDataParallel: every process has all model data; with one process, plain training
     fsdp2        FSDP2 with CPU offload
     zero3        DeepSpeed ZeRO-3 with parameters and optimizer offloaded to the CPU, by its own CPU Adam
     patrickstar  this package
 
-Each engine and repeat is one launch of torchrun with two processes of one thread that talk over gloo; the engines take
-turns.
+Each engine and repeat is one launch of torchrun with two processes of one thread that talk over gloo, or with one of
+two threads; the engines take turns.
 A step lasts from the end of one optimizer step to the end of the next, so it includes data, logging and the waiting
 for the other process. A peer that cannot run is listed with its error.
 """
@@ -32,7 +32,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
 from hf_patrickstar.units import format_nbytes
 
-PROCESSES = 2
+THREADS = 2  # of all processes together
 GLOBAL_BATCH = 4
 ENGINES = ("ddp", "fsdp2", "zero3", "patrickstar")
 TIMEOUT = 900  # seconds of one launch; the first one of DeepSpeed may have to compile its Adam
@@ -60,8 +60,8 @@ def work(options):
         prepare()
     with tempfile.TemporaryDirectory() as folder:
         args = make_arguments(options, folder)
-        if args.world_size != PROCESSES:
-            raise RuntimeError(f"{PROCESSES} processes were started, the Trainer sees {args.world_size}")
+        if args.world_size != options.processes:
+            raise RuntimeError(f"{options.processes} processes were started, the Trainer sees {args.world_size}")
         clock = Clock()
         trainer = (PatrickStarTrainer if options.worker == "patrickstar" else Trainer)(
             model=common.make_gpt2(options.layers, options.hidden, positions=options.length),
@@ -71,10 +71,13 @@ def work(options):
         )
         trainer.train()
     engine = describe_engine(options.worker, trainer)
-    if torch.distributed.get_world_size() != PROCESSES:
-        raise RuntimeError(f"the process group has {torch.distributed.get_world_size()} members, not {PROCESSES}")
-    peaks = [None] * PROCESSES
-    torch.distributed.all_gather_object(peaks, {"imported": imported, "peak": rss("VmHWM")})
+    here = {"imported": imported, "peak": rss("VmHWM")}
+    peaks = [here]
+    if torch.distributed.is_initialized():
+        if torch.distributed.get_world_size() != options.processes:
+            raise RuntimeError(f"the group has {torch.distributed.get_world_size()} members, not {options.processes}")
+        peaks = [None] * options.processes
+        torch.distributed.all_gather_object(peaks, here)
     return {
         "engine": engine,
         "seconds": [end - begin for begin, end in zip(clock.ends, clock.ends[1:], strict=False)][options.warmup - 1 :],
@@ -88,7 +91,7 @@ def make_arguments(options, folder):
     """The arguments of the Trainer; what is not about the engine is the same for all."""
     shared = {
         "output_dir": folder,
-        "per_device_train_batch_size": GLOBAL_BATCH // PROCESSES,
+        "per_device_train_batch_size": GLOBAL_BATCH // options.processes,
         "max_steps": options.warmup + options.steps,
         "learning_rate": 3e-4,
         "lr_scheduler_type": "constant",
@@ -175,7 +178,8 @@ def describe_engine(name, trainer):
     wrapped = trainer.model_wrapped
     words = type(wrapped).__name__
     if name == "ddp":
-        right = isinstance(wrapped, torch.nn.parallel.DistributedDataParallel)
+        is_alone = trainer.args.world_size == 1  # then DDP is plain training
+        right = is_alone or isinstance(wrapped, torch.nn.parallel.DistributedDataParallel)
     elif name == "fsdp2":
         from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
@@ -184,7 +188,7 @@ def describe_engine(name, trainer):
         if right:
             whole = sum(parameter.numel() for parameter in wrapped.parameters())
             here = sum(parameter.to_local().numel() for parameter in wrapped.parameters())
-            right = here < 0.6 * whole
+            right = here < 0.6 * whole or trainer.args.world_size == 1
             words = f"{words}, {here} of {whole} parameters here"
     elif name == "zero3":
         right = wrapped.zero_optimization_stage() == 3 and wrapped.zero_offload_optimizer() is not None
@@ -224,7 +228,8 @@ def run_worker(options):
         raise
     if os.environ["RANK"] == "0":
         target.write_text(json.dumps(result))
-    torch.distributed.barrier()
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
     # The end of the interpreter is left out: now and then it aborts while threads of gloo are still there.
@@ -242,12 +247,20 @@ def launch(name, options, target):
     """
     words = ("--layers", options.layers, "--hidden", options.hidden, "--length", options.length)
     words += ("--warmup", options.warmup, "--steps", options.steps, "--worker", name, "--result", target)
-    words += ("--bf16",) * options.bf16
+    words += ("--bf16",) * options.bf16 + ("--processes", options.processes)
     if options.patrickstar_config is not None:
         words += ("--patrickstar_config", options.patrickstar_config)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(PROCESSES)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(options.processes),
+    ]
     # The peers are compared on the CPU, also where there is a device.
-    env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""}
+    threads = str(THREADS // options.processes)
+    env = os.environ | {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""}
     env |= {"TOKENIZERS_PARALLELISM": "false"} | ({"DS_ACCELERATOR": "cpu"} if name == "zero3" else {})
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen([*command, __file__, *map(str, words)], stdout=log, stderr=log, env=env)
@@ -323,6 +336,7 @@ def main():
     parser.set_defaults(device="cpu")
     parser.add_argument("--bf16", action="store_true", help="16-bit in each engine's own way; without it fp32")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--processes", type=int, choices=[1, 2], default=2)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=512)
@@ -361,22 +375,23 @@ def main():
     numel = common.make_gpt2(options.layers, options.hidden, positions=options.length).num_parameters()
     dtype = "bf16" if options.bf16 else "fp32"
     print(
-        f"{numel / 1e6:.1f} M parameters, {dtype}, global batch {GLOBAL_BATCH} x {options.length}, {PROCESSES} "
-        f"processes of one thread"
+        f"{numel / 1e6:.1f} M parameters, {dtype}, global batch {GLOBAL_BATCH} x {options.length}, processes: "
+        f"{options.processes}, threads of each: {THREADS // options.processes}"
     )
     print_table(rows, errors)
-    torch.set_num_threads(1)  # as the workers have it, for the record
+    torch.set_num_threads(THREADS // options.processes)  # as the workers have it, for the record
     result = {
         "packages": {name: package_version(name) for name in ("accelerate", "deepspeed")},
         "parameters": numel,
-        "processes": PROCESSES,
+        "processes": options.processes,
         "warmup": options.warmup,
         "steps": options.steps,
         "repeats": options.repeats,
         "peers": rows,
         "errors": errors,
     }
-    common.finish(f"bench_peers_{dtype}", options, result)
+    alone = "_alone" * (options.processes == 1)
+    common.finish(f"bench_peers{alone}_{dtype}", options, result)
     if not rows:
         raise SystemExit("bench_peers: nothing ran")
 

@@ -25,13 +25,15 @@ if TYPE_CHECKING:
     from hf_patrickstar.integrations.accelerator import PatrickStarAccelerator
     from hf_patrickstar.integrations.trainer import PatrickStarTrainer, PatrickStarTrainerMixin
     from hf_patrickstar.integrations.training_args import PatrickStarArgumentsMixin, PatrickStarTrainingArguments
+    from hf_patrickstar.planner.planning import plan
 
-_INTEGRATIONS = {
+_LAZY = {
     "PatrickStarArgumentsMixin": "hf_patrickstar.integrations.training_args",
     "PatrickStarAccelerator": "hf_patrickstar.integrations.accelerator",
     "PatrickStarTrainer": "hf_patrickstar.integrations.trainer",
     "PatrickStarTrainerMixin": "hf_patrickstar.integrations.trainer",
     "PatrickStarTrainingArguments": "hf_patrickstar.integrations.training_args",
+    "plan": "hf_patrickstar.planner.planning",
 }
 
 __all__ = [
@@ -51,15 +53,16 @@ __all__ = [
     "__version__",
     "deferred_weights",
     "initialize_engine",
+    "plan",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports transformers and accelerate only when one of their integrations is asked for."""
-    if name in _INTEGRATIONS:
+    """Imports transformers and accelerate only when something that needs them is asked for."""
+    if name in _LAZY:
         import importlib
 
-        return getattr(importlib.import_module(_INTEGRATIONS[name]), name)
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
 

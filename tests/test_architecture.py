@@ -30,8 +30,9 @@ LEVELS = dict.fromkeys(_BASE, 0) | {
     "engine": 8,
     "virtual": 9,
     "integrations": 9,
-    "cli": 10,
-    "__main__": 11,
+    "planner": 10,
+    "cli": 11,
+    "__main__": 12,
 }
 
 MAX_FILE_LINES = 600
@@ -181,8 +182,8 @@ def decides_without_torch(source):
 
 
 def leaves_hugging_face_to_integrations(source):
-    """Only integrations import transformers or accelerate; checkpoint may, inside functions."""
-    if source.part == "integrations":
+    """Only integrations and the planner import transformers or accelerate; checkpoint may, inside functions."""
+    if source.part in ("integrations", "planner"):
         return []
     return [
         report(source, item.line, f"imports {item.target}")

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from hf_patrickstar.checkpoint.export import export
+from hf_patrickstar.cli import plan
 from hf_patrickstar.cli.env import env
 from hf_patrickstar.errors import ConfigError, PatrickStarError
 from hf_patrickstar.units import format_nbytes
@@ -18,16 +19,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: What follows the name of the program; by default those of this process.
 
     Returns:
-        The exit status: 0; 1 if the command failed; 2 if it cannot do what its arguments say. What went wrong is told
-        in one line.
+        The exit status: 0; 1 if the command failed, or a plan does not fit; 2 if it cannot do what its arguments say.
+        What went wrong is told in one line.
     """
     options = _parser().parse_args(arguments)
     try:
-        options.run(options)
+        return int(options.run(options) or 0)
     except PatrickStarError as error:
         print(f"hf-patrickstar {options.command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,6 +60,13 @@ def _parser() -> argparse.ArgumentParser:
         "--json", metavar="FILE", help="where to write what was measured, as a machine; an older file is replaced"
     )
     command.set_defaults(run=_env)
+    command = commands.add_parser(
+        "plan",
+        help="tell whether a model fits a machine, and how fast it trains there",
+        description="Tells whether a model fits a machine and how fast it trains there, without weights or a device.",
+    )
+    plan.add_arguments(command)
+    command.set_defaults(run=plan.run)
     return parser
 
 

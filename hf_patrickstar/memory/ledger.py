@@ -121,6 +121,10 @@ class Ledger:
         """The most bytes that one owner had booked on a tier at once."""
         return self._owner_peaks.get((tier, owner), 0)
 
+    def owner_peaks(self, tier: Tier) -> dict[str, int]:
+        """The most bytes that each owner had booked on a tier at once."""
+        return {owner: nbytes for (place, owner), nbytes in self._owner_peaks.items() if place is tier and nbytes}
+
     def take_owner_peak(self, tier: Tier, owner: str) -> int:
         """The most bytes that one owner had booked on a tier at once since the last call."""
         key = (tier, owner)

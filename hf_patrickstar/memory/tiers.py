@@ -9,8 +9,8 @@ import torch
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.memory.accelerator import memory_info, reserved_nbytes
 
-_DEVICE_SHARE = 0.95
-_HOST_SHARE = 0.90
+DEVICE_SHARE = 0.95
+HOST_SHARE = 0.90
 CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -87,7 +87,7 @@ def resolve_budgets(
     Raises:
         ConfigError: If the device budget is larger than the device.
     """
-    share = int(available_host_nbytes() * _HOST_SHARE / local_world_size)
+    share = int(available_host_nbytes() * HOST_SHARE / local_world_size)
     host = share if host_budget == "auto" else int(host_budget)
     if device.type == "cpu":
         compute = share if device_budget == "auto" else int(device_budget)
@@ -95,7 +95,7 @@ def resolve_budgets(
     free, total = memory_info(device)
     if device_budget == "auto":
         reusable = reserved_nbytes(device)
-        return {Tier.DEVICE: int((free + reusable) * _DEVICE_SHARE), Tier.HOST: host}
+        return {Tier.DEVICE: int((free + reusable) * DEVICE_SHARE), Tier.HOST: host}
     if int(device_budget) > total:
         raise ConfigError(
             f"device_budget: {device_budget} bytes asked for, {device} has {total} bytes; set device_budget to at most "

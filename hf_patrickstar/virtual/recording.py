@@ -24,6 +24,7 @@ from hf_patrickstar.virtual.collectives import VirtualPeers
 from hf_patrickstar.virtual.driver import VirtualDriver
 
 _MOST_STEPS = 8
+_TO_DEVICE, _TO_HOST = "host_to_device_nbytes", "device_to_host_nbytes"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,6 +47,11 @@ class Recording:
         updated: Chunks that the optimizer changes.
         static: Chunks that are computed with where they are at home, on the device.
         fixed_nbytes: Bytes of the device that are no copies of chunks: chunks at home there, and scratch space.
+        device_nbytes: The most bytes on the device in this step, activations included.
+        owners: The most bytes of each kind so far, by tier.
+        moved_nbytes: Bytes that crossed in this step, to the device and to the host.
+        num_all_parameters: Trainable and frozen ones, of all processes.
+        layout: ``num_chunks``, ``chunk_numel``, ``chunk_utilisation`` of ``PatrickStarEngine.stats``.
     """
 
     script: tuple[Entry, ...]
@@ -63,6 +69,11 @@ class Recording:
     updated: frozenset[int]
     static: frozenset[int]
     fixed_nbytes: int
+    device_nbytes: int
+    owners: Mapping[Tier, Mapping[str, int]]
+    moved_nbytes: tuple[int, int]
+    num_all_parameters: int
+    layout: Mapping[str, Any]
 
     def plans_for(self, device_nbytes: int, chunk_nbytes: int | None = None) -> list[Plan]:
         """The plans of the micro-batches under another budget of the device; chunks keep their homes.
@@ -152,22 +163,26 @@ def record_step(
         assert engine.optimizer is not None
         engine.optimizer.zero_grad()  # tells the engine that nobody wants gradients after a step
         for number in range(_MOST_STEPS + 1):
-            num_recorded = engine.stats()["recorded_steps"]
+            before = engine.stats()
             driver.begin(engine.manager.chunks)
             if number:
                 _update(engine, max_norm, driver)
             steps = _train(engine, model, [make_inputs() for _ in range(num_micro_batches)], driver)
             timeline = driver.end()
-            if engine.stats()["recorded_steps"] == num_recorded and all(
-                step and step.cursor and step.plan for step in steps
-            ):
-                return _note(engine, driver, steps, timeline)
+            is_recorded = engine.stats()["recorded_steps"] > before["recorded_steps"]
+            if not is_recorded and all(step and step.cursor and step.plan for step in steps):
+                return _note(engine, driver, steps, timeline, before)
     raise EngineError(f"none of {_MOST_STEPS} steps followed plans: what this model does depends on its data")
 
 
 def _note(
-    engine: PatrickStarEngine, driver: VirtualDriver, steps: Sequence[Step | None], timeline: Timeline
+    engine: PatrickStarEngine,
+    driver: VirtualDriver,
+    steps: Sequence[Step | None],
+    timeline: Timeline,
+    before: Mapping[str, Any],
 ) -> Recording:
+    stats, pool = engine.stats(), engine.resources.pool
     chunks, copies = engine.manager.chunks, engine.manager.copies
     on_host = [chunk for chunk in chunks if chunk.home is Tier.HOST]
     followed = [(step.cursor.trace, step.plan) for step in steps if step and step.cursor and step.plan]
@@ -180,13 +195,18 @@ def _note(
         engine.collectives.world_size,
         sum(parameter.numel() for parameter in engine.model.parameters() if parameter.requires_grad),
         sum(tensor.own_numel for chunk in on_host if chunk.spec.is_updated for tensor in chunk.owned),
-        engine.stats()["host_peak_nbytes"],
+        stats["host_peak_nbytes"],
         engine.config.eviction,
         engine.config.prefetch_depth,
         engine.config.reshard_after_forward and engine.collectives.world_size > 1,
         frozenset(chunk.spec.index for chunk in chunks if chunk.spec.is_updated),
         frozenset(chunk.spec.index for chunk in chunks if chunk.is_static),
-        engine.resources.pool.in_use(Tier.DEVICE) - sum(chunk.copy_nbytes for chunk in copies),
+        pool.in_use(Tier.DEVICE) - sum(chunk.copy_nbytes for chunk in copies),
+        stats["device_total_step_peak_nbytes"],
+        {tier: engine.ledger.owner_peaks(tier) for tier in Tier},
+        (stats[_TO_DEVICE] - before[_TO_DEVICE], stats[_TO_HOST] - before[_TO_HOST]),
+        sum(parameter.numel() for parameter in engine.model.parameters()),
+        {name: stats[name] for name in ("num_chunks", "chunk_numel", "chunk_utilisation")},
     )
 
 

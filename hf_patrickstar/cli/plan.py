@@ -1,0 +1,109 @@
+"""``hf-patrickstar plan``: whether a model fits, and how fast it trains, before it does."""
+
+import argparse
+import pathlib
+from typing import Any
+
+from tqdm import tqdm
+
+from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.schedule.machine import MACHINES
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what the command understands."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a model id, a directory, a config.json, or TYPE:KEY=VALUE,... as in gpt2:n_layer=48,n_embd=1600",
+    )
+    parser.add_argument(
+        "--machine", default="rtx4090", help=f"{', '.join(MACHINES)}, or a file of 'env --measure --json'"
+    )
+    parser.add_argument(
+        "--device-memory", metavar="SIZE", help="what training may take; by default 95 %% of the device"
+    )
+    parser.add_argument("--host-memory", metavar="SIZE", help="for each process; by default 90 %% of the host's share")
+    parser.add_argument("--task", help="causal-lm, masked-lm, ...; by default what the model was saved for")
+    parser.add_argument("--batch-size", type=int, default=1, help="sequences of a micro-batch on each process")
+    parser.add_argument(
+        "--seq-len", type=int, help="tokens of a sequence; by default the model's positions, at most 512"
+    )
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of an optimizer step")
+    parser.add_argument("--processes", type=int, default=1, help="processes, each on a device of the machine")
+    parser.add_argument("--dtype", default="bf16", help="dtype of the settings: bf16, fp16, fp32 or auto")
+    parser.add_argument("--optimizer", default="adamw", help="a class of torch.optim")
+    parser.add_argument("--gradient-checkpointing", action="store_true", help="compute activations again in backward")
+    parser.add_argument("--max-grad-norm", type=float, default=1.0, help="clip gradients to this norm; 0 does not")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting of patrickstar_config; may be repeated",
+    )
+    parser.add_argument(
+        "--no-advice", action="store_true", help="do not try what could be changed: four times as quick"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the plan there too; an older file is replaced")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the plan; returns 0 if it fits and 1 if it does not.
+
+    Raises:
+        ConfigError: If an argument makes no sense, or the file cannot be written.
+    """
+    # transformers takes seconds to import, and other commands do without.
+    from hf_patrickstar.planner.advice import advise
+    from hf_patrickstar.planner.planning import arrange, plan_subject
+    from hf_patrickstar.planner.screen import describe
+
+    subject, circumstances = arrange(
+        options.model,
+        options.machine,
+        task=options.task,
+        batch_size=options.batch_size,
+        length=options.seq_len,
+        num_micro_batches=options.accumulation,
+        world_size=options.processes,
+        checkpointing=options.gradient_checkpointing,
+        dtype=options.dtype,
+        optimizer=options.optimizer,
+        max_norm=options.max_grad_norm or None,
+        device_memory=options.device_memory,
+        host_memory=options.host_memory,
+        settings=_settings(options.set),
+    )
+    plan = plan_subject(subject, circumstances)
+    advice = []
+    if not options.no_advice:
+        advice = advise(
+            subject,
+            circumstances,
+            plan,
+            lambda changes: tqdm(changes, desc="trying changes", unit="plan", leave=False, delay=2),
+        )
+    print(describe(plan, advice))
+    if options.json is not None:
+        try:
+            pathlib.Path(options.json).write_text(plan.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json: '{options.json}' cannot be written: {error.strerror}") from error
+    return 0 if plan.fits else 1
+
+
+def _settings(texts: list[str]) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--set: '{text}' is no setting; write KEY=VALUE")
+        settings[key] = _value(value)
+    return settings
+
+
+def _value(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    return int(text) if text.isdecimal() else text

@@ -1,0 +1,1 @@
+"""Tells before training whether a model fits, how fast it will be, and why."""

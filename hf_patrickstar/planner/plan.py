@@ -1,0 +1,122 @@
+"""The plan of a training: what fits where, and how long a step takes. Pure data."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+
+from hf_patrickstar.memory.tiers import Tier
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TierUse:
+    """What a step needs of the memory of one tier.
+
+    Attributes:
+        budget_nbytes: What there is.
+        need_nbytes: The most bytes at once. Where the plan fits, chunks take what is there, and this is at most the
+            budget; where it does not, it is the least that would do.
+        owners: The most bytes of each kind at once; these moments need not be the same. Empty if the plan does not fit.
+    """
+
+    budget_nbytes: int
+    need_nbytes: int
+    owners: Mapping[str, int]
+
+    @property
+    def missing_nbytes(self) -> int:
+        """By how much the tier is too small; 0 if it is not."""
+        return max(self.need_nbytes - self.budget_nbytes, 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chunks:
+    """What was decided about chunks.
+
+    Attributes:
+        num: How many there are.
+        numel: Elements of one.
+        utilisation: Part of their elements that parameters fill.
+        num_on_device: Those that live on the device with their optimizer states.
+        reasons: One sentence for each decision.
+    """
+
+    num: int
+    numel: int
+    utilisation: float
+    num_on_device: int
+    reasons: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Speed:
+    """What a step of the optimizer takes on the machine; simulated.
+
+    Attributes:
+        seconds: From one call of ``optimizer.step()`` to the next.
+        tokens_per_s: Tokens, or images, of all processes.
+        binding: The lane that has the most to do.
+        least_seconds: What that lane alone takes.
+        clipped_seconds: The bound where gradients are clipped by their norm, which needs all of them first.
+        busy: The share of the step in which each lane has something to do.
+        to_device_nbytes: Bytes that cross to the device.
+        to_host_nbytes: Bytes that cross to the host.
+    """
+
+    seconds: float
+    tokens_per_s: float
+    binding: str
+    least_seconds: float
+    clipped_seconds: float
+    busy: Mapping[str, float]
+    to_device_nbytes: int
+    to_host_nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """What is known of a training before it begins.
+
+    Attributes:
+        model: What was asked for.
+        task: What the model is trained for.
+        machine: Where it trains.
+        num_parameters: Trainable and frozen.
+        num_trainable: Trainable.
+        batch_size: Sequences of a micro-batch on each process.
+        length: Tokens of a sequence.
+        num_micro_batches: Micro-batches of a step.
+        world_size: Processes.
+        settings: Settings of the engine that were given.
+        checkpointing: Whether activations are computed again in backward.
+        tiers: Memory by the name of the tier.
+        chunks: What was decided; ``None`` if it does not fit.
+        speed: How fast it is; ``None`` if it does not fit.
+    """
+
+    model: str
+    task: str
+    machine: str
+    num_parameters: int
+    num_trainable: int
+    batch_size: int
+    length: int
+    num_micro_batches: int
+    world_size: int
+    settings: Mapping[str, object]
+    checkpointing: bool
+    tiers: Mapping[str, TierUse]
+    chunks: Chunks | None
+    speed: Speed | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether both tiers are large enough."""
+        return self.speed is not None
+
+    def tier(self, tier: Tier) -> TierUse:
+        """The memory of a tier."""
+        return self.tiers[tier.value]
+
+    def to_json(self) -> str:
+        """The plan as JSON text."""
+        return json.dumps({**dataclasses.asdict(self), "fits": self.fits}, indent=2)

@@ -1,0 +1,285 @@
+"""Plans a training: the engine runs it in virtual time, on tensors that have no bytes."""
+
+import dataclasses
+import logging
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PretrainedConfig
+
+from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.errors import BudgetError, ConfigError
+from hf_patrickstar.memory.pool import CACHE_OWNER
+from hf_patrickstar.memory.tiers import DEVICE_SHARE, HOST_SHARE, Tier
+from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse
+from hf_patrickstar.planner.subject import Subject, find_optimizer, find_subject
+from hf_patrickstar.schedule.bounds import bounds_of
+from hf_patrickstar.schedule.clock import Lane
+from hf_patrickstar.schedule.machine import Machine, find_machine
+from hf_patrickstar.units import MIB, parse_nbytes
+from hf_patrickstar.virtual.recording import Recording, record_step
+
+_PLENTY_NBYTES = 2**50
+_STEP_NBYTES = MIB
+_COPY_NBYTES = 4
+"""Bytes of a parameter that the device computes with, at most."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Circumstances:
+    """How a model is trained.
+
+    Attributes:
+        machine: Where; its memory is what training may take.
+        num_micro_batches: Micro-batches of a step.
+        world_size: Processes, each on a device of the machine.
+        optimizer: The name of a class of ``torch.optim``.
+        max_norm: Gradients are clipped to this norm; ``None`` for no clipping.
+        settings: Settings of the engine.
+    """
+
+    machine: Machine
+    num_micro_batches: int = 1
+    world_size: int = 1
+    optimizer: str = "adamw"
+    max_norm: float | None = 1.0
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def plan(
+    model: str | PretrainedConfig,
+    machine: str | Machine,
+    *,
+    task: str | None = None,
+    batch_size: int = 1,
+    length: int | None = None,
+    num_micro_batches: int = 1,
+    world_size: int = 1,
+    checkpointing: bool = False,
+    dtype: str = "bf16",
+    optimizer: str = "adamw",
+    max_norm: float | None = 1.0,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Plans a training without doing it: no weights are read, and no accelerator is needed.
+
+    Args:
+        model: A model id of the hub, a directory, a JSON file, ``TYPE:KEY=VALUE,...`` or a configuration.
+        machine: A known machine, a JSON file of ``hf-patrickstar env --measure --json``, or a ``Machine``.
+        task: What the model is trained for; by default what it was saved for.
+        batch_size: Sequences of a micro-batch on each process.
+        length: Tokens of a sequence; by default as many as the model has positions, at most 512.
+        num_micro_batches: Micro-batches of a step.
+        world_size: Processes, each on a device of the machine.
+        checkpointing: Whether activations are computed again in backward.
+        dtype: ``dtype`` of the engine's settings.
+        optimizer: The name of a class of ``torch.optim``.
+        max_norm: Gradients are clipped to this norm; ``None`` for no clipping.
+        device_memory: Bytes of the device that training may take; by default 95 % of what the machine has.
+        host_memory: Bytes of the host that each process may take; by default 90 % of what the machine has for it.
+        settings: Further settings of the engine, as in ``patrickstar_config``.
+
+    Raises:
+        ConfigError: If an argument makes no sense.
+    """
+    return plan_subject(
+        *arrange(
+            model,
+            machine,
+            task=task,
+            batch_size=batch_size,
+            length=length,
+            num_micro_batches=num_micro_batches,
+            world_size=world_size,
+            checkpointing=checkpointing,
+            dtype=dtype,
+            optimizer=optimizer,
+            max_norm=max_norm,
+            device_memory=device_memory,
+            host_memory=host_memory,
+            settings=settings,
+        )
+    )
+
+
+def arrange(
+    model: str | PretrainedConfig,
+    machine: str | Machine,
+    *,
+    task: str | None,
+    batch_size: int,
+    length: int | None,
+    num_micro_batches: int,
+    world_size: int,
+    checkpointing: bool,
+    dtype: str,
+    optimizer: str,
+    max_norm: float | None,
+    device_memory: int | str | None,
+    host_memory: int | str | None,
+    settings: Mapping[str, Any] | None,
+) -> tuple[Subject, Circumstances]:
+    """Checks the arguments of ``plan``, and finds the model and the machine.
+
+    Raises:
+        ConfigError: If an argument makes no sense.
+    """
+    if num_micro_batches < 1 or world_size < 1:
+        raise ConfigError(f"micro-batches ({num_micro_batches}) and processes ({world_size}) must be at least 1")
+    found = find_machine(machine) if isinstance(machine, str) else machine
+    found.check_processes(world_size)
+    find_optimizer(optimizer)
+    settings = {"dtype": dtype, **(settings or {})}
+    PatrickStarConfig.from_any(settings)  # checks keys and values before anything takes time
+    subject = find_subject(model, task=task, batch_size=batch_size, length=length, checkpointing=checkpointing)
+    found = dataclasses.replace(
+        found,
+        device_nbytes=_share(device_memory, found.device_nbytes, DEVICE_SHARE, "device memory"),
+        host_nbytes=_share(host_memory, found.host_nbytes, HOST_SHARE, "host memory"),
+    )
+    return subject, Circumstances(found, num_micro_batches, world_size, optimizer, max_norm, settings)
+
+
+def _share(given: int | str | None, nbytes: int, share: float, name: str) -> int:
+    return int(share * nbytes) if given is None else parse_nbytes(given, name)
+
+
+def plan_subject(subject: Subject, circumstances: Circumstances) -> Plan:
+    """Plans the training of a model that was found already."""
+    machine = circumstances.machine
+    try:
+        recording = _record(subject, circumstances)
+    except BudgetError:
+        return _refusal(subject, circumstances)
+    tiers = {
+        Tier.DEVICE.value: TierUse(machine.device_nbytes, recording.device_nbytes, _kinds(recording, Tier.DEVICE)),
+        Tier.HOST.value: TierUse(machine.host_nbytes, recording.host_nbytes, _kinds(recording, Tier.HOST)),
+    }
+    return _plan(subject, circumstances, recording, tiers)
+
+
+def _plan(subject: Subject, given: Circumstances, recording: Recording, tiers: Mapping[str, TierUse]) -> Plan:
+    is_short = any(use.missing_nbytes for use in tiers.values())
+    return Plan(
+        model=subject.name,
+        task=subject.task,
+        machine=given.machine.name,
+        num_parameters=recording.num_all_parameters,
+        num_trainable=recording.num_parameters,
+        batch_size=subject.batch_size,
+        length=subject.length,
+        num_micro_batches=given.num_micro_batches,
+        world_size=given.world_size,
+        settings=dict(given.settings),
+        checkpointing=subject.checkpointing,
+        tiers=tiers,
+        chunks=None if is_short else _chunks(recording),
+        speed=None if is_short else _speed(subject, given, recording),
+    )
+
+
+def _chunks(recording: Recording) -> Chunks:
+    layout = recording.layout
+    return Chunks(
+        layout["num_chunks"],
+        layout["chunk_numel"],
+        layout["chunk_utilisation"],
+        len(recording.static),
+        (),
+    )
+
+
+def _speed(subject: Subject, given: Circumstances, recording: Recording) -> Speed:
+    timeline = recording.timeline
+    bounds = bounds_of(recording.script, timeline, given.machine, recording.num_on_host)
+    seconds = timeline.duration_ns / 1e9
+    to_device, to_host = recording.moved_nbytes
+    return Speed(
+        seconds,
+        subject.num_tokens * given.num_micro_batches * given.world_size / seconds,
+        bounds.binding,
+        bounds.lower_ns / 1e9,
+        bounds.clipped_ns / 1e9,
+        {_WORDS[lane]: busy / timeline.duration_ns for lane, busy in timeline.busy_ns().items() if lane in _WORDS},
+        to_device,
+        to_host,
+    )
+
+
+_WORDS = {
+    Lane.COMPUTE: "device",
+    Lane.TO_DEVICE: "copies to the device",
+    Lane.TO_HOST: "copies to the host",
+    Lane.HOST: "host",
+    Lane.HOST_WORK: "optimizer on the host",
+}
+
+
+def _kinds(recording: Recording, tier: Tier) -> dict[str, int]:
+    """The most bytes of each kind; what is not booked on the device is non-model data."""
+    kinds = {name: nbytes for name, nbytes in recording.owners[tier].items() if name != CACHE_OWNER}
+    if tier is Tier.DEVICE:
+        kinds["non-model data"] = max(trace.non_model_peak_nbytes for trace in recording.traces)
+    return kinds
+
+
+def _refusal(subject: Subject, given: Circumstances) -> Plan:
+    """The plan of a training that does not fit: the least memory that would do, with all chunks at home on the host."""
+    machine = dataclasses.replace(given.machine, device_nbytes=_PLENTY_NBYTES, host_nbytes=_PLENTY_NBYTES)
+    with FakeTensorMode():
+        numel = sum(parameter.numel() for parameter in subject.make_model().parameters())
+    # Room for copies of all parameters, and less than chunks with optimizer states would need to live on the device.
+    recording = _record(
+        subject, dataclasses.replace(given, machine=machine), placement="host", chunk_budget=_COPY_NBYTES * numel
+    )
+    tiers = {
+        Tier.DEVICE.value: TierUse(given.machine.device_nbytes, _least_device_nbytes(recording), {}),
+        Tier.HOST.value: TierUse(given.machine.host_nbytes, recording.host_nbytes, {}),
+    }
+    return _plan(subject, given, recording, tiers)
+
+
+def _least_device_nbytes(recording: Recording) -> int:
+    """The least device memory for which there is a plan."""
+    low, high = 0, recording.device_nbytes + _STEP_NBYTES
+    while high - low > _STEP_NBYTES:
+        middle = (low + high) // 2
+        try:
+            recording.plans_for(middle)
+            high = middle
+        except BudgetError:
+            low = middle
+    return high
+
+
+def _record(subject: Subject, given: Circumstances, **settings: Any) -> Recording:
+    level = transformers.logging.get_verbosity()
+    ours = logging.getLogger("hf_patrickstar")
+    before = ours.level
+    transformers.logging.set_verbosity_error()
+    ours.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the model's code, about nothing that a plan could change
+            return _record_quietly(subject, given, settings)
+    finally:
+        transformers.logging.set_verbosity(level)
+        ours.setLevel(before)
+
+
+def _record_quietly(subject: Subject, given: Circumstances, settings: Mapping[str, Any]) -> Recording:
+    return record_step(
+        subject.make_model,
+        subject.make_inputs,
+        given.machine,
+        config={**given.settings, **settings},
+        make_optimizer=find_optimizer(given.optimizer),
+        max_norm=given.max_norm,
+        num_micro_batches=given.num_micro_batches,
+        world_size=given.world_size,
+    )

@@ -1,0 +1,109 @@
+"""A plan as one screen of text."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.planner.advice import Advice
+from hf_patrickstar.planner.plan import Plan, Speed, TierUse
+from hf_patrickstar.units import format_nbytes
+
+_WIDTH = 10
+_MOST_KINDS = 6
+
+
+def describe(plan: Plan, advice: Sequence[Advice] = ()) -> str:
+    """The plan in words.
+
+    Args:
+        plan: The plan.
+        advice: What to change.
+    """
+    lines = [headline(plan), ""]
+    for tier in (Tier.DEVICE, Tier.HOST):
+        lines += _rows(tier.value, _memory(plan.tier(tier)))
+    if plan.chunks is not None:
+        chunks = plan.chunks
+        where = f"{chunks.num_on_device} live on the device with their optimizer states, the others on the host"
+        lines += _rows(
+            "chunks",
+            [
+                f"{chunks.num} of {chunks.numel / 1e6:.1f} M elements, {chunks.utilisation:.1%} used by parameters",
+                where,
+            ],
+        )
+    if plan.speed is not None:
+        lines += _speed(plan.speed)
+    if advice:
+        lines += ["", "What to change, each tried:" if plan.fits else "What would fit, each tried:"]
+        lines += [f"  {place}. {text}" for place, text in enumerate(map(_advised, advice), 1)]
+    elif not plan.fits:
+        lines += ["", "Nothing that was tried fits: smaller batches with checkpointing need as much."]
+    lines += ["", "Times are simulated; bytes of Python, of libraries and of the data are not counted."]
+    return "\n".join(lines)
+
+
+def headline(plan: Plan) -> str:
+    """What is planned, and whether it fits."""
+    parts = [
+        f"{plan.model}: {_count(plan.num_parameters)} parameters",
+        plan.task,
+        f"{plan.settings.get('dtype', 'auto')}",
+        f"{plan.batch_size} x {plan.length} tokens",
+    ]
+    if plan.num_micro_batches > 1:
+        parts.append(f"{plan.num_micro_batches} micro-batches")
+    parts.append("activations computed again" if plan.checkpointing else "activations kept")
+    where = f"{plan.world_size} processes on" if plan.world_size > 1 else "on"
+    verdict = "fits" if plan.fits else "does not fit: " + ", ".join(_missing(plan))
+    return f"{', '.join(parts)}, {where} {plan.machine}\n{verdict}"
+
+
+def _missing(plan: Plan) -> Iterator[str]:
+    for name, use in plan.tiers.items():
+        if use.missing_nbytes:
+            yield f"{format_nbytes(use.missing_nbytes)} too little on the {name}"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
+
+
+def _memory(use: TierUse) -> list[str]:
+    if not use.owners:
+        least = "needs at least " if use.need_nbytes else ""
+        return [f"{least}{format_nbytes(use.need_nbytes)} of {format_nbytes(use.budget_nbytes)}"]
+    kinds = sorted(use.owners.items(), key=lambda item: -item[1])
+    shown = [f"{name} {format_nbytes(nbytes)}" for name, nbytes in kinds[:_MOST_KINDS]]
+    return [f"{format_nbytes(use.need_nbytes)} of {format_nbytes(use.budget_nbytes)} at most", "; ".join(shown)]
+
+
+def _speed(speed: Speed) -> list[str]:
+    busy = sorted(speed.busy.items(), key=lambda item: -item[1])
+    least, clipped = speed.least_seconds, speed.clipped_seconds
+    to_device, to_host = format_nbytes(speed.to_device_nbytes), format_nbytes(speed.to_host_nbytes)
+    return [
+        *_rows(
+            "speed",
+            [
+                f"{speed.seconds:.3g} s per step, {speed.tokens_per_s:,.0f} tokens per second",
+                f"{speed.binding} binds: {least:.3g} s alone, {clipped:.3g} s where gradients are clipped",
+            ],
+        ),
+        *_rows("busy", ["; ".join(f"{name} {share:.0%}" for name, share in busy if share >= 0.005)]),
+        *_rows(
+            "moved",
+            [f"{to_device} to the device and {to_host} to the host per step"],
+        ),
+    ]
+
+
+def _advised(advice: Advice) -> str:
+    speed = advice.plan.speed
+    assert speed is not None
+    gain = "" if math.isinf(advice.gain) else f", {advice.gain:.2f} times as fast"
+    return f"{advice.text}: {speed.tokens_per_s:,.0f} tokens per second{gain}"
+
+
+def _rows(name: str, texts: Sequence[str]) -> list[str]:
+    return [f"{name if not place else '':<{_WIDTH}}{text}" for place, text in enumerate(texts)]

@@ -1,0 +1,212 @@
+"""What is planned: a model that is only a configuration, and the shapes of its batches."""
+
+import ast
+import dataclasses
+import difflib
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from hf_patrickstar.errors import ConfigError
+
+TASKS: Mapping[str, Any] = {
+    "seq2seq-lm": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    "causal-lm": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+    "masked-lm": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING,
+    "sequence-classification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    "image-classification": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+}
+"""The classes of models by what they are trained for."""
+
+_ATTENTION_DROPOUTS = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
+_LENGTH = 512
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length")
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model and its batches, as shapes.
+
+    Attributes:
+        name: What the model was called.
+        task: What it is trained for; a key of ``TASKS``.
+        config: Its configuration.
+        batch_size: Sequences, or images, of a micro-batch on each process.
+        length: Tokens of a sequence; for images, what one counts as.
+        checkpointing: Whether activations are computed again in backward.
+    """
+
+    name: str
+    task: str
+    config: PretrainedConfig
+    batch_size: int
+    length: int
+    checkpointing: bool
+
+    def make_model(self) -> torch.nn.Module:
+        """Makes the model with random weights; called under fake tensors, where they take no memory."""
+        model: Any = TASKS[self.task][type(self.config)](self.config)
+        model.train()
+        if self.checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model  # type: ignore[no-any-return]
+
+    def make_inputs(self) -> dict[str, torch.Tensor]:
+        """Makes a micro-batch."""
+        if self.task == "image-classification":
+            size = self.config.image_size
+            sides = (size, size) if isinstance(size, int) else tuple(size)
+            pixels = torch.zeros((self.batch_size, self.config.num_channels, *sides), device="cpu")
+            return {"pixel_values": pixels, "labels": torch.zeros(self.batch_size, dtype=torch.long, device="cpu")}
+        tokens = torch.zeros((self.batch_size, self.length), dtype=torch.long, device="cpu")
+        labels = tokens[:, 0] if self.task == "sequence-classification" else tokens
+        return {"input_ids": tokens, "labels": labels.clone()}
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a micro-batch, or images."""
+        return self.batch_size * (1 if self.task == "image-classification" else self.length)
+
+
+def find_subject(
+    model: str | PretrainedConfig, *, task: str | None, batch_size: int, length: int | None, checkpointing: bool
+) -> Subject:
+    """Finds a model by what a person writes.
+
+    Args:
+        model: A model id of the hub, a directory, a JSON file, ``TYPE:KEY=VALUE,...`` (a model type of transformers
+            with some settings), or a configuration.
+        task: A key of ``TASKS``; by default what the configuration was saved for, or is usual for the type.
+        batch_size: See ``Subject``.
+        length: Tokens of a sequence; by default as many as the model has positions, at most 512.
+        checkpointing: See ``Subject``.
+
+    Raises:
+        ConfigError: If there is no such model, or a number makes no sense for it.
+    """
+    name = model if isinstance(model, str) else model.model_type
+    config = _find_config(model) if isinstance(model, str) else model
+    found = _find_task(config, task)
+    positions = next((getattr(config, key) for key in _POSITIONS if getattr(config, key, None)), None)
+    length = min(positions or _LENGTH, _LENGTH) if length is None else length
+    for what, number in (("batch size", batch_size), ("sequence length", length)):
+        if number < 1:
+            raise ConfigError(f"{what}: must be at least 1, got {number}")
+    if positions is not None and length > positions and found != "image-classification":
+        raise ConfigError(f"sequence length {length}: '{name}' has {positions} positions")
+    if hasattr(config, "use_cache"):
+        config.use_cache = False  # training keeps no keys and values for generation
+    if found == "seq2seq-lm" and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0  # which token it is changes no shape
+    for key in _ATTENTION_DROPOUTS:
+        if hasattr(config, key):  # fused attention drops inside; on tensors without bytes it would write all scores
+            setattr(config, key, 0.0)
+    return Subject(name, found, config, batch_size, length, checkpointing)
+
+
+def _find_config(text: str) -> PretrainedConfig:
+    path = pathlib.Path(text)
+    kind, colon, settings = text.partition(":")
+    if path.exists():
+        return _from_hub(text, "the file or directory cannot be read as a configuration of transformers")
+    if colon:
+        return _from_type(kind, settings)
+    return _from_hub(
+        text,
+        "it is no file or directory here, and the hub did not give a configuration of this name. A directory, a "
+        "config.json, or TYPE:KEY=VALUE,... (gpt2:n_layer=48,n_embd=1600) needs no network",
+    )
+
+
+def _from_hub(text: str, problem: str) -> PretrainedConfig:
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(text)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model '{text}': {problem} ({str(error).strip().splitlines()[0]})") from error
+    return config
+
+
+def _from_type(kind: str, settings: str) -> PretrainedConfig:
+    if kind not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(kind, list(CONFIG_MAPPING.keys()), n=3)
+        hint = f"; near are {', '.join(near)}" if near else ""
+        raise ConfigError(f"model '{kind}:': '{kind}' is not a model type of transformers{hint}")
+    default = CONFIG_MAPPING[kind]()
+    known = {*default.to_dict(), *default.attribute_map}
+    values = {}
+    for part in filter(None, settings.split(",")):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals:
+            raise ConfigError(f"model '{kind}': '{part}' is no setting; write KEY=VALUE")
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=3)
+            hint = f"; near are {', '.join(near)}" if near else ""
+            raise ConfigError(f"model '{kind}': its configuration has no '{key}'{hint}")
+        values[key] = _parsed(value)
+    try:
+        config: PretrainedConfig = AutoConfig.for_model(kind, **values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"model '{kind}': {str(error).strip().splitlines()[0]}") from error
+    return config
+
+
+def _parsed(value: str) -> Any:
+    try:
+        return ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(value.lower(), value))
+    except (ValueError, SyntaxError):
+        return value
+
+
+def _find_task(config: PretrainedConfig, task: str | None) -> str:
+    if task is not None:
+        if task not in TASKS:
+            raise ConfigError(f"task '{task}' is not known; known are {', '.join(TASKS)}")
+        if type(config) not in TASKS[task]:
+            raise ConfigError(f"task '{task}': transformers has no such model of type '{config.model_type}'")
+        return task
+    able = [name for name, classes in TASKS.items() if type(config) in classes]
+    saved = [getattr(transformers, name, None) for name in config.architectures or ()]
+    for name in able:
+        if TASKS[name][type(config)] in saved:
+            return name
+    if not able:
+        raise ConfigError(
+            f"model type '{config.model_type}': transformers has no class of it that is trained with a loss for "
+            f"{', '.join(TASKS)}"
+        )
+    reads_both_ways = "masked-lm" in able and not getattr(config, "is_decoder", False) and not config.is_encoder_decoder
+    return "masked-lm" if reads_both_ways else able[0]
+
+
+def with_batch(subject: Subject, batch_size: int, length: int) -> Subject:
+    """The same model with other batches."""
+    return dataclasses.replace(subject, batch_size=batch_size, length=length)
+
+
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+def find_optimizer(name: str) -> MakeOptimizer | None:
+    """What makes an optimizer of ``torch.optim`` with its defaults; ``None`` for the fused AdamW.
+
+    Raises:
+        ConfigError: If there is none of this name.
+    """
+    classes = {
+        key.lower(): value
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    }
+    if name.lower() == "adamw":
+        return None
+    if name.lower() not in classes:
+        near = difflib.get_close_matches(name.lower(), list(classes), n=1)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        raise ConfigError(f"optimizer '{name}' is not in torch.optim{hint}")
+    return classes[name.lower()]

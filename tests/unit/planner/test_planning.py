@@ -1,0 +1,153 @@
+"""Plans of small models: that they fit or do not, and that what they say is what the engine did in virtual time."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from hf_patrickstar.cli.main import main
+from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.planner.advice import advise
+from hf_patrickstar.planner.planning import arrange, plan, plan_subject
+from hf_patrickstar.planner.screen import describe
+from hf_patrickstar.schedule.machine import MACHINES
+from hf_patrickstar.units import MIB
+
+MODEL = "gpt2:n_layer=3,n_embd=128,n_head=4,vocab_size=512,n_positions=64"
+NUM_PARAMETERS = 512 * 128 + 64 * 128 + 3 * (12 * 128 * 128 + 13 * 128) + 2 * 128
+TIGHT = {"batch_size": 2, "device_memory": 6 * MIB, "host_memory": 64 * MIB}
+ARGUMENTS = {
+    **{"task": None, "batch_size": 2, "length": None, "num_micro_batches": 1, "world_size": 1, "checkpointing": False},
+    **{"dtype": "bf16", "optimizer": "adamw", "max_norm": 1.0, "settings": None, "device_memory": None},
+    "host_memory": None,
+}
+
+
+@pytest.fixture(scope="module")
+def roomy():
+    return plan(MODEL, "rtx4090", batch_size=2)
+
+
+@pytest.fixture(scope="module")
+def tight():
+    return plan(MODEL, "rtx4090", **TIGHT)
+
+
+def test_a_model_that_fits_on_the_device_moves_nothing(roomy):
+    assert roomy.fits
+    assert (roomy.num_parameters, roomy.num_trainable) == (NUM_PARAMETERS, NUM_PARAMETERS)
+    assert roomy.tier(Tier.HOST).need_nbytes == 0
+    device = roomy.tier(Tier.DEVICE)
+    assert device.budget_nbytes == int(0.95 * MACHINES["rtx4090"].device_nbytes)
+    assert 14 * NUM_PARAMETERS < device.need_nbytes < device.budget_nbytes
+    assert roomy.chunks.num_on_device == roomy.chunks.num
+    assert (roomy.speed.to_device_nbytes, roomy.speed.to_host_nbytes) == (0, 0)
+    assert math.isclose(roomy.speed.tokens_per_s * roomy.speed.seconds, 2 * 64)
+
+
+def test_chunks_of_a_model_that_does_not_fit_there_live_on_the_host(tight):
+    assert tight.fits
+    assert tight.tier(Tier.DEVICE).need_nbytes <= 6 * MIB
+    host = tight.tier(Tier.HOST)
+    assert 14 * NUM_PARAMETERS <= host.need_nbytes <= host.budget_nbytes
+    assert sum(host.owners[name] for name in ("param", "master", "exp_avg", "exp_avg_sq")) <= host.need_nbytes
+    assert tight.chunks.num_on_device < tight.chunks.num
+    on_host = sum(host.owners[name] for name in ("master",)) / 4
+    assert 2 * on_host <= tight.speed.to_host_nbytes < 2.5 * on_host, "gradients go home in 16 bits"
+    assert tight.speed.to_device_nbytes >= 2 * on_host
+    assert tight.speed.seconds >= tight.speed.clipped_seconds * 0.99 >= tight.speed.least_seconds * 0.98
+
+
+def test_it_takes_longer_there(roomy, tight):
+    assert tight.speed.seconds > roomy.speed.seconds
+
+
+@pytest.mark.parametrize(
+    ("budgets", "short"),
+    [
+        ({"device_memory": 6 * MIB, "host_memory": 4 * MIB}, {"host"}),
+        ({"device_memory": MIB, "host_memory": 64 * MIB}, {"device"}),
+        ({"device_memory": MIB, "host_memory": 4 * MIB}, {"device", "host"}),
+    ],
+)
+def test_what_does_not_fit_says_where_and_what_would(budgets, short):
+    refused = plan(MODEL, "rtx4090", batch_size=2, **budgets)
+    assert not refused.fits
+    assert {name for name, use in refused.tiers.items() if use.missing_nbytes} == short
+    assert "too little on the" in describe(refused)
+    if "device" in short:  # what it says is enough is enough
+        need = refused.tier(Tier.DEVICE).need_nbytes
+        assert plan(MODEL, "rtx4090", batch_size=2, device_memory=need, host_memory=64 * MIB).fits
+
+
+def test_accumulation_and_processes():
+    many = plan(MODEL, "8xh100", batch_size=2, num_micro_batches=4, world_size=2)
+    assert many.fits
+    assert math.isclose(many.speed.tokens_per_s * many.speed.seconds, 2 * 64 * 4 * 2)
+    with pytest.raises(ConfigError, match="2 processes need as many devices, num_devices is 1"):
+        plan(MODEL, "h100", world_size=2)
+    with pytest.raises(ConfigError, match=r"processes \(0\) must be at least 1"):
+        plan(MODEL, "h100", world_size=0)
+
+
+def test_advice_is_planned():
+    """Where a batch does not fit, smaller ones do; where activations are computed again without need, they are kept."""
+    crowded = {**ARGUMENTS, "batch_size": 16, "device_memory": 8 * MIB, "host_memory": 64 * MIB}
+    subject, circumstances = arrange(MODEL, "rtx4090", **crowded)
+    refused = plan_subject(subject, circumstances)
+    assert not refused.fits
+    found = advise(subject, circumstances, refused)
+    assert found
+    assert all(advice.plan.fits and math.isinf(advice.gain) for advice in found)
+    assert "What would fit, each tried:\n  1. " in describe(refused, found)
+    again = {**ARGUMENTS, "checkpointing": True}
+    subject, circumstances = arrange(MODEL, "rtx4090", **again)
+    first = plan_subject(subject, circumstances)
+    found = advise(subject, circumstances, first)
+    (kept,) = [advice for advice in found if advice.text == "keep activations (without --gradient-checkpointing)"]
+    alone = plan_subject(dataclasses.replace(subject, checkpointing=False), circumstances)
+    assert kept.plan == alone
+    assert kept.gain == alone.speed.tokens_per_s / first.speed.tokens_per_s > 1
+
+
+COMMAND = ["plan", MODEL, "--batch-size", "2", "--no-advice", "--host-memory", "64MiB"]
+
+
+def test_the_command_prints_a_screen_and_writes_json(tight, tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    assert main([*COMMAND, "--device-memory", "6MiB", "--json", str(path)]) == 0
+    out, _ = capsys.readouterr()
+    lines = out.splitlines()
+    assert lines[0] == f"{MODEL}: 0.7 M parameters, causal-lm, bf16, 2 x 64 tokens, activations kept, on rtx4090"
+    assert lines[1] == "fits"
+    assert len(lines) < 30
+    assert out.rstrip() == describe(tight)
+    found = json.loads(path.read_text())
+    assert found["fits"] is True
+    assert found["speed"]["to_host_nbytes"] == tight.speed.to_host_nbytes
+
+
+def test_the_command_says_by_its_exit_status_that_it_does_not_fit(capsys):
+    assert main([*COMMAND, "--device-memory", "1MiB"]) == 1
+    assert "does not fit: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--machine", "rtx409"], "machine 'rtx409' is not known"),
+        (["--set", "chunk_numl=3"], "chunk_numl"),
+        (["--set", "chunk_numel"], "--set: 'chunk_numel' is no setting; write KEY=VALUE"),
+        (["--device-memory", "much"], "device memory: 'much' is not a size"),
+        (["--json", "/no/such/folder/plan.json"], "--json: '/no/such/folder/plan.json' cannot be written"),
+        (["--optimizer", "adamx"], "optimizer 'adamx' is not in torch.optim"),
+        (["--dtype", "int8"], "dtype"),
+    ],
+)
+def test_wrong_arguments_get_a_sentence(words, message, capsys):
+    assert main([*COMMAND, *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("hf-patrickstar plan: ")
+    assert message in error

@@ -1,0 +1,116 @@
+"""Models as people write them, and their batches."""
+
+import json
+
+import pytest
+import torch
+from transformers import BertConfig, GPT2Config, LlamaConfig
+
+from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.planner.subject import TASKS, find_optimizer, find_subject, with_batch
+
+SMALL = {"batch_size": 2, "length": 8, "checkpointing": False}
+
+
+def find(model, task=None, **changes):
+    return find_subject(model, task=task, **{**SMALL, **changes})
+
+
+def test_a_type_with_settings():
+    subject = find("gpt2:n_layer=3, n_embd=32,n_head=2,activation_function=relu,scale_attn_weights=false")
+    config = subject.config
+    assert isinstance(config, GPT2Config)
+    assert (config.n_layer, config.n_embd, config.activation_function) == (3, 32, "relu")
+    assert config.scale_attn_weights is False
+    assert (subject.task, subject.num_tokens) == ("causal-lm", 16)
+    assert type(subject.make_model()).__name__ == "GPT2LMHeadModel"
+
+
+def test_settings_by_the_names_that_types_share():
+    assert find("gpt2:num_hidden_layers=2,hidden_size=16").config.n_layer == 2
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_a_directory_and_a_file(is_file, tmp_path):
+    LlamaConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=2).save_pretrained(tmp_path)
+    path = tmp_path / "config.json" if is_file else tmp_path
+    assert find(str(path)).config.hidden_size == 16
+
+
+def test_what_a_configuration_was_saved_for(tmp_path):
+    config = BertConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=16)
+    assert find(config).task == "masked-lm", "what is usual for the type"
+    config.architectures = ["BertForSequenceClassification"]
+    assert find(config).task == "sequence-classification"
+    assert find(config, task="masked-lm").task == "masked-lm"
+
+
+TINY = {
+    "causal-lm": "gpt2:n_layer=1,n_embd=16,n_head=2,vocab_size=32",
+    "masked-lm": "bert:num_hidden_layers=1,hidden_size=16,num_attention_heads=2,intermediate_size=16,vocab_size=32",
+    "seq2seq-lm": "t5:num_layers=1,d_model=16,d_ff=16,num_heads=2,d_kv=8,vocab_size=32",
+    "sequence-classification": "distilbert:n_layers=1,dim=16,n_heads=2,hidden_dim=16,vocab_size=32",
+    "image-classification": "vit:num_hidden_layers=1,hidden_size=16,num_attention_heads=2,intermediate_size=16,"
+    "image_size=16,patch_size=8",
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_batch_gives_a_loss(task):
+    subject = find(TINY[task], task=task)
+    loss = subject.make_model()(**subject.make_inputs()).loss
+    assert loss.shape == ()
+    loss.backward()
+    assert subject.num_tokens == (2 if task == "image-classification" else 16)
+    larger = with_batch(subject, 3, 4)
+    assert {len(value) for value in larger.make_inputs().values()} == {3}
+    assert larger.config is subject.config
+
+
+def test_activations_are_computed_again_if_that_is_asked_for():
+    assert find(TINY["causal-lm"], checkpointing=True).make_model().is_gradient_checkpointing
+    assert not find(TINY["causal-lm"]).make_model().is_gradient_checkpointing
+
+
+def test_the_usual_length_is_what_a_model_has_positions_for():
+    assert find("gpt2:n_positions=64", length=None).length == 64
+    assert find("llama:", length=None).length == 512
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        ("gpt3:n_layer=2", {}, r"model 'gpt3:': 'gpt3' is not a model type of transformers; near are .*gpt"),
+        ("gpt2:n_layers=2", {}, r"model 'gpt2': its configuration has no 'n_layers'; near are n_layer"),
+        ("gpt2:n_layer", {}, "'n_layer' is no setting; write KEY=VALUE"),
+        ("gpt2:", {"length": 2000}, "sequence length 2000: 'gpt2:' has 1024 positions"),
+        ("gpt2:", {"length": 0}, "sequence length: must be at least 1, got 0"),
+        ("gpt2:", {"batch_size": -1}, "batch size: must be at least 1, got -1"),
+        ("gpt2:", {"task": "translation"}, "task 'translation' is not known; known are seq2seq-lm, causal-lm"),
+        ("gpt2:", {"task": "masked-lm"}, "task 'masked-lm': transformers has no such model of type 'gpt2'"),
+        ("timesformer:", {}, "model type 'timesformer': transformers has no class of it"),
+    ],
+)
+def test_what_makes_no_sense_gets_a_sentence(model, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        find(model, **changes)
+
+
+def test_a_file_that_is_no_configuration_gets_a_sentence(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"layers": 3}))
+    with pytest.raises(ConfigError, match="the file or directory cannot be read as a configuration"):
+        find(str(tmp_path))
+
+
+def test_a_name_that_cannot_be_reached_gets_a_sentence(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match=r"it is no file or directory here, and the hub .* needs no network"):
+        find("no-such-organization/no-such-model")
+
+
+def test_optimizers_by_name():
+    parameters = [torch.nn.Parameter(torch.ones(1))]
+    assert find_optimizer("AdamW") is None
+    assert type(find_optimizer("sgd")(parameters)) is torch.optim.SGD
+    with pytest.raises(ConfigError, match=r"optimizer 'adamx' is not in torch\.optim; did you mean 'adam"):
+        find_optimizer("adamx")
