@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.errors import BudgetError, ConfigError
+from hf_patrickstar.errors import BudgetError, ConfigError, PatrickStarError
 from hf_patrickstar.memory.pool import CACHE_OWNER
 from hf_patrickstar.memory.tiers import DEVICE_SHARE, HOST_SHARE, Tier
 from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse
@@ -267,6 +267,14 @@ def _record(subject: Subject, given: Circumstances, **settings: Any) -> Recordin
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the model's code, about nothing that a plan could change
             return _record_quietly(subject, given, settings)
+    except PatrickStarError:
+        raise
+    except Exception as error:  # what a model's code raises may be anything
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(
+            f"model '{subject.name}': it cannot be planned, because its code fails on tensors without values "
+            f"({type(error).__name__}: {said}). Another --dtype, --task or length may do"
+        ) from error
     finally:
         transformers.logging.set_verbosity(level)
         ours.setLevel(before)

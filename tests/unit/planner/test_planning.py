@@ -92,6 +92,20 @@ def test_accumulation_and_processes():
         plan(MODEL, "h100", world_size=0)
 
 
+def test_a_model_whose_code_fails_gets_a_sentence(monkeypatch):
+    subject, circumstances = arrange(MODEL, "rtx4090", **ARGUMENTS)
+
+    class Curious(type(subject.make_model())):
+        def forward(self, *args, **kwargs):
+            raise NotImplementedError("this operator needs values\nand more")
+
+    monkeypatch.setattr(type(subject), "make_model", lambda self: Curious(self.config).train())
+    with pytest.raises(
+        ConfigError, match=r"it cannot be planned, .*\(NotImplementedError: this operator needs values\)"
+    ):
+        plan_subject(subject, circumstances)
+
+
 def test_advice_is_planned():
     """Where a batch does not fit, smaller ones do; where activations are computed again without need, they are kept."""
     crowded = {**ARGUMENTS, "batch_size": 16, "device_memory": 8 * MIB, "host_memory": 64 * MIB}
