@@ -1,8 +1,7 @@
 """What a plan says against what a run does: bytes on both tiers, bytes moved, loads, and seconds.
 
 Each model is planned by ``hf_patrickstar.plan`` for the machine at hand, measured first, and then trained by the engine
-on the CPU tier, in the same budgets. A dispatch mode measures the activations of both: a plan has tensors without bytes,
-which it counts as if they had them.
+on the CPU tier, in the same budgets. A dispatch mode measures activations: in a plan those of tensors without bytes.
 """
 
 import dataclasses
