@@ -116,6 +116,8 @@ class Payloads:
 
     def _stop_zeroing(self) -> None:
         for ticket in self._zeroing:
+            ticket.skip()  # all of them, before one is waited for
+        for ticket in self._zeroing:
             ticket.cancel()
         self._zeroing.clear()
 

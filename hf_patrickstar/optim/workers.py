@@ -55,9 +55,13 @@ class WorkTicket:
 
     join = wait
 
+    def skip(self) -> None:
+        """Lets workers begin no further item."""
+        self._remaining.clear()
+
     def cancel(self) -> None:
         """Begins no further item, and blocks until no worker is at this work any more; errors are not raised."""
-        self._remaining.clear()
+        self.skip()
         concurrent.futures.wait(self._futures)
 
 

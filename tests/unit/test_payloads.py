@@ -27,7 +27,7 @@ def zeroed(monkeypatch):
     found, real = [], payloads._fill_with_zeros
 
     def fill(worker, part):
-        time.sleep(0.01)
+        time.sleep(0.05)
         real(worker, part)
         found.append(threading.current_thread())
 
@@ -69,5 +69,5 @@ def test_nobody_writes_after_a_payload_that_does_not_fit(zeroed, monkeypatch):
         make_engine()
     num = len(zeroed)
     assert num < len(given)  # what was not begun is not done
-    time.sleep(0.05)
+    time.sleep(0.2)
     assert len(zeroed) == num
