@@ -113,13 +113,15 @@ class PatrickStarEngine:
         situation = Circumstances(self.config, self.resources, self._kernels, holders(given), self._num_micro_batches)
         weakref.finalize(self, self.collectives.close)  # the process group has threads and sockets
         self._decisions = decide(model, precision, situation)
-        self._payloads = Payloads(self.resources, self._decisions, self._kernels)
+        self._payloads = Payloads(self.resources, self._decisions, self._kernels, self._workers)
         self.manager = self._make_manager(self._payloads.allocate())
         self.weights = ChunkWeights(self.manager)
         self.optimizers: list[ChunkedOptimizer] = []
         self._attached = True
         self._buffer_devices: list[tuple[torch.Tensor, torch.device]] = []
-        self._first_values = FirstValues(self.manager.tensors, self.collectives, self.weights.piece_numel)
+        self._first_values = FirstValues(
+            self.manager.tensors, self.collectives, self.weights.piece_numel, self._workers
+        )
         self._attach(given)
         for part in (model, *roots_of(model)):
             part.__dict__["patrickstar_engine"] = self
@@ -501,6 +503,7 @@ class PatrickStarEngine:
             self._buffer_devices.append((buffer, buffer.device))
             set_raw_data(buffer, buffer.data.to(self.device))
         self._first_values.move_in(self.model.buffers())
+        self._workers.close()  # a process that is forked before the first update starts threads of its own
 
 
 def _both(first: Listener, second: Listener) -> Listener:

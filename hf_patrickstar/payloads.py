@@ -1,6 +1,7 @@
 """Allocates chunks and makes managed parameters according to the decisions, and computes the bytes of chunks."""
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -10,9 +11,13 @@ from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel
+from hf_patrickstar.optim.workers import HostWorkers, WorkTicket
 from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor, torch_dtype
 from hf_patrickstar.schedule.placement import ChunkBytes
+
+_PART_NUMEL = 2**21
+"""Elements that a worker fills with zeros before it takes the next part: a few milliseconds of work."""
 
 
 class Payloads:
@@ -22,14 +27,19 @@ class Payloads:
         resources: What the engine runs on.
         decisions: The decisions for the model.
         kernels: The kernels that update chunks, one for each optimizer; the list may grow.
+        workers: They fill new payloads with zeros.
     """
 
-    def __init__(self, resources: Resources, decisions: Decisions, kernels: Sequence[Kernel]) -> None:
+    def __init__(
+        self, resources: Resources, decisions: Decisions, kernels: Sequence[Kernel], workers: HostWorkers
+    ) -> None:
         self._device = resources.device
         self._pool = resources.pool
         self._rank = resources.collectives.rank
         self._decisions = decisions
         self._kernels = kernels
+        self._workers = workers
+        self._zeroing: list[WorkTicket] = []
 
     def allocate(self) -> list[Chunk]:
         """Allocates every payload at its home, and gives every parameter its place in a chunk; no value is moved yet.
@@ -40,10 +50,11 @@ class Payloads:
         decisions = self._decisions
         chunks: list[Chunk] = []
         try:
-            for spec in decisions.choice.layout.chunks:
-                home = Tier.DEVICE if spec.index in decisions.homes.device_homed else Tier.HOST
-                chunks.append(self.make_chunk(spec, home))
-            self.reserve(chunks)
+            with self._zeros():
+                for spec in decisions.choice.layout.chunks:
+                    home = Tier.DEVICE if spec.index in decisions.homes.device_homed else Tier.HOST
+                    chunks.append(self._make_chunk(spec, home))
+                self.reserve(chunks)
         except PatrickStarError:
             chunks.clear()
             raise
@@ -68,17 +79,47 @@ class Payloads:
         Raises:
             BudgetError: If there is no room.
         """
+        with self._zeros():
+            return self._make_chunk(spec, home)
+
+    def _make_chunk(self, spec: ChunkSpec, home: Tier) -> Chunk:
         chunk = Chunk(spec, home, self._rank)
         moves = home is Tier.HOST and not spec.on_host
-        dtype = torch_dtype(spec.types.param)
-        chunk.param = self._pool.allocate(home, spec.chunk_numel, dtype, "param", pinned=moves, zero=True)
+        chunk.param = self._new(home, spec.chunk_numel, torch_dtype(spec.types.param), "param", pinned=moves)
         try:
             for name in lists_of(spec, self._decisions.lists):
-                chunk.lists[name] = self._pool.allocate(home, spec.chunk_numel, chunk.state_dtype, name, zero=True)
+                chunk.lists[name] = self._new(home, spec.chunk_numel, chunk.state_dtype, name)
         except PatrickStarError:
+            self._stop_zeroing()
             chunk.give_back(self._pool)
             raise
         return chunk
+
+    def _new(self, home: Tier, numel: int, dtype: torch.dtype, owner: str, *, pinned: bool = False) -> torch.Tensor:
+        """A payload of zeros; workers may write them while the caller page-locks the next one."""
+        device = self._device if home is Tier.DEVICE else torch.device("cpu")
+        is_apart = self._workers.suits_new(device, numel)
+        payload = self._pool.allocate(home, numel, dtype, owner, pinned=pinned, zero=not is_apart)
+        if is_apart:
+            self._zeroing.append(self._workers.submit(_fill_with_zeros, payload.split(_PART_NUMEL)))
+        return payload
+
+    @contextlib.contextmanager
+    def _zeros(self) -> Iterator[None]:
+        """When the block has ended, all payloads that were made in it are filled with zeros."""
+        try:
+            yield
+            for ticket in self._zeroing:
+                ticket.wait()
+        finally:
+            self._stop_zeroing()
+
+    def _stop_zeroing(self) -> None:
+        for ticket in self._zeroing:
+            ticket.skip()  # all of them, before one is waited for
+        for ticket in self._zeroing:
+            ticket.cancel()
+        self._zeroing.clear()
 
     def make_tensor(self, spec: TensorSpec, parameter: torch.nn.Parameter, offset_numel: int) -> ManagedTensor:
         """Makes a managed parameter; it is in no chunk yet.
@@ -122,3 +163,7 @@ class Payloads:
     def splits_tensors(self) -> bool:
         """Whether a parameter may be spread over processes."""
         return all(kernel.splits_tensors for kernel in self._kernels)
+
+
+def _fill_with_zeros(worker: int, part: torch.Tensor) -> None:
+    part.zero_()

@@ -82,6 +82,10 @@ class _Cast:
         self._source = source
         self.shape, self.dtype = source.shape, dtype
 
+    @property
+    def is_for_threads(self) -> bool:
+        return getattr(self._source, "is_for_threads", False)
+
     def read(self, start: int, stop: int) -> torch.Tensor:
         return self._source.read(start, stop).to(self.dtype)
 
@@ -283,6 +287,11 @@ def _record(func: Any, args: Any, kwargs: Any) -> Any:
             for place, item in enumerate(result)
         )
     return result
+
+
+def is_read_by_any_thread(tensor: DeferredTensor) -> bool:
+    """Whether several threads may read pieces of a tensor at once: its source says ``is_for_threads``."""
+    return getattr(tensor.recipe, "is_for_threads", False)
 
 
 def in_reading_order(names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> list[str]:

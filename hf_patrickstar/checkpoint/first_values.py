@@ -9,9 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from tqdm.auto import tqdm
 
 from hf_patrickstar.checkpoint.deferred import DeferredTensor, Reader
+from hf_patrickstar.checkpoint.filling import Filler, Workers
 from hf_patrickstar.checkpoint.origins import ModelFiles, origin_of
 from hf_patrickstar.errors import EngineError
-from hf_patrickstar.runtime.chunk import MASTER, ManagedTensor
+from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.originals import Origin
 
@@ -21,18 +22,27 @@ _SAMPLE_NUMEL = 64
 
 
 class FirstValues:
-    """Moves values into chunks, one parameter at a time; deferred values are read straight from their files.
+    """Moves values into chunks, in model order; deferred values are read straight from their files.
+
+    Workers fill the chunks; see [Note: parallel filling].
 
     Args:
         tensors: The parameters, in model order.
         collectives: The processes that share them.
-        piece_numel: Elements in memory at once where values have to be converted.
+        piece_numel: Elements that each worker has in memory at once where values have to be converted.
+        workers: The workers; ``None`` for the thread of the caller alone.
     """
 
-    def __init__(self, tensors: Sequence[ManagedTensor], collectives: Collectives, piece_numel: int) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[ManagedTensor],
+        collectives: Collectives,
+        piece_numel: int,
+        workers: Workers | None = None,
+    ) -> None:
         self._tensors = tensors
         self._collectives = collectives
-        self._piece_numel = piece_numel
+        self._filler = Filler(workers, piece_numel)
         self._unread: dict[int, torch.Tensor] = {}
         self._files: ModelFiles | None = None
 
@@ -78,25 +88,25 @@ class FirstValues:
             EngineError: If some processes have values and others have deferred parameters.
         """
         self._make_equal(buffers)
-        reader = Reader()
         order = sorted(self._tensors, key=lambda tensor: not tensor.spec.trainable)
         is_quiet = not self._unread or self._collectives.rank > 0
-        for tensor in tqdm(order, desc="Reading weights", unit="tensors", delay=2, disable=is_quiet):
-            parameter, chunk = tensor.parameter, tensor.chunk
-            value = self._unread.get(tensor.spec.index, parameter.data)
-            if tensor.is_owned:
-                home = tensor.view(chunk.param)
-                place = tensor.view(chunk.lists[MASTER]) if chunk.has_list(MASTER) else home
-                reader.fill(place, value, tensor.part[0], self._piece_numel)
-                if place is not home:
-                    home.copy_(place)
-                if tensor.is_rounded:
-                    tensor.origin = self._find_origin(tensor, value)
-            tensor.move_in()
-            self._unread.pop(tensor.spec.index, None)
+        try:
+            self._filler.begin((tensor for tensor in order if tensor.is_owned), self._value_of)
+            for tensor in tqdm(order, desc="Reading weights", unit="tensors", delay=2, disable=is_quiet):
+                if tensor.is_owned:
+                    self._filler.finish(tensor, self._value_of(tensor))
+                    if tensor.is_rounded:
+                        tensor.origin = self._find_origin(tensor, self._value_of(tensor))
+                tensor.move_in()
+                self._unread.pop(tensor.spec.index, None)
+        finally:
+            self._filler.stop()
         self._files = None  # closes the files that no origin refers to
         self._explain_origins()
         self._collectives.exchange_objects(None, "reads the weights")  # one process may have a slower disk
+
+    def _value_of(self, tensor: ManagedTensor) -> torch.Tensor:
+        return self._unread.get(tensor.spec.index, tensor.parameter.data)
 
     def _find_origin(self, tensor: ManagedTensor, value: torch.Tensor) -> Origin | None:
         if isinstance(value, DeferredTensor):

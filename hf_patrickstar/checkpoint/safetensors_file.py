@@ -213,7 +213,10 @@ class FileSource:
     Attributes:
         shape: Its shape.
         dtype: Its type.
+        is_for_threads: Several threads may read it at once.
     """
+
+    is_for_threads = True
 
     def __init__(self, file: SafetensorsFile, name: str) -> None:
         self._file, self._name = file, name

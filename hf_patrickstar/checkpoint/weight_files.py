@@ -25,6 +25,7 @@ class _MemorySource:
     def __init__(self, tensor: torch.Tensor, path: Path) -> None:
         self._tensor, self._path = tensor, path
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+        self.is_for_threads = tensor.is_contiguous()  # each piece of another one is made from a copy of the whole
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         return self._tensor.reshape(-1)[start:stop]

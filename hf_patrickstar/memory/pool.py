@@ -12,6 +12,7 @@ from hf_patrickstar.errors import BudgetError, DeviceMemoryError
 from hf_patrickstar.memory.accelerator import empty_cache, is_accelerator, is_device_full, is_full, is_not_pinned
 from hf_patrickstar.memory.lanes import Streams
 from hf_patrickstar.memory.ledger import Ledger
+from hf_patrickstar.memory.pages import new_on_host, zeros_on_host
 from hf_patrickstar.memory.pinning import Pinning
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.units import format_need
@@ -194,9 +195,10 @@ class PayloadPool:
     def _new(self, tier: Tier, numel: int, dtype: torch.dtype, owner: str, zero: bool) -> torch.Tensor:
         """A new buffer for bytes that are booked; if the system has none, they are taken out of the book again."""
         device = self._device if tier is Tier.DEVICE else torch.device("cpu")
-        make = functools.partial(
-            self._make, numel * dtype.itemsize, torch.zeros if zero else torch.empty, numel, dtype=dtype, device=device
-        )
+        new: Callable[..., torch.Tensor] = new_on_host if device.type == "cpu" else torch.empty
+        if zero:
+            new = zeros_on_host if device.type == "cpu" else torch.zeros
+        make = functools.partial(self._make, numel * dtype.itemsize, new, numel, dtype=dtype, device=device)
         try:
             try:
                 buffer = make()

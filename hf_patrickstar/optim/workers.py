@@ -1,4 +1,4 @@
-"""The threads that update optimizer states on the host, one for each core.
+"""The threads that fill chunks and update optimizer states on the host, one for each core.
 
 [Note: one thread in a worker]
 torch's operators start a team of OpenMP threads of their own in every Python thread that calls them: two workers on two
@@ -48,13 +48,21 @@ class WorkTicket:
         try:
             concurrent.futures.wait(self._futures)
         except BaseException:  # the user has interrupted: nobody may write to chunks any more when this is left
-            self._remaining.clear()
-            concurrent.futures.wait(self._futures)
+            self.cancel()
             raise
         for future in self._futures:
             future.result()
 
     join = wait
+
+    def skip(self) -> None:
+        """Lets workers begin no further item."""
+        self._remaining.clear()
+
+    def cancel(self) -> None:
+        """Begins no further item, and blocks until no worker is at this work any more; errors are not raised."""
+        self.skip()
+        concurrent.futures.wait(self._futures)
 
 
 class HostWorkers:
@@ -86,9 +94,17 @@ class HostWorkers:
             payload: The buffer.
             numel: How many of its elements are worked on.
         """
-        is_plain = type(payload) is torch.Tensor and torch._C._len_torch_dispatch_stack() == 0
+        return type(payload) is torch.Tensor and self.suits_new(payload.device, numel)
+
+    def suits_new(self, device: torch.device, numel: int) -> bool:
+        """Whether operators on a buffer that is still to be made are to run here; see ``suits``.
+
+        Args:
+            device: Where it will be.
+            numel: How many of its elements are worked on.
+        """
         is_faster = numel > SMALL_NUMEL and (self.num > 1 or torch.get_num_threads() > 1)
-        return payload.device.type == "cpu" and is_plain and is_faster
+        return device.type == "cpu" and torch._C._len_torch_dispatch_stack() == 0 and is_faster
 
     def submit(self, work: Callable[[int, _Item], None], items: Iterable[_Item]) -> WorkTicket:
         """Starts work, without recording it for autograd.

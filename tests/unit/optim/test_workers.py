@@ -284,3 +284,26 @@ def test_they_do_not_suit_where_a_mode_of_the_caller_counts():
     with OwnMode():
         assert workers.suits(torch.ones(1), LARGE) is False
     assert workers.suits(torch.ones(1, device="meta"), LARGE) is False
+
+
+def test_what_is_cancelled_ends_with_the_items_that_were_begun(workers):
+    gate, done = threading.Event(), []
+
+    def work(_, item):
+        gate.wait(10)
+        done.append(item)
+        raise ValueError("is not raised by cancel")
+
+    ticket = workers.submit(work, range(100))
+    threading.Timer(0.05, gate.set).start()
+    ticket.cancel()
+    assert ticket.is_done
+    assert len(done) <= workers.num
+
+
+def test_a_buffer_that_is_still_to_be_made(workers):
+    assert workers.suits_new(torch.device("cpu"), LARGE)
+    assert not workers.suits_new(torch.device("cpu"), SMALL_NUMEL)
+    assert not workers.suits_new(torch.device("meta"), LARGE)
+    with FakeTensorMode():
+        assert not workers.suits_new(torch.device("cpu"), LARGE)

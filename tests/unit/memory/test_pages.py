@@ -1,0 +1,74 @@
+"""Huge pages: which part of a buffer the system is asked for, and that buffers are what they would be without."""
+
+import pathlib
+import re
+import sys
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from hf_patrickstar.memory import pages
+from hf_patrickstar.memory.ledger import Ledger
+from hf_patrickstar.memory.pages import advise_huge_pages, new_on_host, zeros_on_host
+from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.threads import ThreadStreams
+from hf_patrickstar.memory.tiers import Tier
+
+CPU = torch.device("cpu")
+MIB = 2**20
+SMAPS = pathlib.Path("/proc/self/smaps")
+
+on_linux = pytest.mark.skipif(sys.platform != "linux" or not SMAPS.exists(), reason="asks Linux what it was told")
+
+
+def advised_nbytes(begin, end):
+    """Bytes between two addresses that the system was told to give huge pages."""
+    found, first, last = 0, 0, 0
+    for line in SMAPS.read_text().splitlines():
+        bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if bounds:
+            first, last = (int(text, 16) for text in bounds.groups())
+        elif line.startswith("VmFlags:") and "hg" in line.split():
+            found += max(min(last, end) - max(first, begin), 0)
+    return found
+
+
+@on_linux
+def test_only_whole_huge_pages_inside_of_a_buffer_are_asked_for():
+    memory = torch.empty(16 * MIB, dtype=torch.uint8)
+    start = -memory.data_ptr() % (2 * MIB) + 4096
+    buffer = memory[start : start + 7 * MIB]
+    nbytes = advise_huge_pages(buffer)
+    assert nbytes == 4 * MIB
+    assert advised_nbytes(buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes) == nbytes
+    assert advised_nbytes(memory.data_ptr(), memory.data_ptr() + memory.nbytes) == nbytes
+
+
+@on_linux
+@pytest.mark.parametrize("zero", [True, False])
+@pytest.mark.parametrize("tier", Tier)
+def test_the_pool_asks_for_them(tier, zero):
+    pool = PayloadPool(Ledger(dict.fromkeys(Tier, 64 * MIB)), CPU, None, ThreadStreams(CPU))
+    buffer = pool.allocate(tier, 40 * MIB, torch.uint8, "param", zero=zero)
+    assert advised_nbytes(buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes) >= 36 * MIB
+    assert not zero or not buffer.any()
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 2 * MIB - 1])
+def test_a_small_buffer_keeps_small_pages(nbytes):
+    assert advise_huge_pages(torch.empty(nbytes, dtype=torch.uint8)) == 0
+
+
+def test_a_system_that_takes_no_advice(monkeypatch):
+    monkeypatch.delattr(pages.mmap, "MADV_HUGEPAGE", raising=False)
+    assert advise_huge_pages(torch.empty(8 * MIB, dtype=torch.uint8)) == 0
+    assert not zeros_on_host(8 * MIB, dtype=torch.uint8, device=CPU).any()
+
+
+@pytest.mark.parametrize("make", [new_on_host, zeros_on_host])
+def test_a_fake_buffer_has_no_pages(make):
+    with FakeTensorMode():
+        buffer = make(8 * MIB, dtype=torch.uint8, device=CPU)
+    assert isinstance(buffer, FakeTensor)
+    assert buffer.shape == (8 * MIB,)
