@@ -92,6 +92,16 @@ class Decisions:
     lists: dict[int, tuple[str, ...]]
     widens_gradients: bool
 
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """What was decided about the model, a sentence each."""
+        return (
+            self.precision.describe(self.tensors),
+            self.choice.describe(),
+            self.homes.reason,
+            self.embeddings.reason,
+        )
+
     def explain(self, situation: Circumstances) -> None:
         """Logs one line per decision that ``auto`` made."""
         config, ledger = situation.config, situation.resources.ledger

@@ -423,6 +423,11 @@ class PatrickStarEngine:
             "chunk_utilisation": layout.utilisation,
         }
 
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """What was decided when the engine was made, a sentence each: types, layout, homes, lookups."""
+        return self._decisions.reasons
+
     def model_data_nbytes(self) -> int:
         """Bytes of model data over both tiers, padding left out.
 

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a model id, a directory, a config.json, or TYPE:KEY=VALUE,... as in gpt2:n_layer=48,n_embd=1600",
     )
     parser.add_argument(
-        "--machine", default="rtx4090", help=f"{', '.join(MACHINES)}, or a file of 'env --measure --json'"
+        "--machine", default="rtx4090", help=f"{', '.join(MACHINES)}, this, or a file of 'env --measure --json'"
     )
     parser.add_argument(
         "--device-memory", metavar="SIZE", help="what training may take; by default 95 %% of the device"

@@ -37,7 +37,7 @@ class Chunks:
         numel: Elements of one.
         utilisation: Part of their elements that parameters fill.
         num_on_device: Those that live on the device with their optimizer states.
-        reasons: One sentence for each decision.
+        reasons: Why, a sentence for each decision of the engine before the first step. Later ones may move chunks.
     """
 
     num: int

@@ -16,6 +16,7 @@ from hf_patrickstar.memory.pool import CACHE_OWNER
 from hf_patrickstar.memory.tiers import DEVICE_SHARE, HOST_SHARE, Tier
 from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse
 from hf_patrickstar.planner.subject import Subject, find_optimizer, find_subject
+from hf_patrickstar.report.measure import measure_machine
 from hf_patrickstar.schedule.bounds import bounds_of
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.schedule.machine import Machine, find_machine
@@ -70,7 +71,8 @@ def plan(
 
     Args:
         model: A model id of the hub, a directory, a JSON file, ``TYPE:KEY=VALUE,...`` or a configuration.
-        machine: A known machine, a JSON file of ``hf-patrickstar env --measure --json``, or a ``Machine``.
+        machine: A known machine, a JSON file of ``hf-patrickstar env --measure --json``, ``"this"`` (which is measured
+            for some seconds), or a ``Machine``.
         task: What the model is trained for; by default what it was saved for.
         batch_size: Sequences of a micro-batch on each process.
         length: Tokens of a sequence; by default as many as the model has positions, at most 512.
@@ -131,6 +133,8 @@ def arrange(
     """
     if num_micro_batches < 1 or world_size < 1:
         raise ConfigError(f"micro-batches ({num_micro_batches}) and processes ({world_size}) must be at least 1")
+    if machine == "this":
+        machine = dataclasses.replace(measure_machine(), name="this machine")
     found = find_machine(machine) if isinstance(machine, str) else machine
     found.check_processes(world_size)
     find_optimizer(optimizer)
@@ -190,7 +194,7 @@ def _chunks(recording: Recording) -> Chunks:
         layout["chunk_numel"],
         layout["chunk_utilisation"],
         len(recording.static),
-        (),
+        recording.reasons,
     )
 
 

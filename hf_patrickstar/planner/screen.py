@@ -32,6 +32,7 @@ def describe(plan: Plan, advice: Sequence[Advice] = ()) -> str:
                 where,
             ],
         )
+        lines += _rows("decided", chunks.reasons)
     if plan.speed is not None:
         lines += _speed(plan.speed)
     if advice:

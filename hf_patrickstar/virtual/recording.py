@@ -51,6 +51,7 @@ class Recording:
         owners: The most bytes of each kind so far, by tier.
         moved_nbytes: Bytes that crossed in this step, to the device and to the host.
         num_all_parameters: Trainable and frozen ones, of all processes.
+        reasons: What was decided when the engine was made, a sentence each.
         layout: ``num_chunks``, ``chunk_numel``, ``chunk_utilisation`` of ``PatrickStarEngine.stats``.
     """
 
@@ -73,6 +74,7 @@ class Recording:
     owners: Mapping[Tier, Mapping[str, int]]
     moved_nbytes: tuple[int, int]
     num_all_parameters: int
+    reasons: tuple[str, ...]
     layout: Mapping[str, Any]
 
     def plans_for(self, device_nbytes: int, chunk_nbytes: int | None = None) -> list[Plan]:
@@ -206,6 +208,7 @@ def _note(
         {tier: engine.ledger.owner_peaks(tier) for tier in Tier},
         (stats[_TO_DEVICE] - before[_TO_DEVICE], stats[_TO_HOST] - before[_TO_HOST]),
         sum(parameter.numel() for parameter in engine.model.parameters()),
+        engine.reasons,
         {name: stats[name] for name in ("num_chunks", "chunk_numel", "chunk_utilisation")},
     )
 

@@ -60,6 +60,22 @@ def test_chunks_of_a_model_that_does_not_fit_there_live_on_the_host(tight):
     assert tight.speed.seconds >= tight.speed.clipped_seconds * 0.99 >= tight.speed.least_seconds * 0.98
 
 
+def test_it_says_what_was_decided_and_why(roomy, tight):
+    assert any("chunk_numel=" in reason for reason in tight.chunks.reasons)
+    assert any("at home on the host" in reason for reason in tight.chunks.reasons)
+    assert not any("at home on the host" in reason for reason in roomy.chunks.reasons)
+    lines = describe(tight).splitlines()
+    assert f"decided   {tight.chunks.reasons[0]}" in lines
+
+
+def test_this_machine_is_measured(monkeypatch):
+    measured = dataclasses.replace(MACHINES["rtx4090"], name="measured")
+    monkeypatch.setattr("hf_patrickstar.planner.planning.measure_machine", lambda: measured)
+    _, circumstances = arrange(MODEL, "this", **ARGUMENTS)
+    assert circumstances.machine.name == "this machine"
+    assert circumstances.machine.flops == measured.flops
+
+
 def test_it_takes_longer_there(roomy, tight):
     assert tight.speed.seconds > roomy.speed.seconds
 
