@@ -673,6 +673,7 @@ WATCHED = (
 ELSEWHERE = {
     "checkpoint/background.py": "joins its thread, and waits for a compute stream that simulated tensors do not have",
     "checkpoint/checkpoints.py": "waits for threads and for files",
+    "checkpoint/filling.py": "waits for its own threads: tests/unit/checkpoint/test_filling.py",
     "checkpoint/transaction.py": "waits for threads and for files",
     "integrations/accelerator_checkpoints.py": "waits for checkpoints that are complete",
     "integrations/trainer_checkpoints.py": "waits for checkpoints that are complete",
@@ -683,7 +684,7 @@ ELSEWHERE = {
     "memory/threads.py": "waits for its own threads",
     "optim/adam_kernel.py": "waits for its workers",
     "optim/workers.py": "waits for its own threads",
-    "payloads.py": "waits for workspace that is about to go: tests/parity/test_overlapped_updates.py",
+    "payloads.py": "waits for workspace that is about to go (tests/parity/test_overlapped_updates.py) and for zeros",
     "report/measure.py": "measures, with nobody beside it",
     "runtime/buckets.py": "several processes: tests/distributed/test_races_together.py",
     "runtime/collectives.py": "several processes: tests/distributed/test_races_together.py",
