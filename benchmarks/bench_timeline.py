@@ -19,10 +19,10 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.machine import MACHINES, find_machine
 from hf_patrickstar.report.timeline import write_picture, write_trace
 from hf_patrickstar.schedule.bounds import bounds_of
 from hf_patrickstar.schedule.clock import Lane
-from hf_patrickstar.schedule.machine import MACHINES, find_machine
 from hf_patrickstar.units import GIB, format_nbytes
 from hf_patrickstar.virtual.recording import record_step
 

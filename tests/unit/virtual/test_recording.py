@@ -10,8 +10,8 @@ from models import make_batch, make_model
 from trainers import smallest_budget
 
 from hf_patrickstar.errors import BudgetError, ConfigError, EngineError
+from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.schedule.clock import Lane
-from hf_patrickstar.schedule.machine import MACHINES
 from hf_patrickstar.schedule.replay import device_ns, replay
 from hf_patrickstar.schedule.script import Message, Part, Reach, Reduce, Send
 from hf_patrickstar.virtual import driver
