@@ -194,12 +194,8 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
     if not situation.resources.is_metered and not homes.device_homed:
         # Both tiers are the same memory: the compute tier cannot have the bytes that are at home on the host.
         ledger.lower_limit(Tier.DEVICE, max(ledger.limit(Tier.DEVICE) - total, choice.working_set_nbytes))
-    depth, said = _choose_depth(situation, choice.layout)
-    return Decisions(
-        *(tensors, parameters, chosen, choice, embeddings, nbytes, homes, workspace, need_at, lists, widens),
-        prefetch_depth=depth,
-        depth_reason=said,
-    )
+    found = (tensors, parameters, chosen, choice, embeddings, nbytes, homes, workspace, need_at, lists, widens)
+    return Decisions(*found, *_choose_depth(situation, choice.layout))
 
 
 def _choose_depth(situation: Circumstances, layout: Layout) -> tuple[int, str]:

@@ -137,8 +137,10 @@ class PatrickStarEngine:
         return self.checkpoints.state if self.optimizers else None
 
     def _make_kernel(self, optimizer: torch.optim.Optimizer) -> Kernel:
-        prefer_fused = self.device.type != "cpu"
-        return make_kernel(optimizer, self.resources.pool, prefer_fused, self._threads, self._workers)
+        prefer_fused, resources = self.device.type != "cpu", self.resources
+        return make_kernel(
+            optimizer, resources.pool, prefer_fused, self._threads, self._workers, has_lanes=resources.has_lanes
+        )
 
     def _make_optimizer(self, optimizer: torch.optim.Optimizer, kernel: Kernel, number: int) -> ChunkedOptimizer:
         return ChunkedOptimizer(optimizer, kernel, self.manager, self._emit, number, self.follow_model, self.optimizers)

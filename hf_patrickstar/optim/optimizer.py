@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hf_patrickstar.events import Listener, StepFinished
+from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.clipping import clip_by_norm, clip_by_value, total_norm
 from hf_patrickstar.optim.kernel import Kernel, in_batches, place_state
 from hf_patrickstar.optim.state import StateView, call_hooks, check_keys, check_shapes, has_shapes, pack_state, pair_up
@@ -216,7 +217,10 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self.inner._opt_called = True  # type: ignore[attr-defined]  # read by schedulers made on the inner one
         if self.kernel.updates_at_once:
             loss = self.kernel.update_at_once(self._tensors, self._present, manager.writes.follow_master, closure)
-        self._update([chunk for chunk in manager.chunks if self._has(chunk)], manager.gradients.take_factor())
+        chunks = [chunk for chunk in manager.chunks if self._has(chunk)]
+        if self.kernel.runs_beside:  # what the host computes beside is begun first, since launching the rest takes time
+            chunks.sort(key=lambda chunk: chunk.home is Tier.DEVICE)
+        self._update(chunks, manager.gradients.take_factor())
         if not self.kernel.updates_at_once and len(self._groups) < sum(len(g["params"]) for g in self.param_groups):
             self.kernel.update_others(self._others)
         self._num_steps += 1
