@@ -436,8 +436,8 @@ class PatrickStarEngine:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """What was decided when the engine was made, a sentence each: types, layout, homes, lookups."""
-        return self._decisions.reasons
+        """What was decided, a sentence each: when the engine was made, and since then about lookups and the margin."""
+        return (*self._decisions.reasons, *self.manager.placement.reasons.values())
 
     def model_data_nbytes(self) -> int:
         """Bytes of model data over both tiers, padding left out.

@@ -69,6 +69,7 @@ class Placement:
     Attributes:
         in_margin: Indices of the chunks that live in the margin.
         nbytes: The bytes of each chunk, over all lists.
+        reasons: What was decided last, a sentence each: about lookups, and about the margin.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Placement:
         fills_margin: bool,
     ) -> None:
         self.in_margin: set[int] = set()
+        self.reasons: dict[str, str] = {}
         self._chunks = chunks
         self.nbytes = list(nbytes)
         self._copies = copies
@@ -93,7 +95,6 @@ class Placement:
         self._fills_margin = fills_margin
         self._has_groups = any(chunk.is_group for chunk in chunks)
         self._seen_version = 0
-        self._has_explained = False
         self._num_micro_batches = 1
 
     def update(self, reclaim: Room, num_micro_batches: int) -> None:
@@ -188,6 +189,7 @@ class Placement:
             if tensor.lookup == "device":
                 self._copies.pin(tensor.chunk)  # from now on it moves
         logger.info("patrickstar: %s", choice.reason)
+        self.reasons["lookups"] = choice.reason
         return any(tensor.lookup == "device" for tensor in asked)
 
     def _room_beside_working_chunks(self) -> int:
@@ -230,9 +232,9 @@ class Placement:
             movable, candidates, lambda inside: self._cost(inside, kept, fixed), self._rules.machine.name
         )
         wanted = set(plan.chunk_indices)
-        if wanted != self.in_margin or not self._has_explained:
+        if wanted != self.in_margin or "margin" not in self.reasons:
             logger.info("patrickstar: %s", plan.reason)
-            self._has_explained = True
+        self.reasons["margin"] = plan.reason
         if wanted == self.in_margin:
             return
         self._move_out(self.in_margin - wanted)
