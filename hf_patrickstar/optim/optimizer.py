@@ -217,10 +217,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self.inner._opt_called = True  # type: ignore[attr-defined]  # read by schedulers made on the inner one
         if self.kernel.updates_at_once:
             loss = self.kernel.update_at_once(self._tensors, self._present, manager.writes.follow_master, closure)
-        chunks = [chunk for chunk in manager.chunks if self._has(chunk)]
-        if self.kernel.runs_beside:  # what the host computes beside is begun first, since launching the rest takes time
-            chunks.sort(key=lambda chunk: chunk.home is Tier.DEVICE)
-        self._update(chunks, manager.gradients.take_factor())
+        self._update([chunk for chunk in manager.chunks if self._has(chunk)], manager.gradients.take_factor())
         if not self.kernel.updates_at_once and len(self._groups) < sum(len(g["params"]) for g in self.param_groups):
             self.kernel.update_others(self._others)
         self._num_steps += 1
@@ -230,26 +227,38 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def _update(self, chunks: Sequence[Chunk], factor: torch.Tensor | None) -> None:
         phases, gradients = self._manager.phases, self._manager.gradients
-        on_device: dict[torch.device, torch.Tensor] = {}  # one copy per tier, not one per chunk
+        factors: dict[torch.device, torch.Tensor] = {}  # one copy per tier, not one per chunk
         self.kernel.begin_step()
         phases.update_begin(chunks)
         keeps = (gradients.must_keep or self._is_wanted_by_peers) and gradients.try_to_keep(chunks)
+        later = []
         for batch in in_batches(chunks, self.kernel.batch_numel):
-            place = batch[0].home_device
-            if factor is not None and place not in on_device:
-                on_device[place] = factor.to(place)
             for chunk in batch:
                 phases.before_update(chunk)
-                for tensor in chunk.tensors:
-                    gradients.make_ready(tensor)
-                    if tensor.spec.index not in self._groups:
-                        self._leave_alone(tensor, on_device.get(place))
-            update = self.kernel.prepare(batch, self._groups, on_device.get(place))
-            with named("update", *(chunk.spec.index for chunk in batch)), gradients.lock:
-                phases.update(batch, update, may_run_beside=self._may_run_beside(batch))
-                for chunk in batch:
-                    phases.chunk_updated(chunk, self._groups, keeps=keeps)
+            if self.kernel.runs_beside and batch[0].home is Tier.DEVICE:
+                later.append(batch)  # the host computes the others beside, while it launches the kernels of these
+            else:
+                self._update_batch(batch, factor, factors, keeps=keeps)
+        for batch in later:
+            self._update_batch(batch, factor, factors, keeps=keeps)
         phases.update_end()
+
+    def _update_batch(
+        self, batch: list[Chunk], factor: torch.Tensor | None, factors: dict[torch.device, torch.Tensor], *, keeps: bool
+    ) -> None:
+        """Updates chunks that have the same home; ``factors`` has the copies of ``factor`` on every tier so far."""
+        phases, gradients, place = self._manager.phases, self._manager.gradients, batch[0].home_device
+        if factor is not None and place not in factors:
+            factors[place] = factor.to(place)
+        for tensor in (tensor for chunk in batch for tensor in chunk.tensors):
+            gradients.make_ready(tensor)
+            if tensor.spec.index not in self._groups:
+                self._leave_alone(tensor, factors.get(place))
+        update = self.kernel.prepare(batch, self._groups, factors.get(place))
+        with named("update", *(chunk.spec.index for chunk in batch)), gradients.lock:
+            phases.update(batch, update, may_run_beside=self._may_run_beside(batch))
+            for chunk in batch:
+                phases.chunk_updated(chunk, self._groups, keeps=keeps)
 
     def _may_run_beside(self, batch: Sequence[Chunk]) -> bool:
         """Whether the update of chunks may go on when the step has returned: nobody looks into their states."""
