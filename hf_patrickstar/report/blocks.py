@@ -44,7 +44,11 @@ def of_share(share: float) -> Cell:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Text:
-    """A paragraph."""
+    """A paragraph.
+
+    Attributes:
+        text: What it says.
+    """
 
     kind: ClassVar[str] = "text"
     text: str
@@ -52,7 +56,12 @@ class Text:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bullets:
-    """A list of sentences."""
+    """A list of sentences.
+
+    Attributes:
+        sentences: The sentences.
+        is_ordered: Whether their order matters.
+    """
 
     kind: ClassVar[str] = "bullets"
     sentences: tuple[str, ...]
@@ -75,6 +84,13 @@ class Table:
     header: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     is_open: bool = False
+
+    @property
+    def are_figures(self) -> tuple[bool, ...]:
+        """For each column but the first, whether it has figures."""
+        return tuple(
+            any(cell.value is not None for cell in column) for column in list(zip(*self.rows, strict=True))[1:]
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

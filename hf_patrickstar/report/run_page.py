@@ -34,6 +34,9 @@ _MOST_STEPS = 500
 _TO_DEVICE, _TO_HOST, _WAITED = "host_to_device_nbytes", "device_to_host_nbytes", "waiting_seconds"
 _PEAKS = {Tier.DEVICE: "device_total_step_peak_nbytes", Tier.HOST: "host_step_peak_nbytes"}
 
+_SAME = ("num_parameters", "batch_size", "num_micro_batches", "world_size")
+"""What a plan and a run must have in common for their figures to be comparable."""
+
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -58,7 +61,7 @@ def run_page(run: Run, plan: Mapping[str, Any] | None = None) -> Page:
         is_good=None,
         facts=tuple(_facts(run)),
         sections=(
-            Section("compared", "Planned and measured", [_compared(run, plan)] if plan is not None else []),
+            Section("compared", "Planned and measured", list(_compared(run, plan)) if plan is not None else []),
             Section("loss", "Loss and throughput", list(_progress(run, shown))),
             Section("movement", "Movement and waits", list(_movement(shown))),
             Section("memory", "Memory", memory),
@@ -128,19 +131,21 @@ def _progress(run: Run, shown: Rows) -> Iterator[Block]:
         ("step", "of", "loss"),
         tuple((of_count(step), Cell(of), of_number(loss, digits=7)) for of, step, loss in rows),
     )
-    words = Words("Loss", f"The last training loss is {_last(run, 'loss')}.", "step of the optimizer", "loss")
+    words = Words(
+        "Loss",
+        f"The last training loss is {of_number(_last(run, 'loss'), digits=5).text}.",
+        "step of the optimizer",
+        "loss",
+    )
     yield lines(words, found, _scale(found), table)
     seconds = [Line("seconds per step", _points(shown, "seconds"))]
-    names = {"samples_per_s": "samples per second"}
+    names = {"samples_per_s": "samples"}
     if any(row.get("tokens_per_s") is not None for row in shown):
-        names["tokens_per_s"] = "tokens per second"
+        names["tokens_per_s"] = "tokens"
     table = Table(
-        "Seconds per step, and throughput",
-        ("step", "seconds per step", *names.values()),
-        tuple(
-            (of_count(row["step"]), of_number(row["seconds"], "s"), *(of_number(row.get(name)) for name in names))
-            for row in shown
-        ),
+        "Seconds per step",
+        ("step", "seconds"),
+        tuple((of_count(row["step"]), of_number(row.get("seconds"), "s")) for row in shown),
     )
     words = Words(
         "Seconds per step",
@@ -150,6 +155,15 @@ def _progress(run: Run, shown: Rows) -> Iterator[Block]:
         "seconds",
     )
     yield lines(words, seconds, scales.of_seconds(_highest(seconds) * 1.05), table)
+    for name, what in names.items():
+        found = [Line(f"{what} per second", _points(shown, name))]
+        table = Table(
+            f"Throughput in {what}",
+            ("step", f"{what} per second"),
+            tuple((of_count(row["step"]), of_number(row.get(name))) for row in shown),
+        )
+        words = Words(f"Throughput in {what}", "Of all processes together.", "step of the optimizer", "per second")
+        yield lines(words, found, scales.of_numbers(0, _highest(found) * 1.05), table)
 
 
 def _movement(shown: Rows) -> Iterator[Block]:
@@ -221,11 +235,12 @@ def _peaks(run: Run, shown: Rows, tier: Tier) -> Chart:
     return lines(words, found, scale, table, budget if has_limit else None)
 
 
-def _compared(run: Run, plan: Mapping[str, Any]) -> Table:
+def _compared(run: Run, plan: Mapping[str, Any]) -> Iterator[Block]:
     """What was planned beside what was measured."""
     try:
         speed, chunks, tiers = plan["speed"] or {}, plan["chunks"] or {}, plan["tiers"]
         needs = {tier: tiers[tier.value]["need_nbytes"] for tier in Tier}
+        planned = {name: plan[name] for name in _SAME}
     except (KeyError, TypeError) as error:
         raise ConfigError("this is not a plan that 'hf-patrickstar plan --json' has written") from error
     peaks = {
@@ -241,7 +256,14 @@ def _compared(run: Run, plan: Mapping[str, Any]) -> Table:
         ("chunks", chunks.get("num"), len(run.survey.chunks), ""),
         ("chunks that live on the device", chunks.get("num_on_device"), homes, ""),
     ]
-    return Table(
+    others = [
+        f"{name} is {planned[name]} in the plan, {run.about[name]} in the run"
+        for name in _SAME
+        if planned[name] != run.about[name]
+    ]
+    if others:
+        yield Text(f"The plan is not one of this run: {'; '.join(others)}.")
+    yield Table(
         f"Planned for {plan.get('machine', 'a machine')}, and measured on {run.about['device']}",
         ("what", "planned", "measured", "measured / planned"),
         tuple(

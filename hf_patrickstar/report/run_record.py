@@ -125,12 +125,12 @@ def read_run(output_dir: str | os.PathLike[str]) -> Run:
         )
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        if values["format"] != FORMAT:
-            raise ConfigError(f"'{path}' has format {values['format']!r}, and this version reads {FORMAT}")
-        about, survey = dict(values["about"]), Survey.from_dict(values["survey"])
+        version, about, survey = values["format"], dict(values["about"]), Survey.from_dict(values["survey"])
         lines = (folder / STEPS).read_text(encoding="utf-8").splitlines() if (folder / STEPS).is_file() else []
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"'{path}' is not the record of a run: {type(error).__name__}: {error}") from error
+    if version != FORMAT:
+        raise ConfigError(f"'{path}' has format {version!r}, and this version reads {FORMAT}")
     steps: list[Mapping[str, Any]] = []
     evaluations: list[Mapping[str, Any]] = []
     for row in _rows(lines):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 
 from hf_patrickstar.report.blocks import Tick
 from hf_patrickstar.units import GIB, KIB, MIB
@@ -52,14 +51,18 @@ class Scale:
 
 def of_bytes(high: float) -> Scale:
     """An axis of bytes from zero."""
+    if high <= 0:
+        return Scale(0, MIB, MIB, "MiB")
     factor, unit = next(item for item in _UNITS if high >= item[0] or item[0] == 1)
-    return Scale(0, max(high, 1), factor, unit)
+    return Scale(0, high, factor, unit)
 
 
 def of_seconds(high: float) -> Scale:
     """An axis of time from zero."""
+    if high <= 0:
+        return Scale(0, 1, 1, "s")
     factor, unit = next((item for item in _TIMES if high >= item[0]), _TIMES[-1])
-    return Scale(0, high if high > 0 else 1e-9, factor, unit)
+    return Scale(0, high, factor, unit)
 
 
 def of_numbers(low: float, high: float) -> Scale:
@@ -70,9 +73,6 @@ def of_numbers(low: float, high: float) -> Scale:
 def of_steps(low: int, high: int) -> Scale:
     """An axis of whole numbers."""
     return Scale(low, high if high > low else low + 1, is_whole=True)
-
-
-Maker = Callable[[float], Scale]
 
 
 def _round_step(least: float) -> float:

@@ -206,7 +206,8 @@ def _read_chunk(values: Mapping[str, Any]) -> SurveyedChunk:
 
 
 def _read_tide(values: Mapping[str, Any]) -> Tide:
-    tide = Tide(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    plain: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    tide = Tide(**plain)
     rows = {len(column) for column in (tide.chunks, tide.copies, tide.gradients, tide.others, tide.loads)}
     if rows != {len(tide.evictions)}:
         raise ValueError(f"columns of the tide of '{tide.key}' differ in length")
