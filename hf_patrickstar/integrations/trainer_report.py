@@ -91,7 +91,8 @@ class RunReport:
         manager, ledger = engine.manager, engine.ledger
         peaks = [tuple(sorted(ledger.owner_peaks(tier).items())) for tier in Tier]
         homes = tuple(chunk.home for chunk in manager.chunks)
-        fingerprint = (manager.tracer.version, homes, *peaks)  # to compare it is less work than to survey
+        plans = tuple((trace.key, room) for trace, _, room in manager.steps.followed)
+        fingerprint = (manager.tracer.version, homes, plans, *peaks)  # to compare it is less work than to survey
         if fingerprint != self._fingerprint:
             self._fingerprint = fingerprint
             self._recorder.note_survey(engine.survey())

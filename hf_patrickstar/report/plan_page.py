@@ -140,7 +140,7 @@ def _decisions(plan: Mapping[str, Any]) -> Iterator[Block]:
     yield Text(_CAVEAT)
 
 
-def settings_table(given: Mapping[str, Any]) -> Table:
+def settings_table(given: Mapping[str, Any], *, is_open: bool = True) -> Table:
     """What a user has chosen, by name."""
     rows = tuple((Cell(name), Cell(str(value))) for name, value in given.items())
-    return Table("What was asked for", ("what", "value"), rows, is_open=True)
+    return Table("What was asked for", ("what", "value"), rows, is_open)

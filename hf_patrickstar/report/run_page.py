@@ -287,7 +287,9 @@ def _ratio(planned: float | None, measured: float | None) -> Cell:
 def _decisions(run: Run) -> Iterator[Block]:
     yield Bullets(run.survey.reasons)
     about = {name: value for name, value in run.about.items() if name != "settings"}
-    yield settings_table({**about, **{f"setting {name}": value for name, value in run.about["settings"].items()}})
+    yield settings_table(
+        {**about, **{f"setting {name}": value for name, value in run.about["settings"].items()}}, is_open=False
+    )
     if len(run.steps) > _MOST_STEPS:
         yield Text(f"{_MOST_STEPS} of {len(run.steps)} logs are shown, evenly chosen.")
 
@@ -313,4 +315,5 @@ def _highest(found: Sequence[Line]) -> float:
 def _scale(found: Sequence[Line]) -> Scale:
     values = _values(found) or [0.0]
     low, high = min(values), max(values)
-    return scales.of_numbers(low - (high - low) * 0.05, high + (high - low) * 0.05)
+    room = (high - low) * 0.05
+    return scales.of_numbers(max(low - room, 0.0) if low >= 0 else low - room, high + room)

@@ -12,6 +12,7 @@ from hf_patrickstar.cli.main import main
 from hf_patrickstar.report.run_record import FOLDER, STEPS, read_run
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "report.md"
+RECORDED = {"patrickstar_report": True}
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +20,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     settings = {**tight(factor=2.0), "device_budget": 2**22, "host_budget": 2**28}
     kwargs = {"logging_steps": 2, "max_steps": 6, "eval_strategy": "steps", "eval_steps": 4}
-    trainer, recorder = train("gpt2", folder, settings, gradient_accumulation_steps=2, **kwargs)
+    trainer, recorder = train("gpt2", folder, settings, gradient_accumulation_steps=2, **RECORDED, **kwargs)
     return trainer, recorder, read_run(folder), folder
 
 
@@ -69,11 +70,23 @@ def test_the_page_says_it(trained, capsys):
     assert moved == [row["device_to_host_nbytes"] for row in found.steps]
 
 
+@pytest.mark.parametrize("factor", [1.0, 14.0], ids=["moving", "margin"])
+def test_the_survey_follows_the_plans(factor, tmp_path):
+    trainer, _ = train("gpt2", tmp_path, tight(factor=factor), max_steps=4, **RECORDED)
+    found = read_run(tmp_path)
+    assert found.survey == trainer.patrickstar_engine.survey()
+    assert len(found.survey.tides) == 1, "the first step has no plan, and the second one has"
+    num_inside = sum(chunk.home == "device" for chunk in found.survey.chunks)
+    assert num_inside == trainer.patrickstar_stats()["chunks_in_margin"]
+    assert (num_inside > 0) == (factor > 1)
+
+
 def test_a_resumed_run_goes_on_with_its_record(tmp_path):
-    train("gpt2", tmp_path, tight(), max_steps=4, save_strategy="steps", save_steps=2)
+    kwargs = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, **RECORDED}
+    train("gpt2", tmp_path, tight(), **kwargs)
     first = read_run(tmp_path).steps
     resumed = {"resume_from_checkpoint": str(tmp_path / "checkpoint-2")}
-    train("gpt2", tmp_path, tight(), train_kwargs=resumed, max_steps=4, save_strategy="steps", save_steps=2)
+    train("gpt2", tmp_path, tight(), train_kwargs=resumed, **kwargs)
     found = read_run(tmp_path).steps
     assert [row["step"] for row in found] == [1, 2, 3, 4]
     assert found[:2] == first[:2]
@@ -87,7 +100,14 @@ def test_evaluation_and_saving_take_no_time_of_steps(tmp_path, monkeypatch):
 
     trainer = make_trainer(
         *(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path),
-        **{"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1},
+        **{
+            "max_steps": 3,
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+            "save_strategy": "steps",
+            "save_steps": 1,
+            **RECORDED,
+        },
     )
     step, save = trainer.compute_loss, trainer.save_model
 
