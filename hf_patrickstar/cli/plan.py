@@ -6,6 +6,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from hf_patrickstar.cli.files import check_file
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.schedule.machine import MACHINES
 
@@ -60,6 +61,9 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: If an argument makes no sense, or the file cannot be written.
     """
+    for option in ("json", "html", "png"):
+        if (name := getattr(options, option)) is not None:
+            check_file(name, f"--{option}")
     # transformers takes seconds to import, and other commands do without.
     from hf_patrickstar.cli.plan_page import write_plan_page, write_plan_picture
     from hf_patrickstar.planner.advice import advise

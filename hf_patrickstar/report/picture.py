@@ -1,6 +1,7 @@
 """A step as one picture: the tide above, the lanes below."""
 
 import os
+import textwrap
 
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.report.survey import NON_MODEL, Survey
@@ -9,6 +10,8 @@ from hf_patrickstar.schedule.clock import Timeline
 from hf_patrickstar.units import MIB
 
 _DPI = 120
+_WIDTH = 130
+"""Letters of a line of the title."""
 _LOOKS = (
     ("at home on the device", {"facecolor": "#9ecae1", "hatch": "//"}),
     ("copies of chunks", {"facecolor": "#08306b"}),
@@ -50,7 +53,8 @@ def write_step_picture(path: str | os.PathLike[str], title: str, survey: Survey,
             end, color="black", linestyle=":", label="the forward ends" if end == tide.forward_ends[0] else None
         )
     top.set(xlabel="moment of the step", ylabel="MiB on the device", xlim=(0, places[-1]), ylim=(0, None))
-    top.set_title(_plain(title))
+    top.set_title("bytes on the device")
+    figure.suptitle("\n".join(textwrap.wrap(_plain(title), _WIDTH)), fontsize="medium")
     top.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     legend = draw_lanes(bottom, timeline, "the step, simulated")
     figure.legend(handles=legend, loc="outside lower center", ncols=len(legend))

@@ -92,7 +92,9 @@ def _facts(plan: Mapping[str, Any]) -> Iterator[Fact]:
         )
     if chunks is not None:
         yield Fact("chunks", of_count(chunks["num"]), f"{chunks['num_on_device']} live on the device")
-    yield Fact("parameters", of_count(plan["num_parameters"]), f"{plan['num_trainable']:,} trained")
+    numel = plan["num_parameters"]
+    text = f"{numel / 1e9:.2f} B" if numel >= 1e9 else f"{numel / 1e6:.1f} M"
+    yield Fact("parameters", Cell(text, numel), f"{plan['num_trainable']:,} trained")
 
 
 def _time(plan: Mapping[str, Any], timeline: Timeline | None) -> Iterator[Block]:

@@ -117,8 +117,9 @@ def test_a_plan_that_does_not_fit_has_a_page_that_says_by_how_much(tmp_path, cap
     assert "no step to draw, because the plan does not fit" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--html", "--png"])
-def test_a_file_that_cannot_be_written_is_named(option, tmp_path, capsys):
+@pytest.mark.parametrize("option", ["--html", "--png", "--json"])
+def test_a_file_that_cannot_be_written_is_named_at_once(option, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("hf_patrickstar.planner.planning.plan_and_record", lambda *_: pytest.fail("it has planned"))
     path = tmp_path / "missing" / "file"
     assert main(["plan", MODEL, *TIGHT, option, str(path)]) == 2
     assert re.fullmatch(rf"hf-patrickstar plan: .*'{path}' cannot be written: .*\n", capsys.readouterr().err)
