@@ -9,7 +9,7 @@ from typing import Any
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.report.page import write_page
 from hf_patrickstar.report.run_page import run_page
-from hf_patrickstar.report.run_record import read_run
+from hf_patrickstar.report.run_record import FOLDER, read_run
 
 _NAME = "patrickstar_report.html"
 
@@ -35,7 +35,14 @@ def run(options: argparse.Namespace) -> None:
     plan = None if options.plan is None else _read_plan(options.plan)
     # The Trainer does not upload names that begin with an underscore.
     path = pathlib.Path(options.html) if options.html is not None else pathlib.Path(options.directory) / f"_{_NAME}"
-    write_page(run_page(found, plan), path, "--html")
+    try:
+        page = run_page(found, plan)
+    except KeyError as error:
+        raise ConfigError(
+            f"the record of a run in '{pathlib.Path(options.directory) / FOLDER}' lacks {error}, which the page shows: "
+            "was it changed by hand?"
+        ) from error
+    write_page(page, path, "--html")
     print(f"{path}: {len(found.steps)} logs of a training loss")
 
 

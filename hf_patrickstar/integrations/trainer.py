@@ -140,6 +140,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
             loss = engine.attempt(lambda: run(*args, **kwargs), 0 if self._is_shrinking else MAX_RETRIES)
         except DeviceMemoryError:
             self._is_shrinking = self.args.auto_find_batch_size
+            self._run = None  # if the Trainer starts over, so does its record
             raise
         self._is_shrinking = False
         return loss

@@ -70,7 +70,7 @@ class RunReport:
         tokens = state.num_input_tokens_seen - self._last_tokens
         self._last_step, self._last_tokens = state.global_step, state.num_input_tokens_seen
         row: dict[str, Any] = {"step": state.global_step, "num_steps": num}
-        row |= {name: float(logs[name]) for name in _LOGGED if name in logs}
+        row |= {name: float(logs[name]) for name in _LOGGED if logs.get(name) is not None}
         row["seconds"] = seconds / num
         row["samples_per_s"] = samples_of(self._trainer) * num / seconds if seconds else None
         if tokens > 0:

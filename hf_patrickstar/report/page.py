@@ -1,6 +1,5 @@
 """A page as one HTML file that needs nothing else: no network, no script, no font."""
 
-import functools
 import importlib.resources
 import os
 import pathlib
@@ -42,7 +41,6 @@ def write_page(page: Page, path: str | os.PathLike[str], option: str) -> None:
         raise ConfigError(f"{option}: '{path}' cannot be written: {error.strerror}") from error
 
 
-@functools.cache
 def _template() -> jinja2.Template:
     text = importlib.resources.files(__package__).joinpath(_TEMPLATE).read_text(encoding="utf-8")
     environment = jinja2.Environment(

@@ -3,6 +3,7 @@
 import pathlib
 
 import pytest
+import torch
 from pages import PageReader, check_alone, check_charts
 from trainers import make_trainer, run, tight, train
 from transformers import HfArgumentParser
@@ -123,6 +124,36 @@ def test_evaluation_and_saving_take_no_time_of_steps(tmp_path, monkeypatch):
     run(trainer)
     assert now[0] > 3000
     assert [row["seconds"] for row in read_run(tmp_path).steps] == [1.0, 1.0, 1.0]
+
+
+def test_a_log_without_a_number_does_no_harm(tmp_path):
+    class Unusual(PatrickStarTrainer):
+        def log(self, logs, *args, **kwargs):
+            super().log({**logs, "grad_norm": None}, *args, **kwargs)
+
+    run(make_trainer(Unusual, PatrickStarTrainingArguments, tmp_path, max_steps=2, **RECORDED))
+    assert ["grad_norm" in row for row in read_run(tmp_path).steps] == [False, False]
+
+
+def test_a_run_that_starts_over_with_smaller_batches_is_recorded_anew(tmp_path):
+    trainer = make_trainer(
+        *(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path),
+        **{"max_steps": 3, "auto_find_batch_size": True, **RECORDED},
+    )
+    step = trainer.compute_loss
+
+    def compute_loss(model, inputs, *args, **kwargs):
+        if len(inputs["input_ids"]) > 2 and trainer.state.global_step == 2:
+            raise torch.OutOfMemoryError("no room")
+        return step(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = compute_loss
+    run(trainer)
+    found = read_run(tmp_path)
+    assert [(row["step"], row["num_steps"]) for row in found.steps] == [(1, 1), (2, 1), (3, 1)]
+    assert found.about["batch_size"] == 2
+    for row in found.steps:
+        assert row["samples_per_s"] == pytest.approx(2 / row["seconds"])
 
 
 # The argument

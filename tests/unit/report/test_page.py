@@ -167,6 +167,17 @@ def test_a_page_that_cannot_be_written_is_an_error_with_its_name(tmp_path):
 # The command
 
 
+@pytest.mark.parametrize(("about", "row"), [({"model": "m"}, STEPS[0]), (ABOUT, {"step": 1, "loss": 1.0})])
+def test_a_record_that_lacks_something_is_told(about, row, tmp_path, capsys):
+    recorder = RunRecorder(tmp_path, about, is_resumed=False)
+    recorder.note_survey(SURVEY)
+    recorder.note_step(row)
+    assert main(["report", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"hf-patrickstar report: the record of a run in '{tmp_path}/_patrickstar' lacks ")
+    assert err.count("\n") == 1
+
+
 def test_the_command(tmp_path, capsys):
     recorder = RunRecorder(tmp_path, ABOUT, is_resumed=False)
     recorder.note_survey(SURVEY)
