@@ -49,9 +49,7 @@ def write_step_picture(path: str | os.PathLike[str], title: str, survey: Survey,
     if tide.limit_nbytes / MIB <= 3 * max(below):
         top.axhline(tide.limit_nbytes / MIB, color="black", linestyle="-.", label="limit of the budget")
     for end in tide.forward_ends:
-        top.axvline(
-            end, color="black", linestyle=":", label="the forward ends" if end == tide.forward_ends[0] else None
-        )
+        top.axvline(end, color="black", linestyle=":", label="a forward ends" if end == tide.forward_ends[0] else None)
     top.set(xlabel="moment of the step", ylabel="MiB on the device", xlim=(0, places[-1]), ylim=(0, None))
     top.set_title("bytes on the device")
     figure.suptitle("\n".join(textwrap.wrap(_plain(title), _WIDTH)), fontsize="medium")

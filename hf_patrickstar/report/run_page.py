@@ -265,7 +265,7 @@ def _compared(run: Run, plan: Mapping[str, Any]) -> Iterator[Block]:
         yield Text(f"The plan is not one of this run: {'; '.join(others)}.")
     yield Table(
         f"Planned for {plan.get('machine', 'a machine')}, and measured on {run.about['device']}",
-        ("what", "planned", "measured", "measured / planned"),
+        ("what", "planned", "measured", "ratio"),
         tuple(
             (Cell(what), _figure(ours, unit), _figure(real, unit), _ratio(ours, real))
             for what, ours, real, unit in pairs

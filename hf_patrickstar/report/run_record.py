@@ -64,6 +64,7 @@ class RunRecorder:
         self._written = ""
         self._is_on = True
         self._mode = "a" if is_resumed else "w"
+        self._before = "\n" if is_resumed else ""  # ends a line that a kill has cut short
 
     def note_survey(self, survey: Survey) -> None:
         """Writes a survey, if it is another one than the last."""
@@ -92,11 +93,10 @@ class RunRecorder:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with open(self._folder / STEPS, self._mode, encoding="utf-8") as file:
-                # A line that a kill has cut short ends here, and does not spoil this one.
-                file.write(f"\n{line}\n" if self._mode == "a" else f"{line}\n")
+                file.write(f"{self._before}{line}\n")
         except OSError as error:
             self._give_up(error)
-        self._mode = "a"
+        self._mode, self._before = "a", ""
 
     def _give_up(self, error: OSError) -> None:
         self._is_on = False

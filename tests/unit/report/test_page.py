@@ -123,7 +123,7 @@ def test_planned_is_beside_measured():
     table = reader.table("Planned for")
     assert table.column("planned")[:5] == [0.5, MIB, 2 * MIB, 6 * MIB, 40 * MIB]
     assert table.column("measured")[:5] == [0.4, 15000, 500, 5 * MIB, 41 * MIB]
-    assert table.column("measured / planned")[0] == 0.8
+    assert table.column("ratio")[0] == 0.8
     assert table.column("planned")[5:] == table.column("measured")[5:] == [2, 1]
     assert "not one of this run" not in "".join(reader.text)
     other = PageReader(render(run_page(RUN, {**PLAN, "batch_size": 4})))

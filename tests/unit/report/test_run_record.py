@@ -28,6 +28,7 @@ def test_what_was_recorded_is_read(tmp_path):
     assert (run.about, run.survey) == (ABOUT, SURVEY)
     assert run.steps == ({"step": 1, "loss": 2.5}, {"step": 2, "loss": None})
     assert run.evaluations == ({"step": 1, "eval_loss": 3.0},)
+    assert len((tmp_path / FOLDER / STEPS).read_text().splitlines()) == 3
     assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == [RUN, STEPS]
 
 
