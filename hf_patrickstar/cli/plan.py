@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from hf_patrickstar.cli.files import check_file
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.schedule.machine import MACHINES
+from hf_patrickstar.machine import MACHINES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
