@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from hf_patrickstar.checkpoint.export import export
-from hf_patrickstar.cli import plan
+from hf_patrickstar.cli import plan, report
 from hf_patrickstar.cli.env import env
 from hf_patrickstar.errors import ConfigError, PatrickStarError
 from hf_patrickstar.units import format_nbytes
@@ -67,6 +67,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_arguments(command)
     command.set_defaults(run=plan.run)
+    command = commands.add_parser(
+        "report",
+        help="make a page of a run",
+        description="Makes one HTML page of what a run with --patrickstar has recorded in its output directory.",
+    )
+    report.add_arguments(command)
+    command.set_defaults(run=report.run)
     return parser
 
 
