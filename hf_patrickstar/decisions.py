@@ -108,9 +108,31 @@ class Decisions:
             self.depth_reason,
         )
 
+    def expected(self, situation: Circumstances) -> str:
+        """What this process will need for model data, in one line.
+
+        Args:
+            situation: What the decisions depended on.
+        """
+        ledger, homed = situation.resources.ledger, self.homes.device_homed
+        num, num_trained = (
+            sum(spec.numel for spec in self.tensors if spec.trainable or everything) for everything in (True, False)
+        )
+        on_host = sum(chunk.host_nbytes for chunk in self.chunk_nbytes if chunk.chunk_index not in homed)
+        on_device = sum(chunk.device_nbytes for chunk in self.chunk_nbytes if chunk.chunk_index in homed)
+        if on_host:
+            on_host += self.workspace_nbytes
+            on_device += self.choice.working_set_nbytes
+        return (
+            f"{_in_words(num)} parameters ({_in_words(num_trained)} trained): model data takes "
+            f"{format_nbytes(on_host)} of {format_nbytes(ledger.limit(Tier.HOST))} on the host, and on the device, "
+            f"beside activations, at least {format_nbytes(on_device)} of {format_nbytes(ledger.limit(Tier.DEVICE))}"
+        )
+
     def explain(self, situation: Circumstances) -> None:
-        """Logs one line per decision that ``auto`` made."""
+        """Logs what is expected, and one line per decision that ``auto`` made."""
         config, ledger = situation.config, situation.resources.ledger
+        logger.info("patrickstar: %s", self.expected(situation))
         logger.info("patrickstar: %s", self.precision.describe(self.tensors))
         chosen = "chunk_numel=auto" if config.chunk_numel == "auto" else "as asked"
         logger.info("patrickstar: %s: %s", chosen, self.choice.describe())
@@ -141,6 +163,10 @@ class Decisions:
                 machine.name,
                 sum(map(machine.collective_ns, sent)) / 1e6,
             )
+
+
+def _in_words(num: int) -> str:
+    return f"{num / 1e9:.2f} B" if num >= 10**9 else f"{num / 1e6:.2f} M"
 
 
 def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> Decisions:

@@ -331,7 +331,7 @@ def test_log_level_info_explains_every_auto(level, tmp_path, capfd):
             logging.getLogger().addHandler(handler)
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("patrickstar: ")]
     words = ("dtype=auto", "chunk_numel=auto", "at home", "cpu_embedding=auto", "pin_memory=auto")
-    words += ("device_budget", "host_budget")
+    words += ("device_budget", "host_budget", "model data takes", "prefetch_depth=auto")
     if level == "info":
         assert all(sum(word in line for line in lines) == 1 for word in words), lines
     else:
