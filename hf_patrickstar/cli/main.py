@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from hf_patrickstar.checkpoint.export import export
-from hf_patrickstar.cli import plan
+from hf_patrickstar.cli import check, plan
 from hf_patrickstar.cli.env import env
 from hf_patrickstar.errors import ConfigError, PatrickStarError
 from hf_patrickstar.units import format_nbytes
@@ -67,6 +67,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_arguments(command)
     command.set_defaults(run=plan.run)
+    command = commands.add_parser(
+        "check",
+        help="compare a few steps of a script's training without and with --patrickstar, bit by bit",
+        description="Trains a few steps with a user's own script, without and with --patrickstar, and compares losses, "
+        "gradient norms, and all parameters and buffers. Nothing that the script writes to is touched.",
+    )
+    check.add_arguments(command)
+    command.set_defaults(run=check.run)
     return parser
 
 
