@@ -96,14 +96,13 @@ def _check(options: argparse.Namespace, directory: pathlib.Path) -> tuple[str, i
     if divergence.are_numbers_close and all(item.is_close for item in differences.values()):
         return _close(divergence, differences), 0
     if divergence.step is not None and 1 <= divergence.step < options.steps:
-        _, found, comparison = compare(divergence.step)
-        divergence = found or divergence
+        *_, comparison = compare(divergence.step)
     again = _train(options, directory / "plain-again", options.steps, is_chunked=False)
     return _different(divergence, comparison, is_repeatable=find_divergence(plain, again) is None), 1
 
 
 def _train(options: argparse.Namespace, home: pathlib.Path, num_done: int, *, is_chunked: bool) -> "Record":
-    """Trains in a process of its own; what the script prints goes to stderr."""
+    """Trains in a process of its own."""
     from hf_patrickstar.integrations.short_training import PROBLEM, Record, Task, command_of
 
     home.mkdir()
@@ -112,7 +111,7 @@ def _train(options: argparse.Namespace, home: pathlib.Path, num_done: int, *, is
     print(f"hf-patrickstar check: training {which}, {num_done} steps", file=sys.stderr, flush=True)
     device = os.environ.get(_DEVICES, "0").split(",")[0]  # plain training would use several GPUs at once
     environment = {**os.environ, _DEVICES: device, "PYTHONHASHSEED": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    finished = subprocess.run(command_of(task), env=environment, stdout=sys.stderr.fileno(), check=False)
+    finished = subprocess.run(command_of(task), env=environment, check=False)
     if (home / PROBLEM).exists():
         raise ConfigError((home / PROBLEM).read_text(encoding="utf-8"))
     if finished.returncode:
@@ -152,7 +151,7 @@ def _different(divergence: "Divergence", comparison: "Comparison", *, is_repeata
         lines = [f"different: '{name}' {when}"]
         if divergence.step:
             lines[0] += f", {_in_words(comparison.difference_of(name))}"
-        lines.append(f"{len(divergence.names)} parameters and buffers differ {when}")
+        lines.append(f"parameters and buffers that differ {when}: {len(divergence.names)}")
     lines += divergence.numbers
     lines.append(
         "a second training without --patrickstar has the same bits as the first one"
@@ -164,6 +163,8 @@ def _different(divergence: "Divergence", comparison: "Comparison", *, is_repeata
 
 
 def _in_words(difference: "TensorDifference") -> str:
+    if not difference.problem and not difference.num_different:
+        return "but not when both trainings were repeated"
     return difference.problem or (
         f"{difference.num_different:,} of {difference.numel:,} elements, by {difference.largest:.6g} at most"
     )

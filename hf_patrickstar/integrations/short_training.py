@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -243,4 +244,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    os.dup2(2, 1)  # what the script prints is not what the command says
     sys.exit(main(sys.argv[1:]))
