@@ -137,8 +137,8 @@ def _close(divergence: "Divergence", differences: "Mapping[str, TensorDifference
     if differences:
         name, most = max(differences.items(), key=lambda item: item[1].largest)
         lines.append(
-            f"{len(differences)} parameters and buffers differ at the end, by {most.largest:.3g} at most ('{name}'), as "
-            "rounding and the learning rates allow"
+            f"{len(differences)} parameters and buffers differ at the end, by {most.largest:.3g} at most ('{name}'), "
+            "as rounding and the learning rates allow"
         )
     return "\n  ".join([*lines, *divergence.numbers])
 

@@ -79,8 +79,8 @@ def find_divergence(plain: Record, chunked: Record) -> Divergence | None:
     if step is None and not numbers:
         return None
     rounding = _rounding_of(plain, chunked)
-    told = [[*chain(*record.losses), *record.norms] for record in (plain, chunked)]
-    are_close = rounding is not None and _are_close(*told, rounding)
+    told, others = ([*chain(*record.losses), *record.norms] for record in (plain, chunked))
+    are_close = rounding is not None and _are_close(told, others, rounding)
     return Divergence(step, names, numbers, are_close)
 
 

@@ -172,16 +172,17 @@ def _train(task: Task, trainer: Any, train: Any) -> None:
             "them from PatrickStarTrainerMixin and PatrickStarArgumentsMixin"
         )
     args: Any = trainer.args
+    any_trainer: Any = trainer
     if args.patrickstar is not task.is_chunked:
         raise ScriptError(f"'{task.path}' changes 'patrickstar' of its arguments; leave it as it was given")
     # Again, for a script that has changed its arguments after they were made.
     args.max_steps, args.output_dir = task.num_steps, str(pathlib.Path(task.directory) / "output")
     args.save_strategy, args.eval_strategy = SaveStrategy.NO, IntervalStrategy.NO
     args.push_to_hub = args.load_best_model_at_end = False
-    trainer.remove_callback(EarlyStoppingCallback)  # it refuses to train without evaluation
-    recorder = _Recorder(task, trainer, _precision_of(args))
-    trainer.training_step = recorder.training_step
-    trainer.add_callback(recorder)
+    any_trainer.remove_callback(EarlyStoppingCallback)  # it refuses to train without evaluation
+    recorder = _Recorder(task, any_trainer, _precision_of(args))
+    any_trainer.training_step = recorder.training_step
+    any_trainer.add_callback(recorder)
     train(resume_from_checkpoint=False)
     text = json.dumps(dataclasses.asdict(recorder.record))
     (pathlib.Path(task.directory) / RECORD).write_text(text, encoding="utf-8")
@@ -207,7 +208,7 @@ def record_training(task: Task) -> None:
     """
     set_seed(_SEED)  # what a script draws before it sets its own seed is the same in each process
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010  (a property of the module)
 
     def change(arguments: TrainingArguments) -> None:
         _change_arguments(task, arguments)

@@ -9,7 +9,7 @@ import types
 
 import pytest
 import torch
-from scripts import ARGUMENTS, WRONG_STEP, write_script
+from user_scripts import ARGUMENTS, WRONG_STEP, write_script
 
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.integrations import short_training
@@ -101,7 +101,7 @@ def test_16_bit_runs_of_fp32_models_have_the_same_bits(here, tmp_path, capsys):
         ("raise SystemExit", "ended without building a Trainer"),
         (
             "from transformers import Trainer",
-            "trains with Trainer and PatrickStarTrainingArguments, which cannot train",
+            "with Trainer and PatrickStarTrainingArguments, which cannot",
         ),
     ],
 )
