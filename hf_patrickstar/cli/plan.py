@@ -2,20 +2,28 @@
 
 import argparse
 import pathlib
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from hf_patrickstar.cli.plan_script import arrange_from, in_words_of_the_script
+from hf_patrickstar.cli.settings import settings_of
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.schedule.machine import MACHINES
+
+if TYPE_CHECKING:
+    from hf_patrickstar.planner.planning import Circumstances
+    from hf_patrickstar.planner.subject import Subject
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what the command understands."""
     parser.add_argument(
         "model",
+        nargs="?",
         metavar="MODEL",
-        help="a model id, a directory, a config.json, or TYPE:KEY=VALUE,... as in gpt2:n_layer=48,n_embd=1600",
+        help="a model id, a directory, a config.json, or TYPE:KEY=VALUE,... as in gpt2:n_layer=48,n_embd=1600; or, after "
+        "--, a training script and its own arguments, which then say what is trained and how",
     )
     parser.add_argument(
         "--machine", default="rtx4090", help=f"{', '.join(MACHINES)}, this, or a file of 'env --measure --json'"
@@ -55,10 +63,12 @@ def run(options: argparse.Namespace) -> int:
         ConfigError: If an argument makes no sense, or the file cannot be written.
     """
     # transformers takes seconds to import, and other commands do without.
-    from hf_patrickstar.planner.advice import advise
-    from hf_patrickstar.planner.planning import arrange, plan_subject
-    from hf_patrickstar.planner.screen import describe
+    from hf_patrickstar.planner.planning import arrange
 
+    if options.script:
+        return _show(options, *arrange_from(options))
+    if options.model is None:
+        raise ConfigError("what should be planned? Give MODEL, or -- SCRIPT ARGS...")
     subject, circumstances = arrange(
         options.model,
         options.machine,
@@ -73,8 +83,16 @@ def run(options: argparse.Namespace) -> int:
         max_norm=options.max_grad_norm or None,
         device_memory=options.device_memory,
         host_memory=options.host_memory,
-        settings=_settings(options.set),
+        settings=settings_of(options.set),
     )
+    return _show(options, subject, circumstances)
+
+
+def _show(options: argparse.Namespace, subject: "Subject", circumstances: "Circumstances") -> int:
+    from hf_patrickstar.planner.advice import advise
+    from hf_patrickstar.planner.planning import plan_subject
+    from hf_patrickstar.planner.screen import describe
+
     plan = plan_subject(subject, circumstances)
     advice = []
     if not options.no_advice:
@@ -84,26 +102,10 @@ def run(options: argparse.Namespace) -> int:
             plan,
             lambda changes: tqdm(changes, desc="trying changes", unit="plan", leave=False, delay=2),
         )
-    print(describe(plan, advice))
+    print(in_words_of_the_script(describe(plan, advice)) if options.script else describe(plan, advice))
     if options.json is not None:
         try:
             pathlib.Path(options.json).write_text(plan.to_json(), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--json: '{options.json}' cannot be written: {error.strerror}") from error
     return 0 if plan.fits else 1
-
-
-def _settings(texts: list[str]) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise ConfigError(f"--set: '{text}' is no setting; write KEY=VALUE")
-        settings[key] = _value(value)
-    return settings
-
-
-def _value(text: str) -> Any:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    return int(text) if text.isdecimal() else text

@@ -20,7 +20,7 @@ import functools
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers import Trainer, TrainingArguments
@@ -140,3 +140,31 @@ def _caught(on_train: OnTrain, on_arguments: OnArguments | None, told: set[str])
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, replacement)
         yield
+
+
+def touch_nothing(arguments: Any, directory: str) -> None:
+    """Changes training arguments, before they check themselves, so that nothing of the user's is written to.
+
+    Args:
+        arguments: The arguments object.
+        directory: What the Trainer may write to in place of ``output_dir``.
+    """
+    set_known(
+        arguments,
+        {
+            **{"output_dir": directory, "report_to": "none", "push_to_hub": False, "resume_from_checkpoint": None},
+            **{"save_strategy": "no", "eval_strategy": "no", "eval_on_start": False, "load_best_model_at_end": False},
+        },
+    )
+
+
+def set_known(arguments: Any, values: Mapping[str, Any]) -> None:
+    """Sets those fields of training arguments that this version of transformers has.
+
+    Args:
+        arguments: The arguments object.
+        values: The values by field.
+    """
+    for name, value in values.items():
+        if hasattr(arguments, name):
+            setattr(arguments, name, value)

@@ -21,7 +21,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, Reader
 from hf_patrickstar.checkpoint.safetensors_file import write_safetensors
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.integrations.script import ScriptError, StopScript, run_script
+from hf_patrickstar.integrations.script import ScriptError, StopScript, run_script, set_known, touch_nothing
 from hf_patrickstar.integrations.trainer import PatrickStarTrainerMixin
 from hf_patrickstar.integrations.training_args import PatrickStarArgumentsMixin
 
@@ -147,21 +147,19 @@ def _digest(reader: Reader, tensor: torch.Tensor) -> str:
 
 def _change_arguments(task: Task, arguments: Any) -> None:
     """Makes a training short, and one that touches nothing but its own directory."""
-    values: dict[str, Any] = {
-        **{"output_dir": str(pathlib.Path(task.directory) / "output"), "max_steps": task.num_steps, "warmup_steps": 0},
-        **{"logging_strategy": "steps", "logging_steps": 1, "report_to": "none", "push_to_hub": False},
-        **{"save_strategy": "no", "load_best_model_at_end": False, "resume_from_checkpoint": None},
-        **{"eval_strategy": "no", "eval_on_start": False},
-    }
+    touch_nothing(arguments, _output_of(task))
+    values = {"max_steps": task.num_steps, "warmup_steps": 0, "logging_strategy": "steps", "logging_steps": 1}
     if getattr(arguments, "warmup_ratio", None) is not None:
-        values["warmup_ratio"] = None
+        values["warmup_ratio"] = 0.0
     if isinstance(arguments, PatrickStarArgumentsMixin):
         values["patrickstar"] = task.is_chunked
         if not task.is_chunked:
-            values["patrickstar_config"] = None
-    for name, value in values.items():
-        if hasattr(arguments, name):
-            setattr(arguments, name, value)
+            arguments.patrickstar_config = None
+    set_known(arguments, values)
+
+
+def _output_of(task: Task) -> str:
+    return str(pathlib.Path(task.directory) / "output")
 
 
 def _train(task: Task, trainer: Any, train: Any) -> None:
@@ -176,7 +174,7 @@ def _train(task: Task, trainer: Any, train: Any) -> None:
     if args.patrickstar is not task.is_chunked:
         raise ScriptError(f"'{task.path}' changes 'patrickstar' of its arguments; leave it as it was given")
     # Again, for a script that has changed its arguments after they were made.
-    args.max_steps, args.output_dir = task.num_steps, str(pathlib.Path(task.directory) / "output")
+    args.max_steps, args.output_dir = task.num_steps, _output_of(task)
     args.save_strategy, args.eval_strategy = SaveStrategy.NO, IntervalStrategy.NO
     args.push_to_hub = args.load_best_model_at_end = False
     any_trainer.remove_callback(EarlyStoppingCallback)  # it refuses to train without evaluation
