@@ -23,7 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0; 1 if the command failed, or a plan does not fit; 2 if it cannot do what its arguments say.
         What went wrong is told in one line.
     """
-    words, script = list(sys.argv[1:] if arguments is None else arguments), []
+    script: list[str] = []
+    words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["plan"]:
         words, script = split_script(words)
     options = _parser().parse_args(words)

@@ -22,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="a model id, a directory, a config.json, or TYPE:KEY=VALUE,... as in gpt2:n_layer=48,n_embd=1600; or, after "
-        "--, a training script and its own arguments, which then say what is trained and how",
+        help="a model id, a directory, a config.json, or TYPE:KEY=VALUE,... as in gpt2:n_layer=48,n_embd=1600; or, "
+        "after --, a training script and its own arguments, which then say what is trained and how",
     )
     parser.add_argument(
         "--machine", default="rtx4090", help=f"{', '.join(MACHINES)}, this, or a file of 'env --measure --json'"

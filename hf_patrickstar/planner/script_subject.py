@@ -104,7 +104,7 @@ class ScriptSubject(Subject):
 
         def make(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
             memo: dict[int, Any] = dict(zip(map(id, self.model.parameters()), parameters, strict=True))
-            with FakeCopyMode(detect_fake_mode()):
+            with _copying():
                 return copy.deepcopy(self.optimizer, memo)
 
         return make
@@ -126,8 +126,21 @@ def as_fake(module: torch.nn.Module) -> torch.nn.Module:
         value = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         memo[id(tensor)] = torch.nn.Parameter(value, tensor.requires_grad) if is_parameter else value
-    with FakeCopyMode(detect_fake_mode()):
-        return copy.deepcopy(module, memo)
+    with _copying():
+        copied = copy.deepcopy(module, memo)
+    for part in copied.modules():
+        if "name_or_path" in vars(part):
+            vars(part)["name_or_path"] = (
+                ""  # the engine would compare frozen weights, which have no bytes, with their files
+            )
+    return copied
+
+
+def _copying() -> FakeCopyMode:
+    """Inside of it ``deepcopy`` makes fake tensors of ordinary ones."""
+    mode = detect_fake_mode()
+    assert mode is not None
+    return FakeCopyMode(mode)
 
 
 def arrange_script(
@@ -291,7 +304,9 @@ def _is_checkpointing(model: torch.nn.Module) -> bool:
 
 def _enable_checkpointing(model: Any, args: Any) -> None:
     """Computes activations again in backward, as the Trainer makes a model do."""
-    kwargs = getattr(args, "activation_checkpointing_kwargs", None) or getattr(args, "gradient_checkpointing_kwargs", None)
+    kwargs = getattr(args, "activation_checkpointing_kwargs", None) or getattr(
+        args, "gradient_checkpointing_kwargs", None
+    )
     kwargs = {"use_reentrant": False, **(kwargs or {})}
     others = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs, **others)

@@ -23,7 +23,7 @@ from hf_patrickstar.schedule.trace import Trace
 from hf_patrickstar.virtual.collectives import VirtualPeers
 from hf_patrickstar.virtual.driver import VirtualDriver
 
-ComputeLoss = Callable[[torch.nn.Module, Mapping[str, Any]], torch.Tensor]
+ComputeLoss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 """Computes the loss of a micro-batch with the model."""
 
 _MOST_STEPS = 8
@@ -126,7 +126,7 @@ def record_step(
     *,
     config: Mapping[str, Any],
     make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
-    compute_loss: ComputeLoss | None = None,
+    compute_loss: ComputeLoss = lambda model, inputs: model(**inputs).loss,
     max_norm: float | None = 1.0,
     num_micro_batches: int = 1,
     world_size: int = 1,
@@ -134,13 +134,12 @@ def record_step(
     """Trains with tensors that have no bytes until a step follows plans and chunks have their homes; records that one.
 
     Args:
-        make_model: Makes the model; called under fake tensors. The model must return an object with a ``loss``, unless
-            ``compute_loss`` is given.
+        make_model: Makes the model; called under fake tensors. By default it must return an object with a ``loss``.
         make_inputs: Makes a micro-batch, likewise.
         machine: The machine; its device memory is the budget unless ``config`` says otherwise.
         config: Settings of the engine.
         make_optimizer: Makes an optimizer over parameters; by default torch's fused AdamW.
-        compute_loss: Computes the loss of a micro-batch; by default it is what the model returns.
+        compute_loss: Computes the loss of a micro-batch.
         max_norm: For clipping; ``None`` for none.
         num_micro_batches: How many make a step.
         world_size: How many processes train together, each on a device of the machine; see [Note: virtual processes].
@@ -158,9 +157,8 @@ def record_step(
         **config,
     }
     with FakeTensorMode(), driver.watching():
-        model = make_model()
         engine = PatrickStarEngine(
-            model,
+            model := make_model(),
             settings,
             (make_optimizer or _make_adamw)(model.parameters()),
             device=DeviceStreams(torch.device("cpu"), driver),
@@ -175,7 +173,7 @@ def record_step(
             driver.begin(engine.manager.chunks)
             if number:
                 _update(engine, max_norm, driver)
-            steps = _train(engine, model, [make_inputs() for _ in range(num_micro_batches)], driver, compute_loss)
+            steps = _train(engine, compute_loss, [make_inputs() for _ in range(num_micro_batches)], driver)
             timeline = driver.end()
             is_recorded = engine.stats()["recorded_steps"] > before["recorded_steps"]
             if not is_recorded and all(step and step.cursor and step.plan for step in steps):
@@ -240,16 +238,15 @@ def _update(engine: PatrickStarEngine, max_norm: float | None, driver: VirtualDr
 
 def _train(
     engine: PatrickStarEngine,
-    model: torch.nn.Module,
+    compute_loss: ComputeLoss,
     batches: Sequence[Mapping[str, torch.Tensor]],
     driver: VirtualDriver,
-    compute_loss: ComputeLoss | None,
 ) -> list[Step | None]:
     """Forward and backward of all micro-batches; returns what the engine knows of each."""
     steps: list[Step | None] = []
     for inputs in batches:
         driver.begin_part(Part.FORWARD)
-        loss = model(**inputs).loss if compute_loss is None else compute_loss(model, inputs)
+        loss = compute_loss(engine.model, inputs)
         steps.append(engine.manager.tracer.step)
         driver.begin_part(Part.BACKWARD)
         (loss / len(batches) if len(batches) > 1 else loss).backward()
