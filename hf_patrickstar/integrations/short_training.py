@@ -163,7 +163,8 @@ def _output_of(task: Task) -> str:
 
 
 def _train(task: Task, trainer: Any, train: Any) -> None:
-    if not isinstance(trainer, PatrickStarTrainerMixin) or not isinstance(trainer.args, PatrickStarArgumentsMixin):
+    is_made_for_it = isinstance(trainer, PatrickStarTrainerMixin) or not task.is_chunked  # it may choose by the flag
+    if not is_made_for_it or not isinstance(trainer.args, PatrickStarArgumentsMixin):
         raise ScriptError(
             f"'{task.path}' trains with {type(trainer).__name__} and {type(trainer.args).__name__}, which cannot train "
             "with --patrickstar; import PatrickStarTrainer and PatrickStarTrainingArguments in their place, or derive "

@@ -130,9 +130,7 @@ def as_fake(module: torch.nn.Module) -> torch.nn.Module:
         copied = copy.deepcopy(module, memo)
     for part in copied.modules():
         if "name_or_path" in vars(part):
-            vars(part)["name_or_path"] = (
-                ""  # the engine would compare frozen weights, which have no bytes, with their files
-            )
+            vars(part)["name_or_path"] = ""  # or the engine would compare frozen weights with files
     return copied
 
 

@@ -65,6 +65,11 @@ def test_a_wrong_step_is_found_and_named(step, here, tmp_path, capsys):
     assert len(here) == (5 if step == 1 else 3)
 
 
+def test_a_script_may_choose_its_trainer_by_the_flag(here, tmp_path, capsys):
+    more = "from transformers import Trainer as Stock\nTrainer = PatrickStarTrainer if args.patrickstar else Stock"
+    assert check(write_script(tmp_path, more)) == 0
+
+
 def test_what_differs_only_once_is_said_to(here, tmp_path, capsys):
     once = f"\nimport pathlib\nmark = pathlib.Path({str(tmp_path / 'mark')!r})\n" + WRONG_STEP.replace("{step}", "1")
     once = once.replace(
@@ -96,22 +101,28 @@ def test_16_bit_runs_of_fp32_models_have_the_same_bits(here, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("more", "problem"),
+    ("more", "problem", "num_runs"),
     [
-        ("raise SystemExit", "ended without building a Trainer"),
+        ("raise SystemExit", "ended without building a Trainer", 1),
         (
             "from transformers import Trainer",
             "with Trainer and PatrickStarTrainingArguments, which cannot",
+            2,
+        ),
+        (
+            "from transformers import Trainer, TrainingArguments\nargs = TrainingArguments(use_cpu=True)",
+            "with Trainer and TrainingArguments, which cannot",
+            1,
         ),
     ],
 )
-def test_a_script_that_cannot_be_checked_gets_a_sentence(more, problem, here, tmp_path, capsys):
+def test_a_script_that_cannot_be_checked_gets_a_sentence(more, problem, num_runs, here, tmp_path, capsys):
     assert check(write_script(tmp_path, more)) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert problem in err
     assert "Traceback" not in err
-    assert len(here) == 1
+    assert len(here) == num_runs
 
 
 def test_wrong_arguments(tmp_path, capsys, monkeypatch):
