@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         "check",
         help="compare a few steps of a script's training without and with --patrickstar, bit by bit",
         description="Trains a few steps with a user's own script, without and with --patrickstar, and compares losses, "
-        "gradient norms, and all parameters and buffers. Nothing that the script writes to is touched.",
+        "gradient norms, and all parameters and buffers. Nothing is saved, evaluated or reported.",
     )
     check.add_arguments(command)
     command.set_defaults(run=check.run)

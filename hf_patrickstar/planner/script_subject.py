@@ -42,7 +42,7 @@ _OF_THE_MACHINE = ("device_budget", "host_budget", "pin_memory")
 """Settings that say what there is, which the planned machine does."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ScriptSubject(Subject):
     """What a script trains; see [Note: planning a script] and ``Subject``.
 
@@ -249,19 +249,19 @@ def _subject_of(trainer: Any, name: str) -> ScriptSubject:
     optimizer = trainer.optimizer or trainer.create_optimizer()
     is_recomputed = getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", None)
     return ScriptSubject(
-        name,
-        type(base).__name__,
-        getattr(model, "config", None),  # type: ignore[arg-type]
-        size,
-        length,
-        bool(is_recomputed or _is_checkpointing(model)),
-        trainer,
-        model,
-        inputs,
-        (size, length),
-        optimizer,
-        num_items,
-        _other_modules(trainer),
+        name=name,
+        task=type(base).__name__,
+        config=getattr(model, "config", None),  # type: ignore[arg-type]
+        batch_size=size,
+        length=length,
+        checkpointing=bool(is_recomputed or _is_checkpointing(model)),
+        trainer=trainer,
+        model=model,
+        inputs=inputs,
+        seen=(size, length),
+        optimizer=optimizer,
+        num_items=num_items,
+        others=_other_modules(trainer),
     )
 
 

@@ -53,6 +53,16 @@ def test_the_same_bits(flag, here, tmp_path, capsys, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["train.py"], "nothing is written beside the script"
 
 
+def test_what_would_leave_the_machine_or_cannot_be_done_in_two_steps_is_off(here, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    more = "from transformers import EarlyStoppingCallback\ncallbacks.append(EarlyStoppingCallback())"
+    off = ["--eval_strategy", "steps", "--eval_steps", "1", "--load_best_model_at_end", "true", "--save_steps", "1"]
+    off += ["--push_to_hub", "true", "--resume_from_checkpoint", "nowhere", "--report_to", "all"]
+    assert check(write_script(tmp_path, more), *off, steps=1) == 0
+    assert capsys.readouterr().out.startswith("same bits: 1 steps, 1 losses")
+    assert sorted(os.listdir(tmp_path)) == ["train.py"]
+
+
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_wrong_step_is_found_and_named(step, here, tmp_path, capsys):
     script = write_script(tmp_path, WRONG_STEP.replace("{step}", str(step)))

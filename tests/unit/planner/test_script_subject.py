@@ -60,6 +60,16 @@ def test_everything_that_the_script_says_is_planned(tmp_path):
     assert "exp_avg" not in kinds
 
 
+def test_a_stock_trainer(tmp_path):
+    stock = """
+from transformers import Trainer, TrainingArguments
+args = TrainingArguments(bf16=True, max_grad_norm=0.5, per_device_train_batch_size=3)
+"""
+    subject, given = arrange(tmp_path, stock)
+    assert (subject.batch_size, given.max_norm, given.settings) == (3, 0.5, {"dtype": "bf16"})
+    assert plan_subject(subject, given).fits
+
+
 def test_arguments_of_the_command_come_first(tmp_path):
     _, given = arrange(
         tmp_path, "", "--max_grad_norm", "0", *CHUNKS, device_memory="8MiB", settings={"chunk_numel": 4096}
