@@ -183,6 +183,11 @@ def _train(task: Task, trainer: Any, train: Any) -> None:
     any_trainer.training_step = recorder.training_step
     any_trainer.add_callback(recorder)
     train(resume_from_checkpoint=False)
+    num_done = len(recorder.record.losses)
+    if num_done < task.num_done:
+        raise ScriptError(
+            f"'{task.path}' ended its training after {num_done} of {task.num_done} steps; give --steps less"
+        )
     text = json.dumps(dataclasses.asdict(recorder.record))
     (pathlib.Path(task.directory) / RECORD).write_text(text, encoding="utf-8")
     raise StopScript

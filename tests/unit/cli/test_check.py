@@ -135,6 +135,22 @@ def test_a_script_that_cannot_be_checked_gets_a_sentence(more, problem, num_runs
     assert len(here) == num_runs
 
 
+STOPPING = """
+class Stopping(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = True
+
+
+callbacks.append(Stopping())
+"""
+
+
+def test_a_script_that_stops_earlier_gets_a_sentence(here, tmp_path, capsys):
+    assert check(write_script(tmp_path, STOPPING)) == 2
+    assert "ended its training after 1 of 2 steps" in capsys.readouterr().err
+    assert check(write_script(tmp_path, STOPPING), steps=1) == 0
+
+
 def test_wrong_arguments(tmp_path, capsys, monkeypatch):
     script = write_script(tmp_path)
     assert check(script, steps=0) == 2
