@@ -165,7 +165,7 @@ def simulate(options):
     """Seconds until the first step has ended on a machine that is not here: phases that follow each other."""
     from bench_timeline import record
 
-    from hf_patrickstar.schedule.machine import find_machine
+    from hf_patrickstar.machine import find_machine
 
     machine = find_machine(options.machine)
     recording = record(options.simulate, 4096, 1, 1)

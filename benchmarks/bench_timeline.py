@@ -5,9 +5,10 @@ tokens are its own, and bounds and lanes are those of its device and its part of
 
 The engine trains Llama-like models with tensors that have no bytes; the script of a step is then replayed on every
 machine by the plan for its device memory. All chunks are at home on the host (placement=host), clipping by norm is on,
-blocks are recomputed. A step is what lies between two calls of ``optimizer.step()``. "serial" is a schedule that
-overlaps nothing: computation, copies, the whole optimizer, copies. The figures are simulated: nothing here was measured
-on these machines.
+blocks are recomputed. With ``--placement auto`` every machine has a step of its own, since what it has room for
+decides which chunks live on its device; chunks take at most ``--chunk_budget`` bytes there. A step is what lies between
+two calls of ``optimizer.step()``. "serial" is a schedule that overlaps nothing: computation, copies, the whole
+optimizer, copies. The figures are simulated: nothing here was measured on these machines.
 """
 
 import itertools
@@ -19,10 +20,10 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.machine import MACHINES, find_machine
 from hf_patrickstar.report.timeline import write_picture, write_trace
 from hf_patrickstar.schedule.bounds import bounds_of
 from hf_patrickstar.schedule.clock import Lane
-from hf_patrickstar.schedule.machine import MACHINES, find_machine
 from hf_patrickstar.units import GIB, format_nbytes
 from hf_patrickstar.virtual.recording import record_step
 
@@ -39,8 +40,11 @@ CHUNKS_RECORDED_ON = 16 * GIB
 """The same of all processes together, for chunks alone: activations are those of one process."""
 
 
-def record(name: str, num_tokens: int, num_micro_batches: int, num_processes: int):
-    """Records a step of a model with so many tokens in each micro-batch of each process."""
+def record(name: str, num_tokens: int, num_micro_batches: int, num_processes: int, machine=None, chunk_budget=None):
+    """Records a step of a model with so many tokens in each micro-batch of each process.
+
+    With a machine it is recorded there, and chunks live where that machine has room.
+    """
     shape = (num_tokens // LENGTH, LENGTH)
 
     def make_model():
@@ -53,21 +57,26 @@ def record(name: str, num_tokens: int, num_micro_batches: int, num_processes: in
         tokens = torch.zeros(shape, dtype=torch.long)
         return {"input_ids": tokens, "labels": tokens}
 
-    config = {"dtype": "bf16", "placement": "host", "device_budget": RECORDED_ON, "host_budget": 2048 * GIB}
-    if num_processes > 1:
-        config["chunk_budget"] = CHUNKS_RECORDED_ON // num_processes
+    config = {"dtype": "bf16", "host_budget": 2048 * GIB}
+    if machine is None:
+        config |= {"placement": "host", "device_budget": RECORDED_ON}
+        machine = MACHINES["h100" if num_processes == 1 else "8xh100"]
+        if num_processes > 1:
+            chunk_budget = CHUNKS_RECORDED_ON // num_processes
+    if chunk_budget is not None:
+        config["chunk_budget"] = chunk_budget
     return record_step(
         make_model,
         make_inputs,
-        MACHINES["h100" if num_processes == 1 else "8xh100"],
+        machine,
         config=config,
         num_micro_batches=num_micro_batches,
         world_size=num_processes,
     )
 
 
-def row_of(recording, machine, name, num_tokens):
-    """One line of the table as data."""
+def row_of(recording, machine, name, num_tokens, timeline=None):
+    """One line of the table as data; ``timeline`` is how it went, by default by a plan for the machine's memory."""
     row = {
         "machine": machine.name,
         "model": name,
@@ -75,12 +84,13 @@ def row_of(recording, machine, name, num_tokens):
         "accumulation": len(recording.plans),
         "processes": recording.world_size,
         "parameters": recording.num_parameters,
+        "on_device": 1 - recording.num_on_host * recording.world_size / recording.num_parameters,
     }
     if recording.host_nbytes > machine.host_nbytes:
         missing = format_nbytes(recording.host_nbytes - machine.host_nbytes)
         return {**row, "refused": f"the host has {missing} too little"}
     try:
-        timeline = recording.on(machine)
+        timeline = recording.on(machine) if timeline is None else timeline
     except BudgetError as error:
         return {**row, "refused": f"the device has too little: {str(error).partition(';')[0]}"}
     bounds = bounds_of(recording.script, timeline, machine, recording.num_on_host)
@@ -194,6 +204,8 @@ def main():
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384], help="per micro-batch and process")
     parser.add_argument("--accumulation", nargs="+", type=int, default=[1], help="micro-batches per step")
+    parser.add_argument("--placement", choices=["host", "auto"], default="host", help="where chunks are at home")
+    parser.add_argument("--chunk_budget", help="bytes of chunks on the device at most, for --placement auto")
     parser.add_argument("--processes", type=int, help="processes; by default one on every device of the machine")
     parser.add_argument("--machines", nargs="+", default=list(MACHINES), help="known names, or JSON files")
     parser.add_argument("--traces", metavar="DIR", help="write a Perfetto trace and a picture of every row there")
@@ -208,7 +220,8 @@ def main():
     if options.processes is not None:
         for machine in machines:
             machine.check_processes(options.processes)
-    print("simulated: virtual time of one process, all chunks at home on the host, clipping on")
+    homes = "all chunks at home on the host" if options.placement == "host" else "chunks at home where it is fastest"
+    print(f"simulated: virtual time of one process, {homes}, clipping on")
     print(
         f"{'machine':>8} {'model':>5} {'tokens':>7}{'acc':>4}{'proc':>5}{'seconds':>9}"
         f"{'lower':>8}{'ratio':>7}{'clipped':>8}{'ratio':>7}{'serial':>8}"
@@ -222,10 +235,14 @@ def main():
         options.models, options.tokens, options.accumulation, by_processes
     ):
         begin = time.time()
-        recording = record(name, num_tokens, num, num_processes)
+        recording = record(name, num_tokens, num, num_processes) if options.placement == "host" else None
         recorded = time.time() - begin
         for machine in by_processes[num_processes]:
-            rows.append(row_of(recording, machine, name, num_tokens))
+            if options.placement == "auto":
+                recording = record(name, num_tokens, num, num_processes, machine, options.chunk_budget)
+                rows.append(row_of(recording, machine, name, num_tokens, recording.timeline))
+            else:
+                rows.append(row_of(recording, machine, name, num_tokens))
             show(rows[-1])
             if options.traces is not None and "refused" not in rows[-1]:
                 draw(recording, machine, pathlib.Path(options.traces), rows[-1])

@@ -7,6 +7,7 @@ import os
 from typing import Any, Literal
 
 from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.machine import Machine, find_machine
 from hf_patrickstar.units import ALIGNMENT_NUMEL, parse_nbytes
 
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -44,14 +45,20 @@ class PatrickStarConfig:
             first step, PatrickStar section 8.3), ``"lru"`` (the one unused longest) or ``"list_order"`` (the first of
             the chunk list, as in the warm-up of section 8.1; moves more).
         cpu_embedding: Whether input embeddings are looked up on the CPU, so that only activations cross the bus
-            (PatrickStar section 8.2): ``True``, ``False``, or ``"auto"``: untied embeddings whose weights are more
-            bytes than the rows that a micro-batch looks up, as the first step shows. A tied embedding that is looked
-            up on the CPU still moves for the other modules that use it.
+            (PatrickStar section 8.2): ``True``, ``False``, or ``"auto"``: untied embeddings for which that takes less
+            time, by the rows that the first step looks up and the rates of ``machine``. A tied embedding that is
+            looked up on the CPU still moves for the other modules that use it.
         placement: Where optimizer states live: ``"auto"`` gives the chunks of the first layers a home in the device
             margin, as many as the recorded steps leave room for (PatrickStar section 8.2), and the optimizer updates
             them there; ``"host"`` keeps all at home on the host, unless all fits on the device.
+        machine: The machine by whose rates the engine decides what takes the least time: which embeddings are looked up
+            on the CPU, how many chunks live in the device margin, how many are loaded ahead. A name that
+            ``hf-patrickstar plan`` knows, a file of ``hf-patrickstar env --measure --json``, or ``"auto"``: the known
+            machine with this device, or an accelerator on PCIe 4. Wrong rates make training slower; results stay the
+            same.
         prefetch_depth: How many chunks may be loaded to the compute tier ahead of their use; with 0, each is loaded
             when it is needed. More hides transfer time better where there is room, and never moves more bytes.
+            ``"auto"`` takes as many as the bus brings in 20 ms, from 2 to 8.
         reshard_after_forward: With several processes, whether a communication group leaves the device as soon as
             forward does not need it any more, and is gathered again for backward: ``True`` takes the least memory and
             sends exactly what PatrickStar section 7 says; ``False`` keeps the group on the device as long as nothing
@@ -127,7 +134,8 @@ class PatrickStarConfig:
     eviction: Literal["belady", "lru", "list_order"] = "belady"
     cpu_embedding: bool | Literal["auto"] = "auto"
     placement: Literal["auto", "host"] = "auto"
-    prefetch_depth: int = 2
+    machine: str | Machine = "auto"
+    prefetch_depth: int | str = "auto"
     reshard_after_forward: bool = False
     reduce_dtype: Literal["auto", "fp32"] = "auto"
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -179,8 +187,9 @@ class PatrickStarConfig:
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
             raise ConfigError(f"warmup_fraction: expected a number above 0 and at most 1, got {fraction!r}")
         depth = self.prefetch_depth
-        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
-            raise ConfigError(f"prefetch_depth: expected a number of chunks, 0 or more, got {depth!r}")
+        if depth != "auto" and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 0):
+            raise ConfigError(f"prefetch_depth: expected 'auto' or a number of chunks, 0 or more, got {depth!r}")
+        self._find_machine()
         threads = self.host_threads
         if threads != "auto" and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
             raise ConfigError(f"host_threads: expected 'auto' or a number of threads, 1 or more, got {threads!r}")
@@ -198,6 +207,15 @@ class PatrickStarConfig:
         ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: expected true or false, got {getattr(self, name)!r}")
+
+    def _find_machine(self) -> None:
+        machine = self.machine
+        if isinstance(machine, dict):  # of ``to_dict``
+            object.__setattr__(self, "machine", Machine.from_dict(machine))
+        elif isinstance(machine, str) and machine != "auto":
+            object.__setattr__(self, "machine", find_machine(machine))
+        elif not isinstance(machine, str | Machine):
+            raise ConfigError(f"machine: expected 'auto', a known name or the path of a JSON file, got {machine!r}")
 
     @classmethod
     def from_any(

@@ -13,7 +13,7 @@ import torch
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import BudgetError, ConfigError, EngineError
 from hf_patrickstar.layout.embedding import EmbeddingChoice, choose_embeddings
-from hf_patrickstar.layout.packing import ChunkSpec, align
+from hf_patrickstar.layout.packing import ChunkSpec, Layout, align
 from hf_patrickstar.layout.search import ChunkSizeChoice, fixed_layout, search_layout
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec, collect_specs
 from hf_patrickstar.memory.accelerator import is_accelerator
@@ -26,6 +26,7 @@ from hf_patrickstar.runtime.admission import check_model, check_values, is_left_
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, torch_dtype
 from hf_patrickstar.runtime.live_parameter import LiveMixin
 from hf_patrickstar.runtime.together import roots_of
+from hf_patrickstar.schedule.pace import choose_depth, exposed_ns
 from hf_patrickstar.schedule.placement import ChunkBytes, HomePlan, plan_homes
 from hf_patrickstar.shortage import Limit
 from hf_patrickstar.units import format_nbytes
@@ -78,6 +79,8 @@ class Decisions:
         need_at: Returns the bytes that chunks would need at once with another device budget and chunk budget.
         lists: The lists that chunks have beside ``param``, by the index of their optimizer; see ``lists_of``.
         widens_gradients: Whether optimizers have to widen gradients to fp32; those of an accumulation list are wide.
+        prefetch_depth: How many chunks are loaded ahead.
+        depth_reason: Why.
     """
 
     tensors: list[TensorSpec]
@@ -91,6 +94,8 @@ class Decisions:
     need_at: Callable[[int, int | None], int]
     lists: dict[int, tuple[str, ...]]
     widens_gradients: bool
+    prefetch_depth: int
+    depth_reason: str
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -100,6 +105,7 @@ class Decisions:
             self.choice.describe(),
             self.homes.reason,
             self.embeddings.reason,
+            self.depth_reason,
         )
 
     def explain(self, situation: Circumstances) -> None:
@@ -110,6 +116,7 @@ class Decisions:
         logger.info("patrickstar: %s: %s", chosen, self.choice.describe())
         logger.info("patrickstar: %s", self.homes.reason)
         logger.info("patrickstar: %s", self.embeddings.reason)
+        logger.info("patrickstar: %s", self.depth_reason)
         if config.debug_evict_all and len(self.chunk_nbytes) - len(self.homes.device_homed) < 2:
             logger.warning("patrickstar: debug_evict_all has nothing to evict: %s", self.homes.reason)
         pinned = "are pinned" if situation.resources.pool.pins_memory else "are not pinned"
@@ -123,11 +130,16 @@ class Decisions:
                 format_nbytes(ledger.limit(tier)),
             )
         if situation.resources.collectives.world_size > 1:
+            machine, world_size = situation.resources.machine, situation.resources.collectives.world_size
+            sent = ((world_size - 1) * spec.chunk_numel * spec.types.itemsize for spec in self.choice.layout.chunks)
             logger.info(
-                "patrickstar: %d processes, each with its part of every list; reshard_after_forward=%s: groups %s",
-                situation.resources.collectives.world_size,
+                "patrickstar: %d processes, each with its part of every list; reshard_after_forward=%s: groups %s; by "
+                "the rates of '%s' it takes %.2f ms to gather all of them once more",
+                world_size,
                 config.reshard_after_forward,
                 "leave after forward" if config.reshard_after_forward else "stay while there is room",
+                machine.name,
+                sum(map(machine.collective_ns, sent)) / 1e6,
             )
 
 
@@ -187,7 +199,17 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
     if not situation.resources.is_metered and not homes.device_homed:
         # Both tiers are the same memory: the compute tier cannot have the bytes that are at home on the host.
         ledger.lower_limit(Tier.DEVICE, max(ledger.limit(Tier.DEVICE) - total, choice.working_set_nbytes))
-    return Decisions(tensors, parameters, chosen, choice, embeddings, nbytes, homes, workspace, need_at, lists, widens)
+    found = (tensors, parameters, chosen, choice, embeddings, nbytes, homes, workspace, need_at, lists, widens)
+    return Decisions(*found, *_choose_depth(situation, choice.layout))
+
+
+def _choose_depth(situation: Circumstances, layout: Layout) -> tuple[int, str]:
+    """How many chunks are loaded ahead, and why."""
+    depth = situation.config.prefetch_depth
+    if isinstance(depth, int):
+        return depth, f"prefetch_depth={depth}: as asked"
+    nbytes = [spec.chunk_numel * spec.types.itemsize for spec in layout.chunks]
+    return choose_depth(sorted(nbytes)[len(nbytes) // 2] if nbytes else 0, situation.resources.machine)
 
 
 def _choose_lists(
@@ -375,6 +397,11 @@ def _choose_layout(
         narrow, wide = collectives.staging_numel(chunk_numel, dtype)
         return narrow * dtype.itemsize + wide * torch.float32.itemsize
 
+    def exposed_of(layout: Layout) -> int:
+        itemsize = max((spec.types.itemsize for spec in layout.chunks), default=0)
+        return exposed_ns(len(layout.chunks), layout.chunk_numel, itemsize, situation.resources.machine)
+
+    exposed = exposed_of if situation.resources.has_lanes and not everything_fits else None
     splits = world_size > 1 and all(kernel.splits_tensors for kernel in situation.kernels)
     if config.chunk_numel != "auto":
         numel = int(config.chunk_numel)
@@ -383,11 +410,11 @@ def _choose_layout(
         # Whole tensors make the fewest groups. If they waste much, or leave little room, large ones are spread.
         with contextlib.suppress(BudgetError):
             room = int(limit * _WHOLE_SHARE)
-            choice = search_layout(tensors, modules, room, apart, limits, world_size, staging)
+            choice = search_layout(tensors, modules, room, apart, limits, world_size, staging, exposed_ns=exposed)
             if not splits or choice.layout.utilisation >= _WELL_USED:
                 return choice
     most = None if everything_fits and world_size == 1 else limit
-    return search_layout(tensors, modules, most, apart, limits, world_size, staging, splits)
+    return search_layout(tensors, modules, most, apart, limits, world_size, staging, splits, exposed)
 
 
 def _limits(situation: Circumstances, others_nbytes: int) -> list[Limit]:

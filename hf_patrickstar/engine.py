@@ -44,7 +44,6 @@ from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.placement import PlacementRules
 from hf_patrickstar.runtime.recovery import MAX_RETRIES, Recovery
 from hf_patrickstar.runtime.together import roots_of
-from hf_patrickstar.schedule.margin import ACCELERATOR, CPU_TIER, Rates
 
 logger = logging.getLogger(__name__)
 
@@ -138,8 +137,10 @@ class PatrickStarEngine:
         return self.checkpoints.state if self.optimizers else None
 
     def _make_kernel(self, optimizer: torch.optim.Optimizer) -> Kernel:
-        prefer_fused = self.device.type != "cpu"
-        return make_kernel(optimizer, self.resources.pool, prefer_fused, self._threads, self._workers)
+        prefer_fused, resources = self.device.type != "cpu", self.resources
+        return make_kernel(
+            optimizer, resources.pool, prefer_fused, self._threads, self._workers, has_lanes=resources.has_lanes
+        )
 
     def _make_optimizer(self, optimizer: torch.optim.Optimizer, kernel: Kernel, number: int) -> ChunkedOptimizer:
         return ChunkedOptimizer(optimizer, kernel, self.manager, self._emit, number, self.follow_model, self.optimizers)
@@ -188,7 +189,7 @@ class PatrickStarEngine:
                 self.optimizers.pop()
                 self.manager.has_new_groups = False
             raise
-        self.manager.placement.take_rates(self._rates())
+        self.manager.placement.allow_margin(self._fills_margin())
         chunked.take_inner_state()
         return chunked
 
@@ -208,9 +209,16 @@ class PatrickStarEngine:
                 streams=resources.streams,
                 collectives=self.collectives,
                 emit=self._emit,
-                policy=MovePolicy.of(config, self.collectives.world_size),
-                placement=PlacementRules(decisions.workspace_nbytes, config.prefetch_depth, config.eviction),
-                rates=self._rates(),
+                policy=MovePolicy.of(config, self.collectives.world_size, decisions.prefetch_depth),
+                placement=PlacementRules(
+                    decisions.workspace_nbytes,
+                    decisions.prefetch_depth,
+                    config.eviction,
+                    resources.machine,
+                    resources.has_lanes,
+                    config.overlap_optimizer and all(kernel.runs_beside for kernel in self._kernels),
+                ),
+                fills_margin=self._fills_margin(),
                 reserve=self._payloads.reserve,
                 need_at=decisions.need_at,
                 num_micro_batches=self._num_micro_batches,
@@ -219,14 +227,17 @@ class PatrickStarEngine:
             )
         )
 
-    def _rates(self) -> Rates | None:
-        """How fast chunks move and are updated; ``None`` if they may not move to other homes."""
+    @property
+    def prefetch_depth(self) -> int:
+        """How many chunks are loaded ahead, by the settings or as was decided."""
+        return self._decisions.prefetch_depth
+
+    def _fills_margin(self) -> bool:
+        """Whether chunks may move to other homes."""
         config = self.config
         if config.placement == "host" or config.debug_evict_all or not self._kernels:
-            return None
-        if not all(kernel.follows_homes for kernel in self._kernels):
-            return None
-        return CPU_TIER if self.device.type == "cpu" else ACCELERATOR
+            return False
+        return all(kernel.follows_homes for kernel in self._kernels)
 
     def _attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Attaches hooks, then moves values into chunks; an error undoes all of it."""
@@ -425,8 +436,8 @@ class PatrickStarEngine:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """What was decided when the engine was made, a sentence each: types, layout, homes, lookups."""
-        return self._decisions.reasons
+        """What was decided, a sentence each: when the engine was made, and since then about lookups and the margin."""
+        return (*self._decisions.reasons, *self.manager.placement.reasons.values())
 
     def model_data_nbytes(self) -> int:
         """Bytes of model data over both tiers, padding left out.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import zlib
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -9,13 +10,14 @@ import torch
 
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.events import Listener
-from hf_patrickstar.memory.accelerator import can_pin_memory, find_device, grow_segments, is_accelerator
+from hf_patrickstar.machine import ACCELERATOR, CPU_TIER, Machine, machine_of
+from hf_patrickstar.memory.accelerator import can_pin_memory, device_name, find_device, grow_segments, is_accelerator
 from hf_patrickstar.memory.lanes import Streams
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.meters import AllocatorMeter, Meter, StorageMeter, UnmeteredTier
 from hf_patrickstar.memory.pinning import make_pinning
 from hf_patrickstar.memory.pool import PayloadPool
-from hf_patrickstar.memory.streams import make_streams
+from hf_patrickstar.memory.streams import DeviceStreams, make_streams
 from hf_patrickstar.memory.tiers import Tier, resolve_budgets
 from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.vigil import Patience
@@ -49,6 +51,7 @@ class Resources:
         ledger: The budgets.
         pool: Allocates payloads.
         streams: Copies between host and device.
+        machine: Its rates decide what takes the least time.
     """
 
     device: torch.device
@@ -57,6 +60,12 @@ class Resources:
     ledger: Ledger
     pool: PayloadPool
     streams: Streams
+    machine: Machine
+
+    @property
+    def has_lanes(self) -> bool:
+        """Whether copies and updates run beside computation."""
+        return isinstance(self.streams, DeviceStreams)
 
     @property
     def is_metered(self) -> bool:
@@ -119,4 +128,23 @@ class Resources:
             pinning, how = make_pinning(found)
             logger.info("patrickstar: pin_memory=%s: page-locked memory is %s", config.pin_memory, how)
         pool = PayloadPool(ledger, found, pinning, streams)
-        return cls(found, collectives, meter, ledger, pool, streams)
+        return cls(found, collectives, meter, ledger, pool, streams, _choose_machine(config, found, collectives))
+
+
+def _choose_machine(config: PatrickStarConfig, device: torch.device, collectives: Collectives) -> Machine:
+    """The machine of the settings, or the one that seems to be here; the same on all processes."""
+    machine = config.machine if isinstance(config.machine, Machine) else _find_machine(device, collectives)
+    is_part = machine.num_devices >= collectives.world_size
+    return machine if is_part else machine.shared_by(collectives.world_size)
+
+
+def _find_machine(device: torch.device, collectives: Collectives) -> Machine:
+    if not is_accelerator(device):
+        return CPU_TIER
+    name = device_name(device)
+    machine = machine_of(name)
+    checksums = collectives.exchange([zlib.crc32(machine.name.encode())], "compares devices")
+    if len({tuple(row) for row in checksums}) > 1:
+        machine, name = ACCELERATOR, f"{name}; other processes have other devices"
+    logger.info("patrickstar: machine=auto: decisions follow the rates of '%s' (%s)", machine.name, name)
+    return machine

@@ -13,7 +13,7 @@ import hf_patrickstar
 PACKAGE = "hf_patrickstar"
 ROOT = pathlib.Path(hf_patrickstar.__file__).parent
 
-_BASE = ("errors", "units", "cores", "shortage", "states", "events", "config", "version")
+_BASE = ("errors", "units", "cores", "shortage", "states", "events", "config", "version", "machine")
 LEVELS = dict.fromkeys(_BASE, 0) | {
     "layout": 1,
     "memory": 1,
@@ -171,8 +171,8 @@ def imports_statically(source):
 
 
 def decides_without_torch(source):
-    """Layout and schedule are pure: they never import torch."""
-    if source.part not in ("layout", "schedule"):
+    """Layout, schedule and machines are pure: they never import torch."""
+    if source.part not in ("layout", "schedule", "machine"):
         return []
     return [
         report(source, item.line, f"imports {item.target}")

@@ -9,7 +9,7 @@ from tqdm import tqdm
 from hf_patrickstar.cli.plan_script import arrange_from, in_words_of_the_script
 from hf_patrickstar.cli.settings import settings_of
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.schedule.machine import MACHINES
+from hf_patrickstar.machine import MACHINES
 
 if TYPE_CHECKING:
     from hf_patrickstar.planner.planning import Circumstances

@@ -22,19 +22,28 @@ _ENOUGH_USED = 0.95
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChunkSizeChoice:
-    """The result of a search: the layout, and what was compared to find it."""
+    """The result of a search: the layout, and what was compared to find it.
+
+    Attributes:
+        layout: The layout.
+        num_candidates: How many sizes were compared.
+        working_set_nbytes: Bytes of the largest working set and of the gradients beside it.
+        exposed_ns: What copies and updates add to a step, if that decided.
+    """
 
     layout: Layout
     num_candidates: int
     working_set_nbytes: int
+    exposed_ns: int | None = None
 
     def describe(self) -> str:
         """One line for the log."""
         layout = self.layout
         world_size = layout.chunks[0].world_size if layout.chunks else 1
         count = f"{len(layout.chunks)} chunks" if world_size == 1 else f"{len(layout.chunks)} groups of {world_size}"
+        time = "" if self.exposed_ns is None else f", {self.exposed_ns / 1e6:.2f} ms not beside computation"
         return (
-            f"chunk_numel={layout.chunk_numel} ({count}, {layout.utilisation:.1%} used, "
+            f"chunk_numel={layout.chunk_numel} ({count}, {layout.utilisation:.1%} used{time}, "
             f"best of {self.num_candidates} sizes)"
         )
 
@@ -142,6 +151,7 @@ def search_layout(
     world_size: int = 1,
     staging_nbytes: Callable[[int, str], int] = lambda chunk_numel, dtype: 0,
     splits: bool = False,
+    exposed_ns: Callable[[Layout], int] | None = None,
 ) -> ChunkSizeChoice:
     """Finds a chunk size.
 
@@ -149,8 +159,9 @@ def search_layout(
     of the budget and a sixteenth of the model, so that there are several to choose from whatever activations leave of
     the budget.
     With several processes the size of the whole group counts; if no group so small is used to 95 %, the smallest group
-    that is becomes the limit. Then the search takes the largest chunks with a utilisation within 0.5 % of the best one
-    (3 % where large tensors are spread), since larger copies use the bus better.
+    that is becomes the limit. Of the sizes with a utilisation within 0.5 % of the best one (3 % where large tensors are
+    spread), the search takes the one that exposes the least time of copies and updates; or, where nobody knows these
+    times, the largest, since larger copies use the bus better.
 
     Args:
         tensors: The specs in model order.
@@ -161,6 +172,7 @@ def search_layout(
         world_size: Processes that share the model data; sizes are of one chunk of a group.
         staging_nbytes: As for ``check_fits``.
         splits: As for ``pack``.
+        exposed_ns: What copies and updates of a layout add to a step; ``None`` if nothing runs beside computation.
 
     Raises:
         BudgetError: If no size fits the device.
@@ -180,10 +192,14 @@ def search_layout(
         fitting = several or [min(fitting, key=lambda item: (item[1], item[0].chunk_numel))]
     best = max(item[0].utilisation for item in fitting)
     enough = best - (_SPREAD_TOLERANCE if splits else _TOLERANCE)
-    layout, need = max(
-        (item for item in fitting if item[0].utilisation >= enough), key=lambda item: item[0].chunk_numel
-    )
-    return ChunkSizeChoice(layout, len(layouts), need)
+    well_used = [item for item in fitting if item[0].utilisation >= enough]
+    if exposed_ns is None:
+        layout, need = max(well_used, key=lambda item: item[0].chunk_numel)
+        return ChunkSizeChoice(layout, len(layouts), need)
+    times = [exposed_ns(layout) for layout, _ in well_used]
+    place = min(range(len(times)), key=lambda number: (times[number], -well_used[number][0].chunk_numel))
+    layout, need = well_used[place]
+    return ChunkSizeChoice(layout, len(layouts), need, times[place])
 
 
 def _gradient_nbytes(layout: Layout, staging_nbytes: Callable[[int, str], int]) -> int:

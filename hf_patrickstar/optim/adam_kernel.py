@@ -127,6 +127,7 @@ class AdamKernel(Kernel):
         pool: See ``Kernel``.
         prefer_fused: Whether to use torch's fused kernel where the optimizer leaves the choice open.
         workers: The threads that compute updates on the host; by default as many as torch has.
+        has_lanes: Whether a device computes beside the host, which only pays for launching tiles there.
     """
 
     list_names = (MASTER, EXP_AVG, EXP_AVG_SQ)
@@ -141,8 +142,10 @@ class AdamKernel(Kernel):
         pool: PayloadPool,
         prefer_fused: bool,
         workers: HostWorkers | None = None,
+        has_lanes: bool = False,
     ) -> None:
         super().__init__(optimizer, pool)
+        self._has_lanes = has_lanes
         self._workers = workers or HostWorkers()
         self._tile_numel = TILE_NUMEL
         self.batch_numel = self._workers.num * self._tile_numel
@@ -158,7 +161,7 @@ class AdamKernel(Kernel):
         """See ``Kernel``. The scratch space has one tile of each worker, of a GPU's size if the device is one."""
         num = self._workers.num
         on_host = num * min(self._tile_numel, align(-(-capacity_numel // num)))
-        on_device = min(max(self._tile_numel, _DEVICE_TILE_NUMEL), capacity_numel) if self._prefer_fused else 0
+        on_device = min(max(self._tile_numel, _DEVICE_TILE_NUMEL), capacity_numel) if self._has_lanes else 0
         return max(on_host, on_device)
 
     def prepare(self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None) -> Update:
@@ -185,7 +188,7 @@ class AdamKernel(Kernel):
     def _update_all(self, joined: Sequence[_Segment], coefficient: torch.Tensor | None) -> None:
         numel = sum(segment.numel for segment in joined)
         work = functools.partial(self._update_tile, coefficient=coefficient)
-        if joined and self._workers.suits(joined[0].payloads["param"], numel):
+        if joined and self._is_on_host(joined[0]) and self._workers.suits(joined[0].payloads["param"], numel):
             num = self._workers.num
             tile_numel = min(self._tile_numel, max(align(-(-numel // num)), SMALL_NUMEL))
             self._workers.submit(functools.partial(work, num=num), self._tiles(joined, tile_numel, num)).wait()
@@ -265,11 +268,14 @@ class AdamKernel(Kernel):
     def _tile_numel_of(self, segment: _Segment, most_numel: int, num: int) -> int:
         # Tiles are for the caches of CPUs; a GPU only pays for launching them.
         chunk = segment.chunk
-        on_host = segment.payloads["param"].device.type == "cpu"
+        on_host = self._is_on_host(segment)
         numel = most_numel if on_host else max(_DEVICE_TILE_NUMEL, self._tile_numel)
         if chunk.home in self._scratch and (chunk.is_mixed or not on_host):
             numel = min(numel, self._scratch_numel(chunk.home, num))
         return numel
+
+    def _is_on_host(self, segment: _Segment) -> bool:
+        return segment.chunk.home is Tier.HOST or not self._has_lanes
 
     def _scratch_numel(self, tier: Tier, num: int) -> int:
         """The elements of the part of a worker, if so many share the scratch space of a tier."""

@@ -23,6 +23,7 @@ def make_kernel(
     prefer_fused: bool,
     threads: HostThreads | None = None,
     workers: HostWorkers | None = None,
+    has_lanes: bool = False,
 ) -> "AdamKernel | TorchKernel":
     """The kernel for a user's optimizer.
 
@@ -32,7 +33,8 @@ def make_kernel(
         prefer_fused: Whether to use torch's fused kernel where the optimizer leaves the choice open.
         threads: The threads that torch computes updates on the host with; by default those that it has.
         workers: The threads that compute the updates of Adam on the host; by default as many as torch has.
+        has_lanes: Whether a device computes beside the host.
     """
     if is_plain_adam(optimizer):
-        return AdamKernel(optimizer, pool, prefer_fused, workers)
+        return AdamKernel(optimizer, pool, prefer_fused, workers, has_lanes)
     return TorchKernel(optimizer, pool, not is_one_by_one(optimizer), threads)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hf_patrickstar.events import Listener, StepFinished
+from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.clipping import clip_by_norm, clip_by_value, total_norm
 from hf_patrickstar.optim.kernel import Kernel, in_batches, place_state
 from hf_patrickstar.optim.state import StateView, call_hooks, check_keys, check_shapes, has_shapes, pack_state, pair_up
@@ -226,26 +227,38 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def _update(self, chunks: Sequence[Chunk], factor: torch.Tensor | None) -> None:
         phases, gradients = self._manager.phases, self._manager.gradients
-        on_device: dict[torch.device, torch.Tensor] = {}  # one copy per tier, not one per chunk
+        factors: dict[torch.device, torch.Tensor] = {}  # one copy per tier, not one per chunk
         self.kernel.begin_step()
         phases.update_begin(chunks)
         keeps = (gradients.must_keep or self._is_wanted_by_peers) and gradients.try_to_keep(chunks)
+        later = []
         for batch in in_batches(chunks, self.kernel.batch_numel):
-            place = batch[0].home_device
-            if factor is not None and place not in on_device:
-                on_device[place] = factor.to(place)
             for chunk in batch:
                 phases.before_update(chunk)
-                for tensor in chunk.tensors:
-                    gradients.make_ready(tensor)
-                    if tensor.spec.index not in self._groups:
-                        self._leave_alone(tensor, on_device.get(place))
-            update = self.kernel.prepare(batch, self._groups, on_device.get(place))
-            with named("update", *(chunk.spec.index for chunk in batch)), gradients.lock:
-                phases.update(batch, update, may_run_beside=self._may_run_beside(batch))
-                for chunk in batch:
-                    phases.chunk_updated(chunk, self._groups, keeps=keeps)
+            if self.kernel.runs_beside and batch[0].home is Tier.DEVICE:
+                later.append(batch)  # the host computes the others beside, while it launches the kernels of these
+            else:
+                self._update_batch(batch, factor, factors, keeps=keeps)
+        for batch in later:
+            self._update_batch(batch, factor, factors, keeps=keeps)
         phases.update_end()
+
+    def _update_batch(
+        self, batch: list[Chunk], factor: torch.Tensor | None, factors: dict[torch.device, torch.Tensor], *, keeps: bool
+    ) -> None:
+        """Updates chunks that have the same home; ``factors`` has the copies of ``factor`` on every tier so far."""
+        phases, gradients, place = self._manager.phases, self._manager.gradients, batch[0].home_device
+        if factor is not None and place not in factors:
+            factors[place] = factor.to(place)
+        for tensor in (tensor for chunk in batch for tensor in chunk.tensors):
+            gradients.make_ready(tensor)
+            if tensor.spec.index not in self._groups:
+                self._leave_alone(tensor, factors.get(place))
+        update = self.kernel.prepare(batch, self._groups, factors.get(place))
+        with named("update", *(chunk.spec.index for chunk in batch)), gradients.lock:
+            phases.update(batch, update, may_run_beside=self._may_run_beside(batch))
+            for chunk in batch:
+                phases.chunk_updated(chunk, self._groups, keeps=keeps)
 
     def _may_run_beside(self, batch: Sequence[Chunk]) -> bool:
         """Whether the update of chunks may go on when the step has returned: nobody looks into their states."""

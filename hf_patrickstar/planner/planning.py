@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import BudgetError, ConfigError, PatrickStarError
+from hf_patrickstar.machine import Machine, find_machine
 from hf_patrickstar.memory.pool import CACHE_OWNER
 from hf_patrickstar.memory.tiers import DEVICE_SHARE, HOST_SHARE, Tier
 from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse
@@ -19,7 +20,6 @@ from hf_patrickstar.planner.subject import Subject, find_optimizer, find_subject
 from hf_patrickstar.report.measure import measure_machine
 from hf_patrickstar.schedule.bounds import bounds_of
 from hf_patrickstar.schedule.clock import Lane
-from hf_patrickstar.schedule.machine import Machine, find_machine
 from hf_patrickstar.units import MIB, parse_nbytes
 from hf_patrickstar.virtual.recording import Recording, record_step
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.accelerator import can_pin_memory, device_name, find_device, is_accelerator, memory_info
 from hf_patrickstar.memory.lanes import Copy
 from hf_patrickstar.memory.ledger import Ledger
@@ -19,7 +20,6 @@ from hf_patrickstar.memory.pinning import make_pinning
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import make_streams, seconds_of, synchronize
 from hf_patrickstar.memory.tiers import Tier, available_host_nbytes, total_host_nbytes
-from hf_patrickstar.schedule.machine import Machine
 from hf_patrickstar.units import KIB, MIB
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -33,7 +33,6 @@ from hf_patrickstar.runtime.turns import Turns
 from hf_patrickstar.runtime.values import Values
 from hf_patrickstar.runtime.watch import Watch
 from hf_patrickstar.runtime.writes import Writes
-from hf_patrickstar.schedule.margin import Rates
 from hf_patrickstar.schedule.placement import ChunkBytes
 
 
@@ -52,7 +51,7 @@ class Foundation:
         emit: Told of every event.
         policy: How copies come and go.
         placement: What the placement takes into account.
-        rates: How fast bytes cross and are updated; ``None`` if the first placement stays for ever.
+        fills_margin: Whether chunks may move to the device margin; else the first placement stays for ever.
         reserve: Makes the optimizer allocate its workspace on a tier where it will update chunks.
         need_at: Tells the bytes that chunks need at once in the layout for other budgets: of the device, and of chunks.
         num_micro_batches: How many make a step of the optimizer.
@@ -70,7 +69,7 @@ class Foundation:
     emit: Listener
     policy: MovePolicy
     placement: PlacementRules
-    rates: Rates | None
+    fills_margin: bool
     reserve: Callable[[Sequence[Chunk], Tier], None]
     need_at: Callable[[int, int | None], int]
     num_micro_batches: int
@@ -98,7 +97,7 @@ def assemble(given: Foundation) -> ChunkManager:
     tracer = Tracer((chunk.copy_nbytes for chunk in chunks), DeviceGauges(meter, ledger), order, emit)
     forecast = Forecast(chunks, pool, meter, tracer, streams.device, given.need_at)
     placement = Placement(
-        chunks, given.chunk_nbytes, copies, ledger, tracer, given.reserve, given.placement, given.rates
+        chunks, given.chunk_nbytes, copies, ledger, tracer, given.reserve, given.placement, given.fills_margin
     )
     reclaim = Reclaim(copies, placement, pool, streams, tracer, given.policy.chooser, forecast)
     # Where gradients are.

@@ -45,17 +45,18 @@ class MovePolicy:
     overlaps_updates: bool
 
     @classmethod
-    def of(cls, config: PatrickStarConfig, world_size: int) -> "MovePolicy":
+    def of(cls, config: PatrickStarConfig, world_size: int, prefetch_depth: int) -> "MovePolicy":
         """The policy of so many processes; several have no plan while all is evicted, since a plan loads nothing twice.
 
         Args:
             config: What the user wants.
             world_size: How many processes there are.
+            prefetch_depth: See ``MovePolicy``.
         """
         is_alone = world_size == 1
         return cls(
             Chooser(config.eviction),
-            config.prefetch_depth,
+            prefetch_depth,
             reshard_after_forward=config.reshard_after_forward and not is_alone,
             evict_all=config.debug_evict_all,
             has_plans=is_alone or not config.debug_evict_all,

@@ -6,15 +6,19 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.copies import Copies
 from hf_patrickstar.runtime.tracer import Tracer
-from hf_patrickstar.schedule.margin import Rates, fill_margin, needed_nbytes, plan_margin
-from hf_patrickstar.schedule.placement import ChunkBytes, plan_lookups
+from hf_patrickstar.schedule.margin import StepCost, fill_margin, needed_nbytes, plan_margin
+from hf_patrickstar.schedule.placement import ChunkBytes, Lookups, plan_lookups
 from hf_patrickstar.schedule.plan import chunkable_nbytes
-from hf_patrickstar.schedule.simulator import simulate
+from hf_patrickstar.schedule.replay import replay
+from hf_patrickstar.schedule.script import Load, Send
+from hf_patrickstar.schedule.simulator import repeated_plans
+from hf_patrickstar.schedule.sketch import ChunkWork, sketch, steps_of
 from hf_patrickstar.schedule.trace import Shapes
 
 logger = logging.getLogger(__name__)
@@ -36,11 +40,17 @@ class PlacementRules:
         workspace_nbytes: Bytes of scratch space that the optimizer needs on a tier where it updates chunks.
         prefetch_depth: Chunks that are brought in ahead.
         policy: The name of the policy by which copies leave.
+        machine: Its rates decide what takes the least time.
+        has_lanes: Whether copies run beside computation; else the time of a step is the sum of all.
+        overlaps_update: Whether the host updates chunks beside the next forward.
     """
 
     workspace_nbytes: int
     prefetch_depth: int
     policy: str
+    machine: Machine
+    has_lanes: bool
+    overlaps_update: bool
 
 
 class Placement:
@@ -54,11 +64,12 @@ class Placement:
         tracer: Has the traces.
         reserve: Makes the optimizer allocate its workspace on a tier where it will update chunks.
         rules: What is taken into account.
-        rates: How fast bytes cross and are updated; ``None`` if the first placement stays for ever.
+        fills_margin: Whether chunks may move to the margin; else the first placement stays for ever.
 
     Attributes:
         in_margin: Indices of the chunks that live in the margin.
         nbytes: The bytes of each chunk, over all lists.
+        reasons: What was decided last, a sentence each: about lookups, and about the margin.
     """
 
     def __init__(
@@ -70,9 +81,10 @@ class Placement:
         tracer: Tracer,
         reserve: Callable[[Sequence[Chunk], Tier], None],
         rules: PlacementRules,
-        rates: Rates | None,
+        fills_margin: bool,
     ) -> None:
         self.in_margin: set[int] = set()
+        self.reasons: dict[str, str] = {}
         self._chunks = chunks
         self.nbytes = list(nbytes)
         self._copies = copies
@@ -80,10 +92,10 @@ class Placement:
         self._tracer = tracer
         self._reserve = reserve
         self._rules = rules
-        self._rates = rates
+        self._fills_margin = fills_margin
         self._has_groups = any(chunk.is_group for chunk in chunks)
         self._seen_version = 0
-        self._has_explained = False
+        self._num_micro_batches = 1
 
     def update(self, reclaim: Room, num_micro_batches: int) -> None:
         """Decides anew if a step was recorded since the last time; called between steps.
@@ -96,18 +108,19 @@ class Placement:
         if tracer.version == self._seen_version:
             return
         self._seen_version = tracer.version
-        if self._place_lookups(max(num_micro_batches, 1)):
+        self._num_micro_batches = max(num_micro_batches, 1)
+        if self._place_lookups():
             tracer.discard()  # the next step visits other chunks
-        elif self._rates is not None and any(trace.kind.is_training for trace in tracer.traces.values()):
+        elif self._fills_margin and any(trace.kind.is_training for trace in tracer.traces.values()):
             self._fill_margin(reclaim)
 
-    def take_rates(self, rates: Rates | None) -> None:
-        """Tells how fast an optimizer works that came since, or that there is one that does not follow its chunks.
+    def allow_margin(self, is_allowed: bool) -> None:
+        """Tells whether chunks may move to the margin, now that an optimizer came.
 
         Args:
-            rates: As for the constructor.
+            is_allowed: As ``fills_margin`` of the constructor.
         """
-        self._rates = rates
+        self._fills_margin = is_allowed
 
     def note_chunks(self, nbytes: Sequence[ChunkBytes]) -> None:
         """Takes note of chunks that came or went.
@@ -146,7 +159,7 @@ class Placement:
 
     def _leave_device(self) -> bool:
         leaving = [chunk for chunk in self._chunks if chunk.home is Tier.DEVICE and chunk.can_rehome]
-        if self._rates is None or not leaving:
+        if not (self._fills_margin and leaving):
             return False
         num_moved = 0
         try:
@@ -159,16 +172,16 @@ class Placement:
         logger.info("patrickstar: %d chunks leave the device, where not everything fits after all", num_moved)
         return num_moved > 0
 
-    def _place_lookups(self, num_micro_batches: int) -> bool:
-        """Decides by count of bytes which embeddings are worth being looked up on the CPU; whether any changed."""
+    def _place_lookups(self) -> bool:
+        """Decides by time which embeddings are worth being looked up on the CPU; whether any changed."""
         asked = [tensor for chunk in self._chunks for tensor in chunk.owned if tensor.lookup == "auto"]
-        measured = {tensor.spec.index: tensor.lookup_nbytes // num_micro_batches for tensor in asked}
-        if not asked or not any(measured.values()):
+        measured = {tensor.spec.index: tensor.lookup_nbytes // self._num_micro_batches for tensor in asked}
+        if not any(measured.values()):
             return False
         room = self._room_beside_working_chunks()
         choice = plan_lookups(
-            {tensor.spec.index: tensor.chunk.param_nbytes for tensor in asked},
-            measured,
+            {t.spec.index: Lookups(t.chunk.param_nbytes, measured[t.spec.index], t.spec.trainable) for t in asked},
+            self._rules.machine,
             frozenset(tensor.spec.index for tensor in asked if tensor.chunk.param_nbytes > room),
         )
         for tensor in asked:
@@ -176,6 +189,7 @@ class Placement:
             if tensor.lookup == "device":
                 self._copies.pin(tensor.chunk)  # from now on it moves
         logger.info("patrickstar: %s", choice.reason)
+        self.reasons["lookups"] = choice.reason
         return any(tensor.lookup == "device" for tensor in asked)
 
     def _room_beside_working_chunks(self) -> int:
@@ -196,7 +210,6 @@ class Placement:
         return limit, 0 if ledger.chunk_budget is None else max(limit - ledger.chunk_budget, 0)
 
     def _fill_margin(self, reclaim: Room) -> None:
-        assert self._rates is not None
         traces = list(self._tracer.traces.values())
         self.nbytes = [  # an accumulation list may have come since
             dataclasses.replace(nbytes, state_nbytes=chunk.state_nbytes)
@@ -215,45 +228,69 @@ class Placement:
         largest = max((chunk.copy_nbytes for chunk in self._chunks), default=0)
         ahead = largest if self._rules.prefetch_depth else 0
         candidates = fill_margin(movable, traces, limit - fixed, ahead, kept, unusable, copies_stay=self._has_groups)
-        plan = plan_margin(movable, candidates, lambda inside: self._moved(inside, kept, fixed), self._rates)
+        plan = plan_margin(
+            movable, candidates, lambda inside: self._cost(inside, kept, fixed), self._rules.machine.name
+        )
         wanted = set(plan.chunk_indices)
-        if wanted != self.in_margin or not self._has_explained:
+        if wanted != self.in_margin or "margin" not in self.reasons:
             logger.info("patrickstar: %s", plan.reason)
-            self._has_explained = True
+        self.reasons["margin"] = plan.reason
         if wanted == self.in_margin:
             return
         self._move_out(self.in_margin - wanted)
         self._move_in(reclaim, [index for index in plan.chunk_indices if index not in self.in_margin])
 
-    def _moved(self, inside: frozenset[int], kept: frozenset[int], fixed: int) -> int | None:
-        """Bytes that one step of each bucket moves if these chunks live in the margin, beside so many bytes."""
+    def _cost(self, inside: frozenset[int], kept: frozenset[int], fixed: int) -> StepCost | None:
+        """What one step of each bucket costs if these chunks live in the margin, beside so many bytes."""
         ledger = self._ledger
-        free = ledger.limit(Tier.DEVICE, cautious=False) - fixed
-        traces = [trace for trace in self._tracer.traces.values() if trace.kind.is_training]
         taken = sum(self.nbytes[index].device_nbytes for index in inside)
+        free = ledger.limit(Tier.DEVICE, cautious=False) - fixed - taken
         budget = None if ledger.chunk_budget is None else ledger.chunk_budget - fixed - taken
-        updated = frozenset(chunk.spec.index for chunk in self._chunks if chunk.spec.is_updated)
-        at_home = inside | kept
-        crossing = [c.param_nbytes * c.spec.trainable * (c.spec.index not in at_home) for c in self._chunks]
-        # What others have at home comes over the network, wherever the own part is.
-        loads = [c.copy_nbytes - c.param_nbytes * (c.spec.index in at_home) for c in self._chunks]
-        moved = 0
-        for trace in traces:
+        works, loads = self._works(inside | kept), self._loads(inside | kept)
+        training = [trace for trace in self._tracer.traces.values() if trace.kind.is_training]
+        duration_ns = moved = 0
+        for traces in steps_of(training, self._num_micro_batches):
             try:
-                movement = simulate(
-                    trace,
-                    chunkable_nbytes(trace, free - taken, budget),
+                plans = repeated_plans(
+                    traces,
+                    [chunkable_nbytes(trace, free, budget) for trace in traces],
                     self._rules.policy,
-                    dropped_after=updated,
-                    static=frozenset() if self._has_groups else at_home,
-                    load_nbytes=loads,
-                    gradient_nbytes=crossing,
+                    dropped_after=frozenset(chunk.spec.index for chunk in self._chunks if chunk.spec.is_updated),
+                    static=frozenset() if self._has_groups else inside | kept,
+                    prefetch_depth=self._rules.prefetch_depth,
                     repetitions=1,
                 )
             except BudgetError:
                 return None
-            moved += movement.host_to_device_nbytes + movement.device_to_host_nbytes
-        return moved
+            script = sketch(traces, works, overlaps_update=self._rules.overlaps_update)
+            timeline = replay(script, plans, loads, self._rules.machine)
+            busy_ns = sum(timeline.busy_ns().values())
+            duration_ns += timeline.duration_ns if self._rules.has_lanes else busy_ns
+            loaded = (loads[index] for plan in plans for actions in plan.moments for index in actions.load)
+            moved += sum(load.sent_nbytes + load.nbytes * (not load.is_here) for load in loaded)
+            moved += sum(entry.nbytes for entry in script if isinstance(entry, Send))
+        return StepCost(duration_ns, moved)
+
+    def _works(self, at_home: frozenset[int]) -> list[ChunkWork]:
+        """What a step does with each chunk if these are at home on the device; see [Note: a sketch of a step]."""
+        return [
+            ChunkWork(
+                sum(t.spec.numel for t in chunk.tensors if len(t.spec.shape) > 1 and not t.is_cpu_embedding),
+                sum(t.own_numel for t in chunk.owned) if chunk.spec.is_updated else 0,
+                chunk.param_nbytes,
+                chunk.copy_nbytes - chunk.param_nbytes,
+                chunk.spec.types.param,
+                chunk.spec.index in at_home,
+            )
+            for chunk in self._chunks
+        ]
+
+    def _loads(self, at_home: frozenset[int]) -> list[Load]:
+        """What it takes to load each chunk: what others have at home comes over the network."""
+        return [
+            Load(chunk.param_nbytes, chunk.copy_nbytes - chunk.param_nbytes, chunk.spec.index in at_home)
+            for chunk in self._chunks
+        ]
 
     def _move_out(self, indices: set[int]) -> None:
         for index in sorted(indices):

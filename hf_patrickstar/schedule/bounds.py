@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
+from hf_patrickstar.machine import Machine
 from hf_patrickstar.schedule.clock import Lane, Timeline
-from hf_patrickstar.schedule.machine import Machine
 from hf_patrickstar.schedule.replay import device_ns
 from hf_patrickstar.schedule.script import Entry, Part
 

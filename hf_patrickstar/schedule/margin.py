@@ -5,31 +5,19 @@ from collections.abc import Callable, Sequence
 
 from hf_patrickstar.schedule.placement import ChunkBytes
 from hf_patrickstar.schedule.trace import StepKind, Trace
-from hf_patrickstar.units import GIB, format_nbytes
+from hf_patrickstar.units import format_nbytes
 
 _NUM_PARTS = 8
+_AS_FAST = 1.01
+"""Steps whose times differ by less are equally fast: the clock knows computation only roughly."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Rates:
-    """How fast bytes cross the bus and go through the optimizer, in bytes per second. Only their ratios matter.
+class StepCost:
+    """What a step costs: its time by the simulator's clock, and the bytes that cross between the tiers."""
 
-    Attributes:
-        bus: Copies between the tiers that computation does not hide.
-        host_update: The optimizer's reads and writes on the host.
-        device_update: The same on the device.
-    """
-
-    bus: float
-    host_update: float
-    device_update: float
-
-
-ACCELERATOR = Rates(bus=50 * GIB, host_update=50 * GIB, device_update=1000 * GIB)
-"""A PCIe bus of which prefetch hides half, a server's memory under a vectorised Adam, a GPU's memory."""
-
-CPU_TIER = Rates(bus=10 * GIB, host_update=20 * GIB, device_update=20 * GIB)
-"""Both tiers are the same memory: the optimizer costs the same on either, and only copies count."""
+    duration_ns: int
+    moved_nbytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,40 +105,37 @@ def fill_margin(
 def plan_margin(
     chunks: Sequence[ChunkBytes],
     candidates: Sequence[int],
-    moved_nbytes: Callable[[frozenset[int]], int | None],
-    rates: Rates,
+    cost_of: Callable[[frozenset[int]], StepCost | None],
+    machine_name: str,
 ) -> MarginPlan:
     """Decides how many of the chunks that fit the margin are worth it.
 
     A chunk in the margin neither crosses the bus nor is updated on the host. But the same bytes of the device could
     keep parameters of several other chunks from forward to backward. So several numbers of chunks are compared by the
-    cost of a step, from the bytes that the simulator counts.
+    time of a step; of those that are equally fast, the one that moves least is chosen.
 
     Args:
         chunks: The bytes of every chunk that may move its home.
         candidates: What ``fill_margin`` found.
-        moved_nbytes: Bytes that a step moves if these chunks live in the margin; ``None`` if it cannot work.
-        rates: How fast bytes cross and are updated.
+        cost_of: What a step costs if these chunks live in the margin; ``None`` if it cannot work.
+        machine_name: Whose rates the times follow.
     """
     sizes = {chunk.chunk_index: chunk.device_nbytes for chunk in chunks}
     counts = sorted({len(candidates) * part // _NUM_PARTS for part in range(_NUM_PARTS + 1)})
-    options: list[tuple[float, int, int]] = []
-    for count in counts:
-        inside = frozenset(candidates[:count])
-        moved = moved_nbytes(inside)
-        if moved is None:
-            continue
-        on_device = 2 * sum(sizes[index] for index in inside)  # read and written
-        on_host = 2 * sum(sizes.values()) - on_device
-        cost = moved / rates.bus + on_host / rates.host_update + on_device / rates.device_update
-        options.append((cost, count, moved))
+    costs = [(cost_of(frozenset(candidates[:count])), count) for count in counts]
+    options = [(cost, count) for cost, count in costs if cost is not None]
     if not options:
         return MarginPlan((), "the device margin is empty: the recorded steps leave no room")
-    _, count, moved = min(options)
+    limit_ns = min(cost.duration_ns for cost, _ in options) * _AS_FAST
+    fast = [(cost, count) for cost, count in options if cost.duration_ns <= limit_ns]
+    best, count = min(fast, key=lambda option: (option[0].moved_nbytes, option[0].duration_ns, option[1]))
     chosen = tuple(candidates[:count])
     taken = format_nbytes(sum(sizes[index] for index in chosen))
+    first, _ = options[0]
     return MarginPlan(
         chosen,
         f"{count} of {len(chunks)} chunks live in the device margin ({taken}; {len(candidates)} would fit), the first "
-        f"layers first: a step moves {format_nbytes(moved)}, against {format_nbytes(options[0][2])} without",
+        f"layers first: by the rates of '{machine_name}' a step takes {best.duration_ns / 1e6:.2f} ms and moves "
+        f"{format_nbytes(best.moved_nbytes)}, against {first.duration_ns / 1e6:.2f} ms and "
+        f"{format_nbytes(first.moved_nbytes)} without",
     )

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.machine import Machine
 from hf_patrickstar.shortage import Limit, Shortage
 from hf_patrickstar.units import format_nbytes, format_need
 
@@ -125,23 +126,58 @@ class LookupPlan:
     reason: str
 
 
-def plan_lookups(
-    weight_nbytes: Mapping[int, int], activation_nbytes: Mapping[int, int], too_large: frozenset[int] = frozenset()
-) -> LookupPlan:
-    """Decides which embeddings are worth being looked up on the host (PatrickStar section 8.2).
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lookups:
+    """What one micro-batch does with an embedding.
 
-    With a lookup on the device, the weight and its gradient cross the bus; with one at home, only the rows do.
+    Attributes:
+        weight_nbytes: Bytes of its weight.
+        rows_nbytes: Bytes of the rows that were looked up.
+        is_trained: Whether it has a gradient.
+    """
+
+    weight_nbytes: int
+    rows_nbytes: int
+    is_trained: bool
+
+    def at_home_ns(self, machine: Machine) -> int:
+        """Nanoseconds if rows are looked up on the host: they cross, and so do their gradients.
+
+        torch makes the gradient of the whole weight, zeros and all, in one thread, and the engine takes it home.
+        """
+        rows_ns = machine.copy_ns(self.rows_nbytes, to_device=True)
+        if not self.is_trained:
+            return rows_ns
+        gradient_ns = machine.num_cores * machine.host_ns(0, self.weight_nbytes)
+        gradient_ns += machine.host_ns(0, 2 * self.weight_nbytes)
+        return rows_ns + machine.copy_ns(self.rows_nbytes, to_device=False) + gradient_ns
+
+    def on_device_ns(self, machine: Machine) -> int:
+        """Nanoseconds if the weight is brought to the device, and its gradient comes back."""
+        weight_ns = machine.copy_ns(self.weight_nbytes, to_device=True)
+        if not self.is_trained:
+            return weight_ns
+        gradient_ns = machine.kernel_ns(0, 3 * self.weight_nbytes, "")
+        return weight_ns + machine.copy_ns(self.weight_nbytes, to_device=False) + gradient_ns
+
+
+def plan_lookups(
+    lookups: Mapping[int, Lookups], machine: Machine, too_large: frozenset[int] = frozenset()
+) -> LookupPlan:
+    """Decides which embeddings are worth being looked up on the host (PatrickStar section 8.2), by time.
 
     Args:
-        weight_nbytes: Bytes of each embedding's weight, by tensor index.
-        activation_nbytes: Bytes that were looked up in one micro-batch, by tensor index.
+        lookups: What a micro-batch does with each embedding, by tensor index.
+        machine: Its rates.
         too_large: Embeddings that do not fit the device beside what else is needed there; they stay at home.
     """
-    worth_it = {index for index, nbytes in weight_nbytes.items() if nbytes > activation_nbytes[index]}
-    at_home = frozenset(worth_it | too_large)
-    weights, rows = sum(weight_nbytes.values()), sum(activation_nbytes.values())
+    at_home_ns = {index: found.at_home_ns(machine) for index, found in lookups.items()}
+    on_device_ns = {index: found.on_device_ns(machine) for index, found in lookups.items()}
+    at_home = frozenset(index for index in lookups if at_home_ns[index] < on_device_ns[index]) | too_large
+    forced = f" ({len(too_large)} of them because the device has no room)" if too_large else ""
     return LookupPlan(
         at_home,
-        f"cpu_embedding=auto: {len(at_home)} of {len(weight_nbytes)} untied embeddings are looked up on the CPU: "
-        f"weights of {format_nbytes(weights)} against {format_nbytes(rows)} of rows per micro-batch",
+        f"cpu_embedding=auto: {len(at_home)} of {len(lookups)} untied embeddings are looked up on the CPU{forced}: by "
+        f"the rates of '{machine.name}' a micro-batch takes {sum(at_home_ns.values()) / 1e6:.2f} ms for it on the CPU, "
+        f"{sum(on_device_ns.values()) / 1e6:.2f} ms on the device",
     )

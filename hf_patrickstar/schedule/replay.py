@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
+from hf_patrickstar.machine import Machine
 from hf_patrickstar.schedule.clock import Clock, Lane, Mark, Timeline
-from hf_patrickstar.schedule.machine import Machine
 from hf_patrickstar.schedule.plan import Plan
 from hf_patrickstar.schedule.script import (
     Await,

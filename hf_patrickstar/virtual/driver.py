@@ -25,11 +25,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from hf_patrickstar.events import ChunkLoaded, ChunkVisited, Event
+from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.operators import OperatorMode, read_operands, storage_key, written_operands
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.schedule.clock import Lane, Mark, Timeline
-from hf_patrickstar.schedule.machine import Machine
 from hf_patrickstar.schedule.replay import LOADS, LOADS_TOGETHER, WAITS_FOR_ARRIVAL, Player
 from hf_patrickstar.schedule.script import (
     Await,

@@ -9,12 +9,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import EngineError
+from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.tracer import Step
 from hf_patrickstar.schedule.clock import Timeline
-from hf_patrickstar.schedule.machine import Machine
 from hf_patrickstar.schedule.plan import Plan, chunkable_nbytes
 from hf_patrickstar.schedule.replay import replay
 from hf_patrickstar.schedule.script import Entry, Load, Part
@@ -154,6 +154,7 @@ def record_step(
         "device_budget": machine.device_nbytes,
         "host_budget": machine.host_nbytes,
         "pin_memory": False,  # the driver takes all memory of the pool for pinned
+        "machine": machine,
         **config,
     }
     with FakeTensorMode(), driver.watching():
@@ -203,7 +204,7 @@ def _note(
         sum(tensor.own_numel for chunk in on_host if chunk.spec.is_updated for tensor in chunk.owned),
         stats["host_peak_nbytes"],
         engine.config.eviction,
-        engine.config.prefetch_depth,
+        engine.prefetch_depth,
         engine.config.reshard_after_forward and engine.collectives.world_size > 1,
         frozenset(chunk.spec.index for chunk in chunks if chunk.spec.is_updated),
         frozenset(chunk.spec.index for chunk in chunks if chunk.is_static),

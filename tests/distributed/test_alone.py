@@ -26,7 +26,9 @@ def make_engine(limit_s=LIMIT_S):
     dist.barrier()  # a process that is still importing torch has not come, either
     model = gpt2()
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return PatrickStarEngine(model, {"chunk_numel": 4096, "process_wait_s": limit_s}, inner, device="cpu")
+    return PatrickStarEngine(
+        model, {"chunk_numel": 4096, "process_wait_s": limit_s, "prefetch_depth": 2}, inner, device="cpu"
+    )
 
 
 def make_ids(rank):

@@ -154,6 +154,20 @@ def test_a_plan_is_refused_where_what_is_in_use_does_not_fit_and_nowhere_else(ca
 
 
 @fast
+@given(cases(), st.frozensets(st.integers(1, 16), max_size=3), st.integers(1, NUM_CHUNKS))
+def test_what_stays_after_forward_never_costs_a_load(case, turns, num):
+    """So nothing is to be decided by time: with chunks of one size a step that reshards loads as many or more."""
+    visits = tuple(dataclasses.replace(visit, pinned=()) for visit in case.trace.visits)
+    ends = tuple(sorted(turn for turn in turns if turn <= len(visits)))
+    trace = dataclasses.replace(case.trace, visits=visits, chunk_nbytes=(1,) * NUM_CHUNKS, forward_ends=ends)
+    kept, resharded = (
+        make_plan(trace, [num] * len(visits), Chooser("belady"), {}, reshard_after_forward=setting).num_loads
+        for setting in (False, True)
+    )
+    assert kept <= resharded
+
+
+@fast
 @given(cases(), st.frozensets(st.integers(1, 16), max_size=3), st.sampled_from(DEPTHS))
 def test_what_leaves_after_forward_is_there_and_not_in_use(case, turns, depth):
     """The visited one may go and come back at once: it was done with, and is needed again."""

@@ -16,7 +16,8 @@ def test_defaults():
         "eviction": "belady",
         "cpu_embedding": "auto",
         "placement": "auto",
-        "prefetch_depth": 2,
+        "machine": "auto",
+        "prefetch_depth": "auto",
         "reshard_after_forward": False,
         "reduce_dtype": "auto",
         "dtype": "auto",
@@ -93,10 +94,13 @@ def test_values_that_are_taken(name, given, kept):
         ("eviction", "fifo", "eviction: expected one of belady, lru, list_order, got 'fifo'"),
         ("eviction", ["lru"], "eviction: expected one of"),
         ("placement", "device", "placement: expected one of auto, host, got 'device'"),
-        ("prefetch_depth", -1, "prefetch_depth: expected a number of chunks, 0 or more, got -1"),
-        ("prefetch_depth", 1.5, "prefetch_depth: expected a number of chunks, 0 or more, got 1.5"),
-        ("prefetch_depth", "auto", "prefetch_depth: expected a number of chunks"),
-        ("prefetch_depth", True, "prefetch_depth: expected a number of chunks"),
+        ("prefetch_depth", -1, "prefetch_depth: expected 'auto' or a number of chunks, 0 or more, got -1"),
+        ("prefetch_depth", 1.5, "prefetch_depth: expected 'auto' or a number of chunks, 0 or more, got 1.5"),
+        ("prefetch_depth", "far", "prefetch_depth: expected 'auto' or a number of chunks"),
+        ("machine", "rtx4091", "machine 'rtx4091' is not known.*Did you mean 'rtx4090'?"),
+        ("machine", 7, "machine: expected 'auto', a known name or the path of a JSON file, got 7"),
+        ("machine", {"name": "mine", "flop": {}}, "machine: 'flop' is not a field; did you mean 'flops'?"),
+        ("prefetch_depth", True, "prefetch_depth: expected 'auto' or a number of chunks"),
         ("dtype", "int8", "dtype: expected one of auto, fp32, bf16, fp16, got 'int8'"),
         ("cpu_embedding", "yes", "cpu_embedding: expected true, false or 'auto', got 'yes'"),
         ("cpu_embedding", 1, "cpu_embedding: expected true, false or 'auto', got 1"),
@@ -168,6 +172,7 @@ def test_round_trip():
         eviction="list_order",
         cpu_embedding=True,
         placement="host",
+        machine="h100",
         prefetch_depth=3,
         dtype="fp16",
         pin_memory=False,
@@ -242,5 +247,5 @@ def test_other_types(source):
 
 
 def test_an_error_inside_a_file_names_the_setting():
-    with pytest.raises(ConfigError, match="prefetch_depth: expected a number of chunks"):
+    with pytest.raises(ConfigError, match="prefetch_depth: expected 'auto' or a number of chunks"):
         PatrickStarConfig.from_any('{"prefetch_depth": -1}')

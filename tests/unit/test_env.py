@@ -9,8 +9,8 @@ import torch
 from hf_patrickstar import __version__
 from hf_patrickstar.cli import env
 from hf_patrickstar.cli.main import main
+from hf_patrickstar.machine import MACHINES, find_machine
 from hf_patrickstar.report.measure import Effort, measure_machine
-from hf_patrickstar.schedule.machine import MACHINES, find_machine
 
 TINY = Effort(nbytes=2**16, most_rows=128, calls=5, repetitions=2, seconds=0.05)
 

@@ -441,7 +441,7 @@ def test_scratch_space_is_for_one_tile_or_for_a_chunk_if_that_is_smaller():
     assert parts.kernel.workspace_numel(64) == 64
     assert parts.kernel.workspace_numel(2**30) == 2**19
     assert parts.kernel.batch_numel == 2**19
-    assert AdamKernel(parts.optimizer, parts.pool, True, HostWorkers(1)).workspace_numel(2**30) == 2**24
+    assert AdamKernel(parts.optimizer, parts.pool, True, HostWorkers(1), has_lanes=True).workspace_numel(2**30) == 2**24
 
 
 @pytest.mark.parametrize(
@@ -454,7 +454,7 @@ def test_every_worker_has_a_tile_of_its_own_or_its_part_of_a_chunk(num, capacity
 
 
 def test_the_tile_of_a_gpu_may_be_smaller_than_those_of_all_workers():
-    kernel = AdamKernel(make().optimizer, None, True, HostWorkers(48))
+    kernel = AdamKernel(make().optimizer, None, True, HostWorkers(48), has_lanes=True)
     assert kernel.workspace_numel(2**30) == 48 * 2**19
 
 

@@ -8,11 +8,11 @@ import pytest
 
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.advice import advise
 from hf_patrickstar.planner.planning import arrange, plan, plan_subject
 from hf_patrickstar.planner.screen import describe
-from hf_patrickstar.schedule.machine import MACHINES
 from hf_patrickstar.units import MIB
 
 MODEL = "gpt2:n_layer=3,n_embd=128,n_head=4,vocab_size=512,n_positions=64"

@@ -8,11 +8,11 @@ import threading
 import pytest
 import torch
 
+from hf_patrickstar.machine import find_machine
 from hf_patrickstar.memory.simulation import SimulatedDriver
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.report import measure
 from hf_patrickstar.report.measure import DTYPES, Effort, cpu_name, measure_machine
-from hf_patrickstar.schedule.machine import find_machine
 
 TINY = Effort(nbytes=2**16, most_rows=128, calls=5, repetitions=2, seconds=0.05)
 SLOW = Effort(nbytes=4_000, most_rows=256, calls=10, repetitions=3, seconds=10.0)

@@ -17,6 +17,7 @@ from hf_patrickstar.events import (
     StepRecorded,
     ValueRestored,
 )
+from hf_patrickstar.machine import ACCELERATOR
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
@@ -37,7 +38,6 @@ from hf_patrickstar.runtime.steps import DeviceGauges, Steps
 from hf_patrickstar.runtime.tracer import Tracer
 from hf_patrickstar.runtime.turns import Turns
 from hf_patrickstar.runtime.writes import Writes
-from hf_patrickstar.schedule.margin import ACCELERATOR
 from hf_patrickstar.schedule.placement import ChunkBytes
 from hf_patrickstar.shortage import Limit, Shortage
 
@@ -167,7 +167,8 @@ class Parts(Process):
         evict_all: See ``MovePolicy``.
         num_micro_batches: How many make a step.
         keeps: Whether gradients stay after a step.
-        rates: How fast bytes cross and are updated.
+        fills_margin: Whether chunks may move to the margin.
+        machine: Its rates decide.
         **instead: What stands in for parts, by their names.
     """
 
@@ -184,7 +185,8 @@ class Parts(Process):
         evict_all=False,
         num_micro_batches=1,
         keeps="auto",
-        rates=ACCELERATOR,
+        fills_margin=True,
+        machine=ACCELERATOR,
         **instead,
     ):
         super().__init__(collectives, device_nbytes, host_nbytes)
@@ -198,8 +200,9 @@ class Parts(Process):
         )
         self.pool = PayloadPool(self.ledger, CPU, pinning=None, streams=self.streams)
         config = PatrickStarConfig(eviction=chooser, prefetch_depth=prefetch_depth, debug_evict_all=evict_all)
-        self.policy = MovePolicy.of(config, self.collectives.world_size)
-        self.num_micro_batches, self.keeps, self.rates = num_micro_batches, keeps, rates
+        self.policy = MovePolicy.of(config, self.collectives.world_size, prefetch_depth)
+        self.num_micro_batches, self.keeps = num_micro_batches, keeps
+        self.fills_margin, self.machine = fills_margin, machine
         self.reserved = []
         self.reserve = lambda chunks, tier: self.reserved.append(tier)
         self.__dict__.update(instead)
@@ -270,8 +273,8 @@ class Parts(Process):
             self.ledger,
             self.tracer,
             self.reserve,
-            PlacementRules(0, self.policy.prefetch_depth, self.policy.chooser.name),
-            self.rates,
+            PlacementRules(0, self.policy.prefetch_depth, self.policy.chooser.name, self.machine, True, True),
+            self.fills_margin,
         )
 
     @functools.cached_property

@@ -1,5 +1,6 @@
 """Which chunks live in the device margin, and which embeddings stay at home; a chunk has 16 and 32 bytes."""
 
+import dataclasses
 import logging
 
 import pytest
@@ -7,9 +8,9 @@ import torch
 from unit.runtime.parts import Fake, OneOfTwo, Parts
 
 from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.machine import ACCELERATOR, CPU_TIER
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.placement import Placement, PlacementRules
-from hf_patrickstar.schedule.margin import ACCELERATOR
 from hf_patrickstar.schedule.trace import Trace, Visit
 
 HOST, DEVICE = Tier.HOST, Tier.DEVICE
@@ -83,20 +84,18 @@ def test_nothing_is_decided_before_a_step_was_recorded_nor_twice():
     assert update(parts) == ([], {0})
 
 
-@pytest.mark.parametrize(
-    ("rates", "key"), [(None, "training/2x4"), (ACCELERATOR, "evaluation/2x4"), (ACCELERATOR, "optimizer")]
-)
-def test_without_rates_or_a_step_of_training_there_is_no_margin(rates, key):
-    parts = make(rates=rates)
+@pytest.mark.parametrize(("fills", "key"), [(False, "training/2x4"), (True, "evaluation/2x4"), (True, "optimizer")])
+def test_without_permission_or_a_step_of_training_there_is_no_margin(fills, key):
+    parts = make(fills_margin=fills)
     record(parts, key=key)
     assert update(parts) == ([], set())
 
 
 def test_an_optimizer_that_comes_later_has_a_margin():
-    parts = make(rates=None)
+    parts = make(fills_margin=False)
     record(parts)
     update(parts)
-    parts.placement.take_rates(ACCELERATOR)
+    parts.placement.allow_margin(True)
     record(parts)
     assert update(parts)[1] == {0}
 
@@ -124,7 +123,7 @@ def test_the_margin_leaves_room_for_the_workspace(workspace, num):
     parts = make()
     parts.placement = Placement(
         *(parts.chunks, parts.chunk_nbytes, parts.copies, parts.ledger, parts.tracer, lambda chunks, tier: None),
-        *(PlacementRules(workspace, 0, "belady"), ACCELERATOR),
+        *(PlacementRules(workspace, 0, "belady", ACCELERATOR, True, True), True),
     )
     record(parts)
     assert len(update(parts)[1]) == num
@@ -165,10 +164,10 @@ def test_frozen_chunks_and_those_that_are_at_home_on_the_device_anyway_are_not_i
 
 def test_the_margin_of_one_of_several_processes_is_beside_the_copies():
     """A chunk at home takes nothing off the copy of its group, which has 32 bytes."""
-    parts = make(3 * 48 + 32, collectives=OneOfTwo())
+    parts = make(3 * 48 + 32, collectives=OneOfTwo(), machine=ACCELERATOR.shared_by(2))
     record(parts)
     assert update(parts)[1] == {0, 1, 2}
-    parts = make(3 * 48 + 31, collectives=OneOfTwo())
+    parts = make(3 * 48 + 31, collectives=OneOfTwo(), machine=ACCELERATOR.shared_by(2))
     record(parts)
     assert update(parts)[1] == {0, 1}
 
@@ -258,7 +257,7 @@ def test_what_is_at_home_on_the_device_leaves_as_far_as_the_host_has_room(host_n
 
 
 def test_what_is_at_home_on_the_device_stays_where_the_first_placement_stays_for_ever():
-    parts = make(144, homes=(DEVICE,) * 3, rates=None)
+    parts = make(144, homes=(DEVICE,) * 3, fills_margin=False)
     assert not parts.placement.leave_margin()
     assert parts.moved() == []
 
@@ -312,6 +311,17 @@ def test_chunks_that_came_and_went_are_noticed():
 # CpuEmbeddings at home
 
 
+BYTES_COUNT = dataclasses.replace(
+    CPU_TIER,
+    device_bandwidth=1.0,
+    to_device_bandwidth=1.0,
+    to_host_bandwidth=1.0,
+    host_bandwidth=1.0,
+    copy_latency_s=1e-9,
+)
+"""A byte takes a second wherever it goes, and a gradient costs the same on both tiers."""
+
+
 def look_up(parts, *nbytes):
     """The first tensor of each chunk is an embedding of which so many bytes were looked up."""
     for chunk, count in zip(parts.chunks, nbytes, strict=False):
@@ -324,8 +334,8 @@ def look_up(parts, *nbytes):
     ("nbytes", "num_micro_batches", "lookup"),
     [(15, 1, "home"), (16, 1, "device"), (31, 2, "home"), (32, 2, "device"), (16, 0, "device")],
 )
-def test_an_embedding_is_looked_up_where_less_bytes_cross(nbytes, num_micro_batches, lookup):
-    parts = make(1000)
+def test_an_embedding_is_looked_up_where_it_takes_less_time(nbytes, num_micro_batches, lookup):
+    parts = make(1000, machine=BYTES_COUNT)
     (tensor,) = look_up(parts, nbytes)
     record(parts)
     moved, margin = update(parts, num_micro_batches)
@@ -347,7 +357,7 @@ def test_an_embedding_that_was_never_looked_up_is_not_decided_on():
 @pytest.mark.parametrize(("nbytes", "lookup"), [(0, "device"), (1, "home")])
 def test_an_embedding_for_which_the_device_has_no_room_stays_at_home(nbytes, lookup):
     """The others are visited in turn, each in 16 bytes, beside as many that are not chunks; the last is at home."""
-    parts = make(16 + 16 + 48, homes=(HOST, HOST, DEVICE))
+    parts = make(16 + 16 + 48, homes=(HOST, HOST, DEVICE), machine=BYTES_COUNT)
     (tensor,) = look_up(parts, 100)
     record(parts, 1, 2, nbytes=nbytes)
     update(parts)
@@ -356,7 +366,7 @@ def test_an_embedding_for_which_the_device_has_no_room_stays_at_home(nbytes, loo
 
 def test_an_embedding_that_moves_from_now_on_is_pinned():
     pinned = []
-    parts = make(copies=Fake(pinned, "pin"))
+    parts = make(copies=Fake(pinned, "pin"), machine=BYTES_COUNT)
     first, second = look_up(parts, 100, 1)
     record(parts)
     update(parts)
@@ -365,7 +375,7 @@ def test_an_embedding_that_moves_from_now_on_is_pinned():
 
 
 def test_what_is_decided_once_stays():
-    parts = make(1000)
+    parts = make(1000, machine=BYTES_COUNT)
     (tensor,) = look_up(parts, 100)
     record(parts)
     update(parts)

@@ -462,7 +462,7 @@ def test_processes_that_evict_everything_follow_no_plan(evict_all, has_plan):
 
 def test_groups_leave_after_forward_where_that_is_wanted_and_there_are_others():
     config = PatrickStarConfig(prefetch_depth=0, reshard_after_forward=True)
-    group, alone = (MovePolicy.of(config, world_size) for world_size in (2, 1))
+    group, alone = (MovePolicy.of(config, world_size, 0) for world_size in (2, 1))
     leaving = []
     for parts in (make_group(policy=group), make(policy=alone, device_nbytes=96)):
         begin(parts)

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
+from hf_patrickstar.machine import Machine
 from hf_patrickstar.schedule.bounds import bounds_of
 from hf_patrickstar.schedule.clock import Lane
-from hf_patrickstar.schedule.machine import Machine
 from hf_patrickstar.schedule.plan import Actions, Plan
 from hf_patrickstar.schedule.replay import device_ns, replay
 from hf_patrickstar.schedule.script import (

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from hf_patrickstar.schedule.margin import Rates, fill_margin, needed_nbytes, plan_margin
+from hf_patrickstar.schedule.margin import StepCost, fill_margin, needed_nbytes, plan_margin
 from hf_patrickstar.schedule.placement import ChunkBytes
 from hf_patrickstar.schedule.trace import StepKind, Trace, Visit
 
@@ -146,32 +146,36 @@ def test_sizes_come_from_the_trace_where_a_chunk_may_not_move_home():
 
 # How much of it is worth filling
 
-BUS_ONLY = Rates(bus=1.0, host_update=1.0, device_update=1.0)
+
+def plan_of(count, candidates, cost_of):
+    return plan_margin(make_chunks(count), candidates, cost_of, "h100")
 
 
-def test_the_number_that_moves_least_is_chosen():
+def test_the_number_with_which_a_step_is_fastest_is_chosen():
     """Caching parameters on the same bytes may save more than homes do: two chunks here, no less and no more."""
-    moved = {0: 900, 1: 700, 2: 500, 3: 600, 4: 800}
-    plan = plan_margin(make_chunks(6), (3, 1, 0, 2), lambda inside: moved[len(inside)], BUS_ONLY)
+    times = {0: 9_000_000, 1: 7_000_000, 2: 5_000_000, 3: 6_000_000, 4: 8_000_000}
+    plan = plan_of(6, (3, 1, 0, 2), lambda inside: StepCost(times[len(inside)], 900 - 100 * len(inside)))
     assert plan.chunk_indices == (3, 1)
     assert plan.reason == (
-        "2 of 6 chunks live in the device margin (1.37 KiB; 4 would fit), the first layers first: a step moves 500 B, "
-        "against 900 B without"
+        "2 of 6 chunks live in the device margin (1.37 KiB; 4 would fit), the first layers first: by the rates of "
+        "'h100' a step takes 5.00 ms and moves 700 B, against 9.00 ms and 900 B without"
     )
 
 
-def test_updates_count_where_the_device_is_faster():
-    rates = Rates(bus=1.0, host_update=1.0, device_update=1000.0)
-    plan = plan_margin(make_chunks(4), (0, 1, 2, 3), lambda inside: 100 * len(inside), rates)
-    assert plan.chunk_indices == (0, 1, 2, 3)
-    plan = plan_margin(make_chunks(4), (0, 1, 2, 3), lambda inside: 100 * len(inside), BUS_ONLY)
-    assert plan.chunk_indices == ()
+def test_of_equally_fast_steps_the_one_that_moves_least_is_chosen():
+    """A step that is bound by computation takes as long whatever moves beside it."""
+    times = {0: 10_000, 1: 10_050, 2: 10_099, 3: 10_101, 4: 20_000}
+    moved = {0: 800, 1: 600, 2: 700, 3: 0, 4: 0}
+    plan = plan_of(4, (0, 1, 2, 3), lambda inside: StepCost(times[len(inside)], moved[len(inside)]))
+    assert plan.chunk_indices == (0,)
+    plan = plan_of(4, (0, 1, 2, 3), lambda inside: StepCost(10_000, 500))
+    assert plan.chunk_indices == (), "no more than is of use"
 
 
 def test_what_cannot_work_is_not_chosen():
-    plan = plan_margin(make_chunks(4), (0, 1), lambda inside: None if len(inside) > 1 else 10 - len(inside), BUS_ONLY)
+    plan = plan_of(4, (0, 1), lambda inside: None if len(inside) > 1 else StepCost(100 - 10 * len(inside), 0))
     assert plan.chunk_indices == (0,)
-    plan = plan_margin(make_chunks(4), (0, 1), lambda inside: None, BUS_ONLY)
+    plan = plan_of(4, (0, 1), lambda inside: None)
     assert plan.chunk_indices == ()
     assert "empty" in plan.reason
 
@@ -179,6 +183,6 @@ def test_what_cannot_work_is_not_chosen():
 @pytest.mark.parametrize("count", [1, 3, 8, 50])
 def test_all_and_none_are_among_the_numbers_that_are_compared(count):
     seen = set()
-    plan_margin(make_chunks(count), tuple(range(count)), lambda inside: seen.add(len(inside)) or 0, BUS_ONLY)
+    plan_of(count, tuple(range(count)), lambda inside: seen.add(len(inside)) or StepCost(1, 0))
     assert {0, count} <= seen
     assert len(seen) <= 9

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from hf_patrickstar.events import MessageExchanged, SlicesGathered, SlicesReduced
+from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.schedule.clock import Lane
-from hf_patrickstar.schedule.machine import Machine
 from hf_patrickstar.schedule.script import BlockingCopy, HostWork, Join, Kernel, Message, Reduce
 from hf_patrickstar.virtual.collectives import VirtualPeers
 from hf_patrickstar.virtual.driver import VirtualDriver

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.schedule.clock import Lane
-from hf_patrickstar.schedule.machine import Machine
 from hf_patrickstar.schedule.script import Await, BlockingCopy, HostWork, Join, Kernel, Send, ThreadWork
 from hf_patrickstar.virtual.driver import VirtualDriver
 

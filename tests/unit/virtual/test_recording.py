@@ -10,10 +10,10 @@ from models import make_batch, make_model
 from trainers import smallest_budget
 
 from hf_patrickstar.errors import BudgetError, ConfigError, EngineError
+from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.schedule.clock import Lane
-from hf_patrickstar.schedule.machine import MACHINES
 from hf_patrickstar.schedule.replay import device_ns, replay
-from hf_patrickstar.schedule.script import Message, Part, Reach, Reduce, Send
+from hf_patrickstar.schedule.script import Kernel, Message, Part, Reach, Reduce, Send, ThreadWork
 from hf_patrickstar.virtual import driver
 from hf_patrickstar.virtual.costs import HostCache
 from hf_patrickstar.virtual.recording import record_step
@@ -59,7 +59,7 @@ def check(found, budget, machine=H100):
     assert again.duration_ns == found.timeline.duration_ns
     assert again.busy_ns() == found.timeline.busy_ns()
     assert again.waits_by_place() == found.timeline.waits_by_place()
-    assert all(plan.num_loads > 0 for plan in found.plans)
+    assert any(plan.num_loads > 0 for plan in found.plans)
     assert found.on(machine, 2**30, budget).duration_ns == found.timeline.duration_ns, "the same plans"
 
 
@@ -130,6 +130,16 @@ def test_parts_of_groups_that_live_in_the_margin_do_not_cross_the_bus(num_micro_
     assert 0 < found.num_on_host < found.num_parameters / 2, "the margin is updated on the device"
     assert not found.static
     check(found, 240_000, NODE)
+
+
+def test_what_the_host_updates_beside_is_begun_before_the_device_is_told_to_update_the_margin():
+    """To launch the update of the device takes the host time, in which its workers can compute."""
+    found = record(chunk_nbytes=6 * smallest_budget(make_model("gpt2"), "bf16", checkpointing=True), placement="auto")
+    begun = [n for n, entry in enumerate(found.script) if isinstance(entry, ThreadWork) and entry.chunk_indices]
+    launched = [n for n, entry in enumerate(found.script) if isinstance(entry, Kernel) and "fused_adam" in entry.name]
+    assert begun
+    assert launched
+    assert max(begun) < min(launched)
 
 
 def test_processes_have_parts_of_model_data_and_gather_the_rest():

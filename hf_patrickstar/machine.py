@@ -141,6 +141,22 @@ class Machine:
                 f"machine '{self.name}': {world_size} processes need as many devices, num_devices is {self.num_devices}"
             )
 
+    def shared_by(self, num_processes: int) -> "Machine":
+        """The part of one of several processes, each with a device like this one, that share this machine's host.
+
+        Args:
+            num_processes: How many there are.
+        """
+        return dataclasses.replace(
+            self,
+            num_devices=num_processes,
+            host_nbytes=self.host_nbytes // num_processes,
+            host_bandwidth=self.host_bandwidth / num_processes,
+            host_flops=self.host_flops / num_processes,
+            num_cores=max(self.num_cores // num_processes, 1),
+            link_bandwidth=self.link_bandwidth or self.to_host_bandwidth,  # nothing better is known than the bus
+        )
+
     @property
     def message_ns(self) -> int:
         """Nanoseconds of the host for a message to all processes, and theirs."""
@@ -283,6 +299,47 @@ MACHINES: Mapping[str, Machine] = {
     )
 }
 """Machines that are known by name, from the data sheets of their parts; see ``peak``."""
+
+
+CPU_TIER = Machine(
+    name="cpu",
+    flops={"float32": 100e9},
+    device_nbytes=64 * GIB,
+    device_bandwidth=20 * GIB,
+    to_device_bandwidth=10 * GIB,
+    to_host_bandwidth=10 * GIB,
+    pageable_bandwidth=10 * GIB,
+    host_nbytes=64 * GIB,
+    host_bandwidth=20 * GIB,
+    host_flops=100e9,
+    num_cores=1,
+)
+"""A machine without an accelerator. Both tiers are the same memory: the optimizer costs the same on either."""
+
+ACCELERATOR = peak(
+    "accelerator",
+    matmul={"float32": 40e12, "bfloat16": 200e12},
+    memory=1200e9,
+    bus=31.5e9,
+    host_memory=150e9,
+    cores=16,
+    device_gib=40,
+    host_gib=256,
+)
+"""An accelerator that is not known, on PCIe 4."""
+
+_DEVICES = {"H100": "h100", "H200": "h100", "A100": "a100-40", "RTX 4090": "rtx4090", "V100": "v100"}
+"""Parts of the names of devices, as drivers call them, and the machines that have them."""
+
+
+def machine_of(device_name: str) -> Machine:
+    """The machine by whose rates decisions are made where nobody says which one it is.
+
+    Args:
+        device_name: What the driver calls the accelerator.
+    """
+    found = [machine for part, machine in _DEVICES.items() if part.lower() in device_name.lower()]
+    return MACHINES[found[0]] if found else ACCELERATOR
 
 
 def find_machine(name: str) -> Machine:

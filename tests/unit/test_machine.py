@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.schedule.machine import MACHINES, Machine, find_machine, peak
+from hf_patrickstar.machine import MACHINES, Machine, find_machine, machine_of, peak
 
 fast = settings(deadline=None, max_examples=100, database=None, derandomize=True)
 GIB = 2**30
@@ -233,3 +233,29 @@ def test_one_device_alone_needs_no_link():
     assert dataclasses.replace(ROUND, num_devices=1, link_bandwidth=0.0).link_bandwidth == 0.0
     message = refused(dataclasses.replace, ROUND, num_devices=1, link_bandwidth=-1.0)
     assert message == "machine 'round': link_bandwidth is -1.0; it must be a positive number"
+
+
+@pytest.mark.parametrize(
+    ("device_name", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("Tesla V100-SXM2-32GB", "v100"),
+        ("NVIDIA L4", "accelerator"),
+        ("xpu", "accelerator"),
+    ],
+)
+def test_the_machine_of_a_device(device_name, name):
+    assert machine_of(device_name).name == name
+
+
+def test_the_part_of_one_of_several_processes():
+    part = MACHINES["h100"].shared_by(4)
+    whole = MACHINES["h100"]
+    assert (part.num_devices, part.num_cores, part.host_nbytes) == (4, 12, whole.host_nbytes // 4)
+    assert (part.host_bandwidth, part.host_flops) == (whole.host_bandwidth / 4, whole.host_flops / 4)
+    assert (part.link_bandwidth, part.to_device_bandwidth) == (whole.to_host_bandwidth, whole.to_device_bandwidth)
+    assert MACHINES["8xh100"].shared_by(2).link_bandwidth == MACHINES["8xh100"].link_bandwidth
+    assert MACHINES["rtx4090"].shared_by(64).num_cores == 1

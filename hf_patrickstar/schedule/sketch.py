@@ -1,0 +1,150 @@
+"""Estimates a step from its traces alone, so that an engine can compare ways to do it by the simulator's clock.
+
+[Note: a sketch of a step]
+The engine knows which chunks a step visits, but not what the device computes in between: nobody watches operators on a
+real device. A sketch puts in what every transformer does: each matrix is multiplied with each row (token) of a
+micro-batch once in forward and twice in backward. The rest is known: the copies are those of the plan, gradients leave
+when a chunk has been visited for the last time, and the optimizer reads and writes 28 bytes per parameter at home. The
+script is played by the same ``replay`` as that of a recorded step.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from hf_patrickstar.schedule.bounds import ADAM_NBYTES
+from hf_patrickstar.schedule.script import (
+    Begin,
+    Entry,
+    HostWork,
+    Kernel,
+    Part,
+    Reach,
+    Reduce,
+    Send,
+    ThreadWork,
+)
+from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace
+
+_ADDING_NBYTES = 8
+"""Bytes per element to add a gradient to a list of fp32, beside the gradient itself."""
+_PATCH_NUMEL = 256
+"""Pixels of a row of an image model."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChunkWork:
+    """What a step does with a chunk, beside moving it.
+
+    Attributes:
+        matrix_numel: Elements of matrices, which computation multiplies rows with.
+        own_numel: Elements that the optimizer updates in this process; 0 if the chunk is frozen.
+        gradient_nbytes: Bytes of this process's gradients.
+        sent_nbytes: Bytes of gradients that it sends to other processes.
+        dtype: The type that is computed in.
+        is_static: Whether it is at home on the device, where it is updated.
+    """
+
+    matrix_numel: int
+    own_numel: int
+    gradient_nbytes: int
+    sent_nbytes: int
+    dtype: str
+    is_static: bool
+
+
+def num_rows(shapes: Shapes) -> int:
+    """About how many rows a micro-batch has that matrices are multiplied with: tokens, or patches of images.
+
+    Args:
+        shapes: Shapes of its inputs.
+    """
+
+    def rows(shape: tuple[int, ...]) -> int:
+        if len(shape) < 4:
+            return math.prod(shape[:2])
+        return shape[0] * max(math.prod(shape[2:]) // _PATCH_NUMEL, 1)
+
+    return max(map(rows, shapes), default=1)
+
+
+def steps_of(traces: Iterable[Trace], num_micro_batches: int) -> list[list[Trace]]:
+    """The steps that recorded micro-batches make: each bucket of inputs one, or all that accumulate together.
+
+    Args:
+        traces: The traces of training.
+        num_micro_batches: Micro-batches of a step.
+    """
+    by_kind: dict[StepKind, list[Trace]] = {}
+    for trace in traces:
+        by_kind.setdefault(trace.kind, []).append(trace)
+    steps = [[trace] for trace in by_kind.get(StepKind.TRAINING, ())]
+    if first := by_kind.get(StepKind.FIRST):
+        middle = by_kind.get(StepKind.MIDDLE, [])[:1] * max(num_micro_batches - 2, 0)
+        steps.append([first[0], *middle, *by_kind.get(StepKind.LAST, [])[:1]])
+    return steps
+
+
+def sketch(traces: Sequence[Trace], works: Sequence[ChunkWork], *, overlaps_update: bool) -> list[Entry]:
+    """The script of a step: the update of the last one, then forward and backward of every micro-batch.
+
+    Args:
+        traces: What each micro-batch visits.
+        works: What is done with each chunk, by chunk index.
+        overlaps_update: Whether the host updates chunks beside what follows.
+    """
+    script: list[Entry] = [Begin(Part.UPDATE)]
+    order = dict.fromkeys(visit.chunk_index for trace in traces for visit in trace.visits)
+    script += [_update(index, works[index], overlaps=overlaps_update) for index in order if works[index].own_numel]
+    number = itertools.count(len([entry for entry in script if isinstance(entry, ThreadWork)]))
+    for trace in traces:
+        script += _micro_batch(trace, works, number, accumulates=len(traces) > 1)
+    return script
+
+
+def _update(index: int, work: ChunkWork, *, overlaps: bool) -> Entry:
+    nbytes = ADAM_NBYTES * work.own_numel
+    if work.is_static:
+        return Kernel("update", 0, nbytes, "float32")
+    operator = HostWork("update", 0, nbytes)
+    return ThreadWork((operator,), frozenset({index}), (), ()) if overlaps else operator
+
+
+def _micro_batch(
+    trace: Trace, works: Sequence[ChunkWork], number: Iterator[int], *, accumulates: bool
+) -> Iterator[Entry]:
+    """``number`` counts copies, reductions and works of the thread, as ``Await`` does."""
+    end = trace.forward_ends[-1] if trace.forward_ends else len(trace.visits)
+    rows = num_rows(trace.shapes[0])
+    by_plan = any(visit.reduced for visit in trace.visits)
+    last = {visit.chunk_index: moment for moment, visit in enumerate(trace.visits)}
+    for part, begin, stop, products in ((Part.FORWARD, 0, end, 1), (Part.BACKWARD, end, len(trace.visits), 2)):
+        yield Begin(part)
+        visits = trace.visits[begin:stop]
+        counts: dict[int, int] = {}
+        for visit in visits:
+            counts[visit.chunk_index] = counts.get(visit.chunk_index, 0) + 1
+        for moment, visit in enumerate(visits, begin):
+            index, work = visit.chunk_index, works[visit.chunk_index]
+            yield Reach(index)
+            share = work.matrix_numel // counts[index]
+            yield Kernel("compute", 2 * products * rows * share, 0, work.dtype)
+            if part is Part.BACKWARD:
+                done = visit.reduced if by_plan else (index,) * (last[index] == moment)
+                for leaving in done:
+                    yield from _gradients(leaving, works[leaving], number, accumulates=accumulates)
+
+
+def _gradients(index: int, work: ChunkWork, number: Iterator[int], *, accumulates: bool) -> Iterator[Entry]:
+    if work.sent_nbytes:
+        next(number)
+        yield Reduce(work.sent_nbytes)
+    if work.is_static or not work.own_numel:
+        return
+    sent = next(number)
+    yield Send(index, work.gradient_nbytes, False)
+    if accumulates:
+        next(number)
+        adding = HostWork("add gradients", 0, work.gradient_nbytes + _ADDING_NBYTES * work.own_numel)
+        yield ThreadWork((adding,), frozenset(), (sent,), ())

@@ -1,0 +1,135 @@
+"""Steps that are estimated from their traces, and how near they come to steps whose operators are known."""
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from hf_patrickstar.machine import MACHINES
+from hf_patrickstar.schedule.replay import replay
+from hf_patrickstar.schedule.script import Begin, HostWork, Kernel, Part, Reach, Reduce, Send, ThreadWork
+from hf_patrickstar.schedule.sketch import ChunkWork, num_rows, sketch, steps_of
+from hf_patrickstar.schedule.trace import Trace, Visit
+from hf_patrickstar.virtual.recording import record_step
+
+SIZES = (20, 20)
+HOST = ChunkWork(6, 8, 20, 0, "bfloat16", False)
+DEVICE = ChunkWork(6, 8, 20, 0, "bfloat16", True)
+FROZEN = ChunkWork(6, 0, 20, 0, "bfloat16", False)
+
+
+def make_trace(key="training", *, reduced=()):
+    """Forward visits chunks 0, 1, 0; backward 1, 0. Micro-batches have 2 x 5 tokens."""
+    visits = [Visit(index) for index in (0, 1, 0, 1)]
+    return Trace(key, SIZES, (*visits, Visit(0, reduced=reduced)), (((2, 5),),), (3,))
+
+
+def update(index):
+    return ThreadWork((HostWork("update", 0, 28 * 8),), frozenset({index}), (), ())
+
+
+def compute(flops):
+    return Kernel("compute", flops, 0, "bfloat16")
+
+
+def test_a_step():
+    """Each matrix is multiplied with ten rows; the work of a chunk is spread over its visits."""
+    assert sketch([make_trace()], [HOST, HOST], overlaps_update=True) == [
+        *(Begin(Part.UPDATE), update(0), update(1)),
+        Begin(Part.FORWARD),
+        *(Reach(0), compute(60), Reach(1), compute(120), Reach(0), compute(60)),
+        Begin(Part.BACKWARD),
+        *(Reach(1), compute(240), Send(1, 20, False)),
+        *(Reach(0), compute(240), Send(0, 20, False)),
+    ]
+
+
+def test_an_update_that_stops_the_host_and_one_on_the_device():
+    script = sketch([make_trace()], [HOST, DEVICE], overlaps_update=False)
+    assert script[1:3] == [HostWork("update", 0, 28 * 8), Kernel("update", 0, 28 * 8, "float32")]
+    assert [entry for entry in script if isinstance(entry, Send)] == [Send(0, 20, False)]
+
+
+def test_what_is_frozen_is_computed_with_and_no_more():
+    script = sketch([make_trace()], [FROZEN, HOST], overlaps_update=True)
+    assert script[1] == update(1)
+    assert [entry for entry in script if isinstance(entry, Send)] == [Send(1, 20, False)]
+    assert sum(entry.flops for entry in script if isinstance(entry, Kernel)) == 720
+
+
+def test_gradients_of_micro_batches_are_added_when_they_have_left():
+    """Numbers count all that may be waited for: two updates come first."""
+    traces = [make_trace("training first"), make_trace("training last")]
+    script = sketch(traces, [HOST, HOST], overlaps_update=True)
+    adding = [entry for entry in script if isinstance(entry, ThreadWork) and not entry.chunk_indices]
+    assert [entry.after for entry in adding] == [(2,), (4,), (6,), (8,)]
+    assert adding[0].operators == (HostWork("add gradients", 0, 20 + 64),)
+
+
+def test_groups_are_reduced_when_the_trace_says_so():
+    group = ChunkWork(6, 8, 20, 60, "bfloat16", False)
+    script = sketch([make_trace(reduced=(1, 0))], [group, group], overlaps_update=True)
+    assert script[-6:] == [Reach(0), compute(240), Reduce(60), Send(1, 20, False), Reduce(60), Send(0, 20, False)]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "rows"),
+    [
+        ((), 1),
+        (((4,),), 4),
+        (((2, 5), (2,)), 10),
+        (((2, 5, 64),), 10),
+        (((2, 3, 224, 224),), 2 * 196),
+        (((2, 3, 8, 8),), 2),
+    ],
+)
+def test_rows_of_a_micro_batch(shapes, rows):
+    assert num_rows(shapes) == rows
+
+
+def test_steps_that_micro_batches_make():
+    short, long = make_trace("training/2x4"), make_trace("training/2x8")
+    assert steps_of([short, long], 1) == [[short], [long]]
+    first, middle, last = (make_trace(f"training {name}/2x4") for name in ("first", "middle", "last"))
+    assert steps_of([last, first, middle], 4) == [[first, middle, middle, last]]
+    assert steps_of([first, last], 2) == [[first, last]]
+    assert steps_of([last, middle], 4) == [], "a step that is known in parts alone"
+
+
+def make_gpt2():
+    return GPT2LMHeadModel(GPT2Config(n_layer=8, n_embd=768, n_head=12, vocab_size=2048, use_cache=False)).train()
+
+
+def make_llama():
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 8, "intermediate_size": 2816, "num_attention_heads": 16}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=2048, use_cache=False, **sizes)).train()
+
+
+@pytest.mark.parametrize("make_model", [make_gpt2, make_llama])
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_a_sketch_takes_about_as_long_as_what_was_recorded(make_model, num_micro_batches):
+    """Attention, norms and dropout are left out; with few tokens, where copies and updates bind, they are hidden.
+
+    Launches of operators, which bind in models as small as these, take hardly any time here.
+    """
+
+    def make_inputs():
+        tokens = torch.zeros((4, 128), dtype=torch.long)
+        return {"input_ids": tokens, "labels": tokens}
+
+    recording = record_step(
+        make_model,
+        make_inputs,
+        MACHINES["rtx4090"],
+        config={"dtype": "bf16", "placement": "host", "chunk_budget": 2**26},
+        num_micro_batches=num_micro_batches,
+    )
+    works = [
+        ChunkWork(load.nbytes // 2, load.nbytes // 2, load.nbytes, 0, "bfloat16", False) for load in recording.loads
+    ]
+    script = sketch(recording.traces, works, overlaps_update=True)
+    for name in ("rtx4090", "h100", "v100"):
+        machine = dataclasses.replace(MACHINES[name], operator_s=1e-7, kernel_s=1e-7)
+        estimated = replay(script, recording.plans, recording.loads, machine).duration_ns
+        assert 0.7 < estimated / recording.on(machine, 2**30, 2**26).duration_ns < 1.1
