@@ -1,6 +1,7 @@
 """``hf-patrickstar plan``: whether a model fits, and how fast it trains, before it does."""
 
 import argparse
+import dataclasses
 import pathlib
 from typing import TYPE_CHECKING
 
@@ -63,13 +64,37 @@ def run(options: argparse.Namespace) -> int:
         ConfigError: If an argument makes no sense, or the file cannot be written.
     """
     # transformers takes seconds to import, and other commands do without.
+    from hf_patrickstar.planner.advice import advise
+    from hf_patrickstar.planner.planning import plan_subject
+    from hf_patrickstar.planner.screen import describe
+
+    subject, circumstances = arrange_from(options) if options.script else _arrange(options)
+    plan = plan_subject(subject, circumstances)
+    advice = []
+    if not options.no_advice:
+        advice = advise(
+            subject,
+            circumstances,
+            plan,
+            lambda changes: tqdm(changes, desc="trying changes", unit="plan", leave=False, delay=2),
+        )
+    if options.script:
+        advice = [dataclasses.replace(item, text=in_words_of_the_script(item.text)) for item in advice]
+    print(describe(plan, advice))
+    if options.json is not None:
+        try:
+            pathlib.Path(options.json).write_text(plan.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json: '{options.json}' cannot be written: {error.strerror}") from error
+    return 0 if plan.fits else 1
+
+
+def _arrange(options: argparse.Namespace) -> "tuple[Subject, Circumstances]":
     from hf_patrickstar.planner.planning import arrange
 
-    if options.script:
-        return _show(options, *arrange_from(options))
     if options.model is None:
         raise ConfigError("what should be planned? Give MODEL, or -- SCRIPT ARGS...")
-    subject, circumstances = arrange(
+    return arrange(
         options.model,
         options.machine,
         task=options.task,
@@ -85,27 +110,3 @@ def run(options: argparse.Namespace) -> int:
         host_memory=options.host_memory,
         settings=settings_of(options.set),
     )
-    return _show(options, subject, circumstances)
-
-
-def _show(options: argparse.Namespace, subject: "Subject", circumstances: "Circumstances") -> int:
-    from hf_patrickstar.planner.advice import advise
-    from hf_patrickstar.planner.planning import plan_subject
-    from hf_patrickstar.planner.screen import describe
-
-    plan = plan_subject(subject, circumstances)
-    advice = []
-    if not options.no_advice:
-        advice = advise(
-            subject,
-            circumstances,
-            plan,
-            lambda changes: tqdm(changes, desc="trying changes", unit="plan", leave=False, delay=2),
-        )
-    print(in_words_of_the_script(describe(plan, advice)) if options.script else describe(plan, advice))
-    if options.json is not None:
-        try:
-            pathlib.Path(options.json).write_text(plan.to_json(), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--json: '{options.json}' cannot be written: {error.strerror}") from error
-    return 0 if plan.fits else 1

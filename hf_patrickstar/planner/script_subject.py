@@ -31,14 +31,14 @@ from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError, EngineError
 from hf_patrickstar.integrations.script import StopScript, run_script, set_known, touch_nothing
 from hf_patrickstar.integrations.training_args import PatrickStarArgumentsMixin
+from hf_patrickstar.machine import Machine
 from hf_patrickstar.planner.planning import Circumstances, arrange_machine
 from hf_patrickstar.planner.subject import MakeOptimizer, Subject
-from hf_patrickstar.schedule.machine import Machine
 
 NUM_BATCHES = 8
 """How many batches are looked at for the largest."""
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_dropout", "dropout", "dropout_p")
-_OF_THE_MACHINE = ("device_budget", "host_budget", "pin_memory")
+_OF_THE_MACHINE = ("device_budget", "host_budget", "pin_memory", "machine")
 """Settings that say what there is, which the planned machine does."""
 
 

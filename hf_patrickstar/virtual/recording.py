@@ -150,17 +150,11 @@ def record_step(
     """
     machine.check_processes(world_size)
     driver = VirtualDriver(machine)
-    settings = {
-        "device_budget": machine.device_nbytes,
-        "host_budget": machine.host_nbytes,
-        "pin_memory": False,  # the driver takes all memory of the pool for pinned
-        "machine": machine,
-        **config,
-    }
     with FakeTensorMode(), driver.watching():
+        model = make_model()
         engine = PatrickStarEngine(
-            model := make_model(),
-            settings,
+            model,
+            {**_settings_for(machine), **config},
             (make_optimizer or _make_adamw)(model.parameters()),
             device=DeviceStreams(torch.device("cpu"), driver),
             gradient_accumulation_steps=num_micro_batches,
@@ -180,6 +174,15 @@ def record_step(
             if not is_recorded and all(step and step.cursor and step.plan for step in steps):
                 return _note(engine, driver, steps, timeline, before)
     raise EngineError(f"none of {_MOST_STEPS} steps followed plans: what this model does depends on its data")
+
+
+def _settings_for(machine: Machine) -> dict[str, Any]:
+    return {
+        "device_budget": machine.device_nbytes,
+        "host_budget": machine.host_nbytes,
+        "pin_memory": False,  # the driver takes all memory of the pool for pinned
+        "machine": machine,
+    }
 
 
 def _note(

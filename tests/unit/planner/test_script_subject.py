@@ -45,7 +45,9 @@ def test_it_is_the_plan_of_the_same_model_as_a_configuration(tmp_path):
 
 
 def test_everything_that_the_script_says_is_planned(tmp_path):
-    settings = '{"device_budget": "3MiB", "host_budget": "64MiB", "chunk_numel": 8192, "pin_memory": true}'
+    settings = (
+        '{"device_budget": "3MiB", "host_budget": "64MiB", "chunk_numel": 8192, "pin_memory": true, "machine": "h100"}'
+    )
     arguments = ["--bf16", "--gradient_accumulation_steps", "4", "--max_grad_norm", "0.25", "--gradient_checkpointing"]
     arguments += ["--optim", "sgd", "--optim_args", "momentum=0.5", "--patrickstar", "--patrickstar_config", settings]
     subject, given = arrange(tmp_path, "", *arguments, "--per_device_train_batch_size", "3")
