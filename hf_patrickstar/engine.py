@@ -34,6 +34,7 @@ from hf_patrickstar.optim.workers import HostWorkers
 from hf_patrickstar.payloads import Payloads
 from hf_patrickstar.report.figures import Figures
 from hf_patrickstar.report.statistics import Statistics
+from hf_patrickstar.report.survey import Survey, take_survey
 from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.assembly import Foundation, assemble
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
@@ -433,6 +434,10 @@ class PatrickStarEngine:
             "chunk_numel": layout.chunk_numel,
             "chunk_utilisation": layout.utilisation,
         }
+
+    def survey(self) -> Survey:
+        """Which parameter lives where, and what was on the device at each moment of the last steps, sizes in bytes."""
+        return take_survey(self.manager.chunks, self.ledger, self.manager.steps.followed, self.reasons)
 
     @property
     def reasons(self) -> tuple[str, ...]:

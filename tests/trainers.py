@@ -7,7 +7,12 @@ import torch
 from models import make_batch, make_model, make_rows
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_patrickstar import PatrickStarEngine, PatrickStarTrainer, PatrickStarTrainingArguments
+from hf_patrickstar import (
+    PatrickStarArgumentsMixin,
+    PatrickStarEngine,
+    PatrickStarTrainer,
+    PatrickStarTrainingArguments,
+)
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.layout.search import find_candidates
 from hf_patrickstar.layout.specs import collect_specs
@@ -71,6 +76,8 @@ def arguments(cls, tmp_path, **kwargs):
         "disable_tqdm": True,
         "seed": 7,
     }
+    if issubclass(cls, PatrickStarArgumentsMixin):
+        defaults["patrickstar_report"] = False  # tests look at what else is in the directory
     defaults.update(kwargs)
     return cls(**defaults)
 

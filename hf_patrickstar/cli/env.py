@@ -1,13 +1,13 @@
 """``hf-patrickstar env``: what this machine is, and how fast."""
 
 import importlib.metadata
-import os
 import pathlib
 import platform
 
 import torch
 from tqdm import tqdm
 
+from hf_patrickstar.cli.files import check_file
 from hf_patrickstar.cores import usable_cores
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import Machine
@@ -102,17 +102,9 @@ def _version(library: str) -> str:
 
 
 def _checked(json_file: str, measure: bool) -> pathlib.Path:
-    """A path that can be written to as far as one can tell: to measure takes longer than to say so."""
     if not measure:
         raise ConfigError("--json writes what was measured; add --measure")
-    path = pathlib.Path(json_file)
-    if path.is_dir():
-        raise ConfigError(f"--json: '{path}' is a directory; name a file")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--json: '{path}' cannot be written: there is no directory '{path.parent}'")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"--json: '{path}' cannot be written: permission denied")
-    return path
+    return check_file(json_file, "--json")
 
 
 def _write(machine: Machine, path: pathlib.Path) -> None:

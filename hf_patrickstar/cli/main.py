@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from hf_patrickstar.checkpoint.export import export
-from hf_patrickstar.cli import check, plan
+from hf_patrickstar.cli import check, plan, report
 from hf_patrickstar.cli.env import env
 from hf_patrickstar.cli.plan_script import split_script
 from hf_patrickstar.errors import ConfigError, PatrickStarError
@@ -81,6 +81,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_arguments(command)
     command.set_defaults(run=check.run)
+    command = commands.add_parser(
+        "report",
+        help="make a page of a run",
+        description="Makes one HTML page of what a run with --patrickstar has recorded in its output directory.",
+    )
+    report.add_arguments(command)
+    command.set_defaults(run=report.run)
     return parser
 
 

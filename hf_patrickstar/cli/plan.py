@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from hf_patrickstar.cli.files import check_file
 from hf_patrickstar.cli.plan_script import arrange_from, in_words_of_the_script
 from hf_patrickstar.cli.settings import settings_of
 from hf_patrickstar.errors import ConfigError
@@ -55,6 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-advice", action="store_true", help="do not try what could be changed: four times as quick"
     )
     parser.add_argument("--json", metavar="FILE", help="write the plan there too; an older file is replaced")
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        help="write a page of the plan there, and the timeline for Perfetto beside it; older files are replaced",
+    )
+    parser.add_argument("--png", metavar="FILE", help="draw the tide and the lanes of a step there")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -63,13 +70,17 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: If an argument makes no sense, or the file cannot be written.
     """
+    for option in ("json", "html", "png"):
+        if (name := getattr(options, option)) is not None:
+            check_file(name, f"--{option}")
     # transformers takes seconds to import, and other commands do without.
+    from hf_patrickstar.cli.plan_page import write_plan_page, write_plan_picture
     from hf_patrickstar.planner.advice import advise
-    from hf_patrickstar.planner.planning import plan_subject
+    from hf_patrickstar.planner.planning import plan_and_record
     from hf_patrickstar.planner.screen import describe
 
     subject, circumstances = arrange_from(options) if options.script else _arrange(options)
-    plan = plan_subject(subject, circumstances)
+    plan, recording = plan_and_record(subject, circumstances)
     advice = []
     if not options.no_advice:
         advice = advise(
@@ -86,6 +97,10 @@ def run(options: argparse.Namespace) -> int:
             pathlib.Path(options.json).write_text(plan.to_json(), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--json: '{options.json}' cannot be written: {error.strerror}") from error
+    if options.html is not None:
+        write_plan_page(plan, recording, advice, options.html)
+    if options.png is not None:
+        write_plan_picture(plan, recording, options.png)
     return 0 if plan.fits else 1
 
 

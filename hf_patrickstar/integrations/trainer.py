@@ -1,5 +1,6 @@
 """``PatrickStarTrainer``, and the mixin that gives any other Trainer the same."""
 
+import contextlib
 import logging
 from typing import Any
 
@@ -10,6 +11,7 @@ from hf_patrickstar.errors import ConfigError, DeviceMemoryError, EngineError
 from hf_patrickstar.integrations.accelerator import PatrickStarAccelerator
 from hf_patrickstar.integrations.trainer_checkpoints import TrainerCheckpoints
 from hf_patrickstar.integrations.trainer_logs import figures_told
+from hf_patrickstar.integrations.trainer_report import RunReport
 from hf_patrickstar.runtime.admission import check_model, check_shapes
 from hf_patrickstar.runtime.recovery import MAX_RETRIES
 
@@ -27,6 +29,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
     """
 
     callback_handler: Any
+    _run: RunReport | None = None
     _is_shrinking = False  # whether the Trainer is looking for a smaller batch size, because the engine has given up
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -56,7 +59,8 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
 
         ``patrickstar_logging`` selects the figures: by default a console gets at most three, and all other callbacks
         (``report_to``) get all that docs/logs.md lists. Counts and moved bytes are means per optimizer step since the
-        last such log; sizes are in bytes. ``log_history`` gets none, so that a resumed run has the same history.
+        last such log; sizes are in bytes. ``log_history`` gets none, so that a resumed run has the same history. With
+        ``patrickstar_report`` they are recorded in the output directory, too.
 
         Args:
             logs: The values to log.
@@ -64,11 +68,44 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
             **kwargs: As for ``Trainer.log``.
         """
         engine, choice = self.patrickstar_engine, getattr(self.args, "patrickstar_logging", "off")
-        if engine is None or "loss" not in logs or choice == "off":
+        told: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if engine is not None and "loss" in logs and (choice != "off" or self._run is not None):
+            figures = engine.figures.since_last(engine.stats())
+            if self._run is not None:
+                self._run.note_loss(logs, figures)
+            if choice != "off":
+                told = figures_told(self.callback_handler, figures, choice == "brief")
+        elif self._run is not None and "eval_loss" in logs:
+            self._run.note_evaluation(float(logs["eval_loss"]))
+        with told:
             super().log(logs, *args, **kwargs)  # type: ignore[misc]
-            return
-        with figures_told(self.callback_handler, engine.figures.since_last(engine.stats()), choice == "brief"):
-            super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains as the Trainer does; see ``TrainerCheckpoints.train``. With ``patrickstar_report`` it is recorded.
+
+        Args:
+            *args: As for ``Trainer.train``.
+            **kwargs: As for ``Trainer.train``.
+
+        Returns:
+            What ``Trainer.train`` returns.
+
+        Raises:
+            CheckpointError: If a checkpoint cannot be read, or cannot be written.
+        """
+        self._run = None  # made when the first step begins
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._run = None
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with self._unmeasured():
+            super()._save_checkpoint(model, trial)
+
+    def _unmeasured(self) -> contextlib.AbstractContextManager[None]:
+        """Inside the block no time passes for the record of the run."""
+        return contextlib.nullcontext() if self._run is None else self._run.watch.paused()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward of one micro-batch, repeated if device memory does not suffice.
@@ -91,6 +128,8 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         engine = self.patrickstar_engine
         if engine is None:
             return run(*args, **kwargs)
+        if self._run is None and self.args.patrickstar_report and self.is_world_process_zero():  # type: ignore[attr-defined]
+            self._run = RunReport(self)
         # on_optimizer_step is the only call of user code between a step and the Trainer's zero_grad.
         engine.manager.gradients.is_watched = any(
             getattr(callback, "on_optimizer_step", None) is not None
@@ -101,6 +140,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
             loss = engine.attempt(lambda: run(*args, **kwargs), 0 if self._is_shrinking else MAX_RETRIES)
         except DeviceMemoryError:
             self._is_shrinking = self.args.auto_find_batch_size
+            self._run = None  # if the Trainer starts over, so does its record
             raise
         self._is_shrinking = False
         return loss
@@ -121,7 +161,8 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         engine = self.patrickstar_engine
         if engine is not None:  # before the Trainer's own gather, which would wait without a warning
             engine.manager.sharing.enter("evaluates")
-        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        with self._unmeasured():
+            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
     def patrickstar_stats(self) -> dict[str, Any]:
         """Bytes and events of the engine so far.

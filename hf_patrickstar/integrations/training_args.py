@@ -1,4 +1,4 @@
-"""``PatrickStarTrainingArguments``: transformers' arguments and three more."""
+"""``PatrickStarTrainingArguments``: transformers' arguments and four more."""
 
 import dataclasses
 import os
@@ -16,7 +16,7 @@ Logging = Literal["off", "brief", "all"]
 
 @dataclasses.dataclass
 class PatrickStarArgumentsMixin:
-    """Gives the three arguments to any subclass of ``TrainingArguments``; put it first in the bases of a dataclass::
+    """Gives the four arguments to any subclass of ``TrainingArguments``; put it first in the bases of a dataclass::
 
         @dataclasses.dataclass
         class MyArguments(PatrickStarArgumentsMixin, Seq2SeqTrainingArguments): ...
@@ -28,6 +28,8 @@ class PatrickStarArgumentsMixin:
         patrickstar_logging: What is logged of the engine with each training loss. ``"brief"``: a console shows three
             figures, every other callback (those of ``report_to``) gets all of them under the names in docs/logs.md.
             ``"all"``: a console shows all too. ``"off"``: nothing. ``log_history`` never has any.
+        patrickstar_report: Record in ``output_dir/_patrickstar`` what ``hf-patrickstar report`` shows: about a KiB for
+            each log of a training loss, by one process.
 
     Raises:
         ConfigError: If arguments cannot work together.
@@ -49,6 +51,13 @@ class PatrickStarArgumentsMixin:
         metadata={
             "help": "Figures of PatrickStar beside each training loss. 'brief': three on the console, all for the "
             "report_to backends. 'all': all for both. 'off': none."
+        },
+    )
+    patrickstar_report: bool = dataclasses.field(
+        default=True,
+        metadata={
+            "help": "Record small files in output_dir/_patrickstar that 'hf-patrickstar report' makes a page of. "
+            "No effect without --patrickstar."
         },
     )
 
@@ -141,7 +150,7 @@ class PatrickStarArgumentsMixin:
 
 @dataclasses.dataclass
 class PatrickStarTrainingArguments(PatrickStarArgumentsMixin, TrainingArguments):
-    """``transformers.TrainingArguments`` with ``patrickstar``, ``patrickstar_config`` and ``patrickstar_logging``.
+    """``transformers.TrainingArguments`` with ``patrickstar`` and three more that begin with it.
 
     Without ``patrickstar`` everything is as in transformers.
 
@@ -152,6 +161,8 @@ class PatrickStarTrainingArguments(PatrickStarArgumentsMixin, TrainingArguments)
         patrickstar_logging: What is logged of the engine with each training loss. ``"brief"``: a console shows three
             figures, every other callback (those of ``report_to``) gets all of them under the names in docs/logs.md.
             ``"all"``: a console shows all too. ``"off"``: nothing. ``log_history`` never has any.
+        patrickstar_report: Record in ``output_dir/_patrickstar`` what ``hf-patrickstar report`` shows: about a KiB for
+            each log of a training loss, by one process.
 
     Source: the design of ``transformers.TrainingArguments``; the settings are those of PatrickStar sections 6 and 8.
 

@@ -15,7 +15,7 @@ from its other two, which agree, so an optimizer that has not asked for it does 
 import dataclasses
 import functools
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,6 +86,23 @@ def _named(segments: Sequence[_Segment]) -> str:
     (first, chunk), (last, last_chunk) = (ends[0][0][0], ends[0][1]), (ends[1][0][-1], ends[1][1])
     same = (first, chunk) == (last, last_chunk)
     return f"'{first}' (chunk {chunk})" + ("" if same else f" to '{last}' (chunk {last_chunk})")
+
+
+def _likeness(
+    segments: Sequence[_Segment], coefficient: torch.Tensor | None
+) -> tuple[Hashable, Sequence[torch.Tensor]]:
+    """What decides which operators an update calls, and the memory that it works with; see ``Update``."""
+    memory: dict[int, tuple[int, torch.Tensor]] = {}
+    alike = []
+    for segment in segments:
+        tensors = [segment.step, *segment.payloads.values()]
+        if coefficient is not None:
+            tensors.append(coefficient)
+        places = tuple(memory.setdefault(id(tensor), (len(memory), tensor))[0] for tensor in tensors)
+        sizes = tuple((tensor.numel(), tensor.dtype, tensor.device) for tensor in tensors)
+        settings = repr(sorted(segment.options.items()))
+        alike.append((segment.start, segment.stop, segment.place, tuple(segment.payloads), places, sizes, settings))
+    return (tuple(alike), coefficient is None), [tensor for _, tensor in memory.values()]
 
 
 def _restore(segments: Iterable[_Segment]) -> None:
@@ -172,10 +189,12 @@ class AdamKernel(Kernel):
         owned = (tensor for chunk in chunks for tensor in chunk.owned)
         indices = [t.spec.index for t in owned if t.gradient in AT_HOME and t.spec.index in groups]
         self._count(indices, 1)
+        coefficient = None if coefficient is None else coefficient.clone()
         return Update(
-            functools.partial(self._update_all, joined, None if coefficient is None else coefficient.clone()),
+            functools.partial(self._update_all, joined, coefficient),
             functools.partial(self._count, indices, -1),
             functools.partial(_restore, joined),
+            functools.partial(_likeness, joined, coefficient),
         )
 
     def _count(self, indices: Iterable[int], num: int) -> None:

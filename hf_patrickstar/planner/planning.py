@@ -166,16 +166,22 @@ def _share(given: int | str | None, nbytes: int, share: float, name: str) -> int
 
 def plan_subject(subject: Subject, circumstances: Circumstances) -> Plan:
     """Plans the training of a model that was found already."""
+    return plan_and_record(subject, circumstances)[0]
+
+
+def plan_and_record(subject: Subject, circumstances: Circumstances) -> tuple[Plan, Recording | None]:
+    """Plans as ``plan_subject`` does; returns the step that the plan was made from, too, if it fits."""
     machine = circumstances.machine
     try:
         recording = _record(subject, circumstances)
     except BudgetError:
-        return _refusal(subject, circumstances)
+        return _refusal(subject, circumstances), None
     tiers = {
         Tier.DEVICE.value: TierUse(machine.device_nbytes, recording.device_nbytes, _kinds(recording, Tier.DEVICE)),
         Tier.HOST.value: TierUse(machine.host_nbytes, recording.host_nbytes, _kinds(recording, Tier.HOST)),
     }
-    return _plan(subject, circumstances, recording, tiers)
+    plan = _plan(subject, circumstances, recording, tiers)
+    return plan, recording if plan.fits else None
 
 
 def _plan(subject: Subject, given: Circumstances, recording: Recording, tiers: Mapping[str, TierUse]) -> Plan:

@@ -37,7 +37,7 @@ def describe(plan: Plan, advice: Sequence[Advice] = ()) -> str:
         lines += _speed(plan.speed)
     if advice:
         lines += ["", "What to change, each tried:" if plan.fits else "What would fit, each tried:"]
-        lines += [f"  {place}. {text}" for place, text in enumerate(map(_advised, advice), 1)]
+        lines += [f"  {place}. {text}" for place, text in enumerate(map(advised, advice), 1)]
     elif not plan.fits:
         lines += ["", "Nothing that was tried fits: smaller batches with checkpointing need as much."]
     lines += ["", "Times are simulated; bytes of Python, of libraries and of the data are not counted."]
@@ -99,7 +99,8 @@ def _speed(speed: Speed) -> list[str]:
     ]
 
 
-def _advised(advice: Advice) -> str:
+def advised(advice: Advice) -> str:
+    """A change and what it would bring, in words."""
     speed = advice.plan.speed
     assert speed is not None
     gain = "" if math.isinf(advice.gain) else f", {advice.gain:.2f} times as fast"

@@ -84,18 +84,47 @@ def draw(timeline: Timeline, title: str = "timeline") -> "Figure":
     Raises:
         ConfigError: If matplotlib is not installed.
     """
+    figure = new_figure(5)
+    legend = draw_lanes(figure.add_subplot(), timeline, title)
+    figure.legend(handles=legend, loc="outside lower center", ncols=len(legend))
+    return figure
+
+
+def new_figure(height: float) -> "Figure":
+    """An empty figure.
+
+    Args:
+        height: Its height in inches; it is 12 inches wide.
+
+    Raises:
+        ConfigError: If matplotlib is not installed.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
     except ImportError as error:
         raise ConfigError("matplotlib is not installed (pip install 'hf_patrickstar[plots]')") from error
+    figure = Figure(figsize=(12, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def draw_lanes(axis: Any, timeline: Timeline, title: str) -> list[Any]:
+    """Draws a timeline into a part of a figure; see ``draw``.
+
+    Args:
+        axis: The axes of matplotlib.
+        timeline: What happened.
+        title: What it is.
+
+    Returns:
+        Patches for a legend.
+    """
+    from matplotlib.patches import Patch
+
     busy = timeline.busy_ns()
     lanes = [lane for lane in Lane if busy[lane] or lane is Lane.HOST]
     factor, unit = _unit(timeline.duration_ns)
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axis = figure.add_subplot()
     for row, lane in enumerate(lanes):
         for look, bars in _bars(timeline, lane):
             places = [((begin_ns - timeline.begin_ns) / factor, duration / factor) for begin_ns, duration in bars]
@@ -106,9 +135,7 @@ def draw(timeline: Timeline, title: str = "timeline") -> "Figure":
     shares = ", ".join(f"{lane} {busy[lane] / max(timeline.duration_ns, 1):.0%}" for lane in lanes)
     axis.set_title(f"{title}: {timeline.duration_ns / factor:.4g} {unit}; busy: {shares}")
     looks = {f"work on the {CRITICAL}": _ON_PATH, "other work": _OFF_PATH, WAITS: _WAIT}
-    legend = [Patch(label=label, **look) for label, look in looks.items()]
-    figure.legend(handles=legend, loc="outside lower center", ncols=len(legend))
-    return figure
+    return [Patch(label=label, **look) for label, look in looks.items()]
 
 
 def _bars(timeline: Timeline, lane: Lane) -> Iterator[tuple[Mapping[str, Any], list[tuple[int, int]]]]:

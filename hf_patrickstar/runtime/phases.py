@@ -271,7 +271,7 @@ class Phases:
         try:
             if is_beside:
                 after = [other for chunk in chunks for other in chunk.under_way]
-                self._last_update = self._streams.on_host(update.run, after, update.give_up)
+                self._last_update = self._streams.on_host(update, after, update.give_up)
                 for chunk in chunks:
                     chunk.update = self._last_update
             else:

@@ -21,6 +21,9 @@ from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace
 
 logger = logging.getLogger(__name__)
 
+_Situation = tuple[Room, frozenset[int], frozenset[int]]
+"""What a plan depends on beside its trace: room, chunks that do not move, chunks whose copies are void after it."""
+
 
 class DeviceGauges:
     """Measures on the compute device; see ``Gauges``.
@@ -73,7 +76,7 @@ class Steps:
         self._pool = services.pool
         self._meter = services.meter
         self._policy = services.policy
-        self._plans: dict[str, tuple[Trace, object, Plan | None]] = {}
+        self._plans: dict[str, tuple[Trace, _Situation, Plan | None]] = {}
 
     def begin_step(self, name: str, shapes: Shapes, present: Iterable[torch.Tensor], version: int) -> None:
         """Begins a training step.
@@ -233,6 +236,16 @@ class Steps:
             step.is_diverged = ended.is_diverged  # anywhere: traces are recorded anew by all or by none
         return ended.indices
 
+    @property
+    def followed(self) -> list[tuple[Trace, Plan, Room]]:
+        """The latest plan of each kind of micro-batch, with its trace and the memory that it was made for."""
+        latest = {}
+        for trace, (room, *_), plan in self._plans.values():
+            if plan is not None and trace.kind.is_training:
+                latest[trace.kind] = (trace, plan, room)
+        order = list(StepKind)
+        return [latest[kind] for kind in sorted(latest, key=order.index)]
+
     def _room(self) -> Room:
         resident = self._copies.by_age
         fixed = self._pool.in_use(Tier.DEVICE) - sum(chunk.copy_nbytes for chunk in resident)
@@ -269,6 +282,7 @@ class Steps:
             except BudgetError as error:
                 plan = None  # on demand, which fails only where it really does not fit, and says what to change
                 logger.info("patrickstar: no plan for '%s', chunks move on demand: %s", trace.key, error)
+            self._plans.pop(trace.key, None)  # the latest plan of a kind comes last
             self._plans[trace.key] = (trace, situation, plan)
         return self._plans[trace.key][2]
 

@@ -1,7 +1,9 @@
 """An update of chunks that is prepared and can run later."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
 
 
 def _do_nothing() -> None:
@@ -16,11 +18,19 @@ class Update:
         run: Computes with the payloads at home.
         take_back: Takes back what was counted when the update was prepared, because it fails or is not done.
         restore: Writes values from their masters, over gradients that stand in their places.
+        likeness: Tells what is equal for updates that call the same operators on ranges of the same sizes, and the
+            memory that ``run`` works with, in an order that these updates share; ``None`` if nobody knows. A simulation
+            runs only one of them.
     """
 
     run: Callable[[], None]
     take_back: Callable[[], None] = _do_nothing
     restore: Callable[[], None] = _do_nothing
+    likeness: Callable[[], tuple[Hashable, Sequence[torch.Tensor]]] | None = None
+
+    def __call__(self) -> None:
+        """See ``run``."""
+        self.run()
 
     def give_up(self) -> None:
         """Leaves the chunks as after a step that did not update them: values are the masters, gradients are lost."""

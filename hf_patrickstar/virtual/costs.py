@@ -87,6 +87,50 @@ def cost_of(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Co
     return Cost(flops, read_nbytes + written_nbytes + made_nbytes, _dtype_of((*read, *written, *made)))
 
 
+class Touch(NamedTuple):
+    """A range of memory that an operator on the host works with.
+
+    Attributes:
+        storage: A number of the storage that it is in.
+        begin: Its first byte.
+        end: One after the last.
+        is_write: Whether the operator writes to it.
+        is_read: Whether it reads it.
+    """
+
+    storage: int
+    begin: int
+    end: int
+    is_write: bool
+    is_read: bool
+
+
+def touches_of(operator: Any, args: Any, kwargs: dict[str, Any]) -> list[Touch]:
+    """What an operator works with that may be in a cache, in order.
+
+    Args:
+        operator: The overload that was called.
+        args: Its positional arguments.
+        kwargs: Its named arguments.
+    """
+    packet = operator._overloadpacket
+    if packet in _READS_ROWS:
+        return []
+    written = written_operands(operator._schema, args, kwargs)
+    only_read = {id(tensor) for tensor in (args[1] if packet in _ADAMS else ())}
+    touches = [_touch(tensor, is_write=False, is_read=True) for tensor in read_operands(written, args, kwargs)]
+    is_read = packet not in _WRITES_OVER
+    for tensor in written:
+        is_write = id(tensor) not in only_read
+        touches.append(_touch(tensor, is_write=is_write, is_read=is_read or not is_write))
+    return touches
+
+
+def _touch(tensor: torch.Tensor, *, is_write: bool, is_read: bool) -> Touch:
+    begin = int(tensor.storage_offset()) * tensor.element_size()
+    return Touch(storage_key(tensor), begin, begin + tensor.nbytes, is_write, is_read)
+
+
 class HostCache:
     """What operators on the host have touched last, and need not fetch from memory again.
 
@@ -101,43 +145,25 @@ class HostCache:
         self._used = 0
         self._lines: collections.OrderedDict[tuple[int, int, int], bool] = collections.OrderedDict()  # is it written?
 
-    def saved_nbytes(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> int:
-        """Bytes of an operator's cost that stay in the cache; its operands are there from now on.
+    def saved_nbytes(self, touches: Iterable[Touch]) -> int:
+        """Bytes of an operator's cost that stay in the cache; what it touches is there from now on.
 
         Args:
-            operator: The overload that was called.
-            args: Its positional arguments.
-            kwargs: Its named arguments.
+            touches: What it works with.
         """
-        packet = operator._overloadpacket
-        if packet in _READS_ROWS:
-            return 0
-        written = written_operands(operator._schema, args, kwargs)
-        read = read_operands(written, args, kwargs)
-        only_read = {id(tensor) for tensor in (args[1] if packet in _ADAMS else ())}
         saved = 0
-        for tensor in read:
-            saved += self._touch(tensor)[0]
-        for tensor in written:
-            if id(tensor) in only_read:
-                saved += self._touch(tensor)[0]
-                continue
-            fetched, stored = self._touch(tensor, is_write=True)
-            saved += stored if packet in _WRITES_OVER else fetched + stored
+        for storage, begin, end, is_write, is_read in touches:
+            key = (storage, begin, end)
+            was_written = self._lines.pop(key, None)
+            if was_written is None:
+                self._used += end - begin
+            else:
+                saved += (end - begin) * (is_read + (is_write and was_written))
+            self._lines[key] = bool(was_written) or is_write
+            while self._used > self._nbytes:
+                (_, first, last), _ = self._lines.popitem(last=False)
+                self._used -= last - first
         return saved
-
-    def _touch(self, tensor: torch.Tensor, *, is_write: bool = False) -> tuple[int, int]:
-        """Bytes of a tensor that are there already, and those of them that are to be written back anyway."""
-        begin = int(tensor.storage_offset()) * tensor.element_size()
-        key = (storage_key(tensor), begin, begin + tensor.nbytes)
-        was_written = self._lines.pop(key, None)
-        if was_written is None:
-            self._used += tensor.nbytes
-        self._lines[key] = bool(was_written) or is_write
-        while self._used > self._nbytes:
-            (_, first, last), _ = self._lines.popitem(last=False)
-            self._used -= last - first
-        return (0 if was_written is None else tensor.nbytes), (tensor.nbytes if was_written else 0)
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:

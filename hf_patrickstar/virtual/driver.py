@@ -29,6 +29,7 @@ from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.operators import OperatorMode, read_operands, storage_key, written_operands
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
+from hf_patrickstar.runtime.update import Update
 from hf_patrickstar.schedule.clock import Lane, Mark, Timeline
 from hf_patrickstar.schedule.replay import LOADS, LOADS_TOGETHER, WAITS_FOR_ARRIVAL, Player
 from hf_patrickstar.schedule.script import (
@@ -47,7 +48,8 @@ from hf_patrickstar.schedule.script import (
     Send,
     ThreadWork,
 )
-from hf_patrickstar.virtual.costs import HostCache, cost_of
+from hf_patrickstar.virtual.costs import HostCache, cost_of, touches_of
+from hf_patrickstar.virtual.tapes import Operator, Tapes
 
 _E = TypeVar("_E", bound=Entry)
 _aten = torch.ops.aten
@@ -178,8 +180,9 @@ class VirtualDriver:
         self._begin = (0, 0)
         self._chunks: dict[int, int] = {}  # the storage of a chunk's home -> its number
         self._num_sent = 0
-        self._at_work: tuple[list[HostWork], set[int]] | None = None  # of the thread: operators, and chunks it writes
+        self._at_work: list[Operator] | None = None  # of the thread
         self._cache = HostCache()
+        self._tapes = Tapes()
         self._is_copying = False  # then the operator that copies is not charged
 
     # What ``DeviceStreams`` asks for
@@ -228,18 +231,38 @@ class VirtualDriver:
         known = [event.copy for event in events if event.copy is not None and event.copy.script is self.script]
         numbers = tuple(copy.number for copy in known if not copy.is_load)
         loads = tuple(copy.chunk_index for copy in known if copy.is_load)
-        operators: list[HostWork] = []
-        written: set[int] = set()
-        self._at_work = operators, written
+        operators = self._operators_of(work)
+        entry = ThreadWork(*self._charged(operators), numbers, loads)
+        mark = self._player.thread_work(entry, [event.mark for event in events])
+        self.script.append(entry)
+        return VirtualEvent(self, mark, self._count(-1, to_device=False))
+
+    def _operators_of(self, work: Callable[[], None]) -> list[Operator]:
+        """What work of the thread does; it is not done where it is known. See [Note: updates that are alike]."""
+        alike = work.likeness() if isinstance(work, Update) and work.likeness is not None else None
+        known = None if alike is None else self._tapes.play(*alike)
+        if known is not None:
+            return known
+        operators: list[Operator] = []
+        self._at_work = operators
         try:
             with torch.no_grad():
                 work()
         finally:
             self._at_work = None
-        entry = ThreadWork(tuple(operators), frozenset(written), numbers, loads)
-        mark = self._player.thread_work(entry, [event.mark for event in events])
-        self.script.append(entry)
-        return VirtualEvent(self, mark, self._count(-1, to_device=False))
+        if alike is not None:
+            self._tapes.keep(*alike, operators, self._tiers.__contains__)
+        return operators
+
+    def _charged(self, operators: Iterable[Operator]) -> tuple[tuple[HostWork, ...], frozenset[int]]:
+        """What operators of the thread cost with its cache, and the chunks whose homes they write."""
+        works: list[HostWork] = []
+        written: set[int] = set()
+        for operator in operators:
+            saved = self._cache.saved_nbytes(operator.touches)
+            works.append(HostWork(operator.name, operator.cost.flops, max(operator.cost.nbytes - saved, 0)))
+            written.update(touch.storage for touch in operator.touches if touch.is_write)
+        return tuple(works), frozenset(self._chunks[storage] for storage in written if storage in self._chunks)
 
     def begin_after(self, work: Any, stream: Any, begin: Callable[[Any], Any]) -> VirtualBegun:
         """See ``Driver``."""
@@ -358,11 +381,7 @@ class VirtualDriver:
             return
         packet, name = operator._overloadpacket, str(operator._overloadpacket)
         if self._at_work is not None:
-            operators, chunks = self._at_work
-            saved = self._cache.saved_nbytes(operator, args, kwargs)
-            operators.append(HostWork(name, cost.flops, max(cost.nbytes - saved, 0)))
-            keys = map(storage_key, written_operands(operator._schema, args, kwargs))
-            chunks.update(self._chunks[key] for key in keys if key in self._chunks)
+            self._at_work.append(Operator(name, cost, tuple(touches_of(operator, args, kwargs))))
             return
         written = written_operands(operator._schema, args, kwargs)
         tensors = [*written, *read_operands(written, args, kwargs)]

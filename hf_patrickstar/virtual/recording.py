@@ -12,6 +12,7 @@ from hf_patrickstar.errors import EngineError
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.report.survey import Survey
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.tracer import Step
 from hf_patrickstar.schedule.clock import Timeline
@@ -56,6 +57,7 @@ class Recording:
         num_all_parameters: Trainable and frozen ones, of all processes.
         reasons: What was decided when the engine was made, a sentence each.
         layout: ``num_chunks``, ``chunk_numel``, ``chunk_utilisation`` of ``PatrickStarEngine.stats``.
+        survey: Which parameter lives where, and what was on the device at each moment of the step.
     """
 
     script: tuple[Entry, ...]
@@ -79,6 +81,7 @@ class Recording:
     num_all_parameters: int
     reasons: tuple[str, ...]
     layout: Mapping[str, Any]
+    survey: Survey
 
     def plans_for(self, device_nbytes: int, chunk_nbytes: int | None = None) -> list[Plan]:
         """The plans of the micro-batches under another budget of the device; chunks keep their homes.
@@ -218,6 +221,7 @@ def _note(
         sum(parameter.numel() for parameter in engine.model.parameters()),
         engine.reasons,
         {name: stats[name] for name in ("num_chunks", "chunk_numel", "chunk_utilisation")},
+        engine.survey(),
     )
 
 

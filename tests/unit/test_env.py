@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_patrickstar import __version__
-from hf_patrickstar.cli import env
+from hf_patrickstar.cli import env, files
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.machine import MACHINES, find_machine
 from hf_patrickstar.report.measure import Effort, measure_machine
@@ -150,7 +150,7 @@ def test_paths_that_cannot_be_written_are_refused_before_anything_is_measured(ne
     assert refused(["--measure", "--json", str(tmp_path)], capsys) == (
         f"hf-patrickstar env: --json: '{tmp_path}' is a directory; name a file\n"
     )
-    monkeypatch.setattr(env.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(files.os, "access", lambda path, mode: False)
     path = tmp_path / "machine.json"
     assert refused(["--measure", "--json", str(path)], capsys) == (
         f"hf-patrickstar env: --json: '{path}' cannot be written: permission denied\n"

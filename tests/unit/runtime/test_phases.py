@@ -391,7 +391,7 @@ def test_an_update_on_the_host_goes_on_beside():
         chunk.note(note)
     update = Update(lambda: None)
     phases.update(parts.chunks, update, may_run_beside=True)
-    assert told(parts) == [("streams.on_host", update.run, notes, update.give_up)]
+    assert told(parts) == [("streams.on_host", update, notes, update.give_up)]
     assert [chunk.update for chunk in parts.chunks] == ["ticket"] * 2
 
 

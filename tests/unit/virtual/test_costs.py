@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_patrickstar.virtual.costs import Cost, HostCache, cost_of
+from hf_patrickstar.virtual.costs import Cost, HostCache, cost_of, touches_of
 
 aten = torch.ops.aten
 
@@ -67,7 +67,7 @@ def test_attention_of_the_cpu_counts_as_that_of_devices():
 
 
 def saved(cache, operator, *args, **kwargs):
-    return cache.saved_nbytes(operator, args, kwargs)
+    return cache.saved_nbytes(touches_of(operator, args, kwargs))
 
 
 def test_what_was_touched_last_is_not_fetched_again():

@@ -1,0 +1,60 @@
+"""What ``hf-patrickstar plan`` writes beside its text: a page, a picture, a trace for Perfetto."""
+
+import json
+import pathlib
+from collections.abc import Sequence
+
+from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.planner.advice import Advice
+from hf_patrickstar.planner.plan import Plan
+from hf_patrickstar.planner.screen import advised, headline
+from hf_patrickstar.report.page import write_page
+from hf_patrickstar.report.picture import write_step_picture
+from hf_patrickstar.report.plan_page import plan_page
+from hf_patrickstar.report.timeline import write_trace
+from hf_patrickstar.virtual.recording import Recording
+
+
+def write_plan_page(plan: Plan, recording: Recording | None, advice: Sequence[Advice], html_file: str) -> None:
+    """Writes the page of a plan, and beside it the timeline as ``NAME.trace.json`` if the plan fits.
+
+    Args:
+        plan: The plan.
+        recording: The step that it was made from; ``None`` if it does not fit.
+        advice: What to change.
+        html_file: The page; an older file is replaced.
+
+    Raises:
+        ConfigError: If a file cannot be written.
+    """
+    trace = None if recording is None else pathlib.Path(html_file).with_suffix(".trace.json")
+    page = plan_page(
+        json.loads(plan.to_json()),
+        headline(plan).splitlines()[0],
+        None if recording is None else recording.survey,
+        None if recording is None else recording.timeline,
+        [advised(item) for item in advice],
+        None if trace is None else trace.name,
+    )
+    write_page(page, html_file, "--html")
+    if recording is not None and trace is not None:
+        try:
+            write_trace(recording.timeline, trace)
+        except OSError as error:
+            raise ConfigError(f"--html: '{trace}' cannot be written: {error.strerror}") from error
+
+
+def write_plan_picture(plan: Plan, recording: Recording | None, png_file: str) -> None:
+    """Writes the tide and the lanes of a step as a PNG.
+
+    Args:
+        plan: The plan.
+        recording: The step that it was made from.
+        png_file: The picture; an older file is replaced.
+
+    Raises:
+        ConfigError: If the plan does not fit, matplotlib is not installed, or the file cannot be written.
+    """
+    if recording is None:
+        raise ConfigError("--png: there is no step to draw, because the plan does not fit; --html says by how much")
+    write_step_picture(png_file, headline(plan).splitlines()[0], recording.survey, recording.timeline)

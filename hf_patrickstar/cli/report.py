@@ -1,0 +1,58 @@
+"""``hf-patrickstar report``: a page of a run, from what it has recorded in its output directory."""
+
+import argparse
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.report.page import write_page
+from hf_patrickstar.report.run_page import run_page
+from hf_patrickstar.report.run_record import FOLDER, read_run
+
+_NAME = "patrickstar_report.html"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what the command understands."""
+    parser.add_argument("directory", metavar="RUN_DIR", help="the output_dir of a run with --patrickstar")
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        help=f"where to write the page; by default RUN_DIR/_{_NAME}. An older file is replaced",
+    )
+    parser.add_argument("--plan", metavar="FILE", help="a plan of 'plan --json', whose figures are shown beside")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Writes the page.
+
+    Raises:
+        ConfigError: If there is no record of a run, the plan is none, or the page cannot be written.
+    """
+    found = read_run(options.directory)
+    plan = None if options.plan is None else _read_plan(options.plan)
+    # The Trainer does not upload names that begin with an underscore.
+    path = pathlib.Path(options.html) if options.html is not None else pathlib.Path(options.directory) / f"_{_NAME}"
+    try:
+        page = run_page(found, plan)
+    except KeyError as error:
+        raise ConfigError(
+            f"the record of a run in '{pathlib.Path(options.directory) / FOLDER}' lacks {error}, which the page shows: "
+            "was it changed by hand?"
+        ) from error
+    write_page(page, path, "--html")
+    print(f"{path}: {len(found.steps)} logs of a training loss")
+
+
+def _read_plan(path: str) -> Mapping[str, Any]:
+    try:
+        plan = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--plan: '{path}' cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"--plan: '{path}' is not a plan that 'hf-patrickstar plan --json' has written") from error
+    if not isinstance(plan, dict):
+        raise ConfigError(f"--plan: '{path}' is not a plan that 'hf-patrickstar plan --json' has written")
+    return plan

@@ -1,0 +1,148 @@
+"""The page of a plan."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from hf_patrickstar.report.blocks import (
+    Block,
+    Bullets,
+    Cell,
+    Fact,
+    Page,
+    Section,
+    Table,
+    Text,
+    of_bytes,
+    of_count,
+    of_number,
+    of_share,
+)
+from hf_patrickstar.report.memory_blocks import chunk_blocks, kinds_chart, tide_blocks
+from hf_patrickstar.report.survey import Survey
+from hf_patrickstar.report.time_blocks import time_blocks
+from hf_patrickstar.schedule.clock import Timeline
+from hf_patrickstar.units import format_nbytes
+
+_CAVEAT = "Times are simulated; bytes of Python, of libraries and of the data are not counted."
+
+
+def plan_page(
+    plan: Mapping[str, Any],
+    headline: str,
+    survey: Survey | None,
+    timeline: Timeline | None,
+    advice: Sequence[str] = (),
+    trace_name: str | None = None,
+) -> Page:
+    """The page of a plan.
+
+    Args:
+        plan: The plan as ``hf-patrickstar plan --json`` writes it.
+        headline: What is planned, in a sentence.
+        survey: What the engine did in the step that was simulated; ``None`` if the plan does not fit.
+        timeline: The time of that step, likewise.
+        advice: What to change, each tried.
+        trace_name: The name of a file beside the page with the timeline.
+    """
+    memory = [kinds_chart(name, use["budget_nbytes"], use["need_nbytes"], use["owners"]) for name, use in _tiers(plan)]
+    return Page(
+        title=f"Plan of {plan['model']}",
+        subtitle=headline,
+        verdict=_verdict(plan),
+        is_good=plan["fits"],
+        facts=tuple(_facts(plan)),
+        sections=(
+            Section("changes", "What to change", [Bullets(tuple(advice), is_ordered=True)] if advice else []),
+            Section("memory", "Memory", memory),
+            Section("tide", "The tide", list(tide_blocks(survey)) if survey is not None else []),
+            Section("time", "Time", list(_time(plan, timeline))),
+            Section("movement", "Movement", list(_movement(plan))),
+            Section("chunks", "Chunks", list(chunk_blocks(survey)) if survey is not None else []),
+            Section("decisions", "Decisions", list(_decisions(plan))),
+        ),
+        trace_name=trace_name,
+    )
+
+
+def _tiers(plan: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    yield from plan["tiers"].items()
+
+
+def _verdict(plan: Mapping[str, Any]) -> str:
+    if plan["fits"]:
+        return "It fits."
+    missing = [
+        f"{format_nbytes(use['need_nbytes'] - use['budget_nbytes'])} too little on the {name}"
+        for name, use in _tiers(plan)
+        if use["need_nbytes"] > use["budget_nbytes"]
+    ]
+    return f"It does not fit: {', '.join(missing)}."
+
+
+def _facts(plan: Mapping[str, Any]) -> Iterator[Fact]:
+    speed, chunks = plan["speed"], plan["chunks"]
+    if speed is not None:
+        yield Fact("seconds per step", of_number(speed["seconds"], "s"), "simulated")
+        yield Fact("tokens per second", of_count(round(speed["tokens_per_s"])), "of all processes")
+        yield Fact("what binds", Cell(speed["binding"]), f"{speed['least_seconds']:.3g} s alone")
+    for name, use in _tiers(plan):
+        at_least = "at most" if plan["fits"] else "at least"
+        yield Fact(
+            f"{name} memory", of_bytes(use["need_nbytes"]), f"{at_least}, of {format_nbytes(use['budget_nbytes'])}"
+        )
+    if chunks is not None:
+        yield Fact("chunks", of_count(chunks["num"]), f"{chunks['num_on_device']} live on the device")
+    numel = plan["num_parameters"]
+    text = f"{numel / 1e9:.2f} B" if numel >= 1e9 else f"{numel / 1e6:.1f} M"
+    yield Fact("parameters", Cell(text, numel), f"{plan['num_trainable']:,} trained")
+
+
+def _time(plan: Mapping[str, Any], timeline: Timeline | None) -> Iterator[Block]:
+    speed = plan["speed"]
+    if speed is None:
+        return
+    busy = sorted(speed["busy"].items(), key=lambda item: -item[1])
+    rows = [
+        (Cell("a step"), of_number(speed["seconds"], "s")),
+        (Cell(f"{speed['binding']} alone, which has the most to do"), of_number(speed["least_seconds"], "s")),
+        (Cell("the least where gradients are clipped by their norm"), of_number(speed["clipped_seconds"], "s")),
+        *((Cell(f"busy: {name}"), of_share(share)) for name, share in busy),
+    ]
+    yield Table("What bounds a step", ("what", "time or share"), tuple(rows), is_open=True)
+    if timeline is not None:
+        yield from time_blocks(timeline)
+
+
+def _movement(plan: Mapping[str, Any]) -> Iterator[Block]:
+    speed = plan["speed"]
+    if speed is None:
+        return
+    rows = (
+        (Cell("host to device"), of_bytes(speed["to_device_nbytes"])),
+        (Cell("device to host"), of_bytes(speed["to_host_nbytes"])),
+    )
+    yield Table("Bytes that cross in a step", ("direction", "bytes"), rows, is_open=True)
+
+
+def _decisions(plan: Mapping[str, Any]) -> Iterator[Block]:
+    if plan["chunks"] is not None:
+        yield Bullets(tuple(plan["chunks"]["reasons"]))
+    given = {
+        "model": plan["model"],
+        "task": plan["task"],
+        "machine": plan["machine"],
+        "batch of a process": plan["batch_size"],
+        "tokens of a sequence": plan["length"],
+        "micro-batches of a step": plan["num_micro_batches"],
+        "processes": plan["world_size"],
+        "activations": "computed again in backward" if plan["checkpointing"] else "kept",
+        **{f"setting {name}": value for name, value in plan["settings"].items()},
+    }
+    yield settings_table(given)
+    yield Text(_CAVEAT)
+
+
+def settings_table(given: Mapping[str, Any], *, is_open: bool = True) -> Table:
+    """What a user has chosen, by name."""
+    rows = tuple((Cell(name), Cell(str(value))) for name, value in given.items())
+    return Table("What was asked for", ("what", "value"), rows, is_open)

@@ -1,0 +1,156 @@
+"""What a run leaves in its output directory for a report: small files, written by one process.
+
+[Note: the record of a run]
+``_patrickstar/run.json`` has what the run is and the latest survey of the engine; it is replaced as a whole, by a
+rename, when the survey has changed. ``_patrickstar/steps.jsonl`` has a line for each log, which is appended by one
+write; a line that a kill has cut short is the last one, and is left out when the file is read. A run that is resumed
+goes on with the file: a line of training makes all earlier lines of the same step and of later ones void. The Trainer
+does not upload names that begin with an underscore.
+"""
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.report.survey import Survey
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "_patrickstar"
+RUN = "run.json"
+STEPS = "steps.jsonl"
+FORMAT = 1
+"""The version of both files."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """What a run has recorded.
+
+    Attributes:
+        about: What the run is: ``model``, ``device``, ``num_parameters``, ``batch_size``, ``num_micro_batches``,
+            ``world_size``, ``precision``, ``settings``, ``version``.
+        survey: The latest survey of the engine.
+        steps: What was logged with each training loss, the earliest first; each has a ``step``.
+        evaluations: ``step`` and ``eval_loss`` of each evaluation.
+    """
+
+    about: Mapping[str, Any]
+    survey: Survey
+    steps: tuple[Mapping[str, Any], ...]
+    evaluations: tuple[Mapping[str, Any], ...]
+
+
+class RunRecorder:
+    """Writes the record of a run; see [Note: the record of a run].
+
+    A file that cannot be written ends the record with a warning, and never the training.
+
+    Args:
+        output_dir: The run's output directory.
+        about: What the run is; see ``Run``.
+        is_resumed: Whether the run goes on where an earlier one in the same directory has ended.
+    """
+
+    def __init__(self, output_dir: str | os.PathLike[str], about: Mapping[str, Any], *, is_resumed: bool) -> None:
+        self._folder = pathlib.Path(output_dir) / FOLDER
+        self._about = dict(about)
+        self._written = ""
+        self._is_on = True
+        self._mode = "a" if is_resumed else "w"
+        self._before = "\n" if is_resumed else ""  # ends a line that a kill has cut short
+
+    def note_survey(self, survey: Survey) -> None:
+        """Writes a survey, if it is another one than the last."""
+        text = json.dumps({"format": FORMAT, "about": self._about, "survey": survey.to_dict()})
+        if not self._is_on or text == self._written:
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            partial = self._folder / f"{RUN}.partial"
+            partial.write_text(text, encoding="utf-8")
+            os.replace(partial, self._folder / RUN)
+        except OSError as error:
+            self._give_up(error)
+        self._written = text
+
+    def note_step(self, values: Mapping[str, Any]) -> None:
+        """Appends what was logged.
+
+        Args:
+            values: ``step``, and either figures of training or ``eval_loss``. Numbers that are not finite, which JSON
+                does not have, become ``None``.
+        """
+        if not self._is_on:
+            return
+        line = json.dumps({name: _finite(value) for name, value in values.items()})
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with open(self._folder / STEPS, self._mode, encoding="utf-8") as file:
+                file.write(f"{self._before}{line}\n")
+        except OSError as error:
+            self._give_up(error)
+        self._mode, self._before = "a", ""
+
+    def _give_up(self, error: OSError) -> None:
+        self._is_on = False
+        logger.warning(
+            "patrickstar: '%s' cannot be written (%s): nothing more is recorded for 'hf-patrickstar report'",
+            self._folder,
+            error.strerror,
+        )
+
+
+def read_run(output_dir: str | os.PathLike[str]) -> Run:
+    """Reads the record of a run.
+
+    Args:
+        output_dir: The run's output directory.
+
+    Raises:
+        ConfigError: If there is no record, or it cannot be read.
+    """
+    folder = pathlib.Path(output_dir) / FOLDER
+    path = folder / RUN
+    if not path.is_file():
+        raise ConfigError(
+            f"'{output_dir}' has no record of a run ({FOLDER}/{RUN}): name the output_dir of a run with --patrickstar "
+            "that has logged a training loss, and that was not given --patrickstar_report false"
+        )
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        version, about, survey = values["format"], dict(values["about"]), Survey.from_dict(values["survey"])
+        lines = (folder / STEPS).read_text(encoding="utf-8").splitlines() if (folder / STEPS).is_file() else []
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"'{path}' is not the record of a run: {type(error).__name__}: {error}") from error
+    if version != FORMAT:
+        raise ConfigError(f"'{path}' has format {version!r}, and this version reads {FORMAT}")
+    steps: list[Mapping[str, Any]] = []
+    evaluations: list[Mapping[str, Any]] = []
+    for row in _rows(lines):
+        others = evaluations if "eval_loss" in row else steps
+        others[:] = [earlier for earlier in others if earlier["step"] < row["step"]]
+        if others is steps:
+            evaluations[:] = [earlier for earlier in evaluations if earlier["step"] < row["step"]]
+        others.append(row)
+    return Run(about, survey, tuple(steps), tuple(evaluations))
+
+
+def _rows(lines: list[str]) -> Iterator[Mapping[str, Any]]:
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # an empty line, or one that was cut short
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            yield row
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,73 @@
+"""What a page says of the time of a step: lanes, and where the host waits."""
+
+from collections.abc import Iterator
+
+from hf_patrickstar.report.blocks import Block, Cell, Chart, Table, of_number, of_share
+from hf_patrickstar.report.charts import Row, Words, bars
+from hf_patrickstar.report.scales import of_seconds
+from hf_patrickstar.report.timeline import CRITICAL, WAITS
+from hf_patrickstar.schedule.clock import Lane, Timeline
+
+_OTHER, _CRITICAL, _WAIT = 0, 1, 2
+_LOOKS = {_OTHER: "other work", _CRITICAL: f"work on the {CRITICAL}", _WAIT: WAITS}
+_GRAIN = 1500
+"""Bars with less than this part of the step between them are drawn as one."""
+
+
+def time_blocks(timeline: Timeline) -> Iterator[Block]:
+    """The lanes of a step, and the waits of the host."""
+    yield lanes_chart(timeline)
+    waits = timeline.waits_by_place()
+    if waits:
+        whole = max(timeline.duration_ns, 1)
+        rows = ((Cell(place), _seconds(waited), of_share(waited / whole)) for place, waited in waits.items())
+        yield Table("Where the host stands still", ("place", "seconds", "share of the step"), tuple(rows), is_open=True)
+
+
+def lanes_chart(timeline: Timeline) -> Chart:
+    """What works beside what; the path of spans that the end had to wait for is dark."""
+    busy, critical = timeline.busy_ns(), timeline.critical_ns()
+    lanes = [lane for lane in Lane if busy[lane] or lane is Lane.HOST]
+    on_path = {id(span) for span in timeline.critical_path()}
+    rows = []
+    for lane in lanes:
+        spans = [span for span in timeline.own_spans if span.lane is lane and span.duration_ns]
+        found = {
+            look: [(span.begin_ns, span.end_ns) for span in spans if (id(span) in on_path) == is_on_path]
+            for look, is_on_path in ((_OTHER, False), (_CRITICAL, True))
+        }
+        if lane is Lane.HOST:
+            found[_WAIT] = [(wait.begin_ns, wait.begin_ns + wait.duration_ns) for wait in timeline.waits]
+        rows.append(Row(str(lane), {look: _joined(timeline, items) for look, items in found.items()}))
+    whole = max(timeline.duration_ns, 1)
+    table = Table(
+        "How busy each lane is",
+        ("lane", "busy", "share of the step", f"on the {CRITICAL}"),
+        tuple(
+            (Cell(str(lane)), _seconds(busy[lane]), of_share(busy[lane] / whole), _seconds(critical[lane]))
+            for lane in lanes
+        ),
+    )
+    words = Words(
+        "Lanes of a step",
+        f"A step takes {whole / 1e9:.4g} s, simulated. Lanes work beside each other; solid bars are the work that the "
+        "end of the step has to wait for.",
+        "time",
+    )
+    return bars(words, rows, _LOOKS, of_seconds(whole / 1e9), table)
+
+
+def _joined(timeline: Timeline, items: list[tuple[int, int]]) -> list[tuple[float, float]]:
+    """Beginnings and lengths in seconds since the step began; what is too near to be told apart is one bar."""
+    gap = timeline.duration_ns // _GRAIN
+    joined: list[tuple[int, int]] = []
+    for begin, end in sorted(items):
+        if joined and begin - joined[-1][1] <= gap:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((begin, end))
+    return [((begin - timeline.begin_ns) / 1e9, (end - begin) / 1e9) for begin, end in joined]
+
+
+def _seconds(nanoseconds: int) -> Cell:
+    return of_number(nanoseconds / 1e9, "s")

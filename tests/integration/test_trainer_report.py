@@ -1,0 +1,183 @@
+"""What a Trainer's run records for ``hf-patrickstar report``, and that the page says it."""
+
+import pathlib
+
+import pytest
+import torch
+from pages import PageReader, check_alone, check_charts
+from trainers import make_trainer, run, tight, train
+from transformers import HfArgumentParser
+
+from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
+from hf_patrickstar.cli.main import main
+from hf_patrickstar.report.run_record import FOLDER, STEPS, read_run
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs" / "report.md"
+RECORDED = {"patrickstar_report": True}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    settings = {**tight(factor=2.0), "device_budget": 2**22, "host_budget": 2**28}
+    kwargs = {"logging_steps": 2, "max_steps": 6, "eval_strategy": "steps", "eval_steps": 4}
+    trainer, recorder = train("gpt2", folder, settings, gradient_accumulation_steps=2, **RECORDED, **kwargs)
+    return trainer, recorder, read_run(folder), folder
+
+
+def test_the_record_has_what_was_logged(trained):
+    trainer, recorder, found, _ = trained
+    assert [(row["step"], row["num_steps"]) for row in found.steps] == [(2, 2), (4, 2), (6, 2)]
+    assert [row["loss"] for row in found.steps] == pytest.approx(recorder.losses)
+    assert [row["step"] for row in found.evaluations] == [4, 6]
+    for row in found.steps:
+        assert 0 < row["seconds"] < 60
+        assert row["samples_per_s"] == pytest.approx(4 * 2 / row["seconds"])
+    stats = trainer.patrickstar_stats()
+    assert found.steps[-1]["device_total_peak_nbytes"] == stats["device_total_peak_nbytes"]
+    moved = sum(row["num_steps"] * row["host_to_device_nbytes"] for row in found.steps)
+    assert moved <= stats["host_to_device_nbytes"], "the last evaluation, if any, comes after the last log"
+
+
+def test_the_survey_is_that_of_the_engine(trained):
+    trainer, _, found, _ = trained
+    names = {name for chunk in found.survey.chunks for name, _ in chunk.parameters}
+    assert names == {name for name, _ in trainer.model.named_parameters()}
+    assert found.survey.budgets == {"device": 2**22, "host": 2**28}
+    assert found.survey.reasons == trainer.patrickstar_engine.reasons
+    assert [tide.key.split("/")[0] for tide in found.survey.tides] == ["training first", "training last"]
+    peak = max(max(tide.totals) for tide in found.survey.tides)
+    assert peak == found.steps[-1]["device_total_step_peak_nbytes"], "the last step followed these plans"
+    assert found.about["settings"]["device_budget"] == 2**22
+    assert (found.about["batch_size"], found.about["num_micro_batches"], found.about["world_size"]) == (4, 2, 1)
+
+
+def test_the_record_is_small(trained):
+    _, _, found, folder = trained
+    lines = (folder / FOLDER / STEPS).read_text().splitlines()
+    assert len(lines) >= len(found.steps)
+    assert max(map(len, lines)) < 4096
+
+
+def test_the_page_says_it(trained, capsys):
+    _, recorder, found, folder = trained
+    assert main(["report", str(folder)]) == 0
+    reader = PageReader((folder / "_patrickstar_report.html").read_text(encoding="utf-8"))
+    check_alone(reader)
+    check_charts(reader, least=9)
+    losses = reader.table("Loss").column("loss")
+    assert losses == pytest.approx([*recorder.losses, *(row["eval_loss"] for row in found.evaluations)])
+    moved = reader.table("Bytes moved").column("device to host")
+    assert moved == [row["device_to_host_nbytes"] for row in found.steps]
+
+
+@pytest.mark.parametrize("factor", [1.0, 14.0], ids=["moving", "margin"])
+def test_the_survey_follows_the_plans(factor, tmp_path):
+    trainer, _ = train("gpt2", tmp_path, tight(factor=factor), max_steps=4, **RECORDED)
+    found = read_run(tmp_path)
+    assert found.survey == trainer.patrickstar_engine.survey()
+    assert len(found.survey.tides) == 1, "the first step has no plan, and the second one has"
+    num_inside = sum(chunk.home == "device" for chunk in found.survey.chunks)
+    assert num_inside == trainer.patrickstar_stats()["chunks_in_margin"]
+    assert (num_inside > 0) == (factor > 1)
+
+
+def test_a_resumed_run_goes_on_with_its_record(tmp_path):
+    kwargs = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, **RECORDED}
+    train("gpt2", tmp_path, tight(), **kwargs)
+    first = read_run(tmp_path).steps
+    resumed = {"resume_from_checkpoint": str(tmp_path / "checkpoint-2")}
+    train("gpt2", tmp_path, tight(), train_kwargs=resumed, **kwargs)
+    found = read_run(tmp_path).steps
+    assert [row["step"] for row in found] == [1, 2, 3, 4]
+    assert found[:2] == first[:2]
+    assert [row["loss"] for row in found] == [row["loss"] for row in first]
+    assert found[2]["seconds"] != first[2]["seconds"]
+
+
+def test_evaluation_and_saving_take_no_time_of_steps(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("hf_patrickstar.integrations.trainer_report.time.perf_counter", lambda: now[0])
+
+    trainer = make_trainer(
+        *(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path),
+        **{
+            "max_steps": 3,
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+            "save_strategy": "steps",
+            "save_steps": 1,
+            **RECORDED,
+        },
+    )
+    step, save = trainer.compute_loss, trainer.save_model
+
+    def compute_loss(*args, **kwargs):
+        now[0] += 1.0 if trainer.model.training else 100.0
+        return step(*args, **kwargs)
+
+    def save_model(*args, **kwargs):
+        now[0] += 1000.0
+        return save(*args, **kwargs)
+
+    trainer.compute_loss, trainer.save_model = compute_loss, save_model
+    run(trainer)
+    assert now[0] > 3000
+    assert [row["seconds"] for row in read_run(tmp_path).steps] == [1.0, 1.0, 1.0]
+
+
+def test_a_log_without_a_number_does_no_harm(tmp_path):
+    class Unusual(PatrickStarTrainer):
+        def log(self, logs, *args, **kwargs):
+            super().log({**logs, "grad_norm": None}, *args, **kwargs)
+
+    run(make_trainer(Unusual, PatrickStarTrainingArguments, tmp_path, max_steps=2, **RECORDED))
+    assert ["grad_norm" in row for row in read_run(tmp_path).steps] == [False, False]
+
+
+def test_a_run_that_starts_over_with_smaller_batches_is_recorded_anew(tmp_path):
+    trainer = make_trainer(
+        *(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path),
+        **{"max_steps": 3, "auto_find_batch_size": True, **RECORDED},
+    )
+    step = trainer.compute_loss
+
+    def compute_loss(model, inputs, *args, **kwargs):
+        if len(inputs["input_ids"]) > 2 and trainer.state.global_step == 2:
+            raise torch.OutOfMemoryError("no room")
+        return step(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = compute_loss
+    run(trainer)
+    found = read_run(tmp_path)
+    assert [(row["step"], row["num_steps"]) for row in found.steps] == [(1, 1), (2, 1), (3, 1)]
+    assert found.about["batch_size"] == 2
+    for row in found.steps:
+        assert row["samples_per_s"] == pytest.approx(2 / row["seconds"])
+
+
+# The argument
+
+
+@pytest.mark.parametrize("logging", ["off", "brief"])
+def test_without_a_report_nothing_is_written(logging, tmp_path):
+    for is_wanted in (False, True):
+        folder = tmp_path / str(is_wanted)
+        train("gpt2", folder, tight(), max_steps=1, patrickstar_logging=logging, patrickstar_report=is_wanted)
+        assert (folder / FOLDER).exists() == is_wanted
+
+
+def test_the_argument(tmp_path):
+    parser = HfArgumentParser(PatrickStarTrainingArguments)
+    line = ["--output_dir", str(tmp_path), "--use_cpu"]
+    assert parser.parse_args_into_dataclasses(line)[0].patrickstar_report is True
+    (args,) = parser.parse_args_into_dataclasses([*line, "--patrickstar_report", "false"])
+    assert args.patrickstar_report is False
+
+
+def test_every_field_is_documented(trained):
+    """In the table of docs/report.md or, without the prefix, in that of docs/logs.md."""
+    _, _, found, _ = trained
+    text = DOCS.read_text(encoding="utf-8") + (DOCS.parent / "logs.md").read_text(encoding="utf-8")
+    for row in (*found.steps, *found.evaluations, found.about):
+        assert [name for name in row if f"`{name}`" not in text and f"`patrickstar/{name}`" not in text] == []
