@@ -5,8 +5,9 @@ import sys
 from collections.abc import Sequence
 
 from hf_patrickstar.checkpoint.export import export
-from hf_patrickstar.cli import plan, report
+from hf_patrickstar.cli import check, plan, report
 from hf_patrickstar.cli.env import env
+from hf_patrickstar.cli.plan_script import split_script
 from hf_patrickstar.errors import ConfigError, PatrickStarError
 from hf_patrickstar.units import format_nbytes
 from hf_patrickstar.version import __version__
@@ -22,7 +23,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0; 1 if the command failed, or a plan does not fit; 2 if it cannot do what its arguments say.
         What went wrong is told in one line.
     """
-    options = _parser().parse_args(arguments)
+    script: list[str] = []
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["plan"]:
+        words, script = split_script(words)
+    options = _parser().parse_args(words)
+    options.script = script or getattr(options, "script", None)
     try:
         return int(options.run(options) or 0)
     except PatrickStarError as error:
@@ -66,7 +72,15 @@ def _parser() -> argparse.ArgumentParser:
         description="Tells whether a model fits a machine and how fast it trains there, without weights or a device.",
     )
     plan.add_arguments(command)
-    command.set_defaults(run=plan.run)
+    command.set_defaults(run=plan.run, defaults={action.dest: action.default for action in command._actions})
+    command = commands.add_parser(
+        "check",
+        help="compare a few steps of a script's training without and with --patrickstar, bit by bit",
+        description="Trains a few steps with a user's own script, without and with --patrickstar, and compares losses, "
+        "gradient norms, and all parameters and buffers. Nothing is saved, evaluated or reported.",
+    )
+    check.add_arguments(command)
+    command.set_defaults(run=check.run)
     command = commands.add_parser(
         "report",
         help="make a page of a run",

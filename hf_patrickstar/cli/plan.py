@@ -1,22 +1,31 @@
 """``hf-patrickstar plan``: whether a model fits, and how fast it trains, before it does."""
 
 import argparse
+import dataclasses
 import pathlib
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from hf_patrickstar.cli.files import check_file
+from hf_patrickstar.cli.plan_script import arrange_from, in_words_of_the_script
+from hf_patrickstar.cli.settings import settings_of
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import MACHINES
+
+if TYPE_CHECKING:
+    from hf_patrickstar.planner.planning import Circumstances
+    from hf_patrickstar.planner.subject import Subject
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what the command understands."""
     parser.add_argument(
         "model",
+        nargs="?",
         metavar="MODEL",
-        help="a model id, a directory, a config.json, or TYPE:KEY=VALUE,... as in gpt2:n_layer=48,n_embd=1600",
+        help="a model id, a directory, a config.json, or TYPE:KEY=VALUE,... as in gpt2:n_layer=48,n_embd=1600; or, "
+        "after --, a training script and its own arguments, which then say what is trained and how",
     )
     parser.add_argument(
         "--machine", default="rtx4090", help=f"{', '.join(MACHINES)}, this, or a file of 'env --measure --json'"
@@ -67,25 +76,10 @@ def run(options: argparse.Namespace) -> int:
     # transformers takes seconds to import, and other commands do without.
     from hf_patrickstar.cli.plan_page import write_plan_page, write_plan_picture
     from hf_patrickstar.planner.advice import advise
-    from hf_patrickstar.planner.planning import arrange, plan_and_record
+    from hf_patrickstar.planner.planning import plan_and_record
     from hf_patrickstar.planner.screen import describe
 
-    subject, circumstances = arrange(
-        options.model,
-        options.machine,
-        task=options.task,
-        batch_size=options.batch_size,
-        length=options.seq_len,
-        num_micro_batches=options.accumulation,
-        world_size=options.processes,
-        checkpointing=options.gradient_checkpointing,
-        dtype=options.dtype,
-        optimizer=options.optimizer,
-        max_norm=options.max_grad_norm or None,
-        device_memory=options.device_memory,
-        host_memory=options.host_memory,
-        settings=_settings(options.set),
-    )
+    subject, circumstances = arrange_from(options) if options.script else _arrange(options)
     plan, recording = plan_and_record(subject, circumstances)
     advice = []
     if not options.no_advice:
@@ -95,6 +89,8 @@ def run(options: argparse.Namespace) -> int:
             plan,
             lambda changes: tqdm(changes, desc="trying changes", unit="plan", leave=False, delay=2),
         )
+    if options.script:
+        advice = [dataclasses.replace(item, text=in_words_of_the_script(item.text)) for item in advice]
     print(describe(plan, advice))
     if options.json is not None:
         try:
@@ -108,17 +104,24 @@ def run(options: argparse.Namespace) -> int:
     return 0 if plan.fits else 1
 
 
-def _settings(texts: list[str]) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise ConfigError(f"--set: '{text}' is no setting; write KEY=VALUE")
-        settings[key] = _value(value)
-    return settings
+def _arrange(options: argparse.Namespace) -> "tuple[Subject, Circumstances]":
+    from hf_patrickstar.planner.planning import arrange
 
-
-def _value(text: str) -> Any:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    return int(text) if text.isdecimal() else text
+    if options.model is None:
+        raise ConfigError("what should be planned? Give MODEL, or -- SCRIPT ARGS...")
+    return arrange(
+        options.model,
+        options.machine,
+        task=options.task,
+        batch_size=options.batch_size,
+        length=options.seq_len,
+        num_micro_batches=options.accumulation,
+        world_size=options.processes,
+        checkpointing=options.gradient_checkpointing,
+        dtype=options.dtype,
+        optimizer=options.optimizer,
+        max_norm=options.max_grad_norm or None,
+        device_memory=options.device_memory,
+        host_memory=options.host_memory,
+        settings=settings_of(options.set),
+    )

@@ -133,20 +133,31 @@ def arrange(
     """
     if num_micro_batches < 1 or world_size < 1:
         raise ConfigError(f"micro-batches ({num_micro_batches}) and processes ({world_size}) must be at least 1")
-    if machine == "this":
-        machine = dataclasses.replace(measure_machine(), name="this machine")
-    found = find_machine(machine) if isinstance(machine, str) else machine
-    found.check_processes(world_size)
+    found = arrange_machine(machine, world_size, device_memory, host_memory)
     find_optimizer(optimizer)
     settings = {"dtype": dtype, **(settings or {})}
     PatrickStarConfig.from_any(settings)  # checks keys and values before anything takes time
     subject = find_subject(model, task=task, batch_size=batch_size, length=length, checkpointing=checkpointing)
-    found = dataclasses.replace(
+    return subject, Circumstances(found, num_micro_batches, world_size, optimizer, max_norm, settings)
+
+
+def arrange_machine(
+    machine: str | Machine, world_size: int, device_memory: int | str | None, host_memory: int | str | None
+) -> Machine:
+    """Finds a machine, and makes its memory what training may take; see ``plan``.
+
+    Raises:
+        ConfigError: If an argument makes no sense.
+    """
+    if machine == "this":
+        machine = dataclasses.replace(measure_machine(), name="this machine")
+    found = find_machine(machine) if isinstance(machine, str) else machine
+    found.check_processes(world_size)
+    return dataclasses.replace(
         found,
         device_nbytes=_share(device_memory, found.device_nbytes, DEVICE_SHARE, "device memory"),
         host_nbytes=_share(host_memory, found.host_nbytes, HOST_SHARE, "host memory"),
     )
-    return subject, Circumstances(found, num_micro_batches, world_size, optimizer, max_norm, settings)
 
 
 def _share(given: int | str | None, nbytes: int, share: float, name: str) -> int:
@@ -296,7 +307,8 @@ def _record_quietly(subject: Subject, given: Circumstances, settings: Mapping[st
         subject.make_inputs,
         given.machine,
         config={**given.settings, **settings},
-        make_optimizer=find_optimizer(given.optimizer),
+        make_optimizer=subject.find_optimizer(given.optimizer),
+        compute_loss=subject.compute_loss,
         max_norm=given.max_norm,
         num_micro_batches=given.num_micro_batches,
         world_size=given.world_size,

@@ -68,6 +68,15 @@ class Subject:
         labels = tokens[:, 0] if self.task == "sequence-classification" else tokens
         return {"input_ids": tokens, "labels": labels.clone()}
 
+    def compute_loss(self, model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """Computes the loss of a micro-batch with the model; called under fake tensors."""
+        loss: torch.Tensor = model(**inputs).loss
+        return loss
+
+    def find_optimizer(self, name: str) -> "MakeOptimizer | None":
+        """What makes the optimizer; see ``find_optimizer``."""
+        return find_optimizer(name)
+
     @property
     def num_tokens(self) -> int:
         """Tokens of a micro-batch, or images."""

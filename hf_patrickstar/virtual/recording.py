@@ -24,6 +24,9 @@ from hf_patrickstar.schedule.trace import Trace
 from hf_patrickstar.virtual.collectives import VirtualPeers
 from hf_patrickstar.virtual.driver import VirtualDriver
 
+ComputeLoss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
+"""Computes the loss of a micro-batch with the model."""
+
 _MOST_STEPS = 8
 _TO_DEVICE, _TO_HOST = "host_to_device_nbytes", "device_to_host_nbytes"
 
@@ -126,6 +129,7 @@ def record_step(
     *,
     config: Mapping[str, Any],
     make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    compute_loss: ComputeLoss = lambda model, inputs: model(**inputs).loss,
     max_norm: float | None = 1.0,
     num_micro_batches: int = 1,
     world_size: int = 1,
@@ -133,11 +137,12 @@ def record_step(
     """Trains with tensors that have no bytes until a step follows plans and chunks have their homes; records that one.
 
     Args:
-        make_model: Makes the model; called under fake tensors. The model must return an object with a ``loss``.
+        make_model: Makes the model; called under fake tensors. By default it must return an object with a ``loss``.
         make_inputs: Makes a micro-batch, likewise.
         machine: The machine; its device memory is the budget unless ``config`` says otherwise.
         config: Settings of the engine.
         make_optimizer: Makes an optimizer over parameters; by default torch's fused AdamW.
+        compute_loss: Computes the loss of a micro-batch.
         max_norm: For clipping; ``None`` for none.
         num_micro_batches: How many make a step.
         world_size: How many processes train together, each on a device of the machine; see [Note: virtual processes].
@@ -148,18 +153,11 @@ def record_step(
     """
     machine.check_processes(world_size)
     driver = VirtualDriver(machine)
-    settings = {
-        "device_budget": machine.device_nbytes,
-        "host_budget": machine.host_nbytes,
-        "pin_memory": False,  # the driver takes all memory of the pool for pinned
-        "machine": machine,
-        **config,
-    }
     with FakeTensorMode(), driver.watching():
         model = make_model()
         engine = PatrickStarEngine(
             model,
-            settings,
+            {**_settings_for(machine), **config},
             (make_optimizer or _make_adamw)(model.parameters()),
             device=DeviceStreams(torch.device("cpu"), driver),
             gradient_accumulation_steps=num_micro_batches,
@@ -173,12 +171,21 @@ def record_step(
             driver.begin(engine.manager.chunks)
             if number:
                 _update(engine, max_norm, driver)
-            steps = _train(engine, model, [make_inputs() for _ in range(num_micro_batches)], driver)
+            steps = _train(engine, compute_loss, [make_inputs() for _ in range(num_micro_batches)], driver)
             timeline = driver.end()
             is_recorded = engine.stats()["recorded_steps"] > before["recorded_steps"]
             if not is_recorded and all(step and step.cursor and step.plan for step in steps):
                 return _note(engine, driver, steps, timeline, before)
     raise EngineError(f"none of {_MOST_STEPS} steps followed plans: what this model does depends on its data")
+
+
+def _settings_for(machine: Machine) -> dict[str, Any]:
+    return {
+        "device_budget": machine.device_nbytes,
+        "host_budget": machine.host_nbytes,
+        "pin_memory": False,  # the driver takes all memory of the pool for pinned
+        "machine": machine,
+    }
 
 
 def _note(
@@ -239,7 +246,7 @@ def _update(engine: PatrickStarEngine, max_norm: float | None, driver: VirtualDr
 
 def _train(
     engine: PatrickStarEngine,
-    model: torch.nn.Module,
+    compute_loss: ComputeLoss,
     batches: Sequence[Mapping[str, torch.Tensor]],
     driver: VirtualDriver,
 ) -> list[Step | None]:
@@ -247,7 +254,7 @@ def _train(
     steps: list[Step | None] = []
     for inputs in batches:
         driver.begin_part(Part.FORWARD)
-        loss = model(**inputs).loss
+        loss = compute_loss(engine.model, inputs)
         steps.append(engine.manager.tracer.step)
         driver.begin_part(Part.BACKWARD)
         (loss / len(batches) if len(batches) > 1 else loss).backward()

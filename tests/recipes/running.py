@@ -40,8 +40,18 @@ def write_rows(path, rows):
     return str(path)
 
 
+def recipe_path(name):
+    """The script of a recipe."""
+    return str(ROOT / "recipes" / f"finetune_{name}.py")
+
+
 def start_recipe(name, argv, home, hub=None):
     """Starts a recipe as a user does. Nothing of it can leave this machine or use what another test left."""
+    return start([recipe_path(name), *argv], home, hub)
+
+
+def start(words, home, hub=None):
+    """Starts Python with these words; see ``start_recipe``."""
     # The hub's and the data sets' own variables would lead elsewhere.
     env = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     env |= {
@@ -56,9 +66,8 @@ def start_recipe(name, argv, home, hub=None):
         "PYTHONPATH": str(ROOT),
     }
     env |= {"HF_HUB_OFFLINE": "1"} if hub is None else {"HF_ENDPOINT": hub.url}
-    script = str(ROOT / "recipes" / f"finetune_{name}.py")
     return subprocess.Popen(
-        [sys.executable, script, *argv], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, *words], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 

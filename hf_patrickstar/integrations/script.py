@@ -1,0 +1,170 @@
+"""Runs a user's own training script up to the moment when it trains.
+
+[Note: scripts]
+``run_script`` runs a script in this process as ``python SCRIPT ARGS...`` does: ``__name__`` is ``"__main__"``,
+``sys.argv`` and ``sys.path[0]`` are the script's. Until the script ends, two things of transformers are caught:
+
+- ``TrainingArguments.__post_init__``: every arguments object is shown to ``on_arguments`` before it checks itself, so
+  that a command can change what the script was told, wherever the script has it from (its command line, a file, its
+  code). ``PatrickStarArgumentsMixin.__post_init__``, which runs before it, is caught for the same reason.
+- ``Trainer.train``: ``on_train`` is called in its place, with the Trainer and a function that trains. A subclass with a
+  ``train`` of its own is caught where that calls ``super().train()``.
+
+What ``on_train`` returns is what the script gets from ``train()``, and the script goes on. A command that needs no more
+of the script ends it with ``StopScript(value)``: it is no ``Exception``, so a script that handles errors does not see
+it, and blocks of ``finally`` run as usual.
+"""
+
+import contextlib
+import functools
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from transformers import Trainer, TrainingArguments
+
+from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.integrations.training_args import PatrickStarArgumentsMixin
+
+
+class ScriptError(ConfigError):
+    """A script that is not there, or that does not do what a command needs; the message is one sentence."""
+
+
+class StopScript(BaseException):
+    """Raised by ``on_train`` to end the script; see [Note: scripts].
+
+    Args:
+        value: What ``run_script`` returns.
+    """
+
+    def __init__(self, value: Any = None) -> None:
+        super().__init__()
+        self.value = value
+
+
+OnArguments = Callable[[TrainingArguments], None]
+OnTrain = Callable[[Trainer, Callable[..., Any]], Any]
+
+
+def run_script(path: str, arguments: Sequence[str], on_train: OnTrain, on_arguments: OnArguments | None = None) -> Any:
+    """Runs a script as ``python PATH ARGUMENTS...`` does; see [Note: scripts].
+
+    Args:
+        path: The script.
+        arguments: Its own arguments.
+        on_train: Called in place of ``Trainer.train``, with the Trainer and with ``train`` itself, which takes the
+            arguments of ``Trainer.train`` and by default those that the script gave.
+        on_arguments: Called once with each ``TrainingArguments`` object, before the object checks itself.
+
+    Returns:
+        The value of ``StopScript``; ``None`` if the script came to its end.
+
+    Raises:
+        ScriptError: If there is no such file, or the script ended without calling ``train()`` of a Trainer.
+        SystemExit: If the script ended itself with another status than 0.
+        Exception: What the script raises.
+    """
+    if not os.path.isfile(path):
+        raise ScriptError(f"there is no script '{path}'; give the path of a file")
+    told: set[str] = set()
+    try:
+        with _as_program(path, arguments), _caught(on_train, on_arguments, told):
+            runpy.run_path(path, run_name="__main__")
+    except StopScript as stop:
+        return stop.value
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+    if "built" not in told:
+        raise ScriptError(
+            f"'{path}' ended without building a Trainer; give a script that trains with a transformers Trainer, "
+            "with the arguments with which it does"
+        )
+    if "trained" not in told:
+        raise ScriptError(f"'{path}' built a Trainer and ended without calling train(); is --do_train missing?")
+    return None
+
+
+@contextlib.contextmanager
+def _as_program(path: str, arguments: Sequence[str]) -> Iterator[None]:
+    argv, search = sys.argv, list(sys.path)
+    sys.argv = [path, *arguments]
+    sys.path[:1] = [os.path.dirname(os.path.abspath(path))]
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, search
+
+
+@contextlib.contextmanager
+def _caught(on_train: OnTrain, on_arguments: OnArguments | None, told: set[str]) -> Iterator[None]:
+    """Replaces what is caught; adds to ``told`` that a Trainer was ``"built"`` and ``"trained"``."""
+    seen: list[Any] = []
+
+    def showing(check: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(check)
+        def post_init(self: Any) -> None:
+            if on_arguments is not None and not any(item is self for item in seen):
+                seen.append(self)
+                on_arguments(self)
+            check(self)
+
+        return post_init
+
+    build, train = Trainer.__init__, Trainer.train
+
+    @functools.wraps(build)
+    def noting(self: Any, *args: Any, **kwargs: Any) -> None:
+        told.add("built")
+        build(self, *args, **kwargs)
+
+    @functools.wraps(train)
+    def training(self: Any, *args: Any, **kwargs: Any) -> Any:
+        told.update(("built", "trained"))
+
+        def as_asked(*others: Any, **named: Any) -> Any:
+            return train(self, *others, **named) if others or named else train(self, *args, **kwargs)
+
+        return on_train(self, as_asked)
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, replacement in (
+            (TrainingArguments, "__post_init__", showing(TrainingArguments.__post_init__)),
+            (PatrickStarArgumentsMixin, "__post_init__", showing(PatrickStarArgumentsMixin.__post_init__)),
+            (Trainer, "__init__", noting),
+            (Trainer, "train", training),
+        ):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, replacement)
+        yield
+
+
+def touch_nothing(arguments: Any, directory: str) -> None:
+    """Changes training arguments, before they check themselves, so that nothing of the user's is written to.
+
+    Args:
+        arguments: The arguments object.
+        directory: What the Trainer may write to in place of ``output_dir``.
+    """
+    set_known(
+        arguments,
+        {
+            **{"output_dir": directory, "report_to": "none", "push_to_hub": False, "resume_from_checkpoint": None},
+            **{"save_strategy": "no", "eval_strategy": "no", "eval_on_start": False, "load_best_model_at_end": False},
+        },
+    )
+
+
+def set_known(arguments: Any, values: Mapping[str, Any]) -> None:
+    """Sets those fields of training arguments that this version of transformers has.
+
+    Args:
+        arguments: The arguments object.
+        values: The values by field.
+    """
+    for name, value in values.items():
+        if hasattr(arguments, name):
+            setattr(arguments, name, value)

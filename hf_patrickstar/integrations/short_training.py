@@ -1,0 +1,251 @@
+"""A few steps of a script's training, recorded: ``python -m hf_patrickstar.integrations.short_training``.
+
+``hf-patrickstar check`` starts one such process for each training that it compares. Nothing of the user's is written
+to: the training has a directory of its own, and saving, evaluating, pushing and reporting are switched off.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, Reader
+from hf_patrickstar.checkpoint.safetensors_file import write_safetensors
+from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.integrations.script import ScriptError, StopScript, run_script, set_known, touch_nothing
+from hf_patrickstar.integrations.trainer import PatrickStarTrainerMixin
+from hf_patrickstar.integrations.training_args import PatrickStarArgumentsMixin
+
+RECORD, WEIGHTS, PROBLEM = "record.json", "weights.safetensors", "problem.txt"
+_SEED = 0
+_DIGEST_NBYTES = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """What one process does.
+
+    Attributes:
+        directory: Where it writes ``RECORD``, the last ``WEIGHTS`` and, if the script cannot be checked, ``PROBLEM``.
+        is_chunked: Whether it trains with ``--patrickstar``.
+        num_steps: Steps of the optimizer that the training is made for; the schedule of learning rates ends there.
+        num_done: Steps after which it stops.
+        path: The script.
+        arguments: The script's own arguments.
+    """
+
+    directory: str
+    is_chunked: bool
+    num_steps: int
+    num_done: int
+    path: str
+    arguments: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+    """What a training did.
+
+    Attributes:
+        losses: The loss of each micro-batch, by step.
+        norms: The norm of the gradients before clipping, of each step that has told it.
+        rates: The learning rate of each step.
+        digests: What stands for the bits of each parameter and buffer, before training and after each step.
+        precision: ``"no"``, ``"bf16"`` or ``"fp16"``.
+    """
+
+    losses: list[list[float]] = dataclasses.field(default_factory=list)
+    norms: list[float] = dataclasses.field(default_factory=list)
+    rates: list[float] = dataclasses.field(default_factory=list)
+    digests: list[dict[str, str]] = dataclasses.field(default_factory=list)
+    precision: str = "no"
+
+    @classmethod
+    def read(cls, directory: str) -> "Record":
+        """Reads what a process has written.
+
+        Args:
+            directory: Its directory.
+        """
+        return cls(**json.loads((pathlib.Path(directory) / RECORD).read_text(encoding="utf-8")))
+
+
+class _Recorder(TrainerCallback):
+    """Notes what a training does, and stops it.
+
+    Args:
+        task: What to do.
+        trainer: The Trainer.
+        precision: What it computes in.
+    """
+
+    def __init__(self, task: Task, trainer: Trainer, precision: str) -> None:
+        self.record = Record(precision=precision)
+        self._task, self._trainer = task, trainer
+        self._micro_batches: list[float] = []
+        self._train_micro_batch = trainer.training_step
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes the place of the Trainer's, and notes the loss."""
+        loss = self._train_micro_batch(*args, **kwargs)
+        self._micro_batches.append(float(loss))
+        return loss
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """See ``TrainerCallback``."""
+        self._note_weights(is_last=False)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """See ``TrainerCallback``."""
+        self.record.losses.append(self._micro_batches)
+        self._micro_batches = []
+        is_last = state.global_step >= self._task.num_done
+        self._note_weights(is_last=is_last)
+        control.should_training_stop = control.should_training_stop or is_last
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """See ``TrainerCallback``."""
+        for name, values in (("grad_norm", self.record.norms), ("learning_rate", self.record.rates)):
+            if name in logs:
+                values.append(float(logs[name]))
+
+    def _note_weights(self, *, is_last: bool) -> None:
+        assert self._trainer.model is not None
+        with _weights_of(self._trainer.model) as weights:
+            reader = Reader()
+            self.record.digests.append({name: _digest(reader, value) for name, value in weights.items()})
+            if is_last:
+                write_safetensors(pathlib.Path(self._task.directory) / WEIGHTS, weights)
+
+
+@contextlib.contextmanager
+def _weights_of(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """All parameters and buffers, in the types that the model was loaded in; those in chunks are read in pieces."""
+    engine = getattr(model, "patrickstar_engine", None)
+    with contextlib.nullcontext() if engine is None else engine.weights.streamed(is_reader=True):
+        state = model.state_dict()
+        named = [*model.named_parameters(), *model.named_buffers()]
+        yield {name: state.get(name, tensor) for name, tensor in named}
+
+
+def _digest(reader: Reader, tensor: torch.Tensor) -> str:
+    digest = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=_DIGEST_NBYTES)
+    with contextlib.closing(reader.pieces(tensor, PIECE_NUMEL)) as pieces:
+        for piece in pieces:
+            digest.update(piece.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _change_arguments(task: Task, arguments: Any) -> None:
+    """Makes a training short, and one that touches nothing but its own directory."""
+    touch_nothing(arguments, _output_of(task))
+    values = {"max_steps": task.num_steps, "warmup_steps": 0, "logging_strategy": "steps", "logging_steps": 1}
+    if getattr(arguments, "warmup_ratio", None) is not None:
+        values["warmup_ratio"] = 0.0
+    if isinstance(arguments, PatrickStarArgumentsMixin):
+        values["patrickstar"] = task.is_chunked
+        if not task.is_chunked:
+            arguments.patrickstar_config = None
+    set_known(arguments, values)
+
+
+def _output_of(task: Task) -> str:
+    return str(pathlib.Path(task.directory) / "output")
+
+
+def _train(task: Task, trainer: Any, train: Any) -> None:
+    is_made_for_it = isinstance(trainer, PatrickStarTrainerMixin) or not task.is_chunked  # it may choose by the flag
+    if not is_made_for_it or not isinstance(trainer.args, PatrickStarArgumentsMixin):
+        raise ScriptError(
+            f"'{task.path}' trains with {type(trainer).__name__} and {type(trainer.args).__name__}, which cannot train "
+            "with --patrickstar; import PatrickStarTrainer and PatrickStarTrainingArguments in their place, or derive "
+            "them from PatrickStarTrainerMixin and PatrickStarArgumentsMixin"
+        )
+    args: Any = trainer.args
+    any_trainer: Any = trainer
+    if args.patrickstar is not task.is_chunked:
+        raise ScriptError(f"'{task.path}' changes 'patrickstar' of its arguments; leave it as it was given")
+    # Again, for a script that has changed its arguments after they were made.
+    args.max_steps, args.output_dir = task.num_steps, _output_of(task)
+    args.save_strategy, args.eval_strategy = SaveStrategy.NO, IntervalStrategy.NO
+    args.push_to_hub = args.load_best_model_at_end = False
+    any_trainer.remove_callback(EarlyStoppingCallback)  # it refuses to train without evaluation
+    recorder = _Recorder(task, any_trainer, _precision_of(args))
+    any_trainer.training_step = recorder.training_step
+    any_trainer.add_callback(recorder)
+    train(resume_from_checkpoint=False)
+    num_done = len(recorder.record.losses)
+    if num_done < task.num_done:
+        raise ScriptError(f"'{task.path}' ended its training after {num_done} of {task.num_done} steps")
+    text = json.dumps(dataclasses.asdict(recorder.record))
+    (pathlib.Path(task.directory) / RECORD).write_text(text, encoding="utf-8")
+    raise StopScript
+
+
+def _precision_of(args: Any) -> str:
+    if not args.patrickstar:
+        return str(args.mixed_precision or "no")
+    dtype = PatrickStarConfig.from_any(args.patrickstar_config).dtype
+    return str(args.patrickstar_precision or "no") if dtype == "auto" else dtype.replace("fp32", "no")
+
+
+def record_training(task: Task) -> None:
+    """Trains, and writes what it did.
+
+    Args:
+        task: What to do.
+
+    Raises:
+        ScriptError: If the script cannot be checked.
+        Exception: What the script raises.
+    """
+    set_seed(_SEED)  # what a script draws before it sets its own seed is the same in each process
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010  (a property of the module)
+
+    def change(arguments: TrainingArguments) -> None:
+        _change_arguments(task, arguments)
+
+    run_script(task.path, task.arguments, lambda trainer, train: _train(task, trainer, train), change)
+
+
+def command_of(task: Task) -> list[str]:
+    """The command line that carries out a task.
+
+    Args:
+        task: What to do.
+    """
+    return [sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(task))]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Carries out the task of a command line.
+
+    Args:
+        arguments: What follows the name of the program.
+
+    Returns:
+        The exit status: 2 if the script cannot be checked, which is told in the file ``PROBLEM``.
+    """
+    values = json.loads(arguments[0])
+    task = Task(**{**values, "arguments": tuple(values["arguments"])})
+    try:
+        record_training(task)
+    except ScriptError as error:
+        (pathlib.Path(task.directory) / PROBLEM).write_text(str(error), encoding="utf-8")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    os.dup2(2, 1)  # what the script prints is not what the command says
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,323 @@
+"""A subject that a user's own script makes: its model, its batches, its loss and its optimizer.
+
+[Note: planning a script]
+The script runs up to ``Trainer.train``, with weights that are not read (``deferred_weights``); where its code needs
+their values, it runs once more and reads them. What it has made by then is planned: the Trainer's model is copied, with
+a tensor that has no bytes in place of each parameter and buffer, so that adapters, heads and frozen parts are where
+the script has put them. The loss is ``compute_loss`` of the script's Trainer, the optimizer is the one that the Trainer
+makes, and a micro-batch has the shapes of the largest of the first batches of the Trainer's data loader.
+
+What the Trainer holds beside its model (a teacher, say) takes its bytes of the device and is computed with, too.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeCopyMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import Trainer
+
+from hf_patrickstar.checkpoint.weight_files import deferred_weights
+from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.errors import ConfigError, EngineError
+from hf_patrickstar.integrations.script import StopScript, run_script, set_known, touch_nothing
+from hf_patrickstar.integrations.training_args import PatrickStarArgumentsMixin
+from hf_patrickstar.machine import Machine
+from hf_patrickstar.planner.planning import Circumstances, arrange_machine
+from hf_patrickstar.planner.subject import MakeOptimizer, Subject
+
+NUM_BATCHES = 8
+"""How many batches are looked at for the largest."""
+_ATTENTION_DROPOUTS = ("attention_dropout", "attn_dropout", "dropout", "dropout_p")
+_OF_THE_MACHINE = ("device_budget", "host_budget", "pin_memory", "machine")
+"""Settings that say what there is, which the planned machine does."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScriptSubject(Subject):
+    """What a script trains; see [Note: planning a script] and ``Subject``.
+
+    Attributes:
+        trainer: The script's Trainer.
+        model: Its model.
+        inputs: The shapes of a batch, as tensors on the meta device, with ``seen`` sequences.
+        seen: Sequences, and tokens of one, of that batch.
+        optimizer: An optimizer over the model's parameters.
+        num_items: What the Trainer passes to ``compute_loss`` as ``num_items_in_batch``.
+        others: What the Trainer holds beside its model, by attribute.
+    """
+
+    trainer: Any
+    model: torch.nn.Module
+    inputs: Mapping[str, Any]
+    seen: tuple[int, int]
+    optimizer: torch.optim.Optimizer
+    num_items: torch.Tensor | int | None
+    others: Mapping[str, torch.nn.Module]
+
+    def make_model(self) -> torch.nn.Module:
+        """Copies the model, without bytes."""
+        model: Any = as_fake(self.model)
+        model.train()
+        if self.checkpointing:
+            _enable_checkpointing(model, self.trainer.args)
+        elif _is_checkpointing(model):
+            model.gradient_checkpointing_disable()
+        _drop_nothing_in_attention(model)
+        for name, module in self.others.items():
+            setattr(self.trainer, name, as_fake(module))
+        self.trainer.model = self.trainer.model_wrapped = model
+        return model  # type: ignore[no-any-return]
+
+    def make_inputs(self) -> dict[str, Any]:
+        """Makes a micro-batch of the script's shapes, with ``batch_size`` sequences of ``length`` tokens."""
+        return tree_map_only(torch.Tensor, self._resized, dict(self.inputs))  # type: ignore[no-any-return]
+
+    def _resized(self, tensor: torch.Tensor) -> torch.Tensor:
+        (size, length), shape = self.seen, list(tensor.shape)
+        if shape and shape[0] == size:
+            shape[0] = self.batch_size
+        if length > 1:
+            shape[1:] = [self.length if numel == length else numel for numel in shape[1:]]
+        return torch.zeros(shape, dtype=tensor.dtype, device="cpu")
+
+    def compute_loss(self, model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """Computes the loss as the script's Trainer does."""
+        num_items = self.num_items
+        if isinstance(num_items, torch.Tensor):
+            num_items = torch.ones(num_items.shape, dtype=num_items.dtype, device="cpu")
+        with self.trainer.compute_loss_context_manager():
+            loss: torch.Tensor = self.trainer.compute_loss(model, dict(inputs), num_items_in_batch=num_items)
+        return loss
+
+    def find_optimizer(self, name: str) -> MakeOptimizer | None:
+        """What copies the script's optimizer; ``name`` is not used."""
+
+        def make(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+            memo: dict[int, Any] = dict(zip(map(id, self.model.parameters()), parameters, strict=True))
+            with _copying():
+                return copy.deepcopy(self.optimizer, memo)
+
+        return make
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a micro-batch; examples if they are no sequences of tokens."""
+        return self.batch_size * self.length
+
+
+def as_fake(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy of a module whose tensors have no bytes; called under fake tensors.
+
+    Args:
+        module: The module; its parameters may be those of ``deferred_weights``.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        value = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        memo[id(tensor)] = torch.nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+    with _copying():
+        copied = copy.deepcopy(module, memo)
+    for part in copied.modules():
+        if "name_or_path" in vars(part):
+            vars(part)["name_or_path"] = ""  # or the engine would compare frozen weights with files
+    return copied
+
+
+def _copying() -> FakeCopyMode:
+    """Inside of it ``deepcopy`` makes fake tensors of ordinary ones."""
+    mode = detect_fake_mode()
+    assert mode is not None
+    return FakeCopyMode(mode)
+
+
+def arrange_script(
+    path: str,
+    arguments: Sequence[str],
+    machine: str | Machine,
+    *,
+    world_size: int = 1,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> tuple[ScriptSubject, Circumstances]:
+    """Runs a script up to its training, and finds what it trains and how; see [Note: planning a script].
+
+    Args:
+        path: The script.
+        arguments: Its own arguments.
+        machine: As for ``plan``.
+        world_size: Processes, each on a device of the machine.
+        device_memory: Bytes of the device that training may take; by default ``device_budget`` of the script, or 95 %
+            of what the machine has.
+        host_memory: Bytes of the host that each process may take; by default ``host_budget`` of the script, or 90 % of
+            what the machine has for it.
+        settings: Settings of the engine that take the place of the script's.
+
+    Raises:
+        ConfigError: If an argument makes no sense, or the script ends before it trains.
+        Exception: What the script raises.
+    """
+    if world_size < 1:
+        raise ConfigError(f"processes ({world_size}) must be at least 1")
+    PatrickStarConfig.from_any(dict(settings or {}))  # checks keys and values before anything takes time
+    arrange_machine(machine if machine != "this" else "h100", world_size, device_memory, host_memory)
+    with tempfile.TemporaryDirectory(prefix="hf-patrickstar-plan-") as directory:
+        subject, given = _find(path, arguments, directory)
+    given |= settings or {}
+    found = arrange_machine(
+        machine,
+        world_size,
+        _unless_auto(device_memory, given.get("device_budget")),
+        _unless_auto(host_memory, given.get("host_budget")),
+    )
+    beside = [tensor for module in subject.others.values() for tensor in module.parameters()]
+    found = dataclasses.replace(found, device_nbytes=found.device_nbytes - sum(tensor.nbytes for tensor in beside))
+    args = subject.trainer.args
+    return subject, Circumstances(
+        found,
+        args.gradient_accumulation_steps,
+        world_size,
+        type(subject.optimizer).__name__,
+        args.max_grad_norm or float("inf"),  # the Trainer computes the norm all the same
+        {key: value for key, value in given.items() if key not in _OF_THE_MACHINE},
+    )
+
+
+def _unless_auto(given: int | str | None, setting: Any) -> Any:
+    return given if given is not None or setting == "auto" else setting
+
+
+def _find(path: str, arguments: Sequence[str], directory: str) -> tuple[ScriptSubject, dict[str, Any]]:
+    """The subject, and the settings of the engine that differ from their defaults."""
+
+    def change(args: Any) -> None:
+        touch_nothing(args, directory)
+        set_known(args, {"use_cpu": True, "tf32": None})  # the device need not be here
+        if isinstance(args, PatrickStarArgumentsMixin):
+            args.patrickstar = True
+
+    def take(trainer: Trainer, _: Callable[..., Any]) -> None:
+        raise StopScript((_subject_of(trainer, os.path.basename(path)), _settings_of(trainer.args)))
+
+    def run() -> Any:
+        with contextlib.redirect_stdout(sys.stderr):  # what the script prints is no part of the plan
+            return run_script(path, arguments, take, change)
+
+    try:
+        with deferred_weights():
+            return run()  # type: ignore[no-any-return]
+    except (Exception, SystemExit) as error:
+        if not _is_about_deferred(error):
+            raise
+    print(f"'{path}' needs the values of weights; it runs again and reads them", file=sys.stderr, flush=True)
+    return run()  # type: ignore[no-any-return]
+
+
+def _is_about_deferred(error: BaseException | None) -> bool:
+    """Whether it is, or was raised from, an error of ``deferred_weights``."""
+    while error is not None:
+        if isinstance(error, EngineError) and "deferred_weights" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _subject_of(trainer: Any, name: str) -> ScriptSubject:
+    try:
+        batches = list(islice(trainer.get_train_dataloader(), NUM_BATCHES))
+    except ValueError as error:  # there is no data set
+        raise ConfigError(f"'{name}' calls train(), but its Trainer has no batches: {error}") from error
+    if not batches:
+        raise ConfigError(f"'{name}' calls train(), but the data loader of its Trainer is empty")
+    batch = max(batches, key=_numel)
+    num_items = trainer._get_num_items_in_batch(batches[: trainer.args.gradient_accumulation_steps], "cpu")
+    inputs = tree_map_only(torch.Tensor, lambda value: value.to("meta"), dict(trainer._prepare_inputs(batch)))
+    size, length = _extents(inputs)
+    model: Any = trainer.model
+    args, base = trainer.args, getattr(model, "get_base_model", lambda: model)()
+    optimizer = trainer.optimizer or trainer.create_optimizer()
+    is_recomputed = getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", None)
+    return ScriptSubject(
+        name=name,
+        task=type(base).__name__,
+        config=getattr(model, "config", None),  # type: ignore[arg-type]
+        batch_size=size,
+        length=length,
+        checkpointing=bool(is_recomputed or _is_checkpointing(model)),
+        trainer=trainer,
+        model=model,
+        inputs=inputs,
+        seen=(size, length),
+        optimizer=optimizer,
+        num_items=num_items,
+        others=_other_modules(trainer),
+    )
+
+
+def _numel(batch: Any) -> int:
+    return sum(leaf.numel() for leaf in tree_leaves(dict(batch)) if isinstance(leaf, torch.Tensor))
+
+
+def _extents(inputs: Mapping[str, Any]) -> tuple[int, int]:
+    """Sequences of a batch, and tokens of one; 1 token if the batch has no sequences of whole numbers."""
+    tensors = [leaf for leaf in tree_leaves(dict(inputs)) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    tokens = [tensor for tensor in tensors if tensor.dim() == 2 and not tensor.is_floating_point()]
+    if tokens:
+        longest = max(tokens, key=lambda tensor: tensor.numel())
+        return longest.shape[0], longest.shape[1]
+    return (tensors[0].shape[0] if tensors else 1), 1
+
+
+def _settings_of(args: Any) -> dict[str, Any]:
+    defaults = PatrickStarConfig().to_dict()
+    config = PatrickStarConfig.from_any(getattr(args, "patrickstar_config", None)).to_dict()
+    settings = {key: value for key, value in config.items() if value != defaults[key]}
+    precision = str(getattr(args, "patrickstar_precision", None) or args.mixed_precision or "no")
+    if config["dtype"] == "auto" and precision != "no":
+        settings["dtype"] = precision
+    return settings
+
+
+def _other_modules(trainer: Any) -> dict[str, torch.nn.Module]:
+    """What a Trainer computes with beside its model."""
+    known = {id(module) for model in (trainer.model, trainer.model_wrapped) for module in model.modules()}
+    found = vars(trainer).items()
+    return {name: value for name, value in found if isinstance(value, torch.nn.Module) and id(value) not in known}
+
+
+def _is_checkpointing(model: torch.nn.Module) -> bool:
+    return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+
+
+def _enable_checkpointing(model: Any, args: Any) -> None:
+    """Computes activations again in backward, as the Trainer makes a model do."""
+    kwargs = getattr(args, "activation_checkpointing_kwargs", None) or getattr(
+        args, "gradient_checkpointing_kwargs", None
+    )
+    kwargs = {"use_reentrant": False, **(kwargs or {})}
+    others = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs, **others)
+
+
+def _drop_nothing_in_attention(model: torch.nn.Module) -> None:
+    """Fused attention drops inside of its kernel; on tensors without bytes it would write all scores."""
+    for module in model.modules():
+        if "Attention" not in type(module).__name__:
+            continue
+        for name in _ATTENTION_DROPOUTS:
+            value = getattr(module, name, None)
+            if isinstance(value, torch.nn.Dropout):
+                value.p = 0.0
+            elif isinstance(value, float):
+                setattr(module, name, 0.0)

@@ -1,0 +1,28 @@
+"""The commands that run a user's script, with recipes and in processes as users start them."""
+
+import os
+
+import pytest
+from running import CHUNKS, COMMON, finish_recipe, recipe_path, start
+
+
+@pytest.fixture
+def words(checkpoints, data, tmp_path):
+    """The script and its arguments, which would write to ``mine``."""
+    argv = ["--model_name_or_path", checkpoints / "mlm", "--train_file", data / "train.txt", "--do_train", *COMMON]
+    return [str(word) for word in [recipe_path("mlm"), *argv, "--output_dir", tmp_path / "mine", *CHUNKS]]
+
+
+def test_check(words, tmp_path):
+    """Collators that draw masks draw the same ones; the head is drawn alike."""
+    process = start(["-m", "hf_patrickstar", "check", *words], tmp_path / "home")
+    assert finish_recipe(process).startswith("same bits: 2 steps, 2 losses, 2 gradient norms, and ")
+    assert not os.path.exists(tmp_path / "mine")
+
+
+def test_plan(words, tmp_path):
+    command = ["-m", "hf_patrickstar", "plan", "--no-advice", "--device-memory", "1MiB", "--host-memory", "1GiB", "--"]
+    printed = finish_recipe(start([*command, *words], tmp_path / "home"))
+    assert printed.startswith("finetune_mlm.py: 0.0 M parameters, BertForMaskedLM, auto, 2 x ")
+    assert "chunk_numel=16384" in printed
+    assert not os.path.exists(tmp_path / "mine")

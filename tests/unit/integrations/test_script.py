@@ -1,0 +1,117 @@
+"""Scripts are run as Python runs them, up to the call of ``train``."""
+
+import os
+import sys
+
+import pytest
+from transformers import Trainer, TrainingArguments
+
+from hf_patrickstar.integrations.script import ScriptError, StopScript, run_script
+from hf_patrickstar.integrations.training_args import PatrickStarArgumentsMixin
+
+TRAINING = """
+import torch
+from transformers import Trainer, TrainingArguments
+
+args = TrainingArguments(output_dir="out", use_cpu=True, max_steps=7)
+trainer = Trainer(model=torch.nn.Linear(2, 2), args=args)
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text):
+        path = tmp_path / "script.py"
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def stop(trainer, train):
+    raise StopScript(trainer)
+
+
+def test_it_runs_as_python_runs_it(write, tmp_path):
+    """The name, the arguments, modules beside it; and everything is as before afterwards."""
+    (tmp_path / "beside_the_script.py").write_text("VALUE = 3", encoding="utf-8")
+    path = write(
+        "import sys\nfrom beside_the_script import VALUE\n"
+        f"assert __name__ == '__main__' and VALUE == 3 and sys.argv == [__file__, '--a', 'b']\n{TRAINING}"
+        "trainer.train()\n"
+    )
+    before = sys.argv, list(sys.path), Trainer.train, Trainer.__init__, TrainingArguments.__post_init__
+    mixin = PatrickStarArgumentsMixin.__post_init__
+    trainer = run_script(path, ["--a", "b"], stop)
+    assert trainer.args.max_steps == 7
+    assert before == (sys.argv, sys.path, Trainer.train, Trainer.__init__, TrainingArguments.__post_init__)
+    assert PatrickStarArgumentsMixin.__post_init__ is mixin
+
+
+def test_arguments_are_shown_once_before_they_check_themselves(write):
+    seen = []
+
+    def change(arguments):
+        seen.append(arguments)
+        arguments.patrickstar, arguments.patrickstar_config = True, {"device_budget": "1GiB"}
+
+    text = TRAINING.replace("TrainingArguments", "PatrickStarTrainingArguments")
+    text = text.replace(
+        "from transformers import Trainer, Patrick",
+        "from transformers import Trainer\nfrom hf_patrickstar import Patrick",
+    )
+    trainer = run_script(write(text + "trainer.train()"), [], stop, change)
+    assert seen == [trainer.args]
+    assert trainer.args.patrickstar_config["device_budget"] == 2**30, "the arguments have checked what was changed"
+
+
+def test_a_handler_of_errors_does_not_see_the_end_and_finally_does(write, tmp_path):
+    path = write(
+        f"{TRAINING}\ntry:\n    trainer.train()\nexcept Exception:\n    raise SystemExit(7)\n"
+        f"finally:\n    open({str(tmp_path / 'closed')!r}, 'w').close()\n"
+    )
+    assert isinstance(run_script(path, [], stop), Trainer)
+    assert (tmp_path / "closed").exists()
+
+
+def test_the_script_goes_on_with_what_train_returns(write):
+    path = write(f"{TRAINING}\nassert trainer.train(resume_from_checkpoint='here') == 'trained'\n")
+    assert run_script(path, [], lambda trainer, train: "trained") is None
+
+
+def test_train_trains_with_the_arguments_of_the_script_or_with_others(write, monkeypatch):
+    calls = []
+    monkeypatch.setattr(Trainer, "train", lambda self, *args, **kwargs: calls.append((args, kwargs)))
+    path = write(f"{TRAINING}\ntrainer.train('here')\n")
+    run_script(path, [], lambda trainer, train: (train(), train(resume_from_checkpoint=False)))
+    assert calls == [(("here",), {}), ((), {"resume_from_checkpoint": False})]
+
+
+def test_a_train_of_a_subclass_is_caught_in_the_base(write):
+    own = "class Own(Trainer):\n    def train(self):\n        self.prepared = True\n        return super().train()\n"
+    path = write(TRAINING.replace("args = ", f"{own}\nargs = ").replace("= Trainer(", "= Own(") + "trainer.train()")
+    assert run_script(path, [], stop).prepared
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("x = 1", "ended without building a Trainer"),
+        ("raise SystemExit(0)", "ended without building a Trainer"),
+        (TRAINING, r"built a Trainer and ended without calling train\(\)"),
+    ],
+)
+def test_a_script_that_does_not_train_gets_a_sentence(text, problem, write):
+    with pytest.raises(ScriptError, match=problem):
+        run_script(write(text), [], stop)
+
+
+def test_a_script_that_is_not_there(tmp_path):
+    with pytest.raises(ScriptError, match="there is no script"):
+        run_script(os.fspath(tmp_path / "none.py"), [], stop)
+
+
+@pytest.mark.parametrize(("text", "error"), [("raise SystemExit(3)", SystemExit), ("1 / 0", ZeroDivisionError)])
+def test_errors_of_the_script_are_its_own(text, error, write):
+    with pytest.raises(error):
+        run_script(write(text), [], stop)

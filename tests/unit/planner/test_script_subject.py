@@ -1,0 +1,243 @@
+"""Plans of what a script trains: its model, batches, loss and optimizer, taken where it calls ``train``."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from models import make_model
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from user_scripts import ARGUMENTS, write_script
+
+from hf_patrickstar.checkpoint.deferred import DeferredTensor
+from hf_patrickstar.cli.main import main
+from hf_patrickstar.cli.plan_script import in_words_of_the_script
+from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.planner.planning import plan, plan_subject
+from hf_patrickstar.planner.script_subject import arrange_script
+from hf_patrickstar.planner.subject import with_batch
+from hf_patrickstar.units import MIB
+
+CHUNKS = ("--patrickstar", "--patrickstar_config", '{"chunk_numel": 8192}')
+
+
+def arrange(tmp_path, more="", *arguments, **kwargs):
+    return arrange_script(write_script(tmp_path, more), [*ARGUMENTS, *arguments], "rtx4090", **kwargs)
+
+
+def test_it_is_the_plan_of_the_same_model_as_a_configuration(tmp_path):
+    ours = plan_subject(*arrange(tmp_path, "model.config.use_cache = False", *CHUNKS))
+    config = make_model("gpt2").config
+    other = plan(config, "rtx4090", batch_size=2, length=16, dtype="auto", settings={"chunk_numel": 8192})
+    assert (ours.model, ours.task) == ("train.py", "GPT2LMHeadModel")
+    assert ours.settings == {"chunk_numel": 8192}
+    assert (ours.num_parameters, ours.num_trainable, ours.chunks) == (
+        other.num_parameters,
+        other.num_trainable,
+        other.chunks,
+    )
+    kinds = [dict(each.tier(Tier.DEVICE).owners) for each in (ours, other)]
+    activations = [owners.pop("non-model data") for owners in kinds]
+    assert kinds[0] == kinds[1]
+    assert activations[1] <= activations[0] < 1.05 * activations[1], "the script has an attention mask, too"
+    assert math.isclose(ours.speed.tokens_per_s * ours.speed.seconds, 2 * 16)
+
+
+def test_everything_that_the_script_says_is_planned(tmp_path):
+    settings = (
+        '{"device_budget": "3MiB", "host_budget": "64MiB", "chunk_numel": 8192, "pin_memory": true, "machine": "h100"}'
+    )
+    arguments = ["--bf16", "--gradient_accumulation_steps", "4", "--max_grad_norm", "0.25", "--gradient_checkpointing"]
+    arguments += ["--optim", "sgd", "--optim_args", "momentum=0.5", "--patrickstar", "--patrickstar_config", settings]
+    subject, given = arrange(tmp_path, "", *arguments, "--per_device_train_batch_size", "3")
+    assert (subject.batch_size, subject.length, subject.checkpointing) == (3, 16, True)
+    assert (given.num_micro_batches, given.max_norm) == (4, 0.25)
+    assert (given.machine.device_nbytes, given.machine.host_nbytes) == (3 * MIB, 64 * MIB)
+    assert given.settings == {"chunk_numel": 8192, "dtype": "bf16"}, "what there is and is pinned says the machine"
+    found = plan_subject(subject, given)
+    assert found.tier(Tier.DEVICE).budget_nbytes == 3 * MIB
+    kinds = set(found.tier(Tier.DEVICE).owners) | set(found.tier(Tier.HOST).owners)
+    assert "optimizer_state" in kinds
+    assert "exp_avg" not in kinds
+
+
+def test_a_stock_trainer(tmp_path):
+    stock = """
+from transformers import Trainer, TrainingArguments
+args = TrainingArguments(bf16=True, max_grad_norm=0.5, per_device_train_batch_size=3)
+"""
+    subject, given = arrange(tmp_path, stock)
+    assert (subject.batch_size, given.max_norm, given.settings) == (3, 0.5, {"dtype": "bf16"})
+    assert plan_subject(subject, given).fits
+
+
+def test_arguments_of_the_command_come_first(tmp_path):
+    _, given = arrange(
+        tmp_path, "", "--max_grad_norm", "0", *CHUNKS, device_memory="8MiB", settings={"chunk_numel": 4096}
+    )
+    assert given.machine.device_nbytes == 8 * MIB
+    assert given.settings == {"chunk_numel": 4096}
+    assert given.max_norm == math.inf, "the Trainer computes a norm that clips nothing"
+
+
+def test_a_copy_has_no_bytes_and_the_structure_of_the_script(tmp_path):
+    subject, _ = arrange(tmp_path, "model.transformer.wpe.requires_grad_(False)")
+    with FakeTensorMode():
+        copied = subject.make_model()
+        assert all(isinstance(tensor, FakeTensor) for tensor in (*copied.parameters(), *copied.buffers()))
+        assert copied.lm_head.weight is copied.transformer.wte.weight
+        assert not copied.transformer.wpe.weight.requires_grad
+        optimizer = subject.find_optimizer("")(copied.parameters())
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert {id(parameter) for parameter in held} == {
+        id(parameter) for parameter in copied.parameters() if parameter.requires_grad
+    }
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.0]
+    assert optimizer.defaults["lr"] == 5e-3
+    assert not isinstance(subject.model.lm_head.weight, FakeTensor)
+
+
+def test_an_optimizer_of_the_script_itself(tmp_path):
+    own = """
+groups = [{"params": [p], "lr": 0.1 * i} for i, p in enumerate(model.parameters(), 1)]
+Trainer = lambda **kwargs: PatrickStarTrainer(optimizers=(torch.optim.RMSprop(groups), None), **kwargs)
+"""
+    subject, given = arrange(tmp_path, own)
+    assert given.optimizer == "RMSprop"
+    with FakeTensorMode():
+        optimizer = subject.find_optimizer("")(subject.make_model().parameters())
+    assert isinstance(optimizer, torch.optim.RMSprop)
+    assert [group["lr"] for group in optimizer.param_groups[:2]] == [0.1, 0.2]
+
+
+OWN_LOSS = """
+class Trainer(PatrickStarTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        assert model is self.model
+        logits = model(**inputs).logits.repeat(1, 40, 1)
+        return (logits - logits.detach().mean()).pow(2).sum()
+"""
+
+
+def test_the_loss_is_the_trainers(tmp_path):
+    plain, own = (plan_subject(*arrange(tmp_path, more)) for more in ("", OWN_LOSS))
+    grown = [each.tier(Tier.DEVICE).owners["non-model data"] for each in (plain, own)]
+    assert grown[1] > grown[0] + 2 * 40 * 2 * 16 * 96 * 4
+
+
+TEACHER = """
+class Trainer(PatrickStarTrainer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.teacher = make_model("gpt2").eval().requires_grad_(False)
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        return (model(**inputs).logits - self.teacher(**inputs).logits).pow(2).sum()
+"""
+
+
+def test_a_teacher_takes_its_bytes_of_the_device(tmp_path):
+    subject, given = arrange(tmp_path, TEACHER, device_memory="64MiB")
+    nbytes = sum(parameter.nbytes for parameter in make_model("gpt2").parameters())
+    assert given.machine.device_nbytes == 64 * MIB - nbytes
+    assert plan_subject(subject, given) == plan_subject(subject, given)
+
+
+LORA = """
+from peft import LoraConfig, get_peft_model
+model = get_peft_model(model, LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM"))
+"""
+
+
+def test_adapters_are_planned_as_the_script_has_made_them(tmp_path):
+    found = plan_subject(*arrange(tmp_path, pretrained(tmp_path, LORA), "--bf16"))
+    base = sum(parameter.numel() for parameter in make_model("gpt2").parameters())
+    adapters = 3 * 4 * (32 + 3 * 32)
+    assert (found.num_trainable, found.num_parameters) == (adapters, base + adapters)
+    assert found.task == "GPT2LMHeadModel"
+    assert found.tier(Tier.DEVICE).owners["exp_avg"] < 8 * adapters < found.tier(Tier.DEVICE).owners["param"]
+
+
+def pretrained(tmp_path, change=""):
+    make_model("gpt2").save_pretrained(tmp_path / "model")
+    return f"model = type(model).from_pretrained({str(tmp_path / 'model')!r})\n{change}"
+
+
+def test_weights_are_not_read(tmp_path, capsys):
+    subject, given = arrange(tmp_path, pretrained(tmp_path))
+    assert isinstance(subject.model.lm_head.weight, DeferredTensor)
+    assert "runs again" not in capsys.readouterr().err
+    assert plan_subject(subject, given).fits
+
+
+@pytest.mark.parametrize("ending", ["", "    raise SystemExit(1) from None\n"])
+def test_weights_are_read_where_the_script_needs_them(ending, tmp_path, capsys):
+    change = "try:\n    model.resize_token_embeddings(100)\nexcept Exception:\n" + (ending or "    raise\n")
+    subject, _ = arrange(tmp_path, pretrained(tmp_path, change))
+    assert subject.model.lm_head.weight.shape[0] == 100
+    assert not isinstance(subject.model.lm_head.weight, DeferredTensor)
+    assert "it runs again and reads them" in capsys.readouterr().err
+
+
+def test_the_largest_batch_of_the_first_ones(tmp_path):
+    longer = """
+rows = [{"input_ids": torch.ones(n, dtype=torch.long), "labels": torch.ones(n, dtype=torch.long)} for n in (4, 9, 5)]
+make_rows = lambda *_: rows
+"""
+    subject, given = arrange(tmp_path, longer, "--per_device_train_batch_size", "1")
+    assert (subject.batch_size, subject.length) == (1, 9)
+    shapes = {key: tuple(value.shape) for key, value in subject.make_inputs().items()}
+    assert shapes == {"input_ids": (1, 9), "labels": (1, 9)}
+    other = with_batch(subject, 4, 18)
+    assert {tuple(value.shape) for value in other.make_inputs().values()} == {(4, 18)}
+    assert other.num_tokens == 4 * 18
+    assert plan_subject(dataclasses.replace(other, checkpointing=True), given).checkpointing
+
+
+def test_what_cannot_be_planned_gets_a_sentence(tmp_path):
+    with pytest.raises(ConfigError, match="ended without building a Trainer"):
+        arrange(tmp_path, "raise SystemExit")
+    with pytest.raises(ConfigError, match=r"its Trainer has no batches: .*requires a train_dataset"):
+        arrange(tmp_path, "make_rows = lambda *_: None")
+    with pytest.raises(ConfigError, match=r"processes \(0\) must be at least 1"):
+        arrange(tmp_path, "", world_size=0)
+    with pytest.raises(ZeroDivisionError):
+        arrange(tmp_path, "1 / 0")
+
+
+def test_the_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = write_script(tmp_path, "print('said')")
+    command = ["plan", "--machine", "rtx4090", "--device-memory", "1MiB", "--host-memory", "64MiB"]
+    assert main([*command, "--no-advice", "--", script, *ARGUMENTS, "--output_dir", "mine", "--bf16", *CHUNKS]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("train.py: 0.0 M parameters, GPT2LMHeadModel, bf16, 2 x 16 tokens, activations kept, on rtx")
+    assert "said" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"], "nothing is written beside the script"
+
+
+def test_advice_names_the_arguments_of_the_script():
+    text = "smaller (--batch-size 1 --accumulation 8), without --gradient-checkpointing"
+    assert in_words_of_the_script(text) == (
+        "smaller (--per_device_train_batch_size 1 --gradient_accumulation_steps 8), without --gradient_checkpointing"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ([], "what should be planned?"),
+        (["--"], "what should be planned?"),
+        (["gpt2:", "--", "train.py"], "'gpt2:' and a script after -- are both given"),
+        (["--batch-size", "4", "--", "train.py"], "--batch-size: the script says this"),
+        (["--", "none.py"], "there is no script 'none.py'"),
+        (["--set", "chunk_numels=1", "--", "train.py"], "chunk_numels"),
+    ],
+)
+def test_wrong_arguments_of_the_command(words, problem, capsys):
+    assert main(["plan", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("hf-patrickstar plan: ")
+    assert problem in err
