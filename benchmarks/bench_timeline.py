@@ -36,6 +36,8 @@ MODELS = {
 }
 RECORDED_ON = 26 * GIB
 """The device budget of the recorded step: less than any of these models needs with its optimizer states."""
+LOGIT_NBYTES = 16
+"""Bytes of a logit and its gradient, in both types; many tokens need room for them when they are recorded."""
 CHUNKS_RECORDED_ON = 16 * GIB
 """The same of all processes together, for chunks alone: activations are those of one process."""
 
@@ -59,7 +61,9 @@ def record(name: str, num_tokens: int, num_micro_batches: int, num_processes: in
 
     config = {"dtype": "bf16", "host_budget": 2048 * GIB}
     if machine is None:
-        config |= {"placement": "host", "device_budget": RECORDED_ON}
+        beyond = max(num_tokens - 4 * LENGTH, 0) * VOCABULARY * LOGIT_NBYTES
+        config |= {"placement": "host", "device_budget": RECORDED_ON + beyond}
+        chunk_budget = CHUNKS_RECORDED_ON
         machine = MACHINES["h100" if num_processes == 1 else "8xh100"]
         if num_processes > 1:
             chunk_budget = CHUNKS_RECORDED_ON // num_processes

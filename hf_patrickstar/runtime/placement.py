@@ -223,6 +223,8 @@ class Placement:
             and chunk.spec.index not in kept
             and not any(t.is_cpu_embedding for t in chunk.tensors)
         ]
+        if not movable:
+            return
         limit, unusable = self._limits()
         fixed = self._rules.workspace_nbytes + sum(self.nbytes[index].device_nbytes for index in kept)
         largest = max((chunk.copy_nbytes for chunk in self._chunks), default=0)
