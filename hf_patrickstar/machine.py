@@ -43,6 +43,8 @@ class Machine:
         link_bandwidth: Bytes per second that one device sends to others; 0 if there is only one.
         link_latency_s: Seconds that a collective takes beside its bytes.
         message_s: Seconds that the host waits until all processes have told each other a few numbers.
+        has_accelerator: Whether the device is one of its own; else it is a part of the host's memory, and the engine
+            decides as it does on the CPU tier.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Machine:
     link_bandwidth: float = 0.0
     link_latency_s: float = 20e-6
     message_s: float = 200e-6
+    has_accelerator: bool = True
 
     def __post_init__(self) -> None:
         """Checks every number.
@@ -74,11 +77,14 @@ class Machine:
             raise ConfigError(f"machine: name is {self.name!r}; it must be text")
         if not isinstance(self.flops, Mapping):
             raise ConfigError(f"machine '{self.name}': flops is {self.flops!r}; it must be rates by type")
+        if not isinstance(self.has_accelerator, bool):
+            found = self.has_accelerator
+            raise ConfigError(f"machine '{self.name}': has_accelerator is {found!r}; it must be true or false")
         if "float32" not in self.flops:
             raise ConfigError(f"machine '{self.name}': flops has no 'float32', which other types fall back to")
         numbers = {f"flops[{key!r}]": rate for key, rate in self.flops.items()}
         for field in dataclasses.fields(self):
-            if field.name not in ("name", "flops"):
+            if field.name not in ("name", "flops", "has_accelerator"):
                 numbers[field.name] = getattr(self, field.name)
         if self.num_devices == 1 and self.link_bandwidth == 0:
             del numbers["link_bandwidth"]
@@ -316,6 +322,7 @@ CPU_TIER = Machine(
     host_bandwidth=20 * GIB,
     host_flops=100e9,
     num_cores=1,
+    has_accelerator=False,
 )
 """A machine without an accelerator. Both tiers are the same memory: the optimizer costs the same on either."""
 

@@ -65,7 +65,7 @@ class Resources:
     @property
     def has_lanes(self) -> bool:
         """Whether copies and updates run beside computation."""
-        return isinstance(self.streams, DeviceStreams)
+        return isinstance(self.streams, DeviceStreams) and self.machine.has_accelerator
 
     @property
     def is_metered(self) -> bool:

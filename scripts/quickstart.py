@@ -24,6 +24,7 @@ from hf_patrickstar.units import format_nbytes
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 VOCAB_SIZE = 4096
 BLOCK_SIZE = 128
+BATCH_SIZE = 8
 CORPUS_NBYTES = 1_500_000
 BUDGET_SHARE = 0.5
 FP16_NBYTES, FP32_NBYTES = 2, 4
@@ -85,7 +86,7 @@ def fine_tune(name: str, folder: pathlib.Path, checkpoint: pathlib.Path, corpus:
             "--block_size",
             str(BLOCK_SIZE),
             "--per_device_train_batch_size",
-            "8",
+            str(BATCH_SIZE),
             "--max_steps",
             str(NUM_STEPS),
         ),
@@ -161,6 +162,51 @@ def make_table(plain: dict, ours: dict, unplanned: dict, numel: int, budget: int
     return table
 
 
+def make_plan(folder: pathlib.Path, checkpoint: pathlib.Path, budget: int) -> dict:
+    """Plans the run that was just made, for this machine, in a process of its own; returns the plan."""
+    file = folder / "plan.json"
+    command = [
+        *(sys.executable, "-m", "hf_patrickstar", "plan", str(checkpoint), "--machine", "this", "--dtype", "fp32"),
+        *("--batch-size", str(BATCH_SIZE), "--seq-len", str(BLOCK_SIZE), "--set", f"chunk_budget={budget}"),
+        *("--optimizer", "adamw", "--no-advice", "--json", str(file), "--html", str(folder / "plan.html")),
+    ]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    process = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if process.returncode != 0:
+        raise SystemExit(f"quickstart: the plan failed: {process.stderr}")
+    return json.loads(file.read_text())
+
+
+def make_plan_table(plan: dict, ours: dict) -> Table:
+    """What was planned, beside what the run measured."""
+    stats, speed = ours["stats"], plan["speed"]
+    table = Table(title="The same, planned without weights (hf-patrickstar plan)")
+    table.add_column("")
+    table.add_column("planned", justify="right")
+    table.add_column("measured", justify="right")
+    rows = [
+        (
+            "model data on the host tier: peak",
+            format_nbytes(plan["tiers"]["host"]["need_nbytes"]),
+            format_nbytes(stats["host_peak_nbytes"]),
+        ),
+        (
+            "moved host -> device per step",
+            format_nbytes(speed["to_device_nbytes"]),
+            per_step(ours, "host_to_device_nbytes"),
+        ),
+        (
+            "moved device -> host per step",
+            format_nbytes(speed["to_host_nbytes"]),
+            per_step(ours, "device_to_host_nbytes"),
+        ),
+        ("seconds per step", f"{speed['seconds']:.3f}", f"{ours['seconds']:.3f}"),
+    ]
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def main() -> None:
     """Runs everything and says ``quickstart: ok`` only if every promise held."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -187,7 +233,9 @@ def main() -> None:
     console.print("4. A few steps of the same without the plan: chunks leave in list order, none comes ahead ...")
     few = ("--max_steps", str(NUM_STEPS_WITHOUT_PLAN))
     unplanned = fine_tune("unplanned", folder, checkpoint, corpus, *options, json.dumps(config | NO_PLAN), *few)
-    console.print("5. Loading the results with plain from_pretrained ...")
+    console.print("5. Planning the same, without weights ...")
+    plan = make_plan(folder, checkpoint, budget)
+    console.print("6. Loading the results with plain from_pretrained ...")
     peak = ours["stats"]["device_peak_nbytes"]
     moved = [run["stats"]["host_to_device_nbytes"] / run["stats"]["steps"] for run in (ours, unplanned)]
     promises = {
@@ -199,10 +247,12 @@ def main() -> None:
         "the plan moves less than none": moved[0] < moved[1],
     }
     console.print(make_table(plain, ours, unplanned, numel, budget))
+    console.print(make_plan_table(plan, ours))
     broken = [promise for promise, held in promises.items() if not held]
     for promise, held in promises.items():
         console.print(f"  [{'green' if held else 'red'}]{'yes' if held else 'NO '}[/] {promise}")
     console.print(f"The fine-tuned checkpoint is in {ours['output']} ({time.time() - begin:.0f} s).")
+    console.print(f"The page of the plan is {folder / 'plan.html'}.")
     if broken:
         raise SystemExit("quickstart: failed: " + "; ".join(broken))
     print("quickstart: ok")

@@ -144,7 +144,7 @@ def arrange(
     settings = {"dtype": dtype, **(settings or {})}
     PatrickStarConfig.from_any(settings)  # checks keys and values before anything takes time
     subject = find_subject(model, task=task, batch_size=batch_size, length=length, checkpointing=checkpointing)
-    subject = dataclasses.replace(subject, adapter=adapter)
+    subject = dataclasses.replace(subject, adapter=adapter, keeps_dropout=not found.has_accelerator)
     return subject, Circumstances(found, num_micro_batches, world_size, optimizer, max_norm, settings)
 
 

@@ -45,6 +45,9 @@ class Subject:
         length: Tokens of a sequence; for images, what one counts as.
         checkpointing: Whether activations are computed again in backward.
         adapter: The configuration of PEFT's adapter that alone is trained; ``None`` if all parameters are.
+        keeps_dropout: Whether attention drops scores as the model says. Fused attention drops them inside of its
+            kernel, as accelerators have it; on tensors without bytes, as on CPUs, attention that drops writes all of
+            them.
     """
 
     name: str
@@ -54,6 +57,7 @@ class Subject:
     length: int
     checkpointing: bool
     adapter: Any = None
+    keeps_dropout: bool = False
 
     def make_model(self) -> torch.nn.Module:
         """Makes the model with random weights; called under fake tensors, where they take no memory."""
@@ -64,7 +68,11 @@ class Subject:
         return as_fake(model)
 
     def _make_whole(self) -> torch.nn.Module:
-        model: Any = TASKS[self.task][type(self.config)](self.config)
+        config = copy.deepcopy(self.config)
+        for key in () if self.keeps_dropout else _ATTENTION_DROPOUTS:
+            if hasattr(config, key):
+                setattr(config, key, 0.0)
+        model: Any = TASKS[self.task][type(config)](config)
         model.train()
         if self.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -126,9 +134,6 @@ def find_subject(
         config.use_cache = False  # training keeps no keys and values for generation
     if found == "seq2seq-lm" and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0  # which token it is changes no shape
-    for key in _ATTENTION_DROPOUTS:
-        if hasattr(config, key):  # fused attention drops inside; on tensors without bytes it would write all scores
-            setattr(config, key, 0.0)
     return Subject(name, found, config, batch_size, length, checkpointing)
 
 

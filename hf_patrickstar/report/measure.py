@@ -108,6 +108,7 @@ def measure_machine(
         flops=flops,
         device_nbytes=memory_info(device)[1] if is_accelerator(device) else total_host_nbytes(),
         host_nbytes=total_host_nbytes(),
+        has_accelerator=is_accelerator(device),
         num_cores=torch.get_num_threads(),
         **figures,  # type: ignore[arg-type]
     )

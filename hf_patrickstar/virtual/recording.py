@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import EngineError
-from hf_patrickstar.machine import Machine
+from hf_patrickstar.machine import CPU_TIER, Machine
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.report.survey import Survey
@@ -184,7 +184,9 @@ def _settings_for(machine: Machine) -> dict[str, Any]:
         "device_budget": machine.device_nbytes,
         "host_budget": machine.host_nbytes,
         "pin_memory": False,  # the driver takes all memory of the pool for pinned
-        "machine": machine,
+        # Without an accelerator it is as on the CPU tier, whose updates end before ``step()`` returns.
+        "machine": machine if machine.has_accelerator else CPU_TIER,
+        "overlap_optimizer": machine.has_accelerator,
     }
 
 
