@@ -307,9 +307,6 @@ MACHINES: Mapping[str, Machine] = {
 """Machines that are known by name, from the data sheets of their parts; see ``peak``."""
 
 
-BY_PRICE = ("rtx4090", "v100", "a100-40", "h100", "8xh100")
-"""The known machines, the cheapest first, as an hour of them costs at clouds that rent single devices in 2026."""
-
 CPU_TIER = Machine(
     name="cpu",
     flops={"float32": 100e9},

@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import pathlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -14,10 +14,7 @@ from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import MACHINES
 
 if TYPE_CHECKING:
-    from hf_patrickstar.planner.advice import Advice
-    from hf_patrickstar.planner.plan import Plan
     from hf_patrickstar.planner.planning import Circumstances
-    from hf_patrickstar.planner.search import Found
     from hf_patrickstar.planner.subject import Subject
 
 
@@ -55,20 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="a setting of patrickstar_config; may be repeated",
     )
-    adapter = parser.add_mutually_exclusive_group()
-    adapter.add_argument(
-        "--lora",
-        nargs="?",
-        const="",
-        metavar="r=16,targets=q_proj+v_proj",
-        help="train adapters of LoRA over the frozen model; by default of all linear layers",
-    )
-    adapter.add_argument("--peft", metavar="FILE", help="train the adapter of an adapter_config.json, or its directory")
-    parser.add_argument(
-        "--search",
-        metavar="GOAL",
-        help="max-batch, max-seq-len, max-model (more layers) or cheapest-machine: the largest that fits, and its plan",
-    )
     parser.add_argument(
         "--no-advice", action="store_true", help="do not try what could be changed: four times as quick"
     )
@@ -92,70 +75,33 @@ def run(options: argparse.Namespace) -> int:
             check_file(name, f"--{option}")
     # transformers takes seconds to import, and other commands do without.
     from hf_patrickstar.cli.plan_page import write_plan_page, write_plan_picture
+    from hf_patrickstar.planner.advice import advise
     from hf_patrickstar.planner.planning import plan_and_record
-    from hf_patrickstar.planner.screen import describe, found_in_words
+    from hf_patrickstar.planner.screen import describe
 
     subject, circumstances = arrange_from(options) if options.script else _arrange(options)
-    text, found = "", None
-    if options.search is not None:
-        found = _search(options, subject, circumstances)
-        text = f"{found_in_words(found)}\n\n"
-        if found.plan is None or found.subject is None or found.circumstances is None:
-            print(text.strip())
-            _write(options.json, found.to_json())
-            return 1
-        subject, circumstances = found.subject, found.circumstances
     plan, recording = plan_and_record(subject, circumstances)
-    advice, smaller = ([], []) if options.no_advice or found else _advise(options, subject, circumstances, plan)
-    print(f"{text}{describe(plan, advice, smaller)}")
-    _write(options.json, plan.to_json() if found is None else found.to_json())
+    advice = []
+    if not options.no_advice:
+        advice = advise(
+            subject,
+            circumstances,
+            plan,
+            lambda changes: tqdm(changes, desc="trying changes", unit="plan", leave=False, delay=2),
+        )
+    if options.script:
+        advice = [dataclasses.replace(item, text=in_words_of_the_script(item.text)) for item in advice]
+    print(describe(plan, advice))
+    if options.json is not None:
+        try:
+            pathlib.Path(options.json).write_text(plan.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json: '{options.json}' cannot be written: {error.strerror}") from error
     if options.html is not None:
         write_plan_page(plan, recording, advice, options.html)
     if options.png is not None:
         write_plan_picture(plan, recording, options.png)
     return 0 if plan.fits else 1
-
-
-def _search(options: argparse.Namespace, subject: "Subject", circumstances: "Circumstances") -> "Found":
-    from hf_patrickstar.planner.search import Goal, search
-
-    if options.script and options.search == Goal.MAX_MODEL:
-        raise ConfigError("--search max-model: the script says which model it trains; give MODEL in its place")
-    with tqdm(desc="searching", unit="plan", leave=False, delay=2) as bar:
-
-        def tell(text: str) -> None:
-            bar.set_postfix_str(text, refresh=False)
-            bar.update()
-
-        return search(options.search, subject, circumstances, tell)
-
-
-def _advise(
-    options: argparse.Namespace, subject: "Subject", circumstances: "Circumstances", plan: "Plan"
-) -> "tuple[list[Advice], list[Found]]":
-    """What to change, and if the plan does not fit, the largest that do."""
-    from hf_patrickstar.planner.advice import advise
-    from hf_patrickstar.planner.search import what_fits
-
-    advice = advise(
-        subject,
-        circumstances,
-        plan,
-        lambda changes: tqdm(changes, desc="trying changes", unit="plan", leave=False, delay=2),
-    )
-    smaller = [] if plan.fits else list(what_fits(subject, circumstances))
-    if options.script:
-        advice = [dataclasses.replace(item, text=in_words_of_the_script(item.text)) for item in advice]
-    return advice, smaller
-
-
-def _write(name: str | None, text: str) -> None:
-    if name is None:
-        return
-    try:
-        pathlib.Path(name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json: '{name}' cannot be written: {error.strerror}") from error
 
 
 def _arrange(options: argparse.Namespace) -> "tuple[Subject, Circumstances]":
@@ -178,13 +124,4 @@ def _arrange(options: argparse.Namespace) -> "tuple[Subject, Circumstances]":
         device_memory=options.device_memory,
         host_memory=options.host_memory,
         settings=settings_of(options.set),
-        adapter=_adapter(options),
     )
-
-
-def _adapter(options: argparse.Namespace) -> Any:
-    from hf_patrickstar.planner.adapters import parse_lora, read_adapter
-
-    if options.peft is not None:
-        return read_adapter(options.peft)
-    return None if options.lora is None else parse_lora(options.lora)

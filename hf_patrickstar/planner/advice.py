@@ -1,11 +1,8 @@
 """What to change about a plan: each change is planned, and named with what it would bring."""
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
-from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.planner.adapters import parse_lora
 from hf_patrickstar.planner.plan import Plan
 from hf_patrickstar.planner.planning import Circumstances, plan_subject
 from hf_patrickstar.planner.subject import Subject, with_batch
@@ -13,10 +10,6 @@ from hf_patrickstar.planner.subject import Subject, with_batch
 MOST = 3
 _WORTH = 1.02
 """A change that makes a step less than 2 % faster is not named."""
-
-
-_MOST_PARTS = 8
-"""A micro-batch that does not fit is cut into as many: each of them takes time to plan."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,21 +93,6 @@ def changes(subject: Subject, given: Circumstances, plan: Plan) -> Iterator[Chan
             dataclasses.replace(subject, checkpointing=False),
             given,
         )
-    if subject.adapter is None and type(subject) is Subject:  # a script says itself what is trained
-        with contextlib.suppress(ConfigError):  # without PEFT nobody can
-            adapter = parse_lora("")
-            yield Change(
-                "train adapters in place of the model (--lora r=16)",
-                dataclasses.replace(subject, adapter=adapter),
-                given,
-            )
-    if given.world_size < given.machine.num_devices:
-        num_devices = given.machine.num_devices
-        yield Change(
-            f"a process on every device (--processes {num_devices})",
-            subject,
-            dataclasses.replace(given, world_size=num_devices),
-        )
     if plan.fits:
         yield Change(
             f"twice the batch (--batch-size {2 * batch})", with_batch(subject, 2 * batch, subject.length), given
@@ -122,12 +100,8 @@ def changes(subject: Subject, given: Circumstances, plan: Plan) -> Iterator[Chan
         more = dataclasses.replace(given, num_micro_batches=4 * num)
         yield Change(f"four times as many micro-batches for each update (--accumulation {4 * num})", subject, more)
     elif batch > 1:
-        parts = min(batch, _MOST_PARTS)
-        size, num_micro_batches = -(-batch // parts), parts * num
-        text = f"the same tokens in smaller micro-batches (--batch-size {size} --accumulation {num_micro_batches})"
-        small = with_batch(dataclasses.replace(subject, checkpointing=True), size, subject.length)
+        text = f"the same tokens in smaller micro-batches (--batch-size 1 --accumulation {batch * num})"
+        small = with_batch(dataclasses.replace(subject, checkpointing=True), 1, subject.length)
         yield Change(
-            f"{text}, computed again in backward",
-            small,
-            dataclasses.replace(given, num_micro_batches=num_micro_batches),
+            f"{text}, computed again in backward", small, dataclasses.replace(given, num_micro_batches=batch * num)
         )

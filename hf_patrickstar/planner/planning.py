@@ -25,8 +25,6 @@ from hf_patrickstar.virtual.recording import Recording, record_step
 
 _PLENTY_NBYTES = 2**50
 _STEP_NBYTES = MIB
-ACTIVATIONS = "non-model data"
-"""The kind of bytes on the device that are no chunks: activations and temporaries."""
 _COPY_NBYTES = 4
 """Bytes of a parameter that the device computes with, at most."""
 
@@ -68,7 +66,6 @@ def plan(
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
     settings: Mapping[str, Any] | None = None,
-    adapter: Any = None,
 ) -> Plan:
     """Plans a training without doing it: no weights are read, and no accelerator is needed.
 
@@ -88,7 +85,6 @@ def plan(
         device_memory: Bytes of the device that training may take; by default 95 % of what the machine has.
         host_memory: Bytes of the host that each process may take; by default 90 % of what the machine has for it.
         settings: Further settings of the engine, as in ``patrickstar_config``.
-        adapter: A ``peft.PeftConfig``: its adapter alone is trained, over a frozen model.
 
     Raises:
         ConfigError: If an argument makes no sense.
@@ -109,7 +105,6 @@ def plan(
             device_memory=device_memory,
             host_memory=host_memory,
             settings=settings,
-            adapter=adapter,
         )
     )
 
@@ -130,7 +125,6 @@ def arrange(
     device_memory: int | str | None,
     host_memory: int | str | None,
     settings: Mapping[str, Any] | None,
-    adapter: Any = None,
 ) -> tuple[Subject, Circumstances]:
     """Checks the arguments of ``plan``, and finds the model and the machine.
 
@@ -144,7 +138,6 @@ def arrange(
     settings = {"dtype": dtype, **(settings or {})}
     PatrickStarConfig.from_any(settings)  # checks keys and values before anything takes time
     subject = find_subject(model, task=task, batch_size=batch_size, length=length, checkpointing=checkpointing)
-    subject = dataclasses.replace(subject, adapter=adapter, keeps_dropout=not found.has_accelerator)
     return subject, Circumstances(found, num_micro_batches, world_size, optimizer, max_norm, settings)
 
 
@@ -176,32 +169,19 @@ def plan_subject(subject: Subject, circumstances: Circumstances) -> Plan:
     return plan_and_record(subject, circumstances)[0]
 
 
-def plan_if_fits(subject: Subject, circumstances: Circumstances) -> Plan | None:
-    """Plans as ``plan_subject`` does; ``None`` if it does not fit, without finding out by how much."""
-    try:
-        recording = _record(subject, circumstances)
-    except BudgetError:
-        return None
-    plan = _plan(subject, circumstances, recording, _tiers(circumstances, recording))
-    return plan if plan.fits else None
-
-
 def plan_and_record(subject: Subject, circumstances: Circumstances) -> tuple[Plan, Recording | None]:
     """Plans as ``plan_subject`` does; returns the step that the plan was made from, too, if it fits."""
+    machine = circumstances.machine
     try:
         recording = _record(subject, circumstances)
     except BudgetError:
         return _refusal(subject, circumstances), None
-    plan = _plan(subject, circumstances, recording, _tiers(circumstances, recording))
-    return plan, recording if plan.fits else None
-
-
-def _tiers(given: Circumstances, recording: Recording) -> dict[str, TierUse]:
-    machine = given.machine
-    return {
+    tiers = {
         Tier.DEVICE.value: TierUse(machine.device_nbytes, recording.device_nbytes, _kinds(recording, Tier.DEVICE)),
         Tier.HOST.value: TierUse(machine.host_nbytes, recording.host_nbytes, _kinds(recording, Tier.HOST)),
     }
+    plan = _plan(subject, circumstances, recording, tiers)
+    return plan, recording if plan.fits else None
 
 
 def _plan(subject: Subject, given: Circumstances, recording: Recording, tiers: Mapping[str, TierUse]) -> Plan:
@@ -265,7 +245,7 @@ def _kinds(recording: Recording, tier: Tier) -> dict[str, int]:
     """The most bytes of each kind; what is not booked on the device is non-model data."""
     kinds = {name: nbytes for name, nbytes in recording.owners[tier].items() if name != CACHE_OWNER}
     if tier is Tier.DEVICE:
-        kinds[ACTIVATIONS] = max(trace.non_model_peak_nbytes for trace in recording.traces)
+        kinds["non-model data"] = max(trace.non_model_peak_nbytes for trace in recording.traces)
     return kinds
 
 

@@ -6,20 +6,18 @@ from collections.abc import Iterator, Sequence
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.advice import Advice
 from hf_patrickstar.planner.plan import Plan, Speed, TierUse
-from hf_patrickstar.planner.search import Found, Goal
 from hf_patrickstar.units import format_nbytes
 
 _WIDTH = 10
 _MOST_KINDS = 6
 
 
-def describe(plan: Plan, advice: Sequence[Advice] = (), smaller: Sequence[Found] = ()) -> str:
+def describe(plan: Plan, advice: Sequence[Advice] = ()) -> str:
     """The plan in words.
 
     Args:
         plan: The plan.
         advice: What to change.
-        smaller: The largest that fit, if the plan does not.
     """
     lines = [headline(plan), ""]
     for tier in (Tier.DEVICE, Tier.HOST):
@@ -37,7 +35,6 @@ def describe(plan: Plan, advice: Sequence[Advice] = (), smaller: Sequence[Found]
         lines += _rows("decided", chunks.reasons)
     if plan.speed is not None:
         lines += _speed(plan.speed)
-    lines += _rows("fits", [f"{found_in_words(found)}, all else the same" for found in smaller])
     if advice:
         lines += ["", "What to change, each tried:" if plan.fits else "What would fit, each tried:"]
         lines += [f"  {place}. {text}" for place, text in enumerate(map(advised, advice), 1)]
@@ -45,28 +42,6 @@ def describe(plan: Plan, advice: Sequence[Advice] = (), smaller: Sequence[Found]
         lines += ["", "Nothing that was tried fits: smaller batches with checkpointing need as much."]
     lines += ["", "Times are simulated; bytes of Python, of libraries and of the data are not counted."]
     return "\n".join(lines)
-
-
-_FOUND = {
-    Goal.MAX_BATCH: "at most {answer} sequences of a micro-batch ({refused} do not fit)",
-    Goal.MAX_LENGTH: "at most {answer} tokens of a sequence ({refused} do not fit)",
-    Goal.MAX_MODEL: "at most {answer} layers ({refused} do not fit)",
-    Goal.CHEAPEST: "{answer} is the cheapest machine that it fits ({refused} is too small)",
-}
-_NOTHING = {
-    Goal.MAX_BATCH: "not even one sequence of this length fits",
-    Goal.MAX_LENGTH: "not even {refused} tokens of a sequence fit",
-    Goal.MAX_MODEL: "not even one layer fits",
-    Goal.CHEAPEST: "it fits none of the known machines",
-}
-
-
-def found_in_words(found: Found) -> str:
-    """The result of a search in words."""
-    text = (_NOTHING if found.answer is None else _FOUND)[found.goal]
-    if found.answer is not None and found.refused is None:
-        text = text.partition(" (")[0]
-    return text.format(answer=found.answer, refused=found.refused)
 
 
 def headline(plan: Plan) -> str:

@@ -1,7 +1,6 @@
 """What is planned: a model that is only a configuration, and the shapes of its batches."""
 
 import ast
-import copy
 import dataclasses
 import difflib
 import pathlib
@@ -10,14 +9,11 @@ from typing import Any
 
 import torch
 import transformers
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.planner.adapters import with_adapter
-from hf_patrickstar.planner.copies import as_fake
 
 TASKS: Mapping[str, Any] = {
     "seq2seq-lm": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
@@ -44,10 +40,6 @@ class Subject:
         batch_size: Sequences, or images, of a micro-batch on each process.
         length: Tokens of a sequence; for images, what one counts as.
         checkpointing: Whether activations are computed again in backward.
-        adapter: The configuration of PEFT's adapter that alone is trained; ``None`` if all parameters are.
-        keeps_dropout: Whether attention drops scores as the model says. Fused attention drops them inside of its
-            kernel, as accelerators have it; on tensors without bytes, as on CPUs, attention that drops writes all of
-            them.
     """
 
     name: str
@@ -56,23 +48,10 @@ class Subject:
     batch_size: int
     length: int
     checkpointing: bool
-    adapter: Any = None
-    keeps_dropout: bool = False
 
     def make_model(self) -> torch.nn.Module:
         """Makes the model with random weights; called under fake tensors, where they take no memory."""
-        if self.adapter is None:
-            return self._make_whole()
-        with unset_fake_temporarily(), torch.device("meta"):  # PEFT moves what it makes, which fake tensors refuse
-            model = with_adapter(self._make_whole(), self.adapter)
-        return as_fake(model)
-
-    def _make_whole(self) -> torch.nn.Module:
-        config = copy.deepcopy(self.config)
-        for key in () if self.keeps_dropout else _ATTENTION_DROPOUTS:
-            if hasattr(config, key):
-                setattr(config, key, 0.0)
-        model: Any = TASKS[self.task][type(config)](config)
+        model: Any = TASKS[self.task][type(self.config)](self.config)
         model.train()
         if self.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -123,7 +102,7 @@ def find_subject(
     name = model if isinstance(model, str) else model.model_type
     config = _find_config(model) if isinstance(model, str) else model
     found = _find_task(config, task)
-    positions = most_tokens(config)
+    positions = next((getattr(config, key) for key in _POSITIONS if getattr(config, key, None)), None)
     length = min(positions or _LENGTH, _LENGTH) if length is None else length
     for what, number in (("batch size", batch_size), ("sequence length", length)):
         if number < 1:
@@ -134,6 +113,9 @@ def find_subject(
         config.use_cache = False  # training keeps no keys and values for generation
     if found == "seq2seq-lm" and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0  # which token it is changes no shape
+    for key in _ATTENTION_DROPOUTS:
+        if hasattr(config, key):  # fused attention drops inside; on tensors without bytes it would write all scores
+            setattr(config, key, 0.0)
     return Subject(name, found, config, batch_size, length, checkpointing)
 
 
@@ -209,24 +191,6 @@ def _find_task(config: PretrainedConfig, task: str | None) -> str:
         )
     reads_both_ways = "masked-lm" in able and not getattr(config, "is_decoder", False) and not config.is_encoder_decoder
     return "masked-lm" if reads_both_ways else able[0]
-
-
-def most_tokens(config: PretrainedConfig) -> int | None:
-    """The most tokens of a sequence that a model takes; ``None`` if its configuration does not say."""
-    return next((int(getattr(config, key)) for key in _POSITIONS if getattr(config, key, None)), None)
-
-
-def with_layers(subject: Subject, num: int) -> Subject:
-    """The same model with another number of layers; of a model with a decoder, that has as many."""
-    config = copy.deepcopy(subject.config)
-    before = config.num_hidden_layers
-    config.num_hidden_layers = num
-    if getattr(config, "num_decoder_layers", None):
-        config.num_decoder_layers = num
-    for key, value in vars(config).items():  # of each layer: kinds of attention, for example
-        if isinstance(value, list) and len(value) == before:
-            setattr(config, key, [value[place % before] for place in range(num)])
-    return dataclasses.replace(subject, config=config, name=f"{subject.name} with {num} layers")
 
 
 def with_batch(subject: Subject, batch_size: int, length: int) -> Subject:
