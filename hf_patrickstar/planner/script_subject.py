@@ -117,6 +117,11 @@ class ScriptSubject(Subject):
         raise ConfigError(f"'{self.name}' makes its own model, whose layers cannot be changed; plan MODEL instead")
 
     @property
+    def can_have_adapters(self) -> bool:
+        """A script adds adapters itself."""
+        return False
+
+    @property
     def num_layers(self) -> int:
         """Layers of the model; 0, since it cannot have others."""
         return 0

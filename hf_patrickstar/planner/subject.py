@@ -91,6 +91,11 @@ class Subject:
         return find_optimizer(name)
 
     @property
+    def can_have_adapters(self) -> bool:
+        """Whether the model could be frozen, with adapters trained over it."""
+        return self.adapters is None and self.task.endswith("-lm")
+
+    @property
     def num_layers(self) -> int:
         """Layers of the model, of its encoder if it has two parts; 0 if its configuration does not say."""
         layers = getattr(self.config, "num_hidden_layers", 0)

@@ -176,9 +176,9 @@ def test_what_a_search_cannot_do_gets_a_sentence(words, message, capsys):
 
 
 def test_a_plan_that_does_not_fit_says_which_batch_and_sequence_do(capsys):
-    assert main([*COMMAND, "--batch-size", "512"]) == 1
+    assert main([*COMMAND, "--batch-size", "12"]) == 1
     out = capsys.readouterr().out
     subject, given = arranged()
     batch = search(Goal.MAX_BATCH, subject, given).answer
     assert f"The largest batch that fits with 64 tokens: {batch} (--batch-size {batch})" in out
-    assert "No sequence that fits with 512." in out
+    assert "No sequence that fits with 12." in out
