@@ -1,8 +1,8 @@
 """The largest models that machines of the papers, and of today, can train: simulated, beside other ways to place bytes.
 
 Model data of this package is placed by its planner (``hf_patrickstar.planner``): the engine runs in virtual time with
-tensors that have no bytes. Other systems are arithmetic, bytes per parameter times parameters, with the activations that
-the planner found for the same model:
+tensors that have no bytes. Other systems are arithmetic, bytes per parameter times parameters, with the activations
+that the planner found for the same model:
 
 * static: 16-bit parameters and activations on the device, 2 M; gradients and optimizer states on the host, 14 M, of all
   devices together (Figure 3 and section 4 of the paper, of ZeRO-Offload).
@@ -58,7 +58,10 @@ def of_node(machine: Machine, name: str, host_nbytes: int, num_devices: int = 1,
     """A machine of which ``num_devices`` share a host."""
     shared = {"host_nbytes": host_nbytes // num_devices, "num_devices": num_devices, **others}
     if num_devices > 1:
-        shared |= {"host_bandwidth": machine.host_bandwidth / num_devices, "host_flops": machine.host_flops / num_devices}
+        shared |= {
+            "host_bandwidth": machine.host_bandwidth / num_devices,
+            "host_flops": machine.host_flops / num_devices,
+        }
         shared |= {"num_cores": max(machine.num_cores // num_devices, 1)}
     return dataclasses.replace(machine, name=name, **shared)
 

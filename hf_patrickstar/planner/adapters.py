@@ -114,9 +114,11 @@ def _config_of(values: Mapping[str, Any]) -> Any:
     given = dict(values)
     kind = str(given.pop("peft_type"))
     given.pop("inference_mode", None)  # saved adapters say that they are not trained
-    known = peft.PEFT_TYPE_TO_CONFIG_MAPPING
+    known: Mapping[str, Any] = peft.PEFT_TYPE_TO_CONFIG_MAPPING  # type: ignore[assignment]
     if kind not in known:
-        raise ConfigError(f"adapters: PEFT has no type '{kind}'; it has {', '.join(sorted(str(key.value) for key in known))}")
+        raise ConfigError(
+            f"adapters: PEFT has no type '{kind}'; it has {', '.join(sorted(getattr(key, 'value', key) for key in known))}"
+        )
     try:
         return known[kind](**given)
     except (TypeError, ValueError) as error:

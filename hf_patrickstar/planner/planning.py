@@ -186,7 +186,7 @@ def plan_and_record(subject: Subject, circumstances: Circumstances) -> tuple[Pla
 
 
 def plan_if_fits(subject: Subject, circumstances: Circumstances) -> Plan | None:
-    """Plans as ``plan_subject`` does; ``None`` if it does not fit, without finding out by how much, which takes time."""
+    """Plans as ``plan_subject`` does; ``None`` if it does not fit, without finding out by how much."""
     try:
         plan = _plan_of(subject, circumstances, _record(subject, circumstances))
     except BudgetError:

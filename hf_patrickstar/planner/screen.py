@@ -41,7 +41,7 @@ def describe(plan: Plan, advice: Sequence[Advice] = (), smaller: Sequence[Found]
         lines += ["", "What to change, each tried:" if plan.fits else "What would fit, each tried:"]
         lines += [f"  {place}. {text}" for place, text in enumerate(map(advised, advice), 1)]
     elif not plan.fits:
-        lines += ["", "Nothing that was tried fits." if not any(found.plan for found in smaller) else ""]
+        lines += ["", "None of the changes that were tried fits."]
     lines += [_smaller(found, plan) for found in smaller]
     lines += ["", "Times are simulated; bytes of Python, of libraries and of the data are not counted."]
     return "\n".join(lines)

@@ -15,7 +15,7 @@ from hf_patrickstar.planner.subject import Subject, most_tokens, with_batch
 LENGTH_STEP = 64
 """Sequence lengths are searched in steps of so many tokens; in single tokens if the model has fewer positions."""
 _MOST_BATCH = 2**16
-_MOST_LENGTH = 2**20
+_MOST_LENGTH = 1_000_000
 _MOST_LAYERS = 2**12
 _STATES_NBYTES = 14
 """Bytes of a parameter with its optimizer states, for a first guess."""
@@ -123,9 +123,7 @@ def _scale_of(goal: Goal, subject: Subject) -> _Scale:
         longest = min(most_tokens(subject.config) or _MOST_LENGTH, _MOST_LENGTH)
         step = LENGTH_STEP if longest >= LENGTH_STEP else 1
         first = min(max(subject.length // step, 1), longest // step)
-        return _Scale(
-            lambda length: with_batch(subject, subject.batch_size, length), first, step, longest // step
-        )
+        return _Scale(lambda length: with_batch(subject, subject.batch_size, length), first, step, longest // step)
     if not subject.num_layers:
         raise ConfigError(
             f"search 'max-model': '{subject.name}' cannot have other layers: give MODEL, with a configuration that has "

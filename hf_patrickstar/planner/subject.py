@@ -144,7 +144,8 @@ def find_subject(
         adapters: See ``Subject``.
 
     Raises:
-        ConfigError: If there is no such model, PEFT does not understand the adapters, or a number makes no sense for it.
+        ConfigError: If there is no such model, PEFT does not understand the adapters, or a number makes no
+            sense for it.
     """
     name = model if isinstance(model, str) else model.model_type
     config = _find_config(model) if isinstance(model, str) else model
