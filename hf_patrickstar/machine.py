@@ -306,6 +306,9 @@ MACHINES: Mapping[str, Machine] = {
 }
 """Machines that are known by name, from the data sheets of their parts; see ``peak``."""
 
+BY_PRICE = ("v100", "rtx4090", "a100-40", "h100", "8xh100")
+"""The known machines from the cheapest to the dearest: a rough order of what an hour of one costs, without prices."""
+
 
 CPU_TIER = Machine(
     name="cpu",

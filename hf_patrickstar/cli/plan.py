@@ -3,12 +3,13 @@
 import argparse
 import dataclasses
 import pathlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from hf_patrickstar.cli.files import check_file
 from hf_patrickstar.cli.plan_script import arrange_from, in_words_of_the_script
+from hf_patrickstar.cli.plan_search import run_search, what_fits
 from hf_patrickstar.cli.settings import settings_of
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import MACHINES
@@ -53,7 +54,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a setting of patrickstar_config; may be repeated",
     )
     parser.add_argument(
-        "--no-advice", action="store_true", help="do not try what could be changed: four times as quick"
+        "--lora",
+        metavar="SETTINGS",
+        help="train adapters over a frozen model: r=16,alpha=32,targets=q_proj+v_proj, each optional (needs PEFT)",
+    )
+    parser.add_argument("--peft", metavar="PATH", help="the same by an adapter_config.json, or a directory with one")
+    parser.add_argument(
+        "--search",
+        metavar="GOAL",
+        help="what to look for: max-batch, max-seq-len, max-model (more layers), or cheapest-machine (of those known)",
+    )
+    parser.add_argument(
+        "--no-advice", action="store_true", help="do not try what could be changed: several times as quick"
     )
     parser.add_argument("--json", metavar="FILE", help="write the plan there too; an older file is replaced")
     parser.add_argument(
@@ -80,8 +92,10 @@ def run(options: argparse.Namespace) -> int:
     from hf_patrickstar.planner.screen import describe
 
     subject, circumstances = arrange_from(options) if options.script else _arrange(options)
+    if options.search is not None:
+        return run_search(options, subject, circumstances)
     plan, recording = plan_and_record(subject, circumstances)
-    advice = []
+    advice, smaller = [], []
     if not options.no_advice:
         advice = advise(
             subject,
@@ -89,9 +103,10 @@ def run(options: argparse.Namespace) -> int:
             plan,
             lambda changes: tqdm(changes, desc="trying changes", unit="plan", leave=False, delay=2),
         )
+        smaller = what_fits(plan, subject, circumstances)
     if options.script:
         advice = [dataclasses.replace(item, text=in_words_of_the_script(item.text)) for item in advice]
-    print(describe(plan, advice))
+    print(describe(plan, advice, smaller))
     if options.json is not None:
         try:
             pathlib.Path(options.json).write_text(plan.to_json(), encoding="utf-8")
@@ -124,4 +139,15 @@ def _arrange(options: argparse.Namespace) -> "tuple[Subject, Circumstances]":
         device_memory=options.device_memory,
         host_memory=options.host_memory,
         settings=settings_of(options.set),
+        adapters=_adapters(options),
     )
+
+
+def _adapters(options: argparse.Namespace) -> dict[str, Any] | None:
+    from hf_patrickstar.planner.adapters import parse_lora, read_peft
+
+    if options.lora is not None and options.peft is not None:
+        raise ConfigError("--lora and --peft are both given; keep one of them")
+    if options.lora is not None:
+        return parse_lora(options.lora)
+    return None if options.peft is None else read_peft(options.peft)

@@ -21,6 +21,8 @@ _ITS_OWN = {
     "--dtype": "--bf16 or --fp16",
     "--seq-len": "the one that cuts its sequences",
     "--task": "a script that trains for it",
+    "--lora": "a script that adds adapters",
+    "--peft": "a script that adds adapters",
 }
 """Options of the command that a script's own arguments take the place of."""
 

@@ -3,11 +3,18 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
+from hf_patrickstar.errors import EngineError
+from hf_patrickstar.machine import MACHINES
+from hf_patrickstar.planner.adapters import has_peft
 from hf_patrickstar.planner.plan import Plan
-from hf_patrickstar.planner.planning import Circumstances, plan_subject
+from hf_patrickstar.planner.planning import Circumstances, arrange_machine, plan_if_fits
 from hf_patrickstar.planner.subject import Subject, with_batch
+from hf_patrickstar.units import format_nbytes
 
 MOST = 3
+_MOST_PARTS = 16
+"""Micro-batches that a batch which does not fit is divided into, at most."""
+_RANK = 16
 _WORTH = 1.02
 """A change that makes a step less than 2 % faster is not named."""
 
@@ -58,8 +65,11 @@ def advise(
     """
     found = []
     for change in progress(list(changes(subject, circumstances, plan))):
-        other = plan_subject(change.subject, change.circumstances)
-        if other.speed is None:
+        try:
+            other = plan_if_fits(change.subject, change.circumstances)
+        except EngineError:  # no step follows its plan: what the change brings is not known
+            continue
+        if other is None or other.speed is None:
             continue
         before = 0.0 if plan.speed is None else plan.speed.tokens_per_s
         gain = other.speed.tokens_per_s / before if before else float("inf")
@@ -80,28 +90,63 @@ def changes(subject: Subject, given: Circumstances, plan: Plan) -> Iterator[Chan
         given: How it is trained.
         plan: Its plan.
     """
-    batch, num = subject.batch_size, given.num_micro_batches
+    yield from _of_activations(subject, given, plan)
+    yield from _of_batches(subject, given, plan)
+    yield from _of_budgets(subject, given)
+    yield from _of_processes(subject, given)
+    yield from _of_adapters(subject, given)
+
+
+def _of_activations(subject: Subject, given: Circumstances, plan: Plan) -> Iterator[Change]:
     if not subject.checkpointing:
-        again = dataclasses.replace(subject, checkpointing=True)
+        again, double = dataclasses.replace(subject, checkpointing=True), 2 * subject.batch_size
         yield Change("compute activations again in backward (--gradient-checkpointing)", again, given)
         if plan.fits:
-            text = f"the same with a batch of {2 * batch} (--gradient-checkpointing --batch-size {2 * batch})"
-            yield Change(text, with_batch(again, 2 * batch, subject.length), given)
+            text = f"the same with a batch of {double} (--gradient-checkpointing --batch-size {double})"
+            yield Change(text, with_batch(again, double, subject.length), given)
     elif plan.fits:
-        yield Change(
-            "keep activations (without --gradient-checkpointing)",
-            dataclasses.replace(subject, checkpointing=False),
-            given,
-        )
+        kept = dataclasses.replace(subject, checkpointing=False)
+        yield Change("keep activations (without --gradient-checkpointing)", kept, given)
+
+
+def _of_batches(subject: Subject, given: Circumstances, plan: Plan) -> Iterator[Change]:
+    batch, num = subject.batch_size, given.num_micro_batches
     if plan.fits:
-        yield Change(
-            f"twice the batch (--batch-size {2 * batch})", with_batch(subject, 2 * batch, subject.length), given
-        )
+        twice = with_batch(subject, 2 * batch, subject.length)
+        yield Change(f"twice the batch (--batch-size {2 * batch})", twice, given)
         more = dataclasses.replace(given, num_micro_batches=4 * num)
         yield Change(f"four times as many micro-batches for each update (--accumulation {4 * num})", subject, more)
     elif batch > 1:
-        text = f"the same tokens in smaller micro-batches (--batch-size 1 --accumulation {batch * num})"
-        small = with_batch(dataclasses.replace(subject, checkpointing=True), 1, subject.length)
-        yield Change(
-            f"{text}, computed again in backward", small, dataclasses.replace(given, num_micro_batches=batch * num)
-        )
+        parts = min(batch, _MOST_PARTS)
+        size = -(-batch // parts)
+        words = f"--batch-size {size} --accumulation {parts * num}"
+        text = f"the same tokens in smaller micro-batches ({words}), computed again in backward"
+        small = with_batch(dataclasses.replace(subject, checkpointing=True), size, subject.length)
+        yield Change(text, small, dataclasses.replace(given, num_micro_batches=parts * num))
+
+
+def _of_budgets(subject: Subject, given: Circumstances) -> Iterator[Change]:
+    """All that a known machine has, where less was given."""
+    machine = given.machine
+    if machine.name not in MACHINES:
+        return
+    whole = arrange_machine(MACHINES[machine.name], given.world_size, None, None)
+    for field, option in (("device_nbytes", "--device-memory"), ("host_nbytes", "--host-memory")):
+        there = getattr(whole, field)
+        if getattr(machine, field) < there:
+            larger = dataclasses.replace(given, machine=dataclasses.replace(machine, **{field: there}))
+            yield Change(f"take all that the machine has (without {option}: {format_nbytes(there)})", subject, larger)
+
+
+def _of_processes(subject: Subject, given: Circumstances) -> Iterator[Change]:
+    num = given.machine.num_devices
+    if given.world_size < num:
+        more = dataclasses.replace(given, world_size=num)
+        yield Change(f"a process on every device (--processes {num}), of the same batch each", subject, more)
+
+
+def _of_adapters(subject: Subject, given: Circumstances) -> Iterator[Change]:
+    if subject.can_have_adapters and has_peft():
+        text = f"train adapters over a frozen model, which trains other weights (--lora r={_RANK},targets=all-linear)"
+        adapters = {"peft_type": "LORA", "r": _RANK, "target_modules": "all-linear"}
+        yield Change(text, dataclasses.replace(subject, adapters=adapters), given)

@@ -66,6 +66,7 @@ def plan(
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
     settings: Mapping[str, Any] | None = None,
+    adapters: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Plans a training without doing it: no weights are read, and no accelerator is needed.
 
@@ -85,6 +86,7 @@ def plan(
         device_memory: Bytes of the device that training may take; by default 95 % of what the machine has.
         host_memory: Bytes of the host that each process may take; by default 90 % of what the machine has for it.
         settings: Further settings of the engine, as in ``patrickstar_config``.
+        adapters: Fields of PEFT's ``adapter_config.json``: adapters are trained, and the model is frozen.
 
     Raises:
         ConfigError: If an argument makes no sense.
@@ -105,6 +107,7 @@ def plan(
             device_memory=device_memory,
             host_memory=host_memory,
             settings=settings,
+            adapters=adapters,
         )
     )
 
@@ -125,6 +128,7 @@ def arrange(
     device_memory: int | str | None,
     host_memory: int | str | None,
     settings: Mapping[str, Any] | None,
+    adapters: Mapping[str, Any] | None = None,
 ) -> tuple[Subject, Circumstances]:
     """Checks the arguments of ``plan``, and finds the model and the machine.
 
@@ -137,7 +141,9 @@ def arrange(
     find_optimizer(optimizer)
     settings = {"dtype": dtype, **(settings or {})}
     PatrickStarConfig.from_any(settings)  # checks keys and values before anything takes time
-    subject = find_subject(model, task=task, batch_size=batch_size, length=length, checkpointing=checkpointing)
+    subject = find_subject(
+        model, task=task, batch_size=batch_size, length=length, checkpointing=checkpointing, adapters=adapters
+    )
     return subject, Circumstances(found, num_micro_batches, world_size, optimizer, max_norm, settings)
 
 
@@ -171,17 +177,30 @@ def plan_subject(subject: Subject, circumstances: Circumstances) -> Plan:
 
 def plan_and_record(subject: Subject, circumstances: Circumstances) -> tuple[Plan, Recording | None]:
     """Plans as ``plan_subject`` does; returns the step that the plan was made from, too, if it fits."""
-    machine = circumstances.machine
     try:
         recording = _record(subject, circumstances)
     except BudgetError:
         return _refusal(subject, circumstances), None
+    plan = _plan_of(subject, circumstances, recording)
+    return plan, recording if plan.fits else None
+
+
+def plan_if_fits(subject: Subject, circumstances: Circumstances) -> Plan | None:
+    """Plans as ``plan_subject`` does; ``None`` if it does not fit, without finding out by how much."""
+    try:
+        plan = _plan_of(subject, circumstances, _record(subject, circumstances))
+    except BudgetError:
+        return None
+    return plan if plan.fits else None
+
+
+def _plan_of(subject: Subject, given: Circumstances, recording: Recording) -> Plan:
+    machine = given.machine
     tiers = {
         Tier.DEVICE.value: TierUse(machine.device_nbytes, recording.device_nbytes, _kinds(recording, Tier.DEVICE)),
         Tier.HOST.value: TierUse(machine.host_nbytes, recording.host_nbytes, _kinds(recording, Tier.HOST)),
     }
-    plan = _plan(subject, circumstances, recording, tiers)
-    return plan, recording if plan.fits else None
+    return _plan(subject, given, recording, tiers)
 
 
 def _plan(subject: Subject, given: Circumstances, recording: Recording, tiers: Mapping[str, TierUse]) -> Plan:

@@ -6,18 +6,20 @@ from collections.abc import Iterator, Sequence
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.advice import Advice
 from hf_patrickstar.planner.plan import Plan, Speed, TierUse
+from hf_patrickstar.planner.search import Found, Goal
 from hf_patrickstar.units import format_nbytes
 
 _WIDTH = 10
 _MOST_KINDS = 6
 
 
-def describe(plan: Plan, advice: Sequence[Advice] = ()) -> str:
+def describe(plan: Plan, advice: Sequence[Advice] = (), smaller: Sequence[Found] = ()) -> str:
     """The plan in words.
 
     Args:
         plan: The plan.
         advice: What to change.
+        smaller: The largest batch and the longest sequence that fit, if those that were asked for do not.
     """
     lines = [headline(plan), ""]
     for tier in (Tier.DEVICE, Tier.HOST):
@@ -39,9 +41,40 @@ def describe(plan: Plan, advice: Sequence[Advice] = ()) -> str:
         lines += ["", "What to change, each tried:" if plan.fits else "What would fit, each tried:"]
         lines += [f"  {place}. {text}" for place, text in enumerate(map(advised, advice), 1)]
     elif not plan.fits:
-        lines += ["", "Nothing that was tried fits: smaller batches with checkpointing need as much."]
+        lines += ["", "None of the changes that were tried fits."]
+    lines += [_smaller(found, plan) for found in smaller]
     lines += ["", "Times are simulated; bytes of Python, of libraries and of the data are not counted."]
     return "\n".join(lines)
+
+
+def _smaller(found: Found, asked: Plan) -> str:
+    is_batch = found.goal is Goal.MAX_BATCH
+    what = f"batch that fits with {asked.length} tokens" if is_batch else f"sequence that fits with {asked.batch_size}"
+    if found.answer is None:
+        return f"No {what}."
+    option = "--batch-size" if is_batch else "--seq-len"
+    return f"The largest {what}: {found.answer} ({option} {found.answer})"
+
+
+_UNITS = {Goal.MAX_BATCH: " sequences", Goal.MAX_LENGTH: " tokens", Goal.MAX_MODEL: " layers", Goal.CHEAPEST: ""}
+
+
+def describe_found(found: Found) -> str:
+    """The result of a search in words.
+
+    Args:
+        found: The result.
+    """
+    unit, plans = _UNITS[found.goal], f"({found.num_plans} plans)"
+    if found.plan is None:
+        tried = "" if found.refused is None else f", not even {found.refused}{unit}"
+        return f"{found.goal}: nothing fits{tried} {plans}"
+    if found.goal is Goal.CHEAPEST:
+        refused = "the cheapest that is known" if found.refused is None else f"{found.refused} is too small"
+    else:
+        refused = "the most there can be" if found.refused is None else f"{found.refused} do not fit"
+    size = f", {_count(found.plan.num_parameters)} parameters" if found.goal is Goal.MAX_MODEL else ""
+    return f"{found.goal}: {found.answer}{unit}{size}; {refused} {plans}"
 
 
 def headline(plan: Plan) -> str:
@@ -52,6 +85,8 @@ def headline(plan: Plan) -> str:
         f"{plan.settings.get('dtype', 'auto')}",
         f"{plan.batch_size} x {plan.length} tokens",
     ]
+    if plan.num_trainable < plan.num_parameters:
+        parts.insert(1, f"{_count(plan.num_trainable)} of them trained")
     if plan.num_micro_batches > 1:
         parts.append(f"{plan.num_micro_batches} micro-batches")
     parts.append("activations computed again" if plan.checkpointing else "activations kept")

@@ -21,8 +21,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeCopyMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import Trainer
 
@@ -32,6 +30,7 @@ from hf_patrickstar.errors import ConfigError, EngineError
 from hf_patrickstar.integrations.script import StopScript, run_script, set_known, touch_nothing
 from hf_patrickstar.integrations.training_args import PatrickStarArgumentsMixin
 from hf_patrickstar.machine import Machine
+from hf_patrickstar.planner.fake import as_fake, copying
 from hf_patrickstar.planner.planning import Circumstances, arrange_machine
 from hf_patrickstar.planner.subject import MakeOptimizer, Subject
 
@@ -104,41 +103,33 @@ class ScriptSubject(Subject):
 
         def make(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
             memo: dict[int, Any] = dict(zip(map(id, self.model.parameters()), parameters, strict=True))
-            with _copying():
+            with copying():
                 return copy.deepcopy(self.optimizer, memo)
 
         return make
+
+    def with_layers(self, num_layers: int) -> Subject:
+        """A script makes its own model, which cannot be made larger.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(f"'{self.name}' makes its own model, whose layers cannot be changed; plan MODEL instead")
+
+    @property
+    def can_have_adapters(self) -> bool:
+        """A script adds adapters itself."""
+        return False
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model; 0, since it cannot have others."""
+        return 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens of a micro-batch; examples if they are no sequences of tokens."""
         return self.batch_size * self.length
-
-
-def as_fake(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy of a module whose tensors have no bytes; called under fake tensors.
-
-    Args:
-        module: The module; its parameters may be those of ``deferred_weights``.
-    """
-    memo: dict[int, Any] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        value = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
-        is_parameter = isinstance(tensor, torch.nn.Parameter)
-        memo[id(tensor)] = torch.nn.Parameter(value, tensor.requires_grad) if is_parameter else value
-    with _copying():
-        copied = copy.deepcopy(module, memo)
-    for part in copied.modules():
-        if "name_or_path" in vars(part):
-            vars(part)["name_or_path"] = ""  # or the engine would compare frozen weights with files
-    return copied
-
-
-def _copying() -> FakeCopyMode:
-    """Inside of it ``deepcopy`` makes fake tensors of ordinary ones."""
-    mode = detect_fake_mode()
-    assert mode is not None
-    return FakeCopyMode(mode)
 
 
 def arrange_script(

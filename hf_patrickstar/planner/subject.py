@@ -1,6 +1,7 @@
 """What is planned: a model that is only a configuration, and the shapes of its batches."""
 
 import ast
+import copy
 import dataclasses
 import difflib
 import pathlib
@@ -9,11 +10,14 @@ from typing import Any
 
 import torch
 import transformers
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.planner.adapters import check_adapters, with_adapters
+from hf_patrickstar.planner.fake import as_fake
 
 TASKS: Mapping[str, Any] = {
     "seq2seq-lm": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
@@ -40,6 +44,7 @@ class Subject:
         batch_size: Sequences, or images, of a micro-batch on each process.
         length: Tokens of a sequence; for images, what one counts as.
         checkpointing: Whether activations are computed again in backward.
+        adapters: Fields of a configuration of PEFT, of adapters that are trained over a frozen model, or ``None``.
     """
 
     name: str
@@ -48,10 +53,18 @@ class Subject:
     batch_size: int
     length: int
     checkpointing: bool
+    adapters: Mapping[str, Any] | None = None
 
     def make_model(self) -> torch.nn.Module:
         """Makes the model with random weights; called under fake tensors, where they take no memory."""
-        model: Any = TASKS[self.task][type(self.config)](self.config)
+        make = TASKS[self.task][type(self.config)]
+        model: Any
+        if self.adapters is None:
+            model = make(self.config)
+        else:  # PEFT moves modules, which torch does for the meta device and not for fake tensors
+            with unset_fake_temporarily(), torch.device("meta"):
+                base = make(self.config)
+            model = as_fake(with_adapters(base, self.adapters))
         model.train()
         if self.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -78,13 +91,46 @@ class Subject:
         return find_optimizer(name)
 
     @property
+    def can_have_adapters(self) -> bool:
+        """Whether the model could be frozen, with adapters trained over it."""
+        return self.adapters is None and self.task.endswith("-lm")
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model, of its encoder if it has two parts; 0 if its configuration does not say."""
+        layers = getattr(self.config, "num_hidden_layers", 0)
+        return layers if isinstance(layers, int) else 0
+
+    def with_layers(self, num_layers: int) -> "Subject":
+        """The same model with another number of layers; heads, hidden and vocabulary sizes are kept.
+
+        Args:
+            num_layers: Layers; of encoder and decoder each, if the model has both.
+        """
+        config = copy.deepcopy(self.config)
+        before = self.num_layers
+        for key, value in vars(config).items():  # what configurations say of each layer goes on as it begins
+            if isinstance(value, list) and len(value) == before and before > 1 and key.startswith("layer"):
+                setattr(config, key, [value[place % before] for place in range(num_layers)])
+        for key in ("num_hidden_layers", "num_decoder_layers", "decoder_layers"):
+            if isinstance(getattr(config, key, None), int):
+                setattr(config, key, num_layers)
+        return dataclasses.replace(self, config=config)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of a micro-batch, or images."""
         return self.batch_size * (1 if self.task == "image-classification" else self.length)
 
 
 def find_subject(
-    model: str | PretrainedConfig, *, task: str | None, batch_size: int, length: int | None, checkpointing: bool
+    model: str | PretrainedConfig,
+    *,
+    task: str | None,
+    batch_size: int,
+    length: int | None,
+    checkpointing: bool,
+    adapters: Mapping[str, Any] | None = None,
 ) -> Subject:
     """Finds a model by what a person writes.
 
@@ -95,14 +141,16 @@ def find_subject(
         batch_size: See ``Subject``.
         length: Tokens of a sequence; by default as many as the model has positions, at most 512.
         checkpointing: See ``Subject``.
+        adapters: See ``Subject``.
 
     Raises:
-        ConfigError: If there is no such model, or a number makes no sense for it.
+        ConfigError: If there is no such model, PEFT does not understand the adapters, or a number makes no
+            sense for it.
     """
     name = model if isinstance(model, str) else model.model_type
     config = _find_config(model) if isinstance(model, str) else model
     found = _find_task(config, task)
-    positions = next((getattr(config, key) for key in _POSITIONS if getattr(config, key, None)), None)
+    positions = most_tokens(config)
     length = min(positions or _LENGTH, _LENGTH) if length is None else length
     for what, number in (("batch size", batch_size), ("sequence length", length)):
         if number < 1:
@@ -116,7 +164,9 @@ def find_subject(
     for key in _ATTENTION_DROPOUTS:
         if hasattr(config, key):  # fused attention drops inside; on tensors without bytes it would write all scores
             setattr(config, key, 0.0)
-    return Subject(name, found, config, batch_size, length, checkpointing)
+    if adapters is not None:
+        check_adapters(adapters)
+    return Subject(name, found, config, batch_size, length, checkpointing, adapters)
 
 
 def _find_config(text: str) -> PretrainedConfig:
@@ -191,6 +241,11 @@ def _find_task(config: PretrainedConfig, task: str | None) -> str:
         )
     reads_both_ways = "masked-lm" in able and not getattr(config, "is_decoder", False) and not config.is_encoder_decoder
     return "masked-lm" if reads_both_ways else able[0]
+
+
+def most_tokens(config: PretrainedConfig) -> int | None:
+    """The longest sequence that a model has positions for; ``None`` if its configuration does not say."""
+    return next((getattr(config, key) for key in _POSITIONS if getattr(config, key, None)), None)
 
 
 def with_batch(subject: Subject, batch_size: int, length: int) -> Subject:

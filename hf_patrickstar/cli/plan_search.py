@@ -1,0 +1,86 @@
+"""``hf-patrickstar plan ... --search GOAL``."""
+
+import argparse
+import contextlib
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from hf_patrickstar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hf_patrickstar.planner.plan import Plan
+    from hf_patrickstar.planner.planning import Circumstances
+    from hf_patrickstar.planner.search import Found
+    from hf_patrickstar.planner.subject import Subject
+
+
+def run_search(options: argparse.Namespace, subject: "Subject", given: "Circumstances") -> int:
+    """Prints what was found, and its plan; returns 0 if something fits and 1 if nothing does.
+
+    Raises:
+        ConfigError: If an option makes no sense beside a search, or the file cannot be written.
+    """
+    # transformers takes seconds to import, and other commands do without.
+    from hf_patrickstar.planner.screen import describe, describe_found
+    from hf_patrickstar.planner.search import Goal, search
+
+    for option in ("html", "png"):
+        if getattr(options, option) is not None:
+            raise ConfigError(f"--{option}: a search has no page; plan what it finds without --search")
+    for option in ("device_memory", "host_memory"):
+        if options.search == Goal.CHEAPEST and getattr(options, option) is not None:
+            name = option.replace("_", "-")
+            raise ConfigError(f"--{name}: a search for the cheapest machine takes what each has; leave it out")
+    with showing("searching") as progress:
+        found = search(options.search, subject, given, progress)
+    print(describe_found(found))
+    if found.plan is not None:
+        print()
+        print(describe(found.plan))
+    if options.json is not None:
+        try:
+            pathlib.Path(options.json).write_text(found.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json: '{options.json}' cannot be written: {error.strerror}") from error
+    return 0 if found.plan is not None else 1
+
+
+def what_fits(plan: "Plan", subject: "Subject", given: "Circumstances") -> "list[Found]":
+    """The largest batch and the longest sequence that fit, where a plan does not and fewer tokens may help.
+
+    Args:
+        plan: The plan.
+        subject: The model and its batches.
+        given: How it is trained.
+    """
+    from hf_patrickstar.memory.tiers import Tier
+    from hf_patrickstar.planner.search import Goal, search_below
+
+    if plan.fits or plan.tier(Tier.HOST).missing_nbytes:
+        return []  # smaller batches need as much of the host
+    found = []
+    with showing("searching what fits") as progress:
+        if plan.batch_size > 1:
+            found.append(search_below(Goal.MAX_BATCH, subject, given, progress))
+        if plan.length > 1 and subject.task != "image-classification":
+            found.append(search_below(Goal.MAX_LENGTH, subject, given, progress))
+    return found
+
+
+@contextlib.contextmanager
+def showing(what: str) -> Iterator[Callable[[str], None]]:
+    """Shows on stderr which plan is being made, if it all takes longer than two seconds.
+
+    Args:
+        what: What the plans are for.
+    """
+    with tqdm(desc=what, unit="plan", leave=False, delay=2) as bar:
+
+        def progress(text: str) -> None:
+            bar.set_postfix_str(text, refresh=False)
+            bar.update()
+
+        yield progress

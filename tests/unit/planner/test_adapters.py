@@ -1,0 +1,80 @@
+"""Adapters over a frozen base: what the options say, and what of a plan changes."""
+
+import json
+
+import pytest
+
+from hf_patrickstar.cli.main import main
+from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.planner import adapters as module
+from hf_patrickstar.planner.adapters import parse_lora, read_peft
+from hf_patrickstar.planner.planning import plan
+
+MODEL = (
+    "llama:num_hidden_layers=2,hidden_size=64,num_attention_heads=2,num_key_value_heads=2,intermediate_size=128,"
+    "vocab_size=256,max_position_embeddings=64"
+)
+LORA = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj", "v_proj"]}
+
+
+def test_settings_of_adapters_become_fields_of_peft():
+    text = "r=16, alpha=32,targets=q_proj+v_proj,layers=0+1"
+    fields = {"r": 16, "lora_alpha": 32, "target_modules": ["q_proj", "v_proj"], "layers_to_transform": [0, 1]}
+    assert parse_lora(text) == {"peft_type": "LORA", **fields}
+    assert parse_lora("targets=all-linear")["target_modules"] == "all-linear"
+    assert parse_lora("") == {"peft_type": "LORA"}
+
+
+@pytest.mark.parametrize("text", ["r", "rank_of=3", "r=", "r=0", "r=1+2", "alpha=x", "layers=a"])
+def test_settings_that_make_no_sense_get_a_sentence(text):
+    with pytest.raises(ConfigError, match="--lora: "):
+        parse_lora(text)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_only_adapters_have_optimizer_states(checkpointing):
+    found = plan(MODEL, "rtx4090", batch_size=2, checkpointing=checkpointing, adapters=LORA)
+    whole = plan(MODEL, "rtx4090", batch_size=2, checkpointing=checkpointing)
+    num = 2 * 2 * 2 * 64 * 4  # layers, modules, factors
+    assert (found.num_trainable, found.num_parameters) == (num, whole.num_parameters + num)
+    owners = found.tier(Tier.DEVICE).owners
+    assert owners["exp_avg"] < whole.tier(Tier.DEVICE).owners["exp_avg"] / 10
+    assert owners["param"] >= 2 * whole.num_parameters
+
+
+def test_a_directory_and_a_file_of_peft(tmp_path, capsys):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**LORA, "inference_mode": True}))
+    assert read_peft(str(tmp_path)) == read_peft(str(tmp_path / "adapter_config.json"))
+    assert main(["plan", MODEL, "--peft", str(tmp_path), "--no-advice"]) == 0
+    by_file = capsys.readouterr().out
+    assert main(["plan", MODEL, "--lora", "r=4,targets=q_proj+v_proj", "--no-advice"]) == 0
+    assert capsys.readouterr().out == by_file
+    assert "0.0 M of them trained" in by_file
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "cannot be read"), ("[]", "has no 'peft_type'"), ('{"peft_type": "LORE"}', "PEFT has no type 'LORE'")],
+)
+def test_a_file_that_is_no_configuration_gets_a_sentence(text, message, tmp_path, capsys):
+    path = tmp_path / "adapter_config.json"
+    path.write_text(text)
+    assert main(["plan", MODEL, "--peft", str(path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_modules_that_are_not_there_get_a_sentence(capsys):
+    assert main(["plan", MODEL, "--lora", "r=4,targets=c_attn"]) == 2
+    assert "PEFT cannot add these adapters to 'LlamaForCausalLM': " in capsys.readouterr().err
+
+
+def test_without_peft_there_is_a_sentence(monkeypatch):
+    monkeypatch.setattr(module, "has_peft", lambda: False)
+    with pytest.raises(ConfigError, match=r"PEFT, which is not installed: pip install 'hf_patrickstar\[peft\]'"):
+        plan(MODEL, "rtx4090", adapters=LORA)
+
+
+def test_both_options_at_once_get_a_sentence(capsys):
+    assert main(["plan", MODEL, "--lora", "r=4", "--peft", "x"]) == 2
+    assert "--lora and --peft are both given" in capsys.readouterr().err

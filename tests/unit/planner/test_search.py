@@ -1,0 +1,187 @@
+"""Searches: the answer fits, the next larger one does not, and few plans were made."""
+
+import json
+
+import pytest
+
+from hf_patrickstar.cli.main import main
+from hf_patrickstar.errors import ConfigError, EngineError
+from hf_patrickstar.machine import BY_PRICE, MACHINES
+from hf_patrickstar.planner import search as searching
+from hf_patrickstar.planner.planning import arrange, plan_if_fits
+from hf_patrickstar.planner.search import Found, Goal, search, search_below
+from hf_patrickstar.planner.subject import with_batch
+from hf_patrickstar.units import MIB
+
+MODEL = "gpt2:n_layer=2,n_embd=64,n_head=2,vocab_size=512,n_positions=1024"
+GIVEN = {
+    **{"task": None, "batch_size": 2, "length": 64, "num_micro_batches": 1, "world_size": 1, "checkpointing": False},
+    **{"dtype": "bf16", "optimizer": "adamw", "max_norm": 1.0, "settings": None},
+    **{"device_memory": 8 * MIB, "host_memory": 64 * MIB},
+}
+
+
+def arranged(**changes):
+    return arrange(MODEL, "rtx4090", **{**GIVEN, **changes})
+
+
+def fits(subject, given):
+    """Whether there is a plan; so close to the limit it may also be that no step follows one."""
+    try:
+        return plan_if_fits(subject, given) is not None
+    except EngineError:
+        return False
+
+
+def test_the_largest_batch_fits_and_one_more_does_not():
+    subject, given = arranged()
+    found = search("max-batch", subject, given)
+    assert found.answer > 2
+    assert found.refused == found.answer + 1
+    assert found.plan.fits
+    assert found.plan.batch_size == found.answer
+    assert plan_if_fits(with_batch(subject, found.answer, 64), given) == found.plan
+    assert not fits(with_batch(subject, found.refused, 64), given)
+    assert found.num_plans <= 8
+
+
+def test_the_longest_sequence_is_searched_in_steps_of_64():
+    subject, given = arranged(batch_size=1)
+    found = search(Goal.MAX_LENGTH, subject, given)
+    assert found.answer % 64 == 0
+    assert found.refused == found.answer + 64
+    assert found.plan.length == found.answer
+    assert not fits(with_batch(subject, 1, found.refused), given)
+
+
+def test_a_sequence_as_long_as_the_model_has_positions_is_not_exceeded():
+    subject, given = arranged(batch_size=1, device_memory="1GiB")
+    found = search(Goal.MAX_LENGTH, subject, given)
+    assert (found.answer, found.refused) == (1024, None)
+
+
+def test_the_largest_model_has_more_layers_and_the_same_heads():
+    subject, given = arranged(host_memory=6 * MIB, device_memory=6 * MIB, batch_size=1)
+    found = search(Goal.MAX_MODEL, subject, given)
+    assert found.answer > 2
+    assert found.refused == found.answer + 1
+    per_layer = 12 * 64 * 64 + 13 * 64
+    assert found.plan.num_parameters == (512 + 1024 + 2) * 64 + found.answer * per_layer
+    assert not fits(subject.with_layers(found.refused), given)
+    assert found.num_plans <= 10
+
+
+def test_nothing_fits_where_one_sequence_is_too_much():
+    subject, given = arranged(device_memory=MIB // 2)
+    found = search(Goal.MAX_BATCH, subject, given)
+    assert (found.answer, found.plan, found.refused) == (None, None, 1)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 7, 100, 1000, 70_000])
+@pytest.mark.parametrize("first", [1, 16, 4096])
+def test_any_limit_is_found_whatever_plans_say(limit, first, monkeypatch):
+    """Bytes that do not tell where the limit is cost plans, not the answer."""
+    subject, given = arranged(batch_size=first)
+    plan = plan_if_fits(with_batch(subject, 1, 64), given)
+    tried = []
+
+    def fake(subject, given):
+        tried.append(subject.batch_size)
+        return plan if subject.batch_size <= limit else None
+
+    monkeypatch.setattr(searching, "plan_if_fits", fake)
+    found = search(Goal.MAX_BATCH, subject, given)
+    assert found.answer == min(limit, 2**16)
+    assert found.refused == (limit + 1 if limit < 2**16 else None)
+    assert len(tried) == len(set(tried)) == found.num_plans < 40
+
+
+def test_below_what_was_asked_for():
+    subject, given = arranged(batch_size=4096)
+    found = search_below(Goal.MAX_BATCH, subject, given)
+    assert found.answer == search(Goal.MAX_BATCH, with_batch(subject, 2, 64), given).answer
+    one, given = arranged(batch_size=1, device_memory=MIB // 2)
+    assert search_below(Goal.MAX_BATCH, one, given) == Found(Goal.MAX_BATCH, None, None, None, 0)
+
+
+def test_machines_are_tried_from_the_cheapest(monkeypatch):
+    assert sorted(BY_PRICE) == sorted(MACHINES)
+    tried = []
+    plan = plan_if_fits(*arranged())
+
+    def fake(subject, given):
+        tried.append((given.machine.name, given.world_size))
+        return plan if given.machine.name == "a100-40" else None
+
+    monkeypatch.setattr(searching, "plan_if_fits", fake)
+    subject, given = arranged()
+    found = search("cheapest-machine", subject, given)
+    assert (found.answer, found.refused, found.num_plans) == ("a100-40", "rtx4090", 2)
+    assert tried == [("rtx4090", 1), ("a100-40", 1)], "a V100 computes no bfloat16"
+    tried.clear()
+    monkeypatch.setattr(
+        searching, "plan_if_fits", lambda *given: tried.append((given[1].machine.name, given[1].world_size))
+    )
+    subject, given = arranged(dtype="fp16")
+    assert search("cheapest-machine", subject, given).answer is None
+    assert tried[0] == ("v100", 1)
+    assert tried[-1] == ("8xh100", 8)
+
+
+def test_an_unknown_goal_gets_a_sentence():
+    with pytest.raises(ConfigError, match="search 'max' is not known; known are max-batch, max-seq-len"):
+        search("max", *arranged())
+
+
+def test_layers_of_types_go_on_as_they_begin():
+    name = "gemma3_text:num_hidden_layers=6,hidden_size=32,num_attention_heads=2,intermediate_size=32,vocab_size=64"
+    subject, _ = arrange(name, "rtx4090", **{**GIVEN, "length": 8})
+    larger = subject.with_layers(9)
+    assert larger.config.num_hidden_layers == 9
+    assert larger.config.layer_types == [*subject.config.layer_types, *subject.config.layer_types[:3]]
+    assert subject.num_layers == 6
+    t5, _ = arrange("t5:num_layers=2,d_model=16,d_ff=16,num_heads=2,d_kv=8,vocab_size=32", "h100", **GIVEN)
+    assert t5.with_layers(3).config.num_decoder_layers == 3
+
+
+COMMAND = ["plan", MODEL, "--seq-len", "64", "--device-memory", "8MiB", "--host-memory", "64MiB"]
+
+
+def test_the_command_prints_the_answer_and_its_plan(tmp_path, capsys):
+    path = tmp_path / "found.json"
+    assert main([*COMMAND, "--search", "max-batch", "--json", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    found = json.loads(path.read_text())
+    assert lines[0].startswith(f"max-batch: {found['answer']} sequences; {found['refused']} do not fit (")
+    assert lines[2].startswith(f"{MODEL}: ")
+    assert lines[3] == "fits"
+    assert found["goal"] == "max-batch"
+    assert found["plan"]["batch_size"] == found["answer"]
+
+
+def test_the_command_says_that_nothing_fits(capsys):
+    words = ["plan", MODEL, "--seq-len", "64", "--device-memory", "512KiB", "--host-memory", "64MiB"]
+    assert main([*words, "--search", "max-batch"]) == 1
+    assert "max-batch: nothing fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--search", "cheapest-machine"], "--device-memory: a search for the cheapest machine takes what each has"),
+        (["--search", "max-batch", "--html", "page.html"], "--html: a search"),
+    ],
+)
+def test_what_a_search_cannot_do_gets_a_sentence(words, message, capsys):
+    assert main([*COMMAND, *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_plan_that_does_not_fit_says_which_batch_and_sequence_do(capsys, monkeypatch):
+    monkeypatch.setattr("hf_patrickstar.planner.advice.changes", lambda *given: [])  # another test has them
+    assert main([*COMMAND, "--batch-size", "12"]) == 1
+    out = capsys.readouterr().out
+    subject, given = arranged()
+    batch = search(Goal.MAX_BATCH, subject, given).answer
+    assert f"The largest batch that fits with 64 tokens: {batch} (--batch-size {batch})" in out
+    assert "No sequence that fits with 12." in out
