@@ -144,6 +144,7 @@ def arrange(
     subject = find_subject(
         model, task=task, batch_size=batch_size, length=length, checkpointing=checkpointing, adapters=adapters
     )
+    subject = dataclasses.replace(subject, keeps_dropout=not found.has_accelerator)
     return subject, Circumstances(found, num_micro_batches, world_size, optimizer, max_norm, settings)
 
 

@@ -71,7 +71,8 @@ class ScriptSubject(Subject):
             _enable_checkpointing(model, self.trainer.args)
         elif _is_checkpointing(model):
             model.gradient_checkpointing_disable()
-        _drop_nothing_in_attention(model)
+        if not self.keeps_dropout:
+            _drop_nothing_in_attention(model)
         for name, module in self.others.items():
             setattr(self.trainer, name, as_fake(module))
         self.trainer.model = self.trainer.model_wrapped = model
@@ -175,6 +176,7 @@ def arrange_script(
     beside = [tensor for module in subject.others.values() for tensor in module.parameters()]
     found = dataclasses.replace(found, device_nbytes=found.device_nbytes - sum(tensor.nbytes for tensor in beside))
     args = subject.trainer.args
+    subject = dataclasses.replace(subject, keeps_dropout=not found.has_accelerator)
     return subject, Circumstances(
         found,
         args.gradient_accumulation_steps,

@@ -45,6 +45,9 @@ class Subject:
         length: Tokens of a sequence; for images, what one counts as.
         checkpointing: Whether activations are computed again in backward.
         adapters: Fields of a configuration of PEFT, of adapters that are trained over a frozen model, or ``None``.
+        keeps_dropout: Whether attention drops scores as the model says. Fused attention drops them inside of its
+            kernel, as accelerators have it; on tensors without bytes, as on CPUs, attention that drops writes all of
+            them.
     """
 
     name: str
@@ -54,16 +57,21 @@ class Subject:
     length: int
     checkpointing: bool
     adapters: Mapping[str, Any] | None = None
+    keeps_dropout: bool = False
 
     def make_model(self) -> torch.nn.Module:
         """Makes the model with random weights; called under fake tensors, where they take no memory."""
-        make = TASKS[self.task][type(self.config)]
+        config = copy.deepcopy(self.config)
+        for key in () if self.keeps_dropout else _ATTENTION_DROPOUTS:
+            if hasattr(config, key):
+                setattr(config, key, 0.0)
+        make = TASKS[self.task][type(config)]
         model: Any
         if self.adapters is None:
-            model = make(self.config)
+            model = make(config)
         else:  # PEFT moves modules, which torch does for the meta device and not for fake tensors
             with unset_fake_temporarily(), torch.device("meta"):
-                base = make(self.config)
+                base = make(config)
             model = as_fake(with_adapters(base, self.adapters))
         model.train()
         if self.checkpointing:
@@ -161,9 +169,6 @@ def find_subject(
         config.use_cache = False  # training keeps no keys and values for generation
     if found == "seq2seq-lm" and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0  # which token it is changes no shape
-    for key in _ATTENTION_DROPOUTS:
-        if hasattr(config, key):  # fused attention drops inside; on tensors without bytes it would write all scores
-            setattr(config, key, 0.0)
     if adapters is not None:
         check_adapters(adapters)
     return Subject(name, found, config, batch_size, length, checkpointing, adapters)

@@ -181,3 +181,15 @@ def test_wrong_arguments_get_a_sentence(words, message, capsys):
     error = capsys.readouterr().err
     assert error.startswith("hf-patrickstar plan: ")
     assert message in error
+
+
+def test_attention_that_drops_scores_writes_them_on_a_cpu():
+    """Fused attention of an accelerator drops them inside of its kernel."""
+    with_scores = {}
+    for rate in (0.0, 0.1):
+        for has_accelerator in (True, False):
+            machine = dataclasses.replace(MACHINES["rtx4090"], has_accelerator=has_accelerator)
+            found = plan(f"{MODEL},attn_pdrop={rate},resid_pdrop=0.0,embd_pdrop=0.0", machine, batch_size=4)
+            with_scores[rate, has_accelerator] = found.tier(Tier.DEVICE).owners["non-model data"]
+    assert with_scores[0.1, True] == with_scores[0.0, True]
+    assert with_scores[0.1, False] >= with_scores[0.0, False] + 3 * 4 * 4 * 64 * 64 * 2, "scores of three layers"
