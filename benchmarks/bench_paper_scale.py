@@ -80,7 +80,7 @@ LINK = 0.8 * 150e9
 PAPER_MACHINES = [
     (of_node(MACHINES["v100"], "V100, 240 GB", 240 * 10**9), "12B"),
     (of_node(MACHINES["v100"], "V100, 120 GB", 120 * 10**9), None),
-    (of_node(MACHINES["v100"], "8 V100, 240 GB", 240 * 10**9, 8, link_bandwidth=LINK), "12B; 18B (later paper)"),
+    (of_node(MACHINES["v100"], "8 V100, 240 GB", 240 * 10**9, 8, link_bandwidth=LINK), "12B"),
     (of_node(MACHINES["v100"], "8 V100, 120 GB", 120 * 10**9, 8, link_bandwidth=LINK), "8B"),
     (PC, "0.7B"),
 ]

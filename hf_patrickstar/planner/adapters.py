@@ -116,9 +116,8 @@ def _config_of(values: Mapping[str, Any]) -> Any:
     given.pop("inference_mode", None)  # saved adapters say that they are not trained
     known: Mapping[str, Any] = peft.PEFT_TYPE_TO_CONFIG_MAPPING  # type: ignore[assignment]
     if kind not in known:
-        raise ConfigError(
-            f"adapters: PEFT has no type '{kind}'; it has {', '.join(sorted(getattr(key, 'value', key) for key in known))}"
-        )
+        names = ", ".join(sorted(getattr(key, "value", key) for key in known))
+        raise ConfigError(f"adapters: PEFT has no type '{kind}'; it has {names}")
     try:
         return known[kind](**given)
     except (TypeError, ValueError) as error:
