@@ -33,7 +33,9 @@ ROUND = Machine(
     link_bandwidth=20e9,
     link_latency_s=30e-6,
 )
-POSITIVE = [field.name for field in dataclasses.fields(Machine) if field.name not in ("name", "flops")]
+POSITIVE = [
+    field.name for field in dataclasses.fields(Machine) if field.name not in ("name", "flops", "has_accelerator")
+]
 
 
 # Times
@@ -259,3 +261,8 @@ def test_the_part_of_one_of_several_processes():
     assert (part.link_bandwidth, part.to_device_bandwidth) == (whole.to_host_bandwidth, whole.to_device_bandwidth)
     assert MACHINES["8xh100"].shared_by(2).link_bandwidth == MACHINES["8xh100"].link_bandwidth
     assert MACHINES["rtx4090"].shared_by(64).num_cores == 1
+
+
+@pytest.mark.parametrize("value", [0, 1, None, "yes"])
+def test_whether_there_is_an_accelerator_is_true_or_false(value):
+    assert "has_accelerator" in refused(dataclasses.replace, ROUND, has_accelerator=value)
