@@ -8,14 +8,17 @@ from hf_patrickstar.schedule.bounds import ADAM_NBYTES
 _LEAD_NS = 20_000_000
 """How much of the bus's time may be under way ahead: enough for a head of 0.5 GB on PCIe 4."""
 _LEAST_DEPTH, _MOST_DEPTH = 2, 8
+_OPERATORS_PER_CHUNK = 10
+"""What the host does for a chunk in a step, in launches of operators: it brings the chunk, its gradients leave, and it is
+updated."""
 
 
 def exposed_ns(num_chunks: int, chunk_numel: int, itemsize: float, machine: Machine) -> int:
     """What copies and updates add to a step, where all of it runs beside computation but its two ends.
 
     The first chunk has to be updated and to arrive before forward can begin, and the gradients of the last one leave
-    when backward has ended. Every copy takes a latency beside its bytes. So neither the largest chunks nor the
-    smallest are the fastest.
+    when backward has ended. Every copy takes a latency beside its bytes, and every chunk the host some of its time. So
+    neither the largest chunks nor the smallest are the fastest.
 
     Args:
         num_chunks: How many chunks there are.
@@ -27,7 +30,7 @@ def exposed_ns(num_chunks: int, chunk_numel: int, itemsize: float, machine: Mach
     ends = machine.host_ns(0, ADAM_NBYTES * chunk_numel)
     ends += machine.copy_ns(nbytes, to_device=True) + machine.copy_ns(nbytes, to_device=False)
     latency = machine.copy_ns(0, to_device=True) + machine.copy_ns(0, to_device=False)
-    return ends + num_chunks * latency
+    return ends + num_chunks * (latency + _OPERATORS_PER_CHUNK * machine.operator_ns)
 
 
 def choose_depth(chunk_nbytes: int, machine: Machine) -> tuple[int, str]:

@@ -13,17 +13,18 @@ H100 = MACHINES["h100"]
 
 def test_the_ends_of_a_step_and_the_latencies_of_its_copies_are_exposed():
     machine = dataclasses.replace(
-        H100, to_device_bandwidth=4.0, to_host_bandwidth=8.0, host_bandwidth=28.0, copy_latency_s=1.0
+        H100, to_device_bandwidth=4.0, to_host_bandwidth=8.0, host_bandwidth=28.0, copy_latency_s=1.0, operator_s=0.1
     )
-    # 16 elements: updated in 16 s; 32 bytes to the device in 8 s + 1 s, to the host in 4 s + 1 s; 3 chunks, 2 s each
-    assert exposed_ns(3, 16, 2, machine) == (16 + 9 + 5 + 6) * 10**9
+    # 16 elements: updated in 16 s; 32 bytes to the device in 8 s + 1 s, to the host in 4 s + 1 s; 3 chunks, 2 s each for
+    # copies and 1 s for the host
+    assert exposed_ns(3, 16, 2, machine) == (16 + 9 + 5 + 6 + 3) * 10**9
 
 
 def test_neither_the_largest_chunks_nor_the_smallest_expose_least():
     numel = 8 * 2**30
     times = {parts: exposed_ns(parts, numel // parts, 2, H100) for parts in (16, 64, 256, 1024, 4096, 2**15)}
     best = min(times, key=times.__getitem__)
-    assert 64 < best < 4096
+    assert 64 < best < 1024
 
 
 @pytest.mark.parametrize(("nbytes", "depth"), [(1, 8), (128 * MIB, 8), (200 * MIB, 5), (512 * MIB, 2), (2048 * MIB, 2)])
