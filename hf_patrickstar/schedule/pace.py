@@ -9,8 +9,7 @@ _LEAD_NS = 20_000_000
 """How much of the bus's time may be under way ahead: enough for a head of 0.5 GB on PCIe 4."""
 _LEAST_DEPTH, _MOST_DEPTH = 2, 8
 _OPERATORS_PER_CHUNK = 10
-"""What the host does for a chunk in a step, in launches of operators: it brings the chunk, its gradients leave, and it is
-updated."""
+"""What the host does for a chunk in a step, in launches of operators: copies, events, the update."""
 
 
 def exposed_ns(num_chunks: int, chunk_numel: int, itemsize: float, machine: Machine) -> int:

@@ -15,8 +15,8 @@ def test_the_ends_of_a_step_and_the_latencies_of_its_copies_are_exposed():
     machine = dataclasses.replace(
         H100, to_device_bandwidth=4.0, to_host_bandwidth=8.0, host_bandwidth=28.0, copy_latency_s=1.0, operator_s=0.1
     )
-    # 16 elements: updated in 16 s; 32 bytes to the device in 8 s + 1 s, to the host in 4 s + 1 s; 3 chunks, 2 s each for
-    # copies and 1 s for the host
+    # 16 elements: updated in 16 s; 32 bytes to the device in 8 s + 1 s, to the host in 4 s + 1 s; 3 chunks, 2 s each
+    # for copies and 1 s for the host
     assert exposed_ns(3, 16, 2, machine) == (16 + 9 + 5 + 6 + 3) * 10**9
 
 
