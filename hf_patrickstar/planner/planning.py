@@ -278,11 +278,11 @@ def _refusal(subject: Subject, given: Circumstances) -> Plan:
     recording = _record(
         subject, dataclasses.replace(given, machine=machine), placement="host", chunk_budget=_COPY_NBYTES * numel
     )
-    tiers = {
-        Tier.DEVICE.value: TierUse(given.machine.device_nbytes, _least_device_nbytes(recording), {}),
-        Tier.HOST.value: TierUse(given.machine.host_nbytes, recording.host_nbytes, {}),
-    }
-    return _plan(subject, given, recording, tiers)
+    least, host = _least_device_nbytes(recording), TierUse(given.machine.host_nbytes, recording.host_nbytes, {})
+    if not host.missing_nbytes:  # what was refused is short of something, if only of a little beside the least
+        least = max(least, given.machine.device_nbytes + _STEP_NBYTES)
+    device = TierUse(given.machine.device_nbytes, least, {})
+    return _plan(subject, given, recording, {Tier.DEVICE.value: device, Tier.HOST.value: host})
 
 
 def _least_device_nbytes(recording: Recording) -> int:

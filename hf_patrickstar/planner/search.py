@@ -5,7 +5,7 @@ import enum
 import json
 from collections.abc import Callable
 
-from hf_patrickstar.errors import ConfigError, EngineError
+from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import BY_PRICE, MACHINES
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.plan import Plan
@@ -146,7 +146,6 @@ class _Search:
         self._goal, self._scale, self._given, self._progress = goal, scale, given, progress
         self._fitting: list[tuple[int, Plan]] = []
         self._num_plans = 0
-        self._error: EngineError | None = None
 
     def run(self) -> Found:
         """Searches."""
@@ -171,16 +170,10 @@ class _Search:
     def _try(self, size: int) -> Plan | None:
         self._progress(f"{_WORDS[self._goal]} {size * self._scale.step}")
         self._num_plans += 1
-        try:
-            return plan_if_fits(self._scale.change(size * self._scale.step), self._given)
-        except EngineError as error:  # so close to the limit that no step follows its plan, or a model that never does
-            self._error = error
-            return None
+        return plan_if_fits(self._scale.change(size * self._scale.step), self._given)
 
     def _result(self, low: int, high: int) -> Found:
         step = self._scale.step
-        if not self._fitting and self._error is not None:
-            raise self._error
         plan = self._fitting[-1][1] if self._fitting else None
         refused = high * step if high <= self._scale.most else None
         return Found(self._goal, low * step or None, plan, refused, self._num_plans)

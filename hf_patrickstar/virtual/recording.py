@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_patrickstar.engine import PatrickStarEngine
-from hf_patrickstar.errors import EngineError
+from hf_patrickstar.errors import BudgetError, EngineError
 from hf_patrickstar.machine import CPU_TIER, Machine
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
@@ -21,6 +21,7 @@ from hf_patrickstar.schedule.replay import replay
 from hf_patrickstar.schedule.script import Entry, Load, Part
 from hf_patrickstar.schedule.simulator import repeated_plans
 from hf_patrickstar.schedule.trace import Trace
+from hf_patrickstar.units import format_need
 from hf_patrickstar.virtual.collectives import VirtualPeers
 from hf_patrickstar.virtual.driver import VirtualDriver
 
@@ -149,6 +150,7 @@ def record_step(
 
     Raises:
         ConfigError: If the machine has fewer devices than there are processes.
+        BudgetError: If a budget is too small, or so small that there is no plan for a step.
         EngineError: If no step follows plans: data decides what this model does.
     """
     machine.check_processes(world_size)
@@ -176,6 +178,11 @@ def record_step(
             is_recorded = engine.stats()["recorded_steps"] > before["recorded_steps"]
             if not is_recorded and all(step and step.cursor and step.plan for step in steps):
                 return _note(engine, driver, steps, timeline, before)
+    if all(step and step.cursor for step in steps):  # they would follow their traces, for which there are no plans
+        raise BudgetError(
+            f"there is no plan for a step within {format_need(engine.ledger.limit(Tier.DEVICE))} of the device, and "
+            "chunks would move on demand; give a little more device memory, or smaller batches"
+        )
     raise EngineError(f"none of {_MOST_STEPS} steps followed plans: what this model does depends on its data")
 
 
