@@ -34,12 +34,10 @@ MODELS = {
     "8b": {"hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12288, "num_attention_heads": 32},
     "14b": {"hidden_size": 5120, "num_hidden_layers": 45, "intermediate_size": 13824, "num_attention_heads": 40},
 }
-RECORDED_ON = 26 * GIB
-"""The device budget of the recorded step: less than any of these models needs with its optimizer states."""
-LOGIT_NBYTES = 16
-"""Bytes of a logit and its gradient, in both types; many tokens need room for them when they are recorded."""
+RECORDED_ON = 1024 * GIB
+"""The device budget of the recorded step: activations have room, however many tokens there are."""
 CHUNKS_RECORDED_ON = 16 * GIB
-"""The same of all processes together, for chunks alone: activations are those of one process."""
+"""Bytes of chunks on the devices of all processes: less than any of these models needs with its optimizer states."""
 
 
 def record(name: str, num_tokens: int, num_micro_batches: int, num_processes: int, machine=None, chunk_budget=None):
@@ -61,12 +59,9 @@ def record(name: str, num_tokens: int, num_micro_batches: int, num_processes: in
 
     config = {"dtype": "bf16", "host_budget": 2048 * GIB}
     if machine is None:
-        beyond = max(num_tokens - 4 * LENGTH, 0) * VOCABULARY * LOGIT_NBYTES
-        config |= {"placement": "host", "device_budget": RECORDED_ON + beyond}
-        chunk_budget = CHUNKS_RECORDED_ON
+        config |= {"placement": "host", "device_budget": RECORDED_ON}
+        chunk_budget = CHUNKS_RECORDED_ON // num_processes
         machine = MACHINES["h100" if num_processes == 1 else "8xh100"]
-        if num_processes > 1:
-            chunk_budget = CHUNKS_RECORDED_ON // num_processes
     if chunk_budget is not None:
         config["chunk_budget"] = chunk_budget
     return record_step(
@@ -251,7 +246,8 @@ def main():
             if options.traces is not None and "refused" not in rows[-1]:
                 draw(recording, machine, pathlib.Path(options.traces), rows[-1])
         print(f"{name} with {num} x {num_tokens} tokens, {num_processes} processes: recorded in {recorded:.0f} s")
-    common.finish("bench_timeline", options, {"simulated": True, "rows": rows})
+    name = "bench_timeline" if options.accumulation == [1] else "bench_timeline_accumulation"
+    common.finish(name if options.placement == "host" else f"{name}_margin", options, {"simulated": True, "rows": rows})
 
 
 if __name__ == "__main__":
