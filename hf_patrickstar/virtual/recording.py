@@ -178,12 +178,17 @@ def record_step(
             is_recorded = engine.stats()["recorded_steps"] > before["recorded_steps"]
             if not is_recorded and all(step and step.cursor and step.plan for step in steps):
                 return _note(engine, driver, steps, timeline, before)
+    raise _refusal(engine, steps)
+
+
+def _refusal(engine: PatrickStarEngine, steps: Sequence[Step | None]) -> Exception:
+    """Why no step followed plans, after so many."""
     if all(step and step.cursor for step in steps):  # they would follow their traces, for which there are no plans
-        raise BudgetError(
+        return BudgetError(
             f"there is no plan for a step within {format_need(engine.ledger.limit(Tier.DEVICE))} of the device, and "
             "chunks would move on demand; give a little more device memory, or smaller batches"
         )
-    raise EngineError(f"none of {_MOST_STEPS} steps followed plans: what this model does depends on its data")
+    return EngineError(f"none of {_MOST_STEPS} steps followed plans: what this model does depends on its data")
 
 
 def _settings_for(machine: Machine) -> dict[str, Any]:
