@@ -156,7 +156,7 @@ def record_step(
     """
     machine.check_processes(world_size)
     driver = VirtualDriver(machine)
-    streams = DeviceStreams(torch.device("cpu"), driver)
+    streams = _streams_of(driver, machine)
     with FakeTensorMode(), driver.watching():
         model = make_model()
         engine = PatrickStarEngine(
@@ -169,9 +169,8 @@ def record_step(
             process_group=VirtualPeers(driver, world_size),
         )
         assert engine.optimizer is not None
-        if not machine.has_accelerator:
-            streams.hold_none()  # there a gradient is at home when its copy is started
         engine.optimizer.zero_grad()  # tells the engine that nobody wants gradients after a step
+        num_to_pass = _num_to_pass(engine)
         for number in range(_MOST_STEPS + 1):
             before = engine.stats()
             driver.begin(engine.manager.chunks)
@@ -181,8 +180,22 @@ def record_step(
             timeline = driver.end()
             is_recorded = engine.stats()["recorded_steps"] > before["recorded_steps"]
             if not is_recorded and all(step and step.cursor and step.plan for step in steps):
+                num_to_pass -= 1
+            if num_to_pass < 0:
                 return _note(engine, driver, steps, timeline, before)
     raise _refusal(engine, steps)
+
+
+def _streams_of(driver: VirtualDriver, machine: Machine) -> DeviceStreams:
+    streams = DeviceStreams(torch.device("cpu"), driver)
+    if not machine.has_accelerator:
+        streams.hold_none()  # there a gradient is at home when its copy is started
+    return streams
+
+
+def _num_to_pass(engine: PatrickStarEngine) -> int:
+    """Steps by plans before the one that counts: if chunks are updated in backward, its update is the rest of those."""
+    return 1 if engine.config.overlap_optimizer == "backward" else 0
 
 
 def _refusal(engine: PatrickStarEngine, steps: Sequence[Step | None]) -> Exception:
