@@ -1,0 +1,50 @@
+"""What the site has beside the pages of ``docs``: files of the repository that they show, and pages that nobody sorted."""
+
+import logging
+import pathlib
+import re
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+_OUTSIDE = re.compile(r"(\]\(|\]:\s*)\.\./([^)\s#]+)")
+"""A link to a file of the repository that is outside of ``docs``."""
+
+log = logging.getLogger("mkdocs.hooks.hf_patrickstar")  # a warning there fails a strict build
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds pages that the navigation does not name, under "More", and the files outside of ``docs`` that pages link to."""
+    named = set(_pages_in(config.nav or []))
+    rest = sorted(file.src_uri for file in files.documentation_pages() if file.src_uri not in named)
+    if rest:
+        config.nav = [*(config.nav or []), {"More": rest}]
+    wanted = {target for file in files.documentation_pages() for _, target in _OUTSIDE.findall(file.content_string)}
+    for target in sorted(wanted):
+        path = ROOT / target
+        if path.is_file() and files.get_file_from_path(target) is None:
+            files.append(File.generated(config, target, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Makes links out of ``docs`` lead to the copies that the site has."""
+
+    def inside(match: re.Match[str]) -> str:
+        before, target = match.groups()
+        if not (ROOT / target).exists():
+            log.warning("'%s' links to '../%s', which is not there", page.file.src_uri, target)
+        return f"{before}{target}"
+
+    return _OUTSIDE.sub(inside, markdown)
+
+
+def _pages_in(nav: Any) -> list[str]:
+    """The source paths in a navigation, which is made of lists, dictionaries and paths."""
+    if isinstance(nav, str):
+        return [nav]
+    children = nav.values() if isinstance(nav, dict) else nav
+    return [path for child in children for path in _pages_in(child)]
