@@ -1,4 +1,4 @@
-"""What the site has beside the pages of ``docs``: files of the repository that they show, and pages that nobody sorted."""
+"""What the site has beside the pages of ``docs``: files that they link to, and a place for each page."""
 
 import logging
 import pathlib
@@ -17,7 +17,7 @@ log = logging.getLogger("mkdocs.hooks.hf_patrickstar")  # a warning there fails 
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds pages that the navigation does not name, under "More", and the files outside of ``docs`` that pages link to."""
+    """Adds pages that the navigation does not name, under "More", and files outside of ``docs`` that pages link to."""
     named = set(_pages_in(config.nav or []))
     rest = sorted(file.src_uri for file in files.documentation_pages() if file.src_uri not in named)
     if rest:
