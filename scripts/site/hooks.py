@@ -1,17 +1,24 @@
-"""What the site has beside the pages of ``docs``: files that they link to, and a place for each page."""
+"""What the site has beside the pages of ``docs``: files that they link to, flow charts, and a place for each page."""
 
+import itertools
 import logging
 import pathlib
 import re
+import sys
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+from pictures import draw_flow
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 _OUTSIDE = re.compile(r"(\]\(|\]:\s*)\.\./([^)\s#]+)")
 """A link to a file of the repository that is outside of ``docs``."""
+
+_FLOW = re.compile(r"^```mermaid\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 
 log = logging.getLogger("mkdocs.hooks.hf_patrickstar")  # a warning there fails a strict build
 
@@ -27,11 +34,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         path = ROOT / target
         if path.is_file() and files.get_file_from_path(target) is None:
             files.append(File.generated(config, target, abs_src_path=str(path)))
+    for file in files.documentation_pages():
+        for number, text in enumerate(_FLOW.findall(file.content_string)):
+            files.append(File.generated(config, _chart_name(file, number), content=draw_flow(text)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Makes links out of ``docs`` lead to the copies that the site has."""
+    """Makes links out of ``docs`` lead to the copies that the site has, and flow charts pictures of the site."""
+    charts = (f"![flow chart]({_chart_name(page.file, number)})\n" for number in itertools.count())
+    markdown = _FLOW.sub(lambda _: next(charts), markdown)
 
     def inside(match: re.Match[str]) -> str:
         before, target = match.groups()
@@ -40,6 +52,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{before}{target}"
 
     return _OUTSIDE.sub(inside, markdown)
+
+
+def _chart_name(file: File, number: int) -> str:
+    return f"{pathlib.PurePosixPath(file.src_uri).stem}_flow_{number}.svg"
 
 
 def _pages_in(nav: Any) -> list[str]:
