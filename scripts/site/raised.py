@@ -30,7 +30,13 @@ _SAME = {
     "format_nbytes",
 }
 """Functions whose value is about the same as their argument."""
-_CLEARER = {"strerror": "reason", "class name": "class", "limit s": "limit", "places": "place"}
+_CLEARER = {
+    "strerror": "reason",
+    "class name": "class",
+    "limit s": "limit",
+    "places": "place",
+    "describe others": "what the others do",
+}
 _MADE_UP = re.compile(r"^(self|cls|_+)$")
 
 Texts = list[str]
@@ -329,7 +335,7 @@ def _few(texts: Texts) -> Texts:
 
 def _placeholder(node: ast.expr) -> str:
     words = _words(node).replace("_", " ").strip().replace("nbytes", "bytes")
-    words = words.lower() if words.isupper() else words
+    words = words.lower() if words.isupper() else re.sub(r"^num ", "number of ", words)
     return f"<{_CLEARER.get(words, words) or 'value'}>"
 
 
