@@ -174,10 +174,16 @@ def _entry(message: Message, with_kind: bool = False) -> list[str]:
     kind = f"`{message.raised.kind}` " if with_kind else ""
     lines = [f"- {kind}`{message.cause}` ({message.raised.module})"]
     if message.remedy:
-        remedy = message.remedy[0].upper() + message.remedy[1:]
+        remedy = re.sub(r"^(so|then|first|pip(?= install))\b,? ?", _sentence_start, message.remedy, flags=re.IGNORECASE)
+        remedy = remedy[0].upper() + remedy[1:]
         lines[0] += "<br>"
         lines.append(f"  **Remedy:** {_escaped(remedy)}{'' if remedy.endswith(('.', '?')) else '.'}")
     return lines
+
+
+def _sentence_start(match: re.Match[str]) -> str:
+    """Words that join a clause to the one before fall away where it stands alone; a command is run."""
+    return "run pip " if match[1].lower() == "pip" else ""
 
 
 def _escaped(text: str) -> str:

@@ -139,7 +139,7 @@ class Package:
             return [node.value] if isinstance(node.value, str) else []
         if isinstance(node, ast.JoinedStr):
             return _joined([self._texts_of_part(part, place) for part in node.values])
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and not _is_number(node.right):
             sides = [self._known_texts(side, place) for side in (node.left, node.right)]
             return _joined([side or [_placeholder(node)] for side in sides]) if any(sides) else []
         if isinstance(node, ast.IfExp) and ast.unparse(node.test).endswith(("== 1", "is_one")):
@@ -263,6 +263,10 @@ class Package:
         own = [item for item in found if item[0] == module]
         found = own or found
         return found[0] if len(found) == 1 else None
+
+
+def _is_number(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, (int, float))
 
 
 def _returns_text(function: Function) -> bool:

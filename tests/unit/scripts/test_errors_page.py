@@ -24,7 +24,7 @@ WITHOUT_REMEDY = {
     "a buffer of shape <shape of buffer> is not <world size> equal slices one after the other",
     # No command reads traces from a user's file.
     "this is not a trace: <type of error>: <error>",
-    "trace '<key>', moment <moment>: chunk <index> of <num chunks>",
+    "trace '<key>', moment <moment>: chunk <index> of <number of chunks>",
 }
 
 
