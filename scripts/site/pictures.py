@@ -155,7 +155,9 @@ def draw_flow(text: str) -> str:
         for name in flow.labels:
             above = [rows[start] for start, end, _ in flow.edges if end == name and start in rows]
             rows[name] = max(above, default=-1) + 1
-    places = _place(flow, rows)
+    found = _place(flow, rows)
+    left = min(x for x, _ in found.values()) - 0.45
+    places = {name: (x - left, y) for name, (x, y) in found.items()}
     right = max(x for x, _ in places.values()) + 0.45
     height = max(rows.values()) + 1
     figure, axes = _figure(9, 1.25 * height)
@@ -167,7 +169,7 @@ def draw_flow(text: str) -> str:
         share = 0.5 if to_y == y - 1 else 0.75
         place = (x + share * (to_x - x), y - 0.24 + share * (to_y - y + 0.48))
         paper = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-        axes.text(*place, textwrap.fill(label, 26), fontsize=8, ha="center", va="center", color=_INK, bbox=paper)
+        axes.text(*place, textwrap.fill(label, 22), fontsize=8, ha="center", va="center", color=_INK, bbox=paper)
     for name, (x, y) in places.items():
         box = FancyBboxPatch(
             (x - 0.36, y - 0.2), 0.72, 0.4, boxstyle="round,pad=0.02", facecolor=_PALE, edgecolor=_LINE
