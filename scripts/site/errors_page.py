@@ -67,7 +67,7 @@ _VERBS = (
     "search set share start tie train try unfreeze use wait write"
 )
 _PHRASES = (
-    r"name (?:a|an|the|another|other|such)\b|did you mean|known\b|known are|near are|the units are|its own error says|"
+    r"name (?!is\b)|did you mean|known\b|known are|near are|the units are|its own error says|"
     r"optimizers whose|(?:this|they|all processes|every process|forward, backward[^;.]*) must\b"
 )
 """Beginnings of a clause that say what is allowed, or where to look."""
@@ -128,6 +128,7 @@ def write_page(package: Package) -> str:
     lines += ["## Look here first", ""]
     for part in FIRST:
         found = [message for message in messages if part in message.raised.text]
+        found.sort(key=lambda message: message.raised.kind not in package.classes)
         if not found:
             raise ValueError(f"no message has '{part}' in it")
         lines += _entry(found[0], with_kind=True)

@@ -1,6 +1,7 @@
 """Finds the errors that the package raises, and the text of each with its placeholders, in the parsed source."""
 
 import ast
+import builtins
 import contextlib
 import dataclasses
 import itertools
@@ -12,7 +13,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2] / "hf_patrickstar"
 _MOST_TEXTS = 4
 """An expression with more texts than these is shown as a placeholder."""
 _DEEPEST = 4
-_BUILT_IN = {"AttributeError", "KeyError", "RuntimeError", "TypeError", "ValueError"}
+_BUILT_IN = {name for name in dir(builtins) if name.endswith("Error")} - {"AssertionError", "NotImplementedError"}
 _WORDS_OF_CALLS = {"len": "number of {}", "sum": "sum of {}", "table": "the table of what takes memory"}
 _SAME = {
     "str",
