@@ -365,7 +365,10 @@ class PatrickStarEngine:
             for parameter in parameters:
                 tensor = self.manager.find(parameter)
                 if tensor is None:
-                    raise EngineError(f"a parameter of shape {tuple(parameter.shape)} is not managed by this engine")
+                    raise EngineError(
+                        f"a parameter of shape {tuple(parameter.shape)} is not managed by this engine; give "
+                        "parameters of the model that was prepared"
+                    )
                 tensors.append(tensor)
         return self.weights.opened(tensors, writeback, with_grads)
 
@@ -579,7 +582,9 @@ def initialize_engine(
     model = model_func()
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
-        raise EngineError("the model has no trainable parameter: every requires_grad is False")
+        raise EngineError(
+            "the model has no trainable parameter: every requires_grad is False; unfreeze what should be trained"
+        )
     make = optimizer_func or (lambda parameters: torch.optim.AdamW(parameters, fused=True))
     engine = PatrickStarEngine(
         model, config, make(trainable), device=device, gradient_accumulation_steps=gradient_accumulation_steps

@@ -380,7 +380,7 @@ class SimulatedDriver:
                 raise RaceError(f"operator '{name}' has operands on the host and on the device; copy one of them first")
             if self._at_work is not None:
                 if Tier.DEVICE in tiers:
-                    raise RaceError(f"operator '{name}' of the host's thread has an operand on the device")
+                    raise RaceError(f"operator '{name}' of the host's thread has operands on the device; copy them")
                 self._touch(*self._at_work, name, touched)
                 return
             lane = self.host if tiers == {Tier.HOST} else self.compute

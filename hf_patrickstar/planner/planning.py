@@ -315,7 +315,7 @@ def _record(subject: Subject, given: Circumstances, **settings: Any) -> Recordin
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
             f"model '{subject.name}': it cannot be planned, because its code fails on tensors without values "
-            f"({type(error).__name__}: {said}). Another --dtype, --task or length may do"
+            f"({type(error).__name__}: {said}). Try another --dtype, --task or length"
         ) from error
     finally:
         transformers.logging.set_verbosity(level)

@@ -205,7 +205,10 @@ def _refusal(engine: PatrickStarEngine, steps: Sequence[Step | None]) -> Excepti
             f"there is no plan for a step within {format_need(engine.ledger.limit(Tier.DEVICE))} of the device, and "
             "chunks would move on demand; give a little more device memory, or smaller batches"
         )
-    return EngineError(f"none of {_MOST_STEPS} steps followed plans: what this model does depends on its data")
+    return EngineError(
+        f"none of {_MOST_STEPS} steps followed plans: what this model does depends on its data; train a few steps "
+        "instead and read engine.survey()"
+    )
 
 
 def _settings_for(machine: Machine) -> dict[str, Any]:
