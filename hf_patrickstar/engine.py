@@ -218,7 +218,9 @@ class PatrickStarEngine:
                     config.eviction,
                     resources.machine,
                     resources.has_lanes,
-                    config.overlap_optimizer and all(kernel.runs_beside for kernel in self._kernels),
+                    resources.has_lanes
+                    and config.overlap_optimizer
+                    and all(kernel.runs_beside for kernel in self._kernels),
                 ),
                 fills_margin=self._fills_margin(),
                 reserve=self._payloads.reserve,

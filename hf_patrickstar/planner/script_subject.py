@@ -255,11 +255,18 @@ def _subject_of(trainer: Any, name: str) -> ScriptSubject:
         optimizer=optimizer,
         num_items=num_items,
         others=_other_modules(trainer),
+        has_padding=_has_padding(batch),
+        is_packed="position_ids" in batch,
     )
 
 
 def _numel(batch: Any) -> int:
     return sum(leaf.numel() for leaf in tree_leaves(dict(batch)) if isinstance(leaf, torch.Tensor))
+
+
+def _has_padding(batch: Mapping[str, Any]) -> bool:
+    masks = [value for key, value in dict(batch).items() if key.endswith("attention_mask")]
+    return any(not bool(torch.as_tensor(mask).all()) for mask in masks)
 
 
 def _extents(inputs: Mapping[str, Any]) -> tuple[int, int]:

@@ -48,6 +48,8 @@ class Subject:
         keeps_dropout: Whether attention drops scores as the model says. Fused attention drops them inside of its
             kernel, as accelerators have it; on tensors without bytes, as on CPUs, attention that drops writes all of
             them.
+        has_padding: Whether some tokens of a micro-batch are padding; see [Note: masks without values].
+        is_packed: Whether a row of a micro-batch may be several sequences.
     """
 
     name: str
@@ -58,6 +60,8 @@ class Subject:
     checkpointing: bool
     adapters: Mapping[str, Any] | None = None
     keeps_dropout: bool = False
+    has_padding: bool = False
+    is_packed: bool = False
 
     def make_model(self) -> torch.nn.Module:
         """Makes the model with random weights; called under fake tensors, where they take no memory."""

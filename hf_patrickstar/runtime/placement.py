@@ -169,7 +169,9 @@ class Placement:
                 num_moved += 1
         except BudgetError as error:
             logger.info("patrickstar: the host has no room for all that the device cannot hold: %s", error)
-        logger.info("patrickstar: %d chunks leave the device, where not everything fits after all", num_moved)
+        said = f"{num_moved} chunks left the device, where not everything fits after all: a step ran out of memory"
+        logger.info("patrickstar: %s", said)
+        self.reasons["homes"] = said
         return num_moved > 0
 
     def _place_lookups(self) -> bool:

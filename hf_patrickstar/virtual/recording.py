@@ -1,6 +1,7 @@
 """Records a step of training in virtual time, and tells how long it takes on other machines."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -155,18 +156,21 @@ def record_step(
     """
     machine.check_processes(world_size)
     driver = VirtualDriver(machine)
+    streams = DeviceStreams(torch.device("cpu"), driver)
     with FakeTensorMode(), driver.watching():
         model = make_model()
         engine = PatrickStarEngine(
             model,
             {**_settings_for(machine), **config},
             (make_optimizer or _make_adamw)(model.parameters()),
-            device=DeviceStreams(torch.device("cpu"), driver),
+            device=streams,
             gradient_accumulation_steps=num_micro_batches,
             listener=driver.note_event,
             process_group=VirtualPeers(driver, world_size),
         )
         assert engine.optimizer is not None
+        if not machine.has_accelerator:
+            streams.hold_none()  # there a gradient is at home when its copy is started
         engine.optimizer.zero_grad()  # tells the engine that nobody wants gradients after a step
         for number in range(_MOST_STEPS + 1):
             before = engine.stats()
@@ -266,10 +270,15 @@ def _train(
 ) -> list[Step | None]:
     """Forward and backward of all micro-batches; returns what the engine knows of each."""
     steps: list[Step | None] = []
-    for inputs in batches:
+
+    def train(inputs: Mapping[str, torch.Tensor]) -> Step | None:
         driver.begin_part(Part.FORWARD)
         loss = compute_loss(engine.model, inputs)
-        steps.append(engine.manager.tracer.step)
+        step = engine.manager.tracer.step
         driver.begin_part(Part.BACKWARD)
         (loss / len(batches) if len(batches) > 1 else loss).backward()
+        return step
+
+    for inputs in batches:  # as the Trainer does, which repeats what has no room
+        steps.append(engine.attempt(functools.partial(train, inputs)))
     return steps
