@@ -13,10 +13,12 @@ ROOT = pathlib.Path(hf_patrickstar.__file__).parent.parent
 USER = '''
 """Uses of the public names. A line that is wrong ends with the code of the error that mypy reports for it."""
 
+import dataclasses
 import pathlib
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, assert_type
+
+from transformers import Trainer, TrainingArguments
 
 from hf_patrickstar import (
     BudgetError,
@@ -45,6 +47,27 @@ def make_net() -> Net:
     return Net()
 
 
+class SpecialTrainer(Trainer):
+    seed = 3
+
+
+class MySpecialTrainer(PatrickStarTrainerMixin, SpecialTrainer):
+    pass
+
+
+@dataclasses.dataclass
+class MyArguments(PatrickStarArgumentsMixin, TrainingArguments):
+    corpus: str = "corpus.txt"
+
+
+def mixes() -> None:
+    trainer = MySpecialTrainer(model=make_net(), args=MyArguments(patrickstar=True, corpus="other.txt"))
+    assert_type(trainer.seed, int)
+    assert_type(trainer.is_in_train, bool)
+    assert_type(trainer.patrickstar_engine, PatrickStarEngine | None)
+    MyArguments(corpus=4)  # arg-type
+
+
 def trains() -> None:
     args = PatrickStarTrainingArguments(
         output_dir="out", patrickstar=True, patrickstar_config={"device_budget": "8GiB"}, patrickstar_logging="all"
@@ -55,6 +78,10 @@ def trains() -> None:
     assert_type(trainer, PatrickStarTrainer)
     assert_type(trainer.patrickstar_engine, PatrickStarEngine | None)
     assert_type(trainer.patrickstar_stats(), dict[str, Any])
+    assert_type(trainer.args, TrainingArguments)
+    assert_type(trainer.train().training_loss, float)
+    assert_type(trainer.is_world_process_zero(), bool)
+    PatrickStarTrainingArguments(max_steps="many")  # arg-type
     PatrickStarTrainingArguments(patrickstar_logging="loud")  # arg-type
     PatrickStarTrainingArguments(patrickstar_config=8)  # arg-type
     trainer.patrickstar_engine.full_parameters()  # union-attr
@@ -113,17 +140,56 @@ OPTIONS = """[mypy]
 strict = True
 follow_imports = silent
 python_executable = {python}
-# The types of these libraries are not looked into: that takes half a minute, and they count as Any.
-[mypy-torch.*,transformers.*,accelerate.*,peft.*,matplotlib.*]
+mypy_path = stubs
+# mypy does not look into these libraries, which takes half a minute: all that they have is of type Any.
+[mypy-torch.*,accelerate.*,peft.*,matplotlib.*,transformers.*]
 follow_imports = skip
 [mypy-psutil.*,pynvml.*,tqdm.*]
 ignore_missing_imports = True
 """
 
+ANYTHING = """
+from typing import Any
+def __getattr__(name: str) -> Any: ...
+"""
+
+STUBS = {
+    "__init__.pyi": ANYTHING
+    + """
+import dataclasses
+from .trainer_utils import TrainOutput
+
+@dataclasses.dataclass
+class TrainingArguments:
+    output_dir: str | None = ...
+    max_steps: int = ...
+
+class Trainer:
+    args: TrainingArguments
+    is_in_train: bool
+    def __init__(self, model: Any = ..., args: TrainingArguments | None = ...) -> None: ...
+    def train(self, resume_from_checkpoint: str | None = ...) -> TrainOutput: ...
+    def is_world_process_zero(self) -> bool: ...
+""",
+    "trainer_utils.pyi": ANYTHING
+    + """
+from typing import NamedTuple
+
+class TrainOutput(NamedTuple):
+    global_step: int
+    training_loss: float
+""",
+}
+"""Of transformers what a user's Trainer is made of; a mixin must not hide the types of the Trainer behind it."""
+
 
 def test_mypy_sees_the_types_of_every_public_name(tmp_path):
     (tmp_path / "user.py").write_text(USER)
     (tmp_path / "mypy.ini").write_text(OPTIONS.format(python=sys.executable))
+    stubs = tmp_path / "stubs" / "transformers"
+    stubs.mkdir(parents=True)
+    for name, text in STUBS.items():
+        (stubs / name).write_text(text)
     expected = {
         (number, line.rpartition("  # ")[2]) for number, line in enumerate(USER.splitlines(), 1) if "  # " in line
     }
