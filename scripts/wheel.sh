@@ -78,8 +78,8 @@ cd "$work/empty"
 # The wheel's package is then the only one.
 rm -r "$work/unpacked/hf_patrickstar"
 PATH=$work/environment/bin:$PATH
-found=$(python -c 'import hf_patrickstar; print(hf_patrickstar.__file__)')
-[[ $found == "$work/environment/"* ]] || fail "python imported $found instead of the wheel"
+found=$(python -c 'import importlib.util as util; print(util.find_spec("hf_patrickstar").origin)')
+[[ $found == "$work/environment/"* ]] || fail "python imports $found instead of the wheel"
 version=$(hf-patrickstar --version)
 [[ $(basename "$wheel") == "hf_patrickstar-$version-"* ]] || fail "the wheel $(basename "$wheel") says it is $version"
 hf-patrickstar env

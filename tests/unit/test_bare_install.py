@@ -102,22 +102,33 @@ def is_for_checkers(node):
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
-def imported():
-    """The top-level modules that importing the package imports, and those that functions and type checkers import."""
+def imported(package):
+    """The top-level modules that importing a package imports, and those that functions and type checkers import.
+
+    A module that is named after a library and imports it is a plug-in: the library brings all that the plug-in needs.
+    """
     outside, inside = set(), set()
-    for path in (ROOT / "hf_patrickstar").rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        blocks = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) or is_for_checkers(node)]
-        late = {id(node) for block in blocks for node in ast.walk(block)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [node.module]
-            else:
-                continue
-            (inside if id(node) in late else outside).update(name.partition(".")[0] for name in names)
+    for path in package.rglob("*.py"):
+        found = imports_of(ast.parse(path.read_text()))
+        if path.stem not in set().union(*found):
+            outside |= found[0]
+            inside |= found[1]
     return outside, inside - outside
+
+
+def imports_of(tree):
+    outside, inside = set(), set()
+    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) or is_for_checkers(node)]
+    late = {id(node) for block in blocks for node in ast.walk(block)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module]
+        else:
+            continue
+        (inside if id(node) in late else outside).update(name.partition(".")[0] for name in names)
+    return outside, inside
 
 
 def test_every_import_of_the_package_is_declared():
@@ -129,6 +140,12 @@ def test_every_import_of_the_package_is_declared():
     )
     owners = importlib.metadata.packages_distributions()
     own = {*sys.stdlib_module_names, "hf_patrickstar"}
-    outside, inside = ({normal(owners[name][0]) for name in names - own} for names in imported())
+    outside, inside = ({normal(owners[name][0]) for name in names - own} for names in imported(ROOT / "hf_patrickstar"))
     assert {"torch", "transformers", "accelerate"} <= outside <= always
     assert {"peft", "matplotlib"} <= inside <= always | sometimes
+
+
+def test_imports_are_told_apart(tmp_path):
+    (tmp_path / "core.py").write_text("import a.b\nif TYPE_CHECKING:\n    import c\ndef f():\n    from d.e import a")
+    (tmp_path / "host.py").write_text("from host import x\nimport other")
+    assert imported(tmp_path) == ({"a"}, {"c", "d"})
