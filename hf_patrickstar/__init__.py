@@ -57,13 +57,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Imports transformers and accelerate only when something that needs them is asked for."""
-    if name in _LAZY:
-        import importlib
+if not TYPE_CHECKING:  # where type checkers see a __getattr__, every name is there, misspelled ones too
 
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    def __getattr__(name: str) -> Any:
+        """Imports transformers and accelerate only when something that needs them is asked for."""
+        if name in _LAZY:
+            import importlib
+
+            return getattr(importlib.import_module(_LAZY[name]), name)
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:

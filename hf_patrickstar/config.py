@@ -223,9 +223,7 @@ class PatrickStarConfig:
             raise ConfigError(f"machine: expected 'auto', a known name or the path of a JSON file, got {machine!r}")
 
     @classmethod
-    def from_any(
-        cls, source: "PatrickStarConfig | dict[str, Any] | str | os.PathLike[str] | None"
-    ) -> "PatrickStarConfig":
+    def from_any(cls, source: "ConfigSource") -> "PatrickStarConfig":
         """Makes a configuration from whatever a user has.
 
         Args:
@@ -278,3 +276,7 @@ class PatrickStarConfig:
     def to_dict(self) -> dict[str, Any]:
         """The settings as a dictionary that ``from_any`` takes back."""
         return dataclasses.asdict(self)
+
+
+ConfigSource = PatrickStarConfig | dict[str, Any] | str | os.PathLike[str] | None
+"""What users give as settings: a configuration, a dictionary, JSON text, the path of a JSON file, or nothing."""

@@ -17,7 +17,7 @@ from hf_patrickstar.checkpoint.checkpoints import Checkpoints
 from hf_patrickstar.checkpoint.first_values import FirstValues
 from hf_patrickstar.checkpoint.training_state import TrainingState
 from hf_patrickstar.checkpoint.weights import ChunkWeights
-from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.config import ConfigSource, PatrickStarConfig
 from hf_patrickstar.decisions import Circumstances, decide, list_names
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.events import Event, Listener
@@ -51,6 +51,7 @@ from hf_patrickstar.runtime.together import roots_of
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+_Model = TypeVar("_Model", bound=torch.nn.Module)
 
 
 class PatrickStarEngine:
@@ -86,7 +87,7 @@ class PatrickStarEngine:
     def __init__(
         self,
         model: torch.nn.Module,
-        config: Any = None,
+        config: ConfigSource = None,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         *,
         device: torch.device | str | Streams | None = None,
@@ -552,13 +553,13 @@ def _both(first: Listener, second: Listener) -> Listener:
 
 
 def initialize_engine(
-    model_func: Callable[[], torch.nn.Module],
-    config: Any = None,
+    model_func: Callable[[], _Model],
+    config: ConfigSource = None,
     optimizer_func: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
     *,
-    device: torch.device | str | None = None,
+    device: torch.device | str | Streams | None = None,
     gradient_accumulation_steps: int = 1,
-) -> tuple[torch.nn.Module, ChunkedOptimizer]:
+) -> tuple[_Model, ChunkedOptimizer]:
     """Makes a model and its optimizer for a bare PyTorch loop (PatrickStar section 8.5).
 
     Args:
