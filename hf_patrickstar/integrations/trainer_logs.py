@@ -8,6 +8,33 @@ from transformers import PrinterCallback, ProgressCallback
 
 from hf_patrickstar.report.figures import brief
 
+_NOTEBOOK = "NotebookProgressCallback"
+"""The console of a notebook, whose module can be imported in notebooks alone."""
+
+
+def tell_console(handler: Any, *lines: str) -> None:
+    """Prints lines where the Trainer prints its logs: beside a progress bar if there is one; without a console nowhere.
+
+    Args:
+        handler: The Trainer's ``CallbackHandler``.
+        *lines: The lines.
+    """
+    consoles = [callback for callback in handler.callbacks if _is_console(callback) or _is_notebook(callback)]
+    if not consoles:
+        return
+    bars = (getattr(console, "training_bar", None) for console in consoles)
+    write: Callable[[str], Any] = next((bar.write for bar in bars if bar is not None), print)
+    for line in lines:
+        write(f"patrickstar: {line}")
+
+
+def _is_console(callback: Any) -> bool:
+    return isinstance(callback, (PrinterCallback, ProgressCallback))
+
+
+def _is_notebook(callback: Any) -> bool:
+    return any(base.__name__ == _NOTEBOOK for base in type(callback).__mro__)
+
 
 @contextlib.contextmanager
 def figures_told(handler: Any, figures: Mapping[str, float], is_brief: bool) -> Iterator[None]:
@@ -36,7 +63,7 @@ def figures_told(handler: Any, figures: Mapping[str, float], is_brief: bool) -> 
 
         return on_log
 
-    consoles = [callback for callback in handler.callbacks if isinstance(callback, (PrinterCallback, ProgressCallback))]
+    consoles = [callback for callback in handler.callbacks if _is_console(callback)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(_on_log(handler, with_all))
         for console in consoles if is_brief else ():

@@ -28,6 +28,11 @@ class Stopwatch:
         seconds, self._since = now - self._since, now
         return seconds
 
+    @property
+    def elapsed(self) -> float:
+        """Seconds since then; the lap goes on."""
+        return time.perf_counter() - self._since
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Inside the block no time passes."""
