@@ -13,7 +13,7 @@ from hf_patrickstar.errors import ConfigError, DeviceMemoryError, EngineError
 from hf_patrickstar.events import Event, ModelDecided
 from hf_patrickstar.integrations.accelerator import PatrickStarAccelerator
 from hf_patrickstar.integrations.trainer_checkpoints import TrainerCheckpoints
-from hf_patrickstar.integrations.trainer_logs import figures_told, tell_console
+from hf_patrickstar.integrations.trainer_logs import bars_as_asked, figures_told, tell_console
 from hf_patrickstar.integrations.trainer_outcome import RunOutcome
 from hf_patrickstar.integrations.trainer_report import RunReport
 from hf_patrickstar.runtime.admission import check_model, check_shapes
@@ -116,7 +116,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
             self._run = self._outcome = None
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        with self._unmeasured():
+        with self._unmeasured(), bars_as_asked(self.args):
             super()._save_checkpoint(model, trial)
 
     @contextlib.contextmanager
@@ -137,6 +137,11 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         """Prints lines on the console of the first process, unless the user wants none."""
         if self.args.patrickstar_logging != "off" and self.is_world_process_zero():  # type: ignore[attr-defined]
             tell_console(self.callback_handler, *lines)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepares as the Trainer does: makes the engine, and reads a checkpoint."""
+        with bars_as_asked(self.args):
+            return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward of one micro-batch, repeated if device memory does not suffice.
@@ -197,7 +202,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         engine = self.patrickstar_engine
         if engine is not None:  # before the Trainer's own gather, which would wait without a warning
             engine.manager.sharing.enter("evaluates")
-        with self._unmeasured():
+        with self._unmeasured(), bars_as_asked(self.args):  # it makes an engine if there is none
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
     def patrickstar_stats(self) -> dict[str, Any]:

@@ -5,8 +5,10 @@ import re
 import pytest
 from trainers import make_trainer, run, tight, train
 from transformers import PrinterCallback
+from transformers.utils.logging import is_progress_bar_enabled
 
 from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
+from hf_patrickstar.checkpoint import progress
 from hf_patrickstar.payloads import Payloads
 
 EXPECTED = r"patrickstar: [\d.]+ M parameters \([\d.]+ M trained\): model data takes .* on the host, and .*"
@@ -91,3 +93,14 @@ def test_seconds_of_evaluation_and_saving_are_left_out(tmp_path, capsys, monkeyp
     first, _, line = [line for line in said(capsys.readouterr().out) if " took" in line or "at most" in line]
     assert "not recorded, took 2 s" in first
     assert line.startswith("patrickstar: 3 steps took 6 s, 2 s each: 100% forward and backward, 0%"), line
+
+
+@pytest.mark.parametrize("disable_tqdm", [True, False])
+def test_disable_tqdm_is_for_all_bars(disable_tqdm, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "PROGRESS_AFTER_S", 0)
+    kwargs = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2, "disable_tqdm": disable_tqdm}
+    train("gpt2", tmp_path, tight(), **kwargs)
+    text = capsys.readouterr().err
+    for what in ("Allocating chunks", "Moving weights into chunks", "Writing model.safetensors"):
+        assert (what in text) == (not disable_tqdm), what
+    assert is_progress_bar_enabled()
