@@ -53,6 +53,8 @@ class RunOutcome:
         trainer, engine, seconds = self._trainer, self._trainer.patrickstar_engine, self.watch.elapsed
         stats = trainer.patrickstar_stats()
         added = {name: stats[name] - self._before[name] for name in _SUMS}
+        foreseen, machine = engine.manager.placement.foreseen, engine.resources.machine.name
+        whole = max(foreseen.duration_ns, 1) if foreseen is not None else 1
         chunks = [chunk for chunk in engine.manager.chunks if not chunk.is_retired]
         return describe_outcome(
             Outcome(
@@ -66,5 +68,8 @@ class RunOutcome:
                 batch_size=int(trainer._train_batch_size),
                 num_micro_batches=int(trainer.args.gradient_accumulation_steps),
                 settings=engine.config.to_dict(),
+                machine=machine if foreseen is not None else "",
+                copying=foreseen.copying_ns / whole if foreseen is not None else 0.0,
+                updating=foreseen.updating_ns / whole if foreseen is not None else 0.0,
             )
         )

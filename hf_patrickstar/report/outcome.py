@@ -30,6 +30,9 @@ class Outcome:
         batch_size: Samples of a micro-batch.
         num_micro_batches: Micro-batches of a step.
         settings: The settings of the engine.
+        machine: The machine by whose rates the next two are reckoned; empty if they are not known.
+        copying: Share of a step in which all has to wait for copies, by the simulator's clock.
+        updating: Share of a step in which all has to wait for the update on the host, likewise.
     """
 
     seconds: float
@@ -42,6 +45,9 @@ class Outcome:
     batch_size: int
     num_micro_batches: int
     settings: Mapping[str, Any]
+    machine: str = ""
+    copying: float = 0.0
+    updating: float = 0.0
 
     @property
     def shares(self) -> dict[str, float]:
@@ -113,7 +119,13 @@ def _time(outcome: Outcome) -> str:
     shares = ", ".join(f"{share:.0%} {names.get(name, name)}" for name, share in outcome.shares.items())
     num = outcome.num_steps
     each = f"{num} steps took {_seconds(outcome.seconds)}, {_seconds(outcome.seconds / num)} each"
-    return f"{each if num > 1 else f'1 step took {_seconds(outcome.seconds)}'}: {shares}"
+    foreseen = ""
+    if outcome.machine:
+        foreseen = (
+            f"; by the rates of '{outcome.machine}' a step waits {outcome.copying:.0%} of its time for copies and "
+            f"{outcome.updating:.0%} for the update on the host"
+        )
+    return f"{each if num > 1 else f'1 step took {_seconds(outcome.seconds)}'}: {shares}{foreseen}"
 
 
 def _seconds(seconds: float) -> str:
@@ -140,18 +152,21 @@ def _changes(outcome: Outcome) -> Iterator[str]:
             f"--dataloader_num_workers, or what else the script does between steps, since {shares['others']:.0%} of "
             "the time went neither to the model nor to the optimizer"
         )
-    if shares["waiting for copies"] >= _MUCH_WAITING:
-        why = f"since {shares['waiting for copies']:.0%} of the time went to waiting for copies"
+    waiting, updating = max(shares["waiting for copies"], outcome.copying), max(shares["optimizer"], outcome.updating)
+    if waiting >= _MUCH_WAITING:
+        why = f"since {waiting:.0%} of the time went to waiting for copies"
+        if waiting > shares["waiting for copies"]:
+            why = f"since by the rates of '{outcome.machine}' {waiting:.0%} of a step go to waiting for copies"
         if outcome.room >= _MUCH_ROOM and outcome.settings["chunk_budget"] == "auto":
             yield f"{larger}, {why}, and a larger batch computes more with each copy"
         else:
             limits = [name for name in ("chunk_budget", "device_budget") if outcome.settings[name] != "auto"]
             yield f"a larger {limits[0]}, {why}" if limits else f"{larger}, {why}"
-    if shares["optimizer"] >= _MUCH_UPDATING and not outcome.fits_device:
+    if updating >= _MUCH_UPDATING and not outcome.fits_device:
         num = _MORE_MICRO_BATCHES * outcome.num_micro_batches
-        yield (
-            f"--gradient_accumulation_steps {num}, since {shares['optimizer']:.0%} of the time went to the optimizer, "
-            "most of it on the host, and it then comes once for more samples"
-        )
+        why = f"since {updating:.0%} of the time went to the optimizer"
+        if updating > shares["optimizer"]:
+            why = f"since by the rates of '{outcome.machine}' {updating:.0%} of a step go to waiting for the update"
+        yield f"--gradient_accumulation_steps {num}, {why}, and the host then updates once for more samples"
     if outcome.room >= _MUCH_ROOM:
         yield f"{larger}, since {outcome.room:.0%} of the device budget was never used"

@@ -1,14 +1,17 @@
 """What a console shows when a Trainer's run begins and ends."""
 
+import dataclasses
 import re
 
 import pytest
+from simulated import simulated_streams
 from trainers import make_trainer, run, tight, train
 from transformers import PrinterCallback
 from transformers.utils.logging import is_progress_bar_enabled
 
 from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
 from hf_patrickstar.checkpoint import progress
+from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.payloads import Payloads
 
 EXPECTED = r"patrickstar: [\d.]+ M parameters \([\d.]+ M trained\): model data takes .* on the host, and .*"
@@ -104,3 +107,15 @@ def test_disable_tqdm_is_for_all_bars(disable_tqdm, tmp_path, capsys, monkeypatc
     for what in ("Allocating chunks", "Moving weights into chunks", "Writing model.safetensors"):
         assert (what in text) == (not disable_tqdm), what
     assert is_progress_bar_enabled()
+
+
+def test_beside_lanes_the_clock_of_the_simulator_says_what_a_step_waits_for(tmp_path, capsys):
+    slow = dataclasses.replace(MACHINES["rtx4090"], to_device_bandwidth=1e6, name="slow bus")
+    config = {**tight(), "device_budget": 2**22, "host_budget": 2**28, "machine": slow}
+    with simulated_streams():
+        trainer, _ = train("gpt2", tmp_path, config, max_steps=3)
+    *_, time, advice = said(capsys.readouterr().out)
+    cost = trainer.patrickstar_engine.manager.placement.foreseen
+    assert 0.8 < cost.copying_ns / cost.duration_ns <= 1 - cost.updating_ns / cost.duration_ns
+    assert f"by the rates of 'slow bus' a step waits {cost.copying_ns / cost.duration_ns:.0%} of its time" in time
+    assert "waiting for copies" in advice or "of the time went neither" in advice
