@@ -60,7 +60,11 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         precision, found = self.args.patrickstar_precision, weakref.ref(self)
 
         def listen(event: Event) -> None:
-            if isinstance(event, ModelDecided) and (trainer := found()) is not None:
+            if (trainer := found()) is None:
+                return
+            if trainer._run is not None:
+                trainer._run.note_event(event)
+            if isinstance(event, ModelDecided):
                 trainer._tell_expected(event.text)
 
         PatrickStarAccelerator.adopt(self.accelerator, config, precision, steps, listen)
@@ -113,7 +117,12 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
                 self._tell(*self._outcome.lines())
             return result
         finally:
-            self._run = self._outcome = None
+            self._forget_run()
+
+    def _forget_run(self) -> None:
+        if self._run is not None:
+            self._run.close()
+        self._run = self._outcome = None
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         with self._unmeasured(), bars_as_asked(self.args):
@@ -166,6 +175,8 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
             return run(*args, **kwargs)
         if self._run is None and self.args.patrickstar_report and self.is_world_process_zero():  # type: ignore[attr-defined]
             self._run = RunReport(self)
+        if self._run is not None:
+            self._run.begin_micro_batch()
         if self._outcome is None:
             self._outcome = RunOutcome(self)
         said = self._outcome.begin_micro_batch()
@@ -181,7 +192,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
             loss = engine.attempt(lambda: run(*args, **kwargs), 0 if self._is_shrinking else MAX_RETRIES)
         except DeviceMemoryError:
             self._is_shrinking = self.args.auto_find_batch_size
-            self._run = self._outcome = None  # if the Trainer starts over, so does its record
+            self._forget_run()  # if the Trainer starts over, so does its record
             raise
         self._is_shrinking = False
         return loss

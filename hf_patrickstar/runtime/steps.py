@@ -141,6 +141,7 @@ class Steps:
     def end_forward(self) -> None:
         """Ends an outermost forward of training: a step that cannot be measured to its end is not recorded."""
         self.end_phase(Phase.FORWARD)
+        self.durations.end_forward()
         self.tracer.note_forward_end()
         if self._meter.leave() and self.tracer.step is not None and self.tracer.step.is_recorded:
             self.abandon_step()
