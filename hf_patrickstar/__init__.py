@@ -36,6 +36,16 @@ _LAZY = {
     "plan": "hf_patrickstar.planner.planning",
 }
 
+# These need an optional package, so they are not in __all__: "from hf_patrickstar import *" would fail without it.
+_OPTIONAL = {
+    "PatrickStarDPOConfig": "hf_patrickstar.integrations.trl",
+    "PatrickStarDPOTrainer": "hf_patrickstar.integrations.trl",
+    "PatrickStarGRPOConfig": "hf_patrickstar.integrations.trl",
+    "PatrickStarGRPOTrainer": "hf_patrickstar.integrations.trl",
+    "PatrickStarSFTConfig": "hf_patrickstar.integrations.trl",
+    "PatrickStarSFTTrainer": "hf_patrickstar.integrations.trl",
+}
+
 __all__ = [
     "BudgetError",
     "CheckpointError",
@@ -59,10 +69,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Imports transformers and accelerate only when something that needs them is asked for."""
-    if name in _LAZY:
+    if name in _LAZY or name in _OPTIONAL:
         import importlib
 
-        return getattr(importlib.import_module(_LAZY[name]), name)
+        return getattr(importlib.import_module(_LAZY.get(name) or _OPTIONAL[name]), name)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
 

@@ -24,9 +24,6 @@ except ModuleNotFoundError as error:
         name="trl",
     ) from error
 
-# The parts of a trainer that TRL gives to a server of vLLM go through `TRL's own loop, which reads `parameter.data` of
-# one parameter after the other. The engine frees each copy when the loop has gone on; see tests/unit/integrations.
-
 
 @dataclasses.dataclass
 class PatrickStarSFTConfig(PatrickStarArgumentsMixin, SFTConfig):
@@ -68,8 +65,8 @@ class PatrickStarSFTTrainer(PatrickStarTrainerMixin, SFTTrainer):
 class PatrickStarDPOTrainer(PatrickStarTrainerMixin, DPOTrainer):
     """``trl.DPOTrainer``; with ``PatrickStarDPOConfig(patrickstar=True)`` it trains in chunks.
 
-    A reference model that is given or made beside the trained one stays an ordinary model on the compute device; with
-    adapters the reference is the frozen base, which is in chunks.
+    A reference model that is given, or read beside the trained one, is in chunks too, with an engine of its own and the
+    same settings. With adapters the reference is the frozen base itself.
 
     Raises:
         ConfigError: At construction, if a setting or the model cannot work.
@@ -81,7 +78,8 @@ class PatrickStarDPOTrainer(PatrickStarTrainerMixin, DPOTrainer):
 class PatrickStarGRPOTrainer(PatrickStarTrainerMixin, GRPOTrainer):
     """``trl.GRPOTrainer``; with ``PatrickStarGRPOConfig(patrickstar=True)`` it trains in chunks.
 
-    Text is generated from the model in chunks, or by vLLM, which gets the values of one parameter at a time.
+    Text is generated from the model in chunks, or by vLLM. vLLM gets the values one parameter at a time, in TRL's own
+    loop; of what was handed out at most two parameters, with adapters three, are in memory at once.
 
     Raises:
         ConfigError: At construction, if a setting or the model cannot work.

@@ -10,6 +10,7 @@ does not follow (each process has a part of the value, and they need not keep th
 counts until the next change.
 """
 
+import collections
 import sys
 from collections.abc import Sequence
 
@@ -20,7 +21,7 @@ from hf_patrickstar.runtime.fingerprint import Fingerprint
 from hf_patrickstar.runtime.values import Values, as_it_is
 
 SCAN_AT = 8
-"""With so many parameters handed out, look for all that nobody uses any more; with fewer, at the last one alone."""
+"""With so many parameters handed out, look for all that nobody uses any more; with fewer, at the last two alone."""
 
 
 class Mirror:
@@ -83,7 +84,8 @@ class ValueMirrors:
         self._follows = values.sharing.is_alone
         self._mirrors: dict[int, list[Mirror]] = {}
         self._fingerprints: dict[Mirror, Fingerprint] = {}
-        self._last: ManagedTensor | None = None
+        # A loop still has the one before when it asks for the next, so the last one alone would always be in use.
+        self._recent: collections.deque[ManagedTensor] = collections.deque(maxlen=2)
         self._scan_at = SCAN_AT
 
     def hand_out(
@@ -214,19 +216,19 @@ class ValueMirrors:
         Args:
             but: A parameter whose mirrors stay.
         """
+        recent = list(self._recent)
+        if not recent or recent[-1] is not but:
+            self._recent.append(but)
         if not self._mirrors:
             return
         with self._lock:
-            last, self._last = self._last, but
-            if len(self._mirrors) < self._scan_at:  # a scan per access would be quadratic in a loop over all parameters
-                found = [last]
-            else:
-                found = [mirrors[0].tensor for mirrors in self._mirrors.values()]
+            scans = len(self._mirrors) >= self._scan_at  # at every access it would be quadratic in a loop over all
+            found = [mirrors[0].tensor for mirrors in self._mirrors.values()] if scans else recent
             for tensor in found:
-                mirrors = () if tensor is None or tensor is but else self._mirrors.get(tensor.spec.index, ())
-                if tensor is not None and not all(self._users.has(mirror) for mirror in mirrors):
+                mirrors = () if tensor is but else self._mirrors.get(tensor.spec.index, ())
+                if not all(self._users.has(mirror) for mirror in mirrors):
                     self.sync_one(tensor)
-            if len(found) > 1:
+            if scans:
                 self._scan_at = max(SCAN_AT, 2 * len(self._mirrors))
 
     @property

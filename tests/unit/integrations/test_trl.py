@@ -1,7 +1,7 @@
 """The trainers of TRL that are shipped with chunks, and how the weights come to a server of vLLM."""
 
 import dataclasses
-import subprocess
+import importlib.util
 import sys
 
 import peft
@@ -70,10 +70,29 @@ def bytes_handed_out(model):
     return 0 if engine is None else engine.manager.mirrors.nbytes
 
 
+def largest(model, count):
+    """Bytes of the largest parameters of a model."""
+    return sum(sorted((p.numel() * p.element_size() for p in model.parameters()), reverse=True)[:count])
+
+
 @pytest.fixture
 def served(monkeypatch):
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
     monkeypatch.setattr(vllm_generation, "VLLMClient", FakeClient)
+
+
+def test_the_classes_are_names_of_the_package():
+    assert hf_patrickstar.PatrickStarGRPOTrainer is PatrickStarGRPOTrainer
+    assert hf_patrickstar.PatrickStarSFTConfig is PatrickStarSFTConfig
+    assert not set(hf_patrickstar._OPTIONAL) & set(hf_patrickstar.__all__), "a star import would need TRL"
+
+
+def test_without_trl_an_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    path = sys.modules[PatrickStarSFTTrainer.__module__].__file__
+    spec = importlib.util.spec_from_file_location("a_copy_of_the_module", path)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'hf_patrickstar\[trl\]'"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 def make(classes, tmp_path, data, model=None, trainer_kwargs=None, **kwargs):
@@ -85,9 +104,7 @@ def make(classes, tmp_path, data, model=None, trainer_kwargs=None, **kwargs):
         kwargs.update(patrickstar=True, patrickstar_config={"chunk_budget": budget})
     args = arguments(arguments_class, tmp_path, **{"max_steps": 3, **kwargs})
     torch.manual_seed(7)
-    return base(
-        model=model, args=args, train_dataset=data, processing_class=make_tokenizer(), **(trainer_kwargs or {})
-    )
+    return base(model=model, args=args, train_dataset=data, processing_class=make_tokenizer(), **(trainer_kwargs or {}))
 
 
 def assert_trains_the_same(pair, tmp_path, data, check=None, make_trained=lambda: None, **kwargs):
@@ -114,10 +131,12 @@ def test_supervised_fine_tuning(tmp_path):
 
 
 def test_preference_optimisation(tmp_path):
-    """The reference model is frozen here: it stays an ordinary model beside the one in chunks."""
-    assert_trains_the_same(
-        DPO, tmp_path, preferences(), trainer_kwargs={"ref_model": make_model("llama", seed=4)}, max_steps=2
-    )
+    """The reference model is in chunks, too, with an engine of its own."""
+    references = {"ref_model": make_model("llama", seed=4)}
+    ours = assert_trains_the_same(DPO, tmp_path, preferences(), trainer_kwargs=references, max_steps=2)
+    engine = ours.ref_model.patrickstar_engine
+    assert engine is not ours.model.patrickstar_engine
+    assert engine.stats()["chunk_evictions"] > 0
 
 
 GROUPS = {"num_generations": 2, "max_completion_length": 4, "max_steps": 2}
@@ -138,13 +157,12 @@ def test_a_server_of_vllm_gets_the_values_of_the_moment_and_one_parameter_at_a_t
         assert client.resets == len(client.syncs) == trainer.state.max_steps
         for metadata, got in zip(client.announced, client.syncs, strict=True):
             assert [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in got.items()] == metadata
-        sizes = sorted((p.numel() * p.element_size() for p in trainer.model.parameters()), reverse=True)
-        assert max(client.held) <= sum(sizes[:2])
+        assert max(client.held) <= largest(trainer.model, 2)
 
     ours = assert_trains_the_same(
         GRPO, tmp_path, prompts(), check, **REWARDED, **GROUPS, use_vllm=True, vllm_mode="server"
     )
-    assert max(FakeClient.made[0].held) > 0  # what was measured is there at all
+    assert max(FakeClient.made[0].held) > 0, "nothing was measured"
     stock, with_chunks = seen
     for left, right in zip(stock, with_chunks, strict=True):
         assert left.keys() == right.keys() == dict(ours.model.named_parameters()).keys()
@@ -172,6 +190,8 @@ def test_a_server_of_vllm_gets_merged_adapters(tmp_path):
         use_vllm=True,
         vllm_mode="server",
     )
+    # The last of one round is in use while PEFT takes the adapters out again, and stays until the model is used.
+    assert 0 < max(FakeClient.made[0].held) <= largest(make_model("llama"), 3)
     for left, right in zip(*seen, strict=True):
         assert left.keys() == right.keys()
         for name, value in left.items():
