@@ -15,8 +15,8 @@ would take without it, from the other plug-ins or from its builder, and puts ``P
 ``rl``, axolotl passes no model to a plug-in's class, but it does to the one that ``trainer_cls`` names; there the
 plug-in sets ``trainer_cls`` to a name in this module, and ``__getattr__`` makes that class.
 
-axolotl puts a model that it has read on the device, all of it, before there is a trainer. ``pre_model_load`` lets it
-stay in host memory, from where the engine fills its chunks.
+axolotl reads a model onto the device, all of it, before there is a trainer, and moves it there where several processes
+train. ``pre_model_load`` lets it stay in host memory, from where the engine fills its chunks.
 """
 
 import types
@@ -103,6 +103,7 @@ class PatrickStarPlugin(BasePlugin):
         if not cfg.patrickstar:
             return
         cfg.device_map = "cpu"
+        cfg.experimental_skip_move_to_device = True
         if cfg.rl and not str(cfg.trainer_cls or "").startswith(f"{__name__}."):
             from axolotl.core.builders.rl import HFRLTrainerBuilder
 
@@ -191,5 +192,5 @@ def _with_chunks(base: type) -> type:
 
 
 def _plain(value: Any) -> Any:
-    """A dictionary of axolotl's answers to every key, so settings become an ordinary one."""
+    """Settings as an ordinary dictionary; axolotl's own gives ``None`` for a key that is not there."""
     return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value

@@ -6,13 +6,13 @@
     dist_config: {name: patrickstar, device_budget: 8GiB}
     optim_config: {name: patrickstar_adamw, lr: 1.0e-5}
 
-``python -m hf_patrickstar.integrations.llamafactory sft train.yaml`` runs it: LLaMA-Factory finds plug-ins in a registry
-that importing a module fills, and has no key that names a module.
+``python -m hf_patrickstar.integrations.llamafactory sft train.yaml`` runs it. LLaMA-Factory finds plug-ins in a
+registry that a module fills when it is imported, and no key of its YAML names such a module.
 
 [Note: llamafactory]
-Its ``BaseTrainer`` hands the model to the plug-in of ``dist_config`` before there is an optimizer, then the model to the
-plug-in of ``optim_config``. An engine needs both, so the first keeps what it was asked for on the model, and the second
-makes the engine. All kinds of plug-ins share one registry, so their names differ. Without ``init_config`` the whole
+Its ``BaseTrainer`` hands the model to the plug-in of ``dist_config`` before there is an optimizer, and then to the one
+of ``optim_config``. An engine needs both, so the first keeps what it was asked for on the model, and the second makes
+the engine. All kinds of plug-ins share one registry, so their names differ. Without ``init_config`` the whole
 model is read onto the device.
 """
 
@@ -112,8 +112,8 @@ def make_adamw(model: torch.nn.Module, optim_config: Mapping[str, Any]) -> torch
 
 def _refuse_forward(*args: Any) -> None:
     raise ConfigError(
-        f"dist_config has the name '{NAME}', but the optimizer is LLaMA-Factory's own, whose states would be outside of "
-        f"chunks; add optim_config: {{name: {OPTIMIZER}, lr: ...}}"
+        f"dist_config has the name '{NAME}', but the optimizer is LLaMA-Factory's own, whose states would be outside "
+        f"of chunks; add optim_config: {{name: {OPTIMIZER}, lr: ...}}"
     )
 
 
@@ -121,7 +121,7 @@ def main() -> None:
     """Runs ``sft`` or ``rm`` of LLaMA-Factory's ``v1`` in this process, with the plug-in registered.
 
     Raises:
-        SystemExit: With one sentence; status 2 if an argument or a setting makes no sense, 1 if memory does not suffice.
+        SystemExit: With one sentence; status 2 if an argument or setting makes no sense, 1 if memory does not suffice.
     """
     command = sys.argv.pop(1) if len(sys.argv) > 1 else ""
     try:

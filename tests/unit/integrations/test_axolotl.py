@@ -80,6 +80,7 @@ def test_it_trains_the_same_with_chunks(plugin, tmp_path):
             cfg = make_cfg(patrickstar_config=tight(), patrickstar_report=False)
             plugin.pre_model_load(cfg)
             assert cfg.device_map == "cpu"
+            assert cfg.experimental_skip_move_to_device is True
             cls, args_cls = HFCausalTrainerBuilder(cfg)._get_trainer_cls(), fake_axolotl.merge_training_args()
             kwargs = plugin.get_training_args(cfg)
             assert type(kwargs["patrickstar_config"]) is dict
