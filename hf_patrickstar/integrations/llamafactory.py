@@ -37,11 +37,10 @@ _MESH = ("name", "timeout", "mp_replicate_size", "mp_shard_size", "dp_size", "cp
 
 
 class Asked(NamedTuple):
-    """What ``dist_config`` asks for: settings of the engine, its precision, and the hook that waits for an engine."""
+    """What ``dist_config`` asks for: settings of the engine, and its precision."""
 
     config: PatrickStarConfig
     precision: str
-    hook: Any
 
 
 @InitPlugin(HOST).register()
@@ -73,8 +72,7 @@ def ask_for_chunks(model: torch.nn.Module, dist_config: Mapping[str, Any], **kwa
     if int(dist_config.get("cp_size", 1)) > 1:
         raise ConfigError("dist_config has cp_size and name 'patrickstar'; sequence parallelism needs name 'fsdp2'")
     config = PatrickStarConfig.from_any({key: value for key, value in dist_config.items() if key not in _MESH})
-    hook = model.register_forward_pre_hook(_refuse_forward)
-    model.__dict__[_ASKED] = Asked(config, "bf16" if kwargs.get("bf16") else "no", hook)
+    model.__dict__[_ASKED] = Asked(config, "bf16" if kwargs.get("bf16") else "no")
     return model
 
 
@@ -105,16 +103,31 @@ def make_adamw(model: torch.nn.Module, optim_config: Mapping[str, Any]) -> torch
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, **options)
     engine = PatrickStarEngine(model, asked.config, optimizer, precision=asked.precision)
-    asked.hook.remove()
     assert engine.optimizer is not None
     return engine.optimizer
 
 
-def _refuse_forward(*args: Any) -> None:
-    raise ConfigError(
-        f"dist_config has the name '{NAME}', but the optimizer is LLaMA-Factory's own, whose states would be outside "
-        f"of chunks; add optim_config: {{name: {OPTIMIZER}, lr: ...}}"
+def check_names(model_args: Any, training_args: Any) -> None:
+    """Checks that the three names of the plug-in stand together.
+
+    Args:
+        model_args: LLaMA-Factory's ``ModelArguments``.
+        training_args: LLaMA-Factory's ``TrainingArguments``.
+
+    Raises:
+        ConfigError: If one is missing: the model would be on the device as a whole, or its states outside of chunks.
+    """
+    needed = (
+        ("dist_config", training_args.dist_config, NAME, "device_budget: 8GiB"),
+        ("optim_config", training_args.optim_config, OPTIMIZER, "lr: 1.0e-5"),
+        ("init_config", model_args.init_config, HOST, ""),
     )
+    for key, given, name, more in needed:
+        if given is None or given.get("name") != name:
+            example = f"{{name: {name}{', ' if more else ''}{more}}}"
+            raise ConfigError(
+                f"{key} does not have the name '{name}', which training in chunks needs; set {key}: {example}"
+            )
 
 
 def main() -> None:
@@ -125,12 +138,16 @@ def main() -> None:
     """
     command = sys.argv.pop(1) if len(sys.argv) > 1 else ""
     try:
+        from llamafactory.v1.config import get_args
+
         if command in ("train", "sft"):
             from llamafactory.v1.trainers.sft_trainer import run_sft as run
         elif command == "rm":
             from llamafactory.v1.trainers.rm_trainer import run_rm as run
         else:
             raise ConfigError(f"the command is '{command}'; it must be sft or rm, followed by a YAML file")
+        model_args, _, training_args, _ = get_args()
+        check_names(model_args, training_args)
         run()
     except PatrickStarError as error:
         print(f"error: {error}", file=sys.stderr)

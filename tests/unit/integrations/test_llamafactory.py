@@ -2,6 +2,7 @@
 
 import copy
 import sys
+import types
 
 import fake_llamafactory
 import pytest
@@ -71,12 +72,6 @@ def test_the_model_is_read_to_the_host():
     assert set(BasePlugin.registry) == {"patrickstar", "patrickstar_adamw", "patrickstar_host"}
 
 
-def test_the_optimizer_of_llamafactory_is_refused_when_training_begins():
-    trainer = BaseTrainer(make_model("llama"), make_dist())
-    with pytest.raises(ConfigError, match=r"add optim_config: \{name: patrickstar_adamw"):
-        trainer.fit(make_batches(1))
-
-
 @pytest.mark.parametrize(
     ("dist", "optimizer", "message"),
     [
@@ -97,28 +92,52 @@ def test_several_processes_are_refused(monkeypatch):
         BaseTrainer(make_model("llama"), make_dist(), PluginConfig(OPTIMIZER))
 
 
+GOOD = {"dist_config": "patrickstar", "optim_config": "patrickstar_adamw", "init_config": "patrickstar_host"}
+
+
+def give(monkeypatch, **names):
+    """Lets LLaMA-Factory read a YAML with these names."""
+    read = types.SimpleNamespace(**{key: name and PluginConfig(name=name) for key, name in {**GOOD, **names}.items()})
+    config = types.SimpleNamespace(get_args=lambda: (read, None, read, None))
+    monkeypatch.setitem(sys.modules, "llamafactory.v1.config", config)
+
+
 def test_the_command_runs_a_trainer_with_its_yaml(loaded, monkeypatch):
     plugin, ran = loaded
+    give(monkeypatch)
     for command in ("sft", "rm"):
         monkeypatch.setattr("sys.argv", ["llamafactory", command, "train.yaml"])
         plugin.main()
     assert ran == [("sft", ["train.yaml"]), ("rm", ["train.yaml"])]
 
 
-def test_the_command_ends_with_one_sentence(loaded, monkeypatch, capsys):
+def fail():
+    raise BudgetError("too small")
+
+
+@pytest.mark.parametrize(
+    ("command", "names", "status", "message"),
+    [
+        ("ppo", {}, 2, "the command is 'ppo'; it must be sft or rm, followed by a YAML file"),
+        ("sft", {}, 1, "too small"),
+        (
+            *("sft", {"optim_config": None}, 2),
+            "optim_config does not have the name 'patrickstar_adamw', which training in chunks needs; "
+            "set optim_config: {name: patrickstar_adamw, lr: 1.0e-5}",
+        ),
+        (
+            *("sft", {"init_config": "init_on_default"}, 2),
+            "init_config does not have the name 'patrickstar_host', which training in chunks needs; "
+            "set init_config: {name: patrickstar_host}",
+        ),
+    ],
+)
+def test_the_command_ends_with_one_sentence(loaded, monkeypatch, capsys, command, names, status, message):
     plugin, _ = loaded
-    monkeypatch.setattr("sys.argv", ["llamafactory", "ppo", "train.yaml"])
-    with pytest.raises(SystemExit) as end:
-        plugin.main()
-    assert end.value.code == 2
-    assert capsys.readouterr().err == "error: the command is 'ppo'; it must be sft or rm, followed by a YAML file\n"
-
-    def fail():
-        raise BudgetError("too small")
-
+    give(monkeypatch, **names)
     monkeypatch.setattr(sys.modules["llamafactory.v1.trainers.sft_trainer"], "run_sft", fail)
-    monkeypatch.setattr("sys.argv", ["llamafactory", "sft", "train.yaml"])
+    monkeypatch.setattr("sys.argv", ["llamafactory", command, "train.yaml"])
     with pytest.raises(SystemExit) as end:
         plugin.main()
-    assert end.value.code == 1
-    assert capsys.readouterr().err == "error: too small\n"
+    assert end.value.code == status
+    assert capsys.readouterr().err == f"error: {message}\n"
