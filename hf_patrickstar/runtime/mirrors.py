@@ -10,7 +10,6 @@ does not follow (each process has a part of the value, and they need not keep th
 counts until the next change.
 """
 
-import collections
 import sys
 from collections.abc import Sequence
 
@@ -69,6 +68,24 @@ class MirrorUsers:
         return mirror.is_held or is_looked_into or sys.getrefcount(mirror.value) > 2
 
 
+class Recent:
+    """The last two tensors that were asked for, whose mirrors are looked at when the next one is asked for.
+
+    A loop that binds a name to each value still has the one before when it asks for the next, so the last one alone
+    would always be in use.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: list[ManagedTensor] = []
+
+    def before(self, tensor: ManagedTensor) -> list[ManagedTensor]:
+        """The two that were asked for before this one, which is noted as the last from now on."""
+        recent = self._tensors
+        if not recent or recent[-1] is not tensor:
+            self._tensors = [*recent[-1:], tensor]
+        return recent
+
+
 class ValueMirrors:
     """All that was handed out of the values of parameters; see [Note: mirrors].
 
@@ -84,8 +101,7 @@ class ValueMirrors:
         self._follows = values.sharing.is_alone
         self._mirrors: dict[int, list[Mirror]] = {}
         self._fingerprints: dict[Mirror, Fingerprint] = {}
-        # A loop still has the one before when it asks for the next, so the last one alone would always be in use.
-        self._recent: collections.deque[ManagedTensor] = collections.deque(maxlen=2)
+        self._recent = Recent()
         self._scan_at = SCAN_AT
 
     def hand_out(
@@ -216,9 +232,7 @@ class ValueMirrors:
         Args:
             but: A parameter whose mirrors stay.
         """
-        recent = list(self._recent)
-        if not recent or recent[-1] is not but:
-            self._recent.append(but)
+        recent = self._recent.before(but)
         if not self._mirrors:
             return
         with self._lock:
