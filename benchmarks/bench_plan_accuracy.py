@@ -13,9 +13,9 @@ import torch
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.planner.planning import arrange, plan_subject
+from hf_patrickstar.planner.planning import arrange, plan_and_record
 from hf_patrickstar.report.measure import measure_machine
-from hf_patrickstar.units import MIB, format_nbytes
+from hf_patrickstar.units import format_nbytes
 
 MAX_NORM = 1.0
 MODELS = {
@@ -28,8 +28,8 @@ MODELS = {
     "intermediate_size=256,num_local_experts=4,vocab_size=1000",
 }
 SHAPES = ((1, 128), (4, 128), (2, 256))
-SHARES = (0.3, 0.8)
-"""Device budgets, as shares of what the training would take if everything were there."""
+SHARES = (0.2, 0.6)
+"""What the device budget leaves beside activations, as shares of what model data would take if all of it were there."""
 
 
 def train(subject, given, steps):
@@ -44,7 +44,8 @@ def train(subject, given, steps):
     for _ in range(steps):
         before = engine.stats()
         begin = time.perf_counter()
-        model(**subject.make_inputs()).loss.backward()
+        inputs = subject.make_inputs()  # a program has its batch until the next one
+        engine.attempt(lambda inputs=inputs: model(**inputs).loss.backward())
         engine.optimizer.clip_grad_norm_(None, MAX_NORM)
         engine.optimizer.step()
         engine.optimizer.zero_grad()
@@ -67,11 +68,13 @@ def compare(name, machine, batch_size, length, share, steps):
         "dtype": "bf16" if name == "mixtral" else "fp32",  # its experts are one operator there
         **{"optimizer": "adamw", "max_norm": MAX_NORM, "settings": {"cpu_embedding": False}, "host_memory": "16GiB"},
     }
-    whole, given = arrange(MODELS[name], machine, **shape, **common_arguments, device_memory="16GiB")
-    all_nbytes = plan_subject(whole, given).tier(Tier.DEVICE).need_nbytes
-    budget = max(int(share * all_nbytes), MIB)
+    whole, recording = plan_and_record(
+        *arrange(MODELS[name], machine, **shape, **common_arguments, device_memory="16GiB")
+    )
+    others_nbytes = max(trace.non_model_peak_nbytes for trace in recording.traces)
+    budget = others_nbytes + int(share * (whole.tier(Tier.DEVICE).need_nbytes - others_nbytes))
     subject, given = arrange(MODELS[name], machine, **shape, **common_arguments, device_memory=budget)
-    plan = plan_subject(subject, given)
+    plan, recording = plan_and_record(subject, given)
     row = {"model": name, "batch_size": batch_size, "length": length, "device_budget": budget, "fits": plan.fits}
     if not plan.fits:
         return row
@@ -80,6 +83,7 @@ def compare(name, machine, batch_size, length, share, steps):
         "host_nbytes": plan.tier(Tier.HOST).need_nbytes,
         "host_to_device_nbytes": plan.speed.to_device_nbytes,
         "device_to_host_nbytes": plan.speed.to_host_nbytes,
+        "chunk_loads": sum(made.num_loads for made in recording.plans),
         "seconds": plan.speed.seconds,
     }
     measured = train(subject, given, steps)
@@ -107,7 +111,7 @@ def main():
     options.device = "cpu"
     machine = dataclasses.replace(measure_machine(), name="this machine")
     print("planned over measured")
-    print(f"{'':>30}{'device':>9}{'host':>9}{'to dev':>9}{'to host':>9}{'seconds':>9}")
+    print(f"{'':>30}{'device':>9}{'host':>9}{'to dev':>9}{'to host':>9}{'loads':>9}{'seconds':>9}")
     rows = []
     for name in options.models:
         for batch_size, length in SHAPES:

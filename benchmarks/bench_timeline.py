@@ -6,8 +6,9 @@ tokens are its own, and bounds and lanes are those of its device and its part of
 The engine trains Llama-like models with tensors that have no bytes; the script of a step is then replayed on every
 machine by the plan for its device memory. All chunks are at home on the host (placement=host), clipping by norm is on,
 blocks are recomputed. With ``--placement auto`` every machine has a step of its own, since what it has room for
-decides which chunks live on its device; chunks take at most ``--chunk_budget`` bytes there. A step is what lies between
-two calls of ``optimizer.step()``. "serial" is a schedule that overlaps nothing: computation, copies, the whole
+decides which chunks live on its device; chunks take at most ``--chunk_budget`` bytes there. With ``--updates backward``
+clipping is off and ``overlap_optimizer="backward"``; every machine then has a step of its own, too. A step is what lies
+between two calls of ``optimizer.step()``. "serial" is a schedule that overlaps nothing: computation, copies, the whole
 optimizer, copies. The figures are simulated: nothing here was measured on these machines.
 """
 
@@ -40,10 +41,10 @@ CHUNKS_RECORDED_ON = 16 * GIB
 """Bytes of chunks on the devices of all processes: less than any of these models needs with its optimizer states."""
 
 
-def record(name: str, num_tokens: int, num_micro_batches: int, num_processes: int, machine=None, chunk_budget=None):
+def record(name, num_tokens, num_micro_batches, num_processes, machine=None, **settings):
     """Records a step of a model with so many tokens in each micro-batch of each process.
 
-    With a machine it is recorded there, and chunks live where that machine has room.
+    With a machine it is recorded there, and by default chunks live where that machine has room.
     """
     shape = (num_tokens // LENGTH, LENGTH)
 
@@ -60,15 +61,15 @@ def record(name: str, num_tokens: int, num_micro_batches: int, num_processes: in
     config = {"dtype": "bf16", "host_budget": 2048 * GIB}
     if machine is None:
         config |= {"placement": "host", "device_budget": RECORDED_ON}
-        chunk_budget = CHUNKS_RECORDED_ON // num_processes
+        config["chunk_budget"] = CHUNKS_RECORDED_ON // num_processes
         machine = MACHINES["h100" if num_processes == 1 else "8xh100"]
-    if chunk_budget is not None:
-        config["chunk_budget"] = chunk_budget
+    config |= {key: value for key, value in settings.items() if value is not None}
     return record_step(
         make_model,
         make_inputs,
         machine,
         config=config,
+        max_norm=None if config.get("overlap_optimizer") == "backward" else 1.0,
         num_micro_batches=num_micro_batches,
         world_size=num_processes,
     )
@@ -204,6 +205,12 @@ def main():
     parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384], help="per micro-batch and process")
     parser.add_argument("--accumulation", nargs="+", type=int, default=[1], help="micro-batches per step")
     parser.add_argument("--placement", choices=["host", "auto"], default="host", help="where chunks are at home")
+    parser.add_argument(
+        "--updates",
+        choices=["beside", "backward"],
+        default="beside",
+        help="of chunks: beside the next forward, or earlier",
+    )
     parser.add_argument("--chunk_budget", help="bytes of chunks on the device at most, for --placement auto")
     parser.add_argument("--processes", type=int, help="processes; by default one on every device of the machine")
     parser.add_argument("--machines", nargs="+", default=list(MACHINES), help="known names, or JSON files")
@@ -220,7 +227,8 @@ def main():
         for machine in machines:
             machine.check_processes(options.processes)
     homes = "all chunks at home on the host" if options.placement == "host" else "chunks at home where it is fastest"
-    print(f"simulated: virtual time of one process, {homes}, clipping on")
+    is_early = options.updates == "backward"
+    print(f"simulated: virtual time of one process, {homes}, clipping {'off' if is_early else 'on'}")
     print(
         f"{'machine':>8} {'model':>5} {'tokens':>7}{'acc':>4}{'proc':>5}{'seconds':>9}"
         f"{'lower':>8}{'ratio':>7}{'clipped':>8}{'ratio':>7}{'serial':>8}"
@@ -234,11 +242,14 @@ def main():
         options.models, options.tokens, options.accumulation, by_processes
     ):
         begin = time.time()
-        recording = record(name, num_tokens, num, num_processes) if options.placement == "host" else None
+        is_shared = options.placement == "host" and not is_early
+        recording = record(name, num_tokens, num, num_processes) if is_shared else None
         recorded = time.time() - begin
         for machine in by_processes[num_processes]:
-            if options.placement == "auto":
-                recording = record(name, num_tokens, num, num_processes, machine, options.chunk_budget)
+            if not is_shared:
+                settings = {"placement": options.placement, "chunk_budget": options.chunk_budget}
+                settings["overlap_optimizer"] = "backward" if is_early else None
+                recording = record(name, num_tokens, num, num_processes, machine, **settings)
                 rows.append(row_of(recording, machine, name, num_tokens, recording.timeline))
             else:
                 rows.append(row_of(recording, machine, name, num_tokens))
@@ -247,6 +258,7 @@ def main():
                 draw(recording, machine, pathlib.Path(options.traces), rows[-1])
         print(f"{name} with {num} x {num_tokens} tokens, {num_processes} processes: recorded in {recorded:.0f} s")
     name = "bench_timeline" if options.accumulation == [1] else "bench_timeline_accumulation"
+    name += "_backward" if is_early else ""
     common.finish(name if options.placement == "host" else f"{name}_margin", options, {"simulated": True, "rows": rows})
 
 

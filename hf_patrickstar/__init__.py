@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from hf_patrickstar.integrations.accelerator import PatrickStarAccelerator
     from hf_patrickstar.integrations.trainer import PatrickStarTrainer, PatrickStarTrainerMixin
     from hf_patrickstar.integrations.training_args import PatrickStarArgumentsMixin, PatrickStarTrainingArguments
+    from hf_patrickstar.integrations.trl import PatrickStarDPOConfig as PatrickStarDPOConfig
+    from hf_patrickstar.integrations.trl import PatrickStarDPOTrainer as PatrickStarDPOTrainer
+    from hf_patrickstar.integrations.trl import PatrickStarGRPOConfig as PatrickStarGRPOConfig
+    from hf_patrickstar.integrations.trl import PatrickStarGRPOTrainer as PatrickStarGRPOTrainer
+    from hf_patrickstar.integrations.trl import PatrickStarSFTConfig as PatrickStarSFTConfig
+    from hf_patrickstar.integrations.trl import PatrickStarSFTTrainer as PatrickStarSFTTrainer
     from hf_patrickstar.planner.planning import plan
 
 _LAZY = {
@@ -67,13 +73,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Imports transformers and accelerate only when something that needs them is asked for."""
-    if name in _LAZY or name in _OPTIONAL:
-        import importlib
+if not TYPE_CHECKING:  # where type checkers see a __getattr__, every name is there, misspelled ones too
 
-        return getattr(importlib.import_module(_LAZY.get(name) or _OPTIONAL[name]), name)
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    def __getattr__(name: str) -> Any:
+        """Imports transformers and accelerate only when something that needs them is asked for."""
+        if name in _LAZY or name in _OPTIONAL:
+            import importlib
+
+            return getattr(importlib.import_module(_LAZY.get(name) or _OPTIONAL[name]), name)
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:

@@ -100,7 +100,11 @@ class PatrickStarConfig:
         overlap_optimizer: Whether Adam and AdamW update the chunks of the host while the next forward runs on an
             accelerator: ``step()`` settles what it does and returns, and what needs a chunk waits for its update. The
             results have the same bits. ``False`` updates all of them before ``step()`` returns, which is slower. On a
-            machine without an accelerator both are the same.
+            machine without an accelerator both are the same. ``"backward"`` lets chunks be updated in backward already,
+            as soon as their gradients are complete, where gradients are not clipped (``--max_grad_norm 0``) and one
+            process trains. It is a promise: between the last backward of a step and ``step()`` nothing reads or changes
+            gradients, parameters or settings of the optimizer, and no step is left out. What breaks it is an error,
+            and a micro-batch that runs out of device memory is then not repeated.
         keep_gradients: Whether gradients stay after the optimizer's step until ``zero_grad``, as in torch: ``True``
             keeps them beside the values, 4 bytes per trainable parameter; ``False`` lets the step consume them, as if
             ``zero_grad`` followed; ``"auto"`` keeps them, where the host has room, until the first call of
@@ -145,7 +149,7 @@ class PatrickStarConfig:
     pin_memory: bool | Literal["auto"] = "auto"
     warmup_fraction: float = 0.8
     host_threads: int | str = "auto"
-    overlap_optimizer: bool = True
+    overlap_optimizer: bool | Literal["backward"] = True
     keep_gradients: bool | Literal["auto"] = "auto"
     background_save: bool = False
     optimizer_format: Literal["sharded", "torch", "both"] = "sharded"
@@ -178,6 +182,8 @@ class PatrickStarConfig:
         for name in ("autocast", "cpu_embedding", "pin_memory", "keep_gradients"):
             if not isinstance(getattr(self, name), bool) and getattr(self, name) != "auto":
                 raise ConfigError(f"{name}: expected true, false or 'auto', got {getattr(self, name)!r}")
+        if not isinstance(self.overlap_optimizer, bool) and self.overlap_optimizer != "backward":
+            raise ConfigError(f"overlap_optimizer: expected true, false or 'backward', got {self.overlap_optimizer!r}")
         patterns = self.keep_fp32
         is_list = isinstance(patterns, (list, tuple)) and all(isinstance(item, str) for item in patterns)
         if patterns != "auto" and not is_list:
@@ -200,7 +206,6 @@ class PatrickStarConfig:
         for name in (
             "background_save",
             "frozen_master",
-            "overlap_optimizer",
             "reshard_after_forward",
             "debug_collectives",
             "debug_evict_all",
@@ -218,9 +223,7 @@ class PatrickStarConfig:
             raise ConfigError(f"machine: expected 'auto', a known name or the path of a JSON file, got {machine!r}")
 
     @classmethod
-    def from_any(
-        cls, source: "PatrickStarConfig | dict[str, Any] | str | os.PathLike[str] | None"
-    ) -> "PatrickStarConfig":
+    def from_any(cls, source: "ConfigSource") -> "PatrickStarConfig":
         """Makes a configuration from whatever a user has.
 
         Args:
@@ -273,3 +276,7 @@ class PatrickStarConfig:
     def to_dict(self) -> dict[str, Any]:
         """The settings as a dictionary that ``from_any`` takes back."""
         return dataclasses.asdict(self)
+
+
+ConfigSource = PatrickStarConfig | dict[str, Any] | str | os.PathLike[str] | None
+"""What users give as settings: a configuration, a dictionary, JSON text, the path of a JSON file, or nothing."""

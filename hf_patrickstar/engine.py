@@ -17,13 +17,15 @@ from hf_patrickstar.checkpoint.checkpoints import Checkpoints
 from hf_patrickstar.checkpoint.first_values import FirstValues
 from hf_patrickstar.checkpoint.training_state import TrainingState
 from hf_patrickstar.checkpoint.weights import ChunkWeights
-from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.config import ConfigSource, PatrickStarConfig
 from hf_patrickstar.decisions import Circumstances, decide, list_names
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.events import Event, Listener
 from hf_patrickstar.membership import Membership, Parts, check_optimizers, holders
 from hf_patrickstar.memory.lanes import Streams
+from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.optim.ahead import UpdatesAhead
 from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.optim.kernels import make_kernel
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
@@ -49,6 +51,7 @@ from hf_patrickstar.runtime.together import roots_of
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+_Model = TypeVar("_Model", bound=torch.nn.Module)
 
 
 class PatrickStarEngine:
@@ -84,7 +87,7 @@ class PatrickStarEngine:
     def __init__(
         self,
         model: torch.nn.Module,
-        config: Any = None,
+        config: ConfigSource = None,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         *,
         device: torch.device | str | Streams | None = None,
@@ -217,7 +220,9 @@ class PatrickStarEngine:
                     config.eviction,
                     resources.machine,
                     resources.has_lanes,
-                    config.overlap_optimizer and all(kernel.runs_beside for kernel in self._kernels),
+                    resources.has_lanes
+                    and bool(config.overlap_optimizer)
+                    and all(kernel.runs_beside for kernel in self._kernels),
                 ),
                 fills_margin=self._fills_margin(),
                 reserve=self._payloads.reserve,
@@ -278,6 +283,8 @@ class PatrickStarEngine:
                 self._decisions,
             )
             self._recovery = Recovery(self.manager, self.device, self.model.buffers, self._emit)
+            if self.config.overlap_optimizer == "backward":
+                self._update_in_backward()
             self._hooks.attach()
             self._move_in()
             self._hooks.bind()
@@ -289,6 +296,13 @@ class PatrickStarEngine:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             raise
+
+    def _update_in_backward(self) -> None:
+        """Lets chunks be updated as soon as their gradients are complete; see [Note: updates in backward]."""
+        if self.collectives.world_size > 1:
+            logger.info("patrickstar: overlap_optimizer='backward': chunks are updated by step(), in several processes")
+        elif isinstance(self.resources.streams, DeviceStreams):
+            self._hooks.on_gradient = UpdatesAhead(self.manager, self.optimizers, self.resources.streams).note
 
     @property
     def dtype(self) -> torch.dtype:
@@ -352,7 +366,10 @@ class PatrickStarEngine:
             for parameter in parameters:
                 tensor = self.manager.find(parameter)
                 if tensor is None:
-                    raise EngineError(f"a parameter of shape {tuple(parameter.shape)} is not managed by this engine")
+                    raise EngineError(
+                        f"a parameter of shape {tuple(parameter.shape)} is not managed by this engine; give "
+                        "parameters of the model that was prepared"
+                    )
                 tensors.append(tensor)
         return self.weights.opened(tensors, writeback, with_grads)
 
@@ -536,13 +553,13 @@ def _both(first: Listener, second: Listener) -> Listener:
 
 
 def initialize_engine(
-    model_func: Callable[[], torch.nn.Module],
-    config: Any = None,
+    model_func: Callable[[], _Model],
+    config: ConfigSource = None,
     optimizer_func: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
     *,
-    device: torch.device | str | None = None,
+    device: torch.device | str | Streams | None = None,
     gradient_accumulation_steps: int = 1,
-) -> tuple[torch.nn.Module, ChunkedOptimizer]:
+) -> tuple[_Model, ChunkedOptimizer]:
     """Makes a model and its optimizer for a bare PyTorch loop (PatrickStar section 8.5).
 
     Args:
@@ -566,7 +583,9 @@ def initialize_engine(
     model = model_func()
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
-        raise EngineError("the model has no trainable parameter: every requires_grad is False")
+        raise EngineError(
+            "the model has no trainable parameter: every requires_grad is False; unfreeze what should be trained"
+        )
     make = optimizer_func or (lambda parameters: torch.optim.AdamW(parameters, fused=True))
     engine = PatrickStarEngine(
         model, config, make(trainable), device=device, gradient_accumulation_steps=gradient_accumulation_steps

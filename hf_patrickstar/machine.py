@@ -81,7 +81,7 @@ class Machine:
             found = self.has_accelerator
             raise ConfigError(f"machine '{self.name}': has_accelerator is {found!r}; it must be true or false")
         if "float32" not in self.flops:
-            raise ConfigError(f"machine '{self.name}': flops has no 'float32', which other types fall back to")
+            raise ConfigError(f"machine '{self.name}': flops has no 'float32', which other types fall back to; add it")
         numbers = {f"flops[{key!r}]": rate for key, rate in self.flops.items()}
         for field in dataclasses.fields(self):
             if field.name not in ("name", "flops", "has_accelerator"):
@@ -144,7 +144,8 @@ class Machine:
         """
         if world_size > self.num_devices:
             raise ConfigError(
-                f"machine '{self.name}': {world_size} processes need as many devices, num_devices is {self.num_devices}"
+                f"machine '{self.name}': {world_size} processes need as many devices, num_devices is "
+                f"{self.num_devices}; set it, or use fewer"
             )
 
     def shared_by(self, num_processes: int) -> "Machine":
@@ -193,7 +194,9 @@ class Machine:
         try:
             return cls(**values)
         except TypeError as error:
-            raise ConfigError(f"machine: {error}") from error
+            raise ConfigError(
+                f"machine: {error}; write the file with 'hf-patrickstar env --measure --json FILE'"
+            ) from error
 
 
 def peak(
@@ -371,7 +374,12 @@ def find_machine(name: str) -> Machine:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"machine '{name}': the file cannot be read as JSON: {error}") from error
+        raise ConfigError(
+            f"machine '{name}': the file cannot be read as JSON: {error}; write it with 'hf-patrickstar env "
+            "--measure --json FILE'"
+        ) from error
     if not isinstance(values, dict):
-        raise ConfigError(f"machine '{name}': the file holds no JSON object")
+        raise ConfigError(
+            f"machine '{name}': the file holds no JSON object; write it with 'hf-patrickstar env --measure --json FILE'"
+        )
     return Machine.from_dict(values)

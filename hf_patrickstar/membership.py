@@ -267,7 +267,9 @@ class Membership:
             for chunk in chunks:
                 parts.manager.retire(chunk)
             parts.payloads.reserve_anew(parts.manager.chunks)
-            raise error or BudgetError("another process has no room for parameters of the model that are new")
+            raise error or BudgetError(
+                "another process has no room for parameters of the model that are new; look at its own error"
+            )
         parts.manager.add_chunks(chunks)
         return layout, chunks
 

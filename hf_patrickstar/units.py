@@ -56,7 +56,7 @@ def parse_nbytes(value: int | str, name: str = "size") -> int:
             context.prec = len(match.group(1)) + 16
             nbytes = int(number * factor)
     if nbytes <= 0:
-        raise ConfigError(f"{name}: must be positive, got {value!r}")
+        raise ConfigError(f"{name}: must be positive, got {value!r}; give a number of bytes above 0")
     return nbytes
 
 

@@ -233,7 +233,10 @@ class Checkpoints:
         names = dict(self._model.named_parameters(remove_duplicate=False))
         missing = [name for name in found.missing_keys if name in names]
         if missing:
-            raise CheckpointError(f"'{directory}' has no value for '{missing[0]}', and {len(missing) - 1} more")
+            raise CheckpointError(
+                f"'{directory}' has no value for '{missing[0]}', and {len(missing) - 1} more; give a checkpoint of "
+                "the same model, saved whole"
+            )
         return found
 
     def _load_adapters(self, directory: str | os.PathLike[str]) -> None:
@@ -245,7 +248,9 @@ class Checkpoints:
                 file = SafetensorsFile(path / _ADAPTER_NAME)
                 for key, value in get_peft_model_state_dict(self._model, adapter_name=name).items():
                     if key not in file.entries:
-                        raise CheckpointError(f"'{file.path}' has no tensor '{key}'")
+                        raise CheckpointError(
+                            f"'{file.path}' has no tensor '{key}'; load a checkpoint of the same adapters"
+                        )
                     if file.entries[key].shape != tuple(value.shape):
                         raise CheckpointError(shape_mismatch(key, file.deferred(key), tuple(value.shape)))
 

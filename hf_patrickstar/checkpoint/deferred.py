@@ -161,7 +161,10 @@ class DeferredTensor(torch.Tensor):
             return _equal(*args)
         is_assigned = name == "__setitem__" and isinstance(args[0], DeferredTensor)
         if is_assigned or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None:
-            raise EngineError(f"'{name}' would change a tensor that is not read yet")
+            raise EngineError(
+                f"'{name}' would change a tensor that is not read yet; change it after the engine was made, or load "
+                "the model without deferred_weights"
+            )
         if name in READING:
             return _read_now(name, func, args, kwargs)
         if name in _KEEPING or (name == "__getitem__" and args[1] is Ellipsis):

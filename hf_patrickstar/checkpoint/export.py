@@ -102,7 +102,9 @@ def export(directory: str | os.PathLike[str], output: str | os.PathLike[str] | N
     (default,) = torch_paths(directory)
     first = Path(output) if output is not None else default
     if not (Path(directory) / INDEX_NAME).exists() and default.is_file():
-        raise CheckpointError(f"'{default}' is there already, and nothing that it could be written from")
+        raise CheckpointError(
+            f"'{default}' is there already, and nothing that it could be written from; use it as it is"
+        )
     state_dicts = deferred_state_dicts(directory)
     paths = torch_paths(first.parent, len(state_dicts), first.name)
     for path, state_dict in zip(paths, state_dicts, strict=True):

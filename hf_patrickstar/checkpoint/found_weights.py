@@ -116,7 +116,11 @@ def _assign(
     except RuntimeError as error:
         shapes = ((name, value, tuple(before[name].shape)) for name, value in values.items() if name in before)
         wrong = next((found for found in shapes if tuple(found[1].shape) != found[2]), None)
-        message = shape_mismatch(*wrong) if wrong else f"'{directory}' does not fit the model: {error}"
+        message = (
+            shape_mismatch(*wrong)
+            if wrong
+            else f"'{directory}' does not fit the model; load it into a model with its own configuration: {error}"
+        )
         raise CheckpointError(message) from error
     assigned = assignments.values
     _read_new_buffers(model, {id(tensor) for tensor in before.values()}, assigned, device)
@@ -173,7 +177,9 @@ def _converted(
     except (RuntimeError, ValueError, OSError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"'{directory}' does not fit the model: {error}") from error
+        raise CheckpointError(
+            f"'{directory}' does not fit the model; load it into a model with its own configuration: {error}"
+        ) from error
     items = [*twin.named_parameters(), *twin.named_buffers()]
     return {name: value for name, value in items if isinstance(value, DeferredTensor)}
 
@@ -181,4 +187,7 @@ def _converted(
 def shape_mismatch(name: str, value: torch.Tensor, shape: tuple[int, ...]) -> str:
     """The message of an error: a tensor has another shape in a file than in the model."""
     where = str(value.recipe) if isinstance(value, DeferredTensor) else "the file"
-    return f"{where}: tensor '{name}' has shape {tuple(value.shape)}, in the model it has {shape}"
+    return (
+        f"{where}: tensor '{name}' has shape {tuple(value.shape)}, in the model it has {shape}; make the model with "
+        "the configuration that is beside the weights"
+    )

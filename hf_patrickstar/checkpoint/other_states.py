@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile, write_safetensors
+from hf_patrickstar.checkpoint.storage import damaged
 from hf_patrickstar.errors import CheckpointError
 
 OTHERS_NAME = "optimizer-others.safetensors"
@@ -72,7 +73,7 @@ def read_others(directory: str | os.PathLike[str]) -> OtherStates:
     try:
         states: OtherStates = {str(place): dict(found) for place, found in json.loads(file.metadata["values"]).items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"'{path}' is not a part of a training state: {error}") from error
+        raise CheckpointError(damaged(f"'{path}' is not a part of a training state: {error}")) from error
     for name, entry in file.entries.items():
         place, _, key = name.rpartition("/")
         numel = torch.Size(entry.shape).numel()

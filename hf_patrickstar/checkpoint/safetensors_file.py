@@ -20,7 +20,7 @@ import torch
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, in_reading_order
 from hf_patrickstar.checkpoint.patches import SAVE_FILE, replaced
 from hf_patrickstar.checkpoint.pieces import PieceWriter, bytes_of, new_file
-from hf_patrickstar.checkpoint.storage import replace_file
+from hf_patrickstar.checkpoint.storage import damaged, missing_file, replace_file
 from hf_patrickstar.errors import CheckpointError
 
 # In the library's order of types; in a file, tensors of a later type come first.
@@ -80,9 +80,11 @@ class SafetensorsFile:
             self.entries, self.metadata = self._read_header()
             self._stamp = self._find_stamp()
         except FileNotFoundError as error:
-            raise CheckpointError(f"'{self.path}' is missing") from error
+            raise CheckpointError(missing_file(self.path)) from error
         except OSError as error:
-            raise CheckpointError(f"'{self.path}' cannot be read: {error.strerror or error}") from error
+            raise CheckpointError(
+                f"'{self.path}' cannot be read: {error.strerror or error}; make it readable"
+            ) from error
 
     def __del__(self) -> None:
         if self._descriptor >= 0:
@@ -101,21 +103,27 @@ class SafetensorsFile:
         try:
             is_same = self._find_stamp() == self._stamp
         except OSError as error:
-            raise CheckpointError(f"'{self.path}' cannot be read any more: {error.strerror or error}") from error
+            raise CheckpointError(
+                damaged(f"'{self.path}' cannot be read any more: {error.strerror or error}")
+            ) from error
         if not is_same:
-            raise CheckpointError(f"'{self.path}' was written to since it was opened")
+            raise CheckpointError(damaged(f"'{self.path}' was written to since it was opened"))
 
     def _read_header(self) -> tuple[dict[str, Entry], dict[str, str]]:
         size = os.fstat(self._descriptor).st_size
         prefix = os.pread(self._descriptor, _ALIGNMENT, 0)
         if len(prefix) < _ALIGNMENT:
-            raise CheckpointError(f"'{self.path}' is truncated: it has {size} bytes, not even a header")
+            raise CheckpointError(damaged(f"'{self.path}' is truncated: it has {size} bytes, not even a header"))
         (length,) = struct.unpack("<Q", prefix)
         if length > _MOST_HEADER_NBYTES:
-            raise CheckpointError(f"'{self.path}' is not a safetensors file: its header would have {length} bytes")
+            raise CheckpointError(
+                damaged(f"'{self.path}' is not a safetensors file: its header would have {length} bytes")
+            )
         begin = _ALIGNMENT + length
         if begin > size:
-            raise CheckpointError(f"'{self.path}' is truncated: its header ends at byte {begin}, the file at {size}")
+            raise CheckpointError(
+                damaged(f"'{self.path}' is truncated: its header ends at byte {begin}, the file at {size}")
+            )
         try:
             header = json.loads(os.pread(self._descriptor, length, _ALIGNMENT))
             metadata = header.pop("__metadata__", None) or {}
@@ -123,33 +131,38 @@ class SafetensorsFile:
                 raise ValueError("its metadata are no texts")
             entries = {name: self._entry(name, found, begin) for name, found in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise CheckpointError(f"'{self.path}' is not a safetensors file: {error}") from error
+            raise CheckpointError(damaged(f"'{self.path}' is not a safetensors file: {error}")) from error
         end = begin
         for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
             if entry.start != end:
-                raise CheckpointError(f"'{self.path}': tensor '{name}' begins at byte {entry.start}, not at {end}")
+                raise CheckpointError(
+                    damaged(f"'{self.path}': tensor '{name}' begins at byte {entry.start}, not at {end}")
+                )
             if entry.stop > size:
                 raise CheckpointError(
-                    f"'{self.path}' is truncated: tensor '{name}' ends at byte {entry.stop}, the file at {size}"
+                    damaged(
+                        f"'{self.path}' is truncated: tensor '{name}' ends at byte {entry.stop}, the file at {size}"
+                    )
                 )
             end = entry.stop
         if end != size:
-            raise CheckpointError(f"'{self.path}' has {size} bytes, its tensors end at byte {end}")
+            raise CheckpointError(damaged(f"'{self.path}' has {size} bytes, its tensors end at byte {end}"))
         return entries, metadata
 
     def _entry(self, name: str, found: Mapping[str, Any], begin: int) -> Entry:
         if found["dtype"] not in DTYPES:
-            raise CheckpointError(f"'{self.path}': tensor '{name}' has type {found['dtype']}, which is not supported")
+            raise CheckpointError(
+                f"'{self.path}': tensor '{name}' has type {found['dtype']}, which is not supported; save it in a "
+                "type that torch and safetensors have"
+            )
         dtype, shape = DTYPES[found["dtype"]], tuple(int(size) for size in found["shape"])
         start, stop = (begin + int(offset) for offset in found["data_offsets"])
         if any(size < 0 for size in shape):
-            raise CheckpointError(f"'{self.path}': tensor '{name}' has shape {shape}, which no tensor has")
+            raise CheckpointError(damaged(f"'{self.path}': tensor '{name}' has shape {shape}, which no tensor has"))
         numel = math.prod(shape)
         if stop - start != numel * dtype.itemsize:
-            raise CheckpointError(
-                f"'{self.path}': tensor '{name}' of shape {shape} in {found['dtype']} should have "
-                f"{numel * dtype.itemsize} bytes, it has {stop - start}"
-            )
+            text = f"tensor '{name}' of shape {shape} in {found['dtype']} should have {numel * dtype.itemsize} bytes"
+            raise CheckpointError(damaged(f"'{self.path}': {text}, it has {stop - start}"))
         return Entry(dtype, shape, start, stop)
 
     @staticmethod
@@ -197,10 +210,14 @@ class SafetensorsFile:
             while len(view):
                 count = os.preadv(self._descriptor, [view], offset)
                 if not count:
-                    raise CheckpointError(f"'{self.path}' ends at byte {offset}, in the middle of tensor '{name}'")
+                    raise CheckpointError(
+                        damaged(f"'{self.path}' ends at byte {offset}, in the middle of tensor '{name}'")
+                    )
                 view, offset = view[count:], offset + count
         except OSError as error:
-            raise CheckpointError(f"'{self.path}': tensor '{name}' cannot be read: {error.strerror}") from error
+            raise CheckpointError(
+                damaged(f"'{self.path}': tensor '{name}' cannot be read: {error.strerror}")
+            ) from error
 
 
 class FileSource:
@@ -317,7 +334,10 @@ def _make_header(
     for name in names:
         tensor = tensors[name]
         if tensor.dtype not in _NAMES:
-            raise CheckpointError(f"tensor '{name}' has type {tensor.dtype}, which safetensors cannot hold")
+            raise CheckpointError(
+                f"tensor '{name}' has type {tensor.dtype}, which safetensors cannot hold; convert it to another type "
+                "before it is saved"
+            )
         offsets[name] = offset
         nbytes = tensor.numel() * tensor.dtype.itemsize
         header[name] = {

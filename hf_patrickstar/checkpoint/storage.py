@@ -208,15 +208,29 @@ def describe_failure(path: str | os.PathLike[str], error: OSError, nbytes: int |
         error: What was raised.
         nbytes: The size that it would have, if that is known.
     """
-    message = f"'{path}' cannot be written: {error.strerror or error}"
-    if error.errno in _FULL:
-        need = "more" if nbytes is None else format_need(nbytes)
-        free = shutil.disk_usage(_existing(Path(path))).free
-        message += (
-            f"; the file needs {need}, {format_need(free)} are left. Make room, save to another disk, or keep fewer "
-            "checkpoints (save_total_limit)"
-        )
-    return message
+    failure = f"'{path}' cannot be written: {error.strerror or error}"
+    if error.errno not in _FULL:
+        return f"{failure}; make it writable, or save to another directory"
+    need = "more" if nbytes is None else format_need(nbytes)
+    free = shutil.disk_usage(_existing(Path(path))).free
+    return (
+        f"{failure}; the file needs {need}, {format_need(free)} are left. Make room, save to another disk, or keep "
+        "fewer checkpoints (save_total_limit)"
+    )
+
+
+def damaged(text: str) -> str:
+    """The message of an error: a file does not hold what was written to it.
+
+    Args:
+        text: The file, and what is wrong with it.
+    """
+    return f"{text}. The file is damaged: copy it again, or use another checkpoint"
+
+
+def missing_file(path: str | os.PathLike[str]) -> str:
+    """The message of an error: a file is missing."""
+    return f"'{path}' is missing; copy it there, or use another checkpoint"
 
 
 def disk_error(directory: Path, error: BaseException) -> CheckpointError | None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from hf_patrickstar.checkpoint.deferred import DeferredTensor, StreamedSource
-from hf_patrickstar.checkpoint.storage import replace_file
+from hf_patrickstar.checkpoint.storage import damaged, replace_file
 from hf_patrickstar.checkpoint.torch_file import write_torch
 from hf_patrickstar.checkpoint.weight_files import load_torch_file
 from hf_patrickstar.errors import CheckpointError
@@ -138,7 +138,7 @@ class TorchState:
             except ValueError as error:
                 raise CheckpointError(f"'{path}': {error}") from error
             except (KeyError, TypeError, AttributeError) as error:
-                raise CheckpointError(f"'{path}' is not the state of an optimizer: {error!r}") from error
+                raise CheckpointError(damaged(f"'{path}' is not the state of an optimizer: {error!r}")) from error
             found.append(state_dict)
         return TorchLoading(self._manager, self._optimizers, found)
 

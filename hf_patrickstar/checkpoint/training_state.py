@@ -31,7 +31,7 @@ from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL
 from hf_patrickstar.checkpoint.other_states import OTHERS_NAME, SCALARS, OtherStates, read_others, refusal, save_others
 from hf_patrickstar.checkpoint.pieces import piece_numel_of
 from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile, write_safetensors
-from hf_patrickstar.checkpoint.storage import describe_failure
+from hf_patrickstar.checkpoint.storage import damaged, describe_failure, missing_file
 from hf_patrickstar.checkpoint.torch_state import TorchOptimizers
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedTensor
@@ -251,18 +251,21 @@ class TrainingState:
             if different:
                 raise CheckpointError(
                     f"'{saved.path}': param group {number} was saved with {len(group['params'])} parameters and has "
-                    f"{len(names)} here; '{different[0]}' is the first that is in one of them only"
+                    f"{len(names)} here; '{different[0]}' is the first that is in one of them only. Make the param "
+                    "groups of the same parameters as those that were saved"
                 )
 
     def _check_tensor(self, saved: "SavedState", tensor: ManagedTensor) -> None:
         name = tensor.spec.name
         if name not in saved.shapes:
             raise CheckpointError(
-                f"'{saved.path}' has no parameter '{name}': it was frozen when the state was saved, or has another name"
+                f"'{saved.path}' has no parameter '{name}': it was frozen when the state was saved, or has another "
+                "name; freeze and name parameters as in the run that saved it, or load the weights alone, as a model"
             )
         if saved.shapes[name] != tensor.spec.shape:
             raise CheckpointError(
-                f"'{saved.path}': parameter '{name}' has shape {saved.shapes[name]}, in the model {tensor.spec.shape}"
+                f"'{saved.path}': parameter '{name}' has shape {saved.shapes[name]}, in the model {tensor.spec.shape}; "
+                "make the model with the configuration that it was saved with"
             )
         has_state = tensor.is_owned and saved.keys(name) - {MASTER}  # else its owner checks
         needed = set(self.optimizer.state_places(tensor)) if has_state else set()
@@ -270,7 +273,7 @@ class TrainingState:
         if missing:
             raise CheckpointError(
                 f"'{saved.path}' has no '{missing[0]}' of parameter '{name}': {saved.optimizer} was saved with other "
-                "options than it has here"
+                "options than it has here; make the optimizer with the options that it was saved with"
             )
         if not tensor.is_owned:
             return
@@ -280,7 +283,7 @@ class TrainingState:
             if shape != tensor.spec.shape:
                 raise CheckpointError(
                     f"'{saved.path}': '{key}' of parameter '{name}' has shape {shape}, not that of the parameter, "
-                    f"{tensor.spec.shape}"
+                    f"{tensor.spec.shape}; make the model with the configuration that it was saved with"
                 )
 
 
@@ -345,7 +348,7 @@ class SavedState:
             if index["format"] != _FORMAT or index["version"] > _VERSION:
                 raise CheckpointError(
                     f"'{self.path}' is version {index['version']} of {index['format']}; this package reads "
-                    f"version {_VERSION} of {_FORMAT}"
+                    f"version {_VERSION} of {_FORMAT}; use the version of hf_patrickstar that saved it, or a later one"
                 )
             self.optimizer = str(index["optimizer"])
             self.groups: list[dict[str, Any]] = index["param_groups"]
@@ -354,9 +357,9 @@ class SavedState:
             self.optimizers: list[list[list[str | None]]] = index.get("optimizers", [own_groups])
             names = [str(name) for name in index["files"]]
         except FileNotFoundError as error:
-            raise CheckpointError(f"'{self.path}' is missing") from error
+            raise CheckpointError(missing_file(self.path)) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"'{self.path}' is not the index of a training state: {error}") from error
+            raise CheckpointError(damaged(f"'{self.path}' is not the index of a training state: {error}")) from error
         self.others = read_others(directory)
         self.values: dict[str, dict[str, Any]] = {}
         self._pieces: dict[str, dict[str, list[_Piece]]] = {}
@@ -374,14 +377,16 @@ class SavedState:
             for name, values in json.loads(file.metadata["values"]).items():
                 self.values.setdefault(name, {}).update(values)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"'{file.path}' is not a part of a training state: {error}") from error
+            raise CheckpointError(damaged(f"'{file.path}' is not a part of a training state: {error}")) from error
         for entry_name, entry in file.entries.items():
             key, _, name = entry_name.partition("/")
             numel = torch.Size(entry.shape).numel()
             start, stop = parts.get(entry_name, (0, numel))
             if stop - start != numel or start < 0:
                 raise CheckpointError(
-                    f"'{file.path}': '{entry_name}' should be elements {start} to {stop}, it has {numel} elements"
+                    damaged(
+                        f"'{file.path}': '{entry_name}' should be elements {start} to {stop}, it has {numel} elements"
+                    )
                 )
             pieces = self._pieces.setdefault(name, {}).setdefault(key, [])
             if not any((piece.start, piece.stop) == (start, stop) for piece in pieces):  # as for scalars
@@ -416,7 +421,8 @@ class SavedState:
         keys = self.keys(name)
         if not keys and self._missing:
             raise CheckpointError(
-                f"'{self.path.parent / self._missing[0]}' is missing; parameter '{name}' is in no other file"
+                f"'{self.path.parent / self._missing[0]}' is missing; parameter '{name}' is in no other file. Copy "
+                "the files of all processes into the directory"
             )
         for key in sorted(keys):
             is_part = self.shape(key, name) == self.shapes[name]
@@ -427,7 +433,8 @@ class SavedState:
             if end < last:
                 missing = f"; {', '.join(self._missing)} is missing" if self._missing else ""
                 raise CheckpointError(
-                    f"'{self.path}': elements {end} to {last} of '{key}' of parameter '{name}' are in no file{missing}"
+                    f"'{self.path}': elements {end} to {last} of '{key}' of parameter '{name}' are in no "
+                    f"file{missing}. Copy the files of all processes into the directory"
                 )
 
     def read(self, key: str, name: str, start: int, stop: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 from hf_patrickstar.checkpoint.deferred import DeferredTensor
 from hf_patrickstar.checkpoint.patches import LOAD_STATE_DICT, SAFE_OPEN, replaced
 from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile
+from hf_patrickstar.checkpoint.storage import damaged, missing_file
 from hf_patrickstar.errors import CheckpointError
 
 _SAFE_FILE, _SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -57,7 +58,10 @@ def open_weights(path: str | os.PathLike[str]) -> dict[str, DeferredTensor]:
     for name in _NAMES:
         if (path / name).is_file():
             return open_weights(path / name)
-    raise CheckpointError(f"'{path}' has no weights: none of {', '.join(_NAMES[:-1])} and {_NAMES[-1]} is there")
+    raise CheckpointError(
+        f"'{path}' has no weights: none of {', '.join(_NAMES[:-1])} and {_NAMES[-1]} is there; give a directory that "
+        "save_pretrained or a Trainer has written"
+    )
 
 
 def open_safetensors(directory: str | os.PathLike[str]) -> dict[str, DeferredTensor]:
@@ -79,10 +83,10 @@ def _open_index(path: Path) -> dict[str, DeferredTensor]:
         shards = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         files = {name: _open_file(path.parent / name) for name in sorted(set(shards.values()))}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"'{path}' is not the index of a checkpoint: {error}") from error
+        raise CheckpointError(damaged(f"'{path}' is not the index of a checkpoint: {error}")) from error
     for tensor, name in shards.items():
         if tensor not in files[name]:
-            raise CheckpointError(f"'{path}' says that tensor '{tensor}' is in '{name}', but it is not")
+            raise CheckpointError(damaged(f"'{path}' says that tensor '{tensor}' is in '{name}', but it is not"))
     return {tensor: files[name][tensor] for tensor, name in shards.items()}
 
 
@@ -114,11 +118,16 @@ def load_torch_file(path: Path) -> dict[str, Any]:
                 raise
             loaded = torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
     except FileNotFoundError as error:
-        raise CheckpointError(f"'{path}' is missing") from error
+        raise CheckpointError(missing_file(path)) from error
     except Exception as error:
-        raise CheckpointError(f"'{path}' cannot be loaded safely: {error}") from error
+        raise CheckpointError(
+            f"'{path}' cannot be loaded safely: {error}; use a checkpoint in safetensors files, or one that was "
+            "saved again by save_pretrained"
+        ) from error
     if not isinstance(loaded, dict):
-        raise CheckpointError(f"'{path}' holds a {type(loaded).__name__}, not a dictionary")
+        raise CheckpointError(
+            f"'{path}' holds a {type(loaded).__name__}, not a dictionary; save the state_dict instead"
+        )
     return loaded
 
 

@@ -121,7 +121,10 @@ class ChunkWeights:
             EngineError: On a process that does not read the model that is being saved.
         """
         if self._deferred is not None and not self._is_reader:
-            raise EngineError(f"parameter '{tensor.spec.name}' is being saved by another process, not by this one")
+            raise EngineError(
+                f"parameter '{tensor.spec.name}' is being saved by another process, not by this one; read it on the "
+                "process that saves"
+            )
         is_patient = True if self.is_streaming else None  # the others have come to save, and a disk may be slow
         held, place = self._held(tensor), (start, stop)
         return self._manager.sharing.parts(held, place, piece_numel, "the value", is_patient=is_patient)
@@ -163,7 +166,10 @@ class ChunkWeights:
         """
         if self._collected is not None:
             if tensor.spec.index not in self._collected:
-                raise EngineError(f"parameter '{tensor.spec.name}' was collected for another process, not for this one")
+                raise EngineError(
+                    f"parameter '{tensor.spec.name}' was collected for another process, not for this one; read it on "
+                    "that process"
+                )
             return self._collected[tensor.spec.index]
         self._manager.writes.take_over(tensor)
         if tensor.is_open:

@@ -111,4 +111,4 @@ def _write(machine: Machine, path: pathlib.Path) -> None:
     try:
         path.write_text(machine.to_json() + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--json: '{path}' cannot be written: {error.strerror}") from error
+        raise ConfigError(f"--json: '{path}' cannot be written: {error.strerror}; name another file") from error

@@ -20,7 +20,10 @@ def check_file(name: str, option: str) -> pathlib.Path:
     if path.is_dir():
         raise ConfigError(f"{option}: '{path}' is a directory; name a file")
     if not path.parent.is_dir():
-        raise ConfigError(f"{option}: '{path}' cannot be written: there is no directory '{path.parent}'")
+        raise ConfigError(
+            f"{option}: '{path}' cannot be written: there is no directory '{path.parent}'; make it, or name another "
+            "file"
+        )
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"{option}: '{path}' cannot be written: permission denied")
+        raise ConfigError(f"{option}: '{path}' cannot be written: permission denied; name another file")
     return path

@@ -111,7 +111,9 @@ def run(options: argparse.Namespace) -> int:
         try:
             pathlib.Path(options.json).write_text(plan.to_json(), encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"--json: '{options.json}' cannot be written: {error.strerror}") from error
+            raise ConfigError(
+                f"--json: '{options.json}' cannot be written: {error.strerror}; name another file"
+            ) from error
     if options.html is not None:
         write_plan_page(plan, recording, advice, options.html)
     if options.png is not None:

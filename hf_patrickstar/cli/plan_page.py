@@ -41,7 +41,7 @@ def write_plan_page(plan: Plan, recording: Recording | None, advice: Sequence[Ad
         try:
             write_trace(recording.timeline, trace)
         except OSError as error:
-            raise ConfigError(f"--html: '{trace}' cannot be written: {error.strerror}") from error
+            raise ConfigError(f"--html: '{trace}' cannot be written: {error.strerror}; name another file") from error
 
 
 def write_plan_picture(plan: Plan, recording: Recording | None, png_file: str) -> None:
@@ -56,5 +56,7 @@ def write_plan_picture(plan: Plan, recording: Recording | None, png_file: str) -
         ConfigError: If the plan does not fit, matplotlib is not installed, or the file cannot be written.
     """
     if recording is None:
-        raise ConfigError("--png: there is no step to draw, because the plan does not fit; --html says by how much")
+        raise ConfigError(
+            "--png: there is no step to draw, because the plan does not fit; use --html, which says by how much"
+        )
     write_step_picture(png_file, headline(plan).splitlines()[0], recording.survey, recording.timeline)

@@ -44,7 +44,9 @@ def run_search(options: argparse.Namespace, subject: "Subject", given: "Circumst
         try:
             pathlib.Path(options.json).write_text(found.to_json(), encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"--json: '{options.json}' cannot be written: {error.strerror}") from error
+            raise ConfigError(
+                f"--json: '{options.json}' cannot be written: {error.strerror}; name another file"
+            ) from error
     return 0 if found.plan is not None else 1
 
 

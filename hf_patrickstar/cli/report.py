@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> None:
     except KeyError as error:
         raise ConfigError(
             f"the record of a run in '{pathlib.Path(options.directory) / FOLDER}' lacks {error}, which the page shows: "
-            "was it changed by hand?"
+            "was it changed by hand? Name the output_dir of another run"
         ) from error
     write_page(page, path, "--html")
     print(f"{path}: {len(found.steps)} logs of a training loss")
@@ -50,9 +50,15 @@ def _read_plan(path: str) -> Mapping[str, Any]:
     try:
         plan = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"--plan: '{path}' cannot be read: {error.strerror}") from error
+        raise ConfigError(
+            f"--plan: '{path}' cannot be read: {error.strerror}; name a file of 'hf-patrickstar plan --json'"
+        ) from error
     except ValueError as error:
-        raise ConfigError(f"--plan: '{path}' is not a plan that 'hf-patrickstar plan --json' has written") from error
+        raise ConfigError(
+            f"--plan: '{path}' is not a plan that 'hf-patrickstar plan --json' has written; name such a file"
+        ) from error
     if not isinstance(plan, dict):
-        raise ConfigError(f"--plan: '{path}' is not a plan that 'hf-patrickstar plan --json' has written")
+        raise ConfigError(
+            f"--plan: '{path}' is not a plan that 'hf-patrickstar plan --json' has written; name such a file"
+        )
     return plan

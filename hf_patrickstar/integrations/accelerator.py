@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, DynamoBackend, convert_outputs_to_fp32
 
-from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.config import ConfigSource, PatrickStarConfig
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import ConfigError, EngineError
 from hf_patrickstar.integrations.accelerator_checkpoints import AcceleratorCheckpoints, get_engine
@@ -50,7 +50,11 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
     """
 
     def __init__(
-        self, *args: Any, patrickstar_config: Any = None, mixed_precision: str | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        patrickstar_config: ConfigSource = None,
+        mixed_precision: str | None = None,
+        **kwargs: Any,
     ) -> None:
         precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         super().__init__(*args, mixed_precision="no", **kwargs)

@@ -255,7 +255,7 @@ class AcceleratorCheckpoints(Accelerator):
         parent = Path(str(self.project_dir)) / "checkpoints"
         found = _numbered(parent)
         if not found:
-            raise CheckpointError(f"'{parent}' has no checkpoint")
+            raise CheckpointError(f"'{parent}' has no checkpoint; give load_state the directory of one")
         return found[-1]
 
     def _rotate(self, parent: Path) -> None:

@@ -84,7 +84,10 @@ def run_script(path: str, arguments: Sequence[str], on_train: OnTrain, on_argume
             "with the arguments with which it does"
         )
     if "trained" not in told:
-        raise ScriptError(f"'{path}' built a Trainer and ended without calling train(); is --do_train missing?")
+        raise ScriptError(
+            f"'{path}' built a Trainer and ended without calling train(); add --do_train, or what else makes the "
+            "script train"
+        )
     return None
 
 

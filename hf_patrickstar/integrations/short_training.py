@@ -185,7 +185,10 @@ def _train(task: Task, trainer: Any, train: Any) -> None:
     train(resume_from_checkpoint=False)
     num_done = len(recorder.record.losses)
     if num_done < task.num_done:
-        raise ScriptError(f"'{task.path}' ended its training after {num_done} of {task.num_done} steps")
+        raise ScriptError(
+            f"'{task.path}' ended its training after {num_done} of {task.num_done} steps; give it more data, or "
+            "check fewer steps (--steps)"
+        )
     text = json.dumps(dataclasses.asdict(recorder.record))
     (pathlib.Path(task.directory) / RECORD).write_text(text, encoding="utf-8")
     raise StopScript

@@ -5,6 +5,7 @@ import logging
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import TrainOutput
 
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError, DeviceMemoryError, EngineError
@@ -28,7 +29,6 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         EngineError: From ``train``, if the model cannot be managed.
     """
 
-    callback_handler: Any
     _run: RunReport | None = None
     _is_shrinking = False  # whether the Trainer is looking for a smaller batch size, because the engine has given up
 
@@ -38,7 +38,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         Raises:
             ConfigError: If a setting or the model cannot work, or processes launched together would train alone.
         """
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        super().create_accelerator_and_postprocess()
         if not getattr(self.args, "patrickstar", False):
             return
         if not hasattr(self.args, "patrickstar_precision"):
@@ -47,7 +47,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
                 "PatrickStarArgumentsMixin and the TrainingArguments class of your Trainer"
             )
         _follow_log_level(self.args.get_process_log_level())
-        config = PatrickStarConfig.from_any(self.args.patrickstar_config)
+        config = PatrickStarConfig.from_any(self.args.patrickstar_config)  # type: ignore[attr-defined]
         if self.model is not None:
             check_model(self.model)
             check_shapes(self.model)
@@ -78,9 +78,9 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         elif self._run is not None and "eval_loss" in logs:
             self._run.note_evaluation(float(logs["eval_loss"]))
         with told:
-            super().log(logs, *args, **kwargs)  # type: ignore[misc]
+            super().log(logs, *args, **kwargs)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Trains as the Trainer does; see ``TrainerCheckpoints.train``. With ``patrickstar_report`` it is recorded.
 
         Args:
@@ -124,7 +124,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         Raises:
             DeviceMemoryError: If memory does not suffice in the end.
         """
-        run = super().training_step  # type: ignore[misc]
+        run = super().training_step
         engine = self.patrickstar_engine
         if engine is None:
             return run(*args, **kwargs)
@@ -162,7 +162,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         if engine is not None:  # before the Trainer's own gather, which would wait without a warning
             engine.manager.sharing.enter("evaluates")
         with self._unmeasured():
-            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+            return super().evaluation_loop(*args, **kwargs)
 
     def patrickstar_stats(self) -> dict[str, Any]:
         """Bytes and events of the engine so far.

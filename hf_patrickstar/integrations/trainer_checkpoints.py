@@ -5,11 +5,11 @@ import logging
 import os
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, TrainOutput, sort_checkpoints
 
 from hf_patrickstar.checkpoint.checkpoints import has_torch_state, has_training_state
 from hf_patrickstar.checkpoint.export import torch_state_dict
@@ -27,15 +27,15 @@ _URGENT = "checkpoint-is-incomplete.txt"
 """The Trainer puts this file into a checkpoint that it saves because the process is about to be killed."""
 
 
-class TrainerCheckpoints:
+if TYPE_CHECKING:  # the mixin has the attributes and methods of the Trainer that it stands before
+    from transformers import Trainer as _AnyTrainer
+else:
+    _AnyTrainer = object
+
+
+class TrainerCheckpoints(_AnyTrainer):
     """Saves and loads the checkpoints of a Trainer whose model has an engine; without one, as the Trainer does."""
 
-    args: Any
-    model: Any
-    accelerator: Any
-    optimizer: Any
-    lr_scheduler: Any
-    state: Any
     _saving: Checkpoint | None = None
     _found: FoundWeights | CheckpointError | None = None
     _step_at_begin = 0
@@ -43,9 +43,10 @@ class TrainerCheckpoints:
     @property
     def patrickstar_engine(self) -> PatrickStarEngine | None:
         """The engine that is attached to the model, or ``None`` before the first ``train`` or ``evaluate``."""
+        assert self.model is not None
         return get_engine(self.model)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Trains as the Trainer does; when it returns, every checkpoint is complete.
 
         Half-written checkpoints that a killed run left in the output directory are removed first.
@@ -61,9 +62,10 @@ class TrainerCheckpoints:
             CheckpointError: If a checkpoint cannot be read, or cannot be written.
         """
         if getattr(self.args, "patrickstar", False) and self.args.local_process_index == 0:
+            assert self.args.output_dir is not None  # by now the arguments have chosen one
             remove_leftovers(self.args.output_dir)
         try:
-            result = super().train(*args, **kwargs)  # type: ignore[misc]
+            result = super().train(*args, **kwargs)
         except BaseException:
             if self.patrickstar_engine is not None:
                 self.patrickstar_engine.checkpoints.close()
@@ -90,18 +92,18 @@ class TrainerCheckpoints:
         if engine is not None:
             engine.follow_model()
         with contextlib.nullcontext() if engine is None else engine.weights.streamed(is_reader=self.args.should_save):
-            super().save_model(*args, **kwargs)  # type: ignore[misc]
+            super().save_model(*args, **kwargs)
 
     def _get_output_dir(self, trial: Any) -> str:
         if self._saving is not None:
             return str(self._saving.path.parent)
-        return str(super()._get_output_dir(trial))  # type: ignore[misc]
+        return str(super()._get_output_dir(trial))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Lets the Trainer write to a temporary directory, which is renamed when all of it is on the disk."""
         engine = self.patrickstar_engine
         if engine is None:
-            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            super()._save_checkpoint(model, trial)
             return
         run_dir = self._get_output_dir(trial)
         final = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
@@ -113,7 +115,7 @@ class TrainerCheckpoints:
             with engine.checkpoints.writing(final) as checkpoint, having(self, "_saving", checkpoint):
                 if not self.args.save_only_model:
                     engine.checkpoints.begin_state(checkpoint)
-                super()._save_checkpoint(model, trial)  # type: ignore[misc]
+                super()._save_checkpoint(model, trial)
                 self._find_best(run_dir, checkpoint)
                 protected = self.state.best_model_checkpoint
                 checkpoint.on_commit = lambda: _rotate(run_dir, self.args.save_total_limit, protected)
@@ -139,7 +141,7 @@ class TrainerCheckpoints:
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._saving is None:  # else _save_checkpoint pushes it from its final path
-            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
         """Waits for checkpoints in the background before the Trainer deletes old ones."""
@@ -150,13 +152,13 @@ class TrainerCheckpoints:
                 resumed = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
                 remove_leftovers(run_dir)
                 _rotate(run_dir, self.args.save_total_limit, self.state.best_model_checkpoint, resumed)
-        return super()._finalize_training(trial, *args, **kwargs)  # type: ignore[misc]
+        return super()._finalize_training(trial, *args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Each process writes its part of the optimizer's state; one writes the scheduler's, as in the Trainer."""
         engine = self.patrickstar_engine
         if engine is None or engine.training_state is None:
-            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            super()._save_optimizer_and_scheduler(output_dir)
             return
         os.makedirs(output_dir, exist_ok=True)
         if self._saving is None:
@@ -164,6 +166,7 @@ class TrainerCheckpoints:
         else:
             engine.checkpoints.end_state(self._saving)  # begin_state was called before the model was saved
         if self.args.should_save:
+            assert self.lr_scheduler is not None
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch reminds of the optimizer, which is saved above
                 torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
@@ -172,7 +175,7 @@ class TrainerCheckpoints:
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """The epochs and batches trained so far; unlike the Trainer's, a finished run trains no further step."""
-        trained: tuple[int, int] = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]
+        trained: tuple[int, int] = super()._init_training_state(*args, **kwargs)
         self._step_at_begin = self.state.global_step
         if not (getattr(self.args, "patrickstar", False) and self._is_over()):
             return trained
@@ -193,12 +196,13 @@ class TrainerCheckpoints:
         engine = self.patrickstar_engine
         is_ours = getattr(self.args, "patrickstar", False) and not hasattr(self.model, "peft_config")
         if not is_ours or not has_weights(resume_from_checkpoint):  # the Trainer reports that there are no weights
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         if engine is not None:
             engine.follow_model()
             self._tell_of(engine.checkpoints.load_weights(resume_from_checkpoint))
             return
+        assert self.model is not None
         try:
             self._found = find_weights(self.model, resume_from_checkpoint)
             self._tell_of(self._found)
@@ -224,6 +228,7 @@ class TrainerCheckpoints:
             return
         schedule = checkpoints.together(lambda: load_torch_file(scheduler))
         checkpoints.load_parts(weights, checkpoint)
+        assert self.lr_scheduler is not None
         self.lr_scheduler.load_state_dict(schedule)
 
     def _load_without_engine(self, checkpoint: str | None) -> None:
@@ -231,20 +236,23 @@ class TrainerCheckpoints:
         optimizer, scheduler = (Path(checkpoint or "") / name for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
         is_ours = checkpoint is not None and has_training_state(checkpoint) and scheduler.is_file()
         if not is_ours or optimizer.is_file():
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            super()._load_optimizer_and_scheduler(checkpoint)
             return
+        assert self.optimizer is not None
+        assert self.lr_scheduler is not None
         self.optimizer.load_state_dict(torch_state_dict(str(checkpoint)))
         self.lr_scheduler.load_state_dict(load_torch_file(scheduler))
 
     def _load_best_model(self) -> None:
         engine, best = self.patrickstar_engine, self.state.best_model_checkpoint
         if engine is None:
-            super()._load_best_model()  # type: ignore[misc]
+            super()._load_best_model()
             return
         engine.follow_model()
         engine.checkpoints.wait()
+        assert best is not None  # else the Trainer has nothing to load
         if hasattr(self.model, "peft_config") or not os.path.isdir(best):
-            super()._load_best_model()  # type: ignore[misc]
+            super()._load_best_model()
             return
         self._tell_of(engine.checkpoints.load_weights(best))
 
@@ -254,7 +262,7 @@ class TrainerCheckpoints:
                 if keys:
                     logger.warning("There were %s keys in the checkpoint model loaded: %s.", what, keys)
             return
-        self._issue_warnings_after_load(found)  # type: ignore[attr-defined]
+        self._issue_warnings_after_load(found)
 
 
 def _without_error(found: FoundWeights | CheckpointError | None) -> FoundWeights | None:

@@ -59,10 +59,15 @@ def find_device(device: torch.device | str | None) -> torch.device:
     if wanted.type == "cpu":
         return wanted
     if wanted.type in _WITHOUT_STREAMS:
-        raise ConfigError(f"device '{wanted}' cannot be the compute device: {_WITHOUT_STREAMS[wanted.type]}")
+        raise ConfigError(
+            f"device '{wanted}' cannot be the compute device: {_WITHOUT_STREAMS[wanted.type]}; use the CPU (--use_cpu)"
+        )
     if current is None or current.type != wanted.type:
         there = "no accelerator" if current is None else f"'{current.type}' as its accelerator"
-        raise ConfigError(f"device '{wanted}' is not there: torch finds {there} on this machine")
+        raise ConfigError(
+            f"device '{wanted}' is not there: torch finds {there} on this machine; use a device that is "
+            f"there, or a torch that is built for '{wanted.type}'"
+        )
     index = torch.accelerator.current_device_index() if wanted.index is None else wanted.index
     return torch.device(wanted.type, index)
 

@@ -269,6 +269,9 @@ class SimulatedDriver:
         """See ``Driver``: all but buffers of the host."""
         return not self._knows(tensor) or self._tier_of(tensor) is not Tier.HOST
 
+    def mark(self) -> None:
+        """See ``Driver``: there is no time."""
+
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """See ``Driver``: all buffers of the host are."""
         return not self.is_on_device(tensor)
@@ -377,7 +380,7 @@ class SimulatedDriver:
                 raise RaceError(f"operator '{name}' has operands on the host and on the device; copy one of them first")
             if self._at_work is not None:
                 if Tier.DEVICE in tiers:
-                    raise RaceError(f"operator '{name}' of the host's thread has an operand on the device")
+                    raise RaceError(f"operator '{name}' of the host's thread has operands on the device; copy them")
                 self._touch(*self._at_work, name, touched)
                 return
             lane = self.host if tiers == {Tier.HOST} else self.compute

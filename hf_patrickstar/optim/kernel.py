@@ -148,6 +148,10 @@ class Kernel(abc.ABC):
             The update. If ``runs_beside``, settings and places may change before it runs.
         """
 
+    def may_run_beside(self, chunks: Sequence[Chunk]) -> bool:
+        """Returns whether an update may go on when the step has returned: nobody looks into states of the chunks."""
+        return self.runs_beside and not any(chunk.is_lent(self.list_names) for chunk in chunks)
+
     def update(self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
         """Updates chunks at once; see ``prepare``."""
         update = self.prepare(chunks, groups, coefficient)

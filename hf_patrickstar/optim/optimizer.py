@@ -12,18 +12,22 @@ from hf_patrickstar.events import Listener, StepFinished
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.clipping import clip_by_norm, clip_by_value, total_norm
 from hf_patrickstar.optim.kernel import Kernel, in_batches, place_state
-from hf_patrickstar.optim.state import StateView, call_hooks, check_keys, check_shapes, has_shapes, pack_state, pair_up
+from hf_patrickstar.optim.state import (
+    HOOK_NAMES,
+    StateView,
+    call_hooks,
+    check_keys,
+    check_shapes,
+    has_shapes,
+    pack_state,
+    pair_up,
+    settings_of,
+)
 from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedTensor
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.ranges import named
 
 logger = logging.getLogger(__name__)
-
-_HOOKS = (
-    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks"),
-    *("_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks"),
-    "_optimizer_load_state_dict_post_hooks",
-)
 
 
 class ChunkedOptimizer(torch.optim.Optimizer):
@@ -42,6 +46,11 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         follow_model: Lets the engine follow changes of the model, or of param groups, before a step; returns whether
             there may have been any.
         peers: All optimizers of the engine; the list may grow.
+
+    Attributes:
+        group_numbers: The param group of each parameter that it updates in a chunk, by tensor index.
+        was_left_alone: Whether nothing was done to gradients, or around them, before the last step.
+        settings_ahead: The settings of updates in backward; see [Note: updates in backward].
     """
 
     _step_supports_amp_scaling = False
@@ -65,15 +74,17 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._peers = peers
         self._num_steps = 0
         self._collected: dict[int, dict[str, Any]] | None = None
+        self.was_left_alone = False
+        self.settings_ahead: list[dict[str, Any]] = []
         # Copies of the groups, since torch's constructor replaces their lists, to which some optimizers (LBFGS) refer.
         super().__init__([{**group, "params": [*group["params"]]} for group in optimizer.param_groups], {})
         self.kernel = kernel  # not earlier: torch's constructor assigns an empty state
         self.param_groups = optimizer.param_groups
         self.defaults = optimizer.defaults
-        for name in _HOOKS:
+        for name in HOOK_NAMES:
             if hasattr(optimizer, name):
                 setattr(self, name, getattr(optimizer, name))
-        self._groups = self._index_groups()
+        self.group_numbers = self._index_groups()
 
     def _index_groups(self) -> dict[int, int]:
         """The param group of each parameter that this optimizer updates in its chunk, by tensor index.
@@ -100,7 +111,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     @property
     def _tensors(self) -> list[ManagedTensor]:
         """The parameters in its groups that are in chunks of its own, in model order."""
-        return [tensor for tensor in self._manager.tensors if tensor.spec.index in self._groups]
+        return [tensor for tensor in self._manager.tensors if tensor.spec.index in self.group_numbers]
 
     @property
     def _others(self) -> list[torch.Tensor]:
@@ -120,13 +131,13 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """Whether another optimizer holds one of its parameters too, and may still need the gradient."""
         theirs = (p for peer in self._peers if peer is not self for group in peer.param_groups for p in group["params"])
         found = (self._manager.find(parameter) for parameter in theirs)
-        return any(tensor is not None and tensor.spec.index in self._groups for tensor in found)
+        return any(tensor is not None and tensor.spec.index in self.group_numbers for tensor in found)
 
     # Other attributes and methods of the user's optimizer
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets the attribute of the user's optimizer, unless this class has an attribute of that name."""
-        is_ours = "_groups" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name)
+        is_ours = "group_numbers" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name)
         if is_ours:
             super().__setattr__(name, value)
         else:
@@ -200,13 +211,16 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
             closure = None
-        self._groups = self._index_groups()
+        self.group_numbers = self._index_groups()
         if self._follow_model():
-            self._groups = self._index_groups()
+            self.group_numbers = self._index_groups()
         manager = self._manager
         manager.parameters.release_held_outside_forward()
         manager.writes.sync()
+        self._check_ahead(is_alone=closure is None)
         for tensor in self._tensors:
+            if tensor.chunk.spec.index in manager.gradients.used_ahead:
+                continue
             manager.writes.take_over(tensor)
             if closure is None:  # a closure computes new gradients
                 manager.gradients.check_complete(tensor)
@@ -218,12 +232,22 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         if self.kernel.updates_at_once:
             loss = self.kernel.update_at_once(self._tensors, self._present, manager.writes.follow_master, closure)
         self._update([chunk for chunk in manager.chunks if self._has(chunk)], manager.gradients.take_factor())
-        if not self.kernel.updates_at_once and len(self._groups) < sum(len(g["params"]) for g in self.param_groups):
+        if not self.kernel.updates_at_once and len(self.group_numbers) < sum(
+            len(g["params"]) for g in self.param_groups
+        ):
             self.kernel.update_others(self._others)
         self._num_steps += 1
         self._emit(StepFinished(self._num_steps, skipped=False))
         self.kernel.end_step()
         return loss
+
+    def _check_ahead(self, *, is_alone: bool) -> None:
+        """Checks that updates in backward were those of this step, and learns whether the next may be made there."""
+        gradients = self._manager.gradients
+        if gradients.used_ahead and (gradients.has_factor or settings_of(self.param_groups) != self.settings_ahead):
+            gradients.check_unused("settings of the optimizer have changed, or gradients are scaled")
+        hooks = getattr(self, "_optimizer_step_pre_hooks", None)
+        self.was_left_alone = is_alone and not (gradients.has_factor or gradients.was_touched or hooks)
 
     def _update(self, chunks: Sequence[Chunk], factor: torch.Tensor | None) -> None:
         phases, gradients = self._manager.phases, self._manager.gradients
@@ -235,6 +259,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         for batch in in_batches(chunks, self.kernel.batch_numel):
             for chunk in batch:
                 phases.before_update(chunk)
+            batch = [chunk for chunk in batch if chunk.spec.index not in gradients.used_ahead]
+            if not batch:
+                continue
             if self.kernel.runs_beside and batch[0].home is Tier.DEVICE:
                 later.append(batch)  # the host computes the others beside, while it launches the kernels of these
             else:
@@ -252,17 +279,13 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             factors[place] = factor.to(place)
         for tensor in (tensor for chunk in batch for tensor in chunk.tensors):
             gradients.make_ready(tensor)
-            if tensor.spec.index not in self._groups:
-                self._leave_alone(tensor, factors.get(place))
-        update = self.kernel.prepare(batch, self._groups, factors.get(place))
+            if tensor.spec.index not in self.group_numbers:
+                phases.leave_alone(tensor, factors.get(place))
+        update = self.kernel.prepare(batch, self.group_numbers, factors.get(place))
         with named("update", *(chunk.spec.index for chunk in batch)), gradients.lock:
-            phases.update(batch, update, may_run_beside=self._may_run_beside(batch))
+            phases.update(batch, update, may_run_beside=self.kernel.may_run_beside(batch))
             for chunk in batch:
-                phases.chunk_updated(chunk, self._groups, keeps=keeps)
-
-    def _may_run_beside(self, batch: Sequence[Chunk]) -> bool:
-        """Whether the update of chunks may go on when the step has returned: nobody looks into their states."""
-        return self.kernel.runs_beside and not any(chunk.is_lent(self.kernel.list_names) for chunk in batch)
+                phases.chunk_updated(chunk, self.group_numbers, keeps=keeps)
 
     def _present(self, is_all: bool) -> torch.Tensor | None:
         """Makes gradients ready for an optimizer that uses all at once; returns the factor to multiply them with."""
@@ -278,13 +301,6 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             tensor.chunk.wait_for_reader()
         return gradients.take_factor()
 
-    def _leave_alone(self, tensor: ManagedTensor, factor: torch.Tensor | None) -> None:
-        """Keeps the gradient and the value of a parameter that is in no param group."""
-        if factor is not None:
-            self._manager.gradients.multiply(tensor, factor)
-            self._manager.gradient_mirrors.refresh(tensor)
-        self._manager.gradients.move_to_list(tensor)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of the parameters in its groups, and restores values that gradients had overwritten.
 
@@ -296,7 +312,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def skip_step(self) -> None:
         """Drops a step: gradients that overflowed are discarded, parameters keep their values."""
-        self._groups = self._index_groups()
+        self._manager.gradients.check_unused("the step is skipped")
+        self.group_numbers = self._index_groups()
         self._manager.discard_gradients(self._tensors if self._is_beside_others else None)
         for parameter in self._others:
             parameter.grad = None
@@ -367,7 +384,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             if parameter.grad is not None:
                 parameter.grad.mul_(inverse_scale.to(parameter.grad.device))
         manager = self._manager
-        self._groups = self._index_groups()
+        manager.gradients.check_unused("gradients are unscaled")
+        self.group_numbers = self._index_groups()
         manager.gradient_mirrors.sync()
         if not (self._is_beside_others or len(manager.gradient_mirrors) > 0):
             manager.gradients.inverse_scale = inverse_scale
@@ -523,7 +541,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             tensor: The parameter; by default all.
         """
         if tensor is None:
-            self._groups = self._index_groups()
+            self.group_numbers = self._index_groups()
         for item in self._tensors if tensor is None else [tensor]:
             state = self.inner.state.get(item.parameter)
             if not state or not self._updates(item) or not item.is_owned:
@@ -567,7 +585,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         for item in chosen:
             given = states.get(item.spec.index)
             if given:
-                number = self._groups.get(item.spec.index)
+                number = self.group_numbers.get(item.spec.index)
                 group = self.param_groups[number] if number is not None else {}
                 self.inner.state[item.parameter] = {
                     key: place_state(key, value, item.device, group) for key, value in given.items()
@@ -575,7 +593,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; the engine gives its parameters places with optimizer states before the next step."""
-        if "_groups" not in self.__dict__:  # torch's own constructor
+        if "group_numbers" not in self.__dict__:  # torch's own constructor
             super().add_param_group(param_group)
             return
         self.inner.add_param_group(param_group)

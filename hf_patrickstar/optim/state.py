@@ -9,6 +9,13 @@ from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.runtime.chunk import MASTER, ManagedTensor
 from hf_patrickstar.runtime.manager import ChunkManager
 
+HOOK_NAMES = (
+    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks"),
+    *("_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks"),
+    "_optimizer_load_state_dict_post_hooks",
+)
+"""The hooks of torch's optimizers."""
+
 
 class StateView(MutableMapping[Any, Any]):
     """The states of an optimizer by parameter; writes to them take effect.
@@ -193,6 +200,15 @@ def call_hooks(hooks: Mapping[int, Any], optimizer: torch.optim.Optimizer, *stat
         replaced = hook(optimizer, *found)
         found = (replaced,) if found and replaced is not None else found
     return found[0] if found else None
+
+
+def settings_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the settings of param groups as they are now, as numbers that can be compared with those of later."""
+    return [{key: _as_number(value) for key, value in group.items() if key != "params"} for group in groups]
+
+
+def _as_number(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 def pack_state(param_groups: Sequence[Mapping[str, Any]], states: Iterable[tuple[torch.Tensor, Any]]) -> dict[str, Any]:

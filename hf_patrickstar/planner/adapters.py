@@ -70,9 +70,15 @@ def read_peft(path: str) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--peft: '{file}' cannot be read as a configuration of PEFT: {error}") from error
+        raise ConfigError(
+            f"--peft: '{file}' cannot be read as a configuration of PEFT: {error}; name an adapter_config.json or "
+            "its directory"
+        ) from error
     if not isinstance(values, dict) or "peft_type" not in values:
-        raise ConfigError(f"--peft: '{file}' is no configuration of PEFT: it has no 'peft_type'")
+        raise ConfigError(
+            f"--peft: '{file}' is no configuration of PEFT: it has no 'peft_type'; name an adapter_config.json or "
+            "its directory"
+        )
     return values
 
 
@@ -103,7 +109,10 @@ def with_adapters(base: Any, values: Mapping[str, Any]) -> torch.nn.Module:
             return peft.get_peft_model(base, config)  # type: ignore[no-any-return]
     except (ValueError, KeyError, TypeError) as error:
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"PEFT cannot add these adapters to '{type(base).__name__}': {said}") from error
+        raise ConfigError(
+            f"PEFT cannot add these adapters to '{type(base).__name__}': {said}; name other modules (--lora "
+            "targets=...)"
+        ) from error
 
 
 def _config_of(values: Mapping[str, Any]) -> Any:
@@ -117,8 +126,11 @@ def _config_of(values: Mapping[str, Any]) -> Any:
     known: Mapping[str, Any] = peft.PEFT_TYPE_TO_CONFIG_MAPPING  # type: ignore[assignment]
     if kind not in known:
         names = ", ".join(sorted(getattr(key, "value", key) for key in known))
-        raise ConfigError(f"adapters: PEFT has no type '{kind}'; it has {names}")
+        raise ConfigError(f"adapters: PEFT has no type '{kind}'; known are {names}")
     try:
         return known[kind](**given)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"adapters: PEFT refuses this configuration: {str(error).splitlines()[0]}") from error
+        raise ConfigError(
+            f"adapters: PEFT refuses this configuration: {str(error).splitlines()[0]}; change it in --lora or in the "
+            "file of --peft"
+        ) from error

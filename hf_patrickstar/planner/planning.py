@@ -15,6 +15,7 @@ from hf_patrickstar.errors import BudgetError, ConfigError, PatrickStarError
 from hf_patrickstar.machine import Machine, find_machine
 from hf_patrickstar.memory.pool import CACHE_OWNER
 from hf_patrickstar.memory.tiers import DEVICE_SHARE, HOST_SHARE, Tier
+from hf_patrickstar.planner.masks import masks_of_batches
 from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse
 from hf_patrickstar.planner.subject import Subject, find_optimizer, find_subject
 from hf_patrickstar.report.measure import measure_machine
@@ -314,7 +315,7 @@ def _record(subject: Subject, given: Circumstances, **settings: Any) -> Recordin
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
             f"model '{subject.name}': it cannot be planned, because its code fails on tensors without values "
-            f"({type(error).__name__}: {said}). Another --dtype, --task or length may do"
+            f"({type(error).__name__}: {said}). Try another --dtype, --task or length"
         ) from error
     finally:
         transformers.logging.set_verbosity(level)
@@ -322,14 +323,15 @@ def _record(subject: Subject, given: Circumstances, **settings: Any) -> Recordin
 
 
 def _record_quietly(subject: Subject, given: Circumstances, settings: Mapping[str, Any]) -> Recording:
-    return record_step(
-        subject.make_model,
-        subject.make_inputs,
-        given.machine,
-        config={**given.settings, **settings},
-        make_optimizer=subject.find_optimizer(given.optimizer),
-        compute_loss=subject.compute_loss,
-        max_norm=given.max_norm,
-        num_micro_batches=given.num_micro_batches,
-        world_size=given.world_size,
-    )
+    with masks_of_batches(has_padding=subject.has_padding, is_packed=subject.is_packed):
+        return record_step(
+            subject.make_model,
+            subject.make_inputs,
+            given.machine,
+            config={**given.settings, **settings},
+            make_optimizer=subject.find_optimizer(given.optimizer),
+            compute_loss=subject.compute_loss,
+            max_norm=given.max_norm,
+            num_micro_batches=given.num_micro_batches,
+            world_size=given.world_size,
+        )

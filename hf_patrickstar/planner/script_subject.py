@@ -230,9 +230,13 @@ def _subject_of(trainer: Any, name: str) -> ScriptSubject:
     try:
         batches = list(islice(trainer.get_train_dataloader(), NUM_BATCHES))
     except ValueError as error:  # there is no data set
-        raise ConfigError(f"'{name}' calls train(), but its Trainer has no batches: {error}") from error
+        raise ConfigError(
+            f"'{name}' calls train(), but its Trainer has no batches: {error}; give the script its data"
+        ) from error
     if not batches:
-        raise ConfigError(f"'{name}' calls train(), but the data loader of its Trainer is empty")
+        raise ConfigError(
+            f"'{name}' calls train(), but the data loader of its Trainer is empty; give the script more data"
+        )
     batch = max(batches, key=_numel)
     num_items = trainer._get_num_items_in_batch(batches[: trainer.args.gradient_accumulation_steps], "cpu")
     inputs = tree_map_only(torch.Tensor, lambda value: value.to("meta"), dict(trainer._prepare_inputs(batch)))
@@ -255,11 +259,18 @@ def _subject_of(trainer: Any, name: str) -> ScriptSubject:
         optimizer=optimizer,
         num_items=num_items,
         others=_other_modules(trainer),
+        has_padding=_has_padding(batch),
+        is_packed="position_ids" in batch,
     )
 
 
 def _numel(batch: Any) -> int:
     return sum(leaf.numel() for leaf in tree_leaves(dict(batch)) if isinstance(leaf, torch.Tensor))
+
+
+def _has_padding(batch: Mapping[str, Any]) -> bool:
+    masks = [value for key, value in dict(batch).items() if key.endswith("attention_mask")]
+    return any(not bool(torch.as_tensor(mask).all()) for mask in masks)
 
 
 def _extents(inputs: Mapping[str, Any]) -> tuple[int, int]:

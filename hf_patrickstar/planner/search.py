@@ -119,7 +119,10 @@ def _scale_of(goal: Goal, subject: Subject) -> _Scale:
         return _Scale(lambda size: with_batch(subject, size, subject.length), subject.batch_size, 1, _MOST_BATCH)
     if goal is Goal.MAX_LENGTH:
         if subject.length == 1 or subject.task == "image-classification":
-            raise ConfigError(f"search 'max-seq-len': '{subject.name}' reads no sequences of tokens")
+            raise ConfigError(
+                f"search 'max-seq-len': '{subject.name}' reads no sequences of tokens; search for max-batch or "
+                "max-model"
+            )
         longest = min(most_tokens(subject.config) or _MOST_LENGTH, _MOST_LENGTH)
         step = LENGTH_STEP if longest >= LENGTH_STEP else 1
         first = min(max(subject.length // step, 1), longest // step)

@@ -48,6 +48,8 @@ class Subject:
         keeps_dropout: Whether attention drops scores as the model says. Fused attention drops them inside of its
             kernel, as accelerators have it; on tensors without bytes, as on CPUs, attention that drops writes all of
             them.
+        has_padding: Whether some tokens of a micro-batch are padding; see [Note: masks without values].
+        is_packed: Whether a row of a micro-batch may be several sequences.
     """
 
     name: str
@@ -58,6 +60,8 @@ class Subject:
     checkpointing: bool
     adapters: Mapping[str, Any] | None = None
     keeps_dropout: bool = False
+    has_padding: bool = False
+    is_packed: bool = False
 
     def make_model(self) -> torch.nn.Module:
         """Makes the model with random weights; called under fake tensors, where they take no memory."""
@@ -164,7 +168,9 @@ def find_subject(
         if number < 1:
             raise ConfigError(f"{what}: must be at least 1, got {number}")
     if positions is not None and length > positions and found != "image-classification":
-        raise ConfigError(f"sequence length {length}: '{name}' has {positions} positions")
+        raise ConfigError(
+            f"sequence length {length}: '{name}' has {positions} positions; give at most that many (--seq-len)"
+        )
     if hasattr(config, "use_cache"):
         config.use_cache = False  # training keeps no keys and values for generation
     if found == "seq2seq-lm" and getattr(config, "decoder_start_token_id", None) is None:
@@ -178,13 +184,16 @@ def _find_config(text: str) -> PretrainedConfig:
     path = pathlib.Path(text)
     kind, colon, settings = text.partition(":")
     if path.exists():
-        return _from_hub(text, "the file or directory cannot be read as a configuration of transformers")
+        return _from_hub(
+            text,
+            "the file or directory cannot be read as a configuration of transformers; give one that has a config.json",
+        )
     if colon:
         return _from_type(kind, settings)
     return _from_hub(
         text,
-        "it is no file or directory here, and the hub did not give a configuration of this name. A directory, a "
-        "config.json, or TYPE:KEY=VALUE,... (gpt2:n_layer=48,n_embd=1600) needs no network",
+        "it is no file or directory here, and the hub did not give a configuration of this name. Give a "
+        "directory, a config.json, or TYPE:KEY=VALUE,... (gpt2:n_layer=48,n_embd=1600), which need no network",
     )
 
 
@@ -199,7 +208,7 @@ def _from_hub(text: str, problem: str) -> PretrainedConfig:
 def _from_type(kind: str, settings: str) -> PretrainedConfig:
     if kind not in CONFIG_MAPPING:
         near = difflib.get_close_matches(kind, list(CONFIG_MAPPING.keys()), n=3)
-        hint = f"; near are {', '.join(near)}" if near else ""
+        hint = f"; near are {', '.join(near)}" if near else "; write TYPE as the 'model_type' of a config.json"
         raise ConfigError(f"model '{kind}:': '{kind}' is not a model type of transformers{hint}")
     default = CONFIG_MAPPING[kind]()
     known = {*default.to_dict(), *default.attribute_map}
@@ -210,13 +219,15 @@ def _from_type(kind: str, settings: str) -> PretrainedConfig:
             raise ConfigError(f"model '{kind}': '{part}' is no setting; write KEY=VALUE")
         if key not in known:
             near = difflib.get_close_matches(key, known, n=3)
-            hint = f"; near are {', '.join(near)}" if near else ""
-            raise ConfigError(f"model '{kind}': its configuration has no '{key}'{hint}")
+            advice = f"; near are {', '.join(near)}" if near else "; write KEY as in a config.json of this type"
+            raise ConfigError(f"model '{kind}': its configuration has no '{key}'{advice}")
         values[key] = _parsed(value)
     try:
         config: PretrainedConfig = AutoConfig.for_model(kind, **values)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"model '{kind}': {str(error).strip().splitlines()[0]}") from error
+        raise ConfigError(
+            f"model '{kind}': {str(error).strip().splitlines()[0]}; change the settings after '{kind}:'"
+        ) from error
     return config
 
 
@@ -232,7 +243,10 @@ def _find_task(config: PretrainedConfig, task: str | None) -> str:
         if task not in TASKS:
             raise ConfigError(f"task '{task}' is not known; known are {', '.join(TASKS)}")
         if type(config) not in TASKS[task]:
-            raise ConfigError(f"task '{task}': transformers has no such model of type '{config.model_type}'")
+            raise ConfigError(
+                f"task '{task}': transformers has no such model of type '{config.model_type}'; leave --task out to "
+                "plan what it has"
+            )
         return task
     able = [name for name, classes in TASKS.items() if type(config) in classes]
     saved = [getattr(transformers, name, None) for name in config.architectures or ()]
@@ -242,7 +256,7 @@ def _find_task(config: PretrainedConfig, task: str | None) -> str:
     if not able:
         raise ConfigError(
             f"model type '{config.model_type}': transformers has no class of it that is trained with a loss for "
-            f"{', '.join(TASKS)}"
+            f"{', '.join(TASKS)}; plan a script that trains it, after --"
         )
     reads_both_ways = "masked-lm" in able and not getattr(config, "is_decoder", False) and not config.is_encoder_decoder
     return "masked-lm" if reads_both_ways else able[0]
@@ -276,6 +290,6 @@ def find_optimizer(name: str) -> MakeOptimizer | None:
         return None
     if name.lower() not in classes:
         near = difflib.get_close_matches(name.lower(), list(classes), n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
+        hint = f"; did you mean '{near[0]}'?" if near else "; use the name of a class there, such as adamw or sgd"
         raise ConfigError(f"optimizer '{name}' is not in torch.optim{hint}")
     return classes[name.lower()]

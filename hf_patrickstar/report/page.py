@@ -38,7 +38,7 @@ def write_page(page: Page, path: str | os.PathLike[str], option: str) -> None:
     try:
         pathlib.Path(path).write_text(render(page), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{option}: '{path}' cannot be written: {error.strerror}") from error
+        raise ConfigError(f"{option}: '{path}' cannot be written: {error.strerror}; name another file") from error
 
 
 def _template() -> jinja2.Template:

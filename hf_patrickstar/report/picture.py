@@ -59,7 +59,7 @@ def write_step_picture(path: str | os.PathLike[str], title: str, survey: Survey,
     try:
         figure.savefig(path, dpi=_DPI, format="png")
     except OSError as error:
-        raise ConfigError(f"'{path}' cannot be written: {error.strerror}") from error
+        raise ConfigError(f"'{path}' cannot be written: {error.strerror}; name another file") from error
 
 
 def _plain(text: str) -> str:

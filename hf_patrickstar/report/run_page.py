@@ -242,7 +242,9 @@ def _compared(run: Run, plan: Mapping[str, Any]) -> Iterator[Block]:
         needs = {tier: tiers[tier.value]["need_nbytes"] for tier in Tier}
         planned = {name: plan[name] for name in _SAME}
     except (KeyError, TypeError) as error:
-        raise ConfigError("this is not a plan that 'hf-patrickstar plan --json' has written") from error
+        raise ConfigError(
+            "this is not a plan that 'hf-patrickstar plan --json' has written; write it again with this version"
+        ) from error
     peaks = {
         tier: max((row[name] for row in run.steps if row.get(name) is not None), default=None)
         for tier, name in _PEAKS.items()

@@ -128,9 +128,14 @@ def read_run(output_dir: str | os.PathLike[str]) -> Run:
         version, about, survey = values["format"], dict(values["about"]), Survey.from_dict(values["survey"])
         lines = (folder / STEPS).read_text(encoding="utf-8").splitlines() if (folder / STEPS).is_file() else []
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"'{path}' is not the record of a run: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"'{path}' is not the record of a run: {type(error).__name__}: {error}; name the output_dir of another run"
+        ) from error
     if version != FORMAT:
-        raise ConfigError(f"'{path}' has format {version!r}, and this version reads {FORMAT}")
+        raise ConfigError(
+            f"'{path}' has format {version!r}, and this version reads {FORMAT}; use the version of hf_patrickstar "
+            "that wrote it"
+        )
     steps: list[Mapping[str, Any]] = []
     evaluations: list[Mapping[str, Any]] = []
     for row in _rows(lines):

@@ -150,7 +150,9 @@ class Survey:
                 tuple(str(reason) for reason in values["reasons"]),
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(f"this is not a survey of an engine: {type(error).__name__}: {error}") from error
+            raise ConfigError(
+                f"this is not a survey of an engine: {type(error).__name__}: {error}; give what Survey.to_dict made"
+            ) from error
 
 
 def take_survey(

@@ -103,7 +103,7 @@ def new_figure(height: float) -> "Figure":
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("matplotlib is not installed (pip install 'hf_patrickstar[plots]')") from error
+        raise ConfigError("matplotlib is not installed: pip install 'hf_patrickstar[plots]'") from error
     figure = Figure(figsize=(12, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure

@@ -122,7 +122,9 @@ class Collectives:
             return cls(0, 1, device)
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         if rank < 0:
-            raise ConfigError("collectives: this process is not in the group that it is to train with")
+            raise ConfigError(
+                "collectives: this process is not in the group that it is to train with; use another group"
+            )
         if world_size == 1:
             return cls(0, 1, device)
         data = dist.group.WORLD if group is None else group
@@ -515,7 +517,9 @@ class Collectives:
     def _naming(self, what: str) -> Iterator[None]:
         """Turns torch's errors inside the block into errors that say what failed, and which ranks are missing."""
         if self.control is None:
-            raise CollectiveError(f"{what}: the collectives of rank {self.rank} are closed")
+            raise CollectiveError(
+                f"{what}: the collectives of rank {self.rank} are closed; make a new engine, or restart the processes"
+            )
         if self._vigil is not None and self._vigil.verdict:
             raise CollectiveError(f"{what}: {self._vigil.verdict}")
         try:
@@ -560,7 +564,10 @@ def _backend(group: "dist.ProcessGroup", device: torch.device) -> Any:
     try:
         return group._get_backend(device)
     except RuntimeError as error:
-        raise ConfigError(f"collectives: the process group has no backend for {device}") from error
+        raise ConfigError(
+            f"collectives: the process group has no backend for {device}; initialise torch.distributed with one, for "
+            "example nccl or gloo"
+        ) from error
 
 
 def _new_group(group: "dist.ProcessGroup", device: torch.device, is_part: bool, backend: str) -> "dist.ProcessGroup":

@@ -60,7 +60,7 @@ class MovePolicy:
             reshard_after_forward=config.reshard_after_forward and not is_alone,
             evict_all=config.debug_evict_all,
             has_plans=is_alone or not config.debug_evict_all,
-            overlaps_updates=config.overlap_optimizer,
+            overlaps_updates=bool(config.overlap_optimizer),
         )
 
 
@@ -160,6 +160,8 @@ class Executor:
             DeviceMemoryError: If it cannot be brought to the device.
         """
         index, tracer = chunk.spec.index, self._tracer
+        if self._gradients.used_ahead:
+            self._gradients.check_unused(f"{who} uses chunk {index}", index)
         static = chunk.compute if not self._copies.moves else None
         if static is not None and (tracer.step is None or tracer.step.cursor is not None):
             return static  # everything is at home on the device: there is nothing to follow

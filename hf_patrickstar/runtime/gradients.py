@@ -57,6 +57,8 @@ class Gradients:
         coefficient: What all gradients are to be multiplied with (clipping), if that has not been done yet.
         inverse_scale: The same for the loss scale.
         is_watched: Whether somebody is known to look at them between the step and ``zero_grad``.
+        was_touched: Whether somebody has read or replaced one since the last step.
+        used_ahead: Chunks that were updated in backward, before the step was called for.
     """
 
     def __init__(
@@ -89,6 +91,8 @@ class Gradients:
         self._is_after_step = False  # whether a step has left the gradients that there are
         self._was_read_late = False
         self.is_watched = False
+        self.was_touched = False
+        self.used_ahead: set[int] = set()
 
     # Finding them
 
@@ -216,6 +220,27 @@ class Gradients:
                 consumed(tensor, "zero_grad was not called since: torch would have added the next one to it")
             )
 
+    def check_unused(self, what: str, chunk_index: int | None = None) -> None:
+        """Refuses what may not happen between updates in backward and the step.
+
+        Args:
+            what: What happens, as a clause.
+            chunk_index: The chunk that it happens to; by default any.
+
+        Raises:
+            EngineError: If a chunk was updated in backward.
+        """
+        if not self.used_ahead or (chunk_index is not None and chunk_index not in self.used_ahead):
+            return
+        num, names = len(self.used_ahead), [t.spec.name for t in self._chunks[min(self.used_ahead)].tensors]
+        self.used_ahead.clear()
+        raise EngineError(
+            f"{what}, but {num} chunks ('{names[0]}' and others) were updated in the backward of this step and "
+            "optimizer.step() has not been called: overlap_optimizer='backward' promises that nothing happens in "
+            "between. These chunks have the values of after the step and the others those of before; load the last "
+            "checkpoint, and set overlap_optimizer=true"
+        )
+
     def place_deferred(self, tensor: ManagedTensor) -> None:
         """Finds a place for a deferred gradient; if there is no room the gradient stays deferred."""
         assert tensor.deferred_gradient is not None
@@ -277,10 +302,19 @@ class Gradients:
     def note_step(self) -> None:
         """Learns that the gradients that there are were used by a step."""
         self._is_after_step = True
+        self.was_touched = False
+        for tensor in (tensor for index in self.used_ahead for tensor in self._chunks[index].tensors):
+            tensor.gradient_norm = None
+        self.used_ahead.clear()
 
     def note_read(self) -> None:
         """Learns that somebody reads a gradient."""
+        self.was_touched = True
         self._was_read_late |= self._is_after_step
+
+    def note_replaced(self) -> None:
+        """Learns that somebody replaces or drops a gradient; after a step everybody does, by ``zero_grad``."""
+        self.was_touched |= not self._is_after_step
 
     def try_to_keep(self, chunks: Iterable[Chunk]) -> bool:
         """Moves the gradients of chunks to the accumulation list, where a step leaves them; whether there was room.

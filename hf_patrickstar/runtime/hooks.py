@@ -41,6 +41,9 @@ class ModelHooks:
         follow_model: Called before an outermost forward, with whether it is a training forward.
         device: The compute device.
         casting: The types that forwards compute in.
+
+    Attributes:
+        on_gradient: Called when a gradient has been stored.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class ModelHooks:
         self._services = LiveServices(manager, weights, self._frames, self._autograd)
         self._live_model = LiveModel(model, self._services)
         self._is_attached = False
+        self.on_gradient: Callable[[ManagedTensor], None] = _ignore
 
     # Attach and detach
 
@@ -347,6 +351,11 @@ class ModelHooks:
             self._manager.gradient_mirrors.follow_recorded(tensor, gradient if before is None else before + gradient)
         else:
             self._phases.gradient_ready(tensor, gradient)
+            self.on_gradient(tensor)
+
+
+def _ignore(tensor: ManagedTensor) -> None:
+    """Nobody updates chunks in backward."""
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

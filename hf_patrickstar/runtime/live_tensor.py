@@ -236,6 +236,8 @@ class LiveTensor:
         if is_autograds:
             set_raw_grad(tensor.parameter, gradient)
             return
+        manager.gradients.check_unused("a gradient is replaced", tensor.chunk.spec.index)
+        manager.gradients.note_replaced()
         if gradient is None:
             manager.gradient_mirrors.drop(tensor)
             manager.gradients.drop(tensor)
@@ -248,12 +250,14 @@ class LiveTensor:
                 f"{type(gradient).__name__}"
             )
         if gradient is tensor.parameter:
-            raise EngineError(f"parameter '{tensor.spec.name}' cannot be its own gradient")
+            raise EngineError(
+                f"parameter '{tensor.spec.name}' cannot be its own gradient; assign a copy (p.detach().clone())"
+            )
         types = (tensor.chunk.dtype, tensor.chunk.state_dtype)
         if tuple(gradient.shape) != tensor.spec.shape or gradient.dtype not in types:
             raise EngineError(
                 f"the gradient of parameter '{tensor.spec.name}' must have shape {tensor.spec.shape} and type "
-                f"{types[0]}, got {tuple(gradient.shape)} and {gradient.dtype}"
+                f"{types[0]}, got {tuple(gradient.shape)} and {gradient.dtype}; convert it first"
             )
         manager.phases.apply_factor()
         manager.gradient_mirrors.assign(tensor, gradient)

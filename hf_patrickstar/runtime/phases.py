@@ -92,6 +92,7 @@ class Phases:
             present: Tensors on the device that are there already and are not chunks.
         """
         self.abandon_failed_backward()
+        self._gradients.check_unused("a forward begins")
         is_evaluation = stage is Stage.EVALUATION
         if is_evaluation:
             self._parameters.release_held_outside_forward()
@@ -166,6 +167,7 @@ class Phases:
     def backward_begin(self) -> None:
         """A backward begins; called from within, by what it needs or finishes first."""
         self.turns.take_backward()
+        self._gradients.check_unused("a backward begins")
         self._executor.in_backward = True
         self._writes.sync()
         self.apply_factor()  # what this backward adds is not clipped, or unscaled, with what is there
@@ -255,6 +257,18 @@ class Phases:
         """The optimizer comes to a chunk; a checkpoint that is being written from it goes first."""
         self._steps.visit_for_update(chunk)
         chunk.wait_for_reader()
+
+    def leave_alone(self, tensor: ManagedTensor, factor: torch.Tensor | None) -> None:
+        """Keeps the gradient and the value of a parameter that the optimizer does not have.
+
+        Args:
+            tensor: The parameter.
+            factor: What gradients are multiplied with, or ``None``.
+        """
+        if factor is not None:
+            self._gradients.multiply(tensor, factor)
+            self._gradient_mirrors.refresh(tensor)
+        self._gradients.move_to_list(tensor)
 
     def update(self, chunks: Sequence[Chunk], update: Update, *, may_run_beside: bool) -> None:
         """The optimizer updates chunks that have the same home; see [Note: an update under way].

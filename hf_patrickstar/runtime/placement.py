@@ -13,13 +13,14 @@ from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.copies import Copies
 from hf_patrickstar.runtime.tracer import Tracer
 from hf_patrickstar.schedule.margin import StepCost, fill_margin, needed_nbytes, plan_margin
+from hf_patrickstar.schedule.pace import updated_beside_backward
 from hf_patrickstar.schedule.placement import ChunkBytes, Lookups, plan_lookups
 from hf_patrickstar.schedule.plan import chunkable_nbytes
 from hf_patrickstar.schedule.replay import replay
 from hf_patrickstar.schedule.script import Load, Send
 from hf_patrickstar.schedule.simulator import repeated_plans
 from hf_patrickstar.schedule.sketch import ChunkWork, sketch, steps_of
-from hf_patrickstar.schedule.trace import Shapes
+from hf_patrickstar.schedule.trace import Shapes, Trace
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +170,9 @@ class Placement:
                 num_moved += 1
         except BudgetError as error:
             logger.info("patrickstar: the host has no room for all that the device cannot hold: %s", error)
-        logger.info("patrickstar: %d chunks leave the device, where not everything fits after all", num_moved)
+        said = f"{num_moved} chunks left the device, where not everything fits after all: a step ran out of memory"
+        logger.info("patrickstar: %s", said)
+        self.reasons["homes"] = said
         return num_moved > 0
 
     def _place_lookups(self) -> bool:
@@ -272,6 +275,16 @@ class Placement:
             moved += sum(load.sent_nbytes + load.nbytes * (not load.is_here) for load in loaded)
             moved += sum(entry.nbytes for entry in script if isinstance(entry, Send))
         return StepCost(duration_ns, moved)
+
+    def updated_beside_backward(self, trace: Trace, backward_ns: int | None) -> int:
+        """Elements that the host updates while the gradients of a micro-batch arrive, by the rates of the machine.
+
+        Args:
+            trace: The visits of the micro-batch.
+            backward_ns: How long they arrive, if that was measured.
+        """
+        works = self._works(self._at_home_on_device())
+        return updated_beside_backward(trace, works, self._rules.machine, backward_ns)
 
     def _works(self, at_home: frozenset[int]) -> list[ChunkWork]:
         """What a step does with each chunk if these are at home on the device; see [Note: a sketch of a step]."""

@@ -1,9 +1,16 @@
-"""How long a chunk takes on its way, by the rates of a machine: decides chunk sizes and how far ahead loads begin."""
+"""How long a chunk takes on its way, by the rates of a machine.
 
+It decides chunk sizes, how far ahead loads begin, and how much of the optimizer's work fits beside backward.
+"""
+
+import collections
 import math
+from collections.abc import Sequence
 
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.schedule.bounds import ADAM_NBYTES
+from hf_patrickstar.schedule.sketch import ChunkWork, num_rows
+from hf_patrickstar.schedule.trace import Trace
 
 _LEAD_NS = 20_000_000
 """How much of the bus's time may be under way ahead: enough for a head of 0.5 GB on PCIe 4."""
@@ -48,3 +55,37 @@ def choose_depth(chunk_nbytes: int, machine: Machine) -> tuple[int, str]:
         f"prefetch_depth=auto: {depth} chunks are loaded ahead; by the rates of '{machine.name}' a chunk takes "
         f"{copy_ns / 1e6:.2f} ms on the bus"
     )
+
+
+def updated_beside_backward(
+    trace: Trace, works: Sequence[ChunkWork], machine: Machine, backward_ns: int | None = None
+) -> int:
+    """Elements that the host updates while the gradients of a backward arrive, of all that it updates.
+
+    Args:
+        trace: The visits of a micro-batch.
+        works: What is done with each chunk, by chunk index.
+        machine: Its rates.
+        backward_ns: How long gradients arrive, if that was measured.
+    """
+    numel = sum(work.own_numel for work in works if not work.is_static)
+    if backward_ns is None:
+        backward_ns = _backward_ns(trace, works, machine)
+    return min(int(numel * backward_ns / max(machine.host_ns(0, ADAM_NBYTES * numel), 1)), numel)
+
+
+def _backward_ns(trace: Trace, works: Sequence[ChunkWork], machine: Machine) -> int:
+    """About how long backward takes; see [Note: a sketch of a step].
+
+    Each matrix is multiplied twice with each row, and once more if activations are computed again: a chunk is then
+    visited more often than in forward.
+    """
+    end = trace.forward_ends[-1] if trace.forward_ends else len(trace.visits)
+    before = collections.Counter(visit.chunk_index for visit in trace.visits[:end])
+    after = collections.Counter(visit.chunk_index for visit in trace.visits[end:])
+    rows = num_rows(trace.shapes[0])
+    duration_ns = 0
+    for index, num_visits in after.items():
+        products = 3 if num_visits > before[index] else 2
+        duration_ns += machine.kernel_ns(2 * products * rows * works[index].matrix_numel, 0, works[index].dtype)
+    return duration_ns

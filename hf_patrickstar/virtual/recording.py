@@ -1,6 +1,7 @@
 """Records a step of training in virtual time, and tells how long it takes on other machines."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -155,19 +156,21 @@ def record_step(
     """
     machine.check_processes(world_size)
     driver = VirtualDriver(machine)
+    streams = _streams_of(driver, machine)
     with FakeTensorMode(), driver.watching():
         model = make_model()
         engine = PatrickStarEngine(
             model,
             {**_settings_for(machine), **config},
             (make_optimizer or _make_adamw)(model.parameters()),
-            device=DeviceStreams(torch.device("cpu"), driver),
+            device=streams,
             gradient_accumulation_steps=num_micro_batches,
             listener=driver.note_event,
             process_group=VirtualPeers(driver, world_size),
         )
         assert engine.optimizer is not None
         engine.optimizer.zero_grad()  # tells the engine that nobody wants gradients after a step
+        num_to_pass = _num_to_pass(engine)
         for number in range(_MOST_STEPS + 1):
             before = engine.stats()
             driver.begin(engine.manager.chunks)
@@ -177,8 +180,22 @@ def record_step(
             timeline = driver.end()
             is_recorded = engine.stats()["recorded_steps"] > before["recorded_steps"]
             if not is_recorded and all(step and step.cursor and step.plan for step in steps):
+                num_to_pass -= 1
+            if num_to_pass < 0:
                 return _note(engine, driver, steps, timeline, before)
     raise _refusal(engine, steps)
+
+
+def _streams_of(driver: VirtualDriver, machine: Machine) -> DeviceStreams:
+    streams = DeviceStreams(torch.device("cpu"), driver)
+    if not machine.has_accelerator:
+        streams.hold_none()  # there a gradient is at home when its copy is started
+    return streams
+
+
+def _num_to_pass(engine: PatrickStarEngine) -> int:
+    """Steps by plans before the one that counts: if chunks are updated in backward, its update is the rest of those."""
+    return 1 if engine.config.overlap_optimizer == "backward" else 0
 
 
 def _refusal(engine: PatrickStarEngine, steps: Sequence[Step | None]) -> Exception:
@@ -188,7 +205,10 @@ def _refusal(engine: PatrickStarEngine, steps: Sequence[Step | None]) -> Excepti
             f"there is no plan for a step within {format_need(engine.ledger.limit(Tier.DEVICE))} of the device, and "
             "chunks would move on demand; give a little more device memory, or smaller batches"
         )
-    return EngineError(f"none of {_MOST_STEPS} steps followed plans: what this model does depends on its data")
+    return EngineError(
+        f"none of {_MOST_STEPS} steps followed plans: what this model does depends on its data; train a few steps "
+        "instead and read engine.survey()"
+    )
 
 
 def _settings_for(machine: Machine) -> dict[str, Any]:
@@ -266,10 +286,15 @@ def _train(
 ) -> list[Step | None]:
     """Forward and backward of all micro-batches; returns what the engine knows of each."""
     steps: list[Step | None] = []
-    for inputs in batches:
+
+    def train(inputs: Mapping[str, torch.Tensor]) -> Step | None:
         driver.begin_part(Part.FORWARD)
         loss = compute_loss(engine.model, inputs)
-        steps.append(engine.manager.tracer.step)
+        step = engine.manager.tracer.step
         driver.begin_part(Part.BACKWARD)
         (loss / len(batches) if len(batches) > 1 else loss).backward()
+        return step
+
+    for inputs in batches:  # as the Trainer does, which repeats what has no room
+        steps.append(engine.attempt(functools.partial(train, inputs)))
     return steps

@@ -252,6 +252,9 @@ class Streams(HostThread):
     def is_on_device(self, tensor):
         return is_on_device(tensor)
 
+    def mark(self):
+        return None
+
     def is_pinned(self, tensor):
         return not is_on_device(tensor)
 

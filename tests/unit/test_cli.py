@@ -29,7 +29,8 @@ def test_a_command_that_fails(tmp_path, capsys):
     assert main(["export", str(tmp_path)]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == f"hf-patrickstar export: '{tmp_path}/optimizer.index.json' is missing\n"
+    missing = f"'{tmp_path}/optimizer.index.json' is missing; copy it there, or use another checkpoint"
+    assert err == f"hf-patrickstar export: {missing}\n"
 
 
 def test_version(capsys):

@@ -145,7 +145,8 @@ def test_a_file_needs_a_measurement(never, capsys):
 def test_paths_that_cannot_be_written_are_refused_before_anything_is_measured(never, tmp_path, capsys, monkeypatch):
     missing = tmp_path / "missing" / "machine.json"
     assert refused(["--measure", "--json", str(missing)], capsys) == (
-        f"hf-patrickstar env: --json: '{missing}' cannot be written: there is no directory '{missing.parent}'\n"
+        f"hf-patrickstar env: --json: '{missing}' cannot be written: there is no directory '{missing.parent}'; "
+        "make it, or name another file\n"
     )
     assert refused(["--measure", "--json", str(tmp_path)], capsys) == (
         f"hf-patrickstar env: --json: '{tmp_path}' is a directory; name a file\n"
@@ -153,7 +154,7 @@ def test_paths_that_cannot_be_written_are_refused_before_anything_is_measured(ne
     monkeypatch.setattr(files.os, "access", lambda path, mode: False)
     path = tmp_path / "machine.json"
     assert refused(["--measure", "--json", str(path)], capsys) == (
-        f"hf-patrickstar env: --json: '{path}' cannot be written: permission denied\n"
+        f"hf-patrickstar env: --json: '{path}' cannot be written: permission denied; name another file\n"
     )
     assert not path.exists()
 
@@ -167,4 +168,6 @@ def test_a_disk_that_is_full(h100, tmp_path, capsys, monkeypatch):
     assert main(["env", "--measure", "--json", str(path)]) == 2
     out, err = capsys.readouterr()
     assert "products in float32" in out, "what was measured is not lost"
-    assert err == f"hf-patrickstar env: --json: '{path}' cannot be written: No space left on device\n"
+    assert (
+        err == f"hf-patrickstar env: --json: '{path}' cannot be written: No space left on device; name another file\n"
+    )

@@ -191,7 +191,10 @@ def test_a_file_that_is_not_there(tmp_path):
 def test_a_file_without_an_object(tmp_path):
     path = tmp_path / "machine.json"
     path.write_text("[1]")
-    assert refused(find_machine, str(path)) == f"machine '{path}': the file holds no JSON object"
+    message = (
+        f"machine '{path}': the file holds no JSON object; write it with 'hf-patrickstar env --measure --json FILE'"
+    )
+    assert refused(find_machine, str(path)) == message
 
 
 def test_an_unknown_field_is_told_the_nearest():
@@ -222,7 +225,7 @@ def test_rates_of_types_are_checked_too():
     message = refused(dataclasses.replace, ROUND, flops={"float32": 1.0, "bfloat16": -2.0})
     assert message == "machine 'round': flops['bfloat16'] is -2.0; it must be a positive number"
     message = refused(dataclasses.replace, ROUND, flops={"bfloat16": 1.0})
-    assert message == "machine 'round': flops has no 'float32', which other types fall back to"
+    assert message == "machine 'round': flops has no 'float32', which other types fall back to; add it"
     message = refused(dataclasses.replace, ROUND, flops=3.0)
     assert message == "machine 'round': flops is 3.0; it must be rates by type"
 

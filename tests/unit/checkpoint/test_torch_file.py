@@ -100,5 +100,7 @@ def test_a_disk_that_is_full(tmp_path):
 
 
 def test_other_errors_of_the_disk(tmp_path):
-    with pytest.raises(CheckpointError, match=r"none/f' cannot be written: No such file or directory$"):
+    with pytest.raises(
+        CheckpointError, match=r"none/f' cannot be written: No such file or directory; make it writable"
+    ):
         write_torch(tmp_path / "none" / "f", {"w": torch.ones(1)})

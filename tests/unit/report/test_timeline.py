@@ -225,6 +225,6 @@ def test_without_matplotlib_there_is_a_sentence(tmp_path, monkeypatch):
         return real(name, *arguments, **others)
 
     monkeypatch.setattr(builtins, "__import__", importing)
-    with pytest.raises(ConfigError, match=r"matplotlib is not installed \(pip install 'hf_patrickstar\[plots\]'\)"):
+    with pytest.raises(ConfigError, match=r"matplotlib is not installed: pip install 'hf_patrickstar\[plots\]'"):
         write_picture(make_timeline(), tmp_path / "picture.png")
     write_trace(make_timeline(), tmp_path / "trace.json")

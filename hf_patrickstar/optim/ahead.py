@@ -1,0 +1,158 @@
+"""Updates of chunks inside of a backward, before ``optimizer.step()`` is called.
+
+[Note: updates in backward]
+Where gradients are not clipped, nothing of a step depends on all gradients, and a chunk could be updated as soon as its
+own are complete, beside the rest of backward. An update cannot be taken back without rounding. So the user has to
+promise, by ``overlap_optimizer="backward"``, that between the last backward of a step and ``step()`` nothing happens to
+gradients, parameters or settings; then the results have the same bits as those of updates in ``step()``. The engine
+relies on the promise only
+
+- in steps that follow a plan, whose predecessor neither clipped nor scaled gradients, nor read one;
+- in the last micro-batch of a step, for Adam and AdamW, in one process, for chunks at home on the host;
+- for a chunk that the plan does not visit again in this step.
+
+The host launches the kernels of a backward long before the device has run them, so at that moment nobody can see how
+much of the host's time is left until ``step()``. So as many elements are updated in backward as the host updates, by
+the rates of the machine, in the time in which the gradients of the last backward arrived (``schedule/pace.py``). All
+other chunks are updated by ``step()``, in the order of the next forward, so that its first layers do not wait for the
+last ones.
+
+What breaks the promise ends with an ``EngineError`` that says so: a further forward or backward, a use of a parameter
+that was updated, reading, clipping or zeroing gradients, other settings. A micro-batch that runs out of device memory
+is not repeated once an update has begun. Norms of gradients can still be asked for; they are noted when gradients
+arrive.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from hf_patrickstar.memory.lanes import Moment
+from hf_patrickstar.memory.streams import DeviceStreams
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.optim.kernel import AT_HOME
+from hf_patrickstar.optim.optimizer import ChunkedOptimizer
+from hf_patrickstar.optim.state import settings_of
+from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
+from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.runtime.ranges import named
+from hf_patrickstar.runtime.tracer import Step
+from hf_patrickstar.schedule.trace import StepKind, Trace
+
+logger = logging.getLogger(__name__)
+
+_OF_STEPS = (StepKind.TRAINING, StepKind.LAST)
+
+
+class UpdatesAhead:
+    """Updates chunks in backward; see [Note: updates in backward].
+
+    Args:
+        manager: The manager of the chunks.
+        optimizers: The optimizers of the engine; the list may grow.
+        streams: They tell how long a backward takes.
+    """
+
+    def __init__(self, manager: ChunkManager, optimizers: Sequence[ChunkedOptimizer], streams: DeviceStreams) -> None:
+        self._manager = manager
+        self._streams = streams
+        self._optimizers = optimizers
+        self._step: Step | None = None
+        self._relies = False
+        self._num_arrived: dict[int, int] = {}
+        self._moments: dict[str, tuple[Moment | None, Moment | None]] = {}  # of the last backward of each trace
+        self._numel: dict[str, int] = {}
+        self._left_numel = 0
+        self._said = ""
+
+    @torch.no_grad()
+    def note(self, tensor: ManagedTensor) -> None:
+        """Is told that a gradient was stored; updates chunks whose gradients are complete.
+
+        Args:
+            tensor: Whose gradient it is.
+        """
+        step = self._manager.tracer.step
+        if step is not self._step:
+            self._begin(step)
+        if not self._relies or step is None or step.is_diverged:
+            return
+        chunk = tensor.chunk
+        index = chunk.spec.index
+        self._num_arrived[index] = self._num_arrived.get(index, 0) + 1
+        if self._num_arrived[index] < len(chunk.tensors):
+            return
+        self._moments[step.key] = (self._moments[step.key][0], self._streams.mark())
+        if self._left_numel > 0 and self._can_update(chunk, step):
+            self._update(chunk)
+            self._left_numel -= chunk.spec.chunk_numel
+
+    def _begin(self, step: Step | None) -> None:
+        self._step = step
+        self._num_arrived.clear()
+        self._relies = False
+        if step is None or step.plan is None or step.cursor is None or StepKind.of(step.key) not in _OF_STEPS:
+            return
+        said = self._why_not()
+        self._relies = not said
+        if self._relies:
+            self._left_numel = self._choose_numel(step.cursor.trace)
+            said = "chunks are updated while backward runs, as many as the host has time for"
+        else:
+            said = f"chunks are updated by step(), because {said}"
+        if said != self._said:
+            logger.info("patrickstar: overlap_optimizer='backward': %s", said)
+        self._said = said
+
+    def _choose_numel(self, trace: Trace) -> int:
+        """Elements to update in this backward; it lasts as long as one of the same trace did, if that was measured."""
+        begin, end = self._moments.pop(trace.key, (None, None))
+        measured_ns = end.ns_since(begin) if begin is not None and end is not None else None
+        if measured_ns is not None or trace.key not in self._numel:
+            self._numel[trace.key] = self._manager.placement.updated_beside_backward(trace, measured_ns)
+        moment = self._streams.mark()
+        self._moments[trace.key] = (moment, moment)
+        return self._numel[trace.key]
+
+    def _why_not(self) -> str:
+        if len(self._optimizers) != 1:
+            return f"the model has {len(self._optimizers)} optimizers"
+        optimizer, gradients = self._optimizers[0], self._manager.gradients
+        if not optimizer.kernel.runs_beside:
+            return f"{optimizer.class_name} is not Adam or AdamW of torch"
+        if gradients.must_keep:
+            return "gradients are kept after step(): call optimizer.zero_grad() after it, and read none"
+        if not optimizer.was_left_alone:
+            return "gradients were clipped, scaled or read before the last step(), or step() has hooks"
+        return ""
+
+    def _can_update(self, chunk: Chunk, step: Step) -> bool:
+        """Whether nobody needs a chunk as it is any more, in this step."""
+        gradients, optimizer = self._manager.gradients, self._optimizers[0]
+        needs_norm = gradients.records_norms
+        is_complete = all(
+            tensor.gradient in AT_HOME
+            and not tensor.is_needed_at_home
+            and not (needs_norm and tensor.gradient_norm is None)
+            and tensor.spec.index in optimizer.group_numbers
+            for tensor in chunk.tensors
+        )
+        is_visited = step.cursor is None or step.cursor.next_visit(chunk.spec.index) is not None
+        is_seen = len(self._manager.gradient_mirrors) > 0 or not optimizer.kernel.may_run_beside([chunk])
+        return is_complete and chunk.home is Tier.HOST and not is_visited and not is_seen
+
+    def _update(self, chunk: Chunk) -> None:
+        manager, optimizer = self._manager, self._optimizers[0]
+        gradients, index = manager.gradients, chunk.spec.index
+        if not gradients.used_ahead:
+            optimizer.settings_ahead = settings_of(optimizer.param_groups)
+        chunk.wait_for_reader()
+        norms = [tensor.gradient_norm for tensor in chunk.tensors]
+        update = optimizer.kernel.prepare([chunk], optimizer.group_numbers, None)
+        with named("update", index), gradients.lock:
+            manager.phases.update([chunk], update, may_run_beside=True)
+            manager.phases.chunk_updated(chunk, optimizer.group_numbers, keeps=False)
+            gradients.used_ahead.add(index)
+            for tensor, norm in zip(chunk.tensors, norms, strict=True):
+                tensor.gradient_norm = norm

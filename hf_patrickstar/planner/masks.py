@@ -1,0 +1,51 @@
+"""Attention masks that transformers leaves out in training, and would not leave out for tensors without values.
+
+[Note: masks without values]
+transformers looks into a batch before it makes a mask of all pairs of tokens: if no token is padding and every row is
+one sequence, causal attention needs no mask. Of tensors that have no values it cannot see that, and makes the mask,
+which takes memory that a training does not take, and another kernel of attention. Who plans knows what the batch is.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import masking_utils
+
+_THAT_LOOK = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
+
+
+@contextlib.contextmanager
+def masks_of_batches(*, has_padding: bool, is_packed: bool) -> Iterator[None]:
+    """Inside, masks are left out of models on fake tensors as they are in training.
+
+    Args:
+        has_padding: Whether some tokens of a batch are padding.
+        is_packed: Whether a row of a batch may be several sequences, which begin where ``position_ids`` begin again.
+    """
+    with contextlib.ExitStack() as stack:
+        if not is_packed and hasattr(masking_utils, "find_packed_sequence_indices"):
+            find = _finding_none(masking_utils.find_packed_sequence_indices)
+            stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", find))
+        for name in () if has_padding else _THAT_LOOK:
+            look = getattr(masking_utils, name, None)
+            if look is not None:
+                stack.enter_context(mock.patch.object(masking_utils, name, _without_padding(look)))
+        yield
+
+
+def _finding_none(find: Any) -> Any:
+    def finds(position_ids: Any) -> Any:
+        found = find(position_ids)  # what it computes with takes memory for a moment
+        return None if isinstance(position_ids, FakeTensor) else found
+
+    return finds
+
+
+def _without_padding(look: Any) -> Any:
+    def looks(padding_mask: Any, *args: Any, **kwargs: Any) -> Any:
+        return look(None if isinstance(padding_mask, FakeTensor) else padding_mask, *args, **kwargs)
+
+    return looks

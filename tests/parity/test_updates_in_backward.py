@@ -1,0 +1,240 @@
+"""``overlap_optimizer="backward"``: chunks are updated before ``step()`` is called, with the same bits.
+
+What breaks the promise that this takes is an error, never a wrong number.
+"""
+
+import logging
+
+import pytest
+import torch
+from models import make_batch
+from simulated import streams_of
+from test_overlapped_updates import CASES, STREAMS, Run, assert_same, groups, outcome, tensor_rate, tight_budget
+from trainers import train
+
+from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.errors import ConfigError, DeviceMemoryError, EngineError
+from hf_patrickstar.optim.ahead import UpdatesAhead
+
+pytestmark = pytest.mark.own_streams
+
+
+class UnclippedRun(Run):
+    """Training without clipping; notes how many chunks backward has updated."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.num_ahead = []
+
+    def step(self, seed=0, after=lambda run: None):
+        self.backward(seed)
+        self.num_ahead.append(len(self.engine.manager.gradients.used_ahead))
+        self.optimizer.step()
+        after(self)
+        self.optimizer.zero_grad()
+
+
+def train_for(run, num=4):
+    for seed in range(num):
+        run.step(seed)
+
+
+def norms(run):
+    """As the Trainer asks for them where nothing is clipped."""
+    for seed in range(4):
+        run.backward(seed)
+        run.num_ahead.append(len(run.engine.manager.gradients.used_ahead))
+        run.keep(run.optimizer.clip_grad_norm_(None, float("inf")))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+def rates(run):
+    scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 0.3**step)
+    for seed in range(4):
+        run.step(seed, lambda run: scheduler.step())
+
+
+def looks(run):
+    """Everybody looks right after ``step()``."""
+    for seed in range(4):
+        run.step(seed, lambda run: run.keep(*run.model.state_dict().values()))
+        run.keep_state(run.optimizer.state_dict())
+        with torch.no_grad():
+            run.keep(run.model(**make_batch(run.name, seed=9)).loss)
+
+
+def micro_batches(run):
+    for seed in range(4):
+        run.backward(10 + seed)
+        run.step(seed)
+
+
+UNCLIPPED = {
+    "plain": (train_for, {}),
+    "16-bit": (train_for, {"dtype": "bf16"}),
+    "norms": (norms, {}),
+    "norms in 16-bit": (norms, {"dtype": "bf16"}),
+    "groups": (rates, {"make_optimizer": groups}),
+    "a rate that is a tensor": (rates, {"make_optimizer": tensor_rate}),
+    "looks": (looks, {}),
+    "micro-batches": (micro_batches, {"accumulation": 2}),
+    "embeddings on the CPU": (train_for, {"cpu_embedding": True}),
+    "another model": (train_for, {"name": "llama"}),
+    "one that ties weights": (train_for, {"name": "t5"}),
+    "checkpointing": (train_for, {"checkpointing": True, "chunk_budget": 3 * tight_budget("gpt2")}),
+}
+
+
+def unclipped(streams, case, *, checkpointing=False, **settings):
+    torch.manual_seed(0)
+    with streams_of(streams):
+        run = UnclippedRun(**settings)
+        if checkpointing:
+            run.model.gradient_checkpointing_enable({"use_reentrant": False})
+        case(run)
+        return run.end(), run.num_ahead
+
+
+@pytest.mark.parametrize(("case", "settings"), UNCLIPPED.values(), ids=UNCLIPPED)
+def test_the_bits_are_those_of_updates_in_the_step(case, settings):
+    expected, ahead = unclipped("threads", case, overlap_optimizer=False, **settings)
+    assert not any(ahead)
+    for streams in STREAMS:
+        found, ahead = unclipped(streams, case, overlap_optimizer="backward", **settings)
+        assert_same(expected, found)
+        assert ahead[0] == 0  # nobody knows yet what this program does before step()
+        assert min(ahead[2:]) > 0
+
+
+@pytest.mark.parametrize(("case", "settings"), CASES.values(), ids=CASES)
+def test_programs_that_do_more_keep_their_bits(case, settings):
+    """Programs that clip, read, write and look at everything: their chunks are updated by ``step()``."""
+    expected = outcome("threads", case, settings, overlap_optimizer=False)
+    assert_same(expected, outcome("simulated:1", case, settings, overlap_optimizer="backward"))
+
+
+def test_the_trainer_without_clipping(tmp_path, monkeypatch):
+    updated, update = [], UpdatesAhead._update
+    monkeypatch.setattr(UpdatesAhead, "_update", lambda *args: (updated.append(1), update(*args)))
+    _, expected = train("gpt2", tmp_path / "stock", max_grad_norm=0.0)
+    with streams_of("simulated:1"):
+        config = {"placement": "host", "chunk_numel": 700, "chunk_budget": tight_budget("gpt2")}
+        config |= {"overlap_optimizer": "backward"}
+        _, found = train("gpt2", tmp_path / "ours", config, max_grad_norm=0.0)
+    assert updated
+    assert found.losses == expected.losses
+    assert found.norms == expected.norms
+
+
+def test_on_the_threads_of_the_cpu_tier_all_is_updated_by_the_step():
+    expected, _ = unclipped("threads", train_for, overlap_optimizer=False)
+    found, ahead = unclipped("threads", train_for, overlap_optimizer="backward")
+    assert_same(expected, found)
+    assert not any(ahead)
+
+
+def test_clipping_is_noticed_and_said_once(caplog):
+    with caplog.at_level(logging.INFO, "hf_patrickstar"), streams_of("simulated"):
+        run = Run(overlap_optimizer="backward")
+        for seed in range(4):
+            run.step(seed)
+            assert not run.engine.manager.gradients.used_ahead
+    said = [record.message for record in caplog.records if "updated by step()" in record.message]
+    assert len(said) == 1
+    assert "clipped" in said[0]
+
+
+# What breaks the promise
+
+
+def evaluate(run):
+    with torch.no_grad():
+        run.model(**make_batch(run.name)).loss.item()
+
+
+def read_gradients(run):
+    for parameter in run.model.parameters():
+        parameter.grad.sum()
+
+
+def drop_gradients(run):
+    for parameter in run.model.parameters():
+        parameter.grad = None
+
+
+def change_the_rate(run):
+    run.optimizer.param_groups[0]["lr"] *= 0.5
+    run.optimizer.step()
+
+
+BREAKS = {
+    "a forward": lambda run: run.backward(1),
+    "an evaluation": evaluate,
+    "clipping": lambda run: run.optimizer.clip_grad_norm_(None, 0.5),
+    "clipping by value": lambda run: run.optimizer.clip_grad_value_(0.5),
+    "another norm": lambda run: run.optimizer.grad_norm(norm_type=1.0),
+    "unscaling": lambda run: run.optimizer.unscale(torch.tensor(0.5)),
+    "zeroing": lambda run: run.optimizer.zero_grad(),
+    "zeroing by the model": lambda run: run.model.zero_grad(),
+    "reading gradients": read_gradients,
+    "dropping gradients": drop_gradients,
+    "a skipped step": lambda run: run.optimizer.skip_step(),
+    "another rate": change_the_rate,
+}
+
+
+@pytest.mark.parametrize("breaks", BREAKS.values(), ids=BREAKS)
+def test_what_breaks_the_promise_is_an_error(breaks):
+    with streams_of("simulated:1"):
+        run = UnclippedRun(overlap_optimizer="backward")
+        train_for(run, 3)
+        run.backward(3)
+        assert run.engine.manager.gradients.used_ahead
+        with pytest.raises(EngineError, match=r"overlap_optimizer='backward'|consumed by optimizer.step"):
+            breaks(run)
+
+
+def test_a_second_backward_is_an_error():
+    with streams_of("simulated:1"):
+        run = UnclippedRun(overlap_optimizer="backward")
+        train_for(run, 3)
+        loss = run.model(**make_batch(run.name)).loss
+        loss.backward(retain_graph=True)
+        with pytest.raises(EngineError, match="a backward begins"):
+            loss.backward()
+
+
+def test_a_micro_batch_is_not_repeated_once_a_chunk_was_updated():
+    with streams_of("simulated:1"):
+        run = UnclippedRun(overlap_optimizer="backward")
+        train_for(run, 3)
+
+        def fail():
+            run.backward(3)
+            raise DeviceMemoryError("full")
+
+        with pytest.raises(EngineError, match=r"out of memory \(full\), but .* chunks .* were updated"):
+            run.engine.attempt(fail)
+
+
+def test_after_a_failed_step_the_next_forward_says_so_once():
+    with streams_of("simulated:1"):
+        run = UnclippedRun(overlap_optimizer="backward")
+        train_for(run, 3)
+        first = next(run.model.parameters())
+        handle = first.register_post_accumulate_grad_hook(lambda _: (_ for _ in ()).throw(KeyError("mine")))
+        with pytest.raises(KeyError):
+            run.backward(3)
+        handle.remove()
+        assert run.engine.manager.gradients.used_ahead
+        with pytest.raises(EngineError, match="a forward begins"):
+            run.backward(4)
+        run.optimizer.zero_grad()
+        train_for(run, 3)  # it can go on, if the program wants to
+
+
+def test_the_setting_is_checked():
+    assert PatrickStarConfig(overlap_optimizer="backward").overlap_optimizer == "backward"
+    with pytest.raises(ConfigError, match="overlap_optimizer: expected true, false or 'backward', got 'forward'"):
+        PatrickStarConfig(overlap_optimizer="forward")

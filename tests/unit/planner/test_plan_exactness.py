@@ -1,0 +1,76 @@
+"""A plan for a machine without an accelerator, beside the engine's own run there: the same bytes, to the last one."""
+
+import pytest
+import torch
+
+from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar.machine import CPU_TIER
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.planner.planning import arrange, plan_and_record
+from hf_patrickstar.units import MIB
+
+MODELS = {
+    "gpt2": "gpt2:n_layer=3,n_embd=64,n_head=2,vocab_size=200,resid_pdrop=0.0,embd_pdrop=0.0",
+    "bert": "bert:num_hidden_layers=3,hidden_size=64,num_attention_heads=2,intermediate_size=128,vocab_size=200,"
+    "hidden_dropout_prob=0.0",
+    "llama": "llama:num_hidden_layers=3,hidden_size=64,num_attention_heads=2,num_key_value_heads=1,"
+    "intermediate_size=128,vocab_size=200",
+}
+MOVED = ("host_to_device_nbytes", "device_to_host_nbytes")
+
+
+def plan_within(name, budget, batch_size=1):
+    subject, given = arrange(
+        MODELS[name],
+        CPU_TIER,
+        **{"task": None, "batch_size": batch_size, "length": 32, "num_micro_batches": 1, "world_size": 1},
+        **{"checkpointing": False, "dtype": "fp32", "optimizer": "adamw", "max_norm": 1.0},
+        **{"device_memory": budget, "host_memory": "1GiB", "settings": {"cpu_embedding": False, "chunk_numel": 9000}},
+    )
+    return subject, given, *plan_and_record(subject, given)
+
+
+def run_within(subject, given):
+    """The engine after four steps, and what it moved in the last one."""
+    torch.manual_seed(0)
+    model = subject.make_model()
+    budgets = {"device_budget": given.machine.device_nbytes, "host_budget": given.machine.host_nbytes}
+    made = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    engine = PatrickStarEngine(model, {**given.settings, **budgets}, made, device=torch.device("cpu"))
+    engine.optimizer.zero_grad()
+    for _ in range(4):
+        before = engine.stats()
+        inputs = subject.make_inputs()
+        engine.attempt(lambda inputs=inputs: model(**inputs).loss.backward())
+        engine.optimizer.clip_grad_norm_(None, 1.0)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    after = engine.stats()
+    return engine, after, tuple(after[key] - before[key] for key in MOVED)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.8])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_plan_has_the_bytes_of_a_run(name, share):
+    _, _, everything, _ = plan_within(name, 64 * MIB)
+    budget = int(share * everything.tier(Tier.DEVICE).need_nbytes)
+    assert_exact(*plan_within(name, budget))
+
+
+def test_what_a_step_repeats_fits_as_it_does_in_a_run():
+    """All model data fits half of the device, where it lives until activations of the first step find no room."""
+    subject, given, plan, recording = plan_within("gpt2", 8_000_000, batch_size=8)
+    assert any("left the device" in reason for reason in recording.reasons)
+    assert_exact(subject, given, plan, recording)
+
+
+def assert_exact(subject, given, plan, recording):
+    assert plan.fits
+    engine, stats, moved = run_within(subject, given)
+    for trace in recording.traces:
+        assert trace == engine.manager.tracer.traces[trace.key]
+    assert recording.static == {chunk.spec.index for chunk in engine.manager.chunks if chunk.is_static}
+    assert recording.moved_nbytes == moved
+    assert sum(moved) > 0
+    assert plan.tier(Tier.DEVICE).need_nbytes == stats["device_total_step_peak_nbytes"]
+    assert plan.tier(Tier.HOST).need_nbytes == stats["host_peak_nbytes"]

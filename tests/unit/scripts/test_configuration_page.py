@@ -1,0 +1,60 @@
+"""``docs/configuration.md`` says what the settings are."""
+
+import dataclasses
+import json
+import pathlib
+import re
+import sys
+
+import pytest
+
+import hf_patrickstar
+from hf_patrickstar.config import PatrickStarConfig
+
+FOLDER = pathlib.Path(hf_patrickstar.__file__).parent.parent / "scripts" / "site"
+
+
+@pytest.fixture(scope="module")
+def page():
+    sys.path.insert(0, str(FOLDER))
+    try:
+        import configuration_page
+    finally:
+        sys.path.remove(str(FOLDER))
+    return configuration_page
+
+
+def test_the_committed_page_is_the_generated_one(page):
+    assert page.TARGET.read_text() == page.write_page(), "run python scripts/site/configuration_page.py"
+
+
+def test_the_defaults_on_the_page_are_those_of_the_class(page):
+    text = page.TARGET.read_text()
+    defaults = dict(re.findall(r"^\| \[`(\w+)`\].* \| `(.*)` \| .*\|$", text, re.MULTILINE))
+    assert set(defaults) == {field.name for field in dataclasses.fields(PatrickStarConfig)}
+    given = {key: json.loads(value) for key, value in defaults.items()}
+    assert PatrickStarConfig.from_any(given) == PatrickStarConfig()
+
+
+def write_class(tmp_path, field, said):
+    path = tmp_path / "config.py"
+    path.write_text(
+        f'class PatrickStarConfig:\n    """A class.\n\n    Attributes:\n        {said}\n    """\n\n    {field}\n'
+    )
+    return path, "PatrickStarConfig"
+
+
+def test_a_setting_that_the_docstring_does_not_describe_is_an_error(page, tmp_path):
+    with pytest.raises(ValueError, match="says nothing of 'fresh'"):
+        page.read_settings(*write_class(tmp_path, "fresh: int = 1", "stale: Bytes."))
+
+
+def test_a_new_setting_needs_a_group_and_a_unit(page, tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "SETTINGS", write_class(tmp_path, "fresh: float = 1.0", "fresh: Bytes."))
+    with pytest.raises(ValueError, match="'fresh'"):
+        page.write_page()
+    monkeypatch.setattr(page, "GROUPS", {"All": ("fresh",)})
+    with pytest.raises(ValueError, match="'fresh' may be a number and has no unit"):
+        page.write_page()
+    monkeypatch.setattr(page, "UNITS", {"fresh": "bytes"})
+    assert "| [`fresh`](#fresh) | a number | `1.0` | bytes |" in page.write_page()

@@ -1,0 +1,115 @@
+"""``docs/errors.md`` has every error of the package, and every message for a user says what to do."""
+
+import pathlib
+import re
+import sys
+
+import pytest
+
+import hf_patrickstar
+
+ROOT = pathlib.Path(hf_patrickstar.__file__).parent
+FOLDER = ROOT.parent / "scripts" / "site"
+
+WITHOUT_REMEDY = {
+    # They repeat the message of another error, which has the remedy.
+    "rank <rank> cannot load the checkpoint: <text>",
+    "'<path>' cannot be written: <text>",
+    "checkpoint '<final>' was not written: <found> on rank <rank>. Earlier ones are as they were",
+    "checkpoint '<final>' cannot be written: <found>. Earlier ones are as they were",
+    "checkpoint '<final>' was not completed: <found>. Earlier ones are as they were",
+    # They check what the package itself hands over; a user meets none of them.
+    "<what>: needs scratch space of <number of elements of buffer> elements of fp32",
+    "reduce_scatter: needs scratch space of <narrow numel and wide numel> elements",
+    "a buffer of shape <shape of buffer> is not <world size> equal slices one after the other",
+    # No command reads traces from a user's file.
+    "this is not a trace: <type of error>: <error>",
+    "trace '<key>', moment <moment>: chunk <index> of <number of chunks>",
+}
+
+
+@pytest.fixture(scope="module")
+def page():
+    sys.path.insert(0, str(FOLDER))
+    try:
+        import errors_page
+    finally:
+        sys.path.remove(str(FOLDER))
+    return errors_page
+
+
+@pytest.fixture(scope="module")
+def package(page):
+    return page.Package()
+
+
+def test_the_committed_page_is_the_generated_one(page, package):
+    assert page.TARGET.read_text() == page.write_page(package), "run python scripts/site/errors_page.py"
+
+
+def test_every_message_of_the_package_says_what_to_do(page, package):
+    messages = [message for message in page.read_messages(package) if message.raised.kind in package.classes]
+    assert len(messages) > 200
+    assert {message.raised.text for message in messages if not message.remedy} == WITHOUT_REMEDY
+
+
+def test_every_error_that_is_raised_is_found(package):
+    found = {(raised.kind, raised.module) for raised in package.find_raised()}
+    for path in ROOT.rglob("*.py"):
+        for kind in re.findall(r"raise (\w+Error)\(\s*f?\"", path.read_text()):
+            assert kind == "AssertionError" or (kind, path.relative_to(ROOT).as_posix()) in found
+
+
+def texts_of(page, tmp_path, source):
+    (tmp_path / "errors.py").write_text(
+        'class PatrickStarError(Exception):\n    """Base."""\nclass ConfigError(PatrickStarError):\n    """Bad."""\n'
+    )
+    (tmp_path / "module.py").write_text(source)
+    return [raised.text for raised in page.Package(tmp_path).find_raised()]
+
+
+@pytest.mark.parametrize(
+    ("source", "texts"),
+    [
+        ("raise ConfigError('a' 'b')", ["ab"]),
+        ("raise ConfigError(f'{tensor.spec.name} has {len(rows)} rows')", ["<tensor> has <number of rows> rows"]),
+        ("raise ConfigError(f'{type(model).__name__}: {wanted!r}')", ["<type of model>: <wanted>"]),
+        ("_MOST = 3\nraise ConfigError(f'at most {_MOST}')", ["at most 3"]),
+        ("_NAMES = ('a', 'b')\nraise ConfigError(f\"use {', '.join(_NAMES)}\")", ["use a, b"]),
+        ("raise ConfigError('one' if x else 'two')", ["one", "two"]),
+        (
+            "def f():\n    text = 'one'\n    if x:\n        text += ' more'\n    raise ConfigError(text)",
+            ["one", "one more"],
+        ),
+        ("def f(why):\n    raise ConfigError(g(why))\ndef g(what) -> str:\n    return f'no {what}'", ["no <why>"]),
+        ("def f():\n    raise ConfigError(g('x'))\ndef g(what) -> str:\n    return f'no {what}'", ["no x"]),
+        ("def f(hint):\n    raise ConfigError(f'bad; {hint}')\ndef g():\n    f('use this one')", ["bad; use this one"]),
+        ("def f():\n    kind = ConfigError if x else ValueError\n    raise kind('text')", ["text"]),
+        ("def f():\n    return ConfigError('made here, raised by the caller')", ["made here, raised by the caller"]),
+        ("class Own(ConfigError):\n    pass\nraise Own('text')", ["text"]),
+    ],
+)
+def test_messages_are_read_from_the_source(page, tmp_path, source, texts):
+    assert texts_of(page, tmp_path, source) == texts
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("the model is compiled; pass the model itself", "pass the model itself"),
+        ("it does not fit. Raise <setting> to 3 bytes, or use less", "Raise <setting> to 3 bytes, or use less"),
+        ("<name>: expected one of <choices>, got <value>", "give one of <choices>"),
+        ("auto is all that there is, so lower chunk_numel", "so lower chunk_numel"),
+        ("unknown key; did you mean '<near>'?", "did you mean '<near>'?"),
+        ("'<path>' has no weights", ""),
+        ("machine: name is <name>", ""),
+    ],
+)
+def test_the_remedy_is_where_a_clause_begins_with_an_imperative(page, text, remedy):
+    assert page.take_apart(page.Raised("ConfigError", "module.py", text)).remedy == remedy
+
+
+def test_a_message_that_is_first_on_the_page_must_exist(page, package, monkeypatch):
+    monkeypatch.setattr(page, "FIRST", ("no message says this",))
+    with pytest.raises(ValueError, match="no message says this"):
+        page.write_page(package)

@@ -1,0 +1,90 @@
+"""The documentation as a site: every link leads somewhere, and a reader needs no network."""
+
+import html.parser
+import logging
+import pathlib
+import re
+import shutil
+
+import pytest
+
+import hf_patrickstar
+
+ROOT = pathlib.Path(hf_patrickstar.__file__).parent.parent
+CONFIGURATION = ROOT / "scripts" / "site" / "mkdocs.yml"
+
+pytest.importorskip("material", reason="mkdocs-material is not installed (pip install 'hf_patrickstar[docs]')")
+
+
+def build_site(target, docs=ROOT / "docs"):
+    from mkdocs import config
+    from mkdocs.commands import build
+
+    build.build(config.load_config(str(CONFIGURATION), site_dir=str(target), docs_dir=str(docs)))
+    return target
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    return build_site(tmp_path_factory.mktemp("site"))
+
+
+class Loaded(html.parser.HTMLParser):
+    """What a browser loads with a page without being asked."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.urls = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        rel = given.get("rel", "")
+        if tag in ("script", "img", "iframe", "source", "video") and given.get("src"):
+            self.urls.append(given["src"])
+        elif tag == "link" and rel not in ("next", "prev", "canonical"):
+            self.urls.append(given["href"])
+
+
+def test_every_page_loads_only_what_lies_beside_it(site):
+    pages = sorted(site.glob("*.html"))
+    assert len(pages) > len(list((ROOT / "docs").glob("*.md")))  # and the page for an address that is not there
+    for page in pages:
+        loaded = Loaded(page.read_text()).urls
+        assert loaded
+        for url in loaded:
+            assert page.name == "404.html" or (page.parent / url.split("?")[0]).resolve().is_file(), (page.name, url)
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"url\([\"']?(https?:)?//|@import", sheet.read_text()), sheet
+
+
+def test_search_needs_no_server(site):
+    index = (site / "search" / "search_index.js").read_text()
+    assert index.startswith("var __index = {")
+    assert "deferred_weights" in index
+    assert "assets/iframe-worker.js" in (site / "memory.html").read_text()
+
+
+def test_a_broken_link_fails(tmp_path, caplog):
+    from mkdocs.exceptions import Abort
+
+    docs = tmp_path / "docs"
+    shutil.copytree(ROOT / "docs", docs)
+    for text in ("[gone](nowhere.md)", "[gone](memory.md#nowhere)", "[gone](../nowhere.py)"):
+        (docs / "logs.md").write_text(f"# Logs\n\n{text}\n")
+        with pytest.raises(Abort), caplog.at_level(logging.WARNING, "mkdocs"):
+            build_site(tmp_path / "site", docs)
+        assert "nowhere" in caplog.text
+        caplog.clear()
+
+
+def test_a_page_outside_of_the_navigation_is_under_more(tmp_path):
+    docs = tmp_path / "docs"
+    shutil.copytree(ROOT / "docs", docs)
+    (docs / "not_sorted.md").write_text(
+        "# A page that nobody sorted\n\n[picture](../benchmarks/results/bench_tide_cpu.png)\n"
+    )
+    site = build_site(tmp_path / "site", docs)
+    assert (site / "benchmarks" / "results" / "bench_tide_cpu.png").is_file()
+    text = (site / "index.html").read_text()
+    assert text.index("More") < text.index("A page that nobody sorted")
