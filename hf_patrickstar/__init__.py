@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from hf_patrickstar.integrations.accelerator import PatrickStarAccelerator
     from hf_patrickstar.integrations.trainer import PatrickStarTrainer, PatrickStarTrainerMixin
     from hf_patrickstar.integrations.training_args import PatrickStarArgumentsMixin, PatrickStarTrainingArguments
+    from hf_patrickstar.integrations.trl import PatrickStarDPOConfig as PatrickStarDPOConfig
+    from hf_patrickstar.integrations.trl import PatrickStarDPOTrainer as PatrickStarDPOTrainer
+    from hf_patrickstar.integrations.trl import PatrickStarGRPOConfig as PatrickStarGRPOConfig
+    from hf_patrickstar.integrations.trl import PatrickStarGRPOTrainer as PatrickStarGRPOTrainer
+    from hf_patrickstar.integrations.trl import PatrickStarSFTConfig as PatrickStarSFTConfig
+    from hf_patrickstar.integrations.trl import PatrickStarSFTTrainer as PatrickStarSFTTrainer
     from hf_patrickstar.planner.planning import plan
 
 _LAZY = {
@@ -34,6 +40,16 @@ _LAZY = {
     "PatrickStarTrainerMixin": "hf_patrickstar.integrations.trainer",
     "PatrickStarTrainingArguments": "hf_patrickstar.integrations.training_args",
     "plan": "hf_patrickstar.planner.planning",
+}
+
+# These need an optional package, so they are not in __all__: "from hf_patrickstar import *" would fail without it.
+_OPTIONAL = {
+    "PatrickStarDPOConfig": "hf_patrickstar.integrations.trl",
+    "PatrickStarDPOTrainer": "hf_patrickstar.integrations.trl",
+    "PatrickStarGRPOConfig": "hf_patrickstar.integrations.trl",
+    "PatrickStarGRPOTrainer": "hf_patrickstar.integrations.trl",
+    "PatrickStarSFTConfig": "hf_patrickstar.integrations.trl",
+    "PatrickStarSFTTrainer": "hf_patrickstar.integrations.trl",
 }
 
 __all__ = [
@@ -61,10 +77,10 @@ if not TYPE_CHECKING:  # where type checkers see a __getattr__, every name is th
 
     def __getattr__(name: str) -> Any:
         """Imports transformers and accelerate only when something that needs them is asked for."""
-        if name in _LAZY:
+        if name in _LAZY or name in _OPTIONAL:
             import importlib
 
-            return getattr(importlib.import_module(_LAZY[name]), name)
+            return getattr(importlib.import_module(_LAZY.get(name) or _OPTIONAL[name]), name)
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
 

@@ -5,7 +5,7 @@ import torch
 from hf_patrickstar.runtime.bits import same_bits
 from hf_patrickstar.runtime.chunk import GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.gradients import Gradients
-from hf_patrickstar.runtime.mirrors import SCAN_AT, Mirror, MirrorUsers
+from hf_patrickstar.runtime.mirrors import SCAN_AT, Mirror, MirrorUsers, Recent
 from hf_patrickstar.runtime.sharing import Held
 from hf_patrickstar.runtime.values import Values, as_it_is
 
@@ -26,7 +26,7 @@ class GradientMirrors:
         self._lock = values.lock
         self._follows = values.sharing.is_alone  # see [Note: mirrors]
         self._mirrors: dict[int, Mirror] = {}
-        self._last: ManagedTensor | None = None
+        self._recent = Recent()
         self._scan_at = SCAN_AT
 
     def hand_out(self, tensor: ManagedTensor) -> torch.Tensor:
@@ -155,13 +155,13 @@ class GradientMirrors:
 
     def sync_unused(self, but: ManagedTensor) -> None:
         """Takes over, and frees, what nobody refers to any more; see ``ValueMirrors.sync_unused``."""
+        recent = self._recent.before(but)
         if not self._mirrors:
             return
         with self._lock:
-            last, self._last = self._last, but
             if len(self._mirrors) < self._scan_at:
-                mirror = None if last is None or last is but else self._mirrors.get(last.spec.index)
-                found = [] if mirror is None else [mirror]
+                indices = [tensor.spec.index for tensor in recent if tensor is not but]
+                found = [self._mirrors[index] for index in indices if index in self._mirrors]
             else:
                 found = list(self._mirrors.values())
                 self._scan_at = max(SCAN_AT, 2 * len(self._mirrors))

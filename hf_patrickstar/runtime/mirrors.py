@@ -20,7 +20,7 @@ from hf_patrickstar.runtime.fingerprint import Fingerprint
 from hf_patrickstar.runtime.values import Values, as_it_is
 
 SCAN_AT = 8
-"""With so many parameters handed out, look for all that nobody uses any more; with fewer, at the last one alone."""
+"""With so many parameters handed out, look for all that nobody uses any more; with fewer, at the last two alone."""
 
 
 class Mirror:
@@ -68,6 +68,24 @@ class MirrorUsers:
         return mirror.is_held or is_looked_into or sys.getrefcount(mirror.value) > 2
 
 
+class Recent:
+    """The last two tensors that were asked for, whose mirrors are looked at when the next one is asked for.
+
+    A loop that binds a name to each value still has the one before when it asks for the next, so the last one alone
+    would always be in use.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: list[ManagedTensor] = []
+
+    def before(self, tensor: ManagedTensor) -> list[ManagedTensor]:
+        """The two that were asked for before this one, which is noted as the last from now on."""
+        recent = self._tensors
+        if not recent or recent[-1] is not tensor:
+            self._tensors = [*recent[-1:], tensor]
+        return recent
+
+
 class ValueMirrors:
     """All that was handed out of the values of parameters; see [Note: mirrors].
 
@@ -83,7 +101,7 @@ class ValueMirrors:
         self._follows = values.sharing.is_alone
         self._mirrors: dict[int, list[Mirror]] = {}
         self._fingerprints: dict[Mirror, Fingerprint] = {}
-        self._last: ManagedTensor | None = None
+        self._recent = Recent()
         self._scan_at = SCAN_AT
 
     def hand_out(
@@ -214,19 +232,17 @@ class ValueMirrors:
         Args:
             but: A parameter whose mirrors stay.
         """
+        recent = self._recent.before(but)
         if not self._mirrors:
             return
         with self._lock:
-            last, self._last = self._last, but
-            if len(self._mirrors) < self._scan_at:  # a scan per access would be quadratic in a loop over all parameters
-                found = [last]
-            else:
-                found = [mirrors[0].tensor for mirrors in self._mirrors.values()]
+            scans = len(self._mirrors) >= self._scan_at  # at every access it would be quadratic in a loop over all
+            found = [mirrors[0].tensor for mirrors in self._mirrors.values()] if scans else recent
             for tensor in found:
-                mirrors = () if tensor is None or tensor is but else self._mirrors.get(tensor.spec.index, ())
-                if tensor is not None and not all(self._users.has(mirror) for mirror in mirrors):
+                mirrors = () if tensor is but else self._mirrors.get(tensor.spec.index, ())
+                if not all(self._users.has(mirror) for mirror in mirrors):
                     self.sync_one(tensor)
-            if len(found) > 1:
+            if scans:
                 self._scan_at = max(SCAN_AT, 2 * len(self._mirrors))
 
     @property

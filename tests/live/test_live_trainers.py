@@ -10,12 +10,10 @@ import torch
 import trl
 from datasets import Dataset
 from live.hf import Trainers, logged, note_run, states
-from models import VOCAB, make_batch, make_model
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from models import make_batch, make_model
+from texts import completions, count_sevens, make_tokenizer, preferences, prompts, words
 from torch import nn
-from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast, Trainer, TrainerCallback
+from transformers import LlamaConfig, LlamaForSequenceClassification, Trainer, TrainerCallback
 from transformers.optimization import Adafactor, AdafactorSchedule
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
@@ -780,25 +778,6 @@ def test_a_second_adapter_for_a_second_run(trainers):
 # TRL
 
 
-def make_tokenizer():
-    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, **{f"w{i}": i for i in range(4, VOCAB)}}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
-
-
-def words(seed, count):
-    generator = torch.Generator().manual_seed(seed)
-    return " " + " ".join(f"w{i}" for i in torch.randint(4, VOCAB, (count,), generator=generator).tolist())
-
-
-def preferences(count=12):
-    return Dataset.from_list(
-        [{"prompt": words(i, 4), "chosen": words(100 + i, 5), "rejected": words(200 + i, 6)} for i in range(count)]
-    )
-
-
 def trl_trainer(make, model, base, arguments, data, kwargs=None, **more):
     more = {"bf16": False, "gradient_checkpointing": False, "per_device_train_batch_size": 2, **more}
     kwargs = {"train_dataset": data, "processing_class": make_tokenizer(), **(kwargs or {})}
@@ -816,7 +795,7 @@ def trl_trainer(make, model, base, arguments, data, kwargs=None, **more):
 )
 def test_supervised_fine_tuning(trainers, adapter, more):
     def script(make, note):
-        data = Dataset.from_list([{"prompt": words(i, 4), "completion": words(50 + i, 6)} for i in range(12)])
+        data = completions()
         kwargs = {"peft_config": adapter and adapter(target_modules=["q_proj", "v_proj"])}
         trainer = trl_trainer(make, make_model("llama"), trl.SFTTrainer, trl.SFTConfig, data, kwargs, **more)
         trainer.train()
@@ -912,18 +891,15 @@ def test_a_reward_model(trainers):
 def test_group_relative_policy_optimisation(trainers):
     """Text is generated from the live model in every step; the reference is the model without its adapter."""
 
-    def reward(completions, **kwargs):
-        return [float(sum(int(word[1:]) % 7 for word in text.split() if word[0] == "w")) for text in completions]
-
     def script(make, note):
-        data = Dataset.from_list([{"prompt": words(i, 4)} for i in range(8)])
+        data = prompts()
         trainer = trl_trainer(
             make,
             make_adapted_llama(),
             trl.GRPOTrainer,
             trl.GRPOConfig,
             data,
-            {"reward_funcs": reward},
+            {"reward_funcs": count_sevens},
             num_generations=2,
             max_completion_length=4,
             beta=0.1,

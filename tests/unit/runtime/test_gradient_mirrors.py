@@ -245,6 +245,18 @@ def test_with_few_mirrors_the_last_one_is_looked_at():
     assert (len(mirrors), mirrors.nbytes) == (2, 4)
 
 
+def test_a_loop_that_has_the_one_before_when_it_asks_for_the_next_holds_two():
+    process, gradients, mirrors, _ = make(*[1] * (SCAN_AT - 2), gradient=None)
+    before, held = None, []
+    for tensor in process.tensors:
+        gradients.place(tensor, torch.ones(1, dtype=NARROW))
+        mirrors.sync_unused(tensor)
+        before = mirrors.hand_out(tensor)
+        held.append(len(mirrors))
+    assert before is not None
+    assert held == [1, *[2] * (SCAN_AT - 3)]
+
+
 def test_with_many_mirrors_all_are_looked_at():
     tensors, mirrors = handed_out(SCAN_AT)
     mirrors.sync_unused(tensors[0])

@@ -236,6 +236,19 @@ def test_with_many_mirrors_all_are_looked_at_and_then_fewer_times():
     assert kept.tolist() == [16.0]
 
 
+def test_a_loop_that_has_the_one_before_when_it_asks_for_the_next_holds_two():
+    """So does ``for name, value in generator``: the name is bound to another value when the next one was made."""
+    process, *_ = make(*[1] * (SCAN_AT - 2))
+    held = []
+    before = None
+    for tensor in process.tensors:
+        process.mirrors.sync_unused(tensor)
+        before = process.mirrors.hand_out(tensor)
+        held.append(sum(map(process.mirrors.has, process.tensors)))
+    assert before is not None
+    assert held == [1, *[2] * (SCAN_AT - 3)]
+
+
 def test_what_is_used_is_not_freed():
     process, first = make(1, 1)
     value = process.mirrors.hand_out(first)

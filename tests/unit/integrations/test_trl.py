@@ -1,0 +1,198 @@
+"""The trainers of TRL that are shipped with chunks, and how the weights come to a server of vLLM."""
+
+import dataclasses
+import importlib.util
+import sys
+
+import peft
+import pytest
+import torch
+import trl
+from models import make_model
+from texts import completions, count_sevens, make_tokenizer, preferences, prompts
+from trainers import arguments, assert_same_weights, logged, smallest_budget
+from trl.generation import vllm_generation
+
+import hf_patrickstar
+from hf_patrickstar.integrations.trl import (
+    PatrickStarDPOConfig,
+    PatrickStarDPOTrainer,
+    PatrickStarGRPOConfig,
+    PatrickStarGRPOTrainer,
+    PatrickStarSFTConfig,
+    PatrickStarSFTTrainer,
+)
+
+SFT = (trl.SFTTrainer, trl.SFTConfig), (PatrickStarSFTTrainer, PatrickStarSFTConfig)
+DPO = (trl.DPOTrainer, trl.DPOConfig), (PatrickStarDPOTrainer, PatrickStarDPOConfig)
+GRPO = (trl.GRPOTrainer, trl.GRPOConfig), (PatrickStarGRPOTrainer, PatrickStarGRPOConfig)
+
+
+class FakeClient:
+    """What ``trl.generation.vllm_client.VLLMClient`` offers to ``VLLMGeneration`` (TRL 1.16), without a server.
+
+    It copies what it gets, as the real client does, and completes every prompt with tokens that depend on the weights.
+    """
+
+    made = ()
+
+    def __init__(self, base_url=None, group_port=None, connection_timeout=None):
+        FakeClient.made = (self,)
+        self.model = None  # whose values should come
+        self.syncs, self.held, self.resets, self.announced = [], [], 0, []
+
+    def init_communicator(self, device=None):
+        pass
+
+    def get_server_info(self):
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    def update_named_params(self, metadata, named_params):
+        got = {}
+        self.announced.append(metadata)
+        for name, tensor in named_params:
+            got[name] = tensor.clone()
+            self.held.append(bytes_handed_out(self.model))
+        self.syncs.append(got)
+
+    def reset_prefix_cache(self):
+        self.resets += 1
+
+    def generate(self, prompts, n, max_tokens, **kwargs):
+        first = next(iter(self.syncs[-1].values())).sum().abs()
+        tokens = [[4 + int(first * 1e4 + 7 * i + j) % 90 for j in range(max_tokens)] for i in range(len(prompts) * n)]
+        logprobs = [[[-0.5] for _ in row] for row in tokens]
+        return {"prompt_ids": prompts, "completion_ids": tokens, "logprobs": logprobs}
+
+
+def bytes_handed_out(model):
+    engine = getattr(model, "patrickstar_engine", None)
+    return 0 if engine is None else engine.manager.mirrors.nbytes
+
+
+def largest(model, count):
+    """Bytes of the largest parameters of a model."""
+    return sum(sorted((p.numel() * p.element_size() for p in model.parameters()), reverse=True)[:count])
+
+
+@pytest.fixture
+def served(monkeypatch):
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
+    monkeypatch.setattr(vllm_generation, "VLLMClient", FakeClient)
+
+
+def test_the_classes_are_names_of_the_package():
+    assert hf_patrickstar.PatrickStarGRPOTrainer is PatrickStarGRPOTrainer
+    assert hf_patrickstar.PatrickStarSFTConfig is PatrickStarSFTConfig
+    assert not set(hf_patrickstar._OPTIONAL) & set(hf_patrickstar.__all__), "a star import would need TRL"
+
+
+def test_without_trl_an_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    path = sys.modules[PatrickStarSFTTrainer.__module__].__file__
+    spec = importlib.util.spec_from_file_location("a_copy_of_the_module", path)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'hf_patrickstar\[trl\]'"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def make(classes, tmp_path, data, model=None, trainer_kwargs=None, **kwargs):
+    base, arguments_class = classes
+    model = model or make_model("llama")
+    kwargs = {"bf16": False, "gradient_checkpointing": False, "per_device_train_batch_size": 2, **kwargs}
+    if "patrickstar" in {field.name for field in dataclasses.fields(arguments_class)}:
+        budget = 2 * smallest_budget(make_model("llama"))
+        kwargs.update(patrickstar=True, patrickstar_config={"chunk_budget": budget})
+    args = arguments(arguments_class, tmp_path, **{"max_steps": 3, **kwargs})
+    torch.manual_seed(7)
+    return base(model=model, args=args, train_dataset=data, processing_class=make_tokenizer(), **(trainer_kwargs or {}))
+
+
+def assert_trains_the_same(pair, tmp_path, data, check=None, make_trained=lambda: None, **kwargs):
+    trainers = []
+    for number, classes in enumerate(pair):
+        trainer = make(classes, tmp_path / str(number), data, model=make_trained(), **kwargs)
+        if FakeClient.made:
+            FakeClient.made[0].model = trainer.model
+        trainer.train()
+        if check is not None:
+            check(trainer)
+        trainers.append(trainer)
+    stock, ours = trainers
+    assert len(logged(stock, "loss")) == stock.args.max_steps
+    for key in ("loss", "grad_norm", "reward", "kl", "rewards/margins"):
+        assert logged(ours, key) == logged(stock, key)
+    assert_same_weights(stock.model, ours.model)
+    assert ours.patrickstar_stats()["chunk_evictions"] > 0
+    return ours
+
+
+def test_supervised_fine_tuning(tmp_path):
+    assert_trains_the_same(SFT, tmp_path, completions())
+
+
+def test_preference_optimisation(tmp_path):
+    """The reference model is in chunks, too, with an engine of its own."""
+    references = {"ref_model": make_model("llama", seed=4)}
+    ours = assert_trains_the_same(DPO, tmp_path, preferences(), trainer_kwargs=references, max_steps=2)
+    engine = ours.ref_model.patrickstar_engine
+    assert engine is not ours.model.patrickstar_engine
+    assert engine.stats()["chunk_evictions"] > 0
+
+
+GROUPS = {"num_generations": 2, "max_completion_length": 4, "max_steps": 2}
+REWARDED = {"trainer_kwargs": {"reward_funcs": count_sevens}}
+
+
+def test_text_generated_from_the_model_in_chunks(tmp_path):
+    assert_trains_the_same(GRPO, tmp_path, prompts(), **REWARDED, **GROUPS)
+
+
+@pytest.mark.usefixtures("served")
+def test_a_server_of_vllm_gets_the_values_of_the_moment_and_one_parameter_at_a_time(tmp_path):
+    seen = []
+
+    def check(trainer):
+        client = FakeClient.made[0]
+        seen.append(client.syncs)
+        assert client.resets == len(client.syncs) == trainer.state.max_steps
+        for metadata, got in zip(client.announced, client.syncs, strict=True):
+            assert [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in got.items()] == metadata
+        assert max(client.held) <= largest(trainer.model, 2)
+
+    ours = assert_trains_the_same(
+        GRPO, tmp_path, prompts(), check, **REWARDED, **GROUPS, use_vllm=True, vllm_mode="server"
+    )
+    assert max(FakeClient.made[0].held) > 0, "nothing was measured"
+    stock, with_chunks = seen
+    for left, right in zip(stock, with_chunks, strict=True):
+        assert left.keys() == right.keys() == dict(ours.model.named_parameters()).keys()
+        for name, value in left.items():
+            assert torch.equal(value, right[name]), name
+
+
+@pytest.mark.usefixtures("served")
+def test_a_server_of_vllm_gets_merged_adapters(tmp_path):
+    seen = []
+
+    def make_adapted():
+        torch.manual_seed(3)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+        return peft.get_peft_model(make_model("llama"), config)
+
+    assert_trains_the_same(
+        GRPO,
+        tmp_path,
+        prompts(),
+        lambda trainer: seen.append(FakeClient.made[0].syncs),
+        make_adapted,
+        **REWARDED,
+        **GROUPS,
+        use_vllm=True,
+        vllm_mode="server",
+    )
+    # The last of one round is in use while PEFT takes the adapters out again, and stays until the model is used.
+    assert 0 < max(FakeClient.made[0].held) <= largest(make_model("llama"), 3)
+    for left, right in zip(*seen, strict=True):
+        assert left.keys() == right.keys()
+        for name, value in left.items():
+            assert torch.equal(value, right[name]), name
