@@ -23,9 +23,8 @@ from hf_patrickstar.errors import EngineError
 from hf_patrickstar.events import Event, Listener, ModelDecided
 from hf_patrickstar.membership import Membership, Parts, check_optimizers, holders
 from hf_patrickstar.memory.lanes import Streams
-from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.optim.ahead import UpdatesAhead
+from hf_patrickstar.optim.ahead import update_in_backward
 from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.optim.kernels import make_kernel
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
@@ -287,7 +286,8 @@ class PatrickStarEngine:
             )
             self._recovery = Recovery(self.manager, self.device, self.model.buffers, self._emit)
             if self.config.overlap_optimizer == "backward":
-                self._update_in_backward()
+                note = update_in_backward(self.manager, self.optimizers, self.resources.streams)
+                self._hooks.on_gradient = note
             self._hooks.attach()
             self._move_in()
             self._hooks.bind()
@@ -299,13 +299,6 @@ class PatrickStarEngine:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             raise
-
-    def _update_in_backward(self) -> None:
-        """Lets chunks be updated as soon as their gradients are complete; see [Note: updates in backward]."""
-        if self.collectives.world_size > 1:
-            logger.info("patrickstar: overlap_optimizer='backward': chunks are updated by step(), in several processes")
-        elif isinstance(self.resources.streams, DeviceStreams):
-            self._hooks.on_gradient = UpdatesAhead(self.manager, self.optimizers, self.resources.streams).note
 
     @property
     def dtype(self) -> torch.dtype:

@@ -24,11 +24,11 @@ arrive.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from hf_patrickstar.memory.lanes import Moment
+from hf_patrickstar.memory.lanes import Moment, Streams
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import AT_HOME
@@ -156,3 +156,27 @@ class UpdatesAhead:
             gradients.used_ahead.add(index)
             for tensor, norm in zip(chunk.tensors, norms, strict=True):
                 tensor.gradient_norm = norm
+
+
+def update_in_backward(
+    manager: ChunkManager, optimizers: Sequence[ChunkedOptimizer], streams: Streams
+) -> Callable[[ManagedTensor], None]:
+    """Lets chunks be updated as soon as their gradients are complete; see [Note: updates in backward].
+
+    Args:
+        manager: The manager of the chunks.
+        optimizers: The optimizers of the engine; the list may grow.
+        streams: How bytes cross.
+
+    Returns:
+        What is to be called with each parameter whose gradient was stored.
+    """
+    if not manager.sharing.is_alone:
+        logger.info("patrickstar: overlap_optimizer='backward': chunks are updated by step(), in several processes")
+    elif isinstance(streams, DeviceStreams):
+        return UpdatesAhead(manager, optimizers, streams).note
+    return _do_nothing
+
+
+def _do_nothing(tensor: ManagedTensor) -> None:
+    """Where nothing runs beside computation, nothing is gained."""

@@ -105,4 +105,7 @@ def timeline_from_dict(values: Mapping[str, Any]) -> Timeline:
             raise ValueError("a span comes after one that follows it")
         return Timeline(0, int(values["end_ns"]), spans, 0, waits)
     except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"this is not the timeline of a step: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"this is not the timeline of a step: {type(error).__name__}: {error}; remove the file, and a next run "
+            "records another one"
+        ) from error
