@@ -28,7 +28,8 @@ class PatrickStarArgumentsMixin:
             ``PatrickStarConfig`` for the keys.
         patrickstar_logging: What is logged of the engine with each training loss. ``"brief"``: a console shows three
             figures, every other callback (those of ``report_to``) gets all of them under the names in docs/logs.md.
-            ``"all"``: a console shows all too. ``"off"``: nothing. ``log_history`` never has any.
+            ``"all"``: a console shows all too. ``"off"``: nothing. ``log_history`` never has any. Unless it is
+            ``"off"``, a console also shows what is expected before the run, and what the run came to.
         patrickstar_report: Record in ``output_dir/_patrickstar`` what ``hf-patrickstar report`` shows: about a KiB for
             each log of a training loss, by one process.
 
@@ -163,7 +164,8 @@ class PatrickStarTrainingArguments(PatrickStarArgumentsMixin, TrainingArguments)
             ``PatrickStarConfig`` for the keys.
         patrickstar_logging: What is logged of the engine with each training loss. ``"brief"``: a console shows three
             figures, every other callback (those of ``report_to``) gets all of them under the names in docs/logs.md.
-            ``"all"``: a console shows all too. ``"off"``: nothing. ``log_history`` never has any.
+            ``"all"``: a console shows all too. ``"off"``: nothing. ``log_history`` never has any. Unless it is
+            ``"off"``, a console also shows what is expected before the run, and what the run came to.
         patrickstar_report: Record in ``output_dir/_patrickstar`` what ``hf-patrickstar report`` shows: about a KiB for
             each log of a training loss, by one process.
 
