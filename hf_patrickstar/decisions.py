@@ -130,9 +130,8 @@ class Decisions:
         )
 
     def explain(self, situation: Circumstances) -> None:
-        """Logs what is expected, and one line per decision that ``auto`` made."""
+        """Logs one line per decision that ``auto`` made."""
         config, ledger = situation.config, situation.resources.ledger
-        logger.info("patrickstar: %s", self.expected(situation))
         logger.info("patrickstar: %s", self.precision.describe(self.tensors))
         chosen = "chunk_numel=auto" if config.chunk_numel == "auto" else "as asked"
         logger.info("patrickstar: %s: %s", chosen, self.choice.describe())

@@ -20,7 +20,7 @@ from hf_patrickstar.checkpoint.weights import ChunkWeights
 from hf_patrickstar.config import ConfigSource, PatrickStarConfig
 from hf_patrickstar.decisions import Circumstances, decide, list_names
 from hf_patrickstar.errors import EngineError
-from hf_patrickstar.events import Event, Listener
+from hf_patrickstar.events import Event, Listener, ModelDecided
 from hf_patrickstar.membership import Membership, Parts, check_optimizers, holders
 from hf_patrickstar.memory.lanes import Streams
 from hf_patrickstar.memory.streams import DeviceStreams
@@ -116,6 +116,9 @@ class PatrickStarEngine:
         situation = Circumstances(self.config, self.resources, self._kernels, holders(given), self._num_micro_batches)
         weakref.finalize(self, self.collectives.close)  # the process group has threads and sockets
         self._decisions = decide(model, precision, situation)
+        expected = self._decisions.expected(situation)
+        logger.info("patrickstar: %s", expected)
+        self._emit(ModelDecided(expected))
         self._payloads = Payloads(self.resources, self._decisions, self._kernels, self._workers)
         self.manager = self._make_manager(self._payloads.allocate())
         self.weights = ChunkWeights(self.manager)
@@ -422,6 +425,9 @@ class PatrickStarEngine:
             ``chunk_hits``: how often a chunk was on the device when it was needed, without a wait.
             ``prefetches``, ``late_prefetches``, ``waiting_seconds``: loads that were started ahead, those that had not
             arrived when they were needed, and how long the host waited for them.
+            ``loading_seconds``: how long the host was busy with loads that had not been started ahead.
+            ``computing_seconds``: seconds by the host's clock from the begin of forward to the end of backward;
+            ``settling_seconds``: from there to the optimizer's step; ``updating_seconds``: of the optimizer's step.
             ``chunk_moves``, ``moved_home_to_device_nbytes``, ``moved_home_to_host_nbytes``: how often a chunk moved its
             home, and the bytes of all its lists. The moved bytes above do not include these, or rows of lookups.
             ``steps``, ``skipped_steps``: optimizer steps.
@@ -446,6 +452,9 @@ class PatrickStarEngine:
             "chunk_budget_nbytes": min(limit.nbytes for limit in self.ledger.limits(Tier.DEVICE)),
             "model_data_nbytes": self.model_data_nbytes(),
             **self._statistics.summary(),
+            "computing_seconds": self.manager.steps.durations.computing_s,
+            "settling_seconds": self.manager.steps.durations.settling_s,
+            "updating_seconds": self.manager.steps.durations.updating_s,
             "chunks_in_margin": len(self.manager.placement.in_margin),
             "num_chunks": len(layout.chunks) * self.collectives.world_size,
             "chunk_numel": layout.chunk_numel,

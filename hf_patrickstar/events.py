@@ -5,12 +5,23 @@ from collections.abc import Callable
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ModelDecided:
+    """It was decided where model data will live; nothing is allocated yet. ``text``: what it will take, in one line."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ChunkLoaded:
-    """A chunk was copied from its home on the host to the compute device; ``ahead`` of being needed, perhaps."""
+    """A chunk was copied from its home on the host to the compute device; ``ahead`` of being needed, perhaps.
+
+    ``waited_s``: how long the host was busy with a copy that had not been started ahead.
+    """
 
     chunk_index: int
     nbytes: int
     ahead: bool = False
+    waited_s: float = dataclasses.field(default=0.0, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,7 +136,8 @@ class MessageExchanged:
 
 
 Event = (
-    ChunkLoaded
+    ModelDecided
+    | ChunkLoaded
     | ChunkVisited
     | ChunkEvicted
     | ChunkInvalidated

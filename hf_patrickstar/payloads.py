@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from hf_patrickstar.checkpoint.progress import shown
 from hf_patrickstar.decisions import Decisions, chunk_bytes, lists_of, widened_by
 from hf_patrickstar.errors import PatrickStarError
 from hf_patrickstar.layout.packing import ChunkSpec
@@ -51,7 +52,8 @@ class Payloads:
         chunks: list[Chunk] = []
         try:
             with self._zeros():
-                for spec in decisions.choice.layout.chunks:
+                specs = decisions.choice.layout.chunks
+                for spec in shown(specs, "Allocating chunks", "chunks", is_first=self._rank == 0):
                     home = Tier.DEVICE if spec.index in decisions.homes.device_homed else Tier.HOST
                     chunks.append(self._make_chunk(spec, home))
                 self.reserve(chunks)

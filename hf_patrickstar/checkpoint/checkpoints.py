@@ -12,6 +12,7 @@ import torch
 from hf_patrickstar.checkpoint.deferred import Reader
 from hf_patrickstar.checkpoint.found_weights import FoundWeights, find_weights, shape_mismatch
 from hf_patrickstar.checkpoint.origins import origin_of
+from hf_patrickstar.checkpoint.progress import shown
 from hf_patrickstar.checkpoint.read_me import write_read_me
 from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile, streamed_writing
 from hf_patrickstar.checkpoint.storage import StagedDirectory, remove_leftovers
@@ -345,15 +346,15 @@ class Checkpoints:
             return
         reader, piece_numel = Reader(), self._weights.piece_numel
         self._manager.begin_loading()
-        for chunk in self._manager.chunks:
-            for tensor in chunk.owned:
-                value = _value_of(tensor, found.values)
-                if value is None:
-                    continue
-                value = value.to(tensor.original_dtype)
-                start = tensor.part[0]
-                self._manager.values.load(tensor, lambda home: reader.fill(home, value, start, piece_numel))  # noqa: B023
-                tensor.origin = origin_of(value) if tensor.is_rounded else None
+        tensors, is_first = [t for chunk in self._manager.chunks for t in chunk.owned], self.state.rank == 0
+        for tensor in shown(tensors, "Reading weights", "tensors", is_first=is_first):
+            value = _value_of(tensor, found.values)
+            if value is None:
+                continue
+            value = value.to(tensor.original_dtype)
+            start = tensor.part[0]
+            self._manager.values.load(tensor, lambda home: reader.fill(home, value, start, piece_numel))  # noqa: B023
+            tensor.origin = origin_of(value) if tensor.is_rounded else None
         for name, buffer in self._model.named_buffers():
             if name in found.values:
                 buffer.copy_(reader.read(found.values[name]).view(buffer.shape))

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from tqdm.auto import tqdm
 
 from hf_patrickstar.checkpoint.deferred import DeferredTensor, Reader
 from hf_patrickstar.checkpoint.filling import Filler, Workers
 from hf_patrickstar.checkpoint.origins import ModelFiles, origin_of
+from hf_patrickstar.checkpoint.progress import shown
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives
@@ -89,10 +89,13 @@ class FirstValues:
         """
         self._make_equal(buffers)
         order = sorted(self._tensors, key=lambda tensor: not tensor.spec.trainable)
-        is_quiet = not self._unread or self._collectives.rank > 0
+        what, is_first = (
+            "Reading weights" if self._unread else "Moving weights into chunks",
+            self._collectives.rank == 0,
+        )
         try:
             self._filler.begin((tensor for tensor in order if tensor.is_owned), self._value_of)
-            for tensor in tqdm(order, desc="Reading weights", unit="tensors", delay=2, disable=is_quiet):
+            for tensor in shown(order, what, "tensors", is_first=is_first):
                 if tensor.is_owned:
                     self._filler.finish(tensor, self._value_of(tensor))
                     if tensor.is_rounded:

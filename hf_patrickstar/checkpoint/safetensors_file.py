@@ -20,6 +20,7 @@ import torch
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, in_reading_order
 from hf_patrickstar.checkpoint.patches import SAVE_FILE, replaced
 from hf_patrickstar.checkpoint.pieces import PieceWriter, bytes_of, new_file
+from hf_patrickstar.checkpoint.progress import shown
 from hf_patrickstar.checkpoint.storage import damaged, missing_file, replace_file
 from hf_patrickstar.errors import CheckpointError
 
@@ -314,9 +315,15 @@ def streamed_writing(piece_numel: int) -> Iterator[None]:
 
     def save_file(tensors: Any, filename: Any, metadata: Any = None) -> None:
         if any(isinstance(tensor, DeferredTensor) for tensor in tensors.values()):
-            replace_file(
-                Path(filename), lambda path: write_safetensors(path, tensors, metadata, piece_numel=piece_numel)
-            )
+            # If several processes write, each has a file system of its own, and a console too.
+            with shown((), f"Writing {Path(filename).name}", "tensors", is_first=True, total=len(tensors)) as bar:
+
+                def write(path: Path) -> None:
+                    write_safetensors(
+                        path, tensors, metadata, piece_numel=piece_numel, on_written=lambda name: bar.update()
+                    )
+
+                replace_file(Path(filename), write)
         else:
             original(tensors, filename, metadata=metadata)
 

@@ -24,12 +24,12 @@ from typing import Any, Protocol
 
 import numpy
 import torch
-from tqdm.auto import tqdm
 
 from hf_patrickstar.checkpoint.background import BackgroundWrite
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL
 from hf_patrickstar.checkpoint.other_states import OTHERS_NAME, SCALARS, OtherStates, read_others, refusal, save_others
 from hf_patrickstar.checkpoint.pieces import piece_numel_of
+from hf_patrickstar.checkpoint.progress import shown
 from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile, write_safetensors
 from hf_patrickstar.checkpoint.storage import damaged, describe_failure, missing_file
 from hf_patrickstar.checkpoint.torch_state import TorchOptimizers
@@ -496,8 +496,8 @@ class Loading:
         """
         saved, optimizer = self._saved, self._optimizer
         self._manager.begin_loading()
-        tensors, is_quiet = list(self._state.owned()), self._state.rank > 0
-        for tensor in tqdm(tensors, desc="Reading training state", unit="tensors", delay=2, disable=is_quiet):
+        tensors, is_first = list(self._state.owned()), self._state.rank == 0
+        for tensor in shown(tensors, "Reading training state", "tensors", is_first=is_first):
             name, (start, stop) = tensor.spec.name, tensor.part
             places = optimizer.state_places(tensor)
             state: dict[str, Any] = dict(saved.values.get(name, {}))

@@ -15,7 +15,9 @@ from hf_patrickstar.report.timeline import write_trace
 from hf_patrickstar.virtual.recording import Recording
 
 
-def write_plan_page(plan: Plan, recording: Recording | None, advice: Sequence[Advice], html_file: str) -> None:
+def write_plan_page(
+    plan: Plan, recording: Recording | None, advice: Sequence[Advice], html_file: str, found: str | None = None
+) -> None:
     """Writes the page of a plan, and beside it the timeline as ``NAME.trace.json`` if the plan fits.
 
     Args:
@@ -23,6 +25,7 @@ def write_plan_page(plan: Plan, recording: Recording | None, advice: Sequence[Ad
         recording: The step that it was made from; ``None`` if it does not fit.
         advice: What to change.
         html_file: The page; an older file is replaced.
+        found: What the search has found that the plan comes from, in a sentence.
 
     Raises:
         ConfigError: If a file cannot be written.
@@ -35,6 +38,7 @@ def write_plan_page(plan: Plan, recording: Recording | None, advice: Sequence[Ad
         None if recording is None else recording.timeline,
         [advised(item) for item in advice],
         None if trace is None else trace.name,
+        found,
     )
     write_page(page, html_file, "--html")
     if recording is not None and trace is not None:

@@ -21,15 +21,12 @@ def run_search(options: argparse.Namespace, subject: "Subject", given: "Circumst
     """Prints what was found, and its plan; returns 0 if something fits and 1 if nothing does.
 
     Raises:
-        ConfigError: If an option makes no sense beside a search, or the file cannot be written.
+        ConfigError: If an option makes no sense beside a search, or a file cannot be written.
     """
     # transformers takes seconds to import, and other commands do without.
     from hf_patrickstar.planner.screen import describe, describe_found
     from hf_patrickstar.planner.search import Goal, search
 
-    for option in ("html", "png"):
-        if getattr(options, option) is not None:
-            raise ConfigError(f"--{option}: a search has no page; plan what it finds without --search")
     for option in ("device_memory", "host_memory"):
         if options.search == Goal.CHEAPEST and getattr(options, option) is not None:
             name = option.replace("_", "-")
@@ -47,7 +44,26 @@ def run_search(options: argparse.Namespace, subject: "Subject", given: "Circumst
             raise ConfigError(
                 f"--json: '{options.json}' cannot be written: {error.strerror}; name another file"
             ) from error
+    if options.html is not None or options.png is not None:
+        _show(options, found, subject, given)
     return 0 if found.plan is not None else 1
+
+
+def _show(options: argparse.Namespace, found: "Found", subject: "Subject", given: "Circumstances") -> None:
+    """Writes the page and the picture of what was found, whose step is simulated once more to be recorded."""
+    from hf_patrickstar.cli.plan_page import write_plan_page, write_plan_picture
+    from hf_patrickstar.planner.planning import plan_and_record
+    from hf_patrickstar.planner.screen import describe_found
+    from hf_patrickstar.planner.search import answered
+
+    if found.plan is None:
+        print("Nothing is written for --html or --png; a plan without --search says what is missing.")
+        return
+    plan, recording = plan_and_record(*answered(found, subject, given))
+    if options.html is not None:
+        write_plan_page(plan, recording, (), options.html, describe_found(found))
+    if options.png is not None:
+        write_plan_picture(plan, recording, options.png)
 
 
 def what_fits(plan: "Plan", subject: "Subject", given: "Circumstances") -> "list[Found]":

@@ -15,6 +15,7 @@ from accelerate.utils import DistributedType, DynamoBackend, convert_outputs_to_
 from hf_patrickstar.config import ConfigSource, PatrickStarConfig
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import ConfigError, EngineError
+from hf_patrickstar.events import Listener
 from hf_patrickstar.integrations.accelerator_checkpoints import AcceleratorCheckpoints, get_engine
 from hf_patrickstar.integrations.accelerator_optimizers import (
     PreparedOptimizer,
@@ -63,7 +64,12 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
 
     @classmethod
     def adopt(
-        cls, accelerator: Accelerator, config: PatrickStarConfig, precision: str, gradient_accumulation_steps: int
+        cls,
+        accelerator: Accelerator,
+        config: PatrickStarConfig,
+        precision: str,
+        gradient_accumulation_steps: int,
+        listener: Listener | None = None,
     ) -> "PatrickStarAccelerator":
         """Turns an existing accelerator, made without mixed precision, into one of this class.
 
@@ -74,16 +80,19 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
             config: Settings.
             precision: ``"no"``, ``"bf16"`` or ``"fp16"``.
             gradient_accumulation_steps: Micro-batches per step.
+            listener: Called with every event of the engines that it will make; ``None`` for nobody.
 
         Raises:
             ConfigError: If a setting cannot work, or processes that were launched together would train alone.
         """
         accelerator.__class__ = cls
         assert isinstance(accelerator, PatrickStarAccelerator)
-        accelerator._set_up_patrickstar(config, precision, gradient_accumulation_steps)
+        accelerator._set_up_patrickstar(config, precision, gradient_accumulation_steps, listener)
         return accelerator
 
-    def _set_up_patrickstar(self, config: PatrickStarConfig, precision: str, accumulation_steps: int) -> None:
+    def _set_up_patrickstar(
+        self, config: PatrickStarConfig, precision: str, accumulation_steps: int, listener: Listener | None = None
+    ) -> None:
         if precision not in ("no", "bf16", "fp16"):
             raise ConfigError(f"mixed_precision='{precision}' is not supported; use bf16, fp16 or no")
         if self.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM):
@@ -110,6 +119,7 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
         self._patrickstar_accumulation_steps = accumulation_steps
         self._patrickstar_dtype = precision if config.dtype == "auto" else config.dtype
         self._patrickstar_preparing: list[torch.nn.Module] = []
+        self._patrickstar_listener = listener
         self.scaler = ChunkedGradScaler(self.device.type) if self._patrickstar_dtype == "fp16" else None
 
     @property
@@ -287,6 +297,7 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
             device=self.device,
             gradient_accumulation_steps=self._patrickstar_accumulation_steps,
             precision=self._patrickstar_precision,
+            listener=self._patrickstar_listener,
         )
         for parameter, gradient in gradients:
             parameter.grad = gradient

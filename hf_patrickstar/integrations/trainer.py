@@ -2,6 +2,8 @@
 
 import contextlib
 import logging
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
@@ -9,9 +11,11 @@ from transformers.trainer_utils import TrainOutput
 
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError, DeviceMemoryError, EngineError
+from hf_patrickstar.events import Event, ModelDecided
 from hf_patrickstar.integrations.accelerator import PatrickStarAccelerator
 from hf_patrickstar.integrations.trainer_checkpoints import TrainerCheckpoints
-from hf_patrickstar.integrations.trainer_logs import figures_told
+from hf_patrickstar.integrations.trainer_logs import bars_as_asked, figures_told, tell_console
+from hf_patrickstar.integrations.trainer_outcome import RunOutcome
 from hf_patrickstar.integrations.trainer_report import RunReport
 from hf_patrickstar.runtime.admission import check_model, check_shapes
 from hf_patrickstar.runtime.recovery import MAX_RETRIES
@@ -30,6 +34,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
     """
 
     _run: RunReport | None = None
+    _outcome: RunOutcome | None = None
     _is_shrinking = False  # whether the Trainer is looking for a smaller batch size, because the engine has given up
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -52,7 +57,17 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
             check_model(self.model)
             check_shapes(self.model)
         steps = self.args.gradient_accumulation_steps
-        PatrickStarAccelerator.adopt(self.accelerator, config, self.args.patrickstar_precision, steps)
+        precision, found = self.args.patrickstar_precision, weakref.ref(self)
+
+        def listen(event: Event) -> None:
+            if (trainer := found()) is None:
+                return
+            if trainer._run is not None:
+                trainer._run.note_event(event)
+            if isinstance(event, ModelDecided):
+                trainer._tell_expected(event.text)
+
+        PatrickStarAccelerator.adopt(self.accelerator, config, precision, steps, listen)
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Logs as the Trainer does; with a training loss, callbacks also get figures of the engine.
@@ -83,6 +98,8 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Trains as the Trainer does; see ``TrainerCheckpoints.train``. With ``patrickstar_report`` it is recorded.
 
+        Unless ``patrickstar_logging`` is ``"off"``, the console shows what is expected, and what the run came to.
+
         Args:
             *args: As for ``Trainer.train``.
             **kwargs: As for ``Trainer.train``.
@@ -93,19 +110,47 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         Raises:
             CheckpointError: If a checkpoint cannot be read, or cannot be written.
         """
-        self._run = None  # made when the first step begins
+        self._run = self._outcome = None  # made when the first step begins
         try:
-            return super().train(*args, **kwargs)
+            result = super().train(*args, **kwargs)
+            if self._outcome is not None:
+                self._tell(*self._outcome.lines())
+            return result
         finally:
-            self._run = None
+            self._forget_run()
+
+    def _forget_run(self) -> None:
+        if self._run is not None:
+            self._run.close()
+        self._run = self._outcome = None
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        with self._unmeasured():
+        with self._unmeasured(), bars_as_asked(self.args):
             super()._save_checkpoint(model, trial)
 
-    def _unmeasured(self) -> contextlib.AbstractContextManager[None]:
-        """Inside the block no time passes for the record of the run."""
-        return contextlib.nullcontext() if self._run is None else self._run.watch.paused()
+    @contextlib.contextmanager
+    def _unmeasured(self) -> Iterator[None]:
+        """Inside the block no time passes for the record of the run, and for what is said at its end."""
+        with contextlib.ExitStack() as stack:
+            for measured in (self._run, self._outcome):
+                if measured is not None:
+                    stack.enter_context(measured.watch.paused())
+            yield
+
+    def _tell_expected(self, text: str) -> None:
+        """Tells what a new engine expects, before it allocates anything, unless a log has told it already."""
+        if not logging.getLogger("hf_patrickstar").isEnabledFor(logging.INFO):
+            self._tell(text)
+
+    def _tell(self, *lines: str) -> None:
+        """Prints lines on the console of the first process, unless the user wants none."""
+        if self.args.patrickstar_logging != "off" and self.is_world_process_zero():  # type: ignore[attr-defined]
+            tell_console(self.callback_handler, *lines)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepares as the Trainer does: makes the engine, and reads a checkpoint."""
+        with bars_as_asked(self.args):
+            return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward of one micro-batch, repeated if device memory does not suffice.
@@ -130,6 +175,13 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
             return run(*args, **kwargs)
         if self._run is None and self.args.patrickstar_report and self.is_world_process_zero():  # type: ignore[attr-defined]
             self._run = RunReport(self)
+        if self._run is not None:
+            self._run.begin_micro_batch()
+        if self._outcome is None:
+            self._outcome = RunOutcome(self)
+        said = self._outcome.begin_micro_batch()
+        if said is not None:
+            self._tell(said)
         # on_optimizer_step is the only call of user code between a step and the Trainer's zero_grad.
         engine.manager.gradients.is_watched = any(
             getattr(callback, "on_optimizer_step", None) is not None
@@ -140,7 +192,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
             loss = engine.attempt(lambda: run(*args, **kwargs), 0 if self._is_shrinking else MAX_RETRIES)
         except DeviceMemoryError:
             self._is_shrinking = self.args.auto_find_batch_size
-            self._run = None  # if the Trainer starts over, so does its record
+            self._forget_run()  # if the Trainer starts over, so does its record
             raise
         self._is_shrinking = False
         return loss
@@ -161,7 +213,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         engine = self.patrickstar_engine
         if engine is not None:  # before the Trainer's own gather, which would wait without a warning
             engine.manager.sharing.enter("evaluates")
-        with self._unmeasured():
+        with self._unmeasured(), bars_as_asked(self.args):  # it makes an engine if there is none
             return super().evaluation_loop(*args, **kwargs)
 
     def patrickstar_stats(self) -> dict[str, Any]:

@@ -1,12 +1,64 @@
-"""Adds the engine's figures to training logs: a console gets a few, other callbacks all, the Trainer's history none."""
+"""Adds the engine's figures to training logs: a console gets a few, other callbacks all, the Trainer's history none.
+
+It also has what else the console of a Trainer shows, or does not show: lines, and bars of progress.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 from transformers import PrinterCallback, ProgressCallback
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from hf_patrickstar.report.figures import brief
+
+_NOTEBOOK = "NotebookProgressCallback"
+"""The console of a notebook, whose module can be imported in notebooks alone."""
+
+
+def tell_console(handler: Any, *lines: str) -> None:
+    """Prints lines where the Trainer prints its logs: beside a progress bar if there is one; without a console nowhere.
+
+    Args:
+        handler: The Trainer's ``CallbackHandler``.
+        *lines: The lines.
+    """
+    consoles = [callback for callback in handler.callbacks if _is_console(callback) or _is_notebook(callback)]
+    if not consoles:
+        return
+    bars = (getattr(console, "training_bar", None) for console in consoles)
+    write: Callable[[str], Any] = next((bar.write for bar in bars if bar is not None), print)
+    for line in lines:
+        write(f"patrickstar: {line}")
+
+
+@contextlib.contextmanager
+def bars_as_asked(args: Any) -> Iterator[None]:
+    """Inside the block the package shows no progress if ``disable_tqdm`` says so, and neither does transformers.
+
+    Args:
+        args: The arguments of a Trainer.
+    """
+    if not args.disable_tqdm or not is_progress_bar_enabled():
+        yield
+        return
+    are_those_of_the_hub_disabled = are_progress_bars_disabled()
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        enable_progress_bar()
+        if are_those_of_the_hub_disabled:
+            disable_progress_bars()
+
+
+def _is_console(callback: Any) -> bool:
+    return isinstance(callback, (PrinterCallback, ProgressCallback))
+
+
+def _is_notebook(callback: Any) -> bool:
+    return any(base.__name__ == _NOTEBOOK for base in type(callback).__mro__)
 
 
 @contextlib.contextmanager
@@ -36,7 +88,7 @@ def figures_told(handler: Any, figures: Mapping[str, float], is_brief: bool) -> 
 
         return on_log
 
-    consoles = [callback for callback in handler.callbacks if isinstance(callback, (PrinterCallback, ProgressCallback))]
+    consoles = [callback for callback in handler.callbacks if _is_console(callback)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(_on_log(handler, with_all))
         for console in consoles if is_brief else ():

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hf_patrickstar.engine import PatrickStarEngine
+from hf_patrickstar.events import Event
+from hf_patrickstar.integrations.trainer_lanes import LaneWatch
 from hf_patrickstar.memory.accelerator import device_name, is_accelerator
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.report.figures import PREFIX
@@ -27,6 +29,11 @@ class Stopwatch:
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         return seconds
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since then; the lap goes on."""
+        return time.perf_counter() - self._since
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -56,6 +63,28 @@ class RunReport:
         self._last_step = step
         self._last_tokens = trainer.state.num_input_tokens_seen
         self._fingerprint: tuple[Any, ...] = ()
+        self._lanes = LaneWatch(trainer.patrickstar_engine)
+        self._begun = -1
+
+    def note_event(self, event: Event) -> None:
+        """Takes an event of the engine."""
+        if not self._lanes.is_over:
+            self._lanes.note(event)
+
+    def begin_micro_batch(self) -> None:
+        """Notes that a micro-batch begins: with the first one of a step, that step."""
+        step = self._trainer.state.global_step
+        if step == self._begun or self._lanes.is_over:
+            return
+        self._begun = step
+        timeline = self._lanes.begin_step()
+        if timeline is not None:
+            self._recorder.note_timeline(timeline)
+            self._fingerprint = ()  # it is written with the next log
+
+    def close(self) -> None:
+        """Measures no more."""
+        self._lanes.stop()
 
     def note_loss(self, logs: Mapping[str, Any], figures: Mapping[str, float]) -> None:
         """Records what was logged with a training loss.

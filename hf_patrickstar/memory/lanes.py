@@ -21,7 +21,7 @@ the host's thread, are complete when the call returns.
 import contextlib
 import enum
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -34,6 +34,19 @@ class WorkLane(enum.Enum):
     TO_DEVICE = "host -> device"
     TO_HOST = "device -> host"
     HOST_WORK = "host work"
+
+
+class TimedCopy(NamedTuple):
+    """A copy that was measured: its lane, and when it began and ended, in nanoseconds of ``time.perf_counter_ns``.
+
+    ``is_ahead``: whether a thread made it beside the caller, who else stood still.
+    """
+
+    lane: WorkLane
+    begin_ns: int
+    end_ns: int
+    nbytes: int
+    is_ahead: bool
 
 
 class Ticket(Protocol):

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy
 import torch
 
-from hf_patrickstar.memory.lanes import Begun, Copy, Event, WorkLane
+from hf_patrickstar.memory.lanes import Begun, Copy, Event, TimedCopy, WorkLane
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.units import KIB
 
@@ -308,23 +309,49 @@ class ThreadStreams:
         self.device = device
         self._copy = copy
         self._at_once_nbytes = at_once_nbytes
+        self._timed: list[TimedCopy] | None = None
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
 
     def fetch(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
         """See ``Streams``."""
         if source.nbytes <= self._at_once_nbytes or type(source) is not torch.Tensor:  # a fake tensor has no bytes
-            target.copy_(source)
+            self._make(WorkLane.TO_DEVICE, source, target)
             return None
         if self._thread is None:
             self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="hf_patrickstar-copy")
         # One memcpy: torch's own copy would start a second team of threads beside that of the computation. The list
         # is emptied by the copy itself: when it is done nothing looks into the buffers any more.
         arrays = [tensor.view(torch.uint8).numpy() for tensor in (target, source)]
-        return ThreadTicket(self._thread.submit(self._copy, arrays))
+        timed = self._timed
+        work = self._copy if timed is None else functools.partial(self._copy_and_note, timed)
+        return ThreadTicket(self._thread.submit(work, arrays))
+
+    def _copy_and_note(self, timed: list[TimedCopy], arrays: list[Any]) -> None:
+        nbytes, begin = int(arrays[0].nbytes), time.perf_counter_ns()
+        self._copy(arrays)
+        timed.append(TimedCopy(WorkLane.TO_DEVICE, begin, time.perf_counter_ns(), nbytes, True))
+
+    def _make(self, lane: WorkLane, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Makes a copy in the thread of the caller."""
+        if self._timed is None:
+            target.copy_(source)
+            return
+        begin = time.perf_counter_ns()
+        target.copy_(source)
+        self._timed.append(TimedCopy(lane, begin, time.perf_counter_ns(), source.nbytes, False))
+
+    def begin_timing(self) -> None:
+        """Measures every copy that is started from now on."""
+        self._timed = []
+
+    def end_timing(self) -> list[TimedCopy]:
+        """Measures no more; returns the copies that are done and were measured, in the order of their ends."""
+        timed, self._timed = self._timed, None
+        return sorted(timed or [], key=lambda copy: copy.end_ns)
 
     def to_device(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
         """See ``Streams``."""
-        target.copy_(source)
+        self._make(WorkLane.TO_DEVICE, source, target)
         return None
 
     to_slice = to_device
@@ -339,7 +366,7 @@ class ThreadStreams:
 
     def to_host(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
         """See ``Streams``."""
-        target.copy_(source)
+        self._make(WorkLane.TO_HOST, source, target)
         return None
 
     def on_host(

@@ -83,6 +83,22 @@ def search(goal: Goal | str, subject: Subject, given: Circumstances, progress: P
     return _Search(goal, scale, given, progress).run()
 
 
+def answered(found: Found, subject: Subject, given: Circumstances) -> tuple[Subject, Circumstances]:
+    """What the plan of a result was made of.
+
+    Args:
+        found: The result; something fits.
+        subject: The model and its batches, as they were given to the search.
+        given: How it is trained, likewise.
+    """
+    if found.goal is Goal.CHEAPEST:
+        machine = MACHINES[str(found.answer)]
+        whole = arrange_machine(machine, machine.num_devices, None, None)
+        return subject, dataclasses.replace(given, machine=whole, world_size=machine.num_devices)
+    assert isinstance(found.answer, int)
+    return _scale_of(found.goal, subject).change(found.answer), given
+
+
 def search_below(goal: Goal, subject: Subject, given: Circumstances, progress: Progress = lambda text: None) -> Found:
     """The largest batch or sequence that fits, where the one that was asked for does not.
 

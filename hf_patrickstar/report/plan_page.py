@@ -33,6 +33,7 @@ def plan_page(
     timeline: Timeline | None,
     advice: Sequence[str] = (),
     trace_name: str | None = None,
+    found: str | None = None,
 ) -> Page:
     """The page of a plan.
 
@@ -43,6 +44,7 @@ def plan_page(
         timeline: The time of that step, likewise.
         advice: What to change, each tried.
         trace_name: The name of a file beside the page with the timeline.
+        found: What the search has found that the plan comes from, in a sentence.
     """
     memory = [kinds_chart(name, use["budget_nbytes"], use["need_nbytes"], use["owners"]) for name, use in _tiers(plan)]
     return Page(
@@ -52,6 +54,7 @@ def plan_page(
         is_good=plan["fits"],
         facts=tuple(_facts(plan)),
         sections=(
+            Section("search", "What was found", [Text(found)] if found is not None else []),
             Section("changes", "What to change", [Bullets(tuple(advice), is_ordered=True)] if advice else []),
             Section("memory", "Memory", memory),
             Section("tide", "The tide", list(tide_blocks(survey)) if survey is not None else []),

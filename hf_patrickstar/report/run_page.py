@@ -27,6 +27,7 @@ from hf_patrickstar.report.memory_blocks import chunk_blocks, kinds_chart, tide_
 from hf_patrickstar.report.plan_page import settings_table
 from hf_patrickstar.report.run_record import Run
 from hf_patrickstar.report.scales import Scale
+from hf_patrickstar.report.time_blocks import time_blocks
 from hf_patrickstar.units import format_nbytes
 
 _MOST_STEPS = 500
@@ -64,6 +65,7 @@ def run_page(run: Run, plan: Mapping[str, Any] | None = None) -> Page:
             Section("compared", "Planned and measured", list(_compared(run, plan)) if plan is not None else []),
             Section("loss", "Loss and throughput", list(_progress(run, shown))),
             Section("movement", "Movement and waits", list(_movement(shown))),
+            Section("time", "Time", [] if run.timeline is None else list(time_blocks(run.timeline, is_measured=True))),
             Section("memory", "Memory", memory),
             Section("tide", "The tide", list(tide_blocks(survey))),
             Section("chunks", "Chunks", list(chunk_blocks(survey))),

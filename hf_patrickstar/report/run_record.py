@@ -18,7 +18,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.report.measured_step import timeline_from_dict, timeline_to_dict
 from hf_patrickstar.report.survey import Survey
+from hf_patrickstar.schedule.clock import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +41,14 @@ class Run:
         survey: The latest survey of the engine.
         steps: What was logged with each training loss, the earliest first; each has a ``step``.
         evaluations: ``step`` and ``eval_loss`` of each evaluation.
+        timeline: The lanes of a step that was measured; ``None`` if none was.
     """
 
     about: Mapping[str, Any]
     survey: Survey
     steps: tuple[Mapping[str, Any], ...]
     evaluations: tuple[Mapping[str, Any], ...]
+    timeline: Timeline | None = None
 
 
 class RunRecorder:
@@ -62,13 +66,19 @@ class RunRecorder:
         self._folder = pathlib.Path(output_dir) / FOLDER
         self._about = dict(about)
         self._written = ""
+        self._timeline: dict[str, Any] | None = None
         self._is_on = True
         self._mode = "a" if is_resumed else "w"
         self._before = "\n" if is_resumed else ""  # ends a line that a kill has cut short
 
+    def note_timeline(self, timeline: Timeline) -> None:
+        """Takes the lanes of a step that was measured, which are written with the next survey."""
+        self._timeline = timeline_to_dict(timeline)
+
     def note_survey(self, survey: Survey) -> None:
         """Writes a survey, if it is another one than the last."""
-        text = json.dumps({"format": FORMAT, "about": self._about, "survey": survey.to_dict()})
+        values = {"format": FORMAT, "about": self._about, "survey": survey.to_dict()}
+        text = json.dumps(values if self._timeline is None else {**values, "timeline": self._timeline})
         if not self._is_on or text == self._written:
             return
         try:
@@ -126,6 +136,7 @@ def read_run(output_dir: str | os.PathLike[str]) -> Run:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         version, about, survey = values["format"], dict(values["about"]), Survey.from_dict(values["survey"])
+        timeline = None if values.get("timeline") is None else timeline_from_dict(values["timeline"])
         lines = (folder / STEPS).read_text(encoding="utf-8").splitlines() if (folder / STEPS).is_file() else []
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
@@ -144,7 +155,7 @@ def read_run(output_dir: str | os.PathLike[str]) -> Run:
         if others is steps:
             evaluations[:] = [earlier for earlier in evaluations if earlier["step"] < row["step"]]
         others.append(row)
-    return Run(about, survey, tuple(steps), tuple(evaluations))
+    return Run(about, survey, tuple(steps), tuple(evaluations), timeline)
 
 
 def _rows(lines: list[str]) -> Iterator[Mapping[str, Any]]:

@@ -32,6 +32,7 @@ class Statistics:
         self._hits = 0
         self._late = 0
         self._waiting_s = 0.0
+        self._loading_s = 0.0
         self._rehomed_nbytes = {True: 0, False: 0}
 
     def record(self, event: Event) -> None:
@@ -41,6 +42,7 @@ class Statistics:
         self._nbytes[kind] += getattr(event, "nbytes", 0)
         if isinstance(event, ChunkLoaded):
             self._ahead += event.ahead
+            self._loading_s += event.waited_s
         elif isinstance(event, ChunkVisited):
             self._hits += event.is_hit
             self._late += event.waited_s is not None
@@ -69,6 +71,7 @@ class Statistics:
             "chunk_hits": self._hits,
             "late_prefetches": self._late,
             "waiting_seconds": self._waiting_s,
+            "loading_seconds": self._loading_s,
             "retries": self._counts[MicroBatchRepeated],
             "all_gathers": self._counts[SlicesGathered],
             "reduce_scatters": self._counts[SlicesReduced],

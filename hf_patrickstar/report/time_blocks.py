@@ -14,9 +14,14 @@ _GRAIN = 1500
 """Bars with less than this part of the step between them are drawn as one."""
 
 
-def time_blocks(timeline: Timeline) -> Iterator[Block]:
-    """The lanes of a step, and the waits of the host."""
-    yield lanes_chart(timeline)
+def time_blocks(timeline: Timeline, *, is_measured: bool = False) -> Iterator[Block]:
+    """The lanes of a step, and the waits of the host.
+
+    Args:
+        timeline: The time of the step.
+        is_measured: Whether a real step was measured; else it was simulated.
+    """
+    yield lanes_chart(timeline, is_measured=is_measured)
     waits = timeline.waits_by_place()
     if waits:
         whole = max(timeline.duration_ns, 1)
@@ -24,7 +29,7 @@ def time_blocks(timeline: Timeline) -> Iterator[Block]:
         yield Table("Where the host stands still", ("place", "seconds", "share of the step"), tuple(rows), is_open=True)
 
 
-def lanes_chart(timeline: Timeline) -> Chart:
+def lanes_chart(timeline: Timeline, *, is_measured: bool = False) -> Chart:
     """What works beside what; the path of spans that the end had to wait for is dark."""
     busy, critical = timeline.busy_ns(), timeline.critical_ns()
     lanes = [lane for lane in Lane if busy[lane] or lane is Lane.HOST]
@@ -48,10 +53,11 @@ def lanes_chart(timeline: Timeline) -> Chart:
             for lane in lanes
         ),
     )
+    took = f"took {whole / 1e9:.4g} s, measured once" if is_measured else f"takes {whole / 1e9:.4g} s, simulated"
     words = Words(
         "Lanes of a step",
-        f"A step takes {whole / 1e9:.4g} s, simulated. Lanes work beside each other; solid bars are the work that the "
-        "end of the step has to wait for.",
+        f"A step {took}. Lanes work beside each other; solid bars are the work that the end of the step has to wait "
+        "for.",
         "time",
     )
     return bars(words, rows, _LOOKS, of_seconds(whole / 1e9), table)

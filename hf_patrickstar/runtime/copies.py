@@ -93,6 +93,7 @@ class Copies:
         home = chunk.payloads["param"]  # the copy comes after an update that is under way
         with named("bring in ahead" if ahead else "load", chunk.spec.index), _as_it_is(home):
             payload = self._begin(chunk)
+            begin = time.perf_counter()
             try:
                 if ahead:
                     chunk.arrival = copy = self._streams.fetch(home, payload, chunk.under_way)
@@ -102,7 +103,7 @@ class Copies:
             except BaseException:
                 self._drop(chunk, is_filled=False)
                 raise
-        self._note_loaded(chunk, ahead)
+        self._note_loaded(chunk, ahead, 0.0 if ahead else time.perf_counter() - begin)
 
     @contextlib.contextmanager
     def loaded_by_others(self, chunk: Chunk, *, ahead: bool) -> Iterator[torch.Tensor]:
@@ -138,8 +139,9 @@ class Copies:
         self._by_storage[chunk.set_compute(payload)] = chunk
         return payload
 
-    def _note_loaded(self, chunk: Chunk, ahead: bool) -> None:
-        self._emit(ChunkLoaded(chunk.spec.index, chunk.param_nbytes if chunk.home is Tier.HOST else 0, ahead))
+    def _note_loaded(self, chunk: Chunk, ahead: bool, waited_s: float = 0.0) -> None:
+        nbytes = chunk.param_nbytes if chunk.home is Tier.HOST else 0
+        self._emit(ChunkLoaded(chunk.spec.index, nbytes, ahead, waited_s))
 
     def wait(self, chunk: Chunk) -> float | None:
         """Lets the compute device wait for a copy that was started ahead.

@@ -12,6 +12,7 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.copies import Copies
 from hf_patrickstar.runtime.tracer import Tracer
+from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.schedule.margin import StepCost, fill_margin, needed_nbytes, plan_margin
 from hf_patrickstar.schedule.pace import updated_beside_backward
 from hf_patrickstar.schedule.placement import ChunkBytes, Lookups, plan_lookups
@@ -23,6 +24,8 @@ from hf_patrickstar.schedule.sketch import ChunkWork, sketch, steps_of
 from hf_patrickstar.schedule.trace import Shapes, Trace
 
 logger = logging.getLogger(__name__)
+
+_COPYING = (Lane.TO_DEVICE, Lane.TO_HOST, Lane.GATHERS, Lane.REDUCTIONS)
 
 
 class Room(Protocol):
@@ -71,6 +74,7 @@ class Placement:
         in_margin: Indices of the chunks that live in the margin.
         nbytes: The bytes of each chunk, over all lists.
         reasons: What was decided last, a sentence each: about lookups, and about the margin.
+        foreseen: What a step costs as chunks live now, by the rates of the machine; ``None`` if it is not known.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class Placement:
     ) -> None:
         self.in_margin: set[int] = set()
         self.reasons: dict[str, str] = {}
+        self.foreseen: StepCost | None = None
         self._chunks = chunks
         self.nbytes = list(nbytes)
         self._copies = copies
@@ -112,8 +117,17 @@ class Placement:
         self._num_micro_batches = max(num_micro_batches, 1)
         if self._place_lookups():
             tracer.discard()  # the next step visits other chunks
-        elif self._fills_margin and any(trace.kind.is_training for trace in tracer.traces.values()):
-            self._fill_margin(reclaim)
+        elif any(trace.kind.is_training for trace in tracer.traces.values()):
+            if self._fills_margin:
+                self._fill_margin(reclaim)
+            self._foresee()
+
+    def _foresee(self) -> None:
+        """Without lanes nothing waits for a copy beside computation, so there is nothing to foresee."""
+        if self._rules.has_lanes:
+            kept = self._at_home_on_device()
+            fixed = self._rules.workspace_nbytes + sum(self.nbytes[index].device_nbytes for index in kept)
+            self.foreseen = self._cost(frozenset(), kept, fixed)
 
     def allow_margin(self, is_allowed: bool) -> None:
         """Tells whether chunks may move to the margin, now that an optimizer came.
@@ -253,7 +267,7 @@ class Placement:
         budget = None if ledger.chunk_budget is None else ledger.chunk_budget - fixed - taken
         works, loads = self._works(inside | kept), self._loads(inside | kept)
         training = [trace for trace in self._tracer.traces.values() if trace.kind.is_training]
-        duration_ns = moved = 0
+        duration_ns = moved = copying_ns = updating_ns = 0
         for traces in steps_of(training, self._num_micro_batches):
             try:
                 plans = repeated_plans(
@@ -271,10 +285,13 @@ class Placement:
             timeline = replay(script, plans, loads, self._rules.machine)
             busy_ns = sum(timeline.busy_ns().values())
             duration_ns += timeline.duration_ns if self._rules.has_lanes else busy_ns
+            critical = timeline.critical_ns()
+            copying_ns += sum(critical[lane] for lane in _COPYING)
+            updating_ns += critical[Lane.HOST_WORK]
             loaded = (loads[index] for plan in plans for actions in plan.moments for index in actions.load)
             moved += sum(load.sent_nbytes + load.nbytes * (not load.is_here) for load in loaded)
             moved += sum(entry.nbytes for entry in script if isinstance(entry, Send))
-        return StepCost(duration_ns, moved)
+        return StepCost(duration_ns, moved, copying_ns, updating_ns)
 
     def updated_beside_backward(self, trace: Trace, backward_ns: int | None) -> int:
         """Elements that the host updates while the gradients of a micro-batch arrive, by the rates of the machine.

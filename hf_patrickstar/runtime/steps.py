@@ -11,6 +11,7 @@ from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.buckets import GRADIENTS
 from hf_patrickstar.runtime.chunk import Chunk
+from hf_patrickstar.runtime.durations import Durations
 from hf_patrickstar.runtime.executor import Executor, Services
 from hf_patrickstar.runtime.forecast import Forecast
 from hf_patrickstar.runtime.order import Ending, Phase, Room, Subject
@@ -69,6 +70,7 @@ class Steps:
         self.num_micro_batches = num_micro_batches
         self.micro_batch = 0  # those since the optimizer's step
         self.num_updates = 0  # of all optimizers
+        self.durations = Durations()
         self.peaks = (0, 0, 0)  # bytes in the last step: chunks on the device, all on the device, on the host
         self._chunks = services.chunks
         self._copies = services.copies
@@ -87,6 +89,7 @@ class Steps:
             present: Tensors on the device that are there already and are not chunks.
             version: Counts changes of parameters.
         """
+        self.durations.begin_computing()
         kind = self._kind_of_micro_batch()
         is_last = kind in (StepKind.TRAINING, StepKind.LAST)
         dropped_after = frozenset(chunk.spec.index for chunk in self._chunks if chunk.spec.is_updated and is_last)
@@ -138,6 +141,7 @@ class Steps:
     def end_forward(self) -> None:
         """Ends an outermost forward of training: a step that cannot be measured to its end is not recorded."""
         self.end_phase(Phase.FORWARD)
+        self.durations.end_forward()
         self.tracer.note_forward_end()
         if self._meter.leave() and self.tracer.step is not None and self.tracer.step.is_recorded:
             self.abandon_step()
@@ -146,6 +150,7 @@ class Steps:
         """Ends the step of a micro-batch, inside of its backward."""
         self.micro_batch += 1
         self._finish()
+        self.durations.end_computing()
 
     def _finish(self) -> None:
         """Ends a step. It may be called inside of backward, where the meter cannot be stopped, only paused."""
@@ -156,6 +161,7 @@ class Steps:
 
     def begin_update(self) -> None:
         """Begins the optimizer's step, which has a trace of its own: what it needs on the device beside the chunks."""
+        self.durations.begin_update()
         self.tracer.abandon()
         step = self.tracer.begin(StepKind.UPDATE)
         if step.is_metered:
@@ -178,6 +184,7 @@ class Steps:
         ledger.begin_step()
         num_micro_batches, self.micro_batch = self.micro_batch, 0
         self.abandon_step()
+        self.durations.end_update()
         return num_micro_batches
 
     def abandon_step(self) -> None:

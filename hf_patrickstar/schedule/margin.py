@@ -14,10 +14,19 @@ _AS_FAST = 1.01
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepCost:
-    """What a step costs: its time by the simulator's clock, and the bytes that cross between the tiers."""
+    """What a step costs: its time by the simulator's clock, and the bytes that cross between the tiers.
+
+    Attributes:
+        duration_ns: How long the step takes.
+        moved_nbytes: Bytes that cross.
+        copying_ns: How long its end has to wait for copies and collectives: their part of the critical path.
+        updating_ns: How long its end has to wait for the host's thread, likewise.
+    """
 
     duration_ns: int
     moved_nbytes: int
+    copying_ns: int = 0
+    updating_ns: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from hf_patrickstar.events import (
     ChunkRehomed,
     ChunkVisited,
     GradientStored,
+    ModelDecided,
     StepDiverged,
     StepFinished,
     StepRecorded,
@@ -20,7 +21,7 @@ from hf_patrickstar.events import (
 from hf_patrickstar.memory.tiers import Tier
 
 WIDTH = 8
-HOW = (ChunkVisited, StepRecorded, StepDiverged)
+HOW = (ModelDecided, ChunkVisited, StepRecorded, StepDiverged)
 """Events that say how a step went, and not what moved."""
 WORDS = {
     ChunkLoaded: "load",

@@ -11,6 +11,7 @@ from transformers import HfArgumentParser
 from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.report.run_record import FOLDER, STEPS, read_run
+from hf_patrickstar.schedule.clock import Lane
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "report.md"
 RECORDED = {"patrickstar_report": True}
@@ -71,12 +72,31 @@ def test_the_page_says_it(trained, capsys):
     assert moved == [row["device_to_host_nbytes"] for row in found.steps]
 
 
+def test_the_lanes_of_one_step_are_recorded(trained):
+    """Forward and backward of two micro-batches, the update, and all that crossed in between."""
+    trainer, _, found, folder = trained
+    timeline = found.timeline
+    busy = timeline.busy_ns()
+    for lane in (Lane.COMPUTE, Lane.HOST, Lane.TO_DEVICE):
+        assert 0 < busy[lane] < timeline.duration_ns, lane
+    assert busy[Lane.COMPUTE] + busy[Lane.HOST] <= timeline.duration_ns < 60e9
+    parts = {span.what for span in timeline.own_spans if span.lane in (Lane.COMPUTE, Lane.HOST)}
+    assert parts == {"forward", "backward", "update"}
+    html = (folder / "_patrickstar_report.html").read_text(encoding="utf-8")
+    assert "measured once" in html
+    assert "simulated" not in html
+    assert trainer.patrickstar_engine.resources.streams.end_timing() == [], "one step was watched"
+
+
 @pytest.mark.parametrize("factor", [1.0, 14.0], ids=["moving", "margin"])
 def test_the_survey_follows_the_plans(factor, tmp_path):
     trainer, _ = train("gpt2", tmp_path, tight(factor=factor), max_steps=4, **RECORDED)
     found = read_run(tmp_path)
     assert found.survey == trainer.patrickstar_engine.survey()
     assert len(found.survey.tides) == 1, "the first step has no plan, and the second one has"
+    spans = [span for span in found.timeline.own_spans if span.lane is Lane.TO_HOST]
+    nbytes, moved = sum(int(span.what.split()[0]) for span in spans), found.steps[1]["device_to_host_nbytes"]
+    assert nbytes == moved, "the lanes are those of the second step"
     num_inside = sum(chunk.home == "device" for chunk in found.survey.chunks)
     assert num_inside == trainer.patrickstar_stats()["chunks_in_margin"]
     assert (num_inside > 0) == (factor > 1)

@@ -3,13 +3,14 @@
 import json
 
 import pytest
+from pages import PageReader, check_alone
 
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import BY_PRICE, MACHINES
 from hf_patrickstar.planner import search as searching
 from hf_patrickstar.planner.planning import arrange, plan_if_fits, plan_subject
-from hf_patrickstar.planner.search import Found, Goal, search, search_below
+from hf_patrickstar.planner.search import Found, Goal, answered, search, search_below
 from hf_patrickstar.planner.subject import with_batch
 from hf_patrickstar.units import MIB
 
@@ -58,6 +59,8 @@ def test_the_longest_sequence_is_searched_in_steps_of_64():
     assert found.refused == found.answer + 64
     assert found.plan.length == found.answer
     assert not fits(with_batch(subject, 1, found.refused), given)
+    again, same = answered(found, subject, given)
+    assert (again.length, again.batch_size, same) == (found.answer, 1, given)
 
 
 def test_a_sequence_as_long_as_the_model_has_positions_is_not_exceeded():
@@ -73,6 +76,7 @@ def test_the_largest_model_has_more_layers_and_the_same_heads():
     assert found.refused == found.answer + 1
     per_layer = 12 * 64 * 64 + 13 * 64
     assert found.plan.num_parameters == (512 + 1024 + 2) * 64 + found.answer * per_layer
+    assert answered(found, subject, given)[0].num_layers == found.answer
     assert not fits(subject.with_layers(found.refused), given)
     assert found.num_plans <= 10
 
@@ -112,11 +116,12 @@ def test_below_what_was_asked_for():
 
 def test_machines_are_tried_from_the_cheapest(monkeypatch):
     assert sorted(BY_PRICE) == sorted(MACHINES)
-    tried = []
+    tried, planned = [], []
     plan = plan_if_fits(*arranged())
 
     def fake(subject, given):
         tried.append((given.machine.name, given.world_size))
+        planned.append(given)
         return plan if given.machine.name == "a100-40" else None
 
     monkeypatch.setattr(searching, "plan_if_fits", fake)
@@ -124,6 +129,7 @@ def test_machines_are_tried_from_the_cheapest(monkeypatch):
     found = search("cheapest-machine", subject, given)
     assert (found.answer, found.refused, found.num_plans) == ("a100-40", "rtx4090", 2)
     assert tried == [("rtx4090", 1), ("a100-40", 1)], "a V100 computes no bfloat16"
+    assert answered(found, subject, given)[1] == planned[-1]
     tried.clear()
     monkeypatch.setattr(
         searching, "plan_if_fits", lambda *given: tried.append((given[1].machine.name, given[1].world_size))
@@ -165,17 +171,34 @@ def test_the_command_prints_the_answer_and_its_plan(tmp_path, capsys):
     assert found["plan"]["batch_size"] == found["answer"]
 
 
-def test_the_command_says_that_nothing_fits(capsys):
+def test_the_page_of_a_search_is_that_of_the_plan_that_it_found(tmp_path, capsys):
+    page, path = tmp_path / "page.html", tmp_path / "found.json"
+    assert main([*COMMAND, "--search", "max-batch", "--html", str(page), "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    html = page.read_text(encoding="utf-8")
+    assert "What was found" in html
+    assert capsys.readouterr().out.splitlines()[0] in html
+    reader = PageReader(html)
+    check_alone(reader, allowed=("page.trace.json",))
+    assert f"{found['answer']} x 64 tokens" in html
+    assert "Lanes of a step" in html
+    assert (tmp_path / "page.trace.json").exists()
+
+
+def test_the_command_says_that_nothing_fits(tmp_path, capsys):
     words = ["plan", MODEL, "--seq-len", "64", "--device-memory", "512KiB", "--host-memory", "64MiB"]
-    assert main([*words, "--search", "max-batch"]) == 1
-    assert "max-batch: nothing fits" in capsys.readouterr().out
+    assert main([*words, "--search", "max-batch", "--html", str(tmp_path / "page.html")]) == 1
+    out = capsys.readouterr().out
+    assert "max-batch: nothing fits" in out
+    assert "Nothing is written for --html" in out
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--search", "cheapest-machine"], "--device-memory: a search for the cheapest machine takes what each has"),
-        (["--search", "max-batch", "--html", "page.html"], "--html: a search"),
+        (["--search", "max", "--html", "page.html"], "search 'max' is not known"),
     ],
 )
 def test_what_a_search_cannot_do_gets_a_sentence(words, message, capsys):

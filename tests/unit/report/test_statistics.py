@@ -10,6 +10,7 @@ from hf_patrickstar.events import (
     GradientStored,
     MessageExchanged,
     MicroBatchRepeated,
+    ModelDecided,
     SlicesGathered,
     SlicesReduced,
     StepDiverged,
@@ -44,6 +45,7 @@ NOTHING = {
     "chunk_hits": 0,
     "late_prefetches": 0,
     "waiting_seconds": 0,
+    "loading_seconds": 0,
     "retries": 0,
     "all_gathers": 0,
     "reduce_scatters": 0,
@@ -58,6 +60,8 @@ def test_nothing_happened():
 
 def test_every_event_has_its_place():
     events = [
+        (ModelDecided("124 M parameters"), {}),
+        (ChunkLoaded(0, 7, waited_s=0.5), {"host_to_device_nbytes": 7, "chunk_loads": 1, "loading_seconds": 0.5}),
         (ChunkLoaded(0, 7), {"host_to_device_nbytes": 7, "chunk_loads": 1}),
         (ChunkLoaded(0, 7, ahead=True), {"host_to_device_nbytes": 7, "chunk_loads": 1, "prefetches": 1}),
         (ChunkRehomed(0, True, 7), {"chunk_moves": 1, "moved_home_to_device_nbytes": 7}),

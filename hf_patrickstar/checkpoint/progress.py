@@ -1,0 +1,37 @@
+"""Progress of work that may take long: shown where the progress of transformers is shown."""
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from tqdm.auto import tqdm
+
+PROGRESS_AFTER_S = 2
+"""Seconds after which progress is shown; of work that is done earlier nothing is seen."""
+
+
+def shown(items: Iterable[Any], what: str, unit: str, *, is_first: bool, total: int | None = None) -> Any:
+    """Iterates over items and shows how many are done, as a bar on stderr.
+
+    Nothing is shown where ``transformers.utils.logging.disable_progress_bar`` was called.
+
+    Args:
+        items: The items.
+        what: What is done with them.
+        unit: What an item is, in the plural.
+        is_first: Whether this is the first process; others show nothing.
+        total: How many there are, where ``items`` cannot tell.
+
+    Returns:
+        A ``tqdm`` bar: an iterable, and a context manager that has ``update``.
+    """
+    is_hidden = not (is_first and _are_bars_enabled())
+    return tqdm(items, desc=what, unit=unit, total=total, delay=PROGRESS_AFTER_S, disable=is_hidden)
+
+
+def _are_bars_enabled() -> bool:
+    if "transformers" not in sys.modules:
+        return True  # a program that does not use it has not disabled its bars
+    from transformers.utils.logging import is_progress_bar_enabled
+
+    return is_progress_bar_enabled()

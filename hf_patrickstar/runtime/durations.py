@@ -1,0 +1,89 @@
+"""When the caller's thread was in each part of a step, and for how long in all."""
+
+import time
+from typing import NamedTuple
+
+from hf_patrickstar.schedule.script import Part
+
+_MOST_PIECES = 10_000
+"""Of a step of more pieces the first ones are kept."""
+
+
+class Piece(NamedTuple):
+    """A part of a step, from its begin to its end, in nanoseconds of ``time.perf_counter_ns``."""
+
+    part: Part
+    begin_ns: int
+    end_ns: int
+
+
+class Durations:
+    """Adds up seconds by the host's clock, from the begin of a part to its end; a part that was given up is left out.
+
+    An accelerator works beside the host, so a part of a step there may go on when the host has left it.
+
+    Attributes:
+        last: The pieces of the last step, from its first forward to the end of the update, in their order.
+    """
+
+    def __init__(self) -> None:
+        self.last: tuple[Piece, ...] = ()
+        self._pieces: list[Piece] = []
+        self._sums = {"computing": 0, "settling": 0, "updating": 0}
+        self._begin: int | None = None
+        self._forward_end: int | None = None
+        self._end: int | None = None
+
+    @property
+    def computing_s(self) -> float:
+        """Seconds from the begin of an outermost forward of training to the end of its backward."""
+        return self._sums["computing"] / 1e9
+
+    @property
+    def settling_s(self) -> float:
+        """Seconds from the end of the last backward of a step to the begin of the optimizer's step."""
+        return self._sums["settling"] / 1e9
+
+    @property
+    def updating_s(self) -> float:
+        """Seconds of steps of optimizers."""
+        return self._sums["updating"] / 1e9
+
+    def begin_computing(self) -> None:
+        """A micro-batch begins."""
+        self._begin, self._forward_end, self._end = time.perf_counter_ns(), None, None
+
+    def end_forward(self) -> None:
+        """An outermost forward has ended; of several the last one counts."""
+        self._forward_end = time.perf_counter_ns()
+
+    def end_computing(self) -> None:
+        """The backward of a micro-batch has ended."""
+        if self._begin is None:
+            return
+        self._end = time.perf_counter_ns()
+        middle = self._begin if self._forward_end is None else self._forward_end
+        self._add(Part.FORWARD, self._begin, middle)
+        self._add(Part.BACKWARD, middle, self._end)
+        self._sums["computing"] += self._end - self._begin
+        self._begin = None
+
+    def begin_update(self) -> None:
+        """The optimizer's step begins."""
+        now = time.perf_counter_ns()
+        if self._end is not None:
+            self._sums["settling"] += now - self._end
+        self._begin, self._end = now, None
+
+    def end_update(self) -> None:
+        """The optimizer's step has ended."""
+        if self._begin is not None:
+            now = time.perf_counter_ns()
+            self._add(Part.UPDATE, self._begin, now)
+            self._sums["updating"] += now - self._begin
+        self._begin = None
+        self.last, self._pieces = tuple(self._pieces), []
+
+    def _add(self, part: Part, begin_ns: int, end_ns: int) -> None:
+        if len(self._pieces) < _MOST_PIECES:
+            self._pieces.append(Piece(part, begin_ns, end_ns))

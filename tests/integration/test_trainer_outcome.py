@@ -1,0 +1,122 @@
+"""What a console shows when a Trainer's run begins and ends."""
+
+import dataclasses
+import re
+
+import pytest
+from simulated import simulated_streams
+from trainers import make_trainer, run, tight, train
+from transformers import PrinterCallback
+from transformers.utils.logging import is_progress_bar_enabled
+
+from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
+from hf_patrickstar.checkpoint import progress
+from hf_patrickstar.machine import MACHINES
+from hf_patrickstar.payloads import Payloads
+
+EXPECTED = r"patrickstar: [\d.]+ M parameters \([\d.]+ M trained\): model data takes .* on the host, and .*"
+FIRST = r"patrickstar: step 3, the first one that was not recorded, took [\d.e-]+ s, and at most .* on the host"
+MEMORY = r"patrickstar: at most [\d.]+ \w+ of 4.00 MiB \(\d+%\) on the device and [\d.]+ \w+ of 256.00 MiB \(0%\) .*"
+TIME = r"patrickstar: 4 steps took [\d.]+ s, [\d.e-]+ s each: (\d+)% .*, (\d+)% .*, (\d+)% .*, (\d+)% .*"
+ADVICE = r"patrickstar: (most worth changing|nothing to change): .*"
+
+
+def said(text):
+    return [line for line in text.splitlines() if line.startswith("patrickstar: ")]
+
+
+@pytest.mark.parametrize("disable_tqdm", [True, False], ids=["printer", "progress"])
+def test_lines_at_the_beginning_and_at_the_end(disable_tqdm, tmp_path, capsys):
+    config = {**tight(factor=2.0), "device_budget": 2**22, "host_budget": 2**28}
+    kwargs = {"eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 2}
+    trainer, _ = train("gpt2", tmp_path, config, disable_tqdm=disable_tqdm, **kwargs)
+    text = capsys.readouterr().out
+    lines = said(text)
+    assert len(lines) == 5
+    for pattern, line in zip((EXPECTED, FIRST, MEMORY, TIME, ADVICE), lines, strict=True):
+        assert re.fullmatch(pattern, line), line
+    assert 97 <= sum(map(int, re.fullmatch(TIME, lines[3]).groups())) <= 103
+    stats = trainer.patrickstar_stats()
+    assert f"{stats['device_total_peak_nbytes'] / 2**20:.2f} MiB of 4.00" in lines[2] or "KiB" in lines[2]
+    assert "'loss'" in text.split(lines[1])[0], "the evaluation after the second step was recorded, too"
+    assert text.index(lines[0]) < text.index("'loss'"), "before the first step"
+    assert text.index("'train_runtime'") < text.index(lines[2]), "after the last log"
+    for name in ("computing_seconds", "settling_seconds", "updating_seconds"):
+        assert 0 < stats[name] < 60
+    assert stats["loading_seconds"] + stats["waiting_seconds"] <= stats["computing_seconds"]
+
+
+def test_off_says_nothing_and_neither_does_a_trainer_without_console(tmp_path, capsys):
+    kwargs = {"patrickstar_config": tight(), "max_steps": 3}
+    run(make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, patrickstar_logging="off", **kwargs))
+    trainer = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, **kwargs)
+    trainer.remove_callback(PrinterCallback)
+    run(trainer)
+    train("gpt2", tmp_path, max_steps=1)
+    assert said(capsys.readouterr().out) == []
+
+
+def test_what_is_expected_is_said_before_anything_is_allocated(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Payloads, "allocate", lambda self: 1 / 0)
+    trainer = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        run(trainer)
+    (line,) = said(capsys.readouterr().out)
+    assert re.fullmatch(EXPECTED, line), line
+
+
+def test_every_call_of_train_is_an_account_of_its_own(tmp_path, capsys):
+    trainer = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, max_steps=2)
+    run(trainer)
+    first = said(capsys.readouterr().out)
+    run(trainer)
+    second = said(capsys.readouterr().out)
+    assert len(first) == 4, "the second step is not followed by another"
+    assert [line.split(" took")[0] for line in second if " took" in line][-1] == "patrickstar: 2 steps"
+
+
+def test_seconds_of_evaluation_and_saving_are_left_out(tmp_path, capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("hf_patrickstar.integrations.trainer_report.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("hf_patrickstar.runtime.durations.time.perf_counter_ns", lambda: round(now[0] * 1e9))
+    kwargs = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, **kwargs)
+    step, save = trainer.compute_loss, trainer.save_model
+
+    def compute_loss(*args, **kwargs):
+        loss = step(*args, **kwargs)
+        now[0] += 2.0 if trainer.model.training else 100.0
+        return loss
+
+    def save_model(*args, **kwargs):
+        now[0] += 1000.0
+        return save(*args, **kwargs)
+
+    trainer.compute_loss, trainer.save_model = compute_loss, save_model
+    run(trainer)
+    first, _, line = [line for line in said(capsys.readouterr().out) if " took" in line or "at most" in line]
+    assert "not recorded, took 2 s" in first
+    assert line.startswith("patrickstar: 3 steps took 6 s, 2 s each: 100% forward and backward, 0%"), line
+
+
+@pytest.mark.parametrize("disable_tqdm", [True, False])
+def test_disable_tqdm_is_for_all_bars(disable_tqdm, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "PROGRESS_AFTER_S", 0)
+    kwargs = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2, "disable_tqdm": disable_tqdm}
+    train("gpt2", tmp_path, tight(), **kwargs)
+    text = capsys.readouterr().err
+    for what in ("Allocating chunks", "Moving weights into chunks", "Writing model.safetensors"):
+        assert (what in text) == (not disable_tqdm), what
+    assert is_progress_bar_enabled()
+
+
+def test_beside_lanes_the_clock_of_the_simulator_says_what_a_step_waits_for(tmp_path, capsys):
+    slow = dataclasses.replace(MACHINES["rtx4090"], to_device_bandwidth=1e6, name="slow bus")
+    config = {**tight(), "device_budget": 2**22, "host_budget": 2**28, "machine": slow}
+    with simulated_streams():
+        trainer, _ = train("gpt2", tmp_path, config, max_steps=3)
+    *_, time, advice = said(capsys.readouterr().out)
+    cost = trainer.patrickstar_engine.manager.placement.foreseen
+    assert 0.8 < cost.copying_ns / cost.duration_ns <= 1 - cost.updating_ns / cost.duration_ns
+    assert f"by the rates of 'slow bus' a step waits {cost.copying_ns / cost.duration_ns:.0%} of its time" in time
+    assert "waiting for copies" in advice or "of the time went neither" in advice

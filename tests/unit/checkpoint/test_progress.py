@@ -1,0 +1,59 @@
+"""Progress of making an engine, reading and saving: after two seconds, and only where transformers shows its own."""
+
+import functools
+
+import pytest
+import torch
+from transformers.utils import logging
+
+from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar.checkpoint import progress
+
+pytestmark = pytest.mark.usefixtures("no_modes")
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Bars are shown at once, and each time that something is done."""
+    monkeypatch.setattr(progress, "PROGRESS_AFTER_S", 0)
+    monkeypatch.setattr(progress, "tqdm", functools.partial(progress.tqdm, mininterval=0, miniters=1))
+
+
+def work(tmp_path):
+    """Makes an engine, saves it and reads it again."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(3)])
+    engine = PatrickStarEngine(model, {"chunk_numel": 2**13}, torch.optim.AdamW(model.parameters()), device="cpu")
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.load_checkpoint(tmp_path / "saved")
+    engine.detach()
+
+
+@pytest.mark.usefixtures("at_once")
+def test_what_takes_long_is_shown(tmp_path, capsys):
+    work(tmp_path)
+    text = capsys.readouterr().err
+    for what in ("Allocating chunks", "Moving weights into chunks", "Writing", "Reading weights"):
+        assert f"{what}" in text, what
+    assert "Moving weights into chunks: 100%" in text
+
+
+def test_what_is_done_in_two_seconds_is_not(tmp_path, capsys):
+    work(tmp_path)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("at_once")
+def test_nothing_is_shown_where_transformers_shows_nothing(tmp_path, capsys):
+    logging.disable_progress_bar()
+    try:
+        work(tmp_path)
+    finally:
+        logging.enable_progress_bar()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("at_once")
+def test_only_the_first_process_shows_progress(capsys):
+    assert list(progress.shown([1, 2], "Reading", "files", is_first=False)) == [1, 2]
+    assert capsys.readouterr().err == ""
