@@ -70,10 +70,7 @@ def ask_for_chunks(model: torch.nn.Module, dist_config: Mapping[str, Any], **kwa
             "one process, or train with a Trainer and --patrickstar"
         )
     if int(dist_config.get("cp_size", 1)) > 1:
-        raise ConfigError(
-            "dist_config has cp_size and name 'patrickstar', which has no sequence parallelism; remove cp_size, or use "
-            "name 'fsdp2'"
-        )
+        raise ConfigError(f"dist_config has the name '{NAME}', which cannot split sequences; set cp_size to 1")
     config = PatrickStarConfig.from_any({key: value for key, value in dist_config.items() if key not in _MESH})
     model.__dict__[_ASKED] = Asked(config, "bf16" if kwargs.get("bf16") else "no")
     return model
