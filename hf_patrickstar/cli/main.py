@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from hf_patrickstar.checkpoint.export import export
-from hf_patrickstar.cli import check, plan, report
+from hf_patrickstar.cli import check, convert, plan, report
 from hf_patrickstar.cli.env import env
 from hf_patrickstar.cli.plan_script import split_script
 from hf_patrickstar.errors import ConfigError, PatrickStarError
@@ -88,7 +88,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_arguments(command)
     command.set_defaults(run=report.run)
+    _add_convert(commands)
     return parser
+
+
+def _add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "convert",
+        help="make --patrickstar_config from a configuration of DeepSpeed or FSDP",
+        description="Prints the JSON for --patrickstar_config, and on the standard error what each key of a "
+        "configuration of DeepSpeed, FSDP or Accelerate becomes, or why it is not needed.",
+    )
+    convert.add_arguments(command)
+    command.set_defaults(run=convert.run)
 
 
 def _export(options: argparse.Namespace) -> None:
