@@ -13,7 +13,7 @@ from hf_patrickstar.integrations.conversion.rules import Kind, Rule, if_asked
 RESUME = {
     "deepspeed": "A DeepSpeed checkpoint (global_step*/) cannot be resumed. Weights: convert them with its "
     "zero_to_fp32.py and give the result as --model_name_or_path. Optimizer states are not read: training begins "
-    "with new ones, so save the last DeepSpeed checkpoint where a new schedule may begin.",
+    "with new ones.",
     "fsdp": "An FSDP checkpoint (pytorch_model_fsdp*, optimizer_0/) cannot be resumed. Weights: convert them with "
     "'accelerate merge-weights' and give the result as --model_name_or_path. Optimizer states are not read: training "
     "begins with new ones.",
@@ -75,20 +75,22 @@ def convert(values: dict[str, Any]) -> Converted:
     """
     source, rules, normalized = _find_source(values)
     settings: dict[str, Any] = {}
-    arguments: list[str] = []
+    arguments: dict[str, Any] = {}
     lines = []
     for key, value in _flat(values):
         line, found = _line(key, value, values, rules, normalized)
         lines.append(line)
         for name, made in found:
             if name.startswith("--"):
-                arguments.append(f"{name} {made}".strip())
+                arguments[name] = made
             else:
                 settings[name] = bool(settings.get(name)) or made if isinstance(made, bool) else made
     PatrickStarConfig.from_any(settings)
     told = ("deepspeed", "fsdp") if source == "accelerate" else (source,)
     resume = tuple(RESUME[name] for name in told if source != "accelerate" or f"{name}_config" in values)
-    return Converted(source, settings, tuple(dict.fromkeys(arguments)), tuple(lines), resume)
+    return Converted(
+        source, settings, tuple(f"{name} {made}".strip() for name, made in arguments.items()), tuple(lines), resume
+    )
 
 
 def _find_source(values: dict[str, Any]) -> tuple[str, dict[str, Rule], Callable[[str], str]]:
@@ -128,7 +130,9 @@ def _line(
     rule = _find_rule(known, rules)
     if rule is None:
         near = difflib.get_close_matches(known, rules, n=1, cutoff=0.0)[0]
-        return Line(key, value, "", f"Unknown key; the nearest known one is '{near}'. Nothing is carried over.", True), []
+        return Line(
+            key, value, "", f"Unknown key; the nearest known one is '{near}'. Nothing is carried over.", True
+        ), []
     if rule.kind is Kind.GONE:
         return Line(key, value, "", rule.why), []
     if rule.kind is Kind.MISSING:
@@ -138,8 +142,6 @@ def _line(
     if value == "auto":
         where = f"'{rule.name}' stays 'auto'" if rule.kind is Kind.SETTING else f"{rule.name}, as your command has it"
         return Line(key, value, where, rule.why), []
-    if rule.key == "activation_checkpointing":
-        return Line(key, value, rule.name, rule.why), [(rule.name, "")]
     return _made(key, value, rule)
 
 
@@ -150,7 +152,7 @@ def _made(key: str, value: Any, rule: Rule) -> tuple[Line, list[tuple[str, Any]]
         if made is None or made == "":
             return Line(key, value, "", rule.why), []
         return Line(key, value, f"{rule.name} = {json.dumps(made)}", rule.why), [(rule.name, made)]
-    if made is False or made is None and not if_asked(value):
+    if made is False or (made is None and not if_asked(value)):
         return Line(key, value, "", f"{rule.why} {rule.name or 'No argument'} is not given.".strip()), []
     if made is None:
         why = f"{rule.why} {rule.name} has no counterpart of {json.dumps(value)}."

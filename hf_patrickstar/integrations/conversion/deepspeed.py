@@ -19,7 +19,6 @@ _PINNED = "Page-locked host memory; if parameters and optimizer states differ, t
 _LOGS = "The Trainer reports; the figures of the engine go where --report_to says (docs/logs.md)."
 _PROFILE = "torch.profiler shows every load, eviction and update by name (docs/profiling.md)."
 _DATA = "The data of the Trainer stays as it is."
-_OPTIMIZER_MISSING = "This optimizer is not among the Trainer's --optim; hand a torch optimizer to the Trainer instead."
 
 
 def _is_nvme(value: Any) -> bool:
@@ -116,7 +115,9 @@ _ZERO = (
     gone("legacy_stage1", "There is one way for all stages."),
     gone("round_robin_gradients", "Gradients go to their chunks in the order of backward."),
     gone("parameter_alignment", "Parameters in chunks are always aligned."),
-    missing("zero_hpz_partition_size", "A second division within a machine (hpZ, ZeRO++) is not supported.", _above_one),
+    missing(
+        "zero_hpz_partition_size", "A second division within a machine (hpZ, ZeRO++) is not supported.", _above_one
+    ),
     missing("zero_quantized_weights", _QUANTIZED),
     missing("zero_quantized_nontrainable_weights", _QUANTIZED),
     missing("zero_quantized_gradients", _QUANTIZED),
@@ -154,7 +155,9 @@ _PRECISION = (
     missing("fp16.fp16_master_weights_and_grads", "Masters of 16-bit parameters are always fp32."),
     setting("torch_autocast.enabled", "autocast", "Autocast is on by default where 16-bit was asked for.", _autocast),
     gone("torch_autocast.dtype", "--bf16 or --fp16 says the type."),
-    gone("torch_autocast.lower_precision_safe_modules", "keep_fp32 names what stays fp32; by default as autocast has it."),
+    gone(
+        "torch_autocast.lower_precision_safe_modules", "keep_fp32 names what stays fp32; by default as autocast has it."
+    ),
     missing("amp", "Apex is not supported; use --bf16 or --fp16."),
     setting(
         "communication_data_type",
@@ -177,7 +180,8 @@ _TRAINING = (
     argument(
         "optimizer.type",
         "--optim",
-        "Adam and AdamW of DeepSpeed decouple weight decay by default, as AdamW of torch does.",
+        "Adam and AdamW of DeepSpeed decouple weight decay by default, as AdamW of torch does. For others hand a torch "
+        "optimizer to the Trainer; 1-bit Adam and its kin are not supported.",
         _optimizer,
     ),
     argument("optimizer.params.lr", "--learning_rate", "The learning rate."),
@@ -185,9 +189,13 @@ _TRAINING = (
     argument("optimizer.params.eps", "--adam_epsilon", "The term that is added to the root."),
     argument("optimizer.params.weight_decay", "--weight_decay", "The weight decay."),
     gone("optimizer.params.torch_adam", "The arithmetic is always torch's."),
-    gone("optimizer.params.adam_w_mode", "--optim says it."),
+    missing(
+        "optimizer.params.adam_w_mode",
+        "False adds weight decay to the gradient: hand a torch.optim.Adam to the Trainer.",
+        lambda value: value is False,
+    ),
     gone("optimizer.legacy_fusion", "There is nothing to fuse."),
-    argument("scheduler.type", "--lr_scheduler_type", "The Trainer's scheduler of the same shape.", _scheduler),
+    argument("scheduler.type", "--lr_scheduler_type", "The Trainer's scheduler of the same kind.", _scheduler),
     gone("scheduler.params.warmup_min_lr", "The Trainer's warm-up begins with 0."),
     argument("scheduler.params.warmup_max_lr", "--learning_rate", "The rate at the end of the warm-up."),
     argument("scheduler.params.warmup_num_steps", "--warmup_steps", "The steps of the warm-up."),
@@ -202,13 +210,14 @@ _TRAINING = (
     gone("disable_allgather", _BUCKET),
     missing("sparse_gradients", "Sparse gradients of embeddings are not supported."),
     gone("dataloader_drop_last", "--dataloader_drop_last of the Trainer says it."),
-    argument(
+    gone(
         "activation_checkpointing",
-        "--gradient_checkpointing",
-        "The Trainer's switch computes activations again in backward; the keys of the section have no counterpart.",
-        lambda value: None,
+        "DeepSpeed reads it for models that call deepspeed.checkpointing; --gradient_checkpointing of the Trainer "
+        "computes activations again.",
     ),
-    missing("activation_checkpointing.cpu_checkpointing", "Activations are not moved to the host; they are computed again."),
+    missing(
+        "activation_checkpointing.cpu_checkpointing", "Activations are not moved to the host; they are computed again."
+    ),
     missing("activation_checkpointing.partition_activations", "Activations are not divided over processes."),
 )
 

@@ -50,11 +50,15 @@ RULES: tuple[Rule, ...] = (
     gone("limit_all_gathers", "The device budget limits what is gathered."),
     gone("sync_module_states", "Each process reads its part of the weights; buffers are those that the script made."),
     gone("param_init_fn", "hf_patrickstar.deferred_weights in the script reads weights straight into chunks."),
-    gone("cpu_ram_efficient_loading", "hf_patrickstar.deferred_weights in the script reads weights straight into chunks."),
+    gone(
+        "cpu_ram_efficient_loading", "hf_patrickstar.deferred_weights in the script reads weights straight into chunks."
+    ),
     argument(
         "activation_checkpointing", "--gradient_checkpointing", "Activations are computed again in backward.", _is_on
     ),
-    missing("activation_checkpointing_offload", "Activations are not moved to the host; they are computed again.", _is_on),
+    missing(
+        "activation_checkpointing_offload", "Activations are not moved to the host; they are computed again.", _is_on
+    ),
     gone("mixed_precision_policy", "--bf16 or --fp16 says the type; reduce_dtype fp32 adds gradients in fp32."),
     missing("xla", _XLA),
     missing("xla_fsdp_v2", _XLA),
