@@ -10,8 +10,8 @@ _NVME = "NVMe offload is not supported: model data lives on the device and in ho
 _OFFLOAD = "Model data is at home on the host where the device has no room; nothing has to be switched on."
 _FILTER = "It is of DeepSpeed's launcher; Accelerate's own launcher starts the processes."
 _LAUNCHED = (
-    "compute_environment num_processes num_machines machine_rank main_process_ip main_process_port gpu_ids rdzv_backend "
-    "same_network main_training_function debug use_cpu downcast_bf16 enable_cpu_affinity mpirun_config"
+    "compute_environment num_processes num_machines machine_rank main_process_ip main_process_port gpu_ids "
+    "rdzv_backend same_network main_training_function debug use_cpu downcast_bf16 enable_cpu_affinity mpirun_config"
 )
 
 
@@ -40,7 +40,7 @@ RULES: tuple[Rule, ...] = (
     gone("deepspeed_config.deepspeed_inclusion_filter", _FILTER),
     gone("deepspeed_config.deepspeed_exclusion_filter", _FILTER),
     gone("deepspeed_config.deepspeed_moe_layer_cls_names", "Modules need no marks: mixtures of experts work without."),
-    *(Rule(f"fsdp_config.{rule.key}", rule.kind, rule.why, rule.name, rule.make) for rule in fsdp.RULES),
+    *(Rule(f"fsdp_config.{rule.key}", rule.kind, rule.why, rule.name, rule.make, rule.cannot) for rule in fsdp.RULES),
     missing("megatron_lm_config", "Tensor and pipeline parallelism of Megatron-LM are not supported."),
     missing("parallelism_config", "Tensor, context and sequence parallelism are not supported."),
     missing("dynamo_config", "torch.compile is not supported."),

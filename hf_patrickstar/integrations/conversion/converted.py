@@ -150,8 +150,9 @@ def _made(key: str, value: Any, rule: Rule) -> tuple[Line, list[tuple[str, Any]]
     made = rule.make(value)
     if rule.kind is Kind.SETTING:
         if made is None or made == "":
-            return Line(key, value, "", rule.why), []
-        return Line(key, value, f"{rule.name} = {json.dumps(made)}", rule.why), [(rule.name, made)]
+            return Line(key, value, "", rule.why, rule.cannot(value)), []
+        becomes = f"{rule.name} = {json.dumps(made)}"
+        return Line(key, value, becomes, rule.why, rule.cannot(value)), [(rule.name, made)]
     if made is False or (made is None and not if_asked(value)):
         return Line(key, value, "", f"{rule.why} {rule.name or 'No argument'} is not given.".strip()), []
     if made is None:

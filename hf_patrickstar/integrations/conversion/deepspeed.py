@@ -262,7 +262,7 @@ _FEATURES = (
 )
 
 RULES: tuple[Rule, ...] = (
-    *(Rule(f"zero_optimization.{rule.key}", rule.kind, rule.why, rule.name, rule.make) for rule in _ZERO),
+    *(Rule(f"zero_optimization.{rule.key}", rule.kind, rule.why, rule.name, rule.make, rule.cannot) for rule in _ZERO),
     *_PRECISION,
     *_TRAINING,
     *_FEATURES,

@@ -9,8 +9,8 @@ _FULL = "What is saved is always a whole Hugging Face checkpoint; optimizer stat
 _OFFLOAD = "Model data is at home on the host where the device has no room; nothing has to be switched on."
 _PREFETCH = "A plan loads chunks ahead in forward and backward; prefetch_depth says how many, automatically."
 _XLA = "TPUs are not supported."
-_ALWAYS = ("true", "full_shard", "1", "hybrid_shard")
-_NEVER = ("false", "shard_grad_op", "2", "no_shard", "3", "0", "hybrid_shard_zero2", "_hybrid_shard_zero2")
+_ALWAYS = ("true", "full_shard", "1", "hybrid_shard", "4")
+_NEVER = ("false", "shard_grad_op", "2", "no_shard", "3", "hybrid_shard_zero2", "5")
 
 
 def _reshard(value: Any) -> bool | None:
@@ -18,7 +18,11 @@ def _reshard(value: Any) -> bool | None:
     text = str(value).strip().lower()
     if text in _ALWAYS:
         return True
-    return False if text in _NEVER or text in ("4", "5") else None
+    return False if text in _NEVER else None
+
+
+def _is_hybrid(value: Any) -> bool:
+    return str(value).strip().lower() in ("hybrid_shard", "4", "hybrid_shard_zero2", "5")
 
 
 def _is_on(value: Any) -> bool:
@@ -27,13 +31,13 @@ def _is_on(value: Any) -> bool:
 
 _STRATEGY = (
     "After forward a group of chunks leaves the device (true, FULL_SHARD), or stays as long as nothing else needs the "
-    "room (false, SHARD_GRAD_OP). Model data is always divided over all processes: NO_SHARD and HYBRID_SHARD do not exist."
+    "room (false, SHARD_GRAD_OP). Model data is always divided over all processes: there is no NO_SHARD or HYBRID_SHARD."
 )
 
 RULES: tuple[Rule, ...] = (
     gone("version", "FSDP1 and FSDP2 are replaced alike."),
-    setting("reshard_after_forward", "reshard_after_forward", _STRATEGY, _reshard),
-    setting("sharding_strategy", "reshard_after_forward", _STRATEGY, _reshard),
+    setting("reshard_after_forward", "reshard_after_forward", _STRATEGY, _reshard, _is_hybrid),
+    setting("sharding_strategy", "reshard_after_forward", _STRATEGY, _reshard, _is_hybrid),
     gone("cpu_offload", _OFFLOAD),
     gone("offload_params", _OFFLOAD),
     gone("auto_wrap_policy", _WRAP),

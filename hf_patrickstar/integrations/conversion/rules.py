@@ -24,6 +24,11 @@ def as_given(value: Any) -> Any:
     return value
 
 
+def never(value: Any) -> bool:
+    """Whether a value cannot be carried over: each can."""
+    return False
+
+
 def if_asked(value: Any) -> bool:
     """Whether a value switches a feature on; a section does unless it says ``enabled: false``."""
     if isinstance(value, dict):
@@ -44,6 +49,7 @@ class Rule:
         name: The key of ``--patrickstar_config``, or the argument with its dashes.
         make: Makes the value here from the value there, or ``None`` where there is nothing to set. Of a feature that
             this package does not have: whether the value asks for it.
+        cannot: Whether a value of a setting asks for something that this package does not have.
     """
 
     key: str
@@ -51,11 +57,14 @@ class Rule:
     why: str
     name: str = ""
     make: Callable[[Any], Any] = as_given
+    cannot: Callable[[Any], bool] = never
 
 
-def setting(key: str, name: str, why: str, make: Callable[[Any], Any] = as_given) -> Rule:
+def setting(
+    key: str, name: str, why: str, make: Callable[[Any], Any] = as_given, cannot: Callable[[Any], bool] = never
+) -> Rule:
     """A rule for a key that becomes a key of ``--patrickstar_config``."""
-    return Rule(key, Kind.SETTING, why, name, make)
+    return Rule(key, Kind.SETTING, why, name, make, cannot)
 
 
 def argument(key: str, name: str, why: str, make: Callable[[Any], Any] = as_given) -> Rule:

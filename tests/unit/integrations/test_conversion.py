@@ -7,13 +7,16 @@ import pathlib
 
 import pytest
 from accelerate.utils import FullyShardedDataParallelPlugin
+from trainers import make_trainer
 
 import hf_patrickstar
+from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.integrations.conversion import accelerate, deepspeed, fsdp
+from hf_patrickstar.integrations.conversion.checkpoints import check_origin
 from hf_patrickstar.integrations.conversion.converted import convert
-from hf_patrickstar.integrations.training_args import PatrickStarTrainingArguments
 
 ROOT = pathlib.Path(hf_patrickstar.__file__).parent.parent
 ZERO_KEYS = """
@@ -148,6 +151,36 @@ def test_fsdp_keys_are_taken_with_and_without_their_prefix(value, here):
     for prefix in ("", "fsdp_"):
         converted = convert({f"{prefix}reshard_after_forward": value, f"{prefix}offload_params": True})
         assert (converted.source, converted.settings) == ("fsdp", {"reshard_after_forward": here})
+
+
+def test_hybrid_sharding_is_listed():
+    converted = convert({"fsdp_sharding_strategy": "HYBRID_SHARD", "fsdp_version": 1})
+    assert [line.key for line in converted.lost] == ["fsdp_sharding_strategy"]
+    assert convert({"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_version": 1}).lost == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "sign"), [("DeepSpeed", "global_step5"), ("FSDP", "pytorch_model_fsdp_0"), ("FSDP", "optimizer_0")]
+)
+def test_checkpoints_of_others_are_refused_or_warned_of_in_a_sentence(tmp_path, name, sign):
+    (tmp_path / sign).mkdir()
+    with pytest.raises(CheckpointError, match=f"checkpoint of {name}, with no weights"):
+        check_origin(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    assert f"checkpoint of {name}: its weights are loaded, its optimizer states are not" in check_origin(tmp_path)
+
+
+def test_ordinary_checkpoints_are_taken_as_they_are(tmp_path):
+    assert check_origin(tmp_path) is None
+    (tmp_path / "optimizer.pt").touch()
+    assert check_origin(tmp_path) is None
+
+
+def test_resuming_from_a_checkpoint_of_deepspeed_says_what_to_do(tmp_path):
+    (tmp_path / "checkpoint-5" / "global_step5").mkdir(parents=True)
+    trainer = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, patrickstar=True)
+    with pytest.raises(CheckpointError, match="zero_to_fp32"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
 
 
 def test_convert_prints_the_json_alone_and_explains_beside(tmp_path, capsys):
