@@ -6,13 +6,13 @@ that the planner found for the same model:
 
 * static: 16-bit parameters and activations on the device, 2 M; gradients and optimizer states on the host, 14 M, of all
   devices together (Figure 3 and section 4 of the paper, of ZeRO-Offload).
-* zero3: 18 M on the host and 4 bytes per parameter of a layer on the device, as
-  ``estimate_zero3_model_states_mem_needs`` of DeepSpeed 0.19.8 (``runtime/zero/stage3.py``) counts with ``cpu_offload``,
+* zero3: 18 M on the host and 4 bytes per parameter of one layer on the device. So counts
+  ``estimate_zero3_model_states_mem_needs`` of DeepSpeed 0.19.8 (``runtime/zero/stage3.py``) with ``cpu_offload``,
   ``cpu_offload_params`` and ``zero_init``; without its ``additional_buffer_factor`` of 1.5, which "zero3 x 1.5" has.
   The estimate takes the largest layer, which is the embedding in some models: a block is taken here.
 * fsdp2: 16 M on the host: fp32 parameters (``FSDPParam._init_sharded_param`` in ``_fsdp_param.py`` of torch 2.13 moves
-  them to the CPU under ``CPUOffloadPolicy``), fp32 gradients (``foreach_reduce`` in ``_fsdp_collectives.py`` copies them
-  there in the type of the parameters) and two moments; on the device two layers of 2 bytes per parameter, one that
+  them to the CPU under ``CPUOffloadPolicy``), fp32 gradients (``foreach_reduce`` in ``_fsdp_collectives.py`` copies
+  them there in the type of the parameters) and two moments; on the device two layers of 2 bytes per parameter, one that
   computes and one that is gathered ahead.
 
 With ``--today`` it takes Llama-like models and machines that are bought or rented now. Nothing here was measured.

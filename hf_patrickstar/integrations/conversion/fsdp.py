@@ -31,7 +31,7 @@ def _is_on(value: Any) -> bool:
 
 _STRATEGY = (
     "After forward a group of chunks leaves the device (true, FULL_SHARD), or stays as long as nothing else needs the "
-    "room (false, SHARD_GRAD_OP). Model data is always divided over all processes: NO_SHARD and HYBRID_SHARD are absent."
+    "room (false, SHARD_GRAD_OP). Model data is always divided over all processes, never as NO_SHARD or HYBRID_SHARD."
 )
 
 RULES: tuple[Rule, ...] = (
