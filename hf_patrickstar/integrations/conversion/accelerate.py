@@ -10,8 +10,9 @@ _NVME = "NVMe offload is not supported: model data lives on the device and in ho
 _OFFLOAD = "Model data is at home on the host where the device has no room; nothing has to be switched on."
 _FILTER = "It is of DeepSpeed's launcher; Accelerate's own launcher starts the processes."
 _LAUNCHED = (
-    "compute_environment num_processes num_machines machine_rank main_process_ip main_process_port gpu_ids "
-    "rdzv_backend same_network main_training_function debug use_cpu downcast_bf16 enable_cpu_affinity mpirun_config"
+    "num_processes num_machines machine_rank main_process_ip main_process_port gpu_ids "
+    "rdzv_backend same_network main_training_function debug use_cpu downcast_bf16 enable_cpu_affinity mpirun_config "
+    "tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env command_file commands"
 )
 
 
@@ -22,6 +23,7 @@ def _flag(value: Any) -> str | None:
 RULES: tuple[Rule, ...] = (
     gone("distributed_type", "Write MULTI_GPU in place of DEEPSPEED or FSDP, as recipes/accelerate has it."),
     argument("mixed_precision", "", "The Trainer's switch for the type.", _flag),
+    gone("compute_environment", _LAUNCH),
     *(gone(name, _LAUNCH) for name in _LAUNCHED.split()),
     argument(
         "deepspeed_config.gradient_accumulation_steps", "--gradient_accumulation_steps", "The Trainer accumulates."

@@ -128,6 +128,8 @@ def _line(
 ) -> tuple[Line, list[tuple[str, Any]]]:
     known = normalized(key)
     rule = _find_rule(known, rules)
+    if rule is None and any(name.startswith(f"{known}.") for name in rules):
+        return Line(key, value, "", "There is nothing in the section."), []
     if rule is None:
         near = difflib.get_close_matches(known, rules, n=1, cutoff=0.0)[0]
         return Line(
@@ -154,9 +156,9 @@ def _made(key: str, value: Any, rule: Rule) -> tuple[Line, list[tuple[str, Any]]
         becomes = f"{rule.name} = {json.dumps(made)}"
         return Line(key, value, becomes, rule.why, rule.cannot(value)), [(rule.name, made)]
     if made is False or (made is None and not if_asked(value)):
-        return Line(key, value, "", f"{rule.why} {rule.name or 'No argument'} is not given.".strip()), []
+        return Line(key, value, "", f"{rule.why} Its value asks for nothing."), []
     if made is None:
-        why = f"{rule.why} {rule.name} has no counterpart of {json.dumps(value)}."
+        why = f"{rule.why} There is no counterpart of {json.dumps(value, default=str)}."
         return Line(key, value, "", why, True), []
     text, name = ("", rule.name) if made is True else (str(made), rule.name)
     found = [(name, text)] if name else [(text, "")]

@@ -25,6 +25,15 @@ def _is_nvme(value: Any) -> bool:
     return str(value).strip().lower() == "nvme"
 
 
+def _flag(value: Any) -> bool | None:
+    """A flag, which some files have as text."""
+    return {"true": True, "false": False}.get(str(value).strip().lower())
+
+
+def _on(value: Any) -> bool:
+    return _flag(value) is True
+
+
 def _zero_if_zero(value: Any) -> int | None:
     return 0 if value == 0 and not isinstance(value, bool) else None
 
@@ -78,12 +87,12 @@ _ZERO = (
     missing("offload_param.buffer_count", _NVME, lambda value: False),
     missing("offload_param.buffer_size", _NVME, lambda value: False),
     missing("offload_param.max_in_cpu", _NVME, lambda value: False),
-    setting("offload_param.pin_memory", "pin_memory", _PINNED),
+    setting("offload_param.pin_memory", "pin_memory", _PINNED, _flag),
     gone("offload_param", _OFFLOAD),
     missing("offload_optimizer.device", f"{_OFFLOAD} {_NVME}", _is_nvme),
     missing("offload_optimizer.nvme_path", _NVME),
     missing("offload_optimizer.buffer_count", _NVME, lambda value: False),
-    setting("offload_optimizer.pin_memory", "pin_memory", _PINNED),
+    setting("offload_optimizer.pin_memory", "pin_memory", _PINNED, _flag),
     missing("offload_optimizer.pipeline_read", _NVME),
     missing("offload_optimizer.pipeline_write", _NVME),
     gone("offload_optimizer.fast_init", "Optimizer states are made when their chunks are made."),
@@ -94,7 +103,7 @@ _ZERO = (
     missing("zenflow", "ZenFlow is not supported: each step updates all parameters with their own gradients."),
     gone("sub_group_size", "The update runs chunk by chunk; the size of chunks is searched (chunk_numel)."),
     gone("cpu_offload_param", _OFFLOAD),
-    setting("cpu_offload_use_pin_memory", "pin_memory", _PINNED),
+    setting("cpu_offload_use_pin_memory", "pin_memory", _PINNED, _flag),
     gone("cpu_offload", _OFFLOAD),
     setting(
         "stage3_prefetch_bucket_size",
@@ -138,13 +147,14 @@ _PRECISION = (
         "--bf16",
         "Forward runs under autocast over 16-bit parameters, with the losses of the stock Trainer; "
         '{"autocast": false, "keep_fp32": []} computes all in 16 bits, which is nearer to DeepSpeed.',
+        _on,
     ),
-    argument("bfloat16.enabled", "--bf16", "The old name of the section bf16."),
+    argument("bfloat16.enabled", "--bf16", "The old name of the section bf16.", _on),
     gone("bf16.immediate_grad_update", "With one micro-batch per step a gradient takes its parameter's place at once."),
     gone("bf16.check_grad_overflow", "bf16 needs no loss scale."),
     missing("bf16.bf16_master_weights_and_grads", "Masters of 16-bit parameters are always fp32."),
     missing("bf16.bf16_optimizer_states", "Optimizer states of 16-bit parameters are always fp32."),
-    argument("fp16.enabled", "--fp16", "As for bf16, with a dynamic loss scale."),
+    argument("fp16.enabled", "--fp16", "As for bf16, with a dynamic loss scale.", _on),
     gone("fp16.auto_cast", "Forward always runs under autocast, unless the setting autocast is false."),
     missing("fp16.loss_scale", f"A fixed loss scale is not supported. {_SCALE}", _not_zero),
     gone("fp16.initial_scale_power", _SCALE),

@@ -6,6 +6,7 @@ import json
 import pathlib
 
 import pytest
+from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 from trainers import make_trainer
 
@@ -81,6 +82,34 @@ def test_every_top_level_key_of_deepspeed_has_a_rule():
 def test_every_field_of_accelerates_plugin_has_a_rule():
     names = {fsdp.normalized(field.name) for field in dataclasses.fields(FullyShardedDataParallelPlugin)}
     assert names - {rule.key for rule in fsdp.RULES} == set()
+
+
+def test_every_field_of_accelerates_configuration_has_a_rule():
+    names = {field.name for field in dataclasses.fields(ClusterConfig)}
+    assert names - {rule.key.split(".")[0] for rule in accelerate.RULES} == set()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"zero_optimization": {}, "optimizer": {"params": {"betas": "auto"}}, "bf16": None},
+        {"distributed_type": "FSDP", "fsdp_config": {}, "mixed_precision": "no", "tpu_env": []},
+        {"zero_optimization": {"offload_param": {"pin_memory": None}}, "fp16": {"enabled": "false"}},
+    ],
+)
+def test_empty_sections_and_values_ask_for_nothing(values):
+    converted = convert(values)
+    assert (converted.settings, converted.arguments, converted.lost) == ({}, (), ())
+
+
+def test_flags_as_text_are_flags():
+    values = {"zero_optimization": {"offload_param": {"pin_memory": "true"}}, "bf16": {"enabled": "true"}}
+    assert (convert(values).settings, convert(values).arguments) == ({"pin_memory": True}, ("--bf16",))
+
+
+def test_a_type_that_is_not_there_is_listed():
+    (line,) = convert({"distributed_type": "FSDP", "mixed_precision": "fp8"}).lost
+    assert 'no counterpart of "fp8"' in line.why
 
 
 @pytest.mark.parametrize("rules", [deepspeed.RULES, fsdp.RULES, accelerate.RULES])
