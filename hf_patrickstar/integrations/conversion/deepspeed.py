@@ -232,7 +232,7 @@ _TRAINING = (
 )
 
 _FEATURES = (
-    missing("aio", _NVME, lambda value: False),
+    missing("aio", _NVME),
     missing("pipeline", "Pipeline parallelism is not supported."),
     missing("tensor_parallel", "Tensor parallelism is not supported.", lambda value: True),
     missing("sequence_parallel_size", "Sequence parallelism is not supported.", _above_one),

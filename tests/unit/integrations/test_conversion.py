@@ -162,6 +162,7 @@ def test_values_become_arguments():
         ({"tensor_parallel": {"autotp_size": 4}}, "tensor_parallel.autotp_size"),
         ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention.mode"),
         ({"moe": {"enabled": True}}, "moe.enabled"),
+        ({"aio": {"block_size": 1048576}}, "aio.block_size"),
         ({"pipeline": {"stages": 2}}, "pipeline.stages"),
         ({"zero_optimization": {"stagee": 3}}, "zero_optimization.stagee"),
     ],
