@@ -6,10 +6,14 @@ that the planner found for the same model:
 
 * static: 16-bit parameters and activations on the device, 2 M; gradients and optimizer states on the host, 14 M, of all
   devices together (Figure 3 and section 4 of the paper, of ZeRO-Offload).
-* zero3: 18 M on the host (``estimate_zero3_model_states_mem_needs`` of DeepSpeed, with ``cpu_offload_params``, without
-  its factor of 1.5 for buffers; "zero3 x 1.5" has it), activations and one layer on the device.
-* fsdp2: 16 M on the host (fp32 parameters, gradients and two moments of ``CPUOffloadPolicy``), activations and two
-  layers on the device.
+* zero3: 18 M on the host and 4 bytes per parameter of one layer on the device. So counts
+  ``estimate_zero3_model_states_mem_needs`` of DeepSpeed 0.19.8 (``runtime/zero/stage3.py``) with ``cpu_offload``,
+  ``cpu_offload_params`` and ``zero_init``; without its ``additional_buffer_factor`` of 1.5, which "zero3 x 1.5" has.
+  The estimate takes the largest layer, which is the embedding in some models: a block is taken here.
+* fsdp2: 16 M on the host: fp32 parameters (``FSDPParam._init_sharded_param`` in ``_fsdp_param.py`` of torch 2.13 moves
+  them to the CPU under ``CPUOffloadPolicy``), fp32 gradients (``foreach_reduce`` in ``_fsdp_collectives.py`` copies
+  them there in the type of the parameters) and two moments; on the device two layers of 2 bytes per parameter, one that
+  computes and one that is gathered ahead.
 
 With ``--today`` it takes Llama-like models and machines that are bought or rented now. Nothing here was measured.
 """
@@ -50,8 +54,10 @@ LLAMAS = {
     **{"175B": (96, 12288), "200B": (110, 12288)},
 }
 """Layers and hidden sizes of Llama-like models: heads of 128, feed-forward of 8/3 of the hidden size, 32,000 tokens."""
-PARTS = {"static": (2, 14, 0), "zero3": (0, 18, 1), "zero3 x 1.5": (0, 27, 1), "fsdp2": (0, 16, 2)}
-"""Bytes per parameter on the device and on the host, and how many layers (of 2 bytes) the device holds beside."""
+PARTS = {"static": (2, 14, 0), "zero3": (0, 18, 4), "zero3 x 1.5": (0, 27, 4), "fsdp2": (0, 16, 4)}
+"""Bytes per parameter on the device and on the host, and per parameter of one layer that the device holds beside."""
+KEPT_NBYTES = 4
+"""Bytes of an element that a block keeps for backward, its input: residual sums are fp32 under autocast."""
 
 
 def of_node(machine: Machine, name: str, host_nbytes: int, num_devices: int = 1, **others) -> Machine:
@@ -159,14 +165,28 @@ def by_arithmetic(machine, models, activations, options):
     device = DEVICE_SHARE * machine.device_nbytes
     host = HOST_SHARE * machine.host_nbytes * machine.num_devices
     found = {}
-    for system, (on_device, on_host, num_layers) in PARTS.items():
+    for system, (on_device, on_host, of_layer) in PARTS.items():
         found[system] = None
         for name, (layers, hidden) in models.items():
             numel = num_parameters(layers, hidden, options.today)
-            beside = activations(layers, hidden) + 2 * num_layers * 12 * hidden**2
+            beside = activations(layers, hidden) + of_layer * 12 * hidden**2
             if on_device * numel / machine.num_devices + beside <= device and on_host * numel <= host:
                 found[system] = name
     return found
+
+
+def activations_of(seen_nbytes, tokens, layers, hidden):
+    """How many bytes of activations a model of other sizes has, from those that the planner found for one model.
+
+    Inputs of blocks grow with layers and hidden size; the rest is that of one block and of the loss, and grows with the
+    hidden size alone.
+    """
+    rest = max(seen_nbytes - KEPT_NBYTES * tokens * layers * hidden, 0) / hidden
+
+    def activations(other_layers, other_hidden):
+        return KEPT_NBYTES * tokens * other_layers * other_hidden + rest * other_hidden
+
+    return activations
 
 
 def row_of(machine, papers, models, options):
@@ -178,12 +198,7 @@ def row_of(machine, papers, models, options):
     layers, hidden = models[name]
     seen = plan.tier(Tier.DEVICE).owners["non-model data"]
     tokens = plan.batch_size * plan.length
-    kept = 2 * tokens * layers * hidden  # the inputs of blocks, in 16 bits; the rest is that of one block and the loss
-    rest = max(seen - kept, 0) / hidden
-
-    def activations(other_layers, other_hidden):
-        return 2 * tokens * other_layers * other_hidden + rest * other_hidden
-
+    activations = activations_of(seen, tokens, layers, hidden)
     flops = 8 * plan.num_parameters * plan.speed.tokens_per_s / machine.num_devices
     return {
         **row,

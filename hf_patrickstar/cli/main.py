@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from hf_patrickstar.checkpoint.export import export
-from hf_patrickstar.cli import check, plan, report, run
+from hf_patrickstar.cli import check, convert, plan, report
 from hf_patrickstar.cli.env import env
 from hf_patrickstar.cli.plan_script import split_script
 from hf_patrickstar.errors import ConfigError, PatrickStarError
@@ -27,9 +27,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["plan"]:
         words, script = split_script(words)
-    elif words[:1] == ["run"]:
-        own, script = run.split_program(words[1:])
-        words = ["run", *own]
     options = _parser().parse_args(words)
     options.script = script or getattr(options, "script", None)
     try:
@@ -85,22 +82,25 @@ def _parser() -> argparse.ArgumentParser:
     check.add_arguments(command)
     command.set_defaults(run=check.run)
     command = commands.add_parser(
-        "run",
-        help="run a training script as it is, with --patrickstar",
-        description="Runs a script that uses transformers' Trainer, or Accelerate, without a change of it: its classes "
-        "get --patrickstar and --patrickstar_config. Options before SCRIPT are those of this command; after it, those "
-        "of the script, to which --patrickstar belongs if it has TrainingArguments.",
-    )
-    run.add_arguments(command)
-    command.set_defaults(run=run.run)
-    command = commands.add_parser(
         "report",
         help="make a page of a run",
         description="Makes one HTML page of what a run with --patrickstar has recorded in its output directory.",
     )
     report.add_arguments(command)
     command.set_defaults(run=report.run)
+    _add_convert(commands)
     return parser
+
+
+def _add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "convert",
+        help="make --patrickstar_config from a configuration of DeepSpeed or FSDP",
+        description="Prints the JSON for --patrickstar_config, and on the standard error what each key of a "
+        "configuration of DeepSpeed, FSDP or Accelerate becomes, or why it is not needed.",
+    )
+    convert.add_arguments(command)
+    command.set_defaults(run=convert.run)
 
 
 def _export(options: argparse.Namespace) -> None:

@@ -24,7 +24,6 @@ from hf_patrickstar.integrations.accelerator_optimizers import (
     innermost,
     unwrapped,
 )
-from hf_patrickstar.integrations.post_import import asked_config
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.optim.scaler import ChunkedGradScaler
 from hf_patrickstar.runtime.collectives import announce_self
@@ -61,8 +60,7 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
         precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         super().__init__(*args, mixed_precision="no", **kwargs)
         steps = self.gradient_state.num_steps
-        given = asked_config() if patrickstar_config is None else patrickstar_config
-        self._set_up_patrickstar(PatrickStarConfig.from_any(given), str(precision), steps)
+        self._set_up_patrickstar(PatrickStarConfig.from_any(patrickstar_config), str(precision), steps)
 
     @classmethod
     def adopt(

@@ -20,6 +20,7 @@ from hf_patrickstar.checkpoint.weight_files import has_weights, load_torch_file
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.integrations.accelerator_checkpoints import get_engine, having
+from hf_patrickstar.integrations.conversion.checkpoints import check_origin
 
 logger = logging.getLogger(__name__)
 
@@ -195,6 +196,8 @@ class TrainerCheckpoints(_AnyTrainer):
         """Opens and checks the weights; their values are read when there are chunks to read them into."""
         engine = self.patrickstar_engine
         is_ours = getattr(self.args, "patrickstar", False) and not hasattr(self.model, "peft_config")
+        if is_ours and (warning := check_origin(resume_from_checkpoint)) is not None:
+            logger.warning(warning)
         if not is_ours or not has_weights(resume_from_checkpoint):  # the Trainer reports that there are no weights
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return

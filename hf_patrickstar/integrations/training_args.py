@@ -8,7 +8,6 @@ from transformers import TrainingArguments
 
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.integrations.post_import import asked_config
 
 _NOT_PER_CHUNK = ("lomo", "adalomo")
 Logging = Literal["off", "brief", "all"]
@@ -74,8 +73,6 @@ class PatrickStarArgumentsMixin:
         if self.patrickstar_logging not in get_args(Logging):
             choices = ", ".join(f"'{choice}'" for choice in get_args(Logging))
             raise ConfigError(f"patrickstar_logging is {self.patrickstar_logging!r}; it must be one of {choices}")
-        if not self.patrickstar and self.patrickstar_config is None and asked_config() is not None:
-            self.patrickstar, self.patrickstar_config = True, asked_config()
         if self.patrickstar:
             self._refuse_other_engines()
         given = self._checkpointing_name()

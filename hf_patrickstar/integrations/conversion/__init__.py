@@ -1,0 +1,1 @@
+"""Configurations of DeepSpeed, FSDP and Accelerate, key by key: what each becomes here, or why it is gone."""
