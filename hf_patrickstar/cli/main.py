@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from hf_patrickstar.checkpoint.export import export
 from hf_patrickstar.cli import check, plan, report
+from hf_patrickstar.cli import run as run_command
 from hf_patrickstar.cli.env import env
 from hf_patrickstar.cli.plan_script import split_script
 from hf_patrickstar.errors import ConfigError, PatrickStarError
@@ -27,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["plan"]:
         words, script = split_script(words)
+    elif words[:1] == ["run"]:
+        words, script = run_command.split_program(words)
     options = _parser().parse_args(words)
     options.script = script or getattr(options, "script", None)
     try:
@@ -81,6 +84,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_arguments(command)
     command.set_defaults(run=check.run)
+    command = commands.add_parser(
+        "run",
+        usage="%(prog)s [--patrickstar] [--patrickstar_config JSON] [--inherit] (SCRIPT | -m MODULE) ARGS...",
+        help="run a training script that does not know this package; its parser then knows --patrickstar",
+        description="Runs a training script as python does. Its Trainer and TrainingArguments get --patrickstar and "
+        "--patrickstar_config; not a line of it changes. Options before SCRIPT hold for all of the script.",
+    )
+    run_command.add_arguments(command)
+    command.set_defaults(run=run_command.run)
     command = commands.add_parser(
         "report",
         help="make a page of a run",
