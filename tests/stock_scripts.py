@@ -98,3 +98,104 @@ for batch in loader:
         optimizer.zero_grad()
 print(json.dumps({"losses": losses, "is_chunked": hasattr(model, "patrickstar_engine")}))
 """
+
+GLUE = (
+    HEAD
+    + """
+from transformers import HfArgumentParser, Trainer, TrainingArguments, set_seed
+
+
+class WeightedTrainer(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        outputs = model(**inputs)
+        loss = outputs.loss * 0.5
+        return (loss, outputs) if return_outputs else loss
+
+
+parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
+if len(sys.argv) == 2 and sys.argv[1].endswith(".json"):
+    model_args, data_args, training_args = parser.parse_json_file(json_file=sys.argv[1])
+else:
+    model_args, data_args, training_args = parser.parse_args_into_dataclasses()
+set_seed(3)
+rows = make_rows("bert_classifier", data_args.num_rows)
+trainer = WeightedTrainer(
+    model=make_model("bert_classifier"), args=training_args, train_dataset=rows, eval_dataset=rows[:4]
+)
+trainer.train()
+metrics = trainer.evaluate()
+assert metrics["eval_loss"] > 0
+tell(trainer)
+"""
+)
+
+MIXED = (
+    """
+from hf_patrickstar import PatrickStarTrainer as Trainer, PatrickStarTrainerMixin, PatrickStarTrainingArguments
+"""
+    + HEAD
+    + """
+import transformers
+from transformers import HfArgumentParser, Seq2SeqTrainer, set_seed
+
+
+class Mine(PatrickStarTrainerMixin, Seq2SeqTrainer):
+    pass
+
+
+(training_args,) = HfArgumentParser(PatrickStarTrainingArguments).parse_args_into_dataclasses()
+set_seed(3)
+trainer = Mine(model=make_model("t5"), args=training_args, train_dataset=make_rows("t5", 16))
+assert Trainer is transformers.Trainer and isinstance(trainer, Trainer)
+trainer.train()
+tell(trainer)
+"""
+)
+
+REWARDS = """
+def longest(completions, **kwargs):
+    return [float(len(set(text))) for text in completions]
+"""
+
+
+def write_trl_inputs(folder):
+    """Writes a tiny checkpoint with a tokenizer, and a data set for each of ``sft``, ``dpo`` and ``grpo``."""
+    import json
+
+    import torch
+    from models import gpt2
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["the quick red fox", "a slow dog sleeps", "birds jump over trees", "no cat runs under it"]
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(
+        words, vocab_size=270, min_frequency=1, special_tokens=["<pad>", "<eos>"], show_progress=False
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, pad_token="<pad>", eos_token="<eos>")
+    torch.manual_seed(0)
+    model = gpt2()
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    rows = {
+        "sft": [{"text": text} for text in words * 2],
+        "dpo": [{"prompt": text, "chosen": " yes it is", "rejected": " not at all"} for text in words * 2],
+        "grpo": [{"prompt": text} for text in words * 2],
+    }
+    for name, values in rows.items():
+        (folder / name).mkdir()
+        lines = "".join(json.dumps(row) + "\n" for row in values)
+        (folder / name / "train.jsonl").write_text(lines, encoding="utf-8")
+    (folder / "tiny_rewards.py").write_text(REWARDS, encoding="utf-8")
+
+
+def trl_arguments(folder, name, output):
+    """The command line of ``python -m trl.scripts.NAME``."""
+    words = ["--model_name_or_path", folder / "model", "--dataset_name", folder / name, "--output_dir", output]
+    words += ["--use_cpu", "--max_steps", "2", "--logging_steps", "1", "--learning_rate", "5e-3", "--seed", "3"]
+    words += ["--report_to", "none", "--disable_tqdm", "true", "--save_strategy", "no", "--dtype", "float32"]
+    words += ["--bf16", "false", "--per_device_train_batch_size", "2"]
+    if name == "grpo":
+        words += ["--num_generations", "2", "--max_completion_length", "4", "--reward_funcs", "tiny_rewards.longest"]
+    return [str(word) for word in words]
