@@ -118,9 +118,9 @@ if len(sys.argv) == 2 and sys.argv[1].endswith(".json"):
 else:
     model_args, data_args, training_args = parser.parse_args_into_dataclasses()
 set_seed(3)
-rows = make_rows("bert_classifier", data_args.num_rows)
+rows = make_rows("bert", data_args.num_rows)
 trainer = WeightedTrainer(
-    model=make_model("bert_classifier"), args=training_args, train_dataset=rows, eval_dataset=rows[:4]
+    model=make_model("bert"), args=training_args, train_dataset=rows, eval_dataset=rows[:4]
 )
 trainer.train()
 metrics = trainer.evaluate()
@@ -132,18 +132,25 @@ tell(trainer)
 MIXED = (
     """
 from hf_patrickstar import PatrickStarTrainer as Trainer, PatrickStarTrainerMixin, PatrickStarTrainingArguments
+from hf_patrickstar import PatrickStarArgumentsMixin
 """
     + HEAD
     + """
 import transformers
-from transformers import HfArgumentParser, Seq2SeqTrainer, set_seed
+from transformers import HfArgumentParser, Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainingArguments, set_seed
 
 
 class Mine(PatrickStarTrainerMixin, Seq2SeqTrainer):
     pass
 
 
-(training_args,) = HfArgumentParser(PatrickStarTrainingArguments).parse_args_into_dataclasses()
+@dataclasses.dataclass
+class MyArguments(PatrickStarArgumentsMixin, Seq2SeqTrainingArguments):
+    pass
+
+
+assert PatrickStarTrainingArguments is TrainingArguments
+(training_args,) = HfArgumentParser(MyArguments).parse_args_into_dataclasses()
 set_seed(3)
 trainer = Mine(model=make_model("t5"), args=training_args, train_dataset=make_rows("t5", 16))
 assert Trainer is transformers.Trainer and isinstance(trainer, Trainer)
@@ -199,3 +206,25 @@ def trl_arguments(folder, name, output):
     if name == "grpo":
         words += ["--num_generations", "2", "--max_completion_length", "4", "--reward_funcs", "tiny_rewards.longest"]
     return [str(word) for word in words]
+
+
+def write_stock_scripts(folder):
+    """Writes all scripts into a folder, and ``all.py``, which runs those that it is told with their arguments."""
+    scripts = {"clm": CLM, "glue": GLUE, "translation": TRANSLATION, "no_trainer": NO_TRAINER, "mixed": MIXED}
+    for name, text in {**scripts, "all": ALL}.items():
+        (folder / f"{name}.py").write_text(text, encoding="utf-8")
+
+
+ALL = """
+import json
+import runpy
+import sys
+
+for words in json.loads(sys.argv[1]):
+    sys.argv = words
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(words[0], run_name="__main__")
+"""

@@ -120,7 +120,10 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname in _OWN and _OWN[fullname].module not in sys.modules:
             _load_host(fullname)
-            return importlib.util.spec_from_loader(fullname, _Loaded(sys.modules[fullname]))
+            module = sys.modules[fullname]
+            # Python takes a module's own spec where the module was loaded while it was looked for.
+            module.__spec__ = importlib.util.spec_from_loader(fullname, _Loaded(module))
+            return module.__spec__
         place = self._places.get(fullname)
         if place is None:
             return None
