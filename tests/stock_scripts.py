@@ -39,9 +39,8 @@ parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
 model_args, data_args, training_args = parser.parse_args_into_dataclasses()
 assert repr(training_args).startswith("TrainingArguments(")
 set_seed(3)
-trainer = Trainer(
-    model=make_model(model_args.model), args=training_args, train_dataset=make_rows(model_args.model, data_args.num_rows)
-)
+rows = make_rows(model_args.model, data_args.num_rows)
+trainer = Trainer(model=make_model(model_args.model), args=training_args, train_dataset=rows)
 assert transformers.Trainer is Trainer and transformers.trainer.Trainer is Trainer
 trainer.train()
 trainer.save_model()

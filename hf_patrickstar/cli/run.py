@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError, PatrickStarError
 from hf_patrickstar.integrations import inherited
-from hf_patrickstar.integrations.program import run_program
+from hf_patrickstar.integrations.program import find_program, run_program
 from hf_patrickstar.integrations.unchanged import Defaults, install, places_of
 
 
@@ -64,14 +64,15 @@ def run(options: argparse.Namespace) -> int:
     PatrickStarConfig.from_any(config)
     if config is not None and os.path.isfile(config):
         config = os.path.abspath(config)  # the script may change the working directory
+    program = find_program(options.script or [])
     defaults = Defaults(options.patrickstar, config)
     install(defaults)
-    if options.script and int(os.environ.get("RANK", "0")) == 0:
+    if int(os.environ.get("RANK", "0")) == 0:
         puts = ", ".join(f"{place.gets} into {place.module}.{place.name}" for place in places_of(defaults))
         print(f"hf-patrickstar run: puts {puts}, when they are imported", file=sys.stderr, flush=True)
     with _inherited(defaults) if options.inherit else contextlib.nullcontext():
         try:
-            run_program(options.script or [])
+            run_program(program)
         except ConfigError:
             raise
         except PatrickStarError:

@@ -28,29 +28,46 @@ def as_program(path: str, arguments: Sequence[str], folder: str) -> Iterator[Non
         sys.argv, sys.path[:] = argv, search
 
 
-def run_program(words: Sequence[str]) -> None:
-    """Runs ``SCRIPT ARGS...`` or ``-m MODULE ARGS...`` as ``python`` does, with ``__name__ == "__main__"``.
+def find_program(words: Sequence[str]) -> list[str]:
+    """Finds the program of a command line; a script that is no file is looked up on ``PATH``, as a shell does.
 
     Args:
-        words: The program and its arguments. A script that is no file is looked up on ``PATH``, as a shell does.
+        words: ``SCRIPT ARGS...`` or ``-m MODULE ARGS...``.
+
+    Returns:
+        The same with the path of the script.
 
     Raises:
         ConfigError: If there is no such program.
-        SystemExit: If the program ends itself.
-        Exception: What the program raises.
     """
-    if words[:1] == ["-m"]:
-        if len(words) == 1:
-            raise ConfigError("-m is given without a module; write -m MODULE ARGS")
-        module, *arguments = words[1:]
-        with as_program(module, arguments, os.getcwd()):
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
-        return
     if not words:
         raise ConfigError("there is no script to run; write SCRIPT ARGS or -m MODULE ARGS")
-    given, *arguments = words
+    given, *others = words
+    if given == "-m":
+        if not others:
+            raise ConfigError("-m is given without a module; write -m MODULE ARGS")
+        return list(words)
     path = given if os.path.isfile(given) else shutil.which(given)
     if path is None:
         raise ConfigError(f"there is no script '{given}'; give the path of a file, or -m MODULE")
+    return [path, *others]
+
+
+def run_program(words: Sequence[str]) -> None:
+    """Runs a program as ``python`` does, with ``__name__ == "__main__"``.
+
+    Args:
+        words: What ``find_program`` returns.
+
+    Raises:
+        SystemExit: If the program ends itself.
+        Exception: What the program raises.
+    """
+    path, *arguments = words
+    if path == "-m":
+        module, *arguments = arguments
+        with as_program(module, arguments, os.getcwd()):
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        return
     with as_program(path, arguments, os.path.dirname(os.path.realpath(path))):
         runpy.run_path(path, run_name="__main__")

@@ -50,7 +50,9 @@ class Place:
     tried: str
 
 
-ARGUMENTS = Place("transformers.training_args", "TrainingArguments", "PatrickStarArgumentsMixin", "transformers", "5.23")
+ARGUMENTS = Place(
+    "transformers.training_args", "TrainingArguments", "PatrickStarArgumentsMixin", "transformers", "5.23"
+)
 TRAINER = Place("transformers.trainer", "Trainer", "PatrickStarTrainerMixin", "transformers", "5.23")
 ACCELERATOR = Place("accelerate", "Accelerator", "PatrickStarAccelerator", "accelerate", "1.15")
 PLACES = (ARGUMENTS, TRAINER, ACCELERATOR)
@@ -140,7 +142,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 def _load_host(name: str) -> None:
     """Imports the other library's module, whose import loads the module of this package."""
     if name == "hf_patrickstar.integrations.trainer":
-        import transformers.trainer  # noqa: F401
+        import transformers.trainer
     else:
         import transformers.training_args  # noqa: F401
 
@@ -192,8 +194,8 @@ def _moved(place: Place, problem: str) -> ConfigError:
     except importlib.metadata.PackageNotFoundError:
         version = "of unknown version"
     return ConfigError(
-        f"{place.library} {version} {problem}, where {place.gets} is put ({place.library} {place.tried} has it); install "
-        f"{place.library} {place.tried}, or derive from {place.gets} in the script and run it by python"
+        f"{place.library} {version} {problem}, where {place.gets} is put ({place.library} {place.tried} has it); "
+        f"install {place.library} {place.tried}, or derive from {place.gets} in the script and run it by python"
     )
 
 
@@ -240,7 +242,10 @@ def _put_trainer(module: types.ModuleType, stock: type) -> None:
     _put(module, stock.__name__, made)
     if "Accelerator" in vars(module):
         vars(module)["Accelerator"] = vars(accelerator)["Accelerator"]  # the stock one; its arguments decide
-    for name, value in (("PatrickStarTrainerMixin", type("PatrickStarTrainerMixin", (), {})), ("PatrickStarTrainer", made)):
+    for name, value in (
+        ("PatrickStarTrainerMixin", type("PatrickStarTrainerMixin", (), {})),
+        ("PatrickStarTrainer", made),
+    ):
         setattr(own, name, value)
 
 

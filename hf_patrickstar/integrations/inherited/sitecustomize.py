@@ -1,7 +1,7 @@
 """What Python runs first in a process that inherits ``hf-patrickstar run``; then it runs the user's own sitecustomize.
 
-Every Python process that a script starts runs this, compilers and launchers too. So it imports nothing of hf_patrickstar
-before the process imports transformers or accelerate.
+Every Python process that a script starts runs this, compilers and launchers too. So it imports nothing of
+hf_patrickstar before the process imports transformers or accelerate.
 """
 
 import importlib.abc

@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import pytest
 from safetensors.torch import load_file
@@ -91,13 +92,17 @@ def test_command_lines_of_trl_are_the_same_to_the_bit_and_launchers_pass_it_on(t
     names = ("sft", "dpo", "grpo")
 
     def commands(kind, *flags):
-        return [["-m", f"trl.scripts.{name}", *trl_arguments(tmp_path, name, f"{kind}-{name}"), *flags] for name in names]
+        return [
+            ["-m", f"trl.scripts.{name}", *trl_arguments(tmp_path, name, f"{kind}-{name}"), *flags] for name in names
+        ]
 
     launcher = pathlib.Path(sys.executable).with_name("trl")
     processes = [
         start(["all.py", json.dumps(commands("plain"))], tmp_path, search=str(tmp_path)),
         start(
-            [*RUN, "all.py", json.dumps(commands("chunked", "--patrickstar", *SETTINGS))], tmp_path, search=str(tmp_path)
+            [*RUN, "all.py", json.dumps(commands("chunked", "--patrickstar", *SETTINGS))],
+            tmp_path,
+            search=str(tmp_path),
         ),
         start(
             [*RUN, "--inherit", launcher, "sft", *trl_arguments(tmp_path, "sft", "launched-sft"), "--patrickstar"],
@@ -127,12 +132,20 @@ def test_check_and_plan_know_stock_scripts(tmp_path):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["train.py"], "'transformers.training_args' was imported before PatrickStarArgumentsMixin could be put there"),
-        (["--patrickstar_config", "{}", "train.py"], "--patrickstar_config is given before SCRIPT but --patrickstar"),
-        (["--patrickstar", "--patrickstar_config", '{"x": 1}', "train.py"], "unknown key 'x'"),
+        (
+            [__file__],
+            "was imported before PatrickStarTrainerMixin could be put there; start the script in a new process",
+        ),
+        (["--patrickstar_config", "{}", __file__], "--patrickstar_config is given before SCRIPT but --patrickstar"),
+        (["--patrickstar", "--patrickstar_config", '{"x": 1}', __file__], "unknown key 'x'"),
+        (["nowhere.py"], "there is no script 'nowhere.py'"),
+        (["-m"], "-m is given without a module"),
+        ([], "there is no script to run"),
     ],
 )
-def test_refusals_are_one_sentence(words, sentence, capsys):
+def test_refusals_are_one_sentence(words, sentence, capsys, monkeypatch):
+    monkeypatch.delitem(sys.modules, "transformers.training_args", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers.trainer", types.ModuleType("transformers.trainer"))
     finders = list(sys.meta_path)
     assert main(["run", *words]) == 2
     err = capsys.readouterr().err
