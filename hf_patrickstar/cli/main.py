@@ -84,15 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_arguments(command)
     command.set_defaults(run=check.run)
-    command = commands.add_parser(
-        "run",
-        usage="%(prog)s [--patrickstar] [--patrickstar_config JSON] [--inherit] (SCRIPT | -m MODULE) ARGS...",
-        help="run a training script that does not know this package; its parser then knows --patrickstar",
-        description="Runs a training script as python does. Its Trainer and TrainingArguments get --patrickstar and "
-        "--patrickstar_config; not a line of it changes. Options before SCRIPT hold for all of the script.",
-    )
-    run_command.add_arguments(command)
-    command.set_defaults(run=run_command.run)
+    run_command.add_to(commands)
     command = commands.add_parser(
         "report",
         help="make a page of a run",

@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError, PatrickStarError
@@ -16,8 +17,20 @@ from hf_patrickstar.integrations.program import find_program, run_program
 from hf_patrickstar.integrations.unchanged import Defaults, install, places_of
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what the command understands before SCRIPT."""
+def add_to(commands: Any) -> None:
+    """Adds the command, with what it understands before SCRIPT.
+
+    Args:
+        commands: What ``add_subparsers`` returned.
+    """
+    parser = commands.add_parser(
+        "run",
+        usage="%(prog)s [--patrickstar] [--patrickstar_config JSON] [--inherit] (SCRIPT | -m MODULE) ARGS...",
+        help="run a training script that does not know this package; its parser then knows --patrickstar",
+        description="Runs a training script as python does. Its Trainer and TrainingArguments get --patrickstar and "
+        "--patrickstar_config; not a line of it changes. Options before SCRIPT hold for all of the script.",
+    )
+    parser.set_defaults(run=run)
     parser.add_argument(
         "--patrickstar",
         action="store_true",
