@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from hf_patrickstar.checkpoint.export import export
 from hf_patrickstar.cli import check, convert, plan, report
+from hf_patrickstar.cli import run as run_command
 from hf_patrickstar.cli.env import env
 from hf_patrickstar.cli.plan_script import split_script
 from hf_patrickstar.errors import ConfigError, PatrickStarError
@@ -27,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["plan"]:
         words, script = split_script(words)
+    elif words[:1] == ["run"]:
+        words, script = run_command.split_program(words)
     options = _parser().parse_args(words)
     options.script = script or getattr(options, "script", None)
     try:
@@ -81,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_arguments(command)
     command.set_defaults(run=check.run)
+    run_command.add_to(commands)
     command = commands.add_parser(
         "report",
         help="make a page of a run",

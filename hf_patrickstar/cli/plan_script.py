@@ -1,12 +1,14 @@
 """``hf-patrickstar plan ... -- SCRIPT ARGS``: the script says what is trained."""
 
 import argparse
+import contextlib
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hf_patrickstar.cli.settings import settings_of
 from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.integrations.unchanged import Defaults, install
 
 if TYPE_CHECKING:
     from hf_patrickstar.planner.planning import Circumstances
@@ -47,6 +49,8 @@ def arrange_from(options: argparse.Namespace) -> "tuple[Subject, Circumstances]"
         ConfigError: If an argument makes no sense, or the script never trains.
         Exception: What the script raises.
     """
+    with contextlib.suppress(ConfigError):  # where transformers is imported already, scripts say what they use
+        install(Defaults())
     # transformers takes seconds to import, and other commands do without.
     from hf_patrickstar.planner.script_subject import arrange_script
 

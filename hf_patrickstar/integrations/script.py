@@ -19,13 +19,13 @@ import contextlib
 import functools
 import os
 import runpy
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers import Trainer, TrainingArguments
 
 from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.integrations.program import as_program
 from hf_patrickstar.integrations.training_args import PatrickStarArgumentsMixin
 
 
@@ -70,8 +70,9 @@ def run_script(path: str, arguments: Sequence[str], on_train: OnTrain, on_argume
     if not os.path.isfile(path):
         raise ScriptError(f"there is no script '{path}'; give the path of a file")
     told: set[str] = set()
+    folder = os.path.dirname(os.path.abspath(path))
     try:
-        with _as_program(path, arguments), _caught(on_train, on_arguments, told):
+        with as_program(path, arguments, folder), _caught(on_train, on_arguments, told):
             runpy.run_path(path, run_name="__main__")
     except StopScript as stop:
         return stop.value
@@ -89,17 +90,6 @@ def run_script(path: str, arguments: Sequence[str], on_train: OnTrain, on_argume
             "script train"
         )
     return None
-
-
-@contextlib.contextmanager
-def _as_program(path: str, arguments: Sequence[str]) -> Iterator[None]:
-    argv, search = sys.argv, list(sys.path)
-    sys.argv = [path, *arguments]
-    sys.path[:1] = [os.path.dirname(os.path.abspath(path))]
-    try:
-        yield
-    finally:
-        sys.argv, sys.path[:] = argv, search
 
 
 @contextlib.contextmanager
@@ -134,9 +124,10 @@ def _caught(on_train: OnTrain, on_arguments: OnArguments | None, told: set[str])
         return on_train(self, as_asked)
 
     with contextlib.ExitStack() as stack:
+        owners = {TrainingArguments, PatrickStarArgumentsMixin}  # the mixin is empty where stock classes have it
+        checks = [(owner, owner.__post_init__) for owner in owners if hasattr(owner, "__post_init__")]
         for owner, name, replacement in (
-            (TrainingArguments, "__post_init__", showing(TrainingArguments.__post_init__)),
-            (PatrickStarArgumentsMixin, "__post_init__", showing(PatrickStarArgumentsMixin.__post_init__)),
+            *((owner, "__post_init__", showing(check)) for owner, check in checks),
             (Trainer, "__init__", noting),
             (Trainer, "train", training),
         ):

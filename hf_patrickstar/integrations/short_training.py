@@ -1,4 +1,4 @@
-"""A few steps of a script's training, recorded: ``python -m hf_patrickstar.integrations.short_training``.
+"""A few steps of a script's training, recorded: ``python -m hf_patrickstar.integrations.short_process``.
 
 ``hf-patrickstar check`` starts one such process for each training that it compares. Nothing of the user's is written
 to: the training has a directory of its own, and saving, evaluating, pushing and reporting are switched off.
@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,8 +21,6 @@ from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, Reader
 from hf_patrickstar.checkpoint.safetensors_file import write_safetensors
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.integrations.script import ScriptError, StopScript, run_script, set_known, touch_nothing
-from hf_patrickstar.integrations.trainer import PatrickStarTrainerMixin
-from hf_patrickstar.integrations.training_args import PatrickStarArgumentsMixin
 
 RECORD, WEIGHTS, PROBLEM = "record.json", "weights.safetensors", "problem.txt"
 _SEED = 0
@@ -151,7 +148,7 @@ def _change_arguments(task: Task, arguments: Any) -> None:
     values = {"max_steps": task.num_steps, "warmup_steps": 0, "logging_strategy": "steps", "logging_steps": 1}
     if getattr(arguments, "warmup_ratio", None) is not None:
         values["warmup_ratio"] = 0.0
-    if isinstance(arguments, PatrickStarArgumentsMixin):
+    if hasattr(arguments, "patrickstar"):
         values["patrickstar"] = task.is_chunked
         if not task.is_chunked:
             arguments.patrickstar_config = None
@@ -163,8 +160,8 @@ def _output_of(task: Task) -> str:
 
 
 def _train(task: Task, trainer: Any, train: Any) -> None:
-    is_made_for_it = isinstance(trainer, PatrickStarTrainerMixin) or not task.is_chunked  # it may choose by the flag
-    if not is_made_for_it or not isinstance(trainer.args, PatrickStarArgumentsMixin):
+    is_made_for_it = hasattr(trainer, "patrickstar_stats") or not task.is_chunked  # it may choose by the flag
+    if not is_made_for_it or not hasattr(trainer.args, "patrickstar"):
         raise ScriptError(
             f"'{task.path}' trains with {type(trainer).__name__} and {type(trainer.args).__name__}, which cannot train "
             "with --patrickstar; import PatrickStarTrainer and PatrickStarTrainingArguments in their place, or derive "
@@ -227,7 +224,7 @@ def command_of(task: Task) -> list[str]:
     Args:
         task: What to do.
     """
-    return [sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(task))]
+    return [sys.executable, "-m", "hf_patrickstar.integrations.short_process", json.dumps(dataclasses.asdict(task))]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -247,8 +244,3 @@ def main(arguments: Sequence[str]) -> int:
         (pathlib.Path(task.directory) / PROBLEM).write_text(str(error), encoding="utf-8")
         return 2
     return 0
-
-
-if __name__ == "__main__":
-    os.dup2(2, 1)  # what the script prints is not what the command says
-    sys.exit(main(sys.argv[1:]))

@@ -28,7 +28,6 @@ from hf_patrickstar.checkpoint.weight_files import deferred_weights
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError, EngineError
 from hf_patrickstar.integrations.script import StopScript, run_script, set_known, touch_nothing
-from hf_patrickstar.integrations.training_args import PatrickStarArgumentsMixin
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.planner.fake import as_fake, copying
 from hf_patrickstar.planner.planning import Circumstances, arrange_machine
@@ -197,7 +196,7 @@ def _find(path: str, arguments: Sequence[str], directory: str) -> tuple[ScriptSu
     def change(args: Any) -> None:
         touch_nothing(args, directory)
         set_known(args, {"use_cpu": True, "tf32": None})  # the device need not be here
-        if isinstance(args, PatrickStarArgumentsMixin):
+        if hasattr(args, "patrickstar"):
             args.patrickstar = True
 
     def take(trainer: Trainer, _: Callable[..., Any]) -> None:

@@ -1,0 +1,115 @@
+"""``hf-patrickstar run [OPTIONS] SCRIPT ARGS``: a script that does not know this package trains in chunks."""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.errors import ConfigError, PatrickStarError
+from hf_patrickstar.integrations import inherited
+from hf_patrickstar.integrations.program import find_program, run_program
+from hf_patrickstar.integrations.unchanged import Defaults, install, places_of
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command, with what it understands before SCRIPT.
+
+    Args:
+        commands: What ``add_subparsers`` returned.
+    """
+    parser = commands.add_parser(
+        "run",
+        usage="%(prog)s [--patrickstar] [--patrickstar_config JSON] [--inherit] (SCRIPT | -m MODULE) ARGS...",
+        help="run a training script that does not know this package; its parser then knows --patrickstar",
+        description="Runs a training script as python does. Its Trainer and TrainingArguments get --patrickstar and "
+        "--patrickstar_config; not a line of it changes. Options before SCRIPT hold for all of the script.",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument(
+        "--patrickstar",
+        action="store_true",
+        help="train everything in chunks: every TrainingArguments and every Accelerator of the script",
+    )
+    parser.add_argument(
+        "--patrickstar_config", metavar="JSON", help="settings for all of them: JSON text or the path of a JSON file"
+    )
+    parser.add_argument(
+        "--inherit", action="store_true", help="do the same in Python processes that the script starts (launchers)"
+    )
+
+
+def split_program(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Splits a command line before its SCRIPT or ``-m``.
+
+    Args:
+        words: ``run`` and all that follows.
+
+    Returns:
+        ``run`` and its own options, and the program with its arguments.
+    """
+    place = 1
+    while place < len(words) and words[place].startswith("-") and words[place] != "-m":
+        place += 2 if words[place] == "--patrickstar_config" else 1
+    return list(words[:place]), list(words[place:])
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the program with the classes of this package in place; see [Note: unchanged scripts].
+
+    Returns:
+        0; 1 if an error of this package ended the program, whose traceback is printed.
+
+    Raises:
+        ConfigError: If an argument makes no sense, a library was imported before or has moved a name, or settings
+            cannot work.
+        SystemExit: If the program ends itself.
+        Exception: What the program raises.
+    """
+    if options.patrickstar_config is not None and not options.patrickstar:
+        raise ConfigError("--patrickstar_config is given before SCRIPT but --patrickstar is not; add --patrickstar")
+    config = options.patrickstar_config
+    PatrickStarConfig.from_any(config)
+    if config is not None and os.path.isfile(config):
+        config = os.path.abspath(config)  # the script may change the working directory
+    program = find_program(options.script or [])
+    defaults = Defaults(options.patrickstar, config)
+    install(defaults)
+    if int(os.environ.get("RANK", "0")) == 0:
+        puts = ", ".join(f"{place.gets} into {place.module}.{place.name}" for place in places_of(defaults))
+        print(f"hf-patrickstar run: puts {puts}, when they are imported", file=sys.stderr, flush=True)
+    with _inherited(defaults) if options.inherit else contextlib.nullcontext():
+        try:
+            run_program(program)
+        except ConfigError:
+            raise
+        except PatrickStarError:
+            traceback.print_exc()  # a script's own error, which says where in the script it was
+            return 1
+    return 0
+
+
+@contextlib.contextmanager
+def _inherited(defaults: Defaults) -> Iterator[None]:
+    """Gives processes that are started in the block an environment in which they do the same."""
+    folder = os.path.dirname(os.path.abspath(inherited.__file__))
+    search = os.environ.get("PYTHONPATH")
+    values = {
+        "PYTHONPATH": folder if not search else os.pathsep.join([folder, search]),
+        "HF_PATRICKSTAR_RUN": json.dumps(dataclasses.asdict(defaults)),
+    }
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

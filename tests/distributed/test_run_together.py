@@ -1,0 +1,41 @@
+"""``run`` under torchrun: every process of a stock script trains its part."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+from stock_scripts import write_stock_scripts
+
+TESTS = pathlib.Path(__file__).parents[1]
+LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+
+
+def test_two_processes_train_a_stock_script_together(tmp_path):
+    write_stock_scripts(tmp_path)
+    words = ["--use_cpu", "--max_steps", "2", "--logging_steps", "1", "--report_to", "none", "--save_strategy", "no"]
+    words += ["--per_device_train_batch_size", "2", "--learning_rate", "5e-3", "--disable_tqdm", "true"]
+    search = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": search}
+    results = []
+    for launched in (
+        [*LAUNCH, "clm.py", "--output_dir", "plain", *words],
+        [*LAUNCH, "-m", "hf_patrickstar", "run", "clm.py", "--output_dir", "chunked", *words, "--patrickstar"],
+    ):
+        done = subprocess.run(
+            [sys.executable, *launched],
+            cwd=tmp_path,
+            env={**os.environ, **quiet},
+            capture_output=True,
+            text=True,
+            timeout=170,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-6000:]
+        results.append(json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"losses"'))))
+    plain, chunked = results
+    assert (plain["size"], plain["is_chunked"]) == (2, False)
+    assert (chunked["size"], chunked["is_chunked"]) == (2, True)
+    assert chunked["losses"] == plain["losses"]
+    assert done.stderr.count("hf-patrickstar run: puts") == 1, "one process says it"

@@ -1,0 +1,199 @@
+"""``hf-patrickstar run`` trains other people's scripts as they are, and to the same bits."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import types
+
+import pytest
+from safetensors.torch import load_file
+from stock_scripts import trl_arguments, write_stock_scripts, write_trl_inputs
+
+from hf_patrickstar.cli import run as run_command
+from hf_patrickstar.cli.main import main
+from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.integrations import inherited, unchanged
+
+TESTS = pathlib.Path(__file__).parents[2]
+RUN = ["-m", "hf_patrickstar", "run"]
+SETTINGS = ["--patrickstar_config", '{"chunk_numel": 16384}']
+COMMON = ["--use_cpu", "--max_steps", "3", "--logging_steps", "1", "--per_device_train_batch_size", "2"]
+COMMON += ["--learning_rate", "5e-3", "--report_to", "none", "--disable_tqdm", "true", "--save_strategy", "no"]
+
+
+def start(words, folder, **variables):
+    search = os.pathsep.join([str(TESTS.parent), str(TESTS), *filter(None, [variables.pop("search", None)])])
+    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home"), "PYTHONPATH": search}
+    return subprocess.Popen(
+        [sys.executable, *map(str, words)],
+        cwd=folder,
+        env={**os.environ, **quiet, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process):
+    try:
+        out, err = process.communicate(timeout=170)
+    finally:
+        process.kill()
+    assert process.returncode == 0, f"{out[-3000:]}\n{err[-6000:]}"
+    return out, err
+
+
+def told(out):
+    return [json.loads(line) for line in out.splitlines() if line.startswith('{"losses"')]
+
+
+def test_scripts_of_trainers_and_loops_are_the_same_to_the_bit(tmp_path):
+    write_stock_scripts(tmp_path)
+    names = ("clm", "glue", "translation")
+    stock = [[f"{name}.py", "--output_dir", f"out-{name}", *COMMON] for name in names]
+    chunked = [[*words, "--patrickstar", *SETTINGS] for words in stock]
+    values = {"output_dir": "out-json", "use_cpu": True, "max_steps": 3, "logging_steps": 1, "learning_rate": 5e-3}
+    values |= {"per_device_train_batch_size": 2, "report_to": "none", "save_strategy": "no", "patrickstar": True}
+    (tmp_path / "glue.json").write_text(json.dumps(values))
+    others = [["no_trainer.py"], ["clm.py", "--output_dir", "out-all", *COMMON]]
+    mixed = ["mixed.py", "--output_dir", "out-mixed", *COMMON]
+    plain, by_flag, for_all = (
+        start(["all.py", json.dumps([*stock, others[0]])], tmp_path),
+        start([*RUN, "all.py", json.dumps([mixed, *stock, *chunked, ["glue.py", "glue.json"], mixed])], tmp_path),
+        start([*RUN, "--patrickstar", *SETTINGS, "all.py", json.dumps(others)], tmp_path),
+    )
+    *expected, loop = told(finish(plain)[0])
+    out, err = finish(by_flag)
+    first_mixed, *rest = told(out)
+    assert rest[:3] == expected, "without the flag all is as in transformers"
+    assert rest[3:6] == [{**result, "is_chunked": True} for result in expected]
+    assert rest[6] == rest[4], "a JSON file that the script reads may say it, too"
+    assert first_mixed == rest[7] == expected[2], "a script that has the mixins runs as it is"
+    assert err.count("hf-patrickstar run: puts") == 1
+    assert "PatrickStarTrainerMixin into transformers.trainer.Trainer" in err
+    assert "accelerate.Accelerator" not in err
+    out, err = finish(for_all)
+    assert told(out) == [{**loop, "is_chunked": True}, {**expected[0], "is_chunked": True}]
+    assert "PatrickStarAccelerator into accelerate.Accelerator" in err
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("out-clm", "out-all")]
+    assert all(value.equal(weights[1][key]) for key, value in weights[0].items())
+    # What a script pickles with its arguments is read where this package is not imported.
+    bytes_of_arguments = (tmp_path / "out-all" / "training_args.bin").read_bytes()
+    assert b"transformers.training_args" in bytes_of_arguments
+    assert b"hf_patrickstar.integrations" not in bytes_of_arguments
+
+
+def test_command_lines_of_trl_are_the_same_to_the_bit_and_launchers_pass_it_on(tmp_path):
+    pytest.importorskip("trl")
+    write_stock_scripts(tmp_path)
+    write_trl_inputs(tmp_path)
+    names = ("sft", "dpo", "grpo")
+
+    def commands(kind, *flags):
+        return [
+            ["-m", f"trl.scripts.{name}", *trl_arguments(tmp_path, name, f"{kind}-{name}"), *flags] for name in names
+        ]
+
+    launcher = pathlib.Path(sys.executable).with_name("trl")
+    processes = [
+        start(["all.py", json.dumps(commands("plain"))], tmp_path, search=str(tmp_path)),
+        start(
+            [*RUN, "all.py", json.dumps(commands("chunked", "--patrickstar", *SETTINGS))],
+            tmp_path,
+            search=str(tmp_path),
+        ),
+        start(
+            [*RUN, "--inherit", launcher, "sft", *trl_arguments(tmp_path, "sft", "launched-sft"), "--patrickstar"],
+            tmp_path,
+        ),
+    ]
+    for process in processes:
+        finish(process)
+    for kind, name in [*(("chunked", name) for name in names), ("launched", "sft")]:
+        expected, got = (load_file(tmp_path / f"{which}-{name}" / "model.safetensors") for which in ("plain", kind))
+        assert expected.keys() == got.keys()
+        assert all(value.equal(got[key]) for key, value in expected.items()), (kind, name)
+        assert (tmp_path / f"{kind}-{name}" / "_patrickstar").is_dir(), "it trained in chunks"
+    assert not (tmp_path / "plain-sft" / "_patrickstar").exists()
+
+
+def test_check_and_plan_know_stock_scripts(tmp_path):
+    write_stock_scripts(tmp_path)
+    words = ["translation.py", "--output_dir", "out", *COMMON]
+    check = start(["-m", "hf_patrickstar", "check", *words], tmp_path)
+    plan = start(["-m", "hf_patrickstar", "plan", "--machine", "rtx4090", "--", *words, "--patrickstar"], tmp_path)
+    assert finish(check)[0].startswith("same bits: 2 steps, 2 losses")
+    assert "translation.py" in finish(plan)[0]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            [__file__],
+            "was imported before PatrickStarTrainerMixin could be put there; start the script in a new process",
+        ),
+        (["--patrickstar_config", "{}", __file__], "--patrickstar_config is given before SCRIPT but --patrickstar"),
+        (["--patrickstar", "--patrickstar_config", '{"x": 1}', __file__], "unknown key 'x'"),
+        (["nowhere.py"], "there is no script 'nowhere.py'"),
+        (["-m"], "-m is given without a module"),
+        ([], "there is no script to run"),
+    ],
+)
+def test_refusals_are_one_sentence(words, sentence, capsys, monkeypatch):
+    monkeypatch.delitem(sys.modules, "transformers.training_args", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers.trainer", types.ModuleType("transformers.trainer"))
+    finders = list(sys.meta_path)
+    assert main(["run", *words]) == 2
+    err = capsys.readouterr().err
+    assert sentence in err
+    assert len(err.splitlines()) == 1
+    assert sys.meta_path == finders
+
+
+def test_options_before_the_script_are_the_commands_own():
+    split = run_command.split_program
+    assert split(["run", "train.py", "--patrickstar"]) == (["run"], ["train.py", "--patrickstar"])
+    own = ["run", "--inherit", "--patrickstar_config", "{}"]
+    assert split([*own, "-m", "trl", "sft"]) == (own, ["-m", "trl", "sft"])
+    assert split(["run"]) == (["run"], [])
+
+
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        ({"__init__.py": "", "trainer.py": "x = 1"}, "has no class 'Trainer' in '{library}.trainer'"),
+        ({"__init__.py": ""}, "has no module '{library}.trainer'"),
+    ],
+)
+def test_a_library_that_has_moved_a_name_is_told(files, problem, tmp_path, monkeypatch):
+    library = f"moved_{len(files)}"
+    (tmp_path / library).mkdir()
+    for name, text in files.items():
+        (tmp_path / library / name).write_text(text)
+    place = unchanged.Place(f"{library}.trainer", "Trainer", "PatrickStarTrainerMixin", library, "5.23")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [unchanged._Finder([place], unchanged.Defaults()), *sys.meta_path])
+    with pytest.raises(ConfigError) as caught:
+        __import__(f"{library}.trainer")
+    assert problem.format(library=library) in str(caught.value)
+    assert f"install {library} 5.23" in str(caught.value)
+
+
+def test_started_processes_inherit_by_their_environment_alone(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.own_sitecustomize = True\n")
+    code = "import sys; print(own_sitecustomize, 'torch' in sys.modules, type(sys.meta_path[0]).__name__)"
+    before = dict(os.environ)
+    with run_command._inherited(unchanged.Defaults(patrickstar=True)):
+        variables = {name: os.environ[name] for name in ("PYTHONPATH", "HF_PATRICKSTAR_RUN")}
+    assert os.environ == before
+    folder = os.path.dirname(inherited.__file__)
+    assert variables["PYTHONPATH"].split(os.pathsep)[0] == folder
+    variables["PYTHONPATH"] += os.pathsep + str(tmp_path)
+    found = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == ["True", "False", "_Trigger"]
