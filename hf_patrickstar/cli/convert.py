@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> None:
     try:
         path.write_text(f"{text}\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--output: '{path}' cannot be written: {error.strerror}") from error
+        raise ConfigError(f"--output: '{path}' cannot be written: {error.strerror}; name another file") from error
 
 
 def explain(converted: Converted) -> str:

@@ -29,7 +29,9 @@ def check_origin(directory: str | os.PathLike[str]) -> str | None:
         if not any(any(Path(directory).glob(sign)) for sign in signs):
             continue
         if not has_weights(directory):
-            raise CheckpointError(f"'{directory}' is a checkpoint of {name}, with no weights to read. {RESUME[source]}")
+            raise CheckpointError(
+                f"'{directory}' is a checkpoint of {name}, with no weights to read; convert it first. {RESUME[source]}"
+            )
         return (
             f"patrickstar: '{directory}' is a checkpoint of {name}: its weights are loaded, its optimizer states are "
             "not read, and training goes on with new ones"

@@ -28,7 +28,10 @@ def read_configuration(name: str) -> dict[str, Any]:
         raise ConfigError(f"cannot read '{name}': {reason}; name a configuration of DeepSpeed or FSDP") from error
     except (json.JSONDecodeError, yaml.YAMLError, RecursionError) as error:
         kind = "YAML" if is_yaml else "JSON"
-        raise ConfigError(f"'{name}' is not {kind}: {' '.join(str(error).split())}") from error
+        raise ConfigError(
+            f"'{name}' is not {kind}: {' '.join(str(error).split())}; give a configuration of DeepSpeed, FSDP or "
+            "Accelerate"
+        ) from error
     if not isinstance(values, dict):
         raise ConfigError(f"'{name}' holds {type(values).__name__}, expected an object with keys")
     return _with_text_keys(values)
