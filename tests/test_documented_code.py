@@ -15,6 +15,7 @@ from transformers import HfArgumentParser
 import hf_patrickstar
 from hf_patrickstar.cli import main as cli
 from hf_patrickstar.cli.plan_script import split_script
+from hf_patrickstar.cli.run import split_program
 from hf_patrickstar.config import PatrickStarConfig
 
 ROOT = pathlib.Path(hf_patrickstar.__file__).parent.parent
@@ -136,6 +137,8 @@ def own_commands():
 def test_every_command_of_the_package_has_options_that_exist(words):
     if words[0] == "plan":
         words, _ = split_script(words)
+    elif words[0] == "run":
+        words, _ = split_program(words)
     _, unknown = cli._parser().parse_known_args(words)
     assert unknown == []
 

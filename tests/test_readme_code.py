@@ -1,4 +1,4 @@
-"""The blocks of Python in README.md run, each with the names that it takes for granted."""
+"""Blocks of Python in README.md and some pages run, each with the names that it takes for granted."""
 
 import copy
 import dataclasses
@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import hf_patrickstar
 
-README = [block for block in PYTHON if block.page.name == "README.md"]
+PAGES = ("README.md", "live_model.md", "checkpoints.md")
+README = [block for block in PYTHON if block.page.name in PAGES or "class MyTrainer" in block.text]
 
 
 class Layers(torch.nn.Module):
@@ -34,18 +35,6 @@ class Layers(torch.nn.Module):
 def live():
     model, optimizer = hf_patrickstar.initialize_engine(Layers, {"chunk_budget": "64KiB"})
     return {"model": model, "optimizer": optimizer, "batch": {"x": torch.randn(2, 16)}, "copy": copy, "torch": torch}
-
-
-def before_prepare():
-    model = Layers()
-    return {
-        "PatrickStarAccelerator": hf_patrickstar.PatrickStarAccelerator,
-        "initialize_engine": hf_patrickstar.initialize_engine,
-        "AutoModelForCausalLM": AutoModelForCausalLM,
-        "model": model,
-        "optimizer": torch.optim.AdamW(model.encoder.layer[:3].parameters()),
-        "loader": torch.utils.data.DataLoader(torch.randn(4, 16)),
-    }
 
 
 def opened():
@@ -76,7 +65,6 @@ def deferred():
 TAKEN_FOR_GRANTED = {
     "from hf_patrickstar import": dict,
     "class MyTrainer": classes,
-    "accelerator.prepare(": before_prepare,
     ".clamp_(-1, 1)": live,
     "engine.full_parameters(": opened,
     "deferred_weights(": deferred,
@@ -98,4 +86,4 @@ def test_every_block_of_the_readme_runs(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # with a model of the name that the hub has
     GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, n_positions=8, vocab_size=32)).save_pretrained("gpt2")
     names = {"__name__": "readme", **make_names()}
-    exec(compile("\n" * (block.line - 1) + block.text, "README.md", "exec"), names)
+    exec(compile("\n" * (block.line - 1) + block.text, block.page.name, "exec"), names)

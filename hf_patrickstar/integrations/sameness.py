@@ -1,9 +1,9 @@
 """Whether two recorded trainings are the same: losses, gradient norms, and all parameters and buffers, by their bits.
 
 [Note: close in 16 bits]
-In 16-bit, plain training and training in chunks need not have the same bits (README, "16-bit"): a model that was loaded
-in 16 bits has fp32 masters in chunks and none in the stock Trainer, and an operator that autocast does not know gets
-rounded parameters in chunks. Such runs are *close* if each of these holds:
+In 16-bit, plain training and training in chunks need not have the same bits (docs/precision.md): a model that was
+loaded in 16 bits has fp32 masters in chunks and none in the stock Trainer, and an operator that autocast does not know
+gets rounded parameters in chunks. Such runs are *close* if each of these holds:
 
 - losses and gradient norms differ by at most one rounding step of the 16-bit type, relative to the plain ones;
 - at the end each element of a weight differs by at most one rounding step of its value for each step of the optimizer,
