@@ -611,3 +611,51 @@ def print_patrickstar_stats(trainer: Any) -> None:
     print("***** patrickstar *****")
     for name, value in rows:
         print(f"  {name:<15} = {value}")
+
+
+# For TRL's trainers, which prepare their data themselves
+
+
+@dataclasses.dataclass
+class ScriptArguments:
+    """The model and the data of a recipe for TRL."""
+
+    model_name_or_path: str = dataclasses.field(
+        metadata={"help": "Checkpoint to start from: a hub id, or a directory."}
+    )
+    dataset_name: str = dataclasses.field(metadata={"help": "Data set: a hub id, or a directory or file with data."})
+    dataset_config_name: str | None = dataclasses.field(default=None, metadata={"help": "Subset of the data set."})
+    dataset_train_split: str = dataclasses.field(default="train", metadata={"help": "Split to train on."})
+
+
+def load_for_trl(script_args: ScriptArguments) -> Any:
+    """Loads a data set with all its columns.
+
+    Args:
+        script_args: Which.
+
+    Returns:
+        The data set, by split.
+
+    Raises:
+        FileNotFoundError: If a directory or file that was named does not exist.
+        ValueError: If it cannot be read, or has no such split.
+    """
+    import datasets
+
+    name = script_args.dataset_name
+    _check_checkpoint("--model_name_or_path", script_args.model_name_or_path, needed="config.json")
+    if _looks_like_path(name) and not os.path.exists(name):
+        raise FileNotFoundError(f"--dataset_name: there is no '{name}'; give a hub id, or a directory or file")
+    if os.path.isfile(name):
+        _check_file("--dataset_name", name)
+        builder = _BUILDERS[os.path.splitext(name)[1].lower()]
+        found = datasets.load_dataset(builder, data_files={"train": name})
+    else:
+        found = datasets.load_dataset(name, script_args.dataset_config_name)
+    if script_args.dataset_train_split not in found:
+        raise ValueError(
+            f"data set '{name}' has no split '{script_args.dataset_train_split}' (it has: {', '.join(found)}); name "
+            "one with --dataset_train_split"
+        )
+    return found
