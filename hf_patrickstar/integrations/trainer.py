@@ -57,17 +57,9 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
             check_model(self.model)
             check_shapes(self.model)
         steps = self.args.gradient_accumulation_steps
-        precision, found = self.args.patrickstar_precision, weakref.ref(self)
-
-        def listen(event: Event) -> None:
-            if (trainer := found()) is None:
-                return
-            if trainer._run is not None:
-                trainer._run.note_event(event)
-            if isinstance(event, ModelDecided):
-                trainer._tell_expected(event.text)
-
-        PatrickStarAccelerator.adopt(self.accelerator, config, precision, steps, listen)
+        PatrickStarAccelerator.adopt(
+            self.accelerator, config, self.args.patrickstar_precision, steps, _EventListener(self)
+        )
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Logs as the Trainer does; with a training loss, callbacks also get figures of the engine.
@@ -237,6 +229,25 @@ def _follow_log_level(level: int) -> None:
     package.setLevel(level)
     if not package.handlers and not logging.getLogger().handlers:
         package.addHandler(logging.StreamHandler())
+
+
+class _EventListener:
+    """Tells a Trainer of events of its engine; a Trainer that is pickled is an ordinary one, and has none."""
+
+    def __init__(self, trainer: PatrickStarTrainerMixin) -> None:
+        self._trainer = weakref.ref(trainer)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+    def __call__(self, event: Event) -> None:
+        trainer = self._trainer()
+        if trainer is None:
+            return
+        if trainer._run is not None:
+            trainer._run.note_event(event)
+        if isinstance(event, ModelDecided):
+            trainer._tell_expected(event.text)
 
 
 class PatrickStarTrainer(PatrickStarTrainerMixin, Trainer):

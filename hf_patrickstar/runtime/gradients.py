@@ -187,6 +187,7 @@ class Gradients:
             own: The values, in the shape that ``ManagedTensor.view`` gives; not changed.
         """
         with self.lock:
+            self._note_replaced(tensor)
             tensor.gradient_norm = None
             if not tensor.is_owned:
                 tensor.gradient = GradientPlace.REMOTE
@@ -312,10 +313,6 @@ class Gradients:
         self.was_touched = True
         self._was_read_late |= self._is_after_step
 
-    def note_replaced(self) -> None:
-        """Learns that somebody replaces or drops a gradient; after a step everybody does, by ``zero_grad``."""
-        self.was_touched |= not self._is_after_step
-
     def try_to_keep(self, chunks: Iterable[Chunk]) -> bool:
         """Moves the gradients of chunks to the accumulation list, where a step leaves them; whether there was room.
 
@@ -351,6 +348,7 @@ class Gradients:
             to_zero: Whether a gradient that was there, also before the last step, is zero from now on.
         """
         with self.lock:
+            self._note_replaced(tensor)
             was_there = self.has(tensor) or tensor.gradient is not GradientPlace.NONE
             if tensor.gradient is GradientPlace.PARAM:
                 self._values.restore(tensor)
@@ -387,6 +385,12 @@ class Gradients:
             tensor.kept, tensor.gradient = handed_out, GradientPlace.KEPT
         else:
             tensor.gradient = GradientPlace.CONSUMED
+
+    def _note_replaced(self, tensor: ManagedTensor) -> None:
+        """Learns that somebody replaces or drops a gradient; after a step everybody does, by ``zero_grad``."""
+        if self.used_ahead:
+            self.check_unused("a gradient is replaced or dropped", tensor.chunk.spec.index)
+        self.was_touched |= not self._is_after_step
 
     # Places
 

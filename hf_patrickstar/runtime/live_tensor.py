@@ -236,8 +236,6 @@ class LiveTensor:
         if is_autograds:
             set_raw_grad(tensor.parameter, gradient)
             return
-        manager.gradients.check_unused("a gradient is replaced", tensor.chunk.spec.index)
-        manager.gradients.note_replaced()
         if gradient is None:
             manager.gradient_mirrors.drop(tensor)
             manager.gradients.drop(tensor)

@@ -92,7 +92,8 @@ class Phases:
             present: Tensors on the device that are there already and are not chunks.
         """
         self.abandon_failed_backward()
-        self._gradients.check_unused("a forward begins")
+        if self._gradients.used_ahead:
+            self._gradients.check_unused("a forward begins")
         is_evaluation = stage is Stage.EVALUATION
         if is_evaluation:
             self._parameters.release_held_outside_forward()
@@ -167,7 +168,8 @@ class Phases:
     def backward_begin(self) -> None:
         """A backward begins; called from within, by what it needs or finishes first."""
         self.turns.take_backward()
-        self._gradients.check_unused("a backward begins")
+        if self._gradients.used_ahead:
+            self._gradients.check_unused("a backward begins")
         self._executor.in_backward = True
         self._writes.sync()
         self.apply_factor()  # what this backward adds is not clipped, or unscaled, with what is there

@@ -683,6 +683,8 @@ ELSEWHERE = {
     "memory/simulation.py": "is the race detector",
     "memory/threads.py": "waits for its own threads",
     "optim/adam_kernel.py": "waits for its workers",
+    "optim/ahead.py": "waits for a checkpoint that is written (tests/parity/test_updates_in_backward.py for the rest)",
+    "virtual/recording.py": "holds no gradients without an accelerator: tests/unit/planner/test_plan_exactness.py",
     "optim/workers.py": "waits for its own threads",
     "payloads.py": "waits for workspace that is about to go (tests/parity/test_overlapped_updates.py) and for zeros",
     "report/measure.py": "measures, with nobody beside it",

@@ -126,9 +126,10 @@ def test_what_happens_in_a_step_in_order(runs_beside):
 
     gradients = fake("check_complete", "make_ready", "move_to_list", has=False, take_factor=None, try_to_keep=True)
     gradients.has_factor, gradients.must_keep, gradients.lock = False, True, contextlib.nullcontext()
-    phases = fake("update_begin", "before_update", "update", "chunk_updated", "update_end")
+    gradients.used_ahead, gradients.was_touched = set(), False
+    phases = fake("update_begin", "before_update", "leave_alone", "update", "chunk_updated", "update_end")
     phases.turns = fake(taken=contextlib.nullcontext())
-    kernel = fake("begin_step", "end_step", prepare="update")
+    kernel = fake("begin_step", "end_step", prepare="update", may_run_beside=runs_beside)
     kernel.batch_numel, kernel.updates_at_once, kernel.runs_beside = 0, False, runs_beside
     kernel.list_names = ("master",)
     manager = types.SimpleNamespace(
@@ -161,8 +162,9 @@ def test_what_happens_in_a_step_in_order(runs_beside):
         ("before_update", chunk),
         ("make_ready", first),
         ("make_ready", second),
-        ("move_to_list", second),
+        ("leave_alone", second, None),
         ("prepare", [chunk], {0: 0}, None),
+        ("may_run_beside", [chunk]),
         ("update", [chunk], "update", runs_beside),
         ("chunk_updated", chunk, {0: 0}, True),
         ("update_end",),

@@ -52,6 +52,8 @@ class Fake:
         silent: Methods that return ``None``.
     """
 
+    used_ahead = frozenset()  # of gradients: nothing is updated in backward
+
     def __init__(self, log, *silent, **answers):
         self._log = log
         self._answers = {**dict.fromkeys(silent), **answers}
