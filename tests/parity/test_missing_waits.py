@@ -676,6 +676,8 @@ ELSEWHERE = {
     "checkpoint/filling.py": "waits for its own threads: tests/unit/checkpoint/test_filling.py",
     "checkpoint/transaction.py": "waits for threads and for files",
     "integrations/accelerator_checkpoints.py": "waits for checkpoints that are complete",
+    "cli/run.py": "joins words",
+    "integrations/trainer_report.py": "waits for no copy: it watches those of one step for the page of a run",
     "integrations/trainer_checkpoints.py": "waits for checkpoints that are complete",
     "engine.py": "asks for errors before it detaches: tests/parity/test_overlapped_updates.py",
     "memory/accelerator.py": "asks a device of torch",
