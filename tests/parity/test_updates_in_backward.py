@@ -4,6 +4,7 @@ What breaks the promise that this takes is an error, never a wrong number.
 """
 
 import logging
+import tempfile
 
 import pytest
 import torch
@@ -168,6 +169,11 @@ def change_the_rate(run):
     run.optimizer.step()
 
 
+def save(run):
+    with tempfile.TemporaryDirectory() as folder:
+        run.engine.checkpoints.save(folder + "/saved")
+
+
 BREAKS = {
     "a forward": lambda run: run.backward(1),
     "an evaluation": evaluate,
@@ -181,6 +187,7 @@ BREAKS = {
     "dropping gradients": drop_gradients,
     "a skipped step": lambda run: run.optimizer.skip_step(),
     "another rate": change_the_rate,
+    "a checkpoint": save,
 }
 
 
