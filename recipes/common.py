@@ -211,6 +211,15 @@ def _check_checkpoint(option: str, name: str, needed: str | None) -> None:
         raise FileNotFoundError(f"{option}: there is no directory '{name}'; give one that exists, or a hub id")
 
 
+def builder_of(path: str) -> str:
+    """The name under which ``datasets`` reads files of this kind.
+
+    Args:
+        path: A file that ``check_arguments`` has accepted.
+    """
+    return _BUILDERS[os.path.splitext(path)[1].lower()]
+
+
 def _check_file(option: str, path: str) -> None:
     extension = os.path.splitext(path)[1].lower()
     if not os.path.isfile(path):
@@ -330,7 +339,7 @@ def _load(data_args: DataArguments, keep_linebreaks: bool) -> tuple[dict[str, An
         splits = {}
         for split, path in files.items():
             # One at a time: the files may be of different types.
-            builder = _BUILDERS[os.path.splitext(path)[1].lower()]
+            builder = builder_of(path)
             options = {"keep_linebreaks": keep_linebreaks} if builder == "text" else {}
             splits[split] = datasets.load_dataset(builder, data_files={split: path}, split=split, **options)
         return splits, " and ".join(f"'{path}'" for path in files.values())
@@ -393,6 +402,21 @@ def choose_text_columns(
     return names
 
 
+def check_name_of_column(split: Any, name: str, option: str) -> None:
+    """Makes sure that a column exists; it reads nothing.
+
+    Args:
+        split: A data set.
+        name: Name of the column.
+        option: The option with which the user names it; it appears in messages.
+
+    Raises:
+        ValueError: If it is missing.
+    """
+    if name not in split.column_names:
+        raise ValueError(f"the data has no column '{name}'; its columns are {_columns(split)}; name one with {option}")
+
+
 def check_column(split: Any, name: str, option: str) -> None:
     """Makes sure that a column exists and has a value in every row.
 
@@ -404,8 +428,7 @@ def check_column(split: Any, name: str, option: str) -> None:
     Raises:
         ValueError: If it is missing or has rows without a value.
     """
-    if name not in split.column_names:
-        raise ValueError(f"the data has no column '{name}'; its columns are {_columns(split)}; name one with {option}")
+    check_name_of_column(split, name, option)
     missing = split.select_columns([name]).with_format("arrow")[:].column(name).null_count
     if missing:
         raise ValueError(f"{missing} of {len(split)} rows have no value in column '{name}'; remove or complete them")
@@ -626,36 +649,58 @@ class ScriptArguments:
     dataset_name: str = dataclasses.field(metadata={"help": "Data set: a hub id, or a directory or file with data."})
     dataset_config_name: str | None = dataclasses.field(default=None, metadata={"help": "Subset of the data set."})
     dataset_train_split: str = dataclasses.field(default="train", metadata={"help": "Split to train on."})
+    dataset_test_split: str = dataclasses.field(
+        default="test", metadata={"help": "Split to evaluate on, with --do_eval or --eval_strategy."}
+    )
 
 
-def load_for_trl(script_args: ScriptArguments) -> Any:
-    """Loads a data set with all its columns.
+def load_for_trl(script_args: ScriptArguments, kinds: Sequence[tuple[str, ...]], evaluates: bool) -> dict[str, Any]:
+    """Loads the splits that the run needs, with all their columns.
 
     Args:
-        script_args: Which.
+        script_args: Which data set.
+        kinds: Groups of columns; the data must have all columns of one group.
+        evaluates: Whether a split to evaluate on is needed.
 
     Returns:
-        The data set, by split.
+        Data sets by name: ``train``, and ``validation`` if the run evaluates.
 
     Raises:
         FileNotFoundError: If a directory or file that was named does not exist.
-        ValueError: If it cannot be read, or has no such split.
+        ValueError: If the data cannot be read, or lack a split or columns.
     """
+    name = script_args.dataset_name
+    found = _read_for_trl(script_args)
+    wanted = {"train": ("--dataset_train_split", script_args.dataset_train_split)}
+    if evaluates:
+        wanted["validation"] = ("--dataset_test_split", script_args.dataset_test_split)
+    for option, split in wanted.values():
+        if split not in found:
+            raise ValueError(
+                f"data set '{name}' has no split '{split}' (it has: {', '.join(found)}); name one with {option}"
+            )
+        columns = found[split].column_names
+        if not any(set(kind) <= set(columns) for kind in kinds):
+            groups = "; or ".join(" and ".join(f"'{column}'" for column in kind) for kind in kinds)
+            raise ValueError(
+                f"split '{split}' of data set '{name}' has the columns {_columns(found[split])}; this trainer needs "
+                f"{groups}; rename columns of the data"
+            )
+    return {name: found[split] for name, (_, split) in wanted.items()}
+
+
+def _read_for_trl(script_args: ScriptArguments) -> Any:
     import datasets
 
     name = script_args.dataset_name
     _check_checkpoint("--model_name_or_path", script_args.model_name_or_path, needed="config.json")
     if _looks_like_path(name) and not os.path.exists(name):
         raise FileNotFoundError(f"--dataset_name: there is no '{name}'; give a hub id, or a directory or file")
-    if os.path.isfile(name):
+    try:
+        if not os.path.isfile(name):
+            return datasets.load_dataset(name, script_args.dataset_config_name)
         _check_file("--dataset_name", name)
-        builder = _BUILDERS[os.path.splitext(name)[1].lower()]
-        found = datasets.load_dataset(builder, data_files={"train": name})
-    else:
-        found = datasets.load_dataset(name, script_args.dataset_config_name)
-    if script_args.dataset_train_split not in found:
-        raise ValueError(
-            f"data set '{name}' has no split '{script_args.dataset_train_split}' (it has: {', '.join(found)}); name "
-            "one with --dataset_train_split"
-        )
-    return found
+        return datasets.load_dataset(builder_of(name), data_files={"train": name})
+    except datasets.exceptions.DatasetGenerationError as error:
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise ValueError(f"'{name}' cannot be read: {reason}; check that it can be parsed and has rows") from error

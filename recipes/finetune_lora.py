@@ -61,12 +61,19 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         raise ValueError("PEFT is not installed; pip install 'hf_patrickstar[peft]'")
     if adapter_args.lora_r < 1:
         raise ValueError(f"--lora_r is {adapter_args.lora_r}; give a rank of at least 1")
+    if adapter_args.merge_to is not None and not args.do_train:
+        raise ValueError("--merge_to merges adapters that this run has trained; add --do_train")
     common.set_up_logging(args)
     checkpoint = common.find_checkpoint(args) if args.do_train else None
     set_seed(args.seed)
 
     splits = common.load_splits(data_args, args, keep_linebreaks=True)
     config, tokenizer = common.load_config_and_tokenizer(model_args, padding=False)
+    if len(tokenizer) > config.get_text_config().vocab_size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens and the model {config.get_text_config().vocab_size}, and new "
+            "embeddings of a frozen model would stay random; give the model's own tokenizer"
+        )
     block_size = common.choose_length(data_args.block_size, 1024, config, tokenizer, "--block_size")
     blocks = {name: make_blocks(split, tokenizer, block_size, data_args, args) for name, split in splits.items()}
     with common.reading_weights(args, config, tokenizer):

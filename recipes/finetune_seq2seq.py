@@ -49,8 +49,9 @@ class DataArguments(common.DataArguments):
     max_source_length: int | None = dataclasses.field(
         default=None, metadata={"help": "Tokens of a source; longer ones are cut. Default: at most 512."}
     )
-    max_target_length: int = dataclasses.field(
-        default=64, metadata={"help": "Tokens of a target, read or generated; longer ones are cut."}
+    max_target_length: int | None = dataclasses.field(
+        default=None,
+        metadata={"help": "Tokens of a target, read or generated; longer ones are cut. Default: at most 64."},
     )
 
 
@@ -73,8 +74,6 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     common.check_arguments(model_args, data_args, args)
     if args.do_predict:
         raise ValueError("--do_predict: this recipe has nothing to predict; use --do_eval --predict_with_generate")
-    if data_args.max_target_length < 2:
-        raise ValueError(f"--max_target_length is {data_args.max_target_length}; give at least 2 tokens")
     common.set_up_logging(args)
     checkpoint = common.find_checkpoint(args) if args.do_train else None
     set_seed(args.seed)
@@ -83,10 +82,13 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     config, tokenizer = common.load_config_and_tokenizer(model_args, padding=True)
     if not config.is_encoder_decoder:
         raise ValueError(f"'{model_args.model_name_or_path}' is no encoder-decoder; use recipes/finetune_clm.py")
-    length = common.choose_length(data_args.max_source_length, 512, config, tokenizer, "--max_source_length")
+    lengths = (
+        common.choose_length(data_args.max_source_length, 512, config, tokenizer, "--max_source_length"),
+        common.choose_length(data_args.max_target_length, 64, config, tokenizer, "--max_target_length"),
+    )
     limits = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
     examples = {
-        name: make_examples(common.take(split, limits[name]), tokenizer, length, data_args, args)
+        name: make_examples(common.take(split, limits[name]), tokenizer, lengths, data_args, args)
         for name, split in splits.items()
     }
     with common.reading_weights(args, config, tokenizer):
@@ -95,7 +97,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         )
     common.fit_embeddings(model, tokenizer)
     if args.generation_max_length is None:
-        args.generation_max_length = data_args.max_target_length
+        args.generation_max_length = lengths[1]
     trainer = Trainer(
         model=model,
         args=args,
@@ -111,7 +113,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     return results
 
 
-def make_examples(split, tokenizer, length, data_args, args):
+def make_examples(split, tokenizer, lengths, data_args, args):
     """Turns pairs of texts into tokens and labels."""
     columns = [
         common.choose_text_columns(split, name, [], option)[0]
@@ -120,22 +122,20 @@ def make_examples(split, tokenizer, length, data_args, args):
 
     def tokenize(rows):
         sources = [data_args.source_prefix + text for text in rows[columns[0]]]
-        return tokenizer(
-            sources,
-            text_target=rows[columns[1]],
-            truncation=True,
-            max_length=min(length, max(length, data_args.max_target_length)),
-        )
+        tokens = tokenizer(sources, truncation=True, max_length=lengths[0])
+        # On their own: a target that is cut keeps its end-of-text token only if the tokenizer cuts it.
+        targets = tokenizer(text_target=rows[columns[1]], truncation=True, max_length=lengths[1])
+        return {**tokens, "labels": targets["input_ids"]}
 
+    # Tokenized by one process per machine; the others take it from the cache.
     with args.main_process_first(desc="tokenizing"):
-        tokens = split.map(
+        return split.map(
             tokenize,
             batched=True,
             num_proc=data_args.preprocessing_num_workers,
             remove_columns=split.column_names,
             desc="Tokenizing",
         )
-        return tokens.map(lambda row: {"labels": row["labels"][: data_args.max_target_length]})
 
 
 def compare(found, tokenizer):

@@ -14,7 +14,7 @@ A stream has no length, so ``--max_steps`` says when training ends. Without ``--
 """
 
 import dataclasses
-import os
+import itertools
 
 import common
 from transformers import AutoModelForCausalLM, default_data_collator, set_seed
@@ -27,7 +27,9 @@ from hf_patrickstar import PatrickStarTrainingArguments as TrainingArguments
 class DataArguments(common.DataArguments):
     """The data, and how it becomes blocks of tokens."""
 
-    text_column_name: str = dataclasses.field(default="text", metadata={"help": "Column with the text."})
+    text_column_name: str = dataclasses.field(
+        default="text", metadata={"help": "Column with the text. Rows without text are left out."}
+    )
     block_size: int | None = dataclasses.field(
         default=None, metadata={"help": "Tokens per training example. Default: what the model takes, at most 1024."}
     )
@@ -64,6 +66,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     config, tokenizer = common.load_config_and_tokenizer(model_args, padding=False)
     block_size = common.choose_length(data_args.block_size, 1024, config, tokenizer, "--block_size")
+    train_dataset = stream_blocks(data_args, tokenizer, block_size, args.seed)
     with common.reading_weights(args, config, tokenizer):
         model = AutoModelForCausalLM.from_pretrained(
             model_args.model_name_or_path, config=config, revision=model_args.model_revision, dtype=model_args.dtype
@@ -72,7 +75,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     trainer = Trainer(
         model=model,
         args=args,
-        train_dataset=stream_blocks(data_args, tokenizer, block_size, args.seed),
+        train_dataset=train_dataset,
         processing_class=tokenizer,
         data_collator=default_data_collator,
     )
@@ -88,29 +91,51 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
 def stream_blocks(data_args, tokenizer, block_size, seed):
     """Blocks of tokens that are their own labels, made as rows of text arrive."""
-    import datasets
-
-    if data_args.dataset_name:
-        rows = datasets.load_dataset(
-            data_args.dataset_name, data_args.dataset_config_name, split="train", streaming=True
-        )
-    else:
-        builder = "text" if os.path.splitext(data_args.train_file)[1] == ".txt" else "json"
-        rows = datasets.load_dataset(builder, data_files=data_args.train_file, split="train", streaming=True)
+    origin = f"'{data_args.dataset_name or data_args.train_file}'"
     column = data_args.text_column_name
-    first = next(iter(rows), None)
-    if first is None or column not in first:
-        has = "no rows" if first is None else f"the columns {', '.join(first)}"
-        raise ValueError(f"the stream has {has}, and no column '{column}'; name one with --text_column_name")
-    if data_args.shuffle_buffer > 0:
-        rows = rows.shuffle(seed=seed, buffer_size=data_args.shuffle_buffer)
 
-    def make(texts):
-        flat = [token for row in tokenizer(texts[column], verbose=False)["input_ids"] for token in row]
+    def make(rows):
+        texts = [text for text in rows[column] if text]
+        # Not verbose: rows longer than the model takes are fine, they are cut into blocks.
+        lists = tokenizer(texts, verbose=False)["input_ids"] if texts else []
+        flat = list(itertools.chain.from_iterable(lists))
         blocks = [flat[i : i + block_size] for i in range(0, len(flat) - block_size + 1, block_size)]
         return {"input_ids": blocks, "labels": blocks}
 
+    # Reads the first rows before any weight: what is wrong with them, or with the options, is said at once.
+    try:
+        rows = open_stream(data_args)
+        first = next(iter(rows), None)
+        if first is None:
+            raise ValueError("it has no rows")
+        if column not in first:
+            columns = ", ".join(f"'{name}'" for name in first)
+            raise ValueError(
+                f"it has no column '{column}'; its columns are {columns}; name one with --text_column_name"
+            )
+        if not isinstance(first[column], str | None):
+            raise ValueError(f"column '{column}' holds no text; name another with --text_column_name")
+        blocks = rows.map(make, batched=True, remove_columns=list(first))
+        if next(iter(blocks), None) is None:
+            raise ValueError(f"no 1000 rows make a block of {block_size} tokens; lower --block_size or give more text")
+    except ValueError as error:
+        raise ValueError(f"{origin} cannot be streamed: {' '.join(str(error).split())}") from error
+    if data_args.shuffle_buffer > 0:
+        rows = rows.shuffle(seed=seed, buffer_size=data_args.shuffle_buffer)
     return rows.map(make, batched=True, remove_columns=list(first))
+
+
+def open_stream(data_args):
+    """The rows of the train split, as they arrive."""
+    import datasets
+
+    name = data_args.dataset_name
+    if name:
+        return datasets.load_dataset(name, data_args.dataset_config_name, split="train", streaming=True)
+    builder = common.builder_of(data_args.train_file)
+    # Lines keep their ends, or the last word of one would run into the first of the next.
+    options = {"keep_linebreaks": True} if builder == "text" else {}
+    return datasets.load_dataset(builder, data_files=data_args.train_file, split="train", streaming=True, **options)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,12 @@ r"""Fine-tunes a vision transformer to classify images.
 From the hub, with the columns ``image`` and ``label``::
 
     python recipes/finetune_vision.py --model_name_or_path MODEL --dataset_name DATASET --output_dir out \
-        --do_train --do_eval --remove_unused_columns false --patrickstar
+        --do_train --do_eval --patrickstar
 
 From a directory with one folder of images for each class::
 
     python recipes/finetune_vision.py --model_name_or_path ./my-model --dataset_name ./images --output_dir out \
-        --do_train --do_eval --remove_unused_columns false --patrickstar
+        --do_train --do_eval --patrickstar
 
 Without ``--patrickstar`` it is the stock Trainer.
 """
@@ -98,12 +98,17 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
 
 def class_names(split, data_args):
-    """The names of the classes, in the order of their numbers."""
-    for name, option in (
-        (data_args.image_column_name, "--image_column_name"),
-        (data_args.label_column_name, "--label_column_name"),
-    ):
-        common.check_column(split, name, option)
+    """The names of the classes, in the order of their numbers; makes sure that there are images."""
+    import datasets
+
+    # Looks at the name alone: images are read when they are needed.
+    common.check_name_of_column(split, data_args.image_column_name, "--image_column_name")
+    if not isinstance(split.features[data_args.image_column_name], datasets.Image):
+        raise ValueError(
+            f"column '{data_args.image_column_name}' does not hold images; name another with --image_column_name, or "
+            "give a directory with a folder of images for each class"
+        )
+    common.check_column(split, data_args.label_column_name, "--label_column_name")
     names = getattr(split.features[data_args.label_column_name], "names", None)
     if names is None:
         raise ValueError(

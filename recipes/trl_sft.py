@@ -11,33 +11,42 @@ trl.scripts.sft ... --patrickstar``.
 """
 
 import common
-from common import ScriptArguments, load_for_trl
 
 from hf_patrickstar import deferred_weights
-from hf_patrickstar.integrations.trl import PatrickStarSFTConfig, PatrickStarSFTTrainer
+from hf_patrickstar.integrations.trl import PatrickStarSFTConfig as SFTConfig
+from hf_patrickstar.integrations.trl import PatrickStarSFTTrainer as Trainer
 
 
-def main(argv: list[str] | None = None) -> PatrickStarSFTTrainer:
+def main(argv: list[str] | None = None) -> dict[str, float]:
     """Runs the recipe.
 
     Args:
         argv: Options; those of the command line by default.
 
     Returns:
-        The trainer, when it has trained and saved.
+        The metrics of training and, with ``--do_eval``, of evaluation.
 
     Raises:
+        FileNotFoundError: If a file or directory that was named does not exist.
         ValueError: If the options or the data cannot work.
     """
-    script_args, args = common.parse_arguments((ScriptArguments, PatrickStarSFTConfig), argv)
-    dataset = load_for_trl(script_args)
+    script_args, args = common.parse_arguments((common.ScriptArguments, SFTConfig), argv)
+    args.do_train = True
+    evaluates = args.do_eval or args.eval_strategy != "no"
+    kinds = [("messages",), ("conversations",), ("prompt", "completion"), (args.dataset_text_field,), ("input_ids",)]
+    splits = common.load_for_trl(script_args, kinds, evaluates)
+    checkpoint = common.find_checkpoint(args)
     with deferred_weights(enabled=args.patrickstar):
-        trainer = PatrickStarSFTTrainer(
-            model=script_args.model_name_or_path, args=args, train_dataset=dataset[script_args.dataset_train_split]
+        trainer = Trainer(
+            model=script_args.model_name_or_path,
+            args=args,
+            train_dataset=splits["train"],
+            eval_dataset=splits.get("validation"),
         )
-        trainer.train()
-    trainer.save_model()
-    return trainer
+    results = common.train_and_evaluate(trainer, checkpoint)
+    if args.patrickstar:
+        common.print_patrickstar_stats(trainer)
+    return results
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def recipe(monkeypatch, tmp_path):
     torch.set_num_threads(1)
 
     def run(name, *argv):
-        module = importlib.import_module(f"finetune_{name}")
+        module = importlib.import_module(name if name.startswith("trl_") else f"finetune_{name}")
         original = module.Trainer
 
         class Recorded(original):

@@ -1,7 +1,7 @@
 """Recipes beside the first three: each trains to the same losses and weights with chunks and without."""
 
+import copy
 import importlib
-import json
 import sys
 
 import pytest
@@ -11,6 +11,7 @@ from peft import PeftModel
 from PIL import Image
 from running import CHUNKS, COMMON, SENTENCES, write_rows
 from texts import completions, make_tokenizer, preferences
+from tokenizers.processors import TemplateProcessing
 from trainers import assert_same_weights
 from transformers import (
     AutoModelForCausalLM,
@@ -33,7 +34,9 @@ def folder(tmp_path_factory, tokenizer):
     T5ForConditionalGeneration(
         T5Config(vocab_size=len(tokenizer), decoder_start_token_id=0, eos_token_id=2, **sizes, dropout_rate=0.0)
     ).save_pretrained(folder / "t5")
-    tokenizer.save_pretrained(folder / "t5")
+    ends = copy.deepcopy(tokenizer)
+    ends._tokenizer.post_processor = TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 2)])
+    ends.save_pretrained(folder / "t5")  # as T5's tokenizer does, it ends every text
     rows = [{"source": text, "target": " ".join(text.split()[:3])} for text in SENTENCES]
     write_rows(folder / "pairs.jsonl", rows)
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -47,6 +50,8 @@ def folder(tmp_path_factory, tokenizer):
         Image.new("RGB", (16, 16), ((number * 40) % 256, 9 * number, 200)).save(place / f"{number}.png")
     make_model("gpt2").save_pretrained(folder / "words")
     make_tokenizer().save_pretrained(folder / "words")
+    make_model("gpt2").save_pretrained(folder / "small")
+    tokenizer.save_pretrained(folder / "small")
     completions().to_json(folder / "sft.jsonl")
     preferences().to_json(folder / "dpo.jsonl")
     return folder
@@ -110,14 +115,12 @@ def test_streaming(checkpoints, data, recipe, tmp_path):
 
 @pytest.mark.parametrize("name", ["sft", "dpo"])
 def test_trl(name, folder, recipe, tmp_path):
-    module = importlib.import_module(f"trl_{name}")
     argv = ["--model_name_or_path", folder / "words", "--dataset_name", folder / f"{name}.jsonl", "--bf16", "false"]
-    argv += ["--gradient_checkpointing", "false", "--max_length", "16", *COMMON]
-    for output, more in (("stock", []), ("chunks", CHUNKS)):
-        trainer = module.main([str(word) for word in [*argv, "--output_dir", tmp_path / output, *more]])
-    assert trainer.patrickstar_stats()["steps"] == 3
-    loaded = [AutoModelForCausalLM.from_pretrained(tmp_path / output) for output in ("stock", "chunks")]
-    assert_same_weights(*loaded)
+    argv += ["--gradient_checkpointing", "false", "--max_length", "16"]
+    argv += ["--do_eval", "--dataset_test_split", "train"]
+    expected, found, stock, chunks = run_both(recipe, f"trl_{name}", argv, tmp_path)
+    assert found["eval_loss"] == expected["eval_loss"]
+    assert_same_weights(AutoModelForCausalLM.from_pretrained(stock), AutoModelForCausalLM.from_pretrained(chunks))
 
 
 @pytest.mark.parametrize("name", ["accelerate", "pytorch"])
@@ -142,38 +145,94 @@ def test_a_loop_of_pytorch_goes_on(tmp_path):
         module.main(["--output_dir", str(tmp_path), "--resume", "--stock"])
 
 
+CLM = ["--model_name_or_path", "{clm}", "--train_file"]
+VIT = ["--model_name_or_path", "{more}/vit", "--do_train"]
+TRL = ["--model_name_or_path", "{more}/words", "--dataset_name"]
+
+
 @pytest.mark.parametrize(
     ("name", "argv", "said"),
     [
-        ("streaming", ["--model_name_or_path", "{clm}", "--train_file", "{train}"], "say with --max_steps"),
+        ("streaming", [*CLM, "{train}"], "say with --max_steps"),
+        ("streaming", [*CLM, "{tmp}/rows.csv", "--max_steps", "1"], "it has no column 'text'; its columns are 'body'"),
+        (
+            "streaming",
+            [*CLM, "{tmp}/rows.csv", "--max_steps", "1", "--text_column_name", "body"],
+            "no 1000 rows make a block of 32 tokens; lower --block_size",
+        ),
+        ("streaming", [*CLM, "{tmp}/broken.jsonl", "--max_steps", "1"], "broken.jsonl' cannot be streamed: JSON"),
+        ("lora", [*CLM, "{train}", "--do_train", "--lora_r", "0"], "--lora_r"),
+        ("lora", [*CLM, "{train}", "--do_train", "--lora_target_modules", "absent"], "--lora_target_modules: Target"),
+        ("lora", [*CLM, "{train}", "--do_eval", "--merge_to", "{tmp}/merged"], "--merge_to merges .*; add --do_train"),
         (
             "lora",
-            ["--model_name_or_path", "{clm}", "--train_file", "{train}", "--do_train", "--lora_r", "0"],
-            "--lora_r",
+            ["--model_name_or_path", "{more}/small", "--train_file", "{train}", "--do_train"],
+            "has 300 tokens and",
+        ),
+        ("seq2seq", [*CLM, "{train}", "--do_train"], "is no encoder-decoder"),
+        (
+            "seq2seq",
+            ["--model_name_or_path", "{more}/t5", "--train_file", "{train}", "--do_train"],
+            "no column 'source'; its columns are 'text'; name one with --source_column",
         ),
         (
             "seq2seq",
-            ["--model_name_or_path", "{clm}", "--train_file", "{train}", "--do_train"],
-            "is no encoder-decoder",
+            ["--model_name_or_path", "{more}/t5", "--train_file", "{train}", "--do_train", "--max_target_length", "1"],
+            "--max_target_length is 1; give at least 2",
         ),
+        ("vision", [*VIT, "--dataset_name", "{more}/images", "--image_column_name", "x"], "the data has no column 'x'"),
+        ("vision", [*VIT, "--dataset_name", "{more}/images", "--image_column_name", "label"], "does not hold images"),
+        ("vision", [*VIT, "--dataset_name", "{more}/images", "--label_column_name", "image"], "does not hold classes"),
+        ("trl_sft", [*TRL, "{tmp}/rows.csv"], "has the columns 'body'; this trainer needs 'messages'; or .*'text'"),
+        ("trl_dpo", [*TRL, "{more}/sft.jsonl"], "'prompt', 'completion'; this trainer needs 'chosen' and 'rejected'"),
+        (
+            "trl_sft",
+            [*TRL, "{more}/sft.jsonl", "--do_eval"],
+            r"no split 'test' \(it has: train\); .*dataset_test_split",
+        ),
+        ("trl_sft", [*TRL, "{more}/sft.jsonl", "--dataset_train_split", "x"], r"no split 'x' .*--dataset_train_split"),
+        ("trl_sft", [*TRL, "{tmp}/broken.jsonl"], "broken.jsonl' cannot be read: .*check that it can be parsed"),
+        ("trl_sft", [*TRL, "{tmp}/empty.jsonl"], "is empty"),
+        ("trl_sft", [*TRL, "./missing.jsonl"], r"there is no '\./missing\.jsonl'"),
     ],
 )
-def test_wrong_options_are_one_sentence(name, argv, said, checkpoints, data, recipe, tmp_path):
-    places = {"clm": checkpoints / "clm", "train": data / "train.txt"}
-    with pytest.raises(ValueError, match=said):
-        recipe(name, *[word.format(**places) for word in argv], "--output_dir", tmp_path, "--use_cpu")
+def test_wrong_input_is_one_sentence(name, argv, said, folder, checkpoints, data, recipe, tmp_path):
+    (tmp_path / "rows.csv").write_text("body\nthe fox\n")
+    (tmp_path / "broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+    (tmp_path / "empty.jsonl").touch()
+    places = {"clm": checkpoints / "clm", "train": data / "train.txt", "tmp": tmp_path, "more": folder}
+    output = tmp_path / "out"
+    argv = [word.format(**places) for word in argv]
+    with pytest.raises((ValueError, FileNotFoundError), match=said) as caught:
+        recipe(name, *argv, "--output_dir", output, "--use_cpu", "--report_to", "none")
+    sys.modules["common"].is_expected(caught.value) or pytest.fail("it would end in a traceback")
+    assert not output.exists()
 
 
-def test_wrong_data_for_trl_is_one_sentence(folder, tmp_path):
-    module = importlib.import_module("trl_sft")
-    argv = ["--model_name_or_path", str(folder / "words"), "--dataset_name", "./missing.jsonl", "--output_dir"]
-    with pytest.raises(FileNotFoundError, match=r"there is no '\./missing\.jsonl'"):
-        module.main([*argv, str(tmp_path), "--use_cpu"])
-    (tmp_path / "empty.jsonl").write_text("")
-    argv[3] = str(tmp_path / "empty.jsonl")
-    with pytest.raises(ValueError, match="is empty"):
-        module.main([*argv, str(tmp_path), "--use_cpu"])
-    write_rows(tmp_path / "rows.jsonl", [json.loads('{"text": "w5 w6"}')])
-    argv[3] = str(tmp_path / "rows.jsonl")
-    with pytest.raises(ValueError, match="has no split 'validation' \\(it has: train\\)"):
-        module.main([*argv, str(tmp_path), "--use_cpu", "--dataset_train_split", "validation"])
+def test_a_stream_goes_on_where_it_was(checkpoints, data, recipe, tmp_path):
+    argv = ["--model_name_or_path", checkpoints / "clm", "--train_file", data / "train.txt", "--block_size", "16"]
+    argv += [*COMMON, *CHUNKS]
+    argv[argv.index("--save_strategy") + 1] = "steps"
+    argv += ["--save_steps", "2", "--output_dir"]
+    recipe("streaming", *argv, tmp_path / "whole")
+    recipe("streaming", *argv, tmp_path / "rest", "--resume_from_checkpoint", tmp_path / "whole" / "checkpoint-2")
+    whole, rest = recipe.trainers
+    assert rest.state.global_step == 3
+    assert_same_weights(whole.model, rest.model)
+
+
+def test_lines_of_a_stream_keep_their_ends(recipe, tmp_path):
+    module = importlib.import_module("finetune_streaming")
+    (tmp_path / "lines.txt").write_text("one\ntwo\n")
+    rows = module.open_stream(module.DataArguments(train_file=str(tmp_path / "lines.txt")))
+    assert [row["text"] for row in rows] == ["one\n", "two\n"]
+
+
+def test_a_target_that_is_cut_keeps_its_end(folder, recipe, tmp_path):
+    argv = ["--model_name_or_path", folder / "t5", "--train_file", folder / "pairs.jsonl", "--do_train", *COMMON]
+    argv += ["--max_steps", "1", "--max_source_length", "4", "--max_target_length", "6", "--output_dir", tmp_path]
+    recipe("seq2seq", *argv, "--source_prefix", "the fox")
+    rows = recipe.trainers[0].train_dataset
+    assert {len(row["input_ids"]) for row in rows} == {4}
+    assert {row["labels"][-1] for row in rows} == {2}
+    assert max(len(row["labels"]) for row in rows) == 6
