@@ -1,64 +1,57 @@
-"""A training loop over Accelerate, in chunks: one line differs from a loop without.
+r"""A training loop over Accelerate, in chunks: one line differs from a loop without.
 
 ::
 
     python recipes/loop_accelerate.py --output_dir out                       # in chunks
+    python recipes/loop_accelerate.py --output_dir out --resume --steps 12   # goes on from the last checkpoint in out
     python recipes/loop_accelerate.py --output_dir out --stock               # the same with accelerate.Accelerator
     accelerate launch --config_file recipes/accelerate/multi_gpu.yaml recipes/loop_accelerate.py --output_dir out
 
-It trains a small GPT-2 with random weights on numbers that it makes itself, saves after half of the steps, and goes on
-from what it has saved. ``--model_name_or_path MODEL`` trains a checkpoint instead.
+It trains a small GPT-2 with random weights on numbers that it makes itself; or a checkpoint on texts::
+
+    python recipes/loop_accelerate.py --model_name_or_path MODEL --dataset_name DATASET --output_dir out \
+        --steps 1000 --save_steps 100 --mixed_precision bf16 --chunk_budget 4GiB
 """
 
-import argparse
 import os
 
+import common
+import loop_common
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from transformers import AutoModelForCausalLM, GPT2Config, get_linear_schedule_with_warmup
+from transformers import get_constant_schedule_with_warmup
 
 from hf_patrickstar import PatrickStarAccelerator
 
-SIZES = {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 32, "vocab_size": 128}
-SIZES |= {"bos_token_id": 0, "eos_token_id": 0, "loss_type": "ForCausalLM"}
-
-
-def make_model(name):
-    """A checkpoint, or a small model with random weights."""
-    if name is not None:
-        return AutoModelForCausalLM.from_pretrained(name)
-    return AutoModelForCausalLM.from_config(GPT2Config(**SIZES))
+MICRO_BATCHES = 2  # of each step
 
 
 def main(argv=None):
     """Trains; returns the losses."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output_dir", required=True)
-    parser.add_argument("--model_name_or_path")
-    parser.add_argument("--chunk_budget", default="128KiB", help="bytes of chunks on the device")
-    parser.add_argument("--steps", type=int, default=8)
+    parser = loop_common.make_parser(__doc__)
     parser.add_argument("--mixed_precision", choices=["no", "bf16", "fp16"], default="no")
-    parser.add_argument("--stock", action="store_true", help="train without chunks")
     options = parser.parse_args(argv)
+    settings = {"mixed_precision": options.mixed_precision, "gradient_accumulation_steps": MICRO_BATCHES}
     if options.stock:
-        accelerator = Accelerator(mixed_precision=options.mixed_precision, gradient_accumulation_steps=2)
+        accelerator = Accelerator(**settings)
     else:
-        accelerator = PatrickStarAccelerator(
-            mixed_precision=options.mixed_precision,
-            gradient_accumulation_steps=2,
-            patrickstar_config={"chunk_budget": options.chunk_budget},
-        )
-    set_seed(7)
-    model = make_model(options.model_name_or_path)
-    rows = torch.randint(0, 100, (4 * options.steps, 16))
-    loader = torch.utils.data.DataLoader(rows, batch_size=2)
+        accelerator = PatrickStarAccelerator(**settings, patrickstar_config={"chunk_budget": options.chunk_budget})
+    set_seed(loop_common.SEED)
+    rows_per_step = MICRO_BATCHES * loop_common.BATCH_SIZE * accelerator.num_processes
+    loader = loop_common.make_loader(loop_common.make_rows(options), options.steps, rows_per_step)
+    model = loop_common.make_model(options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scheduler = get_linear_schedule_with_warmup(optimizer, 1, options.steps)
+    # Accelerate lets it step once for every process.
+    scheduler = get_constant_schedule_with_warmup(optimizer, 3 * accelerator.num_processes)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-    place, losses = os.path.join(options.output_dir, "halfway"), []
-    for number, batch in enumerate(loader):
+    step, losses = 0, []
+    if options.resume:
+        place, step = loop_common.find_checkpoint(options)
+        accelerator.load_state(place)
+    model.train()
+    for batch in accelerator.skip_first_batches(loader, step * MICRO_BATCHES):
         with accelerator.accumulate(model):
             loss = model(input_ids=batch, labels=batch).loss
             accelerator.backward(loss)
@@ -68,9 +61,11 @@ def main(argv=None):
             scheduler.step()
             optimizer.zero_grad()
         losses.append(accelerator.gather(loss.detach()).mean().item())
-        if number == options.steps - 1:
-            accelerator.save_state(place)
-            accelerator.load_state(place)  # as another run would
+        if accelerator.sync_gradients:
+            step += 1
+            if step % options.save_steps == 0:
+                accelerator.save_state(os.path.join(options.output_dir, f"checkpoint-{step}"))
+
     accelerator.wait_for_everyone()
     accelerator.unwrap_model(model).save_pretrained(
         options.output_dir,
@@ -78,9 +73,9 @@ def main(argv=None):
         save_function=accelerator.save,
         state_dict=accelerator.get_state_dict(model),
     )
-    accelerator.print(f"losses: {losses[0]:.4f} to {losses[-1]:.4f}")
+    accelerator.print(f"losses: {losses[0]:.4f} to {losses[-1]:.4f}" if losses else "nothing is left to train")
     return losses
 
 
 if __name__ == "__main__":
-    main()
+    common.run(main)

@@ -1,39 +1,38 @@
-"""A training loop of plain PyTorch, in chunks.
+r"""A training loop of plain PyTorch, in chunks.
 
 ::
 
     python recipes/loop_pytorch.py --output_dir out
-    python recipes/loop_pytorch.py --output_dir out --resume      # goes on from out/checkpoint
-    python recipes/loop_pytorch.py --output_dir out --stock       # the same without chunks
+    python recipes/loop_pytorch.py --output_dir out --resume --steps 12   # goes on from the last checkpoint in out
+    python recipes/loop_pytorch.py --output_dir out --stock               # the same without chunks
 
-It trains a small GPT-2 with random weights on numbers that it makes itself; ``--model_name_or_path MODEL`` trains a
-checkpoint instead.
+It trains a small GPT-2 with random weights on numbers that it makes itself; or a checkpoint on texts::
+
+    python recipes/loop_pytorch.py --model_name_or_path MODEL --dataset_name DATASET --output_dir out \
+        --steps 1000 --save_steps 100 --chunk_budget 4GiB
 """
 
-import argparse
+import itertools
 import os
 
+import common
+import loop_common
 import torch
-from loop_accelerate import make_model
 
 from hf_patrickstar import initialize_engine
 
 
 def main(argv=None):
     """Trains; returns the losses."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output_dir", required=True)
-    parser.add_argument("--model_name_or_path")
-    parser.add_argument("--chunk_budget", default="128KiB", help="bytes of chunks on the device")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--stock", action="store_true", help="train without chunks")
+    parser = loop_common.make_parser(__doc__)
     options = parser.parse_args(argv)
-    torch.manual_seed(7)
-    place = os.path.join(options.output_dir, "checkpoint")
+    if options.stock and options.resume:
+        parser.error("--resume reads a checkpoint in chunks; leave --stock out")
+    torch.manual_seed(loop_common.SEED)
+    loader = loop_common.make_loader(loop_common.make_rows(options), options.steps, loop_common.BATCH_SIZE)
 
     def make():
-        return make_model(options.model_name_or_path).train()
+        return loop_common.make_model(options).train()
 
     def make_optimizer(parameters):
         return torch.optim.AdamW(parameters, lr=1e-3)
@@ -44,31 +43,40 @@ def main(argv=None):
     else:
         model, optimizer = initialize_engine(make, {"chunk_budget": options.chunk_budget}, make_optimizer)
         engine = model.patrickstar_engine
-    if options.resume:
-        if engine is None:
-            parser.error("--resume reads a checkpoint in chunks; leave --stock out")
-        engine.load_checkpoint(place)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / 3, total_iters=3)
+    device = "cpu" if engine is None else engine.device
 
-    losses = []
-    for number in range(options.steps):
-        batch = torch.randint(0, 100, (2, 16), generator=torch.Generator().manual_seed(number))
+    first, losses = 0, []
+    if options.resume:
+        place, first = loop_common.find_checkpoint(options)
+        engine.load_checkpoint(place)
+        others = torch.load(f"{place}.pt")
+        scheduler.load_state_dict(others["scheduler"])
+        torch.set_rng_state(others["random"])
+    for step, batch in enumerate(itertools.islice(loader, first, None), first + 1):
+        batch = batch.to(device)
 
         def micro_batch(batch=batch):
             loss = model(input_ids=batch, labels=batch).loss
             loss.backward()
             return loss.item()
 
-        # A step that runs out of device memory is repeated with more care.
+        # A micro-batch that runs out of device memory is repeated with more care.
         losses.append(micro_batch() if engine is None else engine.attempt(micro_batch))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        scheduler.step()
         optimizer.zero_grad()
-    if engine is not None:
-        engine.save_checkpoint(place)
+        if engine is not None and step % options.save_steps == 0:
+            place = os.path.join(options.output_dir, f"checkpoint-{step}")
+            os.makedirs(options.output_dir, exist_ok=True)
+            # First what the engine does not know, so that it is there whenever the checkpoint is.
+            torch.save({"scheduler": scheduler.state_dict(), "random": torch.get_rng_state()}, f"{place}.pt")
+            engine.save_checkpoint(place)
     model.save_pretrained(options.output_dir)
-    print(f"losses: {losses[0]:.4f} to {losses[-1]:.4f}")
+    print(f"losses: {losses[0]:.4f} to {losses[-1]:.4f}" if losses else "nothing is left to train")
     return losses
 
 
 if __name__ == "__main__":
-    main()
+    common.run(main)

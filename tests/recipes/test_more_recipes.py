@@ -24,6 +24,8 @@ from transformers import (
     ViTImageProcessorPil,
 )
 
+from hf_patrickstar import PatrickStarError
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tokenizer):
@@ -123,26 +125,55 @@ def test_trl(name, folder, recipe, tmp_path):
     assert_same_weights(AutoModelForCausalLM.from_pretrained(stock), AutoModelForCausalLM.from_pretrained(chunks))
 
 
-@pytest.mark.parametrize("name", ["accelerate", "pytorch"])
-def test_loops(name, tmp_path, monkeypatch):
-    torch.set_num_threads(1)
+@pytest.fixture
+def loop(recipe, monkeypatch):
+    """Runs a bare loop in this process."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    module = importlib.import_module(f"loop_{name}")
-    expected = module.main(["--output_dir", str(tmp_path / "stock"), "--stock"])
-    found = module.main(["--output_dir", str(tmp_path / "chunks")])
+
+    def run(name, *argv):
+        return importlib.import_module(f"loop_{name}").main([str(word) for word in argv])
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["accelerate", "pytorch"])
+def test_a_loop_trains_alike_and_goes_on(name, loop, tmp_path):
+    stock, whole, part = (tmp_path / place for place in ("stock", "whole", "part"))
+    expected = loop(name, "--output_dir", stock, "--stock")
+    found = loop(name, "--output_dir", whole)
     assert found == expected
-    assert len(found) >= 8
-    loaded = [AutoModelForCausalLM.from_pretrained(tmp_path / output) for output in ("stock", "chunks")]
-    assert_same_weights(*loaded)
+    assert len(found) == {"accelerate": 16, "pytorch": 8}[name]
+    loop(name, "--output_dir", part, "--steps", 4)
+    rest = loop(name, "--output_dir", part, "--resume")
+    assert rest == found[len(found) // 2 :]
+    for place in (whole, part):
+        assert_same_weights(*(AutoModelForCausalLM.from_pretrained(each) for each in (stock, place)))
 
 
-def test_a_loop_of_pytorch_goes_on(tmp_path):
-    module = importlib.import_module("loop_pytorch")
-    whole = module.main(["--output_dir", str(tmp_path / "one"), "--steps", "4"])
-    again = module.main(["--output_dir", str(tmp_path / "one"), "--steps", "4", "--resume"])
-    assert again[0] < whole[0]  # the same batches, with weights that have seen them
-    with pytest.raises(SystemExit):
-        module.main(["--output_dir", str(tmp_path), "--resume", "--stock"])
+@pytest.mark.parametrize("name", ["accelerate", "pytorch"])
+def test_a_loop_trains_a_checkpoint_on_texts(name, loop, checkpoints, data, tmp_path):
+    argv = ["--model_name_or_path", checkpoints / "clm", "--train_file", data / "train.txt", "--block_size", "16"]
+    argv += ["--steps", "3", "--output_dir"]
+    assert loop(name, *argv, tmp_path / "chunks") == loop(name, *argv, tmp_path / "stock", "--stock")
+    assert_same_weights(*(AutoModelForCausalLM.from_pretrained(tmp_path / each) for each in ("stock", "chunks")))
+
+
+@pytest.mark.parametrize("name", ["accelerate", "pytorch"])
+def test_wrong_input_of_a_loop_is_one_sentence(name, loop, checkpoints, data, tmp_path):
+    common = importlib.import_module("common")
+    texts, output = ["--train_file", data / "train.jsonl"], ["--output_dir", tmp_path]
+    model = ["--model_name_or_path", checkpoints / "clm"]
+    for argv, said in (
+        (["--resume"], "--resume: '.*' has no checkpoint-N directory"),
+        (texts, "texts need a checkpoint with a tokenizer; add --model_name_or_path"),
+        (model, "there is no data; give --dataset_name, or --train_file"),
+        ([*model, *texts, "--text_column_name", "x"], "no column 'x'; its columns are 'text'"),
+        ([*model, *texts, "--block_size", "64"], "--block_size is 64, and the model takes at most 32"),
+        (["--chunk_budget", "1KiB"], "chunk_budget is too small"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError, PatrickStarError), match=said) as caught:
+            loop(name, *argv, *output)
+        assert common.is_expected(caught.value)
 
 
 CLM = ["--model_name_or_path", "{clm}", "--train_file"]
