@@ -31,7 +31,7 @@ def make_parser(text):
     parser.add_argument("--train_file", help="texts: a txt, json, jsonl, csv or parquet file")
     parser.add_argument("--text_column_name", help="default: text, content or sentence")
     parser.add_argument("--block_size", type=int, help="tokens per row; default: what the model takes, at most 1024")
-    parser.add_argument("--chunk_budget", default="128KiB", help="bytes of chunks on the device, or a size as 8GiB")
+    parser.add_argument("--chunk_budget", default="256KiB", help="bytes of chunks on the device, or a size as 8GiB")
     parser.add_argument("--steps", type=int, default=8, help="steps of the optimizer in all")
     parser.add_argument("--save_steps", type=int, default=4, help="steps from one checkpoint to the next")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output_dir")
