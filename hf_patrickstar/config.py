@@ -109,6 +109,9 @@ class PatrickStarConfig:
             keeps them beside the values, 4 bytes per trainable parameter; ``False`` lets the step consume them, as if
             ``zero_grad`` followed; ``"auto"`` keeps them, where the host has room, until the first call of
             ``zero_grad``. After that call the step consumes gradients, and reading a consumed one is an error.
+        reuse_plan: Whether the first steps follow what ``hf-patrickstar plan`` has recorded for the same training: same
+            model, batches, processes, types and versions, and a budget that gives the same chunks. Then no step is
+            recorded first. ``False`` records the first step of every kind.
         background_save: Whether checkpoints (of the Trainer, ``save_state`` and ``save_checkpoint``) write the training
             state while training goes on. The checkpoint is consistent without a copy: the optimizer's step waits at a
             chunk that has not been written yet. The checkpoint appears a little later, and an error is raised at the
@@ -151,6 +154,7 @@ class PatrickStarConfig:
     host_threads: int | str = "auto"
     overlap_optimizer: bool | Literal["backward"] = True
     keep_gradients: bool | Literal["auto"] = "auto"
+    reuse_plan: bool = True
     background_save: bool = False
     optimizer_format: Literal["sharded", "torch", "both"] = "sharded"
     process_wait_s: float | None = 60.0
@@ -207,6 +211,7 @@ class PatrickStarConfig:
             "background_save",
             "frozen_master",
             "reshard_after_forward",
+            "reuse_plan",
             "debug_collectives",
             "debug_evict_all",
         ):

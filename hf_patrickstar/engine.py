@@ -33,6 +33,7 @@ from hf_patrickstar.optim.threads import choose_threads
 from hf_patrickstar.optim.torch_kernel import OWN_STATE
 from hf_patrickstar.optim.workers import HostWorkers
 from hf_patrickstar.payloads import Payloads
+from hf_patrickstar.plan_cache import find_traces
 from hf_patrickstar.report.figures import Figures
 from hf_patrickstar.report.statistics import Statistics
 from hf_patrickstar.report.survey import Survey, take_survey
@@ -46,6 +47,7 @@ from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.placement import PlacementRules
 from hf_patrickstar.runtime.recovery import MAX_RETRIES, Recovery
 from hf_patrickstar.runtime.together import roots_of
+from hf_patrickstar.schedule.known import KnownTraces
 
 logger = logging.getLogger(__name__)
 
@@ -104,9 +106,7 @@ class PatrickStarEngine:
         self.resources = Resources.find(self.config, device, process_group, self._make_room, self._emit)
         self.device, self.collectives = self.resources.device, self.resources.collectives
         self.ledger = self.resources.ledger
-        given = (
-            [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*optimizer]
-        )
+        given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*(optimizer or ())]
         check_optimizers(model, given)
         self._threads, said = choose_threads(self.config.host_threads, self.collectives.num_core_sharers, os.environ)
         logger.info("patrickstar: %s", said)
@@ -119,7 +119,8 @@ class PatrickStarEngine:
         logger.info("patrickstar: %s", expected)
         self._emit(ModelDecided(expected))
         self._payloads = Payloads(self.resources, self._decisions, self._kernels, self._workers)
-        self.manager = self._make_manager(self._payloads.allocate())
+        known = find_traces(model, self._decisions, situation)
+        self.manager = self._make_manager(self._payloads.allocate(), known)
         self.weights = ChunkWeights(self.manager)
         self.optimizers: list[ChunkedOptimizer] = []
         self._attached = True
@@ -203,7 +204,7 @@ class PatrickStarEngine:
         is_whole = self._attached and hasattr(self, "_membership")
         return is_whole and self._membership.follow(is_training=is_training)
 
-    def _make_manager(self, chunks: list[Chunk]) -> ChunkManager:
+    def _make_manager(self, chunks: list[Chunk], known: KnownTraces) -> ChunkManager:
         decisions, config, resources = self._decisions, self.config, self.resources
         return assemble(
             Foundation(
@@ -232,6 +233,7 @@ class PatrickStarEngine:
                 num_micro_batches=self._num_micro_batches,
                 keeps_gradients=config.keep_gradients,
                 checks_all=config.debug_collectives,
+                known=known,
             )
         )
 

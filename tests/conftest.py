@@ -1,10 +1,14 @@
 import gc
 import os
+import shutil
+import tempfile
 
 # Before torch is imported: two shared cores, and spinning threads would steal each other's time.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Plans leave files for runs there: each process of tests has a cache of its own.
+CACHE = os.environ["HF_ASSETS_CACHE"] = tempfile.mkdtemp(prefix="hf_patrickstar_cache_")
 
 import pytest
 import torch
@@ -48,6 +52,10 @@ def pytest_configure(config):
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
     Workers.streams = config.getoption("--streams")
+
+
+def pytest_unconfigure():
+    shutil.rmtree(CACHE, ignore_errors=True)
 
 
 def pytest_collection_finish():

@@ -25,6 +25,7 @@ LEVELS = dict.fromkeys(_BASE, 0) | {
     "report": 4,
     "precision": 4,
     "decisions": 5,
+    "plan_cache": 6,
     "payloads": 6,
     "membership": 7,
     "engine": 8,

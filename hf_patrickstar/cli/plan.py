@@ -88,13 +88,13 @@ def run(options: argparse.Namespace) -> int:
     # transformers takes seconds to import, and other commands do without.
     from hf_patrickstar.cli.plan_page import write_plan_page, write_plan_picture
     from hf_patrickstar.planner.advice import advise
-    from hf_patrickstar.planner.planning import plan_and_record
+    from hf_patrickstar.planner.planning import plan_for_runs
     from hf_patrickstar.planner.screen import describe
 
     subject, circumstances = arrange_from(options) if options.script else _arrange(options)
     if options.search is not None:
         return run_search(options, subject, circumstances)
-    plan, recording = plan_and_record(subject, circumstances)
+    plan, recording = plan_for_runs(subject, circumstances)
     advice, smaller = [], []
     if not options.no_advice:
         advice = advise(

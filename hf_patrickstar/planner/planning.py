@@ -15,6 +15,8 @@ from hf_patrickstar.errors import BudgetError, ConfigError, PatrickStarError
 from hf_patrickstar.machine import Machine, find_machine
 from hf_patrickstar.memory.pool import CACHE_OWNER
 from hf_patrickstar.memory.tiers import DEVICE_SHARE, HOST_SHARE, Tier
+from hf_patrickstar.plan_cache import keep_traces
+from hf_patrickstar.planner.kept import kept
 from hf_patrickstar.planner.masks import masks_of_batches
 from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse
 from hf_patrickstar.planner.subject import Subject, find_optimizer, find_subject
@@ -92,7 +94,7 @@ def plan(
     Raises:
         ConfigError: If an argument makes no sense.
     """
-    return plan_subject(
+    return plan_for_runs(
         *arrange(
             model,
             machine,
@@ -110,7 +112,15 @@ def plan(
             settings=settings,
             adapters=adapters,
         )
-    )
+    )[0]
+
+
+def plan_for_runs(subject: Subject, circumstances: Circumstances) -> tuple[Plan, Recording | None]:
+    """Plans as ``plan_and_record`` does, and keeps the traces: runs of the same training follow them from the start."""
+    plan, recording = plan_and_record(subject, circumstances)
+    if recording is not None:
+        keep_traces(recording.known)
+    return plan, recording
 
 
 def arrange(
@@ -179,6 +189,10 @@ def plan_subject(subject: Subject, circumstances: Circumstances) -> Plan:
 
 def plan_and_record(subject: Subject, circumstances: Circumstances) -> tuple[Plan, Recording | None]:
     """Plans as ``plan_subject`` does; returns the step that the plan was made from, too, if it fits."""
+    return kept("recordings", subject, circumstances, lambda: _plan_and_record(subject, circumstances))
+
+
+def _plan_and_record(subject: Subject, circumstances: Circumstances) -> tuple[Plan, Recording | None]:
     try:
         recording = _record(subject, circumstances)
     except BudgetError:
@@ -189,6 +203,10 @@ def plan_and_record(subject: Subject, circumstances: Circumstances) -> tuple[Pla
 
 def plan_if_fits(subject: Subject, circumstances: Circumstances) -> Plan | None:
     """Plans as ``plan_subject`` does; ``None`` if it does not fit, without finding out by how much."""
+    return kept("plans", subject, circumstances, lambda: _plan_if_fits(subject, circumstances))
+
+
+def _plan_if_fits(subject: Subject, circumstances: Circumstances) -> Plan | None:
     try:
         plan = _plan_of(subject, circumstances, _record(subject, circumstances))
     except BudgetError:

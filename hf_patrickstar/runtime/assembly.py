@@ -33,6 +33,7 @@ from hf_patrickstar.runtime.turns import Turns
 from hf_patrickstar.runtime.values import Values
 from hf_patrickstar.runtime.watch import Watch
 from hf_patrickstar.runtime.writes import Writes
+from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.placement import ChunkBytes
 
 
@@ -57,6 +58,7 @@ class Foundation:
         num_micro_batches: How many make a step of the optimizer.
         keeps_gradients: Whether gradients stay after a step; see ``keep_gradients`` of the configuration.
         checks_all: Agree on every collective of a plan before it is done (debugging).
+        known: Traces of a plan, if there is one.
     """
 
     chunks: list[Chunk]
@@ -75,6 +77,7 @@ class Foundation:
     num_micro_batches: int
     keeps_gradients: bool | Literal["auto"]
     checks_all: bool
+    known: KnownTraces
 
 
 def assemble(given: Foundation) -> ChunkManager:
@@ -94,11 +97,12 @@ def assemble(given: Foundation) -> ChunkManager:
     watch = Watch(values, mirrors)
     # Where chunks are.
     copies = Copies(chunks, pool, streams, emit, watch)
-    tracer = Tracer((chunk.copy_nbytes for chunk in chunks), DeviceGauges(meter, ledger), order, emit)
+    tracer = Tracer((chunk.copy_nbytes for chunk in chunks), DeviceGauges(meter, ledger), order, emit, given.known)
     forecast = Forecast(chunks, pool, meter, tracer, streams.device, given.need_at)
     placement = Placement(
         chunks, given.chunk_nbytes, copies, ledger, tracer, given.reserve, given.placement, given.fills_margin
     )
+    placement.settle_lookups(given.known.lookups)
     reclaim = Reclaim(copies, placement, pool, streams, tracer, given.policy.chooser, forecast)
     # Where gradients are.
     accumulates = given.num_micro_batches > 1

@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from hf_patrickstar.errors import BudgetError
@@ -101,6 +101,7 @@ class Placement:
         self._fills_margin = fills_margin
         self._has_groups = any(chunk.is_group for chunk in chunks)
         self._seen_version = 0
+        self._lookups: dict[int, str] = {}
         self._num_micro_batches = 1
 
     def update(self, reclaim: Room, num_micro_batches: int) -> None:
@@ -201,13 +202,28 @@ class Placement:
             self._rules.machine,
             frozenset(tensor.spec.index for tensor in asked if tensor.chunk.param_nbytes > room),
         )
-        for tensor in asked:
-            tensor.lookup = "home" if tensor.spec.index in choice.at_home else "device"
-            if tensor.lookup == "device":
-                self._copies.pin(tensor.chunk)  # from now on it moves
+        self.settle_lookups({index: "home" if index in choice.at_home else "device" for index in measured})
         logger.info("patrickstar: %s", choice.reason)
         self.reasons["lookups"] = choice.reason
         return any(tensor.lookup == "device" for tensor in asked)
+
+    @property
+    def lookups(self) -> dict[int, str]:
+        """Where embeddings are looked up that were asked for; see ``KnownTraces``."""
+        return dict(self._lookups)
+
+    def settle_lookups(self, lookups: Mapping[int, str]) -> None:
+        """Decides where embeddings are looked up.
+
+        Args:
+            lookups: ``"home"`` or ``"device"``, by the index of the parameter.
+        """
+        for chunk in self._chunks:
+            for tensor in chunk.owned:
+                if tensor.lookup == "auto" and tensor.spec.index in lookups:
+                    tensor.lookup = self._lookups[tensor.spec.index] = lookups[tensor.spec.index]
+                    if tensor.lookup == "device":
+                        self._copies.pin(chunk)  # from now on it moves
 
     def _room_beside_working_chunks(self) -> int:
         """Bytes of the device that no moment of a recorded step needs."""

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from hf_patrickstar.events import Listener, StepDiverged, StepRecorded
+from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.plan import Plan
 from hf_patrickstar.schedule.trace import Cursor, Shapes, Trace, Visit, trace_key
 
+NOTHING_KNOWN = KnownTraces()
 _MOST_DIVERGED_IN_A_ROW = 2
 MOST_VISITS = 200_000
 
@@ -86,8 +88,10 @@ class Tracer:
         gauges: Measures a step that is recorded.
         order: Makes one trace of the traces of several processes.
         emit: Told of steps that are recorded, and of those that diverge.
+        known: Traces of a plan: steps follow them that would be recorded first otherwise.
 
     Attributes:
+        known: As it was given.
         traces: The traces, by key.
         version: Another number when a step has been recorded: what follows from the traces is decided anew.
         step: The step that runs, or ``None``.
@@ -100,9 +104,11 @@ class Tracer:
         gauges: Gauges,
         order: TraceOrder,
         emit: Listener,
+        known: KnownTraces = NOTHING_KNOWN,
     ) -> None:
-        self.traces: dict[str, Trace] = {}
-        self.version = 0
+        self.known = known
+        self.traces: dict[str, Trace] = dict(known.traces)
+        self.version = 1 if known.traces else 0
         self.step: Step | None = None
         self.diverging: set[str] = set()
         self._chunk_nbytes = tuple(chunk_nbytes)

@@ -17,6 +17,7 @@ from hf_patrickstar.report.survey import Survey
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.tracer import Step
 from hf_patrickstar.schedule.clock import Timeline
+from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.plan import Plan, chunkable_nbytes
 from hf_patrickstar.schedule.replay import replay
 from hf_patrickstar.schedule.script import Entry, Load, Part
@@ -60,6 +61,7 @@ class Recording:
         reasons: What was decided when the engine was made, a sentence each.
         layout: ``num_chunks``, ``chunk_numel``, ``chunk_utilisation`` of ``PatrickStarEngine.stats``.
         survey: Which parameter lives where, and what was on the device at each moment of the step.
+        known: All traces, of updates too, for a run of the same training.
     """
 
     script: tuple[Entry, ...]
@@ -84,6 +86,7 @@ class Recording:
     reasons: tuple[str, ...]
     layout: Mapping[str, Any]
     survey: Survey
+    known: KnownTraces
 
     def plans_for(self, device_nbytes: int, chunk_nbytes: int | None = None) -> list[Plan]:
         """The plans of the micro-batches under another budget of the device; chunks keep their homes.
@@ -161,7 +164,7 @@ def record_step(
         model = make_model()
         engine = PatrickStarEngine(
             model,
-            {**_settings_for(machine), **config},
+            {**_settings_for(machine), **config, "reuse_plan": False},
             (make_optimizer or _make_adamw)(model.parameters()),
             device=streams,
             gradient_accumulation_steps=num_micro_batches,
@@ -229,7 +232,7 @@ def _note(
     timeline: Timeline,
     before: Mapping[str, Any],
 ) -> Recording:
-    stats, pool = engine.stats(), engine.resources.pool
+    stats, pool, tracer = engine.stats(), engine.resources.pool, engine.manager.tracer
     chunks, copies = engine.manager.chunks, engine.manager.copies
     on_host = [chunk for chunk in chunks if chunk.home is Tier.HOST]
     followed = [(step.cursor.trace, step.plan) for step in steps if step and step.cursor and step.plan]
@@ -256,6 +259,7 @@ def _note(
         engine.reasons,
         {name: stats[name] for name in ("num_chunks", "chunk_numel", "chunk_utilisation")},
         engine.survey(),
+        KnownTraces(tracer.known.key, dict(tracer.traces), engine.manager.placement.lookups),
     )
 
 

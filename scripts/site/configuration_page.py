@@ -18,7 +18,14 @@ ARGUMENTS = (ROOT / "hf_patrickstar" / "integrations" / "training_args.py", "Pat
 
 GROUPS = {
     "Memory": ("device_budget", "chunk_budget", "host_budget", "chunk_numel", "warmup_fraction", "pin_memory"),
-    "What lives where, and what moves": ("placement", "eviction", "prefetch_depth", "cpu_embedding", "machine"),
+    "What lives where, and what moves": (
+        "placement",
+        "eviction",
+        "prefetch_depth",
+        "cpu_embedding",
+        "machine",
+        "reuse_plan",
+    ),
     "Types": ("dtype", "autocast", "keep_fp32", "frozen_master"),
     "Optimizer and gradients": ("overlap_optimizer", "host_threads", "keep_gradients"),
     "Several processes": ("reshard_after_forward", "reduce_dtype", "process_wait_s", "debug_collectives"),

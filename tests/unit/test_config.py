@@ -29,6 +29,7 @@ def test_defaults():
         "host_threads": "auto",
         "overlap_optimizer": True,
         "keep_gradients": "auto",
+        "reuse_plan": True,
         "background_save": False,
         "optimizer_format": "sharded",
         "process_wait_s": 60.0,

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from hf_patrickstar import plan_cache
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import MACHINES
@@ -108,7 +109,8 @@ def test_accumulation_and_processes():
         plan(MODEL, "h100", world_size=0)
 
 
-def test_a_model_whose_code_fails_gets_a_sentence(monkeypatch):
+def test_a_model_whose_code_fails_gets_a_sentence(monkeypatch, tmp_path):
+    monkeypatch.setattr(plan_cache, "directory", lambda kind: tmp_path)  # other tests plan the same
     subject, circumstances = arrange(MODEL, "rtx4090", **ARGUMENTS)
 
     class Curious(type(subject.make_model())):

@@ -1,0 +1,175 @@
+"""What plans leave in the user's cache: their results, and traces for the runs that they were made for.
+
+Files lie where libraries of Hugging Face keep such data (``HF_ASSETS_CACHE``; by default ``assets`` in ``HF_HOME``), in
+``hf_patrickstar``. Any of them may be deleted at any time.
+"""
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import logging
+import os
+import pathlib
+import tempfile
+from collections.abc import Iterable
+
+import torch
+
+from hf_patrickstar.decisions import Circumstances, Decisions
+from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.schedule.known import KnownTraces
+from hf_patrickstar.units import MIB
+from hf_patrickstar.version import __version__
+
+logger = logging.getLogger(__name__)
+
+_MOST_NBYTES = 256 * MIB
+_TRACES = "traces"
+
+
+def directory(kind: str) -> pathlib.Path:
+    """The directory of one kind of files.
+
+    Args:
+        kind: What they are.
+
+    Raises:
+        OSError: If it cannot be made.
+    """
+    from huggingface_hub import cached_assets_path
+
+    return cached_assets_path("hf_patrickstar", namespace=kind, subfolder="1")
+
+
+def read(kind: str, key: str) -> bytes | None:
+    """Reads a file.
+
+    Args:
+        kind: What it is.
+        key: Its name.
+
+    Returns:
+        Its bytes, or ``None`` if there is none that can be read.
+    """
+    try:
+        path = directory(kind) / key
+        found = path.read_bytes()
+        os.utime(path)  # the files that are used stay longest
+    except OSError:
+        return None
+    return found
+
+
+def write(kind: str, key: str, values: bytes) -> None:
+    """Writes a file as a whole or not at all; those not used for longest are deleted where all take too much.
+
+    A directory that cannot be written is logged and no error: a cache saves time only.
+
+    Args:
+        kind: What it is.
+        key: Its name.
+        values: Its bytes.
+    """
+    try:
+        place = directory(kind)
+        with tempfile.NamedTemporaryFile(dir=place, prefix=".", delete=False) as file:
+            try:
+                file.write(values)
+                file.close()
+                os.replace(file.name, place / key)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+        _delete_old(place)
+    except OSError as error:
+        logger.info("patrickstar: what was planned is not kept: %s", error)
+
+
+def _delete_old(place: pathlib.Path) -> None:
+    found = []
+    for path in place.iterdir():
+        with contextlib.suppress(OSError):  # deleted by another process
+            stat = path.stat()
+            found.append((stat.st_mtime, stat.st_size, path))
+    excess = sum(nbytes for _, nbytes, _ in found) - _MOST_NBYTES
+    for _, nbytes, path in sorted(found):
+        if excess <= 0:
+            return
+        path.unlink(missing_ok=True)
+        excess -= nbytes
+
+
+def digest(parts: Iterable[object]) -> str:
+    """A name for parts that are written alike if they are alike; other versions and other code give another one."""
+    return hashlib.sha256(repr([*parts, *_versions()]).encode()).hexdigest()
+
+
+@functools.cache
+def _versions() -> tuple[object, ...]:
+    """The versions of what a plan is made with; of this package also its code, which people change in place."""
+    root = pathlib.Path(__file__).parent
+    code = [(str(path.relative_to(root)), _stamp(path)) for path in sorted(root.rglob("*.py"))]
+    others = [importlib.metadata.version(name) for name in ("transformers", "accelerate")]
+    return __version__, torch.__version__, *others, tuple(code)
+
+
+def _stamp(path: pathlib.Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
+def find_traces(model: torch.nn.Module, decisions: Decisions, situation: Circumstances) -> KnownTraces:
+    """The traces that a plan has left for a training, or none; their key is that of the training in any case.
+
+    Args:
+        model: The model.
+        decisions: What was decided about it.
+        situation: What the decisions depended on.
+    """
+    key = _key(model, decisions, situation)
+    found = read(_TRACES, key) if situation.config.reuse_plan else None
+    if found is None:
+        return KnownTraces(key)
+    try:
+        known = KnownTraces.from_json(found.decode())
+    except (ConfigError, UnicodeDecodeError) as error:
+        logger.info("patrickstar: the traces of a plan cannot be read, and the first step is recorded: %s", error)
+        return KnownTraces(key)
+    if known.key != key:
+        return KnownTraces(key)
+    kinds = dict.fromkeys(trace.kind for trace in known.traces.values())
+    logger.info("patrickstar: reuse_plan: the first steps follow a plan made before (%s)", ", ".join(kinds))
+    return known
+
+
+def keep_traces(known: KnownTraces) -> None:
+    """Keeps the traces of a plan for the run that it was made for.
+
+    Args:
+        known: The traces.
+    """
+    write(_TRACES, known.key, known.to_json().encode())
+
+
+def _key(model: torch.nn.Module, decisions: Decisions, situation: Circumstances) -> str:
+    """Names what the traces of a training depend on, as far as the engine can see it."""
+    resources, precision = situation.resources, decisions.precision
+    classes = [
+        (type(module).__qualname__, getattr(module, "gradient_checkpointing", False)) for module in model.modules()
+    ]
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return digest(
+        [
+            decisions.tensors,
+            decisions.choice.layout.chunks,
+            decisions.embeddings,
+            sorted(decisions.lists.items()),
+            (precision.dtype, precision.autocast),
+            (classes, attention),
+            [type(kernel).__name__ for kernel in situation.kernels],
+            situation.num_micro_batches,
+            (resources.collectives.world_size, resources.has_lanes, resources.is_metered),
+            (situation.config.reduce_dtype, situation.config.overlap_optimizer == "backward"),
+        ]
+    )

@@ -1,0 +1,41 @@
+"""Keeps what was planned, so that the same question is answered at once; see ``hf_patrickstar.plan_cache``."""
+
+import logging
+import pickle
+import zlib
+from collections.abc import Callable
+from typing import TypeVar
+
+from hf_patrickstar import plan_cache
+from hf_patrickstar.planner.subject import Subject
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+def kept(kind: str, subject: Subject, circumstances: object, make: Callable[[], _T]) -> _T:
+    """A result that was kept, or else one that is made and kept.
+
+    What a script trains is never kept: nobody knows what it depends on.
+
+    Args:
+        kind: What is made.
+        subject: What it is made of.
+        circumstances: How that is trained, written alike by ``repr`` if it is alike.
+        make: Makes it.
+    """
+    if type(subject) is not Subject:
+        return make()
+    config = subject.config.to_json_string(use_diff=False)
+    fields = {name: value for name, value in vars(subject).items() if name != "config"}
+    key = plan_cache.digest([kind, type(subject.config).__qualname__, config, sorted(fields.items()), circumstances])
+    found = plan_cache.read(kind, key)
+    if found is not None:
+        try:
+            return pickle.loads(zlib.decompress(found))  # type: ignore[no-any-return]
+        except Exception as error:  # what a damaged file raises may be anything
+            logger.info("patrickstar: a plan that was kept cannot be read, and is made again: %s", error)
+    made = make()
+    plan_cache.write(kind, key, zlib.compress(pickle.dumps(made), 1))
+    return made

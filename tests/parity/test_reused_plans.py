@@ -1,0 +1,163 @@
+"""A run that follows what a plan has recorded, from its first step on: the bits of a run that records it itself."""
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_patrickstar import PatrickStarEngine, plan, plan_cache
+from hf_patrickstar.machine import CPU_TIER
+from hf_patrickstar.schedule.known import KnownTraces
+from hf_patrickstar.units import MIB
+
+pytestmark = pytest.mark.own_streams
+
+GPT2 = AutoConfig.for_model(
+    "gpt2", n_layer=3, n_embd=64, n_head=2, vocab_size=200, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+)
+LLAMA = AutoConfig.for_model(
+    "llama",
+    **{"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1},
+    **{"intermediate_size": 128, "vocab_size": 5000},
+)
+BUDGETS = {"host_budget": 64 * MIB, "chunk_numel": 20_000, "dtype": "fp32"}
+
+
+def device_budget(config):
+    """Less than the model data takes."""
+    return 3 * MIB if config is GPT2 else 8 * MIB
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_cache, "directory", lambda kind: _made(tmp_path / kind))
+
+
+def _made(path):
+    path.mkdir(exist_ok=True)
+    return path
+
+
+def plan_it(config, num_micro_batches=1, **settings):
+    found = plan(
+        config,
+        dataclasses.replace(CPU_TIER, device_nbytes=2**50, host_nbytes=2**50),
+        **{"batch_size": 2, "length": 32, "dtype": "fp32", "num_micro_batches": num_micro_batches},
+        device_memory=device_budget(config),
+        host_memory=BUDGETS["host_budget"],
+        settings={"chunk_numel": BUDGETS["chunk_numel"], **settings},
+    )
+    assert found.fits
+    return found
+
+
+class Run:
+    """Four steps of a model with the weights of a seed; what it has seen."""
+
+    def __init__(self, config, num_micro_batches=1, length=32, **settings):
+        torch.manual_seed(0)
+        self.model = AutoModelForCausalLM.from_config(config).train()
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+        self.engine = PatrickStarEngine(
+            self.model,
+            {**BUDGETS, "device_budget": device_budget(config), **settings},
+            optimizer,
+            device=torch.device("cpu"),
+            gradient_accumulation_steps=num_micro_batches,
+        )
+        self.recorded, self.losses = [], []
+        torch.manual_seed(1)
+        for _ in range(4):
+            for _ in range(num_micro_batches):
+                tokens = torch.randint(0, config.vocab_size, (2, length))
+                self.losses.append(self.engine.attempt(lambda tokens=tokens: self.train(tokens)))
+            self.engine.optimizer.clip_grad_norm_(None, 1.0)
+            self.engine.optimizer.step()
+            self.engine.optimizer.zero_grad()
+            self.recorded.append(self.engine.stats()["recorded_steps"])
+        self.stats = self.engine.stats()
+        self.weights = {name: value.clone() for name, value in self.model.state_dict().items()}
+
+    def train(self, tokens):
+        loss = self.model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        return loss.item()
+
+
+def assert_same(ours, theirs):
+    assert ours.losses == theirs.losses
+    for name, value in theirs.weights.items():
+        torch.testing.assert_close(ours.weights[name], value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_no_step_is_recorded_first(config, num_micro_batches, caplog):
+    before = Run(config, num_micro_batches)
+    assert before.recorded[0] > 0
+    plan_it(config, num_micro_batches)
+    with caplog.at_level(logging.INFO, "hf_patrickstar"):
+        after = Run(config, num_micro_batches)
+    assert after.recorded == [0, 0, 0, 0]
+    assert after.stats["diverged_steps"] == 0
+    assert "reuse_plan: the first steps follow a plan made before" in caplog.text
+    assert_same(after, before)
+    assert after.stats["device_total_step_peak_nbytes"] <= device_budget(config)
+
+
+def test_where_embeddings_are_looked_up_is_taken_over():
+    plan_it(LLAMA)
+    known = KnownTraces.from_json(next(plan_cache.directory("traces").iterdir()).read_text())
+    run = Run(LLAMA)
+    assert known.lookups
+    assert run.engine.manager.placement.lookups == known.lookups
+
+
+def test_what_is_not_wanted_is_not_followed():
+    plan_it(GPT2)
+    assert Run(GPT2, reuse_plan=False).recorded[0] > 0
+
+
+OTHERS = [{"num_micro_batches": 2}, {"chunk_numel": 30_000}, {"overlap_optimizer": "backward"}]
+
+
+@pytest.mark.parametrize("change", OTHERS)
+def test_plans_of_other_trainings_are_not_followed(change):
+    plan_it(GPT2)
+    assert Run(GPT2, **change).recorded[0] > 0
+
+
+def test_larger_batches_are_recorded():
+    plan_it(GPT2)
+    before = Run(GPT2, length=48, reuse_plan=False)
+    after = Run(GPT2, length=48)
+    assert after.recorded[0] > 0
+    assert_same(after, before)
+
+
+def test_a_plan_that_is_wrong_costs_time_and_no_bits():
+    """It visits the chunks in another order, and expects no activations."""
+    before = Run(GPT2)
+    plan_it(GPT2)
+    path = next(plan_cache.directory("traces").iterdir())
+    known = KnownTraces.from_json(path.read_text())
+    traces = {
+        key: dataclasses.replace(
+            trace, visits=tuple(dataclasses.replace(visit, non_model_nbytes=0) for visit in reversed(trace.visits))
+        )
+        for key, trace in known.traces.items()
+    }
+    plan_cache.keep_traces(dataclasses.replace(known, traces=traces))
+    after = Run(GPT2)
+    assert after.stats["diverged_steps"] > 0
+    assert after.recorded[-1] > 0
+    assert_same(after, before)
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"key": "", "traces": [], "lookups": []}', b"\xff\xfe"])
+def test_a_damaged_file_is_no_plan(damage):
+    plan_it(GPT2)
+    next(plan_cache.directory("traces").iterdir()).write_bytes(damage)
+    assert Run(GPT2).recorded[0] > 0

@@ -1,0 +1,86 @@
+"""A question that was asked before is answered without a new plan."""
+
+import dataclasses
+
+import pytest
+
+from hf_patrickstar import plan_cache
+from hf_patrickstar.planner import planning
+from hf_patrickstar.planner.planning import arrange, plan_and_record, plan_if_fits
+from hf_patrickstar.planner.subject import Subject
+
+MODEL = "gpt2:n_layer=2,n_embd=64,n_head=2,vocab_size=200"
+ARGUMENTS = {
+    **{"task": None, "batch_size": 1, "length": 32, "num_micro_batches": 1, "world_size": 1, "checkpointing": False},
+    **{"dtype": "bf16", "optimizer": "adamw", "max_norm": 1.0, "settings": None, "device_memory": "2MiB"},
+    "host_memory": "64MiB",
+}
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_cache, "directory", lambda kind: tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def records(monkeypatch):
+    """What was recorded."""
+    made = []
+    original = planning._record
+
+    def record(*args, **kwargs):
+        made.append(args)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(planning, "_record", record)
+    return made
+
+
+def test_the_same_question_is_answered_at_once(records):
+    asked = arrange(MODEL, "rtx4090", **ARGUMENTS)
+    first = plan_and_record(*asked)
+    assert len(records) == 1
+    assert plan_and_record(*arrange(MODEL, "rtx4090", **ARGUMENTS)) == first
+    assert len(records) == 1
+    assert first[1].on(asked[1].machine).duration_ns == first[1].timeline.duration_ns
+
+
+@pytest.mark.parametrize("change", [{"length": 64}, {"device_memory": "3MiB"}, {"settings": {"eviction": "lru"}}])
+def test_other_questions_are_not(change, records):
+    plan_if_fits(*arrange(MODEL, "rtx4090", **ARGUMENTS))
+    plan_if_fits(*arrange(MODEL, "rtx4090", **{**ARGUMENTS, **change}))
+    assert len(records) == 2
+    plan_if_fits(*arrange(MODEL.replace("layer=2", "layer=3"), "rtx4090", **ARGUMENTS))
+    assert len(records) == 3
+
+
+def test_that_nothing_fits_is_kept_too(records):
+    asked = arrange(MODEL, "rtx4090", **{**ARGUMENTS, "host_memory": "1KiB", "device_memory": "64KiB"})
+    assert plan_if_fits(*asked) is None
+    num = len(records)
+    assert plan_if_fits(*asked) is None
+    assert len(records) == num
+
+
+def test_a_damaged_file_is_made_again(records, place):
+    asked = arrange(MODEL, "rtx4090", **ARGUMENTS)
+    first = plan_if_fits(*asked)
+    next(place.iterdir()).write_bytes(b"damaged")
+    assert plan_if_fits(*asked) == first
+    assert len(records) == 2
+    assert plan_if_fits(*asked) == first
+    assert len(records) == 2
+
+
+def test_what_a_script_trains_is_not_kept(records, place):
+    @dataclasses.dataclass(frozen=True)
+    class Scripted(Subject):
+        pass
+
+    subject, given = arrange(MODEL, "rtx4090", **ARGUMENTS)
+    scripted = Scripted(**vars(subject))
+    plan_if_fits(scripted, given)
+    plan_if_fits(scripted, given)
+    assert len(records) == 2
+    assert not list(place.iterdir())

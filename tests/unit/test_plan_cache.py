@@ -1,0 +1,63 @@
+"""Files of plans in the user's cache."""
+
+import logging
+import os
+
+import pytest
+
+from hf_patrickstar import plan_cache
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_cache, "directory", lambda kind: tmp_path)
+    return tmp_path
+
+
+def test_what_is_written_is_read(place):
+    assert plan_cache.read("plans", "a") is None
+    plan_cache.write("plans", "a", b"1")
+    plan_cache.write("plans", "a", b"2")
+    assert plan_cache.read("plans", "a") == b"2"
+    assert [path.name for path in place.iterdir()] == ["a"]
+
+
+def test_those_used_last_stay(place, monkeypatch):
+    monkeypatch.setattr(plan_cache, "_MOST_NBYTES", 30)
+    for number, name in enumerate("abc"):
+        plan_cache.write("plans", name, bytes(10))
+        os.utime(place / name, (number, number))
+    plan_cache.read("plans", "a")
+    plan_cache.write("plans", "d", bytes(10))
+    assert sorted(path.name for path in place.iterdir()) == ["a", "c", "d"]
+
+
+def test_a_write_that_fails_is_logged_and_leaves_what_was_there(place, monkeypatch, caplog):
+    plan_cache.write("plans", "a", b"1")
+
+    def refuse(*paths):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with caplog.at_level(logging.INFO, "hf_patrickstar"):
+        plan_cache.write("plans", "a", b"2")
+    assert "what was planned is not kept: no space left" in caplog.text
+    assert plan_cache.read("plans", "a") == b"1"
+    assert [path.name for path in place.iterdir()] == ["a"]
+
+
+def test_a_directory_that_cannot_be_made_is_no_error(monkeypatch):
+    def refuse(kind):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(plan_cache, "directory", refuse)
+    plan_cache.write("plans", "a", b"1")
+    assert plan_cache.read("plans", "a") is None
+
+
+def test_other_parts_and_other_code_have_other_names(monkeypatch):
+    first = plan_cache.digest([1, "a"])
+    assert plan_cache.digest([1, "a"]) == first
+    assert plan_cache.digest([1, "b"]) != first
+    monkeypatch.setattr(plan_cache, "_versions", lambda: ("other",))
+    assert plan_cache.digest([1, "a"]) != first
