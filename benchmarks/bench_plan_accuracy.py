@@ -1,21 +1,31 @@
 """What a plan says against what a run does: bytes on both tiers, bytes moved, loads, and seconds.
 
-Each model is planned by ``hf_patrickstar.plan`` for the machine at hand, measured first, and then trained by the engine
-on the CPU tier, in the same budgets. A dispatch mode measures activations: in a plan those of tensors without bytes.
+Each model is planned as ``hf-patrickstar plan --machine this`` does it: for the machine at hand, measured first, with
+operators that are timed. Then the engine trains it on the CPU tier, in the same budgets. A dispatch mode measures
+activations: in a plan those of tensors without bytes. Two processes have a thread each, and their plan, made by one of
+them, is that of a machine of two devices whose link is as fast as its bus; gloo is slower, so that seconds of theirs
+say little.
 """
 
 import dataclasses
+import itertools
+import json
+import pathlib
 import statistics
+import tempfile
 import time
 
 import common
 import torch
+import torch.distributed as dist
+import torch.multiprocessing
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.planning import arrange, plan_and_record
 from hf_patrickstar.report.measure import measure_machine
 from hf_patrickstar.units import format_nbytes
+from hf_patrickstar.virtual.timing import OperatorTimes
 
 MAX_NORM = 1.0
 MODELS = {
@@ -32,6 +42,12 @@ SHARES = (0.2, 0.6)
 """What the device budget leaves beside activations, as shares of what model data would take if all of it were there."""
 
 
+def together():
+    """Lets processes begin a step at the same time."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
 def train(subject, given, steps):
     """Trains for real; returns the figures of the last step."""
     torch.manual_seed(0)
@@ -43,6 +59,7 @@ def train(subject, given, steps):
     seconds, before = [], None
     for _ in range(steps):
         before = engine.stats()
+        together()
         begin = time.perf_counter()
         inputs = subject.make_inputs()  # a program has its batch until the next one
         engine.attempt(lambda inputs=inputs: model(**inputs).loss.backward())
@@ -60,25 +77,31 @@ def train(subject, given, steps):
     }
 
 
-def compare(name, machine, batch_size, length, share, steps):
-    """One row: a plan beside a run."""
-    shape = {"batch_size": batch_size, "length": length}
-    common_arguments = {
-        **{"task": None, "num_micro_batches": 1, "world_size": 1, "checkpointing": False},
-        "dtype": "bf16" if name == "mixtral" else "fp32",  # its experts are one operator there
-        **{"optimizer": "adamw", "max_norm": MAX_NORM, "settings": {"cpu_embedding": False}, "host_memory": "16GiB"},
-    }
-    whole, recording = plan_and_record(
-        *arrange(MODELS[name], machine, **shape, **common_arguments, device_memory="16GiB")
+def arrange_cell(cell, machine, device_memory):
+    """What is trained, and how."""
+    return arrange(
+        MODELS[cell["model"]],
+        machine,
+        batch_size=cell["batch_size"],
+        length=cell["length"],
+        world_size=cell["processes"],
+        **{"task": None, "num_micro_batches": 1, "checkpointing": False},
+        dtype="bf16" if cell["model"] == "mixtral" else "fp32",  # its experts are one operator there
+        **{"optimizer": "adamw", "max_norm": MAX_NORM, "settings": {"cpu_embedding": False}},
+        **{"device_memory": device_memory, "host_memory": "8GiB"},
     )
+
+
+def plan_cell(cell, machine, times):
+    """The budget of a cell, and what is planned; ``None`` if it does not fit."""
+    whole, recording = plan_and_record(*arrange_cell(cell, machine, "8GiB"))
     others_nbytes = max(trace.non_model_peak_nbytes for trace in recording.traces)
-    budget = others_nbytes + int(share * (whole.tier(Tier.DEVICE).need_nbytes - others_nbytes))
-    subject, given = arrange(MODELS[name], machine, **shape, **common_arguments, device_memory=budget)
-    plan, recording = plan_and_record(subject, given)
-    row = {"model": name, "batch_size": batch_size, "length": length, "device_budget": budget, "fits": plan.fits}
+    budget = others_nbytes + int(cell["share"] * (whole.tier(Tier.DEVICE).need_nbytes - others_nbytes))
+    subject, given = arrange_cell(cell, machine, budget)
+    plan, recording = plan_and_record(subject, dataclasses.replace(given, times=times))
     if not plan.fits:
-        return row
-    planned = {
+        return budget, None
+    return budget, {
         "device_nbytes": plan.tier(Tier.DEVICE).need_nbytes,
         "host_nbytes": plan.tier(Tier.HOST).need_nbytes,
         "host_to_device_nbytes": plan.speed.to_device_nbytes,
@@ -86,14 +109,50 @@ def compare(name, machine, batch_size, length, share, steps):
         "chunk_loads": sum(made.num_loads for made in recording.plans),
         "seconds": plan.speed.seconds,
     }
-    measured = train(subject, given, steps)
+
+
+def compare(cell, machine, times, steps):
+    """One row: a plan beside a run. Of several processes the first one plans; ``None`` on the others."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    found = [plan_cell(cell, machine, times) if is_first else None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found)
+    budget, planned = found[0]
+    row = {**cell, "device_budget": budget, "fits": planned is not None}
+    if planned is None:
+        return row if is_first else None
+    measured = train(*arrange_cell(cell, machine, budget), steps)
     ratios = {key: planned[key] / measured[key] if measured[key] else float(planned[key] == 0) for key in planned}
-    return {**row, "planned": planned, "measured": measured, "planned_to_measured": ratios}
+    return {**row, "planned": planned, "measured": measured, "planned_to_measured": ratios} if is_first else None
+
+
+def compare_all(cells, steps):
+    """Measures the machine; prints the rows and returns them with it."""
+    machine = dataclasses.replace(measure_machine(), name="this machine")
+    if dist.is_initialized():
+        machine = machine.shared_by(dist.get_world_size())
+    times, rows = OperatorTimes(), []
+    for cell in cells:
+        rows.append(compare(cell, machine, times, steps))
+        if rows[-1] is not None:
+            show(rows[-1])
+    return dataclasses.asdict(machine), rows
+
+
+def compare_together(rank, cells, steps, directory):
+    """The same in one of two processes; the first one writes what it has found."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{directory}/store")
+    found = compare_all(cells, steps)
+    if rank == 0:
+        (pathlib.Path(directory) / "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
 
 
 def show(row):
     """Prints a row."""
-    head = f"{row['model']:>8} {row['batch_size']} x {row['length']:<4} {format_nbytes(row['device_budget']):>11}"
+    shape, budget = f"{row['batch_size']} x {row['length']:<4}", format_nbytes(row["device_budget"])
+    head = f"{row['processes']} {row['model']:>8} {shape} {budget:>11}"
     if not row["fits"]:
         print(f"{head}  does not fit")
         return
@@ -106,19 +165,25 @@ def main():
     """Prints planned over measured figures."""
     parser = common.parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--processes", type=int, nargs="+", choices=(1, 2), default=[1, 2])
+    parser.add_argument("--steps", type=int, default=12)
     options = parser.parse_args()
     options.device = "cpu"
-    machine = dataclasses.replace(measure_machine(), name="this machine")
     print("planned over measured")
-    print(f"{'':>30}{'device':>9}{'host':>9}{'to dev':>9}{'to host':>9}{'loads':>9}{'seconds':>9}")
-    rows = []
-    for name in options.models:
-        for batch_size, length in SHAPES:
-            for share in SHARES:
-                rows.append(compare(name, machine, batch_size, length, share, options.steps))
-                show(rows[-1])
-    common.finish("bench_plan_accuracy", options, {"machine": dataclasses.asdict(machine), "rows": rows})
+    print(f"{'':>32}{'device':>9}{'host':>9}{'to dev':>9}{'to host':>9}{'loads':>9}{'seconds':>9}")
+    result = {}
+    for processes in options.processes:
+        names = ("model", "batch_size", "length", "share", "processes")
+        grid = itertools.product(options.models, SHAPES, SHARES)
+        cells = [dict(zip(names, (model, *shape, share, processes), strict=True)) for model, shape, share in grid]
+        if processes == 1:
+            machine, rows = compare_all(cells, options.steps)
+        else:
+            with tempfile.TemporaryDirectory() as directory:
+                torch.multiprocessing.spawn(compare_together, (cells, options.steps, directory), nprocs=2)
+                machine, rows = json.loads((pathlib.Path(directory) / "found.json").read_text())
+        result[f"processes_{processes}"] = {"machine": machine, "rows": rows}
+    common.finish("bench_plan_accuracy", options, result)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ class Machine:
         num_cores: Cores of the host, for this device.
         operator_s: Seconds of the host for one operator: Python, dispatch and launch.
         kernel_s: Seconds that the shortest kernel takes.
+        visit_s: Seconds of the host for the engine's own work where a module uses a chunk.
         num_devices: Devices like this one that train together.
         link_bandwidth: Bytes per second that one device sends to others; 0 if there is only one.
         link_latency_s: Seconds that a collective takes beside its bytes.
@@ -61,6 +62,7 @@ class Machine:
     copy_latency_s: float = 10e-6
     operator_s: float = 6e-6
     kernel_s: float = 2e-6
+    visit_s: float = 25e-6
     num_devices: int = 1
     link_bandwidth: float = 0.0
     link_latency_s: float = 20e-6
@@ -168,6 +170,11 @@ class Machine:
     def message_ns(self) -> int:
         """Nanoseconds of the host for a message to all processes, and theirs."""
         return round(self.message_s * _NS)
+
+    @property
+    def visit_ns(self) -> int:
+        """Nanoseconds of the host for a visit to a chunk."""
+        return round(self.visit_s * _NS)
 
     @property
     def operator_ns(self) -> int:

@@ -14,18 +14,20 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-def kept(kind: str, subject: Subject, circumstances: object, make: Callable[[], _T]) -> _T:
+def kept(kind: str, subject: Subject, circumstances: object, is_measured: bool, make: Callable[[], _T]) -> _T:
     """A result that was kept, or else one that is made and kept.
 
-    What a script trains is never kept: nobody knows what it depends on.
+    What a script trains is never kept: nobody knows what it depends on. Nor is what was measured here, which is never
+    the same twice.
 
     Args:
         kind: What is made.
         subject: What it is made of.
         circumstances: How that is trained, written alike by ``repr`` if it is alike.
+        is_measured: Whether it depends on measurements.
         make: Makes it.
     """
-    if type(subject) is not Subject:
+    if is_measured or type(subject) is not Subject:
         return make()
     config = subject.config.to_json_string(use_diff=False)
     fields = {name: value for name, value in vars(subject).items() if name != "config"}

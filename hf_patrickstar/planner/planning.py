@@ -25,7 +25,10 @@ from hf_patrickstar.schedule.bounds import bounds_of
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.units import MIB, parse_nbytes
 from hf_patrickstar.virtual.recording import Recording, record_step
+from hf_patrickstar.virtual.timing import OperatorTimes
 
+THIS = "this"
+"""The machine at hand, which is measured."""
 _PLENTY_NBYTES = 2**50
 _STEP_NBYTES = MIB
 _COPY_NBYTES = 4
@@ -43,6 +46,7 @@ class Circumstances:
         optimizer: The name of a class of ``torch.optim``.
         max_norm: Gradients are clipped to this norm; ``None`` for no clipping.
         settings: Settings of the engine.
+        times: What operators take, if the machine is the one at hand; else its rates say it.
     """
 
     machine: Machine
@@ -51,6 +55,7 @@ class Circumstances:
     optimizer: str = "adamw"
     max_norm: float | None = 1.0
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    times: OperatorTimes | None = dataclasses.field(default=None, repr=False)
 
 
 def plan(
@@ -156,7 +161,8 @@ def arrange(
         model, task=task, batch_size=batch_size, length=length, checkpointing=checkpointing, adapters=adapters
     )
     subject = dataclasses.replace(subject, keeps_dropout=not found.has_accelerator)
-    return subject, Circumstances(found, num_micro_batches, world_size, optimizer, max_norm, settings)
+    times = OperatorTimes() if machine == THIS else None
+    return subject, Circumstances(found, num_micro_batches, world_size, optimizer, max_norm, settings, times)
 
 
 def arrange_machine(
@@ -167,7 +173,7 @@ def arrange_machine(
     Raises:
         ConfigError: If an argument makes no sense.
     """
-    if machine == "this":
+    if machine == THIS:
         machine = dataclasses.replace(measure_machine(), name="this machine")
     found = find_machine(machine) if isinstance(machine, str) else machine
     found.check_processes(world_size)
@@ -189,7 +195,8 @@ def plan_subject(subject: Subject, circumstances: Circumstances) -> Plan:
 
 def plan_and_record(subject: Subject, circumstances: Circumstances) -> tuple[Plan, Recording | None]:
     """Plans as ``plan_subject`` does; returns the step that the plan was made from, too, if it fits."""
-    return kept("recordings", subject, circumstances, lambda: _plan_and_record(subject, circumstances))
+    is_measured = circumstances.times is not None
+    return kept("recordings", subject, circumstances, is_measured, lambda: _plan_and_record(subject, circumstances))
 
 
 def _plan_and_record(subject: Subject, circumstances: Circumstances) -> tuple[Plan, Recording | None]:
@@ -203,7 +210,8 @@ def _plan_and_record(subject: Subject, circumstances: Circumstances) -> tuple[Pl
 
 def plan_if_fits(subject: Subject, circumstances: Circumstances) -> Plan | None:
     """Plans as ``plan_subject`` does; ``None`` if it does not fit, without finding out by how much."""
-    return kept("plans", subject, circumstances, lambda: _plan_if_fits(subject, circumstances))
+    is_measured = circumstances.times is not None
+    return kept("plans", subject, circumstances, is_measured, lambda: _plan_if_fits(subject, circumstances))
 
 
 def _plan_if_fits(subject: Subject, circumstances: Circumstances) -> Plan | None:
@@ -352,4 +360,5 @@ def _record_quietly(subject: Subject, given: Circumstances, settings: Mapping[st
             max_norm=given.max_norm,
             num_micro_batches=given.num_micro_batches,
             world_size=given.world_size,
+            times=given.times,
         )

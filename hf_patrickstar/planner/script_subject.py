@@ -30,8 +30,9 @@ from hf_patrickstar.errors import ConfigError, EngineError
 from hf_patrickstar.integrations.script import StopScript, run_script, set_known, touch_nothing
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.planner.fake import as_fake, copying
-from hf_patrickstar.planner.planning import Circumstances, arrange_machine
+from hf_patrickstar.planner.planning import THIS, Circumstances, arrange_machine
 from hf_patrickstar.planner.subject import MakeOptimizer, Subject
+from hf_patrickstar.virtual.timing import OperatorTimes
 
 NUM_BATCHES = 8
 """How many batches are looked at for the largest."""
@@ -162,7 +163,7 @@ def arrange_script(
     if world_size < 1:
         raise ConfigError(f"processes ({world_size}) must be at least 1")
     PatrickStarConfig.from_any(dict(settings or {}))  # checks keys and values before anything takes time
-    arrange_machine(machine if machine != "this" else "h100", world_size, device_memory, host_memory)
+    arrange_machine(machine if machine != THIS else "h100", world_size, device_memory, host_memory)
     with tempfile.TemporaryDirectory(prefix="hf-patrickstar-plan-") as directory:
         subject, given = _find(path, arguments, directory)
     given |= settings or {}
@@ -183,6 +184,7 @@ def arrange_script(
         type(subject.optimizer).__name__,
         args.max_grad_norm or float("inf"),  # the Trainer computes the norm all the same
         {key: value for key, value in given.items() if key not in _OF_THE_MACHINE},
+        OperatorTimes() if machine == THIS else None,
     )
 
 

@@ -9,8 +9,10 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.accelerator import can_pin_memory, device_name, find_device, is_accelerator, memory_info
@@ -33,6 +35,7 @@ _LEAST_ROWS = 128
 _LEAST_S = 1e-9
 _LATENCY_NBYTES = 4 * KIB
 _PART_OF_MEMORY = 8
+_BLOCKS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,6 +117,16 @@ def measure_machine(
     )
 
 
+class _Counting(TorchDispatchMode):
+    """Counts operators."""
+
+    num_operators = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_operators += 1
+        return func(*args, **(kwargs or {}))
+
+
 class _Measurement:
     """Measures one figure at a time."""
 
@@ -184,8 +197,18 @@ class _Measurement:
         return 3 * self._nbytes / self._median(_CPU, lambda: one.add_(other))
 
     def _operator(self) -> float:
+        """As models call operators: by modules, and by autograd."""
         wait = functools.partial(synchronize, self._device) if is_accelerator(self._device) else (lambda: None)
-        return self._median(_CPU, self._calls(numel=1), wait) / self._effort.calls
+        blocks = [(torch.nn.Linear(1, 1), torch.nn.GELU(), torch.nn.LayerNorm(1)) for _ in range(_BLOCKS)]
+        model = torch.nn.Sequential(*(module for block in blocks for module in block)).to(self._device)
+        inputs = torch.zeros(1, 1, device=self._device)
+
+        def work() -> None:
+            torch.autograd.grad(model(inputs).sum(), list(model.parameters()))
+
+        with _Counting() as counting:
+            work()
+        return self._median(_CPU, work, wait) / counting.num_operators
 
     def _kernel(self) -> float:
         if is_accelerator(self._device):

@@ -182,18 +182,25 @@ class Collectives:
         """
         if self.world_size == 1:
             return GlooTicket((), what, self._wait)
-        users = Users(buffer)
-        slices = self._slices(buffer)
+        users, slices = Users(buffer), self._slices(buffer)
         with self._naming(what):
             self._emit(SlicesGathered((self.world_size - 1) * _nbytes(slices[0])))
-            if not self._is_gloo:
-                return DeviceTicket(self._gather(buffer, slices[self.rank]), self._device, what, self._failure)
-            # Broadcasts write straight into the slices; gloo's all-gather copies, at a third of the speed.
-            works = [
-                dist.broadcast(part, group=self._group, group_src=owner, async_op=True)
-                for owner, part in enumerate(slices)
-            ]
-            return GlooTicket(works, what, self._wait, users)
+            if self._is_gloo:
+                return GlooTicket(self._broadcast(slices), what, self._wait, users)
+            return DeviceTicket(self._gather(buffer, slices[self.rank]), self._device, what, self._failure)
+
+    def _broadcast(self, slices: Sequence[torch.Tensor]) -> list[Any]:
+        """Begins to fill the slices of all ranks on gloo, whose own all-gather copies, at a third of the speed."""
+        group = self._group
+        return [dist.broadcast(part, group=group, group_src=rank, async_op=True) for rank, part in enumerate(slices)]
+
+    def _receive(self, piece: torch.Tensor, source: int) -> Any:
+        """Begins to receive a piece of another rank on gloo."""
+        return dist.irecv(piece, group=self._group, group_src=source)
+
+    def _send(self, piece: torch.Tensor, target: int) -> Any:
+        """Begins to send a piece to another rank on gloo."""
+        return dist.isend(piece, group=self._group, group_dst=target)
 
     def _gather(self, buffer: torch.Tensor, own: torch.Tensor) -> Any:
         """Begins to fill a buffer with the slices of all ranks, on the backend of a device."""
@@ -307,7 +314,7 @@ class Collectives:
             for distance in distances:
                 source = (self.rank - distance) % self.world_size
                 target = rounds[index % 2, distance - 1, :numel]
-                received.append((source, target, dist.irecv(target, group=self._group, group_src=source)))
+                received.append((source, target, self._receive(target, source)))
             return received
 
         # Receives are started before sends: a piece that is expected needs no second round trip.
@@ -317,7 +324,7 @@ class Collectives:
             for distance in distances:
                 target = (self.rank + distance) % self.world_size
                 piece = slices[target][start : start + piece_numel]
-                sends.append(dist.isend(piece, group=self._group, group_dst=target))
+                sends.append(self._send(piece, target))
         for index, start in enumerate(starts):
             terms = {self.rank: own[start : start + piece_numel]}
             for source, piece, work in pending.pop(0):

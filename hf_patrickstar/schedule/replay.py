@@ -48,9 +48,15 @@ class Player:
         """The host launches an operator on the device."""
         machine, clock = self.machine, self.clock
         clock.host(machine.operator_ns, f"launch {work.name}")
-        end = clock.put(Lane.COMPUTE, machine.kernel_ns(work.flops, work.nbytes, work.dtype), work.name)
+        end = clock.put(Lane.COMPUTE, work.duration_ns(machine), work.name)
         if work.place:
             clock.wait(end, work.place)
+        elif not machine.has_accelerator:
+            clock.follow(Lane.HOST, end)  # which computes itself
+
+    def visit(self) -> None:
+        """The host runs the engine, because a module begins or backward needs a chunk."""
+        self.clock.host(self.machine.visit_ns, "visit")
 
     def host_work(self, work: HostWork) -> None:
         """The host runs an operator on its own memory."""
@@ -103,6 +109,8 @@ class Player:
         machine = self.machine
         self.clock.host(machine.operator_ns, "start a copy")
         cost = machine.kernel_ns(0, 2 * nbytes, "") if is_here else machine.copy_ns(nbytes, to_device=to_device)
+        if not machine.has_accelerator:
+            self.clock.host(cost // machine.num_cores, "a core copies")  # which computes meanwhile
         return self.clock.put(lane_of(to_device=to_device), cost, what)
 
     def gather(self, nbytes: int) -> Mark:
@@ -164,7 +172,7 @@ def device_ns(script: Iterable[Entry], machine: Machine) -> list[tuple[Part, int
             parts.append((entry.part, 0))
         elif isinstance(entry, Kernel):
             part, nanoseconds = parts[-1]
-            parts[-1] = (part, nanoseconds + machine.kernel_ns(entry.flops, entry.nbytes, entry.dtype))
+            parts[-1] = (part, nanoseconds + entry.duration_ns(machine))
     return parts
 
 
@@ -230,6 +238,7 @@ class _Replay:
         if visited in self._arrivals:
             self._clock.wait(self._works.get(visited, Mark()), WAITS_FOR_ARRIVAL)
             self._clock.follow(Lane.COMPUTE, self._arrivals.pop(visited))
+        self._player.visit()
 
     def _work(self, work: ThreadWork) -> None:
         after = [self._sent[number] for number in work.after]

@@ -7,6 +7,8 @@ and backward of every micro-batch. Each micro-batch follows a plan of its own, w
 import dataclasses
 import enum
 
+from hf_patrickstar.machine import Machine
+
 
 class Part(enum.StrEnum):
     """A part of a step."""
@@ -26,6 +28,7 @@ class Kernel:
         nbytes: Bytes read and written.
         dtype: The type that it computes in.
         place: Where the host waits for its result; empty if it does not.
+        measured_ns: How long it took on the machine that was planned; ``None`` if the rates of a machine say it.
     """
 
     name: str
@@ -33,6 +36,15 @@ class Kernel:
     nbytes: int
     dtype: str
     place: str = ""
+    measured_ns: int | None = None
+
+    def duration_ns(self, machine: Machine) -> int:
+        """Nanoseconds of the device.
+
+        Args:
+            machine: Where it runs.
+        """
+        return machine.kernel_ns(self.flops, self.nbytes, self.dtype) if self.measured_ns is None else self.measured_ns
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 
 from hf_patrickstar.events import Listener, MessageExchanged
 from hf_patrickstar.runtime.collectives import Collectives
-from hf_patrickstar.schedule.clock import Lane
+from hf_patrickstar.schedule.clock import Lane, Mark
 from hf_patrickstar.virtual.driver import VirtualDriver, VirtualEvent
 
 
@@ -73,6 +73,7 @@ class VirtualCollectives(Collectives):
     ) -> None:
         super().__init__(0, world_size, device, emit=emit, reduce_dtype=reduce_dtype)
         self._driver = driver
+        self._is_gloo = not driver.machine.has_accelerator
 
     def exchange(self, message: Sequence[int], what: str, *, is_patient: bool = True) -> list[list[int]]:
         """See ``Collectives``."""
@@ -103,6 +104,16 @@ class VirtualCollectives(Collectives):
         """Takes the time of a message: what is sent so in a step is short."""
         if self.world_size > 1:
             self._driver.message()
+
+    def _broadcast(self, slices: Sequence[torch.Tensor]) -> list[VirtualWork]:
+        return [self._gather(slices[0], slices[self.rank])]
+
+    def _receive(self, piece: torch.Tensor, source: int) -> VirtualWork:
+        return VirtualWork(self._driver, self._driver.reduce(piece.nbytes))
+
+    def _send(self, piece: torch.Tensor, target: int) -> VirtualWork:
+        """It ends with what is received, which has the link."""
+        return VirtualWork(self._driver, VirtualEvent(self._driver, Mark(), None))
 
     def _gather(self, buffer: torch.Tensor, own: torch.Tensor) -> VirtualWork:
         return VirtualWork(self._driver, self._driver.gather((self.world_size - 1) * own.nbytes))

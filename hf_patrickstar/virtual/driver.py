@@ -50,6 +50,7 @@ from hf_patrickstar.schedule.script import (
 )
 from hf_patrickstar.virtual.costs import HostCache, cost_of, touches_of
 from hf_patrickstar.virtual.tapes import Operator, Tapes
+from hf_patrickstar.virtual.timing import OperatorTimes
 
 _E = TypeVar("_E", bound=Entry)
 _aten = torch.ops.aten
@@ -174,14 +175,18 @@ class VirtualDriver:
 
     Args:
         machine: The machine that is not here.
+        times: What operators take, if the machine is the one at hand after all; else its rates say it.
 
     Attributes:
         clock: The time.
         script: What was done since ``begin``, without what plans say.
+        measured_on: The machine, if operators were timed on it.
     """
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, times: OperatorTimes | None = None) -> None:
         self._player = Player(machine)
+        self._times = times
+        self.measured_on = None if times is None else machine
         self.clock = self._player.clock
         self.script: list[Entry] = []
         self._to_device, to_host = VirtualStream(self, Lane.TO_DEVICE), VirtualStream(self, Lane.TO_HOST)
@@ -195,6 +200,11 @@ class VirtualDriver:
         self._cache = HostCache()
         self._tapes = Tapes()
         self._is_copying = False  # then the operator that copies is not charged
+
+    @property
+    def machine(self) -> Machine:
+        """The machine."""
+        return self._player.machine
 
     # What ``DeviceStreams`` asks for
 
@@ -219,8 +229,8 @@ class VirtualDriver:
         return VirtualMoment(self.clock.end_of(Lane.COMPUTE).time_ns)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """See ``Driver``: all memory of the host that the pool gave is."""
-        return self._tiers.get(storage_key(tensor)) is Tier.HOST
+        """See ``Driver``: all memory of the host that the pool gave is, where copies go beside computation at all."""
+        return self.machine.has_accelerator and self._tiers.get(storage_key(tensor)) is Tier.HOST
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, stream: Any) -> None:
         """See ``Driver``."""
@@ -312,6 +322,7 @@ class VirtualDriver:
         """Hears what the engine tells: a listener. What plans say is not a part of the script."""
         if isinstance(event, ChunkVisited):
             self.script.append(Reach(event.chunk_index))
+            self._player.visit()
         elif isinstance(event, ChunkLoaded):
             if isinstance(self.script[-1], Join):  # what is not ahead is waited for at once
                 self.script.pop()
@@ -411,7 +422,7 @@ class VirtualDriver:
             if target is Tier.HOST:
                 self._append(HostWork(name, cost.flops, cost.nbytes), self._player.host_work)
             else:
-                self._append(Kernel(name, cost.flops, cost.nbytes, cost.dtype), self._player.kernel)
+                self._append(Kernel(name, *cost), self._player.kernel)
         elif tiers == {Tier.HOST}:
             self._append(HostWork(name, cost.flops, cost.nbytes), self._player.host_work)
             for leaf in tree_leaves(result):
@@ -419,7 +430,8 @@ class VirtualDriver:
                     self._note(leaf, Tier.HOST)
         else:
             place = caller() if packet in _ASKS else ""
-            self._append(Kernel(name, cost.flops, cost.nbytes, cost.dtype, place), self._player.kernel)
+            measured = None if self._times is None else self._times.find_ns(operator, args, kwargs)
+            self._append(Kernel(name, *cost, place, measured), self._player.kernel)
 
     def _copy_now(self, operands: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         is_pinned = all(self.is_on_device(tensor) or self.is_pinned(tensor) for tensor in operands)

@@ -20,12 +20,13 @@ from hf_patrickstar.schedule.clock import Timeline
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.plan import Plan, chunkable_nbytes
 from hf_patrickstar.schedule.replay import replay
-from hf_patrickstar.schedule.script import Entry, Load, Part
+from hf_patrickstar.schedule.script import Entry, Kernel, Load, Part
 from hf_patrickstar.schedule.simulator import repeated_plans
 from hf_patrickstar.schedule.trace import Trace
 from hf_patrickstar.units import format_need
 from hf_patrickstar.virtual.collectives import VirtualPeers
 from hf_patrickstar.virtual.driver import VirtualDriver
+from hf_patrickstar.virtual.timing import OperatorTimes
 
 ComputeLoss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 """Computes the loss of a micro-batch with the model."""
@@ -62,6 +63,7 @@ class Recording:
         layout: ``num_chunks``, ``chunk_numel``, ``chunk_utilisation`` of ``PatrickStarEngine.stats``.
         survey: Which parameter lives where, and what was on the device at each moment of the step.
         known: All traces, of updates too, for a run of the same training.
+        measured_on: The machine on which operators of the script were timed, if they were.
     """
 
     script: tuple[Entry, ...]
@@ -87,6 +89,7 @@ class Recording:
     layout: Mapping[str, Any]
     survey: Survey
     known: KnownTraces
+    measured_on: Machine | None
 
     def plans_for(self, device_nbytes: int, chunk_nbytes: int | None = None) -> list[Plan]:
         """The plans of the micro-batches under another budget of the device; chunks keep their homes.
@@ -124,7 +127,20 @@ class Recording:
         """
         machine.check_processes(self.world_size)
         plans = self.plans_for(machine.device_nbytes if device_nbytes is None else device_nbytes, chunk_nbytes)
-        return replay(self.script, plans, self.loads, machine)
+        return replay(self._script_for(machine), plans, self.loads, machine)
+
+    def _script_for(self, machine: Machine) -> Sequence[Entry]:
+        """The script, without the times of another machine."""
+        if self.measured_on is None or dataclasses.replace(self.measured_on, **_sizes_of(machine)) == machine:
+            return self.script
+        return [
+            dataclasses.replace(entry, measured_ns=None) if isinstance(entry, Kernel) else entry
+            for entry in self.script
+        ]
+
+
+def _sizes_of(machine: Machine) -> dict[str, Any]:
+    return {"device_nbytes": machine.device_nbytes, "host_nbytes": machine.host_nbytes}
 
 
 def record_step(
@@ -138,6 +154,7 @@ def record_step(
     max_norm: float | None = 1.0,
     num_micro_batches: int = 1,
     world_size: int = 1,
+    times: OperatorTimes | None = None,
 ) -> Recording:
     """Trains with tensors that have no bytes until a step follows plans and chunks have their homes; records that one.
 
@@ -151,6 +168,7 @@ def record_step(
         max_norm: For clipping; ``None`` for none.
         num_micro_batches: How many make a step.
         world_size: How many processes train together, each on a device of the machine; see [Note: virtual processes].
+        times: What operators take, if the machine is the one at hand; else its rates say it.
 
     Raises:
         ConfigError: If the machine has fewer devices than there are processes.
@@ -158,15 +176,14 @@ def record_step(
         EngineError: If no step follows plans: data decides what this model does.
     """
     machine.check_processes(world_size)
-    driver = VirtualDriver(machine)
-    streams = _streams_of(driver, machine)
+    driver = VirtualDriver(machine, times)
     with FakeTensorMode(), driver.watching():
         model = make_model()
         engine = PatrickStarEngine(
             model,
             {**_settings_for(machine), **config, "reuse_plan": False},
             (make_optimizer or _make_adamw)(model.parameters()),
-            device=streams,
+            device=_streams_of(driver, machine),
             gradient_accumulation_steps=num_micro_batches,
             listener=driver.note_event,
             process_group=VirtualPeers(driver, world_size),
@@ -182,8 +199,7 @@ def record_step(
             steps = _train(engine, compute_loss, [make_inputs() for _ in range(num_micro_batches)], driver)
             timeline = driver.end()
             is_recorded = engine.stats()["recorded_steps"] > before["recorded_steps"]
-            if not is_recorded and all(step and step.cursor and step.plan for step in steps):
-                num_to_pass -= 1
+            num_to_pass -= not is_recorded and all(step and step.cursor and step.plan for step in steps)
             if num_to_pass < 0:
                 return _note(engine, driver, steps, timeline, before)
     raise _refusal(engine, steps)
@@ -260,6 +276,7 @@ def _note(
         {name: stats[name] for name in ("num_chunks", "chunk_numel", "chunk_utilisation")},
         engine.survey(),
         KnownTraces(tracer.known.key, dict(tracer.traces), engine.manager.placement.lookups),
+        driver.measured_on,
     )
 
 

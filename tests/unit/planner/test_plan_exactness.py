@@ -19,11 +19,12 @@ MODELS = {
 MOVED = ("host_to_device_nbytes", "device_to_host_nbytes")
 
 
-def plan_within(name, budget, batch_size=1):
+def plan_within(name, budget, batch_size=1, num_micro_batches=1):
     subject, given = arrange(
         MODELS[name],
         CPU_TIER,
-        **{"task": None, "batch_size": batch_size, "length": 32, "num_micro_batches": 1, "world_size": 1},
+        **{"task": None, "batch_size": batch_size, "length": 32, "world_size": 1},
+        num_micro_batches=num_micro_batches,
         **{"checkpointing": False, "dtype": "fp32", "optimizer": "adamw", "max_norm": 1.0},
         **{"device_memory": budget, "host_memory": "1GiB", "settings": {"cpu_embedding": False, "chunk_numel": 9000}},
     )
@@ -36,17 +37,26 @@ def run_within(subject, given):
     model = subject.make_model()
     budgets = {"device_budget": given.machine.device_nbytes, "host_budget": given.machine.host_nbytes}
     made = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    engine = PatrickStarEngine(model, {**given.settings, **budgets}, made, device=torch.device("cpu"))
+    num = given.num_micro_batches
+    engine = PatrickStarEngine(
+        model, {**given.settings, **budgets}, made, device=torch.device("cpu"), gradient_accumulation_steps=num
+    )
     engine.optimizer.zero_grad()
     for _ in range(4):
         before = engine.stats()
-        inputs = subject.make_inputs()
-        engine.attempt(lambda inputs=inputs: model(**inputs).loss.backward())
+        batches = [subject.make_inputs() for _ in range(num)]  # as the Trainer reads them
+        for inputs in batches:
+            engine.attempt(lambda inputs=inputs: train(model, inputs, num))
         engine.optimizer.clip_grad_norm_(None, 1.0)
         engine.optimizer.step()
         engine.optimizer.zero_grad()
     after = engine.stats()
     return engine, after, tuple(after[key] - before[key] for key in MOVED)
+
+
+def train(model, inputs, num):
+    loss = model(**inputs).loss
+    (loss / num if num > 1 else loss).backward()
 
 
 @pytest.mark.parametrize("share", [0.5, 0.8])
@@ -55,6 +65,17 @@ def test_a_plan_has_the_bytes_of_a_run(name, share):
     _, _, everything, _ = plan_within(name, 64 * MIB)
     budget = int(share * everything.tier(Tier.DEVICE).need_nbytes)
     assert_exact(*plan_within(name, budget))
+
+
+def test_a_plan_has_the_bytes_of_a_run_of_several_micro_batches():
+    _, _, everything, _ = plan_within("gpt2", 64 * MIB, num_micro_batches=3)
+    budget = int(0.6 * everything.tier(Tier.DEVICE).need_nbytes)
+    subject, given, plan, recording = plan_within("gpt2", budget, num_micro_batches=3)
+    _, stats, moved = run_within(subject, given)
+    assert recording.moved_nbytes == moved
+    assert plan.tier(Tier.HOST).need_nbytes == stats["host_peak_nbytes"]
+    # A program may keep a batch for longer than the planned one does.
+    assert plan.tier(Tier.DEVICE).need_nbytes == pytest.approx(stats["device_total_step_peak_nbytes"], rel=0.01)
 
 
 def test_what_a_step_repeats_fits_as_it_does_in_a_run():

@@ -42,6 +42,7 @@ MACHINE = Machine(
     copy_latency_s=1e-9,
     operator_s=1e-9,
     kernel_s=1e-9,
+    visit_s=1e-9,
     num_devices=3,
     link_bandwidth=30.0,
     link_latency_s=1e-9,

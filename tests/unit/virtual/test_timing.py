@@ -1,0 +1,141 @@
+"""Operators that are called once more, to see how long they take here."""
+
+import dataclasses
+import time
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hf_patrickstar.machine import CPU_TIER, MACHINES
+from hf_patrickstar.planner.planning import arrange, plan_and_record
+from hf_patrickstar.schedule.script import Kernel
+from hf_patrickstar.virtual import timing
+from hf_patrickstar.virtual.driver import VirtualDriver
+from hf_patrickstar.virtual.timing import OperatorTimes
+
+aten = torch.ops.aten
+MODEL = "gpt2:n_layer=2,n_embd=64,n_head=2,vocab_size=200"
+
+
+@pytest.fixture
+def seconds(monkeypatch):
+    """Each operator is called, and takes two seconds; calling one takes half a second."""
+    calls = []
+
+    def take(device, work, before):
+        before()
+        calls.append(work())
+        return 2.0 if len(calls) > timing._REPETITIONS else 0.5
+
+    monkeypatch.setattr(timing, "seconds_of", take)
+    return calls
+
+
+def fake(*shape, **kwargs):
+    with FakeTensorMode():
+        return torch.empty(*shape, **kwargs)
+
+
+def test_an_operator_is_timed_once_for_operands_that_are_alike(seconds):
+    times = OperatorTimes()
+    assert times.find_ns(aten.mm.default, (fake(2, 3), fake(3, 4)), {}) == 1_500_000_000
+    num = len(seconds)
+    assert times.find_ns(aten.mm.default, (fake(2, 3), fake(3, 4)), {}) == 1_500_000_000
+    assert len(seconds) == num
+    assert times.find_ns(aten.mm.default, (fake(2, 3), fake(4, 3).t()), {}) == 1_500_000_000
+    assert times.find_ns(aten.mm.default, (fake(2, 3, dtype=torch.bfloat16), fake(3, 4, dtype=torch.bfloat16)), {})
+    assert len(seconds) > num
+    assert times.num_timed == 3
+
+
+def test_operands_have_bytes_of_the_same_layout(monkeypatch):
+    seen = []
+
+    def note(tensor, dim, index):
+        seen.append((tensor, index))
+        return tensor.index_select(dim, index)
+
+    note._overloadpacket = aten.index_select
+    expanded = fake(3, 1).expand(3, 4).t()
+    assert OperatorTimes().find_ns(note, (expanded, 0, fake(2, dtype=torch.long)), {}) >= 0
+    tensor, index = seen[0]
+    assert type(tensor) is torch.Tensor
+    assert (tensor.shape, tensor.stride()) == (expanded.shape, expanded.stride())
+    assert index.tolist() == [0, 0], "places that are there"
+    assert 0 <= tensor.min() < tensor.max() <= 1
+
+
+@pytest.mark.parametrize("mode", [FakeTensorMode, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_nobody_watches_and_no_type_is_changed(mode):
+    made = []
+
+    def note(one, other):
+        made.append(one @ other)
+        return made[-1]
+
+    note._overloadpacket = aten.mm
+    one, other = fake(2, 3, requires_grad=True), fake(3, 4)
+    times = OperatorTimes()
+    with mode():
+        assert times.find_ns(note, (one, other), {}) is not None
+    assert {(type(result), result.dtype, result.requires_grad) for result in made} == {
+        (torch.Tensor, torch.float32, False)
+    }
+
+
+def test_groups_of_a_grouped_product_share_the_rows():
+    operands = fake(8, 16, dtype=torch.bfloat16), fake(2, 16, 16, dtype=torch.bfloat16), fake(2, dtype=torch.int32)
+    filled = [OperatorTimes()._filled(operand) for operand in operands]
+    timing._prepare(aten._grouped_mm.default, filled)
+    assert filled[2].tolist() == [4, 8]
+    assert OperatorTimes().find_ns(aten._grouped_mm.default, operands, {}) is not None
+
+
+def test_what_is_too_large_or_refused_goes_by_the_rates():
+    times = OperatorTimes(most_nbytes=1000)
+    assert times.find_ns(aten.neg.default, (fake(251),), {}) is None
+    assert times.find_ns(aten.neg.default, (fake(1).expand(251),), {}) is not None, "one number"
+    assert times.find_ns(aten.mm.default, (fake(2, 3), fake(4, 5)), {}) is None
+    assert times.num_timed == 1
+
+
+def test_slow_ones_are_not_repeated(monkeypatch):
+    monkeypatch.setattr(timing, "_MOST_SECONDS", 0.0)
+    calls = []
+
+    def slow(tensor):
+        calls.append(time.sleep(0.001))
+
+    slow._overloadpacket = aten.neg
+    OperatorTimes().find_ns(slow, (fake(1),), {})
+    assert len(calls) == 2
+
+
+def test_the_clock_charges_what_was_measured(seconds):
+    driver = VirtualDriver(CPU_TIER, OperatorTimes())
+    with driver.watching():
+        a = torch.zeros(10)
+        driver.begin()
+        a.neg()
+    assert driver.script == [Kernel("aten.neg", 0, 80, "float32", "", 1_500_000_000)]
+    assert driver.end().duration_ns == 1_500_000_000 + CPU_TIER.operator_ns
+    assert driver.measured_on == CPU_TIER
+
+
+def test_plans_for_this_machine_are_timed_and_other_machines_go_by_their_rates():
+    arguments = {
+        **{"task": None, "batch_size": 1, "length": 32, "num_micro_batches": 1, "world_size": 1, "max_norm": 1.0},
+        **{"checkpointing": False, "dtype": "fp32", "optimizer": "adamw", "settings": None},
+        **{"device_memory": "2MiB", "host_memory": "64MiB"},
+    }
+    subject, given = arrange(MODEL, CPU_TIER, **arguments)
+    assert given.times is None
+    by_rates = plan_and_record(subject, given)[1]
+    timed = plan_and_record(subject, dataclasses.replace(given, times=OperatorTimes()))[1]
+    kernels = [entry for entry in timed.script if isinstance(entry, Kernel)]
+    assert sum(kernel.measured_ns is not None for kernel in kernels) > 0.9 * len(kernels)
+    assert timed.on(given.machine).duration_ns == timed.timeline.duration_ns
+    assert timed.moved_nbytes == by_rates.moved_nbytes
+    other = MACHINES["rtx4090"]
+    assert timed.on(other, 2**40).duration_ns == by_rates.on(other, 2**40).duration_ns
