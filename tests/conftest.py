@@ -1,4 +1,5 @@
 import gc
+import logging
 import os
 import shutil
 import tempfile
@@ -12,6 +13,7 @@ CACHE = os.environ["HF_ASSETS_CACHE"] = tempfile.mkdtemp(prefix="hf_patrickstar_
 
 import pytest
 import torch
+import transformers
 from processes import Workers
 from simulated import streams_of
 
@@ -36,6 +38,17 @@ def _streams(request):
     """Runs the test over the streams that were asked for; tests that are about one kind are marked ``own_streams``."""
     with streams_of("threads" if "own_streams" in request.keywords else request.config.getoption("--streams")):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _log_levels():
+    """Restores what a Trainer changes for its whole process: the levels of logs, which later tests would see."""
+    package, level = logging.getLogger("hf_patrickstar"), transformers.logging.get_verbosity()
+    try:
+        yield
+    finally:
+        package.setLevel(logging.NOTSET)
+        transformers.logging.set_verbosity(level)
 
 
 @pytest.fixture

@@ -326,7 +326,6 @@ def test_log_level_info_explains_every_auto(level, tmp_path, capfd):
     finally:
         for handler in list(package.handlers):
             package.removeHandler(handler)
-        package.setLevel(logging.NOTSET)
         for handler in handlers:
             logging.getLogger().addHandler(handler)
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("patrickstar: ")]
