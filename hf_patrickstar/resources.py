@@ -24,6 +24,9 @@ from hf_patrickstar.runtime.vigil import Patience
 
 logger = logging.getLogger(__name__)
 
+_SHARE_IN_FLIGHT = 64
+"""Gradients in flight hold at most this part of the device budget."""
+
 
 @runtime_checkable
 class Peers(Protocol):
@@ -109,6 +112,7 @@ class Resources:
             patience = Patience.of(config.process_wait_s)
             collectives = Collectives.connect(process_group, found, patience, emit, config.reduce_dtype)
         budgets = resolve_budgets(found, config.device_budget, config.host_budget, collectives.local_world_size)
+        streams.hold_at_most(budgets[Tier.DEVICE] // _SHARE_IN_FLIGHT)
         meter: Meter
         if is_accelerator(found):
             meter = AllocatorMeter(found)

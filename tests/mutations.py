@@ -19,7 +19,8 @@ import hf_patrickstar
 _CALLS = frozenset(
     {
         *("wait", "join", "wait_stream", "wait_event", "synchronize", "wait_for_reader", "wait_for_update"),
-        *("release_in_flight", "hold_none", "_hold", "note"),
+        "wait_for_host_work",
+        *("release_in_flight", "hold_at_most", "_hold", "note"),
     }
 )
 _ARGUMENT = "under_way"

@@ -310,11 +310,14 @@ class Streams(Protocol):
         """Lets go of gradients in flight: whatever the compute stream does next comes after their copies."""
         ...
 
-    def hold_none(self) -> bool:
-        """Lets go of gradients in flight, and from now on holds none: the device has no room for them.
+    def hold_at_most(self, nbytes: int) -> bool:
+        """From now on holds no more gradients in flight than that; lets go of them all if there are more.
 
-        The compute stream then waits for each copy of a gradient. So a step that follows a plan does not hold what the
-        step that was recorded for the plan had to let go of.
+        With 0, because the device has no room for them, the compute stream waits for each copy of a gradient. So a step
+        that follows a plan does not hold what the step that was recorded for the plan had to let go of.
+
+        Args:
+            nbytes: Their bytes. Once lowered, the limit is not raised again.
 
         Returns:
             Whether that has freed any memory.

@@ -14,8 +14,8 @@ from hf_patrickstar.memory.threads import HostThread, HostTicket, ThreadStreams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.units import MIB
 
-_IN_FLIGHT_NBYTES = 64 * MIB
-"""Bytes of gradients whose copies the compute stream does not wait for."""
+_IN_FLIGHT_NBYTES = 256 * MIB
+"""Bytes of gradients whose copies the compute stream does not wait for: some milliseconds of the bus."""
 _LEAST_IN_FLIGHT = 2
 """Gradients that may be larger than that together: with one alone, computation would stand still for its copy."""
 
@@ -293,11 +293,13 @@ class DeviceStreams:
             self._in_flight.clear()
             self._in_flight_nbytes = 0
 
-    def hold_none(self) -> bool:
+    def hold_at_most(self, nbytes: int) -> bool:
         """See ``Streams``."""
-        held, self._most_nbytes = self._in_flight_nbytes, 0
+        self._most_nbytes = min(self._most_nbytes, nbytes)
+        if self._in_flight_nbytes <= self._most_nbytes:
+            return False
         self.release_in_flight()
-        return held > 0
+        return True
 
     def mark(self) -> Moment | None:
         """See ``Driver``."""

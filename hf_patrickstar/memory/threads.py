@@ -391,7 +391,7 @@ class ThreadStreams:
     def release_in_flight(self) -> None:
         """Nothing is in flight."""
 
-    def hold_none(self) -> bool:
+    def hold_at_most(self, nbytes: int) -> bool:
         """Nothing is in flight."""
         return False
 

@@ -122,6 +122,7 @@ def clip_by_value(manager: ChunkManager, items: Iterable[ManagedTensor | torch.T
 def _norm_of(manager: ChunkManager, tensor: ManagedTensor, norm_type: float) -> torch.Tensor | None:
     """The norm of this rank's part of a gradient; the 2-norm is cached until the gradient changes."""
     if norm_type == 2.0 and tensor.gradient_norm is not None and tensor.deferred_gradient is None:
+        tensor.chunk.wait_for_host_work()
         return tensor.gradient_norm
     gradient = manager.gradients.of(tensor)
     if gradient is None:

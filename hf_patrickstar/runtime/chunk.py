@@ -576,6 +576,12 @@ class Chunk:
             if self.tickets.get(lane) is ticket:  # another thread may have noted a later one meanwhile
                 del self.tickets[lane]
 
+    def wait_for_host_work(self) -> None:
+        """Waits for what the host's thread does with the lists: it has added gradients, and computed their norms."""
+        ticket = self.tickets.get(WorkLane.HOST_WORK)
+        if ticket is not None:
+            ticket.wait()
+
     def wait_for_reader(self) -> None:
         """Waits until the fp32 lists may change: a checkpoint that is written in the background has what it needs."""
         if self.reader is not None:

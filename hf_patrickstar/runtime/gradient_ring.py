@@ -21,13 +21,15 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.units import KIB, MIB
 
 OWNER = "gradients on their way"
-MOST_NBYTES = 128 * MIB
+MOST_NBYTES = 512 * MIB
 """Bytes of the ring: some milliseconds of the bus, so that neither the copies nor the additions stand still."""
 LEAST_NBYTES = 64 * KIB
 _SHARE = 4
 """The ring takes at most this part of what is free on the host."""
-_NUM_PIECES = 4
-"""A gradient is cut into pieces of at most this part of the ring."""
+_MOST_PIECES, _LEAST_PIECES = 16, 4
+"""A gradient is cut into pieces of at most so small a part of the ring: the more, the earlier additions begin."""
+_PIECE_NBYTES = MIB
+"""Pieces are not smaller than that for the sake of more pieces: each of them costs the host two calls."""
 _ALIGNMENT_NBYTES = 64
 
 
@@ -74,8 +76,9 @@ class GradientRing:
         """
         source, target = _flat(gradient), _flat(place)
         assert self._buffer is not None
-        most = max(self._buffer.numel() // _NUM_PIECES // _ALIGNMENT_NBYTES, 1) * _ALIGNMENT_NBYTES
-        most //= gradient.element_size()
+        whole = self._buffer.numel()
+        most = max(whole // _MOST_PIECES, min(whole // _LEAST_PIECES, _PIECE_NBYTES))
+        most = max(most // _ALIGNMENT_NBYTES, 1) * _ALIGNMENT_NBYTES // gradient.element_size()
         for start in range(0, source.numel(), most):
             stop = min(start + most, source.numel())
             yield self._send(source[start:stop], target[start:stop], is_first)

@@ -51,7 +51,6 @@ class Gradients:
 
     Attributes:
         accumulate: See above.
-        records_norms: Compute the norm of a gradient when it is stored.
         attempts: Knows which gradients a repeated micro-batch must not count again.
         lock: Held while places change.
         coefficient: What all gradients are to be multiplied with (clipping), if that has not been done yet.
@@ -59,6 +58,8 @@ class Gradients:
         is_watched: Whether somebody is known to look at them between the step and ``zero_grad``.
         was_touched: Whether somebody has read or replaced one since the last step.
         used_ahead: Chunks that were updated in backward, before the step was called for.
+        records_norms: Whether norms are computed as gradients arrive: somebody has asked for one.
+        completes_step: Whether the micro-batch that runs is the last one of its step.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Gradients:
     ) -> None:
         self.accumulate = accumulate
         self.records_norms = False
+        self.completes_step = True
         self.attempts = Attempts()
         self.lock = values.lock
         self.coefficient: torch.Tensor | None = None
@@ -418,11 +420,12 @@ class Gradients:
         tensor.gradient = GradientPlace.LIST if in_list else GradientPlace.PARAM
 
     def _add_to_list(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
-        chunk, is_first = tensor.chunk, tensor.gradient is GradientPlace.NONE
+        chunk, is_first, norm = tensor.chunk, tensor.gradient is GradientPlace.NONE, None
         place = tensor.view(self._list(chunk))
         if self._leaves_beside(chunk, gradient) and gradient.stride() == place.stride():
             for ticket in self._ring.add(gradient, place, is_first=is_first):
                 chunk.note(ticket)
+            norm = self._norm_beside(chunk, place) if self.records_norms and self.completes_step else None
         else:
             chunk.wait()
             if is_first:
@@ -430,8 +433,19 @@ class Gradients:
             else:
                 place.add_(self._streams.on_tier_of(gradient, place))
         tensor.gradient = GradientPlace.LIST
-        tensor.gradient_norm = None
+        tensor.gradient_norm = norm
         self._emit(GradientStored(chunk.spec.index, tensor.spec.index, tensor.take_crossing()))
+
+    def _norm_beside(self, chunk: Chunk, place: torch.Tensor) -> torch.Tensor:
+        """The norm of a sum, which the host's thread computes when it has added the last gradient."""
+        norm = torch.zeros((), dtype=chunk.state_dtype, device="cpu")
+
+        def work() -> None:
+            with torch.no_grad():
+                norm.copy_(gradient_norm(place, chunk.state_dtype))
+
+        chunk.note(self._streams.on_host(work))
+        return norm
 
     def _leaves_beside(self, chunk: Chunk, gradient: torch.Tensor) -> bool:
         """Whether a gradient goes to its list through the ring, which comes after all lists."""

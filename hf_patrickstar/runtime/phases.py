@@ -105,6 +105,7 @@ class Phases:
         elif self._tracer.step is None:
             self._steps.stop_idle_meter()
             self._placement.prepare(shapes, is_training=True)
+            self._gradients.completes_step = self._steps.is_last_micro_batch
             self._steps.begin_step(name, shapes, present, self._values.version)
 
     @phase

@@ -133,7 +133,7 @@ class Reclaim:
 
     def _hold_none(self) -> bool:
         """Lets go of gradients in flight; what was measured of this step with them is more than others will need."""
-        has_freed = self._streams.hold_none()
+        has_freed = self._streams.hold_at_most(0)
         if has_freed and self._tracer.step is not None:
             self._tracer.step.is_void = True
         return has_freed

@@ -91,12 +91,17 @@ class Steps:
         """
         self.durations.begin_computing()
         kind = self._kind_of_micro_batch()
-        is_last = kind in (StepKind.TRAINING, StepKind.LAST)
+        is_last = self.is_last_micro_batch
         dropped_after = frozenset(chunk.spec.index for chunk in self._chunks if chunk.spec.is_updated and is_last)
         title = _title(kind, name)
         shapes, room = self._begin(title, shapes, version)
         is_unknown = not shapes  # what its inputs are cannot be seen, so a trace may not be relied on
         self._enter(self.tracer.begin(title, shapes, dropped_after, always_metered=is_unknown), present, room)
+
+    @property
+    def is_last_micro_batch(self) -> bool:
+        """Whether the micro-batch that runs, or begins, is the last one of its step."""
+        return self._kind_of_micro_batch() in (StepKind.TRAINING, StepKind.LAST)
 
     def _kind_of_micro_batch(self) -> StepKind:
         """What the micro-batch that begins is."""

@@ -208,7 +208,7 @@ def record_step(
 def _streams_of(driver: VirtualDriver, machine: Machine) -> DeviceStreams:
     streams = DeviceStreams(torch.device("cpu"), driver)
     if not machine.has_accelerator:
-        streams.hold_none()  # there a gradient is at home when its copy is started
+        streams.hold_at_most(0)  # there a gradient is at home when its copy is started
     return streams
 
 

@@ -256,6 +256,17 @@ def accumulation(folder):
     return run.end()
 
 
+def accumulation_and_norms(folder):
+    """A norm that was asked for once is computed beside backward from then on."""
+    run = Run(accumulation=2)
+    for number in range(3):
+        run.backward(2 * number)
+        run.backward(2 * number + 1)
+        run.keep(run.optimizer.clip_grad_norm_(None, 0.1))
+        run.step()
+    return run.end()
+
+
 def several_backwards(folder):
     run = Run()
     for number in range(2):
@@ -488,7 +499,7 @@ def none_in_flight(folder):
 
     def hold_none(*_):
         run.keep_in_flight()
-        run.engine.resources.streams.hold_none()
+        run.engine.resources.streams.hold_at_most(0)
         run.keep_in_flight()
 
     run.model.layers[0].register_full_backward_pre_hook(hold_none)
@@ -623,6 +634,7 @@ RUNS = {
     "updated by the caller": updated_by_the_caller,
     "saved while it steps": saved_while(Run.step),
     "accumulation": accumulation,
+    "accumulation and norms": accumulation_and_norms,
     "several backwards": several_backwards,
     "recomputation": recomputation,
     "16-bit": sixteen_bit,
@@ -666,7 +678,7 @@ WATCHED = (
     ("memory/streams.py", "DeviceStreams", "StreamTicket"),
     *((f"runtime/{name}.py",) for name in ("chunk", "copies", "cpu_embeddings", "executor", "gradients", "manager")),
     *((f"runtime/{name}.py",) for name in ("phases", "reclaim", "values")),
-    *((f"optim/{name}.py",) for name in ("kernel", "optimizer", "state")),
+    *((f"optim/{name}.py",) for name in ("clipping", "kernel", "optimizer", "state")),
 )
 """Modules that order copies and kernels of one process, some with the classes that do."""
 
@@ -689,6 +701,7 @@ ELSEWHERE = {
     "virtual/recording.py": "holds no gradients without an accelerator: tests/unit/planner/test_plan_exactness.py",
     "optim/workers.py": "waits for its own threads",
     "payloads.py": "waits for workspace that is about to go (tests/parity/test_overlapped_updates.py) and for zeros",
+    "resources.py": "limits what may be in flight: tests/unit/memory/test_streams.py",
     "report/measure.py": "measures, with nobody beside it",
     "runtime/buckets.py": "several processes: tests/distributed/test_races_together.py",
     "runtime/collectives.py": "several processes: tests/distributed/test_races_together.py",

@@ -46,6 +46,7 @@ class Run:
         made = make_optimizer(self.model.parameters())
         self.engine = PatrickStarEngine(self.model, config, made, gradient_accumulation_steps=accumulation)
         self.optimizer = self.engine.optimizer
+        self.accumulation = accumulation
         self.found = []
 
     def keep(self, *values):

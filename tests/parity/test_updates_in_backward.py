@@ -43,6 +43,8 @@ def train_for(run, num=4):
 def norms(run):
     """As the Trainer asks for them where nothing is clipped."""
     for seed in range(4):
+        for number in range(1, run.accumulation):
+            run.backward(10 * number + seed)
         run.backward(seed)
         run.num_ahead.append(len(run.engine.manager.gradients.used_ahead))
         run.keep(run.optimizer.clip_grad_norm_(None, float("inf")))
@@ -76,6 +78,8 @@ UNCLIPPED = {
     "16-bit": (train_for, {"dtype": "bf16"}),
     "norms": (norms, {}),
     "norms in 16-bit": (norms, {"dtype": "bf16"}),
+    "norms of micro-batches": (norms, {"accumulation": 2}),
+    "norms of micro-batches in 16-bit": (norms, {"accumulation": 3, "dtype": "bf16"}),
     "groups": (rates, {"make_optimizer": groups}),
     "a rate that is a tensor": (rates, {"make_optimizer": tensor_rate}),
     "looks": (looks, {}),
@@ -115,14 +119,17 @@ def test_programs_that_do_more_keep_their_bits(case, settings):
     assert_same(expected, outcome("simulated:1", case, settings, overlap_optimizer="backward"))
 
 
-def test_the_trainer_without_clipping(tmp_path, monkeypatch):
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_the_trainer_without_clipping(accumulation, tmp_path, monkeypatch):
+    """Of the 16 batches of an epoch the last one is a step of its own, if three are one."""
     updated, update = [], UpdatesAhead._update
     monkeypatch.setattr(UpdatesAhead, "_update", lambda *args: (updated.append(1), update(*args)))
-    _, expected = train("gpt2", tmp_path / "stock", max_grad_norm=0.0)
+    kwargs = {"max_grad_norm": 0.0, "gradient_accumulation_steps": accumulation, "max_steps": 4 * accumulation}
+    _, expected = train("gpt2", tmp_path / "stock", **kwargs)
     with streams_of("simulated:1"):
         config = {"placement": "host", "chunk_numel": 700, "chunk_budget": tight_budget("gpt2")}
         config |= {"overlap_optimizer": "backward"}
-        _, found = train("gpt2", tmp_path / "ours", config, max_grad_norm=0.0)
+        _, found = train("gpt2", tmp_path / "ours", config, **kwargs)
     assert updated
     assert found.losses == expected.losses
     assert found.norms == expected.norms

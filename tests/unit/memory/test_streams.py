@@ -414,13 +414,23 @@ def test_gradients_in_flight_are_held_until_the_compute_stream_waits_for_them():
     assert driver.told() == []
 
 
-def test_no_more_than_64_mib_of_gradients_are_held():
+def test_no_more_gradients_are_held_than_they_may_take():
     driver = FakeDriver()
     streams = DeviceStreams(CPU, driver)
-    for _ in range(4):
+    wait = ("compute", "waits for", "an event")
+
+    def send():
         driver.told()
-        streams.to_host(torch.empty(3 * 2**20, dtype=torch.float64), torch.empty(3 * 2**20))
-    assert driver.told()[-1] == ("compute", "waits for", "an event"), "24 MiB each: the first is released"
+        streams.to_host(torch.empty(2**19, dtype=torch.float64), torch.empty(2**19))  # 4 MiB
+        return driver.told()[-1] == wait
+
+    assert not streams.hold_at_most(10 * 2**20)
+    assert [send() for _ in range(4)] == [False, False, True, True]
+    assert not streams.hold_at_most(12 * 2**20)
+    assert send(), "a limit is not raised"
+    assert streams.hold_at_most(2**20), "more than that was held"
+    assert driver.told() == [wait]
+    assert [send() for _ in range(3)] == [False, False, True], "two may be held, whatever they take"
 
 
 def test_where_there_is_no_room_no_gradient_is_held():
@@ -430,12 +440,12 @@ def test_where_there_is_no_room_no_gradient_is_held():
     before = use_count(gradients[0])
     streams.to_host(gradients[0].detach(), HOST)
     assert use_count(gradients[0]) > before
-    assert streams.hold_none()
+    assert streams.hold_at_most(0)
     assert use_count(gradients[0]) == before
     streams.to_host(gradients[1].detach(), HOST)
     assert driver.told()[-1] == ("compute", "waits for", "an event")
     assert use_count(gradients[1]) == before
-    assert not streams.hold_none()
+    assert not streams.hold_at_most(0)
 
 
 def test_what_is_launched_beside_comes_after_copies_to_the_device():

@@ -53,6 +53,7 @@ class Fake:
     """
 
     used_ahead = frozenset()  # of gradients: nothing is updated in backward
+    is_last_micro_batch = True  # of steps
 
     def __init__(self, log, *silent, **answers):
         self._log = log

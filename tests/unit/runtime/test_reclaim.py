@@ -65,7 +65,8 @@ class InFlight(ThreadStreams):
         super().__init__(CPU)
         self.others, self.nbytes = others, nbytes
 
-    def hold_none(self):
+    def hold_at_most(self, nbytes):
+        assert nbytes == 0
         released, self.nbytes = self.nbytes, 0
         self.others.nbytes -= released
         return released > 0
