@@ -89,12 +89,13 @@ def run(options: argparse.Namespace) -> int:
     from hf_patrickstar.cli.plan_page import write_plan_page, write_plan_picture
     from hf_patrickstar.planner.advice import advise
     from hf_patrickstar.planner.planning import plan_for_runs
-    from hf_patrickstar.planner.screen import describe
+    from hf_patrickstar.planner.screen import describe, describe_changes
 
     subject, circumstances = arrange_from(options) if options.script else _arrange(options)
     if options.search is not None:
         return run_search(options, subject, circumstances)
     plan, recording = plan_for_runs(subject, circumstances)
+    print(describe(plan), flush=True)  # the changes take several times as long
     advice, smaller = [], []
     if not options.no_advice:
         advice = advise(
@@ -104,9 +105,9 @@ def run(options: argparse.Namespace) -> int:
             lambda changes: tqdm(changes, desc="trying changes", unit="plan", leave=False, delay=2),
         )
         smaller = what_fits(plan, subject, circumstances)
-    if options.script:
-        advice = [dataclasses.replace(item, text=in_words_of_the_script(item.text)) for item in advice]
-    print(describe(plan, advice, smaller))
+        if options.script:
+            advice = [dataclasses.replace(item, text=in_words_of_the_script(item.text)) for item in advice]
+        print(f"\n{describe_changes(plan, advice, smaller)}")
     if options.json is not None:
         try:
             pathlib.Path(options.json).write_text(plan.to_json(), encoding="utf-8")

@@ -11,15 +11,15 @@ from hf_patrickstar.units import format_nbytes
 
 _WIDTH = 10
 _MOST_KINDS = 6
+_FULL = 0.95
+"""A lane that is busy for so much of a step has no time for more."""
 
 
-def describe(plan: Plan, advice: Sequence[Advice] = (), smaller: Sequence[Found] = ()) -> str:
+def describe(plan: Plan) -> str:
     """The plan in words.
 
     Args:
         plan: The plan.
-        advice: What to change.
-        smaller: The largest batch and the longest sequence that fit, if those that were asked for do not.
     """
     lines = [headline(plan), ""]
     for tier in (Tier.DEVICE, Tier.HOST):
@@ -37,13 +37,25 @@ def describe(plan: Plan, advice: Sequence[Advice] = (), smaller: Sequence[Found]
         lines += _rows("decided", chunks.reasons)
     if plan.speed is not None:
         lines += _speed(plan.speed)
-    if advice:
-        lines += ["", "What to change, each tried:" if plan.fits else "What would fit, each tried:"]
-        lines += [f"  {place}. {text}" for place, text in enumerate(map(advised, advice), 1)]
-    elif not plan.fits:
-        lines += ["", "None of the changes that were tried fits."]
-    lines += [_smaller(found, plan) for found in smaller]
     lines += ["", "Times are simulated; bytes of Python, of libraries and of the data are not counted."]
+    return "\n".join(lines)
+
+
+def describe_changes(plan: Plan, advice: Sequence[Advice], smaller: Sequence[Found] = ()) -> str:
+    """What was tried beside the plan, in words.
+
+    Args:
+        plan: The plan.
+        advice: What to change.
+        smaller: The largest batch and the longest sequence that fit, if those that were asked for do not.
+    """
+    if advice:
+        lines = ["What to change, each tried:" if plan.fits else "What would fit, each tried:"]
+        lines += [f"  {place}. {text}" for place, text in enumerate(map(advised, advice), 1)]
+    else:
+        better = "makes a step faster by 2 % or more" if plan.fits else "fits"
+        lines = [f"None of the changes that were tried {better}."]
+    lines += [_smaller(found, plan) for found in smaller]
     return "\n".join(lines)
 
 
@@ -118,12 +130,17 @@ def _speed(speed: Speed) -> list[str]:
     busy = sorted(speed.busy.items(), key=lambda item: -item[1])
     least, clipped = speed.least_seconds, speed.clipped_seconds
     to_device, to_host = format_nbytes(speed.to_device_nbytes), format_nbytes(speed.to_host_nbytes)
+    bounds = f"{least:.3g} s alone, {clipped:.3g} s where gradients are clipped"
+    if speed.busy["host"] < _FULL:
+        binding = f"{speed.binding} binds: {bounds}"
+    else:
+        binding = f"the host binds, with Python, launches and its own arithmetic; {speed.binding}: {bounds}"
     return [
         *_rows(
             "speed",
             [
                 f"{speed.seconds:.3g} s per step, {speed.tokens_per_s:,.0f} tokens per second",
-                f"{speed.binding} binds: {least:.3g} s alone, {clipped:.3g} s where gradients are clipped",
+                binding,
             ],
         ),
         *_rows("busy", ["; ".join(f"{name} {share:.0%}" for name, share in busy if share >= 0.005)]),

@@ -190,6 +190,8 @@ def _find_config(text: str) -> PretrainedConfig:
         )
     if colon:
         return _from_type(kind, settings)
+    if path.suffix == ".json":  # nobody calls a model so
+        raise ConfigError(f"model '{text}': there is no such file; give the path of a config.json")
     return _from_hub(
         text,
         "it is no file or directory here, and the hub did not give a configuration of this name. Give a "

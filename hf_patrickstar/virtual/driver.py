@@ -55,6 +55,7 @@ from hf_patrickstar.virtual.timing import OperatorTimes
 _E = TypeVar("_E", bound=Entry)
 _aten = torch.ops.aten
 _COPIES = frozenset({_aten.copy_, _aten._to_copy, _aten.clone, _aten._foreach_copy_})
+_ASKS_DEVICE = torch.ops.prim.device.default
 _ASKS = frozenset({_aten._local_scalar_dense, _aten.item, _aten.nonzero, _aten.is_nonzero})
 """Operators that give the host a value."""
 _IN_PLACE = frozenset(
@@ -489,6 +490,8 @@ class _Operators(OperatorMode):
         self._driver = driver
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _ASKS_DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].device  # torch asks twice per operator; through the modes below it would take long
         kwargs = kwargs or {}
         if getattr(func, "_overloadpacket", None) in _IN_PLACE and all(
             isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)

@@ -13,7 +13,7 @@ from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.advice import advise
 from hf_patrickstar.planner.planning import arrange, plan, plan_subject
-from hf_patrickstar.planner.screen import describe
+from hf_patrickstar.planner.screen import describe, describe_changes
 from hf_patrickstar.units import MIB
 
 MODEL = "gpt2:n_layer=3,n_embd=128,n_head=4,vocab_size=512,n_positions=64"
@@ -133,7 +133,7 @@ def test_advice_is_planned():
     found = advise(subject, circumstances, refused)
     assert found
     assert all(advice.plan.fits and math.isinf(advice.gain) for advice in found)
-    assert "What would fit, each tried:\n  1. " in describe(refused, found)
+    assert "What would fit, each tried:\n  1. " in describe_changes(refused, found)
     again = {**ARGUMENTS, "checkpointing": True}
     subject, circumstances = arrange(MODEL, "rtx4090", **again)
     first = plan_subject(subject, circumstances)
@@ -161,6 +161,26 @@ def test_the_command_prints_a_screen_and_writes_json(tight, tmp_path, capsys):
     assert found["speed"]["to_host_nbytes"] == tight.speed.to_host_nbytes
 
 
+def test_the_plan_is_there_before_changes_are_tried(capsys, monkeypatch):
+    told = []
+
+    def advise(subject, circumstances, plan, progress):
+        told.append(capsys.readouterr().out.rstrip() == describe(plan))
+        return []
+
+    monkeypatch.setattr("hf_patrickstar.planner.advice.advise", advise)
+    command = [word for word in COMMAND if word != "--no-advice"]
+    assert main([*command, "--device-memory", "6MiB"]) == 0
+    assert told == [True]
+    assert capsys.readouterr().out == "\nNone of the changes that were tried makes a step faster by 2 % or more.\n"
+
+
+def test_it_says_when_the_host_has_the_most_to_do(tight):
+    full = dataclasses.replace(tight.speed, busy={**tight.speed.busy, "host": 0.97})
+    (line,) = [line for line in describe(dataclasses.replace(tight, speed=full)).splitlines() if " binds" in line]
+    assert line.strip().startswith(f"the host binds, with Python, launches and its own arithmetic; {full.binding}: ")
+
+
 def test_the_command_says_by_its_exit_status_that_it_does_not_fit(capsys):
     assert main([*COMMAND, "--device-memory", "1MiB"]) == 1
     assert "does not fit: " in capsys.readouterr().out
@@ -183,6 +203,12 @@ def test_wrong_arguments_get_a_sentence(words, message, capsys):
     error = capsys.readouterr().err
     assert error.startswith("hf-patrickstar plan: ")
     assert message in error
+
+
+def test_a_file_that_is_missing_is_not_asked_for_on_the_hub(capsys):
+    assert main(["plan", "no/such/config.json"]) == 2
+    message = "model 'no/such/config.json': there is no such file; give the path of a config.json"
+    assert capsys.readouterr().err == f"hf-patrickstar plan: {message}\n"
 
 
 def test_attention_that_drops_scores_writes_them_on_a_cpu():
