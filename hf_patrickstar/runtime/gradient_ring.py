@@ -47,6 +47,7 @@ class GradientRing:
         self._streams = streams
         self._most_nbytes = most_nbytes
         self._buffer: torch.Tensor | None = None
+        self._by_dtype: dict[torch.dtype, torch.Tensor] = {}
         self._next = 0
         self._lent: collections.deque[tuple[int, int, Copy]] = collections.deque()
 
@@ -79,6 +80,9 @@ class GradientRing:
         whole = self._buffer.numel()
         most = max(whole // _MOST_PIECES, min(whole // _LEAST_PIECES, _PIECE_NBYTES))
         most = max(most // _ALIGNMENT_NBYTES, 1) * _ALIGNMENT_NBYTES // gradient.element_size()
+        if source.numel() <= most:
+            yield self._send(source, target, is_first)
+            return
         for start in range(0, source.numel(), most):
             stop = min(start + most, source.numel())
             yield self._send(source[start:stop], target[start:stop], is_first)
@@ -89,6 +93,7 @@ class GradientRing:
             self._lent.popleft()[-1].wait()
         if self._buffer is not None:
             buffer, self._buffer = self._buffer, None
+            self._by_dtype.clear()
             self._pool.release(Tier.HOST, buffer, OWNER, keep=False)
 
     def _send(self, source: torch.Tensor, target: torch.Tensor, is_first: bool) -> Copy:
@@ -106,7 +111,10 @@ class GradientRing:
         end = self._next = begin + nbytes
         while any(first < end and begin < last for first, last, _ in self._lent):
             self._lent.popleft()[-1].wait()
-        return begin, end, self._buffer[begin:end].view(dtype)[:numel]
+        if dtype not in self._by_dtype:
+            self._by_dtype[dtype] = self._buffer.view(dtype)
+        first = begin // dtype.itemsize
+        return begin, end, self._by_dtype[dtype][first : first + numel]
 
 
 def _adder(piece: torch.Tensor, target: torch.Tensor, is_first: bool) -> Callable[[], None]:
