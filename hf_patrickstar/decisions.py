@@ -123,10 +123,11 @@ class Decisions:
         if on_host:
             on_host += self.workspace_nbytes
             on_device += self.choice.working_set_nbytes
+        room = min(limit.nbytes for limit in ledger.limits(Tier.DEVICE))
         return (
             f"{_in_words(num)} parameters ({_in_words(num_trained)} trained): model data takes "
             f"{format_nbytes(on_host)} of {format_nbytes(ledger.limit(Tier.HOST))} on the host, and on the device, "
-            f"beside activations, at least {format_nbytes(on_device)} of {format_nbytes(ledger.limit(Tier.DEVICE))}"
+            f"beside activations, at least {format_nbytes(on_device)} of {format_nbytes(room)}"
         )
 
     def explain(self, situation: Circumstances) -> None:

@@ -93,21 +93,28 @@ def describe_step(number: int, seconds: float, stats: Mapping[str, Any]) -> str:
         seconds: How long it took.
         stats: The engine's statistics after it.
     """
-    tiers = _tiers(stats, {"device": "device_total_step_peak_nbytes", "host": "host_step_peak_nbytes"})
+    tiers = _tiers(stats, "step_peak")
     return f"step {number}, the first one that was not recorded, took {_seconds(seconds)}, and at most {tiers}"
 
 
 def _memory(outcome: Outcome) -> str:
-    return f"at most {_tiers(outcome.stats, {'device': 'device_total_peak_nbytes', 'host': 'host_peak_nbytes'})}"
+    return f"at most {_tiers(outcome.stats, 'peak')}"
 
 
-def _tiers(stats: Mapping[str, Any], peaks: Mapping[str, str]) -> str:
-    def one(tier: str, name: str) -> str:
-        peak, budget = stats[name], stats[f"{tier}_budget_nbytes"]
-        share = f" ({peak / budget:.0%})" if budget else ""
-        return f"{format_nbytes(peak)} of {format_nbytes(budget)}{share} on the {tier}"
+def _tiers(stats: Mapping[str, Any], peak: str) -> str:
+    device, host = stats["device_budget_nbytes"], stats["host_budget_nbytes"]
+    chunks = ""
+    if stats["chunk_budget_nbytes"] < device:
+        chunks = f", chunks {_of(stats[f'device_{peak}_nbytes'], stats['chunk_budget_nbytes'])},"
+    return (
+        f"{_of(stats[f'device_total_{peak}_nbytes'], device)} on the device{chunks} and "
+        f"{_of(stats[f'host_{peak}_nbytes'], host)} on the host"
+    )
 
-    return " and ".join(one(tier, name) for tier, name in peaks.items())
+
+def _of(nbytes: int, budget: int) -> str:
+    share = f" ({nbytes / budget:.0%})" if budget else ""
+    return f"{format_nbytes(nbytes)} of {format_nbytes(budget)}{share}"
 
 
 def _time(outcome: Outcome) -> str:

@@ -17,7 +17,9 @@ STATS = {
     "retries": 0,
     "device_total_peak_nbytes": 7 * GIB,
     "host_peak_nbytes": 30 * GIB,
+    "device_peak_nbytes": 2 * GIB,
     "device_budget_nbytes": 8 * GIB,
+    "chunk_budget_nbytes": 8 * GIB,
     "host_budget_nbytes": 120 * GIB,
 }
 QUIET = Outcome(
@@ -50,6 +52,14 @@ def test_three_lines():
         "such as data and logs"
     )
     assert advice == "nothing to change: no part of a step stands out"
+
+
+def test_chunks_that_have_a_budget_of_their_own():
+    memory, _, _ = describe_outcome(changed(chunk_budget_nbytes=4 * GIB))
+    assert memory == (
+        "at most 7.00 GiB of 8.00 GiB (88%) on the device, chunks 2.00 GiB of 4.00 GiB (50%), and 30.00 GiB of 120.00 "
+        "GiB (25%) on the host"
+    )
 
 
 def test_shares_add_up():
