@@ -70,9 +70,6 @@ class DelayedDriver(HostThread):
         except (NotImplementedError, RuntimeError):  # a kind of tensor that has no storage
             return True
 
-    def mark(self):
-        return None
-
     def is_pinned(self, tensor):
         return not self.is_on_device(tensor)
 

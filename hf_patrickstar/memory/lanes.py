@@ -99,14 +99,6 @@ class Begun(Protocol):
         ...
 
 
-class Moment(Protocol):
-    """When the compute stream came to a point."""
-
-    def ns_since(self, other: Any, /) -> int | None:
-        """Nanoseconds between an earlier moment and this one; ``None`` while the stream has not come to it."""
-        ...
-
-
 class Stream(Protocol):
     """What ``torch.Stream`` does: work in order."""
 
@@ -175,10 +167,6 @@ class Driver(Protocol):
         Returns:
             Tells that event; the first who asks gets what the work raised.
         """
-        ...
-
-    def mark(self) -> Moment | None:
-        """The moment when the compute stream has done all that it was told; ``None`` if nobody measures it."""
         ...
 
     def close(self) -> None:

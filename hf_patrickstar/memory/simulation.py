@@ -269,9 +269,6 @@ class SimulatedDriver:
         """See ``Driver``: all but buffers of the host."""
         return not self._knows(tensor) or self._tier_of(tensor) is not Tier.HOST
 
-    def mark(self) -> None:
-        """See ``Driver``: there is no time."""
-
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """See ``Driver``: all buffers of the host are."""
         return not self.is_on_device(tensor)

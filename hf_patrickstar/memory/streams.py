@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hf_patrickstar.memory.lanes import Begun, Copy, Driver, Event, Moment, Stream, Streams, WorkLane
+from hf_patrickstar.memory.lanes import Begun, Copy, Driver, Event, Stream, Streams, WorkLane
 from hf_patrickstar.memory.threads import HostThread, HostTicket, ThreadStreams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.units import MIB
@@ -59,32 +59,11 @@ class AcceleratorDriver(HostThread):
         with self.inside(stream):
             target.copy_(source, non_blocking=source.is_pinned() or target.is_pinned())
 
-    def mark(self) -> "DeviceMoment":
-        """See ``Driver``."""
-        event = torch.Event(self._device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(self._device))
-        return DeviceMoment(event)
-
     def take(self, buffer: torch.Tensor, tier: Tier, owner: str) -> None:
         """Nothing to do: torch's allocator has a buffer used again after all that the compute stream was told."""
 
     def free(self, buffer: torch.Tensor) -> None:
         """Nothing to do."""
-
-
-class DeviceMoment:
-    """A point in a stream of a device; see ``Moment``.
-
-    Args:
-        event: An event that measures time.
-    """
-
-    def __init__(self, event: Any) -> None:
-        self.event = event
-
-    def ns_since(self, other: "DeviceMoment") -> int | None:
-        """See ``Moment``."""
-        return round(other.event.elapsed_time(self.event) * 1e6) if self.event.query() else None  # milliseconds
 
 
 def _choose(device: torch.device) -> None:
@@ -300,10 +279,6 @@ class DeviceStreams:
             return False
         self.release_in_flight()
         return True
-
-    def mark(self) -> Moment | None:
-        """See ``Driver``."""
-        return self._driver.mark()
 
     def take(self, buffer: torch.Tensor, tier: Tier, owner: str) -> None:
         """See ``Streams``."""

@@ -12,10 +12,9 @@ relies on the promise only
 - for a chunk that the plan does not visit again in this step.
 
 The host launches the kernels of a backward long before the device has run them, so at that moment nobody can see how
-much of the host's time is left until ``step()``. So as many elements are updated in backward as the host updates, by
-the rates of the machine, in the time in which the gradients of the last backward arrived (``schedule/pace.py``). All
-other chunks are updated by ``step()``, in the order of the next forward, so that its first layers do not wait for the
-last ones.
+much of the host's time is left until ``step()``. So the rates of the machine say which share of the chunks is updated
+in backward (``schedule/pace.py`` [Note: updates on both sides]), spread evenly over the model. All other chunks are
+updated by ``step()``, in the order of the next forward.
 
 What breaks the promise ends with an ``EngineError`` that says so: a further forward or backward, a use of a parameter
 that was updated, reading, clipping or zeroing gradients, other settings. A micro-batch that runs out of device memory
@@ -28,7 +27,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hf_patrickstar.memory.lanes import Moment, Streams
+from hf_patrickstar.memory.lanes import Streams
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import AT_HOME
@@ -38,7 +37,7 @@ from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.ranges import named
 from hf_patrickstar.runtime.tracer import Step
-from hf_patrickstar.schedule.trace import StepKind, Trace
+from hf_patrickstar.schedule.trace import StepKind
 
 logger = logging.getLogger(__name__)
 
@@ -51,19 +50,16 @@ class UpdatesAhead:
     Args:
         manager: The manager of the chunks.
         optimizers: The optimizers of the engine; the list may grow.
-        streams: They tell how long a backward takes.
     """
 
-    def __init__(self, manager: ChunkManager, optimizers: Sequence[ChunkedOptimizer], streams: DeviceStreams) -> None:
+    def __init__(self, manager: ChunkManager, optimizers: Sequence[ChunkedOptimizer]) -> None:
         self._manager = manager
-        self._streams = streams
         self._optimizers = optimizers
         self._step: Step | None = None
         self._relies = False
         self._num_arrived: dict[int, int] = {}
-        self._moments: dict[str, tuple[Moment | None, Moment | None]] = {}  # of the last backward of each trace
-        self._numel: dict[str, int] = {}
-        self._left_numel = 0
+        self._share = 0.0
+        self._due_numel = 0.0  # elements of chunks that have come, that should have been updated and were not
         self._said = ""
 
     @torch.no_grad()
@@ -83,10 +79,10 @@ class UpdatesAhead:
         self._num_arrived[index] = self._num_arrived.get(index, 0) + 1
         if self._num_arrived[index] < len(chunk.tensors):
             return
-        self._moments[step.key] = (self._moments[step.key][0], self._streams.mark())
-        if self._left_numel > 0 and self._can_update(chunk, step):
+        self._due_numel += self._share * chunk.spec.chunk_numel
+        if self._due_numel > 0 and self._can_update(chunk, step):
             self._update(chunk)
-            self._left_numel -= chunk.spec.chunk_numel
+            self._due_numel -= chunk.spec.chunk_numel
 
     def _begin(self, step: Step | None) -> None:
         self._step = step
@@ -97,23 +93,13 @@ class UpdatesAhead:
         said = self._why_not()
         self._relies = not said
         if self._relies:
-            self._left_numel = self._choose_numel(step.cursor.trace)
-            said = "chunks are updated while backward runs, as many as the host has time for"
+            self._due_numel, self._share = 0.0, self._manager.placement.share_beside_backward(step.cursor.trace)
+            said = f"{self._share:.0%} of the chunks are updated while backward runs, the others by step()"
         else:
             said = f"chunks are updated by step(), because {said}"
         if said != self._said:
             logger.info("patrickstar: overlap_optimizer='backward': %s", said)
         self._said = said
-
-    def _choose_numel(self, trace: Trace) -> int:
-        """Elements to update in this backward; it lasts as long as one of the same trace did, if that was measured."""
-        begin, end = self._moments.pop(trace.key, (None, None))
-        measured_ns = end.ns_since(begin) if begin is not None and end is not None else None
-        if measured_ns is not None or trace.key not in self._numel:
-            self._numel[trace.key] = self._manager.placement.updated_beside_backward(trace, measured_ns)
-        moment = self._streams.mark()
-        self._moments[trace.key] = (moment, moment)
-        return self._numel[trace.key]
 
     def _why_not(self) -> str:
         if len(self._optimizers) != 1:
@@ -174,7 +160,7 @@ def update_in_backward(
     if not manager.sharing.is_alone:
         logger.info("patrickstar: overlap_optimizer='backward': chunks are updated by step(), in several processes")
     elif isinstance(streams, DeviceStreams):
-        return UpdatesAhead(manager, optimizers, streams).note
+        return UpdatesAhead(manager, optimizers).note
     return _do_nothing
 
 

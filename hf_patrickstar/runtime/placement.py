@@ -14,7 +14,7 @@ from hf_patrickstar.runtime.copies import Copies
 from hf_patrickstar.runtime.tracer import Tracer
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.schedule.margin import StepCost, fill_margin, needed_nbytes, plan_margin
-from hf_patrickstar.schedule.pace import updated_beside_backward
+from hf_patrickstar.schedule.pace import share_beside_backward
 from hf_patrickstar.schedule.placement import ChunkBytes, Lookups, plan_lookups
 from hf_patrickstar.schedule.plan import chunkable_nbytes
 from hf_patrickstar.schedule.replay import replay
@@ -309,15 +309,13 @@ class Placement:
             moved += sum(entry.nbytes for entry in script if isinstance(entry, Send))
         return StepCost(duration_ns, moved, copying_ns, updating_ns)
 
-    def updated_beside_backward(self, trace: Trace, backward_ns: int | None) -> int:
-        """Elements that the host updates while the gradients of a micro-batch arrive, by the rates of the machine.
+    def share_beside_backward(self, trace: Trace) -> float:
+        """The share of all updates that the host makes beside backward, by the rates of the machine.
 
         Args:
             trace: The visits of the micro-batch.
-            backward_ns: How long they arrive, if that was measured.
         """
-        works = self._works(self._at_home_on_device())
-        return updated_beside_backward(trace, works, self._rules.machine, backward_ns)
+        return share_beside_backward(trace, self._works(self._at_home_on_device()), self._rules.machine)
 
     def _works(self, at_home: frozenset[int]) -> list[ChunkWork]:
         """What a step does with each chunk if these are at home on the device; see [Note: a sketch of a step]."""

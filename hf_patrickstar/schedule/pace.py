@@ -3,7 +3,6 @@
 It decides chunk sizes, how far ahead loads begin, and how much of the optimizer's work fits beside backward.
 """
 
-import collections
 import math
 from collections.abc import Sequence
 
@@ -57,35 +56,41 @@ def choose_depth(chunk_nbytes: int, machine: Machine) -> tuple[int, str]:
     )
 
 
-def updated_beside_backward(
-    trace: Trace, works: Sequence[ChunkWork], machine: Machine, backward_ns: int | None = None
-) -> int:
-    """Elements that the host updates while the gradients of a backward arrive, of all that it updates.
+def share_beside_backward(trace: Trace, works: Sequence[ChunkWork], machine: Machine) -> float:
+    """The share of all updates that the host makes beside backward; see [Note: updates on both sides].
+
+    [Note: updates on both sides]
+    Gradients arrive from the last layer to the first, and the next forward needs values from the first layer to the
+    last. Were chunks updated as they arrive until there is no time left, all that is left would belong to the first
+    layers: forward would stand still there, and then the host beside the other layers. So the same share of every part
+    of the model is updated beside backward, and the rest beside forward.
+
+    At most as much as the host can do in backward should be done there, and at least so much that it has time for the
+    rest in forward. Between both the share is in the middle. Where the host has not the time for all, it is the larger
+    one: the device then waits in backward, where it is not needed.
+
+    By the rates of the machine each matrix is multiplied once with each row in forward, and twice in backward.
+    Forward lasts at least as long as its copies, and backward as long as gradients take to the host.
 
     Args:
         trace: The visits of a micro-batch.
         works: What is done with each chunk, by chunk index.
         machine: Its rates.
-        backward_ns: How long gradients arrive, if that was measured.
-    """
-    numel = sum(work.own_numel for work in works if not work.is_static)
-    if backward_ns is None:
-        backward_ns = _backward_ns(trace, works, machine)
-    return min(int(numel * backward_ns / max(machine.host_ns(0, ADAM_NBYTES * numel), 1)), numel)
-
-
-def _backward_ns(trace: Trace, works: Sequence[ChunkWork], machine: Machine) -> int:
-    """About how long backward takes; see [Note: a sketch of a step].
-
-    Each matrix is multiplied twice with each row, and once more if activations are computed again: a chunk is then
-    visited more often than in forward.
     """
     end = trace.forward_ends[-1] if trace.forward_ends else len(trace.visits)
-    before = collections.Counter(visit.chunk_index for visit in trace.visits[:end])
-    after = collections.Counter(visit.chunk_index for visit in trace.visits[end:])
     rows = num_rows(trace.shapes[0])
-    duration_ns = 0
-    for index, num_visits in after.items():
-        products = 3 if num_visits > before[index] else 2
-        duration_ns += machine.kernel_ns(2 * products * rows * works[index].matrix_numel, 0, works[index].dtype)
-    return duration_ns
+
+    def duration_ns(indices: set[int], num_products: int, *, to_device: bool) -> int:
+        chosen = [works[index] for index in indices]
+        moved = [work for work in chosen if not work.is_static]
+        flops = 2 * num_products * rows
+        computing = sum(machine.kernel_ns(flops * work.matrix_numel, 0, work.dtype) for work in chosen)
+        copying = sum(machine.copy_ns(work.gradient_nbytes, to_device=to_device) for work in moved)
+        sending = sum(machine.collective_ns(work.sent_nbytes) for work in moved if work.sent_nbytes)
+        return max(computing, copying, sending)
+
+    forward_ns = duration_ns({visit.chunk_index for visit in trace.visits[:end]}, 1, to_device=True)
+    backward_ns = duration_ns({visit.chunk_index for visit in trace.visits[end:]}, 2, to_device=False)
+    updating_ns = max(machine.host_ns(0, ADAM_NBYTES * sum(work.own_numel for work in works if not work.is_static)), 1)
+    least, most = max(1 - forward_ns / updating_ns, 0.0), min(backward_ns / updating_ns, 1.0)
+    return max(least, (least + most) / 2)

@@ -160,17 +160,6 @@ class VirtualStream:
         self.record_event().synchronize()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class VirtualMoment:
-    """A moment of virtual time; see ``Moment``."""
-
-    time_ns: int
-
-    def ns_since(self, other: "VirtualMoment") -> int:
-        """See ``Moment``."""
-        return self.time_ns - other.time_ns
-
-
 class VirtualDriver:
     """See [Note: virtual driver] and ``Driver``.
 
@@ -224,10 +213,6 @@ class VirtualDriver:
     def is_on_device(self, tensor: torch.Tensor) -> bool:
         """See ``Driver``."""
         return self.tier_of(tensor) is Tier.DEVICE
-
-    def mark(self) -> "VirtualMoment":
-        """See ``Driver``."""
-        return VirtualMoment(self.clock.end_of(Lane.COMPUTE).time_ns)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """See ``Driver``: all memory of the host that the pool gave is, where copies go beside computation at all."""

@@ -252,9 +252,6 @@ class Streams(HostThread):
     def is_on_device(self, tensor):
         return is_on_device(tensor)
 
-    def mark(self):
-        return None
-
     def is_pinned(self, tensor):
         return not is_on_device(tensor)
 

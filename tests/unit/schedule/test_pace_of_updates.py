@@ -1,4 +1,4 @@
-"""How much of the optimizer's work fits beside a backward."""
+"""Which share of the optimizer's work is done beside a backward."""
 
 import dataclasses
 
@@ -6,38 +6,64 @@ import pytest
 
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.schedule.bounds import ADAM_NBYTES
-from hf_patrickstar.schedule.pace import updated_beside_backward
+from hf_patrickstar.schedule.pace import share_beside_backward
 from hf_patrickstar.schedule.sketch import ChunkWork
 from hf_patrickstar.schedule.trace import Trace, Visit
 
 MACHINE = dataclasses.replace(MACHINES["h100"], kernel_s=1e-9)
 NUMEL = 10**7
+UPDATING_NS = MACHINE.host_ns(0, ADAM_NBYTES * NUMEL)
+"""What the host takes for a chunk."""
 
 
-def trace_of(order, num_forward, rows=4):
+def trace_of(order, num_forward, rows):
     return Trace("training", (0, 0), tuple(map(Visit, order)), (((1, rows),),), (num_forward,))
+
+
+def rows_of(updates):
+    """As many rows as make forward last as long as so many updates of a chunk."""
+    ns_per_row = MACHINE.kernel_ns(2 * NUMEL * 10**6, 0, "bfloat16") / 10**6
+    return round(updates * UPDATING_NS / ns_per_row / 2)
+
+
+def share(updates, *works):
+    works = works or (work(), work())
+    return share_beside_backward(trace_of([0, 1, 1, 0], 2, rows_of(updates)), works, MACHINE)
 
 
 def work(is_static=False):
     return ChunkWork(NUMEL, NUMEL, 0, 0, "bfloat16", is_static)
 
 
-def test_a_measured_backward_has_room_for_what_the_host_updates_in_that_time():
-    ns = MACHINE.host_ns(0, ADAM_NBYTES * NUMEL)
-    found = updated_beside_backward(trace_of([0, 1, 1, 0], 2), [work(), work()], MACHINE, ns)
-    assert found == pytest.approx(NUMEL, rel=1e-3)
-    assert updated_beside_backward(trace_of([0, 1, 1, 0], 2), [work(), work()], MACHINE, 100 * ns) == 2 * NUMEL
+def test_where_there_is_much_time_half_of_it_is_on_either_side():
+    assert share(10.0) == 0.5
+
+
+def test_in_the_middle_between_what_forward_leaves_and_what_backward_has_time_for():
+    """Two updates; forward has time for 0.8 of one, and backward for 1.6."""
+    assert share(0.8) == pytest.approx((0.6 + 0.8) / 2, rel=0.01)
+
+
+def test_where_the_host_is_late_anyway_the_device_waits_in_backward():
+    """Forward has time for 0.4 of two updates, and backward for 0.8: what forward has no time for is 1.6."""
+    assert share(0.4) == pytest.approx(0.8, rel=0.01)
 
 
 def test_chunks_at_home_on_the_device_are_not_the_host_s():
-    ns = MACHINE.host_ns(0, ADAM_NBYTES * NUMEL)
-    assert updated_beside_backward(trace_of([0, 1, 1, 0], 2), [work(), work(True)], MACHINE, 100 * ns) == NUMEL
-    assert updated_beside_backward(trace_of([0], 1), [work(True)], MACHINE, ns) == 0
+    """One update; forward has time for 0.4, and backward for 0.8."""
+    assert share(0.4, work(), work(is_static=True)) == pytest.approx((0.6 + 0.8) / 2, rel=0.01)
+    assert share(0.4, work(is_static=True), work(is_static=True)) == 0.5, "of nothing"
 
 
-def test_an_estimate_counts_what_is_computed_again():
-    once = updated_beside_backward(trace_of([0, 1, 1, 0], 2, rows=512), [work(), work()], MACHINE)
-    again = updated_beside_backward(trace_of([0, 1, 1, 1, 0, 0], 2, rows=512), [work(), work()], MACHINE)
-    assert again == pytest.approx(1.5 * once, rel=0.01)
-    more = updated_beside_backward(trace_of([0, 1, 1, 0], 2, rows=1024), [work(), work()], MACHINE)
-    assert more == pytest.approx(2 * once, rel=0.01)
+def test_forward_lasts_as_long_as_its_copies():
+    nbytes = round(UPDATING_NS / 1e9 * MACHINE.to_device_bandwidth / 2)
+    slow = dataclasses.replace(work(), gradient_nbytes=nbytes)
+    assert share(0.1, slow, slow) == pytest.approx(0.5, rel=0.01), "as two chunks are, each for half an update"
+
+
+def test_a_gather_takes_its_time_too():
+    machine = MACHINES["8xh100"]
+    updating_ns = machine.host_ns(0, ADAM_NBYTES * NUMEL)
+    sent = dataclasses.replace(work(), sent_nbytes=round(0.9 * updating_ns / 1e9 * machine.link_bandwidth))
+    found = share_beside_backward(trace_of([0, 0], 1, 1), [sent], machine)
+    assert found == pytest.approx((0.1 + 0.9) / 2, abs=0.02)
