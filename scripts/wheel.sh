@@ -67,8 +67,9 @@ if [ -n "$full" ]; then
 else
     "${install[@]}" --no-deps --no-index "$wheel"
     # Directories that PYTHONPATH names are searched, but their .pth files are not read: an editable install in .venv
-    # is not seen, and what is imported is the wheel.
-    PYTHONPATH=$("$python" -c 'import sysconfig as s; print(":".join({s.get_path("purelib"), s.get_path("platlib")}))')
+    # is not seen. The wheel comes first, since the package itself may be installed in .venv too.
+    directories='import sysconfig as s; print(":".join({s.get_path("purelib"), s.get_path("platlib")}))'
+    PYTHONPATH=$("$work/environment/bin/python" -c "$directories"):$("$python" -c "$directories")
     export PYTHONPATH
 fi
 
