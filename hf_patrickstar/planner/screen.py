@@ -82,7 +82,11 @@ def describe_found(found: Found) -> str:
         tried = "" if found.refused is None else f", not even {found.refused}{unit}"
         return f"{found.goal}: nothing fits{tried} {plans}"
     if found.goal is Goal.CHEAPEST:
-        refused = "the cheapest that is known" if found.refused is None else f"{found.refused} is too small"
+        refused = (
+            "no cheaper one that computes in this type is known"
+            if found.refused is None
+            else f"{found.refused} is too small"
+        )
     else:
         refused = "the most there can be" if found.refused is None else f"{found.refused} do not fit"
     size = f", {_count(found.plan.num_parameters)} parameters" if found.goal is Goal.MAX_MODEL else ""
