@@ -19,6 +19,7 @@ from hf_patrickstar.errors import (
     EngineError,
     PatrickStarError,
 )
+from hf_patrickstar.prepared import get_engine
 from hf_patrickstar.version import __version__
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ __all__ = [
     "PatrickStarTrainingArguments",
     "__version__",
     "deferred_weights",
+    "get_engine",
     "initialize_engine",
     "plan",
 ]

@@ -576,7 +576,7 @@ def initialize_engine(
         gradient_accumulation_steps: Micro-batches per step.
 
     Returns:
-        The model and the optimizer. ``model.patrickstar_engine`` is the engine; ``model.backward(loss)`` and
+        The model and the optimizer. ``get_engine(model)`` is the engine; ``model.backward(loss)`` and
         ``loss.backward()`` do the same.
 
     Raises:

@@ -19,7 +19,7 @@ import common
 import loop_common
 import torch
 
-from hf_patrickstar import initialize_engine
+from hf_patrickstar import get_engine, initialize_engine
 
 
 def main(argv=None):
@@ -42,7 +42,7 @@ def main(argv=None):
         optimizer, engine = make_optimizer(model.parameters()), None
     else:
         model, optimizer = initialize_engine(make, {"chunk_budget": options.chunk_budget}, make_optimizer)
-        engine = model.patrickstar_engine
+        engine = get_engine(model)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / 3, total_iters=3)
     device = "cpu" if engine is None else engine.device
 

@@ -67,3 +67,9 @@ def test_templates_of_issues_are_found_by_their_head(page):
 
 def test_there_are_templates():
     assert [page.stem for page in ISSUES] == ["bug", "feature", "losses_differ"]
+
+
+def test_names_of_test_modules_are_unique():
+    """They are no packages: pytest refuses to collect two modules of one name."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted({name for name in names if names.count(name) > 1}) == []

@@ -18,6 +18,7 @@ import pathlib
 from contextlib import AbstractContextManager
 from typing import Any, assert_type
 
+from torch.nn import Module
 from transformers import Trainer, TrainingArguments
 
 from hf_patrickstar import (
@@ -32,6 +33,7 @@ from hf_patrickstar import (
     PatrickStarTrainingArguments,
     __version__,
     deferred_weights,
+    get_engine,
     initialize_engine,
     plan,
 )
@@ -102,6 +104,12 @@ def loops() -> None:
     PatrickStarEngine(model, 8)  # arg-type
     PatrickStarConfig(device_bugdet="8GiB")  # call-arg
     PatrickStarConfig(eviction="random")  # arg-type
+
+
+def looks(model: Module) -> None:
+    assert_type(get_engine(model), PatrickStarEngine)
+    assert_type(get_engine(model).stats(), dict[str, Any])
+    get_engine()  # call-arg
 
 
 def accelerates() -> None:

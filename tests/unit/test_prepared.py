@@ -1,0 +1,33 @@
+"""The engine of a model, by a function that type checkers know."""
+
+import pytest
+import torch
+from models import make_batch, make_model
+from peft import LoraConfig, get_peft_model
+
+from hf_patrickstar import EngineError, get_engine, initialize_engine
+
+
+def test_a_model_that_was_prepared():
+    model, optimizer = initialize_engine(lambda: make_model("gpt2"), {"device_budget": "1GiB"}, device="cpu")
+    engine = get_engine(model)
+    assert engine is model.patrickstar_engine
+    assert engine.optimizer is optimizer
+    engine.detach()
+    with pytest.raises(EngineError, match=r"GPT2LMHeadModel has no engine: .* Prepare it by initialize_engine"):
+        get_engine(model)
+
+
+def test_an_adapter_around_one():
+    def make():
+        return get_peft_model(make_model("gpt2"), LoraConfig(target_modules=["c_attn"]))
+
+    model, optimizer = initialize_engine(make, {"device_budget": "1GiB"}, device="cpu")
+    get_engine(model).attempt(lambda: model(**make_batch("gpt2")).loss.backward())
+    optimizer.step()
+    assert get_engine(model).stats()["steps"] == 1
+
+
+def test_one_that_was_not():
+    with pytest.raises(EngineError, match="Linear has no engine"):
+        get_engine(torch.nn.Linear(2, 2))
