@@ -29,6 +29,7 @@ LEVELS = dict.fromkeys(_BASE, 0) | {
     "payloads": 6,
     "membership": 7,
     "engine": 8,
+    "prepared": 9,
     "virtual": 9,
     "integrations": 9,
     "planner": 10,
