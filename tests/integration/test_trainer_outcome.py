@@ -16,7 +16,11 @@ from hf_patrickstar.payloads import Payloads
 
 EXPECTED = r"patrickstar: [\d.]+ M parameters \([\d.]+ M trained\): model data takes .* on the host, and .*"
 FIRST = r"patrickstar: step 3, the first one that was not recorded, took [\d.e-]+ s, and at most .* on the host"
-MEMORY = r"patrickstar: at most [\d.]+ \w+ of 4.00 MiB .* on the device, chunks .*, and [\d.]+ \w+ of 256.00 MiB .*"
+_SIZE = r"[\d.]+ \w+"
+MEMORY = (
+    rf"patrickstar: at most {_SIZE} of 4.00 MiB \(\d+%\) on the device, chunks {_SIZE} of {_SIZE} \(\d+%\), and "
+    rf"{_SIZE} of 256.00 MiB \(0%\) on the host"
+)
 TIME = r"patrickstar: 4 steps took [\d.]+ s, [\d.e-]+ s each: (\d+)% .*, (\d+)% .*, (\d+)% .*, (\d+)% .*"
 ADVICE = r"patrickstar: (most worth changing|nothing to change): .*"
 

@@ -112,6 +112,23 @@ def test_the_bits_are_those_of_updates_in_the_step(case, settings):
         assert min(ahead[2:]) > 0
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_the_share_is_spread_over_the_model(share, monkeypatch):
+    """Not the chunks whose gradients come first, which are those of the last layers."""
+    monkeypatch.setattr("hf_patrickstar.runtime.placement.share_beside_backward", lambda *args: share)
+    with streams_of("simulated:1"):
+        run = UnclippedRun(overlap_optimizer="backward")
+        train_for(run, 2)
+        run.backward(2)
+        ahead = run.engine.manager.gradients.used_ahead
+        is_ahead = [chunk.spec.index in ahead for chunk in run.engine.manager.chunks if chunk.spec.is_updated]
+        run.optimizer.step()
+    middle = len(is_ahead) // 2
+    assert middle > 4
+    for part in (is_ahead[:middle], is_ahead[middle:]):
+        assert sum(part) == pytest.approx(share * len(part), abs=1.5), is_ahead
+
+
 @pytest.mark.parametrize(("case", "settings"), CASES.values(), ids=CASES)
 def test_programs_that_do_more_keep_their_bits(case, settings):
     """Programs that clip, read, write and look at everything: their chunks are updated by ``step()``."""
