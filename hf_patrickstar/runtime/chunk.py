@@ -156,6 +156,7 @@ class ManagedTensor:
         "read_at",
         "spec",
         "strides",
+        "threads",
         "users",
         "version",
     )
@@ -182,6 +183,7 @@ class ManagedTensor:
         self.chunk: Chunk
         self.is_filled = False  # whether its value is in the chunk
         self.users = 0
+        self.threads: list[int] = []  # those that use it, by their identities, once for each use
         self.version = 0
         self.num_writes = 0  # changes of the value that void graphs
         self.read_at = -2  # ``num_writes`` when its value was read last

@@ -1,5 +1,6 @@
 """The parameters under management: which there are, and how each has its value for a while."""
 
+import threading
 import time
 from collections.abc import Sequence
 
@@ -97,11 +98,16 @@ class Parameters:
         while True:
             try:
                 with self._lock:
-                    return self._acquire(tensor, module_name, is_alias)
+                    try:
+                        return self._acquire(tensor, module_name, is_alias)
+                    except DeviceMemoryError:
+                        is_held = self._is_held_elsewhere()  # by now, as the attempt has seen it
+                        raise
             except DeviceMemoryError as error:
                 pauses = iter(pauses_s()) if pauses is None else pauses
                 pause_s = next(pauses)
-                if not pause_s or error.__cause__ is not None:  # the system refused memory: no thread will let go of it
+                # Where the system refused memory, no thread will let go of it.
+                if not pause_s or not is_held or error.__cause__ is not None:
                     self._steps.give_up()
                     raise
                 time.sleep(pause_s)
@@ -120,6 +126,12 @@ class Parameters:
         if tensor.users == 0:
             tensor.chunk.num_computing += 1
         tensor.users += 1
+        tensor.threads.append(threading.get_ident())
+
+    def _is_held_elsewhere(self) -> bool:
+        """Whether another thread holds a parameter, and may let go of it."""
+        this = threading.get_ident()
+        return any(ident != this for tensor in self.tensors for ident in tensor.threads)
 
     def release(self, tensor: ManagedTensor) -> None:
         """Ends one acquisition; after the last, the parameter is a placeholder again."""
@@ -128,6 +140,8 @@ class Parameters:
                 return self.release(tensor)
         with self._lock:
             tensor.users -= 1
+            this = threading.get_ident()  # what code in backward holds, any thread may release
+            tensor.threads.remove(this if this in tensor.threads else tensor.threads[-1])
             if tensor.users == 0:
                 tensor.chunk.num_computing -= 1
                 if tensor.is_materialized:

@@ -1,6 +1,7 @@
 """Parameters that get their values for a while: what is asked of the parts around is written down."""
 
 import contextlib
+import threading
 import types
 
 import pytest
@@ -204,8 +205,15 @@ def test_inside_of_a_function_transform_chunks_come_and_go_as_they_do_elsewhere(
 # Without room
 
 
+def in_thread(work, *arguments):
+    thread = threading.Thread(target=work, args=arguments)
+    thread.start()
+    thread.join()
+
+
 def test_memory_that_another_thread_may_let_go_of_is_waited_for(pauses):
     parts, parameters, tensor = make()
+    in_thread(parameters.acquire, parts.tensors[2], "reader")
     parts.device.errors = [DeviceMemoryError("no room")] * 2
     parameters.acquire(tensor, "layer")
     assert pauses == [0.25, 0.5]
@@ -214,6 +222,7 @@ def test_memory_that_another_thread_may_let_go_of_is_waited_for(pauses):
 
 def test_without_room_the_step_is_given_up_and_nothing_is_held(pauses):
     parts, parameters, tensor = make()
+    in_thread(parameters.acquire, parts.tensors[2], "reader")
     parts.device.errors = [DeviceMemoryError(f"no room {number}") for number in range(3)]
     with pytest.raises(DeviceMemoryError, match="no room 2"):
         parameters.acquire(tensor, "layer")
@@ -221,8 +230,30 @@ def test_without_room_the_step_is_given_up_and_nothing_is_held(pauses):
     assert (tensor.users, tensor.chunk.num_computing, tensor.is_materialized) == (0, 0, False)
 
 
+def test_nothing_is_waited_for_where_no_other_thread_holds_a_parameter(pauses):
+    """Threads of loggers and servers live beside every training."""
+    parts, parameters, tensor = make()
+    other = parts.tensors[2]
+    in_thread(parameters.acquire, other, "reader")
+    parameters.acquire(other, "layer")
+    in_thread(parameters.release, other)
+    assert other.threads == [threading.get_ident()]
+    parts.device.errors = [DeviceMemoryError("no room")]
+    with pytest.raises(DeviceMemoryError, match="no room"):
+        parameters.acquire(tensor, "layer")
+    assert (pauses, parts.told[-1]) == ([], ("give_up",))
+
+
+def test_what_code_in_backward_holds_may_be_released_by_another_thread():
+    _, parameters, tensor = make()
+    parameters.acquire(tensor, "layer")
+    in_thread(parameters.release, tensor)
+    assert (tensor.users, tensor.threads) == (0, [])
+
+
 def test_memory_that_the_system_refused_is_not_waited_for(pauses):
     parts, parameters, tensor = make()
+    in_thread(parameters.acquire, parts.tensors[2], "reader")
     error = DeviceMemoryError("no room")
     error.__cause__ = BudgetError("no room")
     parts.device.errors = [error]
