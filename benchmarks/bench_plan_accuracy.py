@@ -2,9 +2,8 @@
 
 Each model is planned as ``hf-patrickstar plan --machine this`` does it: for the machine at hand, measured first, with
 operators that are timed. Then the engine trains it on the CPU tier, in the same budgets. A dispatch mode measures
-activations: in a plan those of tensors without bytes. Two processes have a thread each, and their plan, made by one of
-them, is that of a machine of two devices whose link is as fast as its bus; gloo is slower, so that seconds of theirs
-say little.
+activations: in a plan those of tensors without bytes. Two processes have a thread each, and measure the machine and
+their link together; one of them plans.
 """
 
 import dataclasses
@@ -23,6 +22,7 @@ import torch.multiprocessing
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.planning import arrange, plan_and_record
+from hf_patrickstar.report.links import measure_together
 from hf_patrickstar.report.measure import measure_machine
 from hf_patrickstar.units import format_nbytes
 from hf_patrickstar.virtual.timing import OperatorTimes
@@ -128,9 +128,8 @@ def compare(cell, machine, times, steps):
 
 def compare_all(cells, steps):
     """Measures the machine; prints the rows and returns them with it."""
-    machine = dataclasses.replace(measure_machine(), name="this machine")
-    if dist.is_initialized():
-        machine = machine.shared_by(dist.get_world_size())
+    machine = measure_together() if dist.is_initialized() else measure_machine()
+    machine = dataclasses.replace(machine, name="this machine")
     times, rows = OperatorTimes(), []
     for cell in cells:
         rows.append(compare(cell, machine, times, steps))

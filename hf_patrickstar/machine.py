@@ -147,7 +147,8 @@ class Machine:
         if world_size > self.num_devices:
             raise ConfigError(
                 f"machine '{self.name}': {world_size} processes need as many devices, num_devices is "
-                f"{self.num_devices}; set it, or use fewer"
+                f"{self.num_devices}; use fewer, set it in the machine's file, or measure in all processes at once "
+                f"('torchrun --nproc_per_node {world_size} -m hf_patrickstar env --measure --json FILE')"
             )
 
     def shared_by(self, num_processes: int) -> "Machine":

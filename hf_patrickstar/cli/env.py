@@ -3,6 +3,7 @@
 import importlib.metadata
 import pathlib
 import platform
+from collections.abc import Iterable
 
 import torch
 from tqdm import tqdm
@@ -10,9 +11,11 @@ from tqdm import tqdm
 from hf_patrickstar.cli.files import check_file
 from hf_patrickstar.cores import usable_cores
 from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.integrations.launched import joined, num_launched
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.accelerator import device_name, find_device, is_accelerator, memory_info
 from hf_patrickstar.memory.tiers import available_host_nbytes, total_host_nbytes
+from hf_patrickstar.report.links import measure_together
 from hf_patrickstar.report.measure import cpu_name, measure_machine
 from hf_patrickstar.units import format_nbytes
 from hf_patrickstar.version import __version__
@@ -23,7 +26,7 @@ _WIDTH = 24
 
 
 def env(measure: bool, json_file: str | None) -> None:
-    """Prints what this machine is.
+    """Prints what this machine is; of several processes that a launcher has started, the first one prints.
 
     Args:
         measure: Measures its rates too, which takes some seconds.
@@ -33,19 +36,30 @@ def env(measure: bool, json_file: str | None) -> None:
         ConfigError: If the file cannot be written, or is asked for without measuring.
     """
     path = _checked(json_file, measure) if json_file is not None else None
-    for name, value in describe().items():
-        _print_row(name, value)
-    if not measure:
+    with joined() as is_first:
+        if is_first:
+            for name, value in describe().items():
+                _print_row(name, value)
+        machine = _measure(is_first) if measure else None
+    if machine is None or not is_first:
         return
-    machine = measure_machine(
-        progress=lambda names: tqdm(names, desc="measuring", unit="figure", leave=False, delay=PROGRESS_AFTER_S)
-    )
     print()
     for name, value in rates(machine).items():
         _print_row(name, value)
     if path is not None:
         _write(machine, path)
         print(f"\n{path}: written")
+
+
+def _measure(is_first: bool) -> Machine:
+    """Measures this machine, in all processes of a launcher at once."""
+
+    def progress(names: Iterable[str]) -> Iterable[str]:
+        if not is_first:
+            return names
+        return tqdm(names, desc="measuring", unit="figure", leave=False, delay=PROGRESS_AFTER_S)
+
+    return measure_together(progress=progress) if num_launched() > 1 else measure_machine(progress=progress)
 
 
 def describe() -> dict[str, str]:
@@ -82,6 +96,9 @@ def rates(machine: Machine) -> dict[str, str]:
         "shortest kernel": machine.kernel_s,
         "latency of a copy": machine.copy_latency_s,
     }
+    if machine.num_devices > 1:
+        bandwidths["between processes"] = machine.link_bandwidth
+        times |= {"shortest gather": machine.link_latency_s, "message": machine.message_s}
     return {
         **{f"products in {dtype}": f"{rate / 1e9:.4g} GFLOP/s" for dtype, rate in machine.flops.items()},
         "products on the host": f"{machine.host_flops / 1e9:.4g} GFLOP/s",

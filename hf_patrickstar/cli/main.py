@@ -63,7 +63,10 @@ def _parser() -> argparse.ArgumentParser:
         description="Prints what this machine and its software are, and measures how fast it computes and copies.",
     )
     command.add_argument(
-        "--measure", action="store_true", help="measure its rates, on as many cores as torch uses; takes some seconds"
+        "--measure",
+        action="store_true",
+        help="measure its rates, on as many cores as torch uses; takes some seconds. Under torchrun or accelerate "
+        "launch all processes measure at the same time, and their links, too",
     )
     command.add_argument(
         "--json", metavar="FILE", help="where to write what was measured, as a machine; an older file is replaced"

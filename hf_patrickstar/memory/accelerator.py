@@ -77,6 +77,11 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+def num_accelerators() -> int:
+    """How many accelerators this process sees."""
+    return torch.accelerator.device_count() if is_accelerator(find_device(None)) else 0
+
+
 def device_name(device: torch.device) -> str:
     """What an accelerator is called by its driver, or its kind if the driver does not say."""
     name = getattr(torch.get_device_module(device), "get_device_name", None)

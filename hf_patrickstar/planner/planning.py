@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import BudgetError, ConfigError, PatrickStarError
+from hf_patrickstar.integrations.launched import measure_launched, threads_of_each
 from hf_patrickstar.machine import Machine, find_machine
 from hf_patrickstar.memory.pool import CACHE_OWNER
 from hf_patrickstar.memory.tiers import DEVICE_SHARE, HOST_SHARE, Tier
@@ -81,7 +82,7 @@ def plan(
     Args:
         model: A model id of the hub, a directory, a JSON file, ``TYPE:KEY=VALUE,...`` or a configuration.
         machine: A known machine, a JSON file of ``hf-patrickstar env --measure --json``, ``"this"`` (which is measured
-            for some seconds), or a ``Machine``.
+            for some seconds, in as many processes), or a ``Machine``.
         task: What the model is trained for; by default what it was saved for.
         batch_size: Sequences of a micro-batch on each process.
         length: Tokens of a sequence; by default as many as the model has positions, at most 512.
@@ -161,7 +162,7 @@ def arrange(
         model, task=task, batch_size=batch_size, length=length, checkpointing=checkpointing, adapters=adapters
     )
     subject = dataclasses.replace(subject, keeps_dropout=not found.has_accelerator)
-    times = OperatorTimes() if machine == THIS else None
+    times = time_operators(world_size) if machine == THIS else None
     return subject, Circumstances(found, num_micro_batches, world_size, optimizer, max_norm, settings, times)
 
 
@@ -174,7 +175,8 @@ def arrange_machine(
         ConfigError: If an argument makes no sense.
     """
     if machine == THIS:
-        machine = dataclasses.replace(measure_machine(), name="this machine")
+        measured = measure_machine() if world_size == 1 else measure_launched(world_size)
+        machine = dataclasses.replace(measured, name="this machine")
     found = find_machine(machine) if isinstance(machine, str) else machine
     found.check_processes(world_size)
     return dataclasses.replace(
@@ -182,6 +184,11 @@ def arrange_machine(
         device_nbytes=_share(device_memory, found.device_nbytes, DEVICE_SHARE, "device memory"),
         host_nbytes=_share(host_memory, found.host_nbytes, HOST_SHARE, "host memory"),
     )
+
+
+def time_operators(world_size: int) -> OperatorTimes:
+    """Times operators of this machine as one of so many processes calls them."""
+    return OperatorTimes() if world_size == 1 else OperatorTimes(num_threads=threads_of_each(world_size))
 
 
 def _share(given: int | str | None, nbytes: int, share: float, name: str) -> int:

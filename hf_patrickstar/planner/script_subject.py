@@ -30,9 +30,8 @@ from hf_patrickstar.errors import ConfigError, EngineError
 from hf_patrickstar.integrations.script import StopScript, run_script, set_known, touch_nothing
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.planner.fake import as_fake, copying
-from hf_patrickstar.planner.planning import THIS, Circumstances, arrange_machine
+from hf_patrickstar.planner.planning import THIS, Circumstances, arrange_machine, time_operators
 from hf_patrickstar.planner.subject import MakeOptimizer, Subject
-from hf_patrickstar.virtual.timing import OperatorTimes
 
 NUM_BATCHES = 8
 """How many batches are looked at for the largest."""
@@ -184,7 +183,7 @@ def arrange_script(
         type(subject.optimizer).__name__,
         args.max_grad_norm or float("inf"),  # the Trainer computes the norm all the same
         {key: value for key, value in given.items() if key not in _OF_THE_MACHINE},
-        OperatorTimes() if machine == THIS else None,
+        time_operators(world_size) if machine == THIS else None,
     )
 
 

@@ -40,17 +40,20 @@ class OperatorTimes:
 
     Args:
         most_nbytes: Bytes of the operands of one operator at most; by default an eighth of the free memory.
+        num_threads: Threads of torch while an operator is timed, where the planned process has as many; by default
+            those of this process.
     """
 
-    def __init__(self, most_nbytes: int | None = None) -> None:
+    def __init__(self, most_nbytes: int | None = None, num_threads: int | None = None) -> None:
         self._device = find_device(None)
+        self._num_threads = num_threads
         self._most_nbytes = available_host_nbytes() // _PART_OF_MEMORY if most_nbytes is None else most_nbytes
         self._known: dict[Hashable, int | None] = {}
         with _disable_current_modes():
             others = torch.zeros(_OTHERS_NUMEL, device=self._device)
             self._forget = lambda: others.add_(1.0)
             nothing = torch.zeros(0, device=self._device)
-            self._call_s = _median(self._device, lambda: nothing.add_(1.0), self._forget)
+            self._call_s = self._median(lambda: nothing.add_(1.0))
 
     @property
     def num_timed(self) -> int:
@@ -83,11 +86,20 @@ class OperatorTimes:
                 args, kwargs = tree_map_only(torch.Tensor, self._filled, (args, kwargs))
                 _prepare(operator, args)
                 made: list[Any] = []  # results stay until backward
-                seconds = _median(self._device, lambda: made.append(operator(*args, **kwargs)), self._forget)
+                seconds = self._median(lambda: made.append(operator(*args, **kwargs)))
         except Exception as error:  # an operator may refuse any values
             logger.debug("patrickstar: operator '%s' is charged by the rates of the machine: %s", operator, error)
             return None
         return max(round((seconds - self._call_s) * _NS), 0)
+
+    def _median(self, work: Any) -> float:
+        """Seconds of work, after it was done once."""
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(self._num_threads or num_threads)
+        try:
+            return _median(self._device, work, self._forget)
+        finally:
+            torch.set_num_threads(num_threads)
 
     def _filled(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor with bytes: numbers between 0 and 1, or zeros that are valid as places."""

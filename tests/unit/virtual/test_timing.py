@@ -139,3 +139,18 @@ def test_plans_for_this_machine_are_timed_and_other_machines_go_by_their_rates()
     assert timed.moved_nbytes == by_rates.moved_nbytes
     other = MACHINES["rtx4090"]
     assert timed.on(other, 2**40).duration_ns == by_rates.on(other, 2**40).duration_ns
+
+
+def test_operators_are_timed_with_the_threads_of_the_planned_process():
+    seen = []
+
+    def note(tensor):
+        seen.append(torch.get_num_threads())
+        return tensor
+
+    note._overloadpacket = aten.neg
+
+    before = torch.get_num_threads()
+    OperatorTimes(num_threads=before + 1).find_ns(note, (fake(1),), {})
+    assert set(seen) == {before + 1}
+    assert torch.get_num_threads() == before

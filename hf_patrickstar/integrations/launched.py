@@ -1,0 +1,82 @@
+"""Processes that a launcher starts together, where no Trainer joins them."""
+
+import contextlib
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+
+from accelerate import PartialState
+
+from hf_patrickstar.cores import usable_cores
+from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.machine import Machine, find_machine
+from hf_patrickstar.memory.accelerator import num_accelerators
+
+_LIMIT_S = 600
+_MOST_LINES = 5
+
+
+def num_launched() -> int:
+    """How many processes ``torchrun`` or ``accelerate launch`` has started together; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[bool]:
+    """Inside the block the default process group is that of the launcher, if there is one.
+
+    Yields:
+        Whether this is the first process.
+    """
+    if num_launched() == 1:
+        yield True
+        return
+    state = PartialState(cpu=not num_accelerators())
+    try:
+        yield state.is_main_process
+    finally:
+        state.destroy_process_group()
+
+
+def measure_launched(num_processes: int) -> Machine:
+    """Measures this machine with several processes, which are started for it: ``hf-patrickstar env --measure`` in each.
+
+    Args:
+        num_processes: How many; each has a device of its own, or else an equal part of the cores.
+
+    Raises:
+        ConfigError: If there are not so many devices, or a process fails.
+    """
+    if 0 < num_accelerators() < num_processes:
+        raise ConfigError(
+            f"--machine this: {num_processes} processes need as many devices, {num_accelerators()} are here; use "
+            "fewer, or name a machine that has them"
+        )
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
+    with tempfile.TemporaryDirectory() as directory:
+        file = pathlib.Path(directory) / "machine.json"
+        done = subprocess.run(
+            [sys.executable, *launcher, "-m", "hf_patrickstar", "env", "--measure", "--json", str(file)],
+            env={**os.environ, "OMP_NUM_THREADS": str(threads_of_each(num_processes))},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT_S,
+            check=False,
+        )
+        if done.returncode or not file.exists():
+            said = "\n".join(done.stderr.strip().splitlines()[-_MOST_LINES:])
+            raise ConfigError(
+                f"--machine this: {num_processes} processes cannot measure this machine together (exit status "
+                f"{done.returncode}): {said}\nRun 'torchrun --nproc_per_node {num_processes} -m hf_patrickstar env "
+                "--measure' to see all of it"
+            )
+        return find_machine(str(file))
+
+
+def threads_of_each(num_processes: int) -> int:
+    """Threads of torch in each of several processes that share the cores of this one; ``OMP_NUM_THREADS`` says else."""
+    return int(os.environ.get("OMP_NUM_THREADS") or max(len(usable_cores()) // num_processes, 1))

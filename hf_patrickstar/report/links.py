@@ -1,0 +1,104 @@
+"""Measures a machine in all processes that train together on it, and the links between them."""
+
+import contextlib
+import dataclasses
+import functools
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from hf_patrickstar.layout.packing import align
+from hf_patrickstar.machine import Machine
+from hf_patrickstar.memory.accelerator import find_device
+from hf_patrickstar.memory.streams import seconds_of
+from hf_patrickstar.report.measure import Effort, measure_machine
+from hf_patrickstar.runtime.collectives import Collectives
+from hf_patrickstar.units import ALIGNMENT_NUMEL
+
+_CPU = torch.device("cpu")
+_FIGURES = ("link_bandwidth", "link_latency_s", "message_s")
+
+
+def measure_together(
+    effort: Effort | None = None, progress: Callable[[list[str]], Iterable[str]] = lambda names: names
+) -> Machine:
+    """Measures the machine as each of several processes has it while all of them work, and their links.
+
+    All processes of the default group call it, and measure each figure at the same time: cores, memory and buses that
+    they share are then shared as in training. The figures are medians over the processes. Gathers have the sizes of
+    large chunks, and of the smallest one; messages are those with which the processes agree on what they do.
+
+    Args:
+        effort: How much work goes into it.
+        progress: As for ``measure_machine``.
+
+    Returns:
+        A machine with a device for each process, the same in all processes.
+
+    Raises:
+        CollectiveError: If a process is missing.
+    """
+    effort = effort or Effort()
+    device = find_device(None)
+    with contextlib.closing(Collectives.connect(None, device)) as collectives:
+
+        def at_once(names: Sequence[str]) -> Iterator[str]:
+            for name in progress([*names, *_FIGURES]):
+                collectives.exchange([0], f"measures {name}")
+                if name in _FIGURES:
+                    links[name] = measures[name]()
+                else:
+                    yield name
+
+        links: dict[str, float] = {}
+        measures = {
+            "link_bandwidth": functools.partial(_link_bandwidth, collectives, device, effort),
+            "link_latency_s": functools.partial(_gather_s, collectives, device, effort, ALIGNMENT_NUMEL),
+            "message_s": functools.partial(_message_s, collectives, effort),
+        }
+        machine = measure_machine(effort, at_once)
+        machine = dataclasses.replace(
+            machine,
+            num_devices=collectives.world_size,
+            host_nbytes=machine.host_nbytes // collectives.local_world_size,
+            **links,  # type: ignore[arg-type]
+        )
+        return _median_of(collectives.exchange_objects(machine, "compares what was measured"))
+
+
+def _link_bandwidth(collectives: Collectives, device: torch.device, effort: Effort) -> float:
+    """Bytes per second that one process sends while all gather."""
+    itemsize = torch.float32.itemsize
+    numel = align(max(effort.nbytes // (itemsize * collectives.world_size), 1))
+    sent_nbytes = (collectives.world_size - 1) * numel * itemsize
+    return sent_nbytes / _gather_s(collectives, device, effort, numel)
+
+
+def _gather_s(collectives: Collectives, device: torch.device, effort: Effort, numel: int) -> float:
+    """Seconds of an all-gather of slices of so many elements."""
+    buffer = torch.ones(collectives.world_size * numel, device=device)
+    return _median(device, lambda: collectives.all_gather(buffer, "what is measured").join(), effort.repetitions)
+
+
+def _message_s(collectives: Collectives, effort: Effort) -> float:
+    return _median(_CPU, lambda: collectives.exchange([0], "measures messages"), effort.repetitions)
+
+
+def _median(device: torch.device, work: Callable[[], object], repetitions: int) -> float:
+    """Seconds of work, after it was done once; in all processes equally often."""
+    work()
+    return statistics.median(seconds_of(device, work) for _ in range(repetitions))
+
+
+def _median_of(machines: Sequence[Machine]) -> Machine:
+    """A machine whose rates are in the middle of those of several processes; names and sizes are those of the first."""
+    numbers: dict[str, Any] = {}
+    for field in dataclasses.fields(Machine):
+        values = [getattr(machine, field.name) for machine in machines]
+        if all(isinstance(value, float) for value in values):
+            numbers[field.name] = statistics.median(values)
+    common = [name for name in machines[0].flops if all(name in machine.flops for machine in machines)]
+    flops = {name: statistics.median([machine.flops[name] for machine in machines]) for name in common}
+    return dataclasses.replace(machines[0], flops=flops, **numbers)
