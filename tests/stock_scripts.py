@@ -26,7 +26,9 @@ def tell(trainer):
     is_chunked = getattr(trainer.args, "patrickstar", False) and bool(stats())
     size = trainer.accelerator.num_processes
     if trainer.is_world_process_zero():
-        print(json.dumps({"losses": losses, "total": total, "is_chunked": is_chunked, "size": size}))
+        print(json.dumps({"losses": losses, "total": total, "is_chunked": is_chunked, "size": size}), flush=True)
+    if torch.distributed.is_initialized():  # else threads of gloo may end a plain process that exits by an abort
+        torch.distributed.destroy_process_group()
 """
 
 CLM = (

@@ -8,8 +8,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
-from accelerate import PartialState
-
 from hf_patrickstar.cores import usable_cores
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import Machine, find_machine
@@ -34,6 +32,8 @@ def joined() -> Iterator[bool]:
     if num_launched() == 1:
         yield True
         return
+    from accelerate import PartialState  # not sooner: `run` puts its mixins where accelerate is imported
+
     state = PartialState(cpu=not num_accelerators())
     try:
         yield state.is_main_process

@@ -3,6 +3,7 @@
 from typing import Any
 
 from hf_patrickstar.integrations.trainer_report import Stopwatch
+from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.report.outcome import Outcome, describe_outcome, describe_step
 
 _SUMS = ("waiting_seconds", "loading_seconds", "computing_seconds", "settling_seconds", "updating_seconds", "retries")
@@ -64,7 +65,7 @@ class RunOutcome:
                 has_lanes=engine.resources.has_lanes,
                 is_metered=engine.resources.is_metered,
                 num_chunks=len(chunks),
-                num_on_device=sum(chunk.is_static for chunk in chunks),
+                num_on_device=sum(chunk.home is Tier.DEVICE for chunk in chunks),
                 batch_size=int(trainer._train_batch_size),
                 num_micro_batches=int(trainer.args.gradient_accumulation_steps),
                 settings=engine.config.to_dict(),

@@ -264,7 +264,7 @@ def _chunks(recording: Recording) -> Chunks:
         layout["num_chunks"],
         layout["chunk_numel"],
         layout["chunk_utilisation"],
-        len(recording.static),
+        recording.world_size * sum(load.is_here for load in recording.loads),
         recording.reasons,
     )
 

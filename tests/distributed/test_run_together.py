@@ -39,3 +39,4 @@ def test_two_processes_train_a_stock_script_together(tmp_path):
     assert (chunked["size"], chunked["is_chunked"]) == (2, True)
     assert chunked["losses"] == plain["losses"]
     assert done.stderr.count("hf-patrickstar run: puts") == 1, "one process says it"
+    assert "nothing to change: everything lives on the device" in done.stdout + done.stderr

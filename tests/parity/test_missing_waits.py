@@ -702,6 +702,7 @@ ELSEWHERE = {
     "optim/workers.py": "waits for its own threads",
     "payloads.py": "waits for workspace that is about to go (tests/parity/test_overlapped_updates.py) and for zeros",
     "resources.py": "limits what may be in flight: tests/unit/memory/test_streams.py",
+    "report/links.py": "measures, with nobody beside it",
     "report/measure.py": "measures, with nobody beside it",
     "runtime/buckets.py": "several processes: tests/distributed/test_races_together.py",
     "runtime/collectives.py": "several processes: tests/distributed/test_races_together.py",

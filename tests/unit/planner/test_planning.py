@@ -102,6 +102,7 @@ def test_what_does_not_fit_says_where_and_what_would(budgets, short):
 def test_accumulation_and_processes():
     many = plan(MODEL, "8xh100", batch_size=2, num_micro_batches=4, world_size=2)
     assert many.fits
+    assert many.chunks.num_on_device == many.chunks.num, "all of it fits there"
     assert math.isclose(many.speed.tokens_per_s * many.speed.seconds, 2 * 64 * 4 * 2)
     with pytest.raises(ConfigError, match="2 processes need as many devices, num_devices is 1"):
         plan(MODEL, "h100", world_size=2)
