@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -58,14 +59,9 @@ def measure_launched(num_processes: int) -> Machine:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
     with tempfile.TemporaryDirectory() as directory:
         file = pathlib.Path(directory) / "machine.json"
-        done = subprocess.run(
+        done = _run(
             [sys.executable, *launcher, "-m", "hf_patrickstar", "env", "--measure", "--json", str(file)],
-            env={**os.environ, "OMP_NUM_THREADS": str(threads_of_each(num_processes))},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_LIMIT_S,
-            check=False,
+            {**os.environ, "OMP_NUM_THREADS": str(threads_of_each(num_processes))},
         )
         if done.returncode or not file.exists():
             said = "\n".join(done.stderr.strip().splitlines()[-_MOST_LINES:])
@@ -75,6 +71,22 @@ def measure_launched(num_processes: int) -> Machine:
                 "--measure' to see all of it"
             )
         return find_machine(str(file))
+
+
+def _run(command: list[str], environment: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    """Runs a command to its end; one that takes too long is killed, and has failed."""
+    try:
+        return subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        return subprocess.CompletedProcess(command, -signal.SIGKILL, "", f"killed after {error.timeout:g} s")
 
 
 def threads_of_each(num_processes: int) -> int:

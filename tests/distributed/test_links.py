@@ -66,14 +66,20 @@ def test_this_machine_is_measured_by_processes_of_its_own(monkeypatch, tmp_path)
     assert machine.link_latency_s != find_machine("h100").link_latency_s
 
 
-def test_processes_that_cannot_measure_are_a_sentence(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("does", "limit_s", "said"),
+    [
+        ("echo no such thing >&2; exit 3", 60, r"\(exit status 3\): no such thing"),
+        ("exec sleep 60", 0.2, r"\(exit status -9\): killed after 0.2 s"),
+    ],
+)
+def test_processes_that_cannot_measure_are_a_sentence(monkeypatch, tmp_path, does, limit_s, said):
     broken = tmp_path / "python"
-    broken.write_text("#!/bin/sh\necho no such thing >&2\nexit 3\n")
+    broken.write_text(f"#!/bin/sh\n{does}\n")
     broken.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(broken))
-    with pytest.raises(
-        ConfigError, match=r"2 processes cannot measure .* \(exit status 3\): no such thing\nRun 'torch"
-    ):
+    monkeypatch.setattr(launched, "_LIMIT_S", limit_s)
+    with pytest.raises(ConfigError, match=f"2 processes cannot measure .* {said}\nRun 'torchrun"):
         measure_launched(2)
 
 
