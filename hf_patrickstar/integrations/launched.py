@@ -67,8 +67,8 @@ def measure_launched(num_processes: int) -> Machine:
             said = "\n".join(done.stderr.strip().splitlines()[-_MOST_LINES:])
             raise ConfigError(
                 f"--machine this: {num_processes} processes cannot measure this machine together (exit status "
-                f"{done.returncode}): {said}\nRun 'torchrun --nproc_per_node {num_processes} -m hf_patrickstar env "
-                "--measure' to see all of it"
+                f"{done.returncode}): {said}; run 'torchrun --nproc_per_node {num_processes} -m hf_patrickstar env "
+                "--measure' to see all that they say"
             )
         return find_machine(str(file))
 

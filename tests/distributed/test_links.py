@@ -79,7 +79,7 @@ def test_processes_that_cannot_measure_are_a_sentence(monkeypatch, tmp_path, doe
     broken.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(broken))
     monkeypatch.setattr(launched, "_LIMIT_S", limit_s)
-    with pytest.raises(ConfigError, match=f"2 processes cannot measure .* {said}\nRun 'torchrun"):
+    with pytest.raises(ConfigError, match=f"2 processes cannot measure .* {said}; run 'torchrun"):
         measure_launched(2)
 
 
