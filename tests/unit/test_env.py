@@ -171,3 +171,10 @@ def test_a_disk_that_is_full(h100, tmp_path, capsys, monkeypatch):
     assert (
         err == f"hf-patrickstar env: --json: '{path}' cannot be written: No space left on device; name another file\n"
     )
+
+
+def test_links_are_printed_where_processes_were_measured_together():
+    rates = env.rates(MACHINES["8xh100"])
+    assert rates["between processes"].endswith(" GB/s")
+    assert rates["message"] == f"{MACHINES['8xh100'].message_s * 1e6:.4g} us"
+    assert "between processes" not in env.rates(MACHINES["h100"])
