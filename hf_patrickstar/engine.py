@@ -204,9 +204,11 @@ class PatrickStarEngine:
         is_whole = self._attached and hasattr(self, "_membership")
         return is_whole and self._membership.follow(is_training=is_training)
 
+    _assemble: Callable[[Foundation], ChunkManager] = staticmethod(assemble)  # a simulation has other parts
+
     def _make_manager(self, chunks: list[Chunk], known: KnownTraces) -> ChunkManager:
         decisions, config, resources = self._decisions, self.config, self.resources
-        return assemble(
+        return self._assemble(
             Foundation(
                 chunks=chunks,
                 chunk_nbytes=self._payloads.nbytes_of(chunk.spec for chunk in chunks),
@@ -264,21 +266,14 @@ class PatrickStarEngine:
                 collectives.world_size,
                 self._is_in_model_file,
             )
-            self.checkpoints = Checkpoints(
-                self.model,
-                self.manager,
-                self.weights,
-                state,
-                self.collectives,
-                self.config,
-            )
+            self.checkpoints = Checkpoints(self.model, self.manager, self.weights, state, collectives, self.config)
             casting = self._decisions.precision.casting(self.device)
-            self._hooks = ModelHooks(self.model, self.manager, self.weights, self._follow_model, self.device, casting)
+            self.hooks = ModelHooks(self.model, self.manager, self.weights, self._follow_model, self.device, casting)
             self._membership = Membership(
                 Parts(
                     model=self.model,
                     manager=self.manager,
-                    hooks=self._hooks,
+                    hooks=self.hooks,
                     weights=self.weights,
                     payloads=self._payloads,
                     optimizers=self.optimizers,
@@ -288,11 +283,10 @@ class PatrickStarEngine:
             )
             self._recovery = Recovery(self.manager, self.device, self.model.buffers, self._emit)
             if self.config.overlap_optimizer == "backward":
-                note = update_in_backward(self.manager, self.optimizers, self.resources.streams)
-                self._hooks.on_gradient = note
-            self._hooks.attach()
+                self.hooks.on_gradient = update_in_backward(self.manager, self.optimizers, self.resources.streams)
+            self.hooks.attach()
             self._move_in()
-            self._hooks.bind()
+            self.hooks.bind()
             for optimizer in self.optimizers:
                 optimizer.take_inner_state()
         except BaseException:
@@ -500,8 +494,8 @@ class PatrickStarEngine:
         self._attached = False
         if hasattr(self, "checkpoints"):
             self.checkpoints.close()
-        if hasattr(self, "_hooks"):
-            self._hooks.detach()
+        if hasattr(self, "hooks"):
+            self.hooks.detach()
         self.manager.writes.sync()
         self.manager.discard_gradients()
         for optimizer in self.optimizers:
@@ -537,7 +531,7 @@ class PatrickStarEngine:
 
     def _make_room(self) -> None:
         """Makes room on the compute tier for non-model data."""
-        self.manager.reclaim.make_room_for_others(is_step=self._hooks.is_running)
+        self.manager.reclaim.make_room_for_others(is_step=self.hooks.is_running)
 
     def _move_in(self) -> None:
         """Moves buffers to the device, and parameters into their chunks."""

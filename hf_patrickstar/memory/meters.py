@@ -39,6 +39,27 @@ class Meter:
     def start(self, tensors: Iterable[torch.Tensor]) -> None:
         """Begins to follow what operators allocate; ``tensors`` are there already and count."""
 
+    def record(self, results: Any) -> None:
+        """Takes the results of an operator.
+
+        Args:
+            results: A tensor, or a sequence of tensors or of such sequences; anything else is passed over.
+        """
+
+    def add(self, nbytes: int) -> bool:
+        """Counts bytes that a simulated operator has allocated.
+
+        Args:
+            nbytes: How many.
+
+        Returns:
+            Whether they count, and are to be removed when they are free.
+        """
+        return False
+
+    def remove(self, nbytes: int) -> None:
+        """Counts bytes no more that ``add`` has counted."""
+
     def leave(self) -> bool:
         """Called when an outermost forward ends; returns whether the meter had to stop with it."""
         return False
@@ -177,7 +198,7 @@ class StorageMeter(Meter):
             self._mode.__exit__(None, None, None)
 
     def record(self, results: Any) -> None:
-        """Takes the results of an operator."""
+        """See ``Meter``."""
         if not self.is_on:
             return
         before = self._total
@@ -189,13 +210,28 @@ class StorageMeter(Meter):
                     if isinstance(item, torch.Tensor):
                         self._note(item)
         if self._total > before:
-            self._peak = max(self._peak, self._total)
-            self.is_on = False  # ``on_growth`` is not measured, and after an error not called again
-            self._on_growth()
-            self.is_on = True
+            self._grow()
+
+    def add(self, nbytes: int) -> bool:
+        """See ``Meter``."""
+        if self.is_on and nbytes:
+            self._total += nbytes
+            self._grow()
+            return True
+        return False
+
+    def remove(self, nbytes: int) -> None:
+        """See ``Meter``."""
+        self._total -= nbytes
+
+    def _grow(self) -> None:
+        self._peak = max(self._peak, self._total)
+        self.is_on = False  # ``on_growth`` is not measured, and after an error not called again
+        self._on_growth()
+        self.is_on = True
 
     def _note(self, tensor: torch.Tensor) -> None:
-        for owner, key, nbytes in _storages(tensor):
+        for owner, key, nbytes in storages_of(tensor):
             if nbytes and key not in self._live and not self._owns(key):
                 self._live[key] = (weakref.ref(owner, self._when_freed(key, nbytes)), nbytes)
                 self._total += nbytes
@@ -211,16 +247,16 @@ class StorageMeter(Meter):
         return forget
 
 
-def _storages(tensor: torch.Tensor) -> list[tuple[Any, int, int]]:
+def storages_of(tensor: torch.Tensor) -> list[tuple[Any, int, int]]:
     """The storages of a tensor, each as an object that lives as long as the bytes, a key, and the number of bytes."""
     if tensor.layout is torch.sparse_coo:
-        return [found for part in (tensor._indices(), tensor._values()) for found in _storages(part)]
+        return [found for part in (tensor._indices(), tensor._values()) for found in storages_of(part)]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-        return [found for part in parts for found in _storages(part)]
+        return [found for part in parts for found in storages_of(part)]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         parts = (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-        return [found for part in parts for found in _storages(part)]
+        return [found for part in parts for found in storages_of(part)]
     if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return [(tensor, id(tensor), tensor.numel() * tensor.element_size())]  # opaque: it has no storage to look at
     storage = tensor.untyped_storage()

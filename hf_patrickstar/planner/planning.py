@@ -25,13 +25,23 @@ from hf_patrickstar.report.measure import measure_machine
 from hf_patrickstar.schedule.bounds import bounds_of
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.units import MIB, parse_nbytes
+from hf_patrickstar.virtual.listening import listen
+from hf_patrickstar.virtual.micro_batch import MicroBatch
 from hf_patrickstar.virtual.recording import Recording, record_step
 from hf_patrickstar.virtual.timing import OperatorTimes
+from hf_patrickstar.virtual.training import Training, make_adamw
 
 THIS = "this"
 """The machine at hand, which is measured."""
 _PLENTY_NBYTES = 2**50
 _STEP_NBYTES = MIB
+_OF_CHUNKS = frozenset(
+    {
+        *("chunk_numel", "device_budget", "host_budget", "chunk_budget", "placement", "cpu_embedding", "eviction"),
+        *("prefetch_depth", "overlap_optimizer", "reshard_after_forward", "host_threads", "warmup_fraction", "machine"),
+    }
+)
+"""Settings that do not change what torch tells an engine."""
 _COPY_NBYTES = 4
 """Bytes of a parameter that the device computes with, at most."""
 
@@ -368,4 +378,21 @@ def _record_quietly(subject: Subject, given: Circumstances, settings: Mapping[st
             num_micro_batches=given.num_micro_batches,
             world_size=given.world_size,
             times=given.times,
+            micro_batch=_micro_batch(subject, given),
         )
+
+
+def _micro_batch(subject: Subject, given: Circumstances) -> MicroBatch | None:
+    """What torch tells an engine in a micro-batch; kept for plans of other budgets and machines."""
+    settings = {name: value for name, value in given.settings.items() if name not in _OF_CHUNKS}
+    same = (settings, given.optimizer, given.num_micro_batches > 1)
+    training = Training(
+        subject.make_model,
+        subject.make_inputs,
+        subject.find_optimizer(given.optimizer) or make_adamw,
+        subject.compute_loss,
+        settings,
+        given.num_micro_batches,
+    )
+    is_measured = given.times is not None
+    return kept("micro_batches", subject, same, is_measured, lambda: listen(training, given.machine, given.times))

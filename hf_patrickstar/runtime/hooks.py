@@ -350,8 +350,17 @@ class ModelHooks:
             self._phases.gradient_ready(tensor, gradient.detach())
             self._manager.gradient_mirrors.follow_recorded(tensor, gradient if before is None else before + gradient)
         else:
-            self._phases.gradient_ready(tensor, gradient)
-            self.on_gradient(tensor)
+            self.store(tensor, gradient)
+
+    def store(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
+        """Stores a finished gradient.
+
+        Args:
+            tensor: Whose gradient it is.
+            gradient: The gradient of one backward.
+        """
+        self._phases.gradient_ready(tensor, gradient)
+        self.on_gradient(tensor)
 
 
 def _ignore(tensor: ManagedTensor) -> None:

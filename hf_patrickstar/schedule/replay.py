@@ -29,6 +29,10 @@ WAITS_FOR_ARRIVAL = "hf_patrickstar.runtime.copies.wait"
 """Where in the package the host waits for updates on the host, as plans tell it to load chunks and to use them."""
 
 
+Simple = Kernel | HostWork | BlockingCopy | Message
+"""Entries that need nothing of what was done before."""
+
+
 class Player:
     """Puts work on the clock of a machine.
 
@@ -138,6 +142,18 @@ class Player:
         """The host exchanges a message with all other processes."""
         self.clock.host(self.machine.message_ns, "exchange a message")
 
+    def play(self, entry: Simple) -> None:
+        """The host does what needs nothing else to be known."""
+        match entry:
+            case Kernel():
+                self.kernel(entry)
+            case HostWork():
+                self.host_work(entry)
+            case BlockingCopy():
+                self.blocking_copy(entry)
+            case Message():
+                self.message(entry)
+
 
 def lane_of(*, to_device: bool) -> Lane:
     """The lane of copies in one direction."""
@@ -193,20 +209,14 @@ class _Replay:
         player, clock = self._player, self._clock
         for entry in script:
             match entry:
-                case Kernel():
-                    player.kernel(entry)
-                case HostWork():
-                    player.host_work(entry)
+                case Kernel() | HostWork() | BlockingCopy() | Message():
+                    player.play(entry)
                 case ThreadWork():
                     self._work(entry)
-                case BlockingCopy():
-                    player.blocking_copy(entry)
                 case Send(index, nbytes, to_device):
                     self._sent.append(self._send(index, nbytes, to_device=to_device))
                 case Reduce():
                     self._sent.append(player.reduce(entry))
-                case Message():
-                    player.message(entry)
                 case Join(number):
                     clock.follow(Lane.COMPUTE, self._sent[number])
                 case Await(number, place):

@@ -18,7 +18,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -31,7 +31,7 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.update import Update
 from hf_patrickstar.schedule.clock import Lane, Mark, Timeline
-from hf_patrickstar.schedule.replay import LOADS, LOADS_TOGETHER, WAITS_FOR_ARRIVAL, Player
+from hf_patrickstar.schedule.replay import LOADS, LOADS_TOGETHER, WAITS_FOR_ARRIVAL, Player, Simple
 from hf_patrickstar.schedule.script import (
     Await,
     AwaitLoad,
@@ -49,10 +49,10 @@ from hf_patrickstar.schedule.script import (
     ThreadWork,
 )
 from hf_patrickstar.virtual.costs import HostCache, cost_of, touches_of
+from hf_patrickstar.virtual.note_taker import NoteTaker
 from hf_patrickstar.virtual.tapes import Operator, Tapes
 from hf_patrickstar.virtual.timing import OperatorTimes
 
-_E = TypeVar("_E", bound=Entry)
 _aten = torch.ops.aten
 _COPIES = frozenset({_aten.copy_, _aten._to_copy, _aten.clone, _aten._foreach_copy_})
 _ASKS_DEVICE = torch.ops.prim.device.default
@@ -166,6 +166,7 @@ class VirtualDriver:
     Args:
         machine: The machine that is not here.
         times: What operators take, if the machine is the one at hand after all; else its rates say it.
+        taker: Notes what the model does, or ``None``.
 
     Attributes:
         clock: The time.
@@ -173,7 +174,8 @@ class VirtualDriver:
         measured_on: The machine, if operators were timed on it.
     """
 
-    def __init__(self, machine: Machine, times: OperatorTimes | None = None) -> None:
+    def __init__(self, machine: Machine, times: OperatorTimes | None = None, taker: NoteTaker | None = None) -> None:
+        self._taker = taker
         self._player = Player(machine)
         self._times = times
         self.measured_on = None if times is None else machine
@@ -347,7 +349,7 @@ class VirtualDriver:
 
     def message(self) -> None:
         """The host exchanges a message with all other processes."""
-        self._append(Message(), self._player.message)
+        self.play(Message())
 
     def bring_home(self, tensor: torch.Tensor) -> None:
         """The host needs the values of a tensor that the engine has made for it, and has it from then on.
@@ -356,7 +358,7 @@ class VirtualDriver:
             tensor: The tensor; computed on the device, it is copied, since the engine takes the device for the host.
         """
         if self.is_on_device(tensor):
-            self._append(BlockingCopy(tensor.nbytes, False, False, caller()), self._player.blocking_copy)
+            self.play(BlockingCopy(tensor.nbytes, False, False, caller()))
             self._note(tensor, Tier.HOST)
 
     def take(self, buffer: torch.Tensor, tier: Tier, owner: str) -> None:
@@ -405,36 +407,49 @@ class VirtualDriver:
         elif len(tiers) > 1:  # on a device somebody would have copied these first
             target = self.tier_of(written[0]) if written else Tier.DEVICE
             self._copy_over([tensor for tensor in tensors if self.tier_of(tensor) is not target])
-            if target is Tier.HOST:
-                self._append(HostWork(name, cost.flops, cost.nbytes), self._player.host_work)
-            else:
-                self._append(Kernel(name, *cost), self._player.kernel)
+            self._work(HostWork(name, cost.flops, cost.nbytes) if target is Tier.HOST else Kernel(name, *cost))
         elif tiers == {Tier.HOST}:
-            self._append(HostWork(name, cost.flops, cost.nbytes), self._player.host_work)
+            self._work(HostWork(name, cost.flops, cost.nbytes))
             for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor):
                     self._note(leaf, Tier.HOST)
         else:
             place = caller() if packet in _ASKS else ""
             measured = None if self._times is None else self._times.find_ns(operator, args, kwargs)
-            self._append(Kernel(name, *cost, place, measured), self._player.kernel)
+            self._work(Kernel(name, *cost, place, measured))
+
+    def note_results(self, results: Any) -> None:
+        """An operator has returned something, which may be new memory."""
+        if self._taker is not None:
+            self._taker.note_results(results)
 
     def _copy_now(self, operands: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         is_pinned = all(self.is_on_device(tensor) or self.is_pinned(tensor) for tensor in operands)
         to_device = self.is_on_device(targets[0])
         nbytes = sum(tensor.nbytes for tensor in targets)
-        self._append(BlockingCopy(nbytes, to_device, is_pinned, caller()), self._player.blocking_copy)
+        self._work(BlockingCopy(nbytes, to_device, is_pinned, caller()))
 
     def _copy_over(self, operands: Sequence[torch.Tensor]) -> None:
         """Copies operands of one tier to the other; what is made on the host for this is not pinned."""
         to_device = not self.is_on_device(operands[0])
         is_pinned = all(self.is_pinned(tensor) for tensor in operands)
         nbytes = sum(tensor.nbytes for tensor in operands)
-        self._append(BlockingCopy(nbytes, to_device, is_pinned, caller()), self._player.blocking_copy)
+        self._work(BlockingCopy(nbytes, to_device, is_pinned, caller()))
 
-    def _append(self, entry: _E, play: Callable[[_E], None]) -> None:
+    def _work(self, work: Kernel | HostWork | BlockingCopy) -> None:
+        """Charges what an operator costs."""
+        if self._taker is not None:
+            self._taker.note_work(work)
+        self.play(work)
+
+    def play(self, entry: Simple) -> None:
+        """Charges work of the host or of the device.
+
+        Args:
+            entry: The work.
+        """
         self.script.append(entry)
-        play(entry)
+        self._player.play(entry)
 
     def _note(self, tensor: torch.Tensor, tier: Tier) -> None:
         key = storage_key(tensor)
@@ -458,6 +473,8 @@ class VirtualDriver:
 
     def begin_part(self, part: Part) -> None:
         """A part of the step begins."""
+        if self._taker is not None:
+            self._taker.note_work(Begin(part))
         self.script.append(Begin(part))
 
     def end(self) -> Timeline:
@@ -488,6 +505,7 @@ class _Operators(OperatorMode):
             result = func(*args, **kwargs)
         if getattr(func, "_schema", None) is not None:
             self._driver.note_operator(func, args, kwargs, result)
+        self._driver.note_results(result)
         return result
 
 

@@ -10,8 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import BudgetError, EngineError
-from hf_patrickstar.machine import CPU_TIER, Machine
-from hf_patrickstar.memory.streams import DeviceStreams
+from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.report.survey import Survey
 from hf_patrickstar.runtime.chunk import Chunk
@@ -24,12 +23,11 @@ from hf_patrickstar.schedule.script import Entry, Kernel, Load, Part
 from hf_patrickstar.schedule.simulator import repeated_plans
 from hf_patrickstar.schedule.trace import Trace
 from hf_patrickstar.units import format_need
-from hf_patrickstar.virtual.collectives import VirtualPeers
 from hf_patrickstar.virtual.driver import VirtualDriver
+from hf_patrickstar.virtual.micro_batch import MicroBatch
+from hf_patrickstar.virtual.playing import Playback
 from hf_patrickstar.virtual.timing import OperatorTimes
-
-ComputeLoss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
-"""Computes the loss of a micro-batch with the model."""
+from hf_patrickstar.virtual.training import ComputeLoss, Training, make_adamw, tensors_in
 
 _MOST_STEPS = 8
 _TO_DEVICE, _TO_HOST = "host_to_device_nbytes", "device_to_host_nbytes"
@@ -155,6 +153,7 @@ def record_step(
     num_micro_batches: int = 1,
     world_size: int = 1,
     times: OperatorTimes | None = None,
+    micro_batch: MicroBatch | None = None,
 ) -> Recording:
     """Trains with tensors that have no bytes until a step follows plans and chunks have their homes; records that one.
 
@@ -169,6 +168,8 @@ def record_step(
         num_micro_batches: How many make a step.
         world_size: How many processes train together, each on a device of the machine; see [Note: virtual processes].
         times: What operators take, if the machine is the one at hand; else its rates say it.
+        micro_batch: What was noted of a micro-batch of the same training, which then need not run; the recording is the
+            same.
 
     Raises:
         ConfigError: If the machine has fewer devices than there are processes.
@@ -176,40 +177,23 @@ def record_step(
         EngineError: If no step follows plans: data decides what this model does.
     """
     machine.check_processes(world_size)
+    training = Training(make_model, make_inputs, make_optimizer or make_adamw, compute_loss, config, num_micro_batches)
     driver = VirtualDriver(machine, times)
     with FakeTensorMode(), driver.watching():
-        model = make_model()
-        engine = PatrickStarEngine(
-            model,
-            {**_settings_for(machine), **config, "reuse_plan": False},
-            (make_optimizer or _make_adamw)(model.parameters()),
-            device=_streams_of(driver, machine),
-            gradient_accumulation_steps=num_micro_batches,
-            listener=driver.note_event,
-            process_group=VirtualPeers(driver, world_size),
-        )
-        assert engine.optimizer is not None
-        engine.optimizer.zero_grad()  # tells the engine that nobody wants gradients after a step
+        engine = training.make_engine(PatrickStarEngine, driver, world_size)
         num_to_pass = _num_to_pass(engine)
         for number in range(_MOST_STEPS + 1):
             before = engine.stats()
             driver.begin(engine.manager.chunks)
             if number:
                 _update(engine, max_norm, driver)
-            steps = _train(engine, compute_loss, [make_inputs() for _ in range(num_micro_batches)], driver)
+            steps = _train(engine, training, driver, micro_batch)
             timeline = driver.end()
             is_recorded = engine.stats()["recorded_steps"] > before["recorded_steps"]
             num_to_pass -= not is_recorded and all(step and step.cursor and step.plan for step in steps)
             if num_to_pass < 0:
                 return _note(engine, driver, steps, timeline, before)
     raise _refusal(engine, steps)
-
-
-def _streams_of(driver: VirtualDriver, machine: Machine) -> DeviceStreams:
-    streams = DeviceStreams(torch.device("cpu"), driver)
-    if not machine.has_accelerator:
-        streams.hold_at_most(0)  # there a gradient is at home when its copy is started
-    return streams
 
 
 def _num_to_pass(engine: PatrickStarEngine) -> int:
@@ -228,17 +212,6 @@ def _refusal(engine: PatrickStarEngine, steps: Sequence[Step | None]) -> Excepti
         f"none of {_MOST_STEPS} steps followed plans: what this model does depends on its data; train a few steps "
         "instead and read engine.survey()"
     )
-
-
-def _settings_for(machine: Machine) -> dict[str, Any]:
-    return {
-        "device_budget": machine.device_nbytes,
-        "host_budget": machine.host_nbytes,
-        "pin_memory": False,  # the driver takes all memory of the pool for pinned
-        # Without an accelerator it is as on the CPU tier, whose updates end before ``step()`` returns.
-        "machine": machine if machine.has_accelerator else CPU_TIER,
-        "overlap_optimizer": machine.has_accelerator,
-    }
 
 
 def _note(
@@ -285,10 +258,6 @@ def _load_of(chunk: Chunk) -> Load:
     return Load(nbytes, (chunk.spec.world_size - 1) * nbytes, is_here)
 
 
-def _make_adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-
-
 def _update(engine: PatrickStarEngine, max_norm: float | None, driver: VirtualDriver) -> None:
     """The optimizer's step."""
     assert engine.optimizer is not None
@@ -300,22 +269,24 @@ def _update(engine: PatrickStarEngine, max_norm: float | None, driver: VirtualDr
 
 
 def _train(
-    engine: PatrickStarEngine,
-    compute_loss: ComputeLoss,
-    batches: Sequence[Mapping[str, torch.Tensor]],
-    driver: VirtualDriver,
+    engine: PatrickStarEngine, training: Training, driver: VirtualDriver, micro_batch: MicroBatch | None
 ) -> list[Step | None]:
     """Forward and backward of all micro-batches; returns what the engine knows of each."""
+    batches = [training.make_inputs() for _ in range(training.num_micro_batches)]  # as the Trainer reads them
     steps: list[Step | None] = []
-
-    def train(inputs: Mapping[str, torch.Tensor]) -> Step | None:
-        driver.begin_part(Part.FORWARD)
-        loss = compute_loss(engine.model, inputs)
-        step = engine.manager.tracer.step
-        driver.begin_part(Part.BACKWARD)
-        (loss / len(batches) if len(batches) > 1 else loss).backward()
-        return step
-
     for inputs in batches:  # as the Trainer does, which repeats what has no room
-        steps.append(engine.attempt(functools.partial(train, inputs)))
+        steps.append(engine.attempt(functools.partial(_run, engine, training, driver, micro_batch, inputs)))
     return steps
+
+
+def _run(
+    engine: PatrickStarEngine,
+    training: Training,
+    driver: VirtualDriver,
+    micro_batch: MicroBatch | None,
+    inputs: Mapping[str, Any],
+) -> Step | None:
+    """Runs a micro-batch, or tells the engine what one does; no notes know embeddings that are looked up at home."""
+    if micro_batch is None or any(tensor.is_cpu_embedding for tensor in engine.manager.tensors):
+        return training.run_micro_batch(engine, driver, inputs)
+    return Playback(micro_batch, engine, driver, tensors_in(inputs)).run()

@@ -84,3 +84,52 @@ def test_what_a_script_trains_is_not_kept(records, place):
     plan_if_fits(scripted, given)
     assert len(records) == 2
     assert not list(place.iterdir())
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Each run of a model."""
+    made = []
+    original = Subject.compute_loss
+
+    def compute_loss(self, *args):
+        made.append(args)
+        return original(self, *args)
+
+    monkeypatch.setattr(Subject, "compute_loss", compute_loss)
+    return made
+
+
+OTHER_PLANS = {
+    "budget": {"device_memory": "3MiB"},
+    "host": {"host_memory": "32MiB"},
+    "setting": {"settings": {"eviction": "lru", "chunk_numel": 9000}},
+    "clipping": {"max_norm": None},
+    "processes": {"world_size": 2, "machine": "8xh100"},
+}
+
+
+@pytest.mark.parametrize("change", OTHER_PLANS.values(), ids=OTHER_PLANS)
+def test_a_plan_for_another_budget_runs_no_model(change, runs, place, monkeypatch):
+    def plan(changed):
+        arguments = {**ARGUMENTS, **changed}
+        return plan_and_record(*arrange(MODEL, arguments.pop("machine", "rtx4090"), **arguments))[0]
+
+    plan({})
+    assert len(runs) == 1, "once, by the engine that was listened to"
+    found = plan(change)
+    assert len(runs) == 1
+    monkeypatch.setattr(planning, "listen", lambda *args: None)
+    for path in place.iterdir():
+        path.unlink()
+    assert plan(change) == found
+    assert len(runs) > 1
+
+
+@pytest.mark.parametrize(
+    "change", [{"length": 64}, {"batch_size": 2}, {"dtype": "fp32"}, {"checkpointing": True}, {"num_micro_batches": 2}]
+)
+def test_a_plan_of_another_training_runs_it(change, runs):
+    plan_and_record(*arrange(MODEL, "rtx4090", **ARGUMENTS))
+    plan_and_record(*arrange(MODEL, "rtx4090", **{**ARGUMENTS, **change}))
+    assert len(runs) == 2

@@ -1,0 +1,177 @@
+"""Runs a micro-batch with an engine that is listened to; see [Note: micro-batches that are told again]."""
+
+import functools
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hf_patrickstar.engine import PatrickStarEngine
+from hf_patrickstar.machine import Machine
+from hf_patrickstar.runtime.assembly import Foundation, assemble
+from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.frames import Frame
+from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.runtime.parameters import Parameters
+from hf_patrickstar.runtime.phases import Phases
+from hf_patrickstar.schedule.trace import Shapes
+from hf_patrickstar.states import Stage
+from hf_patrickstar.units import ALIGNMENT_NUMEL
+from hf_patrickstar.virtual.driver import VirtualDriver
+from hf_patrickstar.virtual.micro_batch import Acquire, EnterBackward, LeaveForward, MicroBatch, Need, Release
+from hf_patrickstar.virtual.note_taker import NoteTaker
+from hf_patrickstar.virtual.playing import Playback
+from hf_patrickstar.virtual.timing import OperatorTimes
+from hf_patrickstar.virtual.training import Training, drop_gradients, tensors_in
+
+logger = logging.getLogger(__name__)
+
+_PLENTY_NBYTES = 2**50
+_WITH_ROOM = {
+    **{"device_budget": _PLENTY_NBYTES, "host_budget": _PLENTY_NBYTES, "chunk_budget": "auto", "placement": "host"},
+    **{"chunk_numel": ALIGNMENT_NUMEL, "cpu_embedding": False, "overlap_optimizer": False, "debug_evict_all": False},
+}
+"""A chunk for every parameter, with room for all of them and for everything else."""
+
+
+class NotedParameters(Parameters):
+    """Parameters of an engine whose calls are noted."""
+
+    def __init__(self, taker: NoteTaker, *parts: Any) -> None:
+        self._taker = taker
+        super().__init__(*parts)
+
+    def acquire(self, tensor: ManagedTensor, module_name: str, *, is_alias: bool = False) -> None:
+        """See ``Parameters``."""
+        with self._taker.inside() as is_called:
+            if is_called:
+                self._taker.note_call(Acquire(tensor.spec.index, module_name, is_alias))
+            super().acquire(tensor, module_name, is_alias=is_alias)
+
+    def release(self, tensor: ManagedTensor) -> None:
+        """See ``Parameters``."""
+        with self._taker.inside() as is_called:
+            super().release(tensor)
+            if is_called:
+                is_seen = not tensor.users and tensor.chunk.is_aliased
+                self._taker.note_call(Release(tensor.spec.index, is_seen))
+                if is_seen:
+                    self._taker.note_use(tensor)
+
+    def ensure_on_device(self, tensor: ManagedTensor, who: str) -> torch.Tensor:
+        """See ``Parameters``."""
+        with self._taker.inside() as is_called:
+            if is_called:
+                self._taker.note_call(Need(tensor.spec.index, who))
+                self._taker.note_use(tensor)
+            return super().ensure_on_device(tensor, who)
+
+
+class NotedPhases(Phases):
+    """Phases of an engine whose calls are noted."""
+
+    def __init__(self, taker: NoteTaker, *parts: Any) -> None:
+        self._taker = taker
+        super().__init__(*parts)
+
+    def before_forward(self, stage: Stage, name: str, shapes: Shapes, present: Iterable[torch.Tensor]) -> None:
+        """See ``Phases``."""
+        tensors = list(present)
+        with self._taker.inside() as is_called:
+            if is_called:
+                self._taker.note_forward(stage, name, shapes, tensors)
+            super().before_forward(stage, name, shapes, tensors)
+
+    def after_forward(self, frame: Frame, *, has_failed: bool) -> None:
+        """See ``Phases``."""
+        with self._taker.inside() as is_called:
+            if is_called and frame.stage is not Stage.BACKWARD:  # which recomputes
+                self._taker.note_call(LeaveForward())
+            super().after_forward(frame, has_failed=has_failed)
+
+    def backward_begin(self) -> None:
+        """See ``Phases``."""
+        with self._taker.inside() as is_called:
+            if is_called:
+                self._taker.note_call(EnterBackward())
+            super().backward_begin()
+
+    def gradient_ready(self, tensor: ManagedTensor, gradient: torch.Tensor, *, is_at_home: bool = False) -> None:
+        """See ``Phases``."""
+        with self._taker.inside() as is_called:
+            if is_called:
+                self._taker.note_gradient(tensor, gradient)
+            if is_at_home:
+                self._taker.note_odd()
+            super().gradient_ready(tensor, gradient, is_at_home=is_at_home)
+
+    def backward_end(self) -> None:
+        """See ``Phases``."""
+        with self._taker.inside() as is_called:
+            if is_called:
+                self._taker.note_backward_end(self._parameters.held_outside_forward)
+            super().backward_end()
+
+
+class NotedEngine(PatrickStarEngine):
+    """An engine whose calls are noted.
+
+    Args:
+        taker: Notes them.
+        *args: As for ``PatrickStarEngine``.
+        **kwargs: As for ``PatrickStarEngine``.
+    """
+
+    def __init__(self, taker: NoteTaker, *args: Any, **kwargs: Any) -> None:
+        self._taker = taker
+        super().__init__(*args, **kwargs)
+
+    def _assemble(self, foundation: Foundation) -> ChunkManager:
+        parameters = functools.partial(NotedParameters, self._taker)
+        return assemble(foundation, parameters, functools.partial(NotedPhases, self._taker))
+
+
+def listen(training: Training, machine: Machine, times: OperatorTimes | None = None) -> MicroBatch | None:
+    """Runs a micro-batch, and notes what torch tells the engine.
+
+    Args:
+        training: What is trained.
+        machine: Where.
+        times: What operators take, if the machine is the one at hand; else its rates say it.
+
+    Returns:
+        The notes, or ``None`` if an engine that is told them does something else than it did with the model.
+    """
+    taker = NoteTaker()
+    driver = VirtualDriver(machine, times, taker)
+    with FakeTensorMode(), driver.watching():
+        engine = training.make_engine(functools.partial(NotedEngine, taker), driver, settings=_WITH_ROOM)
+        inputs = training.make_inputs()
+        leaves = tensors_in(inputs)
+        driver.begin(engine.manager.chunks)
+        _count_placeholders(engine)
+        taker.begin(leaves, engine.model.buffers(), engine.manager.tensors, engine.resources.pool.owns)
+        training.run_micro_batch(engine, driver, inputs)
+        found = taker.end()
+        if found is None:
+            logger.info("patrickstar: the model does what cannot be told again without running it")
+            return None
+        script, tracer = tuple(driver.script), engine.manager.tracer
+        traces = dict(tracer.traces)
+        tracer.discard()
+        drop_gradients(engine)
+        driver.begin(engine.manager.chunks)
+        Playback(found, engine, driver, leaves).run()
+        is_same = tuple(driver.script) == script and tracer.traces == traces
+    if not is_same:
+        logger.info("patrickstar: what was noted of the model is not all that it does; it is run each time")
+    return found if is_same else None
+
+
+def _count_placeholders(engine: PatrickStarEngine) -> None:
+    """Counts the bytes of placeholders, which are seen once and stay; else they would count the second time alone."""
+    meter = engine.resources.meter
+    meter.start(tensor.placeholder for tensor in engine.manager.tensors)
+    meter.stop()

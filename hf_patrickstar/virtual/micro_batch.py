@@ -1,0 +1,200 @@
+"""What torch tells an engine in a micro-batch, in order. Pure data.
+
+[Note: micro-batches that are told again]
+Which operators a model calls, which parameters its modules need and when, and what memory its activations take depend
+on the model and its batch alone, not on chunks or budgets. So one micro-batch is run with fake tensors, by an engine
+with a chunk for every parameter and room for all of them (``listening.py``), and all that torch tells that engine is
+noted. Engines of any chunks and budgets are told it again (``playing.py``), which takes a fraction of the time, since
+no operator of the model runs: what they do is what they would have done with the model.
+
+The engine that listened is told its own notes again first. Only if it then does the same to the last byte and operator
+are they used.
+"""
+
+import dataclasses
+
+from hf_patrickstar.schedule.script import Begin, BlockingCopy, HostWork, Kernel
+from hf_patrickstar.schedule.trace import Shapes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EnterForward:
+    """An outermost forward of training begins.
+
+    Attributes:
+        name: The outermost module; empty for the model itself.
+        shapes: Shapes of its inputs.
+        inputs: Which of the tensors of the batch are there already, by their number.
+        others: Storages that are there already beside those and the model's buffers.
+    """
+
+    name: str
+    shapes: Shapes
+    inputs: tuple[int, ...]
+    others: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeaveForward:
+    """The outermost forward has ended."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Acquire:
+    """A module, or code of another one, begins to compute with a parameter.
+
+    Attributes:
+        index: The parameter.
+        who: Who asks.
+        is_alias: Whether only its chunk is needed.
+    """
+
+    index: int
+    who: str
+    is_alias: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Release:
+    """An acquisition ends.
+
+    Attributes:
+        index: The parameter.
+        is_seen: Whether a tensor still looks into its chunk.
+    """
+
+    index: int
+    is_seen: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Need:
+    """Backward needs a parameter as an operand.
+
+    Attributes:
+        index: The parameter.
+        who: Who asks.
+    """
+
+    index: int
+    who: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LetGo:
+    """No tensor looks into the place of a parameter any more.
+
+    Attributes:
+        index: The parameter.
+    """
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Keep:
+    """Autograd keeps operands of a parameter.
+
+    Attributes:
+        index: The parameter.
+        num: How many it keeps from now on.
+    """
+
+    index: int
+    num: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Show:
+    """An operator has looked at a parameter that has no value: at its placeholder.
+
+    Attributes:
+        index: The parameter.
+    """
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Allocate:
+    """An operator of the model has made memory.
+
+    Attributes:
+        storages: The number and the bytes of each storage.
+    """
+
+    storages: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Free:
+    """Memory that an operator of the model had made is free.
+
+    Attributes:
+        storage: Which.
+    """
+
+    storage: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EnterBackward:
+    """A backward begins."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gradient:
+    """The gradient of a parameter is finished.
+
+    Attributes:
+        index: The parameter.
+        storage: Where it is.
+        dtype: Its type, without ``torch.``.
+        size: Its shape.
+        stride: Its strides, in elements.
+        offset: Elements before its first one.
+    """
+
+    index: int
+    storage: int
+    dtype: str
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeaveBackward:
+    """The backward has ended."""
+
+
+Note = (
+    Kernel
+    | HostWork
+    | BlockingCopy
+    | Begin
+    | EnterForward
+    | LeaveForward
+    | Acquire
+    | Release
+    | Need
+    | LetGo
+    | Keep
+    | Show
+    | Allocate
+    | Free
+    | EnterBackward
+    | Gradient
+    | LeaveBackward
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """All that torch tells an engine in one micro-batch; see [Note: micro-batches that are told again].
+
+    Attributes:
+        notes: What it tells, in order; what operators cost comes between.
+    """
+
+    notes: tuple[Note, ...]

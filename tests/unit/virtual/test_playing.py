@@ -1,0 +1,153 @@
+"""Engines that are told what torch told another one do what they do with the model, to the last byte and operator."""
+
+import dataclasses
+
+import pytest
+import torch
+from models import make_batch, make_model
+from test_recording import CASES, NODE, SMALL, TOGETHER
+from trainers import smallest_budget
+
+from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.machine import MACHINES
+from hf_patrickstar.schedule.script import ThreadWork
+from hf_patrickstar.virtual.listening import listen
+from hf_patrickstar.virtual.recording import record_step
+from hf_patrickstar.virtual.training import Training, make_adamw
+
+H100 = MACHINES["h100"]
+
+
+def compute_loss(model, inputs):
+    return model(**inputs).loss
+
+
+def make_training(name="gpt2", checkpointing=False, num_micro_batches=1, change=lambda model: None, **settings):
+    def make():
+        model = make_model(name).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        change(model)
+        return model
+
+    def make_inputs():
+        return {key: torch.zeros_like(value) for key, value in make_batch(name, seed=0).items()}
+
+    def make_optimizer(parameters):
+        return make_adamw([parameter for parameter in parameters if parameter.requires_grad])
+
+    config = {**SMALL, "device_budget": "1GiB", **settings}
+    return Training(make, make_inputs, make_optimizer, compute_loss, config, num_micro_batches)
+
+
+def record(training, machine, micro_batch, max_norm=1.0, world_size=1):
+    return record_step(
+        training.make_model,
+        training.make_inputs,
+        machine,
+        config=training.config,
+        make_optimizer=training.make_optimizer,
+        compute_loss=training.compute_loss,
+        max_norm=max_norm,
+        num_micro_batches=training.num_micro_batches,
+        world_size=world_size,
+        micro_batch=micro_batch,
+    )
+
+
+def without_addresses(recording):
+    """A recording without what depends on addresses: single numbers that another one may have left in the cache."""
+    script = [
+        dataclasses.replace(
+            entry, operators=tuple((work.name, work.nbytes if work.nbytes > 8 else 0) for work in entry.operators)
+        )
+        if isinstance(entry, ThreadWork)
+        else entry
+        for entry in recording.script
+    ]
+    fields = {field.name: getattr(recording, field.name) for field in dataclasses.fields(recording)}
+    return {**fields, "script": script, "timeline": None}
+
+
+def check(how, chunk_nbytes):
+    how = dict(how)
+    of_step = {key: how.pop(key) for key in ("max_norm", "world_size") if key in how}
+    machine = how.pop("machine", H100)
+    training = make_training(**how, chunk_budget=chunk_nbytes)
+    micro_batch = listen(training, machine)
+    assert micro_batch is not None
+    expected = record(training, machine, None, **of_step)
+    found = record(training, machine, micro_batch, **of_step)
+    left, right = without_addresses(found), without_addresses(expected)
+    assert [name for name in left if left[name] != right[name]] == []
+    assert found.timeline.duration_ns == pytest.approx(expected.timeline.duration_ns, abs=100)
+
+
+PLAIN = {
+    name: CASES[name]
+    for name in (
+        *("gpt2", "llama", "t5", "bert", "recomputation", "no clipping", "fp32", "on the CPU", "slow bus"),
+        *("two micro-batches", "accumulation with recomputation"),
+    )
+}
+
+
+@pytest.mark.parametrize("how", PLAIN.values(), ids=PLAIN)
+def test_an_engine_does_the_same_without_the_model(how):
+    how = {"placement": "host", **how}
+    check(how, int(1.3 * smallest_budget(make_model(how.get("name", "gpt2")), "bf16", checkpointing=True)))
+
+
+@pytest.mark.parametrize("name", ["two", "eight that reshard", "two micro-batches"])
+def test_one_of_several_processes_does_the_same(name):
+    check({"placement": "host", "machine": NODE, **TOGETHER[name]}, 80_000)
+
+
+def test_chunks_in_the_margin_do_the_same():
+    check({"overlap_optimizer": "backward", "max_norm": None}, 200_000)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_frozen_parameters_do_the_same(checkpointing):
+    def freeze(model):
+        model.transformer.h[0].requires_grad_(False)
+        model.enable_input_require_grads()
+
+    check({"change": freeze, "checkpointing": checkpointing, "placement": "host"}, 80_000)
+
+
+def test_experts_do_the_same():
+    check({"name": "mixtral", "placement": "host"}, 120_000)
+
+
+def test_a_device_that_is_too_small_is_refused_too():
+    training = make_training(chunk_budget="auto")
+    micro_batch = listen(training, H100)
+    training = dataclasses.replace(training, config={**training.config, "device_budget": 60_000})
+    for given in (micro_batch, None):
+        with pytest.raises(BudgetError, match="device_budget is too small"):
+            record(training, H100, given)
+
+
+def test_a_model_that_is_evaluated_in_its_loss_is_not_told_again():
+    def compute(model, inputs):
+        with torch.no_grad():
+            expected = model(**inputs).logits
+        return (model(**inputs).logits - expected).square().mean()
+
+    training = dataclasses.replace(make_training(), compute_loss=compute)
+    assert listen(training, H100) is None
+
+
+def test_notes_that_are_not_all_that_a_model_does_are_not_used():
+    """A model that does more each time it is called."""
+    calls = []
+
+    def compute(model, inputs):
+        calls.append(None)
+        loss = compute_loss(model, inputs)
+        return loss
+
+    training = dataclasses.replace(make_training(), compute_loss=compute)
+    assert listen(training, H100) is not None
+    assert len(calls) == 1, "the second time nothing of the model runs"
