@@ -13,7 +13,7 @@ import torch
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import BudgetError, ConfigError, EngineError
 from hf_patrickstar.layout.embedding import EmbeddingChoice, choose_embeddings
-from hf_patrickstar.layout.packing import ChunkSpec, Layout, align
+from hf_patrickstar.layout.packing import ChunkSpec, Layout
 from hf_patrickstar.layout.search import ChunkSizeChoice, fixed_layout, search_layout
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec, collect_specs
 from hf_patrickstar.memory.accelerator import is_accelerator
@@ -29,7 +29,7 @@ from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.pace import choose_depth, exposed_ns
 from hf_patrickstar.schedule.placement import ChunkBytes, HomePlan, plan_homes
 from hf_patrickstar.shortage import Limit
-from hf_patrickstar.units import format_nbytes
+from hf_patrickstar.units import align, format_nbytes
 
 logger = logging.getLogger(__name__)
 
@@ -423,9 +423,10 @@ def _choose_layout(
         narrow, wide = collectives.staging_numel(chunk_numel, dtype)
         return narrow * dtype.itemsize + wide * torch.float32.itemsize
 
-    def exposed_of(layout: Layout) -> int:
-        itemsize = max((spec.types.itemsize for spec in layout.chunks), default=0)
-        return exposed_ns(len(layout.chunks), layout.chunk_numel, itemsize, situation.resources.machine)
+    itemsize = max((spec.types.itemsize for spec in tensors), default=0)
+
+    def exposed_of(num_chunks: int, chunk_numel: int) -> int:
+        return exposed_ns(num_chunks, chunk_numel, itemsize, situation.resources.machine)
 
     exposed = exposed_of if situation.resources.has_lanes and not everything_fits else None
     splits = world_size > 1 and all(kernel.splits_tensors for kernel in situation.kernels)
