@@ -82,9 +82,8 @@ def plan_homes(
     movable = [chunk for chunk in chunks if not chunk.on_host]
     total = sum(chunk.device_nbytes for chunk in movable)
     fixed = sum(chunk.host_nbytes for chunk in chunks if chunk.on_host)
-    fixed_workspace = workspace_nbytes if fixed else 0
     beside = working_set_nbytes if is_copied else 0
-    fits = total + workspace_nbytes + beside <= device_nbytes and fixed + fixed_workspace <= host_nbytes
+    fits = total + workspace_nbytes + beside <= device_nbytes and fixed + bool(fixed) * workspace_nbytes <= host_nbytes
     if fits and not keeps_off:
         return HomePlan(
             frozenset(chunk.chunk_index for chunk in movable),
@@ -102,7 +101,9 @@ def plan_homes(
             homed.append(chunk.chunk_index)
     if need > host_nbytes:
         short = Shortage.of([(host_limit or Limit("host_budget", host_nbytes), whole if is_metered else need)])
-        raise BudgetError(_host_too_small(short, (need, host_nbytes), (len(homed), len(movable)), device_nbytes))
+        said = _host_too_small(short, (need, host_nbytes), (len(homed), len(movable)), device_nbytes)
+        left = [chunk for chunk in chunks if chunk.chunk_index not in homed]
+        raise BudgetError(f"{said}\n{table(left, host_nbytes, device_nbytes, working_set_nbytes, workspace_nbytes)}")
     reason = f"model data ({format_nbytes(need)}) is at home on the host, chunks move to the device"
     if homed:
         reason = f"{len(homed)} of {len(movable)} chunks are at home on the device: the host is full"
@@ -116,6 +117,33 @@ def _host_too_small(short: Shortage, nbytes: tuple[int, int], num_homed: tuple[i
         f"take {format_need(device_nbytes)}. "
         + short.advise("raise device_budget and chunk_budget, train fewer parameters, or use more processes")
     )
+
+
+def table(
+    on_host: Sequence[ChunkBytes], host_nbytes: int, device_nbytes: int, working_set_nbytes: int, workspace_nbytes: int
+) -> str:
+    """What would be on each tier, in the form in which the ledger shows what is there.
+
+    Args:
+        on_host: The bytes of the chunks at home on the host.
+        host_nbytes: Bytes that these may take.
+        device_nbytes: Bytes that chunks may take on the device.
+        working_set_nbytes: Bytes that the most demanding module needs on the device at once.
+        workspace_nbytes: Bytes of scratch space on each tier.
+    """
+    params, states = sum(c.host_param_nbytes for c in on_host), sum(c.state_nbytes for c in on_host)
+    rows = (
+        ("host", "param", params),
+        ("host", "masters and states", states),
+        ("host", "workspace", workspace_nbytes),
+        ("host", "total", params + states + workspace_nbytes),
+        ("host", "usable now", host_nbytes),
+        ("device", "working set", working_set_nbytes),
+        ("device", "workspace", workspace_nbytes),
+        ("device", "usable now", device_nbytes),
+    )
+    lines = [f"{tier:8}{owner:24}{format_nbytes(nbytes):>14}" for tier, owner, nbytes in rows]
+    return "\n".join([f"{'tier':8}{'owner':24}{'need':>14}", *lines])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
