@@ -78,3 +78,8 @@ def format_nbytes(nbytes: int) -> str:
 def format_need(nbytes: int) -> str:
     """Prints a number of bytes both ways, for error messages: ``1.50 GiB (1610612736 bytes)``."""
     return f"{format_nbytes(nbytes)} ({nbytes} bytes)"
+
+
+def format_seconds(seconds: float) -> str:
+    """Prints a duration with three digits, for example ``1.27 s``."""
+    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:.0f} s"
