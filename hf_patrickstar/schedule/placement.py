@@ -90,8 +90,7 @@ def plan_homes(
             f"all model data ({format_nbytes(total)}) is at home on the device: it fits the device budget",
         )
     need = whole = fixed + sum(chunk.host_nbytes for chunk in movable) + workspace_nbytes
-    room = device_nbytes - working_set_nbytes - workspace_nbytes
-    homed: list[int] = []
+    homed, room = list[int](), device_nbytes - working_set_nbytes - workspace_nbytes
     for chunk in reversed(movable):
         if need <= host_nbytes:
             break
@@ -102,8 +101,8 @@ def plan_homes(
     if need > host_nbytes:
         short = Shortage.of([(host_limit or Limit("host_budget", host_nbytes), whole if is_metered else need)])
         said = _host_too_small(short, (need, host_nbytes), (len(homed), len(movable)), device_nbytes)
-        left = [chunk for chunk in chunks if chunk.chunk_index not in homed]
-        raise BudgetError(f"{said}\n{table(left, host_nbytes, device_nbytes, working_set_nbytes, workspace_nbytes)}")
+        rooms = (host_nbytes, device_nbytes)
+        raise BudgetError(f"{said}\n{table(chunks, homed, rooms, working_set_nbytes, workspace_nbytes)}")
     reason = f"model data ({format_nbytes(need)}) is at home on the host, chunks move to the device"
     if homed:
         reason = f"{len(homed)} of {len(movable)} chunks are at home on the device: the host is full"
@@ -120,27 +119,32 @@ def _host_too_small(short: Shortage, nbytes: tuple[int, int], num_homed: tuple[i
 
 
 def table(
-    on_host: Sequence[ChunkBytes], host_nbytes: int, device_nbytes: int, working_set_nbytes: int, workspace_nbytes: int
+    chunks: Sequence[ChunkBytes],
+    homed: Sequence[int],
+    rooms: tuple[int, int],
+    working_set_nbytes: int,
+    workspace_nbytes: int,
 ) -> str:
     """What would be on each tier, in the form in which the ledger shows what is there.
 
     Args:
-        on_host: The bytes of the chunks at home on the host.
-        host_nbytes: Bytes that these may take.
-        device_nbytes: Bytes that chunks may take on the device.
+        chunks: The bytes of every chunk.
+        homed: The chunks that would be at home on the device.
+        rooms: Bytes that chunks may take on the host and on the device.
         working_set_nbytes: Bytes that the most demanding module needs on the device at once.
         workspace_nbytes: Bytes of scratch space on each tier.
     """
+    on_host = [chunk for chunk in chunks if chunk.chunk_index not in homed]
     params, states = sum(c.host_param_nbytes for c in on_host), sum(c.state_nbytes for c in on_host)
     rows = (
         ("host", "param", params),
         ("host", "masters and states", states),
         ("host", "workspace", workspace_nbytes),
         ("host", "total", params + states + workspace_nbytes),
-        ("host", "usable now", host_nbytes),
+        ("host", "usable now", rooms[0]),
         ("device", "working set", working_set_nbytes),
         ("device", "workspace", workspace_nbytes),
-        ("device", "usable now", device_nbytes),
+        ("device", "usable now", rooms[1]),
     )
     lines = [f"{tier:8}{owner:24}{format_nbytes(nbytes):>14}" for tier, owner, nbytes in rows]
     return "\n".join([f"{'tier':8}{'owner':24}{'need':>14}", *lines])
