@@ -13,7 +13,7 @@ import torch
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import BudgetError, ConfigError, EngineError
 from hf_patrickstar.layout.embedding import EmbeddingChoice, choose_embeddings
-from hf_patrickstar.layout.packing import ChunkSpec, Layout, align
+from hf_patrickstar.layout.packing import ChunkSpec, Layout
 from hf_patrickstar.layout.search import ChunkSizeChoice, fixed_layout, search_layout
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec, collect_specs
 from hf_patrickstar.memory.accelerator import is_accelerator
@@ -26,10 +26,14 @@ from hf_patrickstar.runtime.admission import check_model, check_values, is_left_
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, torch_dtype
 from hf_patrickstar.runtime.live_parameter import LiveMixin
 from hf_patrickstar.runtime.together import roots_of
+from hf_patrickstar.schedule.known import KnownTraces
+from hf_patrickstar.schedule.margin import StepCost
 from hf_patrickstar.schedule.pace import choose_depth, exposed_ns
 from hf_patrickstar.schedule.placement import ChunkBytes, HomePlan, plan_homes
+from hf_patrickstar.schedule.prospect import PlacementRules, Prospect
+from hf_patrickstar.schedule.sketch import ChunkWork
 from hf_patrickstar.shortage import Limit
-from hf_patrickstar.units import format_nbytes
+from hf_patrickstar.units import align, format_nbytes, format_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -108,11 +112,66 @@ class Decisions:
             self.depth_reason,
         )
 
-    def expected(self, situation: Circumstances) -> str:
-        """What this process will need for model data, in one line.
+    def foresee(
+        self, situation: Circumstances, known: KnownTraces, rules: PlacementRules, *, fills_margin: bool
+    ) -> StepCost | None:
+        """What a step will cost when chunks have moved to the device margin; ``None`` if that is not known.
+
+        Without traces nothing is known of the inputs, and without lanes no machine's rates tell what a step takes.
 
         Args:
             situation: What the decisions depended on.
+            known: Traces of a plan.
+            rules: What a placement takes into account.
+            fills_margin: Whether chunks may move to the margin.
+        """
+        if not rules.has_lanes or not any(trace.kind.is_training for trace in known.traces.values()):
+            return None
+        prospect, kept = self.prospect(situation, known, rules), self.homes.device_homed
+        specs = [spec for spec in self.choice.layout.chunks if spec.trainable and spec.index not in kept]
+        movable = frozenset(spec.index for spec in specs if not self._looked_up(known) & {*spec.tensor_indices})
+        inside = prospect.margin(kept, movable).chunk_indices if fills_margin and movable else ()
+        return prospect.cost(kept | {*inside})
+
+    def prospect(self, situation: Circumstances, known: KnownTraces, rules: PlacementRules) -> Prospect:
+        """What is known of a step before chunks are allocated; see ``foresee``."""
+        resources, chunks = situation.resources, self.choice.layout.chunks
+        return Prospect(
+            [*known.traces.values()],
+            situation.num_micro_batches,
+            self.chunk_nbytes,
+            [self._work(spec, resources.collectives.rank, self._looked_up(known)) for spec in chunks],
+            frozenset(spec.index for spec in chunks if spec.is_updated),
+            resources.collectives.world_size > 1,
+            resources.ledger.limit(Tier.DEVICE, cautious=False),
+            resources.ledger.chunk_budget,
+            rules,
+        )
+
+    def _looked_up(self, known: KnownTraces) -> frozenset[int]:
+        """Tensors that are looked up on the host, where their chunk is at home."""
+        asked, homed = self.embeddings.tensor_indices, self.homes.device_homed
+        of_plan = {} if self.embeddings.is_final else known.lookups
+        placements = self.choice.layout.placements
+        return frozenset(i for i in asked if of_plan.get(i) != "device" and placements[i].chunk_index not in homed)
+
+    def _work(self, spec: ChunkSpec, rank: int, looked_up: frozenset[int]) -> ChunkWork:
+        """What a step does with a chunk that is at home on the host."""
+        begin, nbytes = rank * spec.chunk_numel, spec.chunk_numel * spec.types.itemsize
+        own = matrices = 0
+        for index in spec.tensor_indices:
+            tensor, offset = self.tensors[index], self.choice.layout.placements[index].offset_numel - begin
+            own += max(min(offset + tensor.numel, spec.chunk_numel) - max(offset, 0), 0)
+            matrices += tensor.numel if len(tensor.shape) > 1 and index not in looked_up else 0
+        own = own if spec.is_updated else 0
+        return ChunkWork(matrices, own, nbytes, spec.nbytes - nbytes, spec.types.param, is_static=False)
+
+    def expected(self, situation: Circumstances, foreseen: StepCost | None) -> str:
+        """What this process will need for model data, and for a step, in one line.
+
+        Args:
+            situation: What the decisions depended on.
+            foreseen: What a step will cost, if that is known.
         """
         ledger, homed = situation.resources.ledger, self.homes.device_homed
         num, num_trained = (
@@ -124,10 +183,14 @@ class Decisions:
             on_host += self.workspace_nbytes
             on_device += self.choice.working_set_nbytes
         room = min(limit.nbytes for limit in ledger.limits(Tier.DEVICE))
+        time = ""
+        if foreseen is not None:
+            name = situation.resources.machine.name
+            time = f", and about {format_seconds(foreseen.seconds)} per step by the rates of '{name}'"
         return (
             f"{_in_words(num)} parameters ({_in_words(num_trained)} trained): model data takes "
             f"{format_nbytes(on_host)} of {format_nbytes(ledger.limit(Tier.HOST))} on the host, and on the device, "
-            f"beside activations, at least {format_nbytes(on_device)} of {format_nbytes(room)}"
+            f"beside activations, at least {format_nbytes(on_device)} of {format_nbytes(room)}{time}"
         )
 
     def explain(self, situation: Circumstances) -> None:
@@ -423,9 +486,10 @@ def _choose_layout(
         narrow, wide = collectives.staging_numel(chunk_numel, dtype)
         return narrow * dtype.itemsize + wide * torch.float32.itemsize
 
-    def exposed_of(layout: Layout) -> int:
-        itemsize = max((spec.types.itemsize for spec in layout.chunks), default=0)
-        return exposed_ns(len(layout.chunks), layout.chunk_numel, itemsize, situation.resources.machine)
+    itemsize = max((spec.types.itemsize for spec in tensors), default=0)
+
+    def exposed_of(num_chunks: int, chunk_numel: int) -> int:
+        return exposed_ns(num_chunks, chunk_numel, itemsize, situation.resources.machine)
 
     exposed = exposed_of if situation.resources.has_lanes and not everything_fits else None
     splits = world_size > 1 and all(kernel.splits_tensors for kernel in situation.kernels)

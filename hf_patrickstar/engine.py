@@ -44,10 +44,10 @@ from hf_patrickstar.runtime.executor import MovePolicy
 from hf_patrickstar.runtime.hooks import ModelHooks
 from hf_patrickstar.runtime.live_parameter import set_raw_data
 from hf_patrickstar.runtime.manager import ChunkManager
-from hf_patrickstar.runtime.placement import PlacementRules
 from hf_patrickstar.runtime.recovery import MAX_RETRIES, Recovery
 from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.known import KnownTraces
+from hf_patrickstar.schedule.prospect import PlacementRules
 
 logger = logging.getLogger(__name__)
 
@@ -115,11 +115,13 @@ class PatrickStarEngine:
         situation = Circumstances(self.config, self.resources, self._kernels, holders(given), self._num_micro_batches)
         weakref.finalize(self, self.collectives.close)  # the process group has threads and sockets
         self._decisions = decide(model, precision, situation)
-        expected = self._decisions.expected(situation)
+        known = find_traces(model, self._decisions, situation)
+        self._rules = self._make_rules()
+        self.foreseen = self._decisions.foresee(situation, known, self._rules, fills_margin=self._fills_margin())
+        expected = self._decisions.expected(situation, self.foreseen)
         logger.info("patrickstar: %s", expected)
         self._emit(ModelDecided(expected))
         self._payloads = Payloads(self.resources, self._decisions, self._kernels, self._workers)
-        known = find_traces(model, self._decisions, situation)
         self.manager = self._make_manager(self._payloads.allocate(), known)
         self.weights = ChunkWeights(self.manager)
         self.optimizers: list[ChunkedOptimizer] = []
@@ -206,6 +208,12 @@ class PatrickStarEngine:
 
     _assemble: Callable[[Foundation], ChunkManager] = staticmethod(assemble)  # a simulation has other parts
 
+    def _make_rules(self) -> PlacementRules:
+        decisions, config, resources = self._decisions, self.config, self.resources
+        runs_beside = bool(config.overlap_optimizer) and all(kernel.runs_beside for kernel in self._kernels)
+        rates = (resources.machine, resources.has_lanes, resources.has_lanes and runs_beside)
+        return PlacementRules(decisions.workspace_nbytes, decisions.prefetch_depth, config.eviction, *rates)
+
     def _make_manager(self, chunks: list[Chunk], known: KnownTraces) -> ChunkManager:
         decisions, config, resources = self._decisions, self.config, self.resources
         return self._assemble(
@@ -219,16 +227,7 @@ class PatrickStarEngine:
                 collectives=self.collectives,
                 emit=self._emit,
                 policy=MovePolicy.of(config, self.collectives.world_size, decisions.prefetch_depth),
-                placement=PlacementRules(
-                    decisions.workspace_nbytes,
-                    decisions.prefetch_depth,
-                    config.eviction,
-                    resources.machine,
-                    resources.has_lanes,
-                    resources.has_lanes
-                    and bool(config.overlap_optimizer)
-                    and all(kernel.runs_beside for kernel in self._kernels),
-                ),
+                placement=self._rules,
                 fills_margin=self._fills_margin(),
                 reserve=self._payloads.reserve,
                 need_at=decisions.need_at,

@@ -20,6 +20,11 @@ ALIGNMENT_NUMEL = 64
 """Offsets in chunks are multiples of this many elements: 128 bytes in 16-bit, 256 in fp32."""
 
 
+def align(numel: int) -> int:
+    """The smallest multiple of the alignment that holds ``numel`` elements."""
+    return -(-numel // ALIGNMENT_NUMEL) * ALIGNMENT_NUMEL
+
+
 def parse_nbytes(value: int | str, name: str = "size") -> int:
     """Turns a size into a number of bytes.
 
@@ -73,3 +78,8 @@ def format_nbytes(nbytes: int) -> str:
 def format_need(nbytes: int) -> str:
     """Prints a number of bytes both ways, for error messages: ``1.50 GiB (1610612736 bytes)``."""
     return f"{format_nbytes(nbytes)} ({nbytes} bytes)"
+
+
+def format_seconds(seconds: float) -> str:
+    """Prints a duration with three digits, for example ``1.27 s``."""
+    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:.0f} s"

@@ -56,7 +56,7 @@ def smallest_budget(model, precision="no", checkpointing=False, **settings):
     tensors, modules, parameters = collect_specs(model, is_recomputed)
     types = choose_precision(model, PatrickStarConfig(**settings), precision, parameters)
     tensors = types.assign(model, tensors, parameters)
-    return min(nbytes for _, nbytes in find_candidates(tensors, modules))
+    return min(found.need_nbytes for found in find_candidates(tensors, modules))
 
 
 def arguments(cls, tmp_path, **kwargs):

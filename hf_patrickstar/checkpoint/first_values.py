@@ -94,12 +94,12 @@ class FirstValues:
             self._collectives.rank == 0,
         )
         try:
-            self._filler.begin((tensor for tensor in order if tensor.is_owned), self._value_of)
+            self._filler.begin((tensor for tensor in order if self._has_value(tensor)), self._value_of)
             for tensor in shown(order, what, "tensors", is_first=is_first):
-                if tensor.is_owned:
+                if self._has_value(tensor):
                     self._filler.finish(tensor, self._value_of(tensor))
-                    if tensor.is_rounded:
-                        tensor.origin = self._find_origin(tensor, self._value_of(tensor))
+                if tensor.is_owned and tensor.is_rounded:
+                    tensor.origin = self._find_origin(tensor, self._value_of(tensor))
                 tensor.move_in()
                 self._unread.pop(tensor.spec.index, None)
         finally:
@@ -107,6 +107,10 @@ class FirstValues:
         self._files = None  # closes the files that no origin refers to
         self._explain_origins()
         self._collectives.exchange_objects(None, "reads the weights")  # one process may have a slower disk
+
+    def _has_value(self, tensor: ManagedTensor) -> bool:
+        """Whether this process fills the place of a parameter: it owns it, and there are bytes to fill it with."""
+        return tensor.is_owned and (tensor.spec.index in self._unread or not isinstance(tensor.parameter, FakeTensor))
 
     def _value_of(self, tensor: ManagedTensor) -> torch.Tensor:
         return self._unread.get(tensor.spec.index, tensor.parameter.data)

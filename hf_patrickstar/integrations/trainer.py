@@ -171,9 +171,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
             self._run.begin_micro_batch()
         if self._outcome is None:
             self._outcome = RunOutcome(self)
-        said = self._outcome.begin_micro_batch()
-        if said is not None:
-            self._tell(said)
+        self._tell(*self._outcome.begin_micro_batch())
         # on_optimizer_step is the only call of user code between a step and the Trainer's zero_grad.
         engine.manager.gradients.is_watched = any(
             getattr(callback, "on_optimizer_step", None) is not None

@@ -4,7 +4,7 @@ from typing import Any
 
 from hf_patrickstar.integrations.trainer_report import Stopwatch
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.report.outcome import Outcome, describe_outcome, describe_step
+from hf_patrickstar.report.outcome import Outcome, describe_foreseen, describe_outcome, describe_step
 
 _SUMS = ("waiting_seconds", "loading_seconds", "computing_seconds", "settling_seconds", "updating_seconds", "retries")
 
@@ -27,24 +27,28 @@ class RunOutcome:
         self._begun: tuple[int, int, float] | None = None  # a step, steps recorded before it, and when it began
         self._is_told = False
 
-    def begin_micro_batch(self) -> str | None:
+    def begin_micro_batch(self) -> tuple[str, ...]:
         """Notes that a micro-batch begins.
 
         Returns:
-            Once, when the first step has ended that was not recorded, what it took; else ``None``.
+            Once, when the first step has ended that was not recorded, what was foreseen for it, unless that was said
+            before the run began, and what it took; else nothing.
         """
         if self._is_told:
-            return None
+            return ()
         step = self._trainer.state.global_step
         if self._begun is not None and self._begun[0] == step:
-            return None
+            return ()
         now, stats, last = self.watch.elapsed, self._trainer.patrickstar_stats(), self._begun
         recorded = int(stats["recorded_steps"])
         self._begun = (step, recorded, now)
         if last is None or recorded != last[1] or step != last[0] + 1:
-            return None
+            return ()
         self._is_told = True
-        return describe_step(step, now - last[2], stats)
+        engine = self._trainer.patrickstar_engine
+        foreseen = engine.manager.placement.foreseen if engine.foreseen is None else None
+        before = () if foreseen is None else (describe_foreseen(foreseen.seconds, engine.resources.machine.name),)
+        return *before, describe_step(step, now - last[2], stats)
 
     def lines(self) -> tuple[str, ...]:
         """What the run has come to; nothing if it made no step."""

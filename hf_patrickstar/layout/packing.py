@@ -1,39 +1,15 @@
-"""From specs to chunks: which chunk and which offset each tensor has. The same in every chunk list.
+"""From specs to chunks: which chunk and which offset each tensor has. The same in every chunk list."""
 
-[Note: communication groups]
-With p processes an entry of the chunk list is a communication group (PatrickStar section 7): p consecutive chunks of
-equal size, gathered into one contiguous buffer and reduced together. Rank r owns the r-th chunk: this rank alone has
-its masters and optimizer states, so a tensor lies as a whole in one of the p chunks, here called bins. Padding is
-gathered too, so groups of neighbours in the model are filled like this, with little padding:
-
-- A tensor goes into the first bin with room of the current group of its kind (one type; frozen, or trained by one
-  optimizer).
-- A tensor larger than the bins makes the bins of the current group as large as itself. If the group is too full for
-  that, or if no bin has room, the next group begins. Later tensors fill the bins beside a large tensor.
-- Some groups are cut to the smallest bins that hold their tensors, which are distributed again, largest first: the last
-  group, a group that a large tensor closed, and the group before one that was filled backwards.
-- A large tensor at the end of the model, such as an output embedding, has no tensors after it, and its group cannot be
-  cut below its size. This group is filled backwards, with the tensors before it, if that takes fewer elements in all.
-
-All this is for optimizers that need whole tensors. A model smaller than p times its largest tensor has much padding
-then. For element-wise optimizers a tensor larger than a chunk is alone in a group and spread over its chunks, cut at
-multiples of the alignment; the device then needs no more room than the tensor itself.
-"""
-
+import bisect
 import dataclasses
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.layout.groups import Group, Kind, Piece, close_last, fill_groups, room_of
 from hf_patrickstar.layout.specs import FP32, ModuleSpec, TensorSpec, Types
-from hf_patrickstar.units import ALIGNMENT_NUMEL
-
-CUT_STEPS = 256
-"""Bins are cut in steps of the least possible size divided by this."""
-
-
-def align(numel: int) -> int:
-    """The smallest multiple of the alignment that holds ``numel`` elements."""
-    return -(-numel // ALIGNMENT_NUMEL) * ALIGNMENT_NUMEL
+from hf_patrickstar.units import ALIGNMENT_NUMEL, align
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,6 +62,11 @@ class ChunkSpec:
         return self.trainable and self.optimizer_index >= 0
 
     @property
+    def kind(self) -> Kind:
+        """The kind of its tensors."""
+        return self.trainable, self.optimizer_index, self.types
+
+    @property
     def chunk_numel(self) -> int:
         """Elements of one of its chunks: what one rank owns."""
         return self.capacity_numel // self.world_size
@@ -126,8 +107,7 @@ class Layout:
         0 with one process, where each gradient goes home at once; else the bytes of two groups, since backward begins
         the next group before the last gradients of the group before have come.
         """
-        sizes = sorted(chunk.nbytes for chunk in self.chunks if chunk.trainable and chunk.world_size > 1)
-        return sum(sizes[-2:])
+        return gradients_nbytes(self.chunks)
 
     def working_set_nbytes(self, modules: Iterable[ModuleSpec]) -> tuple[int, ModuleSpec | None]:
         """Bytes of the chunks that the most demanding module needs on the device at once, and that module."""
@@ -140,168 +120,177 @@ class Layout:
         return largest
 
 
-@dataclasses.dataclass(slots=True)
-class _OpenChunk:
-    """A chunk that is being filled."""
+def gradients_nbytes(chunks: Iterable[ChunkSpec | Group]) -> int:
+    """See ``Layout.gradients_nbytes``."""
+    sizes = sorted(chunk.nbytes for chunk in chunks if chunk.trainable and chunk.world_size > 1)
+    return sum(sizes[-2:])
 
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outline:
+    """What chunks or groups come to.
+
+    Attributes:
+        num_chunks: How many there are.
+        capacity_numel: Elements of all of them.
+        largest: The most elements that one rank owns of one, by kind.
+    """
+
+    num_chunks: int
     capacity_numel: int
-    kind: "_Kind"
-    on_host: bool = False
-    end_numel: int = 0
-    tensors: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    largest: Mapping[Kind, int]
 
-    def add(self, spec: TensorSpec) -> None:
-        self.tensors.append((spec.index, self.end_numel))
-        self.end_numel += align(spec.numel)
-
-
-_Kind = tuple[bool, int, Types]
+    @classmethod
+    def of(cls, groups: Sequence[ChunkSpec | Group]) -> "Outline":
+        """Adds up chunks or groups."""
+        largest: dict[Kind, int] = {}
+        for group in groups:
+            largest[group.kind] = max(group.chunk_numel, largest.get(group.kind, 0))
+        return cls(len(groups), sum(group.capacity_numel for group in groups), largest)
 
 
-def _kind(spec: TensorSpec) -> _Kind:
-    """Tensors of different kinds have different lists, and are never in one chunk."""
+class _Run(NamedTuple):
+    """Tensors of one kind that share chunks, and the elements that all before each of them, and all of them, take."""
+
+    kind: Kind
+    pieces: list[Piece]
+    before: list[int]
+
+    def cuts(self, chunk_numel: int) -> list[int]:
+        """Where chunks begin, and where the last one ends."""
+        before, cuts = self.before, [0]
+        while cuts[-1] < len(self.pieces):
+            cuts.append(bisect.bisect_right(before, before[cuts[-1]] + chunk_numel) - 1)
+        return cuts
+
+    def last_numel(self, cuts: Sequence[int]) -> int:
+        """Elements of the last chunk, which is cut to what it holds."""
+        return max(self.before[-1] - self.before[cuts[-2]], ALIGNMENT_NUMEL)
+
+
+class Packer:
+    """Packs the tensors of a model into chunks of any size; the arguments are those of ``pack``.
+
+    A search looks at hundreds of sizes, which are multiples of the alignment. ``fill`` and ``outline`` tell of one of
+    them without the objects of a ``Layout``; with one process running sums tell where chunks end.
+
+    Attributes:
+        world_size: Processes that share the model data.
+        used_numel: Elements of all tensors.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[TensorSpec],
+        on_host: frozenset[int] = frozenset(),
+        world_size: int = 1,
+        splits: bool = False,
+    ) -> None:
+        if world_size < 1:
+            raise ConfigError(f"world_size: expected a positive number of processes, got {world_size}")
+        if world_size > 1 and on_host:
+            raise ConfigError(f"cpu_embedding: not supported with {world_size} processes; set it to false")
+        self._tensors = tensors
+        self.world_size = world_size
+        # Of how many bins a large tensor is alone in; 0 if it is not alone.
+        self._parts = world_size if splits or world_size == 1 else 0
+        # Of a group one rank owns the offset of an empty tensor, so it takes some elements.
+        least = 0 if world_size == 1 else ALIGNMENT_NUMEL
+        self.used_numel = sum(spec.numel for spec in tensors)
+        self._hosted: list[Group] = []
+        self._kinds: dict[Kind, list[Piece]] = {}
+        for spec in tensors:
+            kind, piece = _kind(spec), Piece(spec.index, max(align(spec.numel), least))
+            if spec.index in on_host:
+                self._hosted.append(_alone(kind, piece, 1, on_host=True))
+            else:
+                self._kinds.setdefault(kind, []).append(piece)
+        self._rooms = sorted({piece.room for pieces in self._kinds.values() for piece in pieces})
+        self._filled: tuple[int, list[Group]] | None = None
+        self._split: tuple[int, tuple[list[Group], Outline, list[_Run]]] | None = None
+
+    def fill(self, chunk_numel: int) -> list[Group]:
+        """The chunks or groups of a size, in no order; kept until another size is asked for."""
+        if self._filled is None or self._filled[0] != chunk_numel:
+            filled = self._fill_chunks(chunk_numel) if self.world_size == 1 else self._fill_groups(chunk_numel)
+            self._filled = (chunk_numel, filled)
+        return self._filled[1]
+
+    def outline(self, chunk_numel: int) -> Outline:
+        """What ``fill`` comes to; with one process no chunk is made for that."""
+        if self.world_size > 1:
+            return Outline.of(self.fill(chunk_numel))
+        _, alone, runs = self._split_at(chunk_numel)
+        num, capacity, largest = alone.num_chunks, alone.capacity_numel, dict(alone.largest)
+        for run in runs:
+            cuts = run.cuts(chunk_numel)
+            num_full, last = len(cuts) - 2, run.last_numel(cuts)
+            num += num_full + 1
+            capacity += num_full * chunk_numel + last
+            largest[run.kind] = max(chunk_numel if num_full else last, largest.get(run.kind, 0))
+        return Outline(num, capacity, largest)
+
+    def layout(self, chunk_numel: int) -> Layout:
+        """The chunk list of a size."""
+        tensors = self._tensors
+        placements: list[Placement | None] = [None] * len(tensors)
+        chunks = []
+        for index, group in enumerate(sorted(self.fill(chunk_numel), key=lambda group: group.pieces[0])):
+            placed = group.placed()
+            for tensor_index, offset in placed:
+                placements[tensor_index] = Placement(tensor_index, index, offset)
+            indices = tuple(tensor_index for tensor_index, _ in placed)
+            used = sum(tensors[tensor_index].numel for tensor_index in indices)
+            trainable, optimizer_index, types = group.kind
+            own = (trainable, group.on_host, self.world_size, optimizer_index, types)
+            chunks.append(ChunkSpec(index, group.capacity_numel, used, indices, *own))
+        return Layout(tuple(tensors), tuple(chunks), tuple(p for p in placements if p is not None), chunk_numel)
+
+    def _fill_chunks(self, chunk_numel: int) -> list[Group]:
+        alone, _, runs = self._split_at(chunk_numel)
+        groups = [*alone]
+        for run in runs:
+            cuts = run.cuts(chunk_numel)
+            for start, stop in itertools.pairwise(cuts):
+                taken = run.before[stop] - run.before[start]
+                groups.append(Group(run.kind, chunk_numel, [run.pieces[start:stop]], [taken]))
+            groups[-1].chunk_numel = run.last_numel(cuts)
+        return groups
+
+    def _fill_groups(self, chunk_numel: int) -> list[Group]:
+        """See [Note: communication groups]."""
+        alone, _, runs = self._split_at(chunk_numel)
+        groups = [*alone]
+        for run in runs:
+            filled = fill_groups(run.kind, run.pieces, chunk_numel, self.world_size)
+            groups += close_last(filled, run.pieces, chunk_numel)
+        return groups
+
+    def _split_at(self, chunk_numel: int) -> tuple[list[Group], Outline, list[_Run]]:
+        """Tensors that are alone, what these come to, and those that are together; kept until other ones are larger."""
+        num_small = bisect.bisect_right(self._rooms, chunk_numel)
+        if self._split is None or num_small != self._split[0]:
+            alone, runs = [*self._hosted], []
+            for kind, pieces in self._kinds.items():
+                shared = [piece for piece in pieces if piece.room <= chunk_numel] if self._parts else pieces
+                if len(shared) < len(pieces):
+                    alone += [_alone(kind, piece, self._parts) for piece in pieces if piece.room > chunk_numel]
+                if shared:
+                    runs.append(_Run(kind, shared, [*itertools.accumulate(map(room_of, shared), initial=0)]))
+            self._split = (num_small, (alone, Outline.of(alone), runs))
+        return self._split[1]
+
+
+def _kind(spec: TensorSpec) -> Kind:
     return spec.trainable, spec.optimizer_index if spec.trainable else -1, spec.types
 
 
-def _fill_chunks(tensors: Sequence[TensorSpec], chunk_numel: int, on_host: frozenset[int]) -> list[_OpenChunk]:
-    """Chunks for one process, ordered by their first tensor."""
-    closed: list[_OpenChunk] = []
-    current: dict[_Kind, _OpenChunk] = {}
-    for spec in tensors:
-        numel = align(spec.numel)
-        if spec.index in on_host or numel > chunk_numel:
-            own = _OpenChunk(numel, _kind(spec), on_host=spec.index in on_host)
-            own.add(spec)
-            closed.append(own)
-            continue
-        chunk = current.get(_kind(spec))
-        if chunk is None or chunk.end_numel + numel > chunk_numel:
-            chunk = current[_kind(spec)] = _OpenChunk(chunk_numel, _kind(spec))
-            closed.append(chunk)
-        chunk.add(spec)
-    for chunk in current.values():
-        chunk.capacity_numel = max(chunk.end_numel, ALIGNMENT_NUMEL)
-    return closed
-
-
-def _room(spec: TensorSpec) -> int:
-    """Elements that a tensor takes of a bin: at least some, so that one rank owns the offset of an empty tensor."""
-    return max(align(spec.numel), ALIGNMENT_NUMEL)
-
-
-@dataclasses.dataclass(slots=True)
-class OpenGroup:
-    """A communication group that is being filled: bins of one size, one per rank.
-
-    Attributes:
-        bin_numel: Elements of a bin.
-        bins: The tensors of each bin.
-        ends: Elements taken of each bin.
-    """
-
-    bin_numel: int
-    bins: list[list[TensorSpec]]
-    ends: list[int]
-
-    @classmethod
-    def of(cls, num_bins: int, bin_numel: int) -> "OpenGroup":
-        """Makes an empty group."""
-        return cls(bin_numel, [[] for _ in range(num_bins)], [0] * num_bins)
-
-    @property
-    def specs(self) -> list[TensorSpec]:
-        """The tensors of all bins, in model order."""
-        return sorted((spec for own in self.bins for spec in own), key=lambda spec: spec.index)
-
-    def add(self, spec: TensorSpec) -> bool:
-        """Puts a tensor into the first bin that has room for it, if one has."""
-        room = _room(spec)
-        for place, end in enumerate(self.ends):
-            if end + room <= self.bin_numel:
-                self.bins[place].append(spec)
-                self.ends[place] = end + room
-                return True
-        return False
-
-    def refilled(self, specs: Iterable[TensorSpec], bin_numel: int) -> "OpenGroup | None":
-        """A group with bins of another size, filled with these tensors in this order; ``None`` if they do not fit."""
-        group = OpenGroup.of(len(self.bins), bin_numel)
-        return group if all(group.add(spec) for spec in specs) else None
-
-    def cut(self) -> "OpenGroup":
-        """A group of the same tensors in the smallest bins, largest tensor first; itself if no smaller bins do."""
-        specs = sorted(self.specs, key=_room, reverse=True)
-        least = max(align(-(-sum(self.ends) // len(self.bins))), _room(specs[0]))
-        for bin_numel in range(least, self.bin_numel, align(-(-least // CUT_STEPS))):
-            group = self.refilled(specs, bin_numel)
-            if group is not None:
-                return group
-        return self
-
-    def as_chunk(self, kind: _Kind) -> _OpenChunk:
-        """All bins in a row; the tensors of each in model order."""
-        chunk = _OpenChunk(self.bin_numel * len(self.bins), kind)
-        for place, own in enumerate(self.bins):
-            chunk.end_numel = place * self.bin_numel
-            for spec in sorted(own, key=lambda spec: spec.index):
-                chunk.tensors.append((spec.index, chunk.end_numel))
-                chunk.end_numel += _room(spec)
-        return chunk
-
-
-def fill_groups(specs: Sequence[TensorSpec], chunk_numel: int, world_size: int) -> list[OpenGroup]:
-    """Distributes tensors of one kind over groups, in model order; the last group is not cut yet.
-
-    Args:
-        specs: The tensors.
-        chunk_numel: Elements of a bin, unless a tensor is larger.
-        world_size: Bins of a group.
-    """
-    groups: list[OpenGroup] = []
-    for spec in specs:
-        if groups and groups[-1].add(spec):
-            continue
-        room = _room(spec)
-        if groups and room > groups[-1].bin_numel:
-            grown = groups[-1].refilled([*groups[-1].specs, spec], room)
-            groups[-1] = grown or groups[-1].cut()
-            if grown is not None:
-                continue
-        groups.append(OpenGroup.of(world_size, max(chunk_numel, room)))
-        groups[-1].add(spec)
-    return groups
-
-
-def _close_last(groups: list[OpenGroup], specs: Sequence[TensorSpec], chunk_numel: int) -> list[OpenGroup]:
-    """Cuts the last group; fills it from the tensors before it where that takes fewer elements in all."""
-    cut = groups[-1].cut()
-    plain = [*groups[:-1], cut]
-    last = dataclasses.replace(cut, bins=[list(own) for own in cut.bins], ends=list(cut.ends))
-    num_before = len(specs) - len(last.specs)
-    while num_before and last.add(specs[num_before - 1]):
-        num_before -= 1
-    if last.ends == cut.ends:
-        return plain
-    before = fill_groups(specs[:num_before], chunk_numel, len(last.bins))
-    backwards = [*before[:-1], *(group.cut() for group in before[-1:]), last]
-    return min(plain, backwards, key=lambda made: sum(group.bin_numel for group in made))
-
-
-def _pack_groups(tensors: Sequence[TensorSpec], chunk_numel: int, world_size: int, splits: bool) -> list[_OpenChunk]:
-    """See [Note: communication groups]."""
-    chunks = []
-    spread = {spec.index for spec in tensors if splits and spec.numel > chunk_numel}
-    for spec in tensors:
-        if spec.index in spread:
-            group = _OpenChunk(world_size * align(-(-spec.numel // world_size)), _kind(spec))
-            group.add(spec)
-            chunks.append(group)
-    for kind in dict.fromkeys(_kind(spec) for spec in tensors):
-        specs = [spec for spec in tensors if _kind(spec) == kind and spec.index not in spread]
-        groups = fill_groups(specs, chunk_numel, world_size)
-        closed = _close_last(groups, specs, chunk_numel) if groups else []
-        chunks += [group.as_chunk(kind) for group in closed]
-    return sorted(chunks, key=lambda chunk: min(index for index, _ in chunk.tensors))
+def _alone(kind: Kind, piece: Piece, num_parts: int, *, on_host: bool = False) -> Group:
+    """A chunk of one tensor, or a group of one with a part of it in each bin."""
+    group = Group.of(kind, num_parts, max(align(-(-piece.room // num_parts)), ALIGNMENT_NUMEL))
+    group.bins[0].append(piece)
+    group.on_host = on_host
+    return group
 
 
 def pack(
@@ -332,24 +321,4 @@ def pack(
     """
     if chunk_numel < 1:
         raise ConfigError(f"chunk_numel: expected a positive number of elements, got {chunk_numel}")
-    if world_size < 1:
-        raise ConfigError(f"world_size: expected a positive number of processes, got {world_size}")
-    if world_size > 1 and on_host:
-        raise ConfigError(f"cpu_embedding: not supported with {world_size} processes; set it to false")
-    chunk_numel = align(chunk_numel)
-    if world_size == 1:
-        filled = _fill_chunks(tensors, chunk_numel, on_host)
-    else:
-        filled = _pack_groups(tensors, chunk_numel, world_size, splits)
-    placements: list[Placement | None] = [None] * len(tensors)
-    chunks = []
-    for index, chunk in enumerate(filled):
-        for tensor_index, offset in chunk.tensors:
-            placements[tensor_index] = Placement(tensor_index, index, offset)
-        used = sum(tensors[tensor_index].numel for tensor_index, _ in chunk.tensors)
-        indices = tuple(tensor_index for tensor_index, _ in chunk.tensors)
-        capacity = max(chunk.capacity_numel, ALIGNMENT_NUMEL)
-        trainable, optimizer_index, types = chunk.kind
-        own = (trainable, chunk.on_host, world_size, optimizer_index, types)
-        chunks.append(ChunkSpec(index, capacity, used, indices, *own))
-    return Layout(tuple(tensors), tuple(chunks), tuple(p for p in placements if p is not None), chunk_numel)
+    return Packer(tensors, on_host, world_size, splits).layout(align(chunk_numel))

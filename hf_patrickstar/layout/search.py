@@ -1,13 +1,16 @@
 """Chunk-size search: the size that wastes least, within what the device can hold (PatrickStar section 6.1)."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
 
 from hf_patrickstar.errors import BudgetError, ConfigError
-from hf_patrickstar.layout.packing import Layout, align, pack
+from hf_patrickstar.layout.groups import Group, Kind
+from hf_patrickstar.layout.packing import ChunkSpec, Layout, Outline, Packer, gradients_nbytes, pack
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec
 from hf_patrickstar.shortage import Limit, Shortage
-from hf_patrickstar.units import ALIGNMENT_NUMEL, format_need
+from hf_patrickstar.units import ALIGNMENT_NUMEL, align, format_need
 
 MAX_CANDIDATES = 512
 _MAX_CHUNK_NUMEL = 2**26
@@ -73,7 +76,7 @@ def check_fits(
         BudgetError: If it does not fit; the message names the module, the bytes, and what to change.
     """
     chunks, module = layout.working_set_nbytes(modules)
-    gradients = _gradient_nbytes(layout, staging_nbytes)
+    gradients = _gradient_nbytes(layout.chunks, staging_nbytes)
     need = chunks + gradients
     if device_nbytes is not None and need > device_nbytes and module is not None:
         what = "chunks" if world_size == 1 else f"groups of {world_size} chunks"
@@ -116,6 +119,69 @@ def fixed_layout(
     return ChunkSizeChoice(layout, 1, need)
 
 
+class Candidate:
+    """A size that a search compares. What it looks at is computed when it is looked at.
+
+    Args:
+        chunk_numel: The size.
+        packer: Packs tensors.
+        together: The sets of tensors that modules need on the device at once, and what finds their groups.
+        staging_nbytes: As for ``check_fits``.
+    """
+
+    def __init__(
+        self,
+        chunk_numel: int,
+        packer: Packer,
+        together: Mapping[tuple[int, ...], Callable[[Mapping[int, int]], tuple[int, ...]]],
+        staging_nbytes: Callable[[int, str], int],
+    ) -> None:
+        self.chunk_numel = chunk_numel
+        self._packer = packer
+        self._together = together
+        self._staging_nbytes = staging_nbytes
+
+    @functools.cached_property
+    def outline(self) -> Outline:
+        """What its chunks or groups come to."""
+        return self._packer.outline(self.chunk_numel)
+
+    @functools.cached_property
+    def utilisation(self) -> float:
+        """As ``Layout.utilisation``."""
+        capacity = self.outline.capacity_numel
+        return self._packer.used_numel / capacity if capacity else 1.0
+
+    @functools.cached_property
+    def need_nbytes(self) -> int:
+        """Bytes of the largest working set and of the gradients beside it, as ``check_fits`` returns."""
+        groups = self._packer.fill(self.chunk_numel)
+        group_of = {
+            piece.tensor_index: place for place, group in enumerate(groups) for own in group.bins for piece in own
+        }
+        nbytes = [0 if group.on_host else group.nbytes for group in groups]
+        # Most modules of a large model are in the same chunks as another one.
+        held = {find(group_of) for find in self._together.values()}
+        working_set = max((sum([nbytes[place] for place in {*places}]) for places in held), default=0)
+        return working_set + _gradient_nbytes(groups, self._staging_nbytes)
+
+    def fits(self, device_nbytes: int | None) -> bool:
+        """Whether the device can hold what is needed."""
+        return device_nbytes is None or self._most_nbytes <= device_nbytes or self.need_nbytes <= device_nbytes
+
+    def layout(self) -> Layout:
+        """The layout of this size."""
+        return self._packer.layout(self.chunk_numel)
+
+    @property
+    def _most_nbytes(self) -> int:
+        """At least ``need_nbytes``, and soon known: as if each tensor of a module were in a chunk as large as any."""
+        world_size, largest = self._packer.world_size, self.outline.largest
+        nbytes = max((numel * world_size * types.itemsize for (_, _, types), numel in largest.items()), default=0)
+        num_chunks = max(map(len, self._together), default=0) + 2 * (world_size > 1)
+        return num_chunks * nbytes + _staged_nbytes(largest, self._staging_nbytes)
+
+
 def find_candidates(
     tensors: Sequence[TensorSpec],
     modules: Sequence[ModuleSpec],
@@ -123,8 +189,8 @@ def find_candidates(
     world_size: int = 1,
     staging_nbytes: Callable[[int, str], int] = lambda chunk_numel, dtype: 0,
     splits: bool = False,
-) -> list[tuple[Layout, int]]:
-    """The layouts that a search compares, smallest chunks first, and the bytes on the device that each needs at least.
+) -> list[Candidate]:
+    """The sizes that a search compares, smallest chunks first.
 
     Candidates are the model's size divided by 1, 2, 3, ... and by the number of processes, and the sizes of single
     tensors. The arguments are those of ``search_layout``.
@@ -134,12 +200,11 @@ def find_candidates(
     num_candidates = min(MAX_CANDIDATES, max(32, _MAX_PLACED_TENSORS // max(len(tensors) * world_size, 1)))
     sizes = {align(max(1, -(-total // (parts * world_size)))) for parts in range(1, num_candidates + 1)}
     sizes |= {align(spec.numel) for spec in tensors if spec.numel}
-    layouts = []
-    for size in sorted(size for size in sizes if size <= max(_MAX_CHUNK_NUMEL, min(sizes))):
-        layout = pack(tensors, size, on_host, world_size, splits)
-        chunks, _ = layout.working_set_nbytes(modules)
-        layouts.append((layout, chunks + _gradient_nbytes(layout, staging_nbytes)))
-    return layouts
+    most = max(_MAX_CHUNK_NUMEL, min(sizes))
+    packer = Packer(tensors, on_host, world_size, splits)
+    # One index is written twice, since of a single one ``itemgetter`` would return no tuple.
+    together = {own: operator.itemgetter(*own, own[0]) for own in (module.tensor_indices for module in modules) if own}
+    return [Candidate(size, packer, together, staging_nbytes) for size in sorted(sizes) if size <= most]
 
 
 def search_layout(
@@ -151,7 +216,7 @@ def search_layout(
     world_size: int = 1,
     staging_nbytes: Callable[[int, str], int] = lambda chunk_numel, dtype: 0,
     splits: bool = False,
-    exposed_ns: Callable[[Layout], int] | None = None,
+    exposed_ns: Callable[[int, int], int] | None = None,
 ) -> ChunkSizeChoice:
     """Finds a chunk size.
 
@@ -172,43 +237,48 @@ def search_layout(
         world_size: Processes that share the model data; sizes are of one chunk of a group.
         staging_nbytes: As for ``check_fits``.
         splits: As for ``pack``.
-        exposed_ns: What copies and updates of a layout add to a step; ``None`` if nothing runs beside computation.
+        exposed_ns: What copies and updates add to a step, from the number of chunks and their size; ``None`` if nothing
+            runs beside computation.
 
     Raises:
         BudgetError: If no size fits the device.
     """
-    layouts = find_candidates(tensors, modules, on_host, world_size, staging_nbytes, splits)
-    fitting = [item for item in layouts if device_nbytes is None or item[1] <= device_nbytes]
+    found = find_candidates(tensors, modules, on_host, world_size, staging_nbytes, splits)
+    fitting = [item for item in found if item.fits(device_nbytes)]
     if not fitting:
-        smallest = min(layouts, key=lambda item: item[1])[0]
-        check_fits(smallest, modules, device_nbytes, limits, world_size, staging_nbytes)
+        smallest = min(found, key=lambda item: item.need_nbytes)
+        check_fits(smallest.layout(), modules, device_nbytes, limits, world_size, staging_nbytes)
     if device_nbytes is not None:
         itemsize = _mean_itemsize(tensors)
         most_numel = max(_total_numel(tensors, on_host) // _MODEL_SHARE, ALIGNMENT_NUMEL)
         share = min(device_nbytes // _BUDGET_SHARE, most_numel * itemsize)
         if world_size > 1:
-            share = max(share, _least_group_nbytes([layout for layout, _ in fitting], itemsize, world_size))
-        several = [item for item in fitting if item[0].chunk_numel * world_size * itemsize <= share]
-        fitting = several or [min(fitting, key=lambda item: (item[1], item[0].chunk_numel))]
-    best = max(item[0].utilisation for item in fitting)
+            share = max(share, _least_group_nbytes(fitting, itemsize, world_size))
+        several = [item for item in fitting if item.chunk_numel * world_size * itemsize <= share]
+        fitting = several or [min(fitting, key=lambda item: (item.need_nbytes, item.chunk_numel))]
+    best = max(item.utilisation for item in fitting)
     enough = best - (_SPREAD_TOLERANCE if splits else _TOLERANCE)
-    well_used = [item for item in fitting if item[0].utilisation >= enough]
+    well_used = [item for item in fitting if item.utilisation >= enough]
     if exposed_ns is None:
-        layout, need = max(well_used, key=lambda item: item[0].chunk_numel)
-        return ChunkSizeChoice(layout, len(layouts), need)
-    times = [exposed_ns(layout) for layout, _ in well_used]
-    place = min(range(len(times)), key=lambda number: (times[number], -well_used[number][0].chunk_numel))
-    layout, need = well_used[place]
-    return ChunkSizeChoice(layout, len(layouts), need, times[place])
+        chosen = max(well_used, key=lambda item: item.chunk_numel)
+        return ChunkSizeChoice(chosen.layout(), len(found), chosen.need_nbytes)
+    times = {item.chunk_numel: exposed_ns(item.outline.num_chunks, item.chunk_numel) for item in well_used}
+    chosen = min(well_used, key=lambda item: (times[item.chunk_numel], -item.chunk_numel))
+    return ChunkSizeChoice(chosen.layout(), len(found), chosen.need_nbytes, times[chosen.chunk_numel])
 
 
-def _gradient_nbytes(layout: Layout, staging_nbytes: Callable[[int, str], int]) -> int:
+def _gradient_nbytes(chunks: Sequence[ChunkSpec | Group], staging_nbytes: Callable[[int, str], int]) -> int:
     """Bytes of gradients that are on the device until their group is reduced, and of the space to reduce them in."""
-    largest: dict[str, int] = {}
-    for chunk in layout.chunks:
-        if chunk.trainable:
-            largest[chunk.types.param] = max(chunk.chunk_numel, largest.get(chunk.types.param, 0))
-    return layout.gradients_nbytes + sum(staging_nbytes(numel, dtype) for dtype, numel in largest.items())
+    return gradients_nbytes(chunks) + _staged_nbytes(Outline.of(chunks).largest, staging_nbytes)
+
+
+def _staged_nbytes(largest: Mapping[Kind, int], staging_nbytes: Callable[[int, str], int]) -> int:
+    """Bytes of the space to reduce gradients of each type in, from the largest chunks by kind."""
+    by_type: dict[str, int] = {}
+    for (trainable, _, types), numel in largest.items():
+        if trainable:
+            by_type[types.param] = max(numel, by_type.get(types.param, 0))
+    return sum(staging_nbytes(numel, dtype) for dtype, numel in by_type.items())
 
 
 def _total_numel(tensors: Sequence[TensorSpec], on_host: frozenset[int]) -> int:
@@ -221,8 +291,7 @@ def _mean_itemsize(tensors: Sequence[TensorSpec]) -> float:
     return sum(spec.nbytes for spec in tensors) / max(sum(spec.numel for spec in tensors), 1)
 
 
-def _least_group_nbytes(layouts: Sequence[Layout], itemsize: float, world_size: int) -> float:
+def _least_group_nbytes(candidates: Sequence[Candidate], itemsize: float, world_size: int) -> float:
     """Bytes of the smallest groups that are used well enough; small bins waste more than small chunks do."""
-    enough = min(_ENOUGH_USED, max(layout.utilisation for layout in layouts) - _TOLERANCE)
-    well_used = [layout.chunk_numel for layout in layouts if layout.utilisation >= enough]
-    return min(well_used) * world_size * itemsize
+    enough = min(_ENOUGH_USED, max(item.utilisation for item in candidates) - _TOLERANCE)
+    return min(item.chunk_numel for item in candidates if item.utilisation >= enough) * world_size * itemsize

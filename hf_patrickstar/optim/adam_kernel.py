@@ -21,14 +21,13 @@ from typing import Any
 import torch
 from torch.optim.adam import adam
 
-from hf_patrickstar.layout.packing import align
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import AT_HOME, Kernel
 from hf_patrickstar.optim.workers import SMALL_NUMEL, HostWorkers
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor, round_masters
 from hf_patrickstar.runtime.update import Update
-from hf_patrickstar.units import ALIGNMENT_NUMEL
+from hf_patrickstar.units import ALIGNMENT_NUMEL, align
 
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"

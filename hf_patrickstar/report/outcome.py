@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hf_patrickstar.units import format_nbytes
+from hf_patrickstar.units import format_nbytes, format_seconds
 
 _MUCH_WAITING = 0.1
 """Share of the time from which waits for copies are worth a change."""
@@ -85,6 +85,16 @@ def describe_outcome(outcome: Outcome) -> tuple[str, str, str]:
     return _memory(outcome), _time(outcome), _advice(outcome)
 
 
+def describe_foreseen(seconds: float, machine: str) -> str:
+    """What a step is expected to take, in one line.
+
+    Args:
+        seconds: How long.
+        machine: The name of the machine by whose rates that is reckoned.
+    """
+    return f"by the rates of '{machine}' a step takes about {format_seconds(seconds)}"
+
+
 def describe_step(number: int, seconds: float, stats: Mapping[str, Any]) -> str:
     """What the first step has taken that was not recorded, in one line.
 
@@ -94,7 +104,7 @@ def describe_step(number: int, seconds: float, stats: Mapping[str, Any]) -> str:
         stats: The engine's statistics after it.
     """
     tiers = _tiers(stats, "step_peak")
-    return f"step {number}, the first one that was not recorded, took {_seconds(seconds)}, and at most {tiers}"
+    return f"step {number}, the first one that was not recorded, took {format_seconds(seconds)}, and at most {tiers}"
 
 
 def _memory(outcome: Outcome) -> str:
@@ -125,18 +135,14 @@ def _time(outcome: Outcome) -> str:
     names["others"] = "others, such as data and logs"
     shares = ", ".join(f"{share:.0%} {names.get(name, name)}" for name, share in outcome.shares.items())
     num = outcome.num_steps
-    each = f"{num} steps took {_seconds(outcome.seconds)}, {_seconds(outcome.seconds / num)} each"
+    each = f"{num} steps took {format_seconds(outcome.seconds)}, {format_seconds(outcome.seconds / num)} each"
     foreseen = ""
     if outcome.machine:
         foreseen = (
             f"; by the rates of '{outcome.machine}' a step waits {outcome.copying:.0%} of its time for copies and "
             f"{outcome.updating:.0%} for the update on the host"
         )
-    return f"{each if num > 1 else f'1 step took {_seconds(outcome.seconds)}'}: {shares}{foreseen}"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:.0f} s"
+    return f"{each if num > 1 else f'1 step took {format_seconds(outcome.seconds)}'}: {shares}{foreseen}"
 
 
 def _advice(outcome: Outcome) -> str:

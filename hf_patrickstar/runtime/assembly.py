@@ -24,7 +24,7 @@ from hf_patrickstar.runtime.order import make_order
 from hf_patrickstar.runtime.originals import Originals
 from hf_patrickstar.runtime.parameters import Parameters
 from hf_patrickstar.runtime.phases import Phases
-from hf_patrickstar.runtime.placement import Placement, PlacementRules
+from hf_patrickstar.runtime.placement import Placement
 from hf_patrickstar.runtime.reclaim import Reclaim
 from hf_patrickstar.runtime.sharing import Sharing
 from hf_patrickstar.runtime.steps import DeviceGauges, Steps
@@ -35,6 +35,7 @@ from hf_patrickstar.runtime.watch import Watch
 from hf_patrickstar.runtime.writes import Writes
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.placement import ChunkBytes
+from hf_patrickstar.schedule.prospect import PlacementRules
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

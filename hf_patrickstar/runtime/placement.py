@@ -6,26 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from hf_patrickstar.errors import BudgetError
-from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.copies import Copies
 from hf_patrickstar.runtime.tracer import Tracer
-from hf_patrickstar.schedule.clock import Lane
-from hf_patrickstar.schedule.margin import StepCost, fill_margin, needed_nbytes, plan_margin
+from hf_patrickstar.schedule.margin import StepCost, needed_nbytes
 from hf_patrickstar.schedule.pace import share_beside_backward
 from hf_patrickstar.schedule.placement import ChunkBytes, Lookups, plan_lookups
-from hf_patrickstar.schedule.plan import chunkable_nbytes
-from hf_patrickstar.schedule.replay import replay
-from hf_patrickstar.schedule.script import Load, Send
-from hf_patrickstar.schedule.simulator import repeated_plans
-from hf_patrickstar.schedule.sketch import ChunkWork, sketch, steps_of
+from hf_patrickstar.schedule.prospect import PlacementRules, Prospect
+from hf_patrickstar.schedule.sketch import ChunkWork
 from hf_patrickstar.schedule.trace import Shapes, Trace
 
 logger = logging.getLogger(__name__)
-
-_COPYING = (Lane.TO_DEVICE, Lane.TO_HOST, Lane.GATHERS, Lane.REDUCTIONS)
 
 
 class Room(Protocol):
@@ -34,27 +27,6 @@ class Room(Protocol):
     def make_room(self, nbytes: int, *, keep_margin: bool = False) -> None:
         """Frees so many bytes, without the chunks that live in the margin if ``keep_margin``."""
         ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PlacementRules:
-    """What a placement takes into account.
-
-    Attributes:
-        workspace_nbytes: Bytes of scratch space that the optimizer needs on a tier where it updates chunks.
-        prefetch_depth: Chunks that are brought in ahead.
-        policy: The name of the policy by which copies leave.
-        machine: Its rates decide what takes the least time.
-        has_lanes: Whether copies run beside computation; else the time of a step is the sum of all.
-        overlaps_update: Whether the host updates chunks beside the next forward.
-    """
-
-    workspace_nbytes: int
-    prefetch_depth: int
-    policy: str
-    machine: Machine
-    has_lanes: bool
-    overlaps_update: bool
 
 
 class Placement:
@@ -126,9 +98,7 @@ class Placement:
     def _foresee(self) -> None:
         """Without lanes nothing waits for a copy beside computation, so there is nothing to foresee."""
         if self._rules.has_lanes:
-            kept = self._at_home_on_device()
-            fixed = self._rules.workspace_nbytes + sum(self.nbytes[index].device_nbytes for index in kept)
-            self.foreseen = self._cost(frozenset(), kept, fixed)
+            self.foreseen = self._prospect().cost(self._at_home_on_device())
 
     def allow_margin(self, is_allowed: bool) -> None:
         """Tells whether chunks may move to the margin, now that an optimizer came.
@@ -227,45 +197,30 @@ class Placement:
 
     def _room_beside_working_chunks(self) -> int:
         """Bytes of the device that no moment of a recorded step needs."""
-        limit, unusable = self._limits()
-        static = self._at_home_on_device()
+        prospect, static = self._prospect(), self._at_home_on_device()
         fixed = sum(self.nbytes[index].device_nbytes for index in static)
-        needs = needed_nbytes(list(self._tracer.traces.values()), static, unusable)
-        return limit - fixed - max((nbytes for nbytes, _ in needs), default=0)
+        needs = needed_nbytes(prospect.traces, static, prospect.unusable_nbytes)
+        return prospect.device_nbytes - fixed - max((nbytes for nbytes, _ in needs), default=0)
 
     def _at_home_on_device(self) -> frozenset[int]:
         return frozenset(chunk.spec.index for chunk in self._chunks if chunk.home is Tier.DEVICE)
 
-    def _limits(self) -> tuple[int, int]:
-        """Bytes of the device, and how many of them chunks may not take even where others leave them."""
-        ledger = self._ledger
-        limit = ledger.limit(Tier.DEVICE, cautious=False)
-        return limit, 0 if ledger.chunk_budget is None else max(limit - ledger.chunk_budget, 0)
-
     def _fill_margin(self, reclaim: Room) -> None:
-        traces = list(self._tracer.traces.values())
         self.nbytes = [  # an accumulation list may have come since
             dataclasses.replace(nbytes, state_nbytes=chunk.state_nbytes)
             for nbytes, chunk in zip(self.nbytes, self._chunks, strict=True)
         ]
         kept = self._at_home_on_device() - self.in_margin
-        movable = [
-            self.nbytes[chunk.spec.index]
+        movable = frozenset(
+            chunk.spec.index
             for chunk in self._chunks
             if chunk.spec.trainable
             and chunk.spec.index not in kept
             and not any(t.is_cpu_embedding for t in chunk.tensors)
-        ]
+        )
         if not movable:
             return
-        limit, unusable = self._limits()
-        fixed = self._rules.workspace_nbytes + sum(self.nbytes[index].device_nbytes for index in kept)
-        largest = max((chunk.copy_nbytes for chunk in self._chunks), default=0)
-        ahead = largest if self._rules.prefetch_depth else 0
-        candidates = fill_margin(movable, traces, limit - fixed, ahead, kept, unusable, copies_stay=self._has_groups)
-        plan = plan_margin(
-            movable, candidates, lambda inside: self._cost(inside, kept, fixed), self._rules.machine.name
-        )
+        plan = self._prospect().margin(kept, movable)
         wanted = set(plan.chunk_indices)
         if wanted != self.in_margin or "margin" not in self.reasons:
             logger.info("patrickstar: %s", plan.reason)
@@ -275,39 +230,19 @@ class Placement:
         self._move_out(self.in_margin - wanted)
         self._move_in(reclaim, [index for index in plan.chunk_indices if index not in self.in_margin])
 
-    def _cost(self, inside: frozenset[int], kept: frozenset[int], fixed: int) -> StepCost | None:
-        """What one step of each bucket costs if these chunks live in the margin, beside so many bytes."""
-        ledger = self._ledger
-        taken = sum(self.nbytes[index].device_nbytes for index in inside)
-        free = ledger.limit(Tier.DEVICE, cautious=False) - fixed - taken
-        budget = None if ledger.chunk_budget is None else ledger.chunk_budget - fixed - taken
-        works, loads = self._works(inside | kept), self._loads(inside | kept)
-        training = [trace for trace in self._tracer.traces.values() if trace.kind.is_training]
-        duration_ns = moved = copying_ns = updating_ns = 0
-        for traces in steps_of(training, self._num_micro_batches):
-            try:
-                plans = repeated_plans(
-                    traces,
-                    [chunkable_nbytes(trace, free, budget) for trace in traces],
-                    self._rules.policy,
-                    dropped_after=frozenset(chunk.spec.index for chunk in self._chunks if chunk.spec.is_updated),
-                    static=frozenset() if self._has_groups else inside | kept,
-                    prefetch_depth=self._rules.prefetch_depth,
-                    repetitions=1,
-                )
-            except BudgetError:
-                return None
-            script = sketch(traces, works, overlaps_update=self._rules.overlaps_update)
-            timeline = replay(script, plans, loads, self._rules.machine)
-            busy_ns = sum(timeline.busy_ns().values())
-            duration_ns += timeline.duration_ns if self._rules.has_lanes else busy_ns
-            critical = timeline.critical_ns()
-            copying_ns += sum(critical[lane] for lane in _COPYING)
-            updating_ns += critical[Lane.HOST_WORK]
-            loaded = (loads[index] for plan in plans for actions in plan.moments for index in actions.load)
-            moved += sum(load.sent_nbytes + load.nbytes * (not load.is_here) for load in loaded)
-            moved += sum(entry.nbytes for entry in script if isinstance(entry, Send))
-        return StepCost(duration_ns, moved, copying_ns, updating_ns)
+    def _prospect(self) -> Prospect:
+        """What is known of a step as chunks are now."""
+        return Prospect(
+            list(self._tracer.traces.values()),
+            self._num_micro_batches,
+            self.nbytes,
+            self._works(frozenset()),
+            frozenset(chunk.spec.index for chunk in self._chunks if chunk.spec.is_updated),
+            self._has_groups,
+            self._ledger.limit(Tier.DEVICE, cautious=False),
+            self._ledger.chunk_budget,
+            self._rules,
+        )
 
     def share_beside_backward(self, trace: Trace) -> float:
         """The share of all updates that the host makes beside backward, by the rates of the machine.
@@ -328,13 +263,6 @@ class Placement:
                 chunk.spec.types.param,
                 chunk.spec.index in at_home,
             )
-            for chunk in self._chunks
-        ]
-
-    def _loads(self, at_home: frozenset[int]) -> list[Load]:
-        """What it takes to load each chunk: what others have at home comes over the network."""
-        return [
-            Load(chunk.param_nbytes, chunk.copy_nbytes - chunk.param_nbytes, chunk.spec.index in at_home)
             for chunk in self._chunks
         ]
 

@@ -21,12 +21,19 @@ class StepCost:
         moved_nbytes: Bytes that cross.
         copying_ns: How long its end has to wait for copies and collectives: their part of the critical path.
         updating_ns: How long its end has to wait for the host's thread, likewise.
+        num_steps: How many steps this is the sum of: one of each bucket of inputs.
     """
 
     duration_ns: int
     moved_nbytes: int
     copying_ns: int = 0
     updating_ns: int = 0
+    num_steps: int = 1
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of one step."""
+        return self.duration_ns / self.num_steps / 1e9
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

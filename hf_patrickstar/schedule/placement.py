@@ -82,10 +82,9 @@ def plan_homes(
     movable = [chunk for chunk in chunks if not chunk.on_host]
     total = sum(chunk.device_nbytes for chunk in movable)
     fixed = sum(chunk.host_nbytes for chunk in chunks if chunk.on_host)
-    fixed_workspace = workspace_nbytes if fixed else 0
-    beside = working_set_nbytes if is_copied else 0
-    fits = total + workspace_nbytes + beside <= device_nbytes and fixed + fixed_workspace <= host_nbytes
-    if fits and not keeps_off:
+    on_device = total + workspace_nbytes + (working_set_nbytes if is_copied else 0)
+    on_host = fixed + (workspace_nbytes if fixed else 0)
+    if on_device <= device_nbytes and on_host <= host_nbytes and not keeps_off:
         return HomePlan(
             frozenset(chunk.chunk_index for chunk in movable),
             f"all model data ({format_nbytes(total)}) is at home on the device: it fits the device budget",
@@ -101,21 +100,56 @@ def plan_homes(
             need -= chunk.host_nbytes
             homed.append(chunk.chunk_index)
     if need > host_nbytes:
-        short = Shortage.of([(host_limit or Limit("host_budget", host_nbytes), whole if is_metered else need)])
-        raise BudgetError(_host_too_small(short, (need, host_nbytes), (len(homed), len(movable)), device_nbytes))
+        limit = host_limit or Limit("host_budget", host_nbytes), whole if is_metered else need
+        sizes = host_nbytes, device_nbytes, working_set_nbytes, workspace_nbytes
+        raise BudgetError(_host_too_small(chunks, homed, need, limit, sizes))
     reason = f"model data ({format_nbytes(need)}) is at home on the host, chunks move to the device"
     if homed:
         reason = f"{len(homed)} of {len(movable)} chunks are at home on the device: the host is full"
     return HomePlan(frozenset(homed), reason, frozenset(homed))
 
 
-def _host_too_small(short: Shortage, nbytes: tuple[int, int], num_homed: tuple[int, int], device_nbytes: int) -> str:
+def _host_too_small(
+    chunks: Sequence[ChunkBytes],
+    homed: Sequence[int],
+    need: int,
+    limit: tuple[Limit, int],
+    sizes: tuple[int, int, int, int],
+) -> str:
+    short, (host_nbytes, device_nbytes, _, _) = Shortage.of([limit]), sizes
+    num_movable = sum(not chunk.on_host for chunk in chunks)
     return (
-        f"{short.subject} for the model data: {format_need(nbytes[0])} needed on the host, {format_need(nbytes[1])} "
-        f"available, after {num_homed[0]} of {num_homed[1]} chunks were given a home on the device, where chunks may "
+        f"{short.subject} for the model data: {format_need(need)} needed on the host, {format_need(host_nbytes)} "
+        f"available, after {len(homed)} of {num_movable} chunks were given a home on the device, where chunks may "
         f"take {format_need(device_nbytes)}. "
         + short.advise("raise device_budget and chunk_budget, train fewer parameters, or use more processes")
+        + "\n"
+        + _table([chunk for chunk in chunks if chunk.chunk_index not in homed], *sizes)
     )
+
+
+def _table(
+    on_host: Sequence[ChunkBytes],
+    host_nbytes: int,
+    device_nbytes: int,
+    working_set_nbytes: int,
+    workspace_nbytes: int,
+) -> str:
+    """What would be on each tier, in the form in which the ledger shows what is there."""
+    params = sum(chunk.host_param_nbytes for chunk in on_host)
+    states = sum(chunk.state_nbytes for chunk in on_host)
+    rows = (
+        ("host", "param", params),
+        ("host", "masters and states", states),
+        ("host", "workspace", workspace_nbytes),
+        ("host", "total", params + states + workspace_nbytes),
+        ("host", "usable now", host_nbytes),
+        ("device", "working set", working_set_nbytes),
+        ("device", "workspace", workspace_nbytes),
+        ("device", "usable now", device_nbytes),
+    )
+    lines = [f"{tier:8}{owner:24}{format_nbytes(nbytes):>14}" for tier, owner, nbytes in rows]
+    return "\n".join([f"{'tier':8}{'owner':24}{'need':>14}", *lines])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from models import MODELS, make_batch, make_model
 import hf_patrickstar.resources
 from hf_patrickstar import BudgetError, DeviceMemoryError, PatrickStarEngine
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.payloads import Payloads
 
 AUTO = re.compile(r"Set (\w+_budget) to 'auto'")
 VALUE = re.compile(r"(\w+_budget) to at least (\d+) bytes")
@@ -139,6 +140,15 @@ def test_host_budget_before_the_first_step(config):
     assert message.startswith("host_budget is too small for the model data")
     assert list(advised) == ["host_budget"]
     assert advised["host_budget"] < 1_200_000
+
+
+def test_a_host_without_room_is_refused_with_a_table_before_anything_is_allocated(monkeypatch):
+    monkeypatch.setattr(Payloads, "allocate", lambda self: 1 / 0)
+    with pytest.raises(BudgetError) as caught:
+        Training("gpt2")({"chunk_budget": 60_000, "host_budget": 1000})
+    rows = [line.split() for line in str(caught.value).splitlines()[1:]]
+    assert rows[0] == ["tier", "owner", "need"]
+    assert ["host", "usable", "now", "1000", "B"] in rows
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,11 @@ from trainers import make_trainer, run, tight, train
 from transformers import PrinterCallback
 from transformers.utils.logging import is_progress_bar_enabled
 
-from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
+from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments, plan_cache
 from hf_patrickstar.checkpoint import progress
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.payloads import Payloads
+from hf_patrickstar.schedule.known import KnownTraces
 
 EXPECTED = r"patrickstar: [\d.]+ M parameters \([\d.]+ M trained\): model data takes .* on the host, and .*"
 FIRST = r"patrickstar: step 3, the first one that was not recorded, took [\d.e-]+ s, and at most .* on the host"
@@ -124,3 +125,50 @@ def test_beside_lanes_the_clock_of_the_simulator_says_what_a_step_waits_for(tmp_
     assert 0.8 < cost.copying_ns / cost.duration_ns <= 1 - cost.updating_ns / cost.duration_ns
     assert f"by the rates of 'slow bus' a step waits {cost.copying_ns / cost.duration_ns:.0%} of its time" in time
     assert "waiting for copies" in advice or "of the time went neither" in advice
+
+
+@pytest.fixture
+def kept_traces(tmp_path, monkeypatch):
+    """What plans leave, in a directory of the test."""
+    place = tmp_path / "kept"
+    place.mkdir()
+    monkeypatch.setattr(plan_cache, "directory", lambda kind: place)
+
+
+def run_with_lanes(tmp_path, **settings):
+    """Three steps on a simulated device of a known machine."""
+    config = {**tight(), "device_budget": 2**22, "host_budget": 2**28, "machine": MACHINES["rtx4090"], **settings}
+    with simulated_streams():
+        trainer, _ = train("gpt2", tmp_path, config, max_steps=3)
+    return trainer.patrickstar_engine
+
+
+@pytest.mark.usefixtures("kept_traces")
+def test_seconds_are_expected_where_a_plan_left_traces(tmp_path, capsys):
+    engine = run_with_lanes(tmp_path)
+    expected, foreseen, first, *_ = said(capsys.readouterr().out)
+    assert re.fullmatch(EXPECTED, expected)
+    assert " s per step" not in expected, "nothing is known of the inputs"
+    cost = engine.manager.placement.foreseen
+    assert foreseen == f"patrickstar: by the rates of 'rtx4090' a step takes about {cost.seconds:.3g} s"
+    assert "the first one that was not recorded, took" in first
+
+    tracer, placement = engine.manager.tracer, engine.manager.placement
+    plan_cache.keep_traces(KnownTraces(tracer.known.key, tracer.traces, placement.lookups))
+    again = run_with_lanes(tmp_path)
+    expected, first, *_ = said(capsys.readouterr().out)
+    assert expected.endswith(f", and about {cost.seconds:.3g} s per step by the rates of 'rtx4090'")
+    assert "the first one that was not recorded, took" in first, "what was foreseen is said once"
+    assert again.manager.placement.foreseen == cost == again.foreseen, "the same as when the chunks had their homes"
+
+
+@pytest.mark.usefixtures("kept_traces")
+def test_no_seconds_are_expected_without_lanes(tmp_path, capsys):
+    config = {**tight(), "device_budget": 2**22, "host_budget": 2**28}
+    trainer, _ = train("gpt2", tmp_path, config, max_steps=3)
+    tracer = trainer.patrickstar_engine.manager.tracer
+    plan_cache.keep_traces(KnownTraces(tracer.known.key, tracer.traces, {}))
+    train("gpt2", tmp_path, config, max_steps=3)
+    text = capsys.readouterr().out
+    assert "by the rates of" not in text
+    assert "per step" not in text

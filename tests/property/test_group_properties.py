@@ -8,12 +8,14 @@ from hypothesis import strategies as st
 from unit.spec_builders import make_modules, make_tensors
 
 from hf_patrickstar.errors import BudgetError
-from hf_patrickstar.layout import packing
-from hf_patrickstar.layout.packing import align, pack
+from hf_patrickstar.layout import groups
+from hf_patrickstar.layout.packing import pack
 from hf_patrickstar.layout.search import search_layout
-from hf_patrickstar.units import ALIGNMENT_NUMEL
+from hf_patrickstar.layout.specs import Types
+from hf_patrickstar.units import ALIGNMENT_NUMEL, align
 
 fast = settings(deadline=None, max_examples=100, database=None, derandomize=True)
+KIND = (True, 0, Types("bfloat16", "float32"))
 numels = st.lists(st.integers(0, 2000) | st.sampled_from([0, 64, 128, 5000]), max_size=30)
 
 
@@ -33,6 +35,10 @@ def packings(draw):
 
 def room(spec):
     return max(align(spec.numel), ALIGNMENT_NUMEL)
+
+
+def pieces_of(tensors):
+    return [groups.Piece(spec.index, room(spec)) for spec in tensors]
 
 
 def bins_of(layout, chunk):
@@ -127,12 +133,12 @@ def test_a_cut_group_is_as_small_as_its_tensors_allow_or_nearly(sizes, world_siz
     largest = max(map(room, tensors))
     least = max(align(-(-total // world_size)), largest)
     assert least <= chunk.chunk_numel <= total
-    step = align(-(-least // packing.CUT_STEPS))
+    step = align(-(-least // groups.CUT_STEPS))
     assert chunk.chunk_numel < -(-total // world_size) + largest + step + ALIGNMENT_NUMEL
     if chunk.chunk_numel > least:
-        ordered = sorted(tensors, key=room, reverse=True)
-        smaller = packing.OpenGroup.of(world_size, chunk.chunk_numel - step)
-        assert not all(smaller.add(spec) for spec in ordered)
+        ordered = sorted(pieces_of(tensors), key=lambda piece: piece.room, reverse=True)
+        smaller = groups.Group.of(KIND, world_size, chunk.chunk_numel - step)
+        assert not all(smaller.add(piece) for piece in ordered)
 
 
 @fast
@@ -142,8 +148,8 @@ def test_cutting_never_wastes_more(case):
     for kind in (True, False):
         own = [spec for spec in tensors if spec.trainable == kind]
         if own:
-            groups = packing.fill_groups(own, layout.chunk_numel, layout.chunks[0].world_size)
-            uncut = sum(group.bin_numel * len(group.bins) for group in groups)
+            filled = groups.fill_groups(KIND, pieces_of(own), layout.chunk_numel, layout.chunks[0].world_size)
+            uncut = sum(group.capacity_numel for group in filled)
             cut = sum(chunk.capacity_numel for chunk in layout.chunks if chunk.trainable == kind)
             assert cut <= uncut
 

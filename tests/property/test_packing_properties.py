@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.spec_builders import make_modules, make_tensors
 
-from hf_patrickstar.layout.packing import align, pack
-from hf_patrickstar.units import ALIGNMENT_NUMEL
+from hf_patrickstar.layout.packing import pack
+from hf_patrickstar.units import ALIGNMENT_NUMEL, align
 
 fast = settings(deadline=None, max_examples=100, database=None, derandomize=True)
 

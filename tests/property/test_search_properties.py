@@ -5,8 +5,9 @@ from unit.spec_builders import make_modules, make_tensors
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.layout import search
-from hf_patrickstar.layout.packing import align, pack
+from hf_patrickstar.layout.packing import pack
 from hf_patrickstar.layout.search import fixed_layout, search_layout
+from hf_patrickstar.units import align
 
 ITEMSIZE = 2
 fast = settings(deadline=None, max_examples=100, database=None, derandomize=True)

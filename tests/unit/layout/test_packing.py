@@ -2,8 +2,8 @@ import pytest
 from unit.spec_builders import make_modules, make_tensors, placed
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.layout.packing import align, pack
-from hf_patrickstar.units import ALIGNMENT_NUMEL
+from hf_patrickstar.layout.packing import pack
+from hf_patrickstar.units import ALIGNMENT_NUMEL, align
 
 
 @pytest.mark.parametrize(("numel", "aligned"), [(0, 0), (1, 64), (63, 64), (64, 64), (65, 128), (1000, 1024)])

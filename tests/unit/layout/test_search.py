@@ -7,9 +7,10 @@ from unit.spec_builders import make_modules, make_tensors, placed, typed
 
 from hf_patrickstar.errors import BudgetError, ConfigError
 from hf_patrickstar.layout import search
-from hf_patrickstar.layout.packing import align, pack
+from hf_patrickstar.layout.packing import pack
 from hf_patrickstar.layout.search import check_fits, fixed_layout, search_layout
 from hf_patrickstar.layout.specs import collect_specs
+from hf_patrickstar.units import align
 
 ITEMSIZE = 2
 SHAPES = {

@@ -32,13 +32,14 @@ from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.order import make_order
 from hf_patrickstar.runtime.parameters import Parameters
 from hf_patrickstar.runtime.phases import Phases
-from hf_patrickstar.runtime.placement import Placement, PlacementRules
+from hf_patrickstar.runtime.placement import Placement
 from hf_patrickstar.runtime.reclaim import Reclaim
 from hf_patrickstar.runtime.steps import DeviceGauges, Steps
 from hf_patrickstar.runtime.tracer import Tracer
 from hf_patrickstar.runtime.turns import Turns
 from hf_patrickstar.runtime.writes import Writes
 from hf_patrickstar.schedule.placement import ChunkBytes
+from hf_patrickstar.schedule.prospect import PlacementRules
 from hf_patrickstar.shortage import Limit, Shortage
 
 

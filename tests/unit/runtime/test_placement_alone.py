@@ -10,7 +10,8 @@ from unit.runtime.parts import Fake, OneOfTwo, Parts
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.machine import ACCELERATOR, CPU_TIER
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.placement import Placement, PlacementRules
+from hf_patrickstar.runtime.placement import Placement
+from hf_patrickstar.schedule.prospect import PlacementRules
 from hf_patrickstar.schedule.trace import Trace, Visit
 
 HOST, DEVICE = Tier.HOST, Tier.DEVICE

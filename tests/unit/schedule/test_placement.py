@@ -59,6 +59,17 @@ def test_too_small_together():
     assert message.startswith("host_budget is too small for the model data: 2.13 KiB (2184 bytes) needed on the host")
     assert "1.95 KiB (2000 bytes) available, after 1 of 4 chunks were given a home on the device" in message
     assert "Raise host_budget to at least 2184 bytes, or raise device_budget" in message
+    assert message.splitlines()[1:] == [
+        "tier    owner                             need",
+        "host    param                            384 B",
+        "host    masters and states            1.76 KiB",
+        "host    workspace                          0 B",
+        "host    total                         2.13 KiB",
+        "host    usable now                    1.95 KiB",
+        "device  working set                      200 B",
+        "device  workspace                          0 B",
+        "device  usable now                      1000 B",
+    ]
 
 
 def test_the_advice_of_the_error_is_enough():

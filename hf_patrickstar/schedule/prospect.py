@@ -1,0 +1,136 @@
+"""What a step will cost, and which chunks are worth a home in the device margin: from traces and numbers alone."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.machine import Machine
+from hf_patrickstar.schedule.clock import Lane
+from hf_patrickstar.schedule.margin import MarginPlan, StepCost, fill_margin, plan_margin
+from hf_patrickstar.schedule.placement import ChunkBytes
+from hf_patrickstar.schedule.plan import chunkable_nbytes
+from hf_patrickstar.schedule.replay import replay
+from hf_patrickstar.schedule.script import Load, Send
+from hf_patrickstar.schedule.simulator import repeated_plans
+from hf_patrickstar.schedule.sketch import ChunkWork, sketch, steps_of
+from hf_patrickstar.schedule.trace import Trace
+
+_COPYING = (Lane.TO_DEVICE, Lane.TO_HOST, Lane.GATHERS, Lane.REDUCTIONS)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlacementRules:
+    """What a placement takes into account.
+
+    Attributes:
+        workspace_nbytes: Bytes of scratch space that the optimizer needs on a tier where it updates chunks.
+        prefetch_depth: Chunks that are brought in ahead.
+        policy: The name of the policy by which copies leave.
+        machine: Its rates decide what takes the least time.
+        has_lanes: Whether copies run beside computation; else the time of a step is the sum of all.
+        overlaps_update: Whether the host updates chunks beside the next forward.
+    """
+
+    workspace_nbytes: int
+    prefetch_depth: int
+    policy: str
+    machine: Machine
+    has_lanes: bool
+    overlaps_update: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prospect:
+    """What is known before a step: the same numbers before chunks are allocated as while they move.
+
+    Attributes:
+        traces: The traces, of training and others.
+        num_micro_batches: Micro-batches of a step.
+        nbytes: The bytes of each chunk, over all lists.
+        works: What a step does with each chunk, as if all were at home on the host.
+        updated: Chunks that the optimizer changes.
+        has_groups: Whether several processes share the chunks.
+        device_nbytes: Bytes of the device for chunks and non-model data.
+        chunk_nbytes: Bytes of it that chunks may take, or ``None`` for all.
+        rules: What else is taken into account.
+    """
+
+    traces: Sequence[Trace]
+    num_micro_batches: int
+    nbytes: Sequence[ChunkBytes]
+    works: Sequence[ChunkWork]
+    updated: frozenset[int]
+    has_groups: bool
+    device_nbytes: int
+    chunk_nbytes: int | None
+    rules: PlacementRules
+
+    @property
+    def unusable_nbytes(self) -> int:
+        """Bytes of the device that chunks may not take even where others leave them."""
+        return 0 if self.chunk_nbytes is None else max(self.device_nbytes - self.chunk_nbytes, 0)
+
+    def margin(self, kept: frozenset[int], movable: frozenset[int]) -> MarginPlan:
+        """Decides which chunks are to live in the margin.
+
+        Args:
+            kept: Chunks that are at home on the device whatever happens.
+            movable: Chunks that may move their home.
+        """
+        chunks = [self.nbytes[index] for index in sorted(movable)]
+        largest = max((work.gradient_nbytes + work.sent_nbytes for work in self.works), default=0)
+        candidates = fill_margin(
+            chunks,
+            self.traces,
+            self.device_nbytes - self._fixed_nbytes(kept),
+            largest if self.rules.prefetch_depth else 0,
+            kept,
+            self.unusable_nbytes,
+            copies_stay=self.has_groups,
+        )
+        return plan_margin(chunks, candidates, lambda inside: self.cost(inside | kept), self.rules.machine.name)
+
+    def cost(self, at_home: frozenset[int]) -> StepCost | None:
+        """What one step of each bucket of inputs costs.
+
+        Args:
+            at_home: Chunks that are at home on the device.
+
+        Returns:
+            The sum over all buckets, or ``None`` if a step has no room.
+        """
+        rules, fixed = self.rules, self._fixed_nbytes(at_home)
+        free = self.device_nbytes - fixed
+        most = None if self.chunk_nbytes is None else self.chunk_nbytes - fixed
+        works = [dataclasses.replace(work, is_static=index in at_home) for index, work in enumerate(self.works)]
+        loads = [Load(work.gradient_nbytes, work.sent_nbytes, work.is_static) for work in works]
+        training = [trace for trace in self.traces if trace.kind.is_training]
+        steps = steps_of(training, self.num_micro_batches)
+        duration_ns = moved = copying_ns = updating_ns = 0
+        for traces in steps:
+            try:
+                plans = repeated_plans(
+                    traces,
+                    [chunkable_nbytes(trace, free, most) for trace in traces],
+                    rules.policy,
+                    dropped_after=self.updated,
+                    static=frozenset() if self.has_groups else at_home,
+                    prefetch_depth=rules.prefetch_depth,
+                    repetitions=1,
+                )
+            except BudgetError:
+                return None
+            script = sketch(traces, works, overlaps_update=rules.overlaps_update)
+            timeline = replay(script, plans, loads, rules.machine)
+            duration_ns += timeline.duration_ns if rules.has_lanes else sum(timeline.busy_ns().values())
+            critical = timeline.critical_ns()
+            copying_ns += sum(critical[lane] for lane in _COPYING)
+            updating_ns += critical[Lane.HOST_WORK]
+            loaded = (loads[index] for plan in plans for actions in plan.moments for index in actions.load)
+            moved += sum(load.sent_nbytes + load.nbytes * (not load.is_here) for load in loaded)
+            moved += sum(entry.nbytes for entry in script if isinstance(entry, Send))
+        return StepCost(duration_ns, moved, copying_ns, updating_ns, max(len(steps), 1))
+
+    def _fixed_nbytes(self, at_home: frozenset[int]) -> int:
+        """Bytes of the device that are no copies of chunks."""
+        return self.rules.workspace_nbytes + sum(self.nbytes[index].device_nbytes for index in at_home)
