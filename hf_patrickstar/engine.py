@@ -205,7 +205,7 @@ class PatrickStarEngine:
         return is_whole and self._membership.follow(is_training=is_training)
 
     def _make_manager(self, chunks: list[Chunk], known: KnownTraces) -> ChunkManager:
-        decisions, config, resources = self._decisions, self.config, self.resources
+        decisions, config, resources, collectives = self._decisions, self.config, self.resources, self.collectives
         return assemble(
             Foundation(
                 chunks=chunks,
@@ -214,9 +214,9 @@ class PatrickStarEngine:
                 pool=resources.pool,
                 meter=resources.meter,
                 streams=resources.streams,
-                collectives=self.collectives,
+                collectives=collectives,
                 emit=self._emit,
-                policy=MovePolicy.of(config, self.collectives.world_size, decisions.prefetch_depth),
+                policy=MovePolicy.of(config, collectives.world_size, decisions.prefetch_depth, resources.has_streams),
                 placement=PlacementRules(
                     decisions.workspace_nbytes,
                     decisions.prefetch_depth,
