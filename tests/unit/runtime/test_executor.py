@@ -455,3 +455,30 @@ def test_averages_that_a_reduction_brings_go_home():
     parts.executor.perform([Collective(REDUCE, 0)])
     tensor = parts.tensors[1]
     assert parts.told == [("sync_one", tensor), ("add", tensor, gradient), ("drop", tensor)]
+
+
+# Chunks for the next step
+
+
+def test_only_chunks_that_were_updated_come_back_for_the_next_step():
+    """Chunk 0 was updated, and its copy of before is dropped; of chunk 2 the update is left to the step."""
+    parts = make()
+    follow(parts, [0, 1], [Actions(load=(0,)), Actions(load=(1,), carry=(0, 2))])
+    visit(parts, 0)
+    parts.copies.outdate(parts.chunks[0])
+    parts.gradients.used_ahead = {0}
+    assert parts.copies.is_stale(parts.chunks[0])
+    parts.executor._execute(parts.tracer.step.plan.moments[1], parts.chunks[1], "m")
+    assert [chunk.spec.index for chunk in parts.copies] == [1, 0]
+    assert not parts.copies.is_stale(parts.chunks[0])
+
+
+def test_what_is_stale_is_dropped_when_the_promised_step_did_not_come():
+    parts = make()
+    for index in (0, 1):
+        parts.copies.load(parts.chunks[index], ahead=False)
+    for index in (1, 2):
+        parts.copies.outdate(parts.chunks[index])
+    assert not parts.copies.is_stale(parts.chunks[2]), "it has no copy"
+    parts.copies.drop_stale()
+    assert [chunk.spec.index for chunk in parts.copies] == [0]
