@@ -215,7 +215,7 @@ class PatrickStarEngine:
         return PlacementRules(decisions.workspace_nbytes, decisions.prefetch_depth, config.eviction, *rates)
 
     def _make_manager(self, chunks: list[Chunk], known: KnownTraces) -> ChunkManager:
-        decisions, config, resources = self._decisions, self.config, self.resources
+        decisions, config, resources, collectives = self._decisions, self.config, self.resources, self.collectives
         return self._assemble(
             Foundation(
                 chunks=chunks,
@@ -224,9 +224,9 @@ class PatrickStarEngine:
                 pool=resources.pool,
                 meter=resources.meter,
                 streams=resources.streams,
-                collectives=self.collectives,
+                collectives=collectives,
                 emit=self._emit,
-                policy=MovePolicy.of(config, self.collectives.world_size, decisions.prefetch_depth),
+                policy=MovePolicy.of(config, collectives.world_size, decisions.prefetch_depth, resources.has_streams),
                 placement=self._rules,
                 fills_margin=self._fills_margin(),
                 reserve=self._payloads.reserve,

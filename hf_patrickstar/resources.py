@@ -66,9 +66,14 @@ class Resources:
     machine: Machine
 
     @property
+    def has_streams(self) -> bool:
+        """Whether copies run in streams of a device, of an imagined one, too."""
+        return isinstance(self.streams, DeviceStreams)
+
+    @property
     def has_lanes(self) -> bool:
         """Whether copies and updates run beside computation."""
-        return isinstance(self.streams, DeviceStreams) and self.machine.has_accelerator
+        return self.has_streams and self.machine.has_accelerator
 
     @property
     def is_metered(self) -> bool:

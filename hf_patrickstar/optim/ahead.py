@@ -58,8 +58,7 @@ class UpdatesAhead:
         self._step: Step | None = None
         self._relies = False
         self._num_arrived: dict[int, int] = {}
-        self._share = 0.0
-        self._due_numel = 0.0  # elements of chunks that have come, that should have been updated and were not
+        self._due: frozenset[int] = frozenset()  # chunks that the plan has updated in this backward
         self._said = ""
 
     @torch.no_grad()
@@ -79,10 +78,8 @@ class UpdatesAhead:
         self._num_arrived[index] = self._num_arrived.get(index, 0) + 1
         if self._num_arrived[index] < len(chunk.tensors):
             return
-        self._due_numel += self._share * chunk.spec.chunk_numel
-        if self._due_numel > 0 and self._can_update(chunk, step):
+        if index in self._due and self._can_update(chunk, step):
             self._update(chunk)
-            self._due_numel -= chunk.spec.chunk_numel
 
     def _begin(self, step: Step | None) -> None:
         self._step = step
@@ -93,8 +90,9 @@ class UpdatesAhead:
         said = self._why_not()
         self._relies = not said
         if self._relies:
-            self._due_numel, self._share = 0.0, self._manager.placement.share_beside_backward(step.cursor.trace)
-            said = f"{self._share:.0%} of the chunks are updated while backward runs, the others by step()"
+            self._due = frozenset(step.plan.ahead.updated)
+            num = sum(chunk.spec.is_updated for chunk in self._manager.chunks)
+            said = f"{len(self._due)} of {num} chunks are updated while backward runs, the others by step()"
         else:
             said = f"chunks are updated by step(), because {said}"
         if said != self._said:
@@ -139,6 +137,7 @@ class UpdatesAhead:
         with named("update", index), gradients.lock:
             manager.phases.update([chunk], update, may_run_beside=True)
             manager.phases.chunk_updated(chunk, optimizer.group_numbers, keeps=False)
+            manager.copies.outdate(chunk)
             gradients.used_ahead.add(index)
             for tensor, norm in zip(chunk.tensors, norms, strict=True):
                 tensor.gradient_norm = norm

@@ -101,7 +101,7 @@ class Tide:
             copies=_most(plan.chunk_nbytes, stride),
             gradients=_most([visit.gradient_nbytes for visit in visits], stride),
             others=_most([max(visit.non_model_nbytes, room.floor_nbytes) for visit in visits], stride),
-            loads=_sums([len(actions.load) for actions in moments], stride),
+            loads=_sums([len(actions.load) + len(actions.carry) for actions in moments], stride),
             evictions=_sums([len(actions.evict) for actions in moments], stride),
         )
 

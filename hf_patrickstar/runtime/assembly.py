@@ -122,7 +122,7 @@ def assemble(
     # What happens when.
     services = Services(chunks, pool, meter, given.collectives, order, copies, reclaim, tracer, given.policy)
     executor = Executor(services, gradients, gradient_mirrors, buckets, emit)
-    steps = Steps(services, executor, forecast, given.num_micro_batches)
+    steps = Steps(services, executor, forecast, placement, given.num_micro_batches)
     data = Data(originals, values, mirrors, gradient_mirrors, watch, gradients, writes, buckets)
     turns = Turns()
     parameters = make_parameters(chunks, steps, gradients, writes, turns)

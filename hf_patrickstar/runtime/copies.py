@@ -42,6 +42,7 @@ class Copies:
         self._emit = emit
         self._watch = watch
         self._by_storage: dict[int, Chunk] = {}  # chunks that can be computed with, in the order in which they came
+        self._stale: set[int] = set()  # chunks whose copies are from before the last change of their homes
         self._moves = False
         self.note_chunks()
 
@@ -178,6 +179,25 @@ class Copies:
             self._drop(chunk)
             self._emit(ChunkInvalidated(chunk.spec.index, chunk.copy_nbytes))
 
+    def outdate(self, chunk: Chunk) -> None:
+        """Notes that the home of a chunk changes while somebody may still look into its copy.
+
+        Args:
+            chunk: The chunk; its copy, if it has one, is not to be computed with any more.
+        """
+        if chunk in self:
+            self._stale.add(chunk.spec.index)
+
+    def drop_stale(self) -> None:
+        """Drops what ``outdate`` noted and no optimizer's step has dropped: the step was not called, as promised."""
+        for chunk in [self._chunks[index] for index in self._stale]:
+            if not chunk.is_in_use:
+                self.invalidate(chunk)
+
+    def is_stale(self, chunk: Chunk) -> bool:
+        """Whether the copy of a chunk is from before the last change of its home; see ``outdate``."""
+        return chunk.spec.index in self._stale
+
     def forget(self, chunk: Chunk) -> None:
         """Drops what a chunk is computed with, because the chunk is about to go."""
         if chunk in self:
@@ -258,6 +278,7 @@ class Copies:
         aliased = chunk.is_aliased
         payload, key = chunk.clear_compute()
         del self._by_storage[key]
+        self._stale.discard(chunk.spec.index)
         self._pool.release(Tier.DEVICE, payload, "param", keep=not aliased)
 
 

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 import torch
 
 from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.errors import DeviceMemoryError
 from hf_patrickstar.events import ChunkVisited, Listener
+from hf_patrickstar.memory.accelerator import is_device_full
 from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
@@ -35,6 +37,7 @@ class MovePolicy:
         evict_all: Evict all that can be evicted at every access and poison it (debugging).
         has_plans: Whether steps follow plans.
         overlaps_updates: Whether the optimizer updates chunks of the host beside the next forward.
+        updates_ahead: Whether it may update some of them in backward.
     """
 
     chooser: Chooser
@@ -43,15 +46,19 @@ class MovePolicy:
     evict_all: bool
     has_plans: bool
     overlaps_updates: bool
+    updates_ahead: bool = False
 
     @classmethod
-    def of(cls, config: PatrickStarConfig, world_size: int, prefetch_depth: int) -> "MovePolicy":
+    def of(
+        cls, config: PatrickStarConfig, world_size: int, prefetch_depth: int, has_streams: bool = False
+    ) -> "MovePolicy":
         """The policy of so many processes; several have no plan while all is evicted, since a plan loads nothing twice.
 
         Args:
             config: What the user wants.
             world_size: How many processes there are.
             prefetch_depth: See ``MovePolicy``.
+            has_streams: Whether copies run in streams of a device, beside updates of the host.
         """
         is_alone = world_size == 1
         return cls(
@@ -61,6 +68,7 @@ class MovePolicy:
             evict_all=config.debug_evict_all,
             has_plans=is_alone or not config.debug_evict_all,
             overlaps_updates=bool(config.overlap_optimizer),
+            updates_ahead=config.overlap_optimizer == "backward" and is_alone and has_streams,
         )
 
 
@@ -178,7 +186,7 @@ class Executor:
             self._bring_together(chunk, step, moment, who)
         elif moment is not None and step is not None and step.plan is not None:
             actions = step.plan.moments[moment]
-            if actions.evict or actions.load:
+            if actions.evict or actions.load or actions.carry:
                 self._execute(actions, chunk, who)
         if chunk.compute is None:
             self._load(chunk, who)
@@ -204,6 +212,25 @@ class Executor:
                     self._load(chunk, who)
             elif other.compute is None and self._pool.room(Tier.DEVICE) >= other.copy_nbytes:
                 self._copies.load(other, ahead=True)
+        for index in actions.carry:
+            self._carry(self._chunks[index])
+
+    def _carry(self, chunk: Chunk) -> None:
+        """Brings a chunk back for the next step, if it was updated in this backward and there is room.
+
+        Where the device itself has less room than was counted, the chunk comes when the next step needs it: after an
+        update in backward the micro-batch could not be repeated.
+        """
+        if chunk.spec.index not in self._gradients.used_ahead:
+            return
+        if self._copies.is_stale(chunk) and not chunk.is_in_use:
+            self._copies.invalidate(chunk)
+        if chunk.compute is None and self._pool.room(Tier.DEVICE) >= chunk.copy_nbytes:
+            try:
+                self._copies.load(chunk, ahead=True)
+            except (MemoryError, RuntimeError) as error:
+                if not (isinstance(error, DeviceMemoryError) or is_device_full(error)):
+                    raise
 
     def _evict_if_unused(self, indices: Iterable[int]) -> None:
         for index in indices:

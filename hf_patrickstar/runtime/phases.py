@@ -252,7 +252,8 @@ class Phases:
         self.unwind()
         with self._lock:
             for chunk in chunks:
-                self._copies.invalidate(chunk)
+                if chunk.spec.index not in self._gradients.used_ahead or self._copies.is_stale(chunk):
+                    self._copies.invalidate(chunk)
             self._steps.begin_update()
 
     @phase

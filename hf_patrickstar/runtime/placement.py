@@ -11,9 +11,10 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.copies import Copies
 from hf_patrickstar.runtime.tracer import Tracer
+from hf_patrickstar.schedule.ahead import plan_ahead
 from hf_patrickstar.schedule.margin import StepCost, needed_nbytes
-from hf_patrickstar.schedule.pace import share_beside_backward
 from hf_patrickstar.schedule.placement import ChunkBytes, Lookups, plan_lookups
+from hf_patrickstar.schedule.plan import Ahead
 from hf_patrickstar.schedule.prospect import PlacementRules, Prospect
 from hf_patrickstar.schedule.sketch import ChunkWork
 from hf_patrickstar.schedule.trace import Shapes, Trace
@@ -244,13 +245,16 @@ class Placement:
             self._rules,
         )
 
-    def share_beside_backward(self, trace: Trace) -> float:
-        """The share of all updates that the host makes beside backward, by the rates of the machine.
+    def ahead(self, trace: Trace, capacities: Sequence[int], prefetch_depth: int) -> Ahead:
+        """What a step does in backward for the next one, by the rates of the machine.
 
         Args:
             trace: The visits of the micro-batch.
+            capacities: Bytes for moving chunks at each of them.
+            prefetch_depth: How many chunks are loaded ahead.
         """
-        return share_beside_backward(trace, self._works(self._at_home_on_device()), self._rules.machine)
+        works = self._works(self._at_home_on_device())
+        return plan_ahead(trace, capacities, works, self._rules.machine, prefetch_depth)
 
     def _works(self, at_home: frozenset[int]) -> list[ChunkWork]:
         """What a step does with each chunk if these are at home on the device; see [Note: a sketch of a step]."""

@@ -15,9 +15,10 @@ from hf_patrickstar.runtime.durations import Durations
 from hf_patrickstar.runtime.executor import Executor, Services
 from hf_patrickstar.runtime.forecast import Forecast
 from hf_patrickstar.runtime.order import Ending, Phase, Room, Subject
+from hf_patrickstar.runtime.placement import Placement
 from hf_patrickstar.runtime.ranges import named
 from hf_patrickstar.runtime.tracer import Step
-from hf_patrickstar.schedule.plan import Plan, chunkable_nbytes, make_plan
+from hf_patrickstar.schedule.plan import NOTHING_AHEAD, Ahead, Plan, chunkable_nbytes, make_plan
 from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace
 
 logger = logging.getLogger(__name__)
@@ -59,10 +60,18 @@ class Steps:
         services: What it works with.
         executor: Executes plans.
         forecast: Remembers what a step has called.
+        placement: Knows what is worth being done in backward for the next step.
         num_micro_batches: How many make a step of the optimizer.
     """
 
-    def __init__(self, services: Services, executor: Executor, forecast: Forecast, num_micro_batches: int) -> None:
+    def __init__(
+        self,
+        services: Services,
+        executor: Executor,
+        forecast: Forecast,
+        placement: Placement,
+        num_micro_batches: int,
+    ) -> None:
         self.executor = executor
         self.forecast = forecast
         self.tracer = services.tracer
@@ -78,6 +87,8 @@ class Steps:
         self._pool = services.pool
         self._meter = services.meter
         self._policy = services.policy
+        self._placement = placement
+        self._prefetch_depth = 0 if self._policy.evict_all else self._policy.prefetch_depth
         self._plans: dict[str, tuple[Trace, _Situation, Plan | None]] = {}
 
     def begin_step(self, name: str, shapes: Shapes, present: Iterable[torch.Tensor], version: int) -> None:
@@ -119,6 +130,7 @@ class Steps:
 
     def _begin(self, title: str, shapes: Shapes, version: int) -> tuple[Shapes, Room]:
         """What a step has to work with, agreed with the other processes: shapes and room."""
+        self._copies.drop_stale()
         room = self._room()
         agreed = self.order.begin(title, shapes, self.tracer.fingerprint, room, version)
         if not agreed.is_traced:
@@ -269,6 +281,13 @@ class Steps:
             tuple(chunk.spec.index for chunk in resident),
         )
 
+    def _ahead(self, trace: Trace, capacities: Sequence[int]) -> Ahead:
+        """What a step that begins now does in backward for the next one."""
+        is_last = trace.kind in (StepKind.TRAINING, StepKind.LAST)
+        if not (self._policy.updates_ahead and is_last):
+            return NOTHING_AHEAD
+        return self._placement.ahead(trace, capacities, self._prefetch_depth)
+
     def _plan(self, trace: Trace, dropped_after: frozenset[int], room: Room) -> Plan | None:
         """The plan of a step that begins now; the last one of its kind if everything is as it was then."""
         static = frozenset(chunk.spec.index for chunk in self._chunks if chunk.is_static)
@@ -278,15 +297,17 @@ class Steps:
         if known is None or known[0] is not trace or known[1] != situation:
             try:
                 with named("plan"):
+                    capacities = chunkable_nbytes(trace, room.free_nbytes, room.chunk_nbytes, room.floor_nbytes)
                     plan = make_plan(
                         trace,
-                        chunkable_nbytes(trace, room.free_nbytes, room.chunk_nbytes, room.floor_nbytes),
+                        capacities,
                         self._policy.chooser,
                         {index: place - len(indices) for place, index in enumerate(indices)},
                         dropped_after=dropped_after,
                         static=static,
-                        prefetch_depth=0 if self._policy.evict_all else self._policy.prefetch_depth,
+                        prefetch_depth=self._prefetch_depth,
                         reshard_after_forward=self._policy.reshard_after_forward,
+                        ahead=self._ahead(trace, capacities),
                     )
                 logger.debug(
                     "patrickstar: plan of '%s': %d loads, %d evictions", trace.key, plan.num_loads, plan.num_evictions

@@ -231,7 +231,8 @@ class _Replay:
         return clock.timeline()
 
     def _reach(self, visited: int) -> None:
-        for index in self._plans[self._micro_batch].moments[self._moment].load:
+        actions = self._plans[self._micro_batch].moments[self._moment]
+        for index in actions.load:
             load = self._loads[index]
             if load.sent_nbytes:
                 self._clock.wait(self._works.get(index, Mark()), LOADS_TOGETHER)
@@ -244,6 +245,8 @@ class _Replay:
                 self._clock.follow(Lane.COMPUTE, end)
             else:
                 self._arrivals[index] = end
+        for index in actions.carry:
+            self._arrivals[index] = self._send(index, self._loads[index].nbytes, to_device=True)
         self._moment += 1
         if visited in self._arrivals:
             self._clock.wait(self._works.get(visited, Mark()), WAITS_FOR_ARRIVAL)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from hf_patrickstar.schedule.eviction import Chooser
-from hf_patrickstar.schedule.plan import Plan, make_plan
+from hf_patrickstar.schedule.plan import NOTHING_AHEAD, Ahead, Plan, make_plan
 from hf_patrickstar.schedule.trace import Trace
 
 
@@ -91,6 +91,7 @@ def repeated_plans(
     static: frozenset[int] = frozenset(),
     prefetch_depth: int = 0,
     reshard_after_forward: bool = False,
+    ahead: Ahead = NOTHING_AHEAD,
     repetitions: int = 3,
 ) -> list[Plan]:
     """The plans of a step's micro-batches when the step was repeated, from an empty device.
@@ -103,6 +104,7 @@ def repeated_plans(
         static: As for ``simulate``.
         prefetch_depth: As for ``make_plan``.
         reshard_after_forward: As for ``make_plan``.
+        ahead: As for ``make_plan``, of the last micro-batch.
         repetitions: How often; the plans of the last repetition are returned.
 
     Raises:
@@ -126,17 +128,19 @@ def repeated_plans(
                 static=static,
                 prefetch_depth=prefetch_depth,
                 reshard_after_forward=reshard_after_forward,
+                ahead=ahead if number == last else NOTHING_AHEAD,
             )
             plans.append(plan)
             by_age = sorted(plan.resident.items(), key=lambda item: item[1])
-            resident = {index: moment for index, moment in by_age if index not in dropped}
+            kept = plan.ahead.carried
+            resident = {index: moment for index, moment in by_age if index not in dropped or index in kept}
     return plans
 
 
 def _sum_up(
     trace: Trace, plan: Plan, load_nbytes: Sequence[int], device_to_host_nbytes: int, host_peak_nbytes: int
 ) -> Movement:
-    loaded = [index for actions in plan.moments for index in actions.load]
+    loaded = [index for actions in plan.moments for index in (*actions.load, *actions.carry)]
     visits = list(zip(plan.moments, plan.chunk_nbytes, trace.visits, strict=True))
     return Movement(
         loads=len(loaded),

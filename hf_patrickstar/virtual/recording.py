@@ -17,7 +17,7 @@ from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.tracer import Step
 from hf_patrickstar.schedule.clock import Timeline
 from hf_patrickstar.schedule.known import KnownTraces
-from hf_patrickstar.schedule.plan import Plan, chunkable_nbytes
+from hf_patrickstar.schedule.plan import Ahead, Plan, chunkable_nbytes
 from hf_patrickstar.schedule.replay import replay
 from hf_patrickstar.schedule.script import Entry, Kernel, Load, Part
 from hf_patrickstar.schedule.simulator import repeated_plans
@@ -51,6 +51,7 @@ class Recording:
         prefetch_depth: How many loads may be under way ahead.
         reshard_after_forward: Whether chunks leave when forward has done with them.
         updated: Chunks that the optimizer changes.
+        ahead: What its last micro-batch does in backward for the next step.
         static: Chunks that are computed with where they are at home, on the device.
         fixed_nbytes: Bytes of the device that are no copies of chunks: chunks at home there, and scratch space.
         device_nbytes: The most bytes on the device in this step, activations included.
@@ -77,6 +78,7 @@ class Recording:
     prefetch_depth: int
     reshard_after_forward: bool
     updated: frozenset[int]
+    ahead: Ahead
     static: frozenset[int]
     fixed_nbytes: int
     device_nbytes: int
@@ -109,6 +111,7 @@ class Recording:
             static=self.static,
             prefetch_depth=self.prefetch_depth,
             reshard_after_forward=self.reshard_after_forward,
+            ahead=self.ahead,
         )
 
     def on(self, machine: Machine, device_nbytes: int | None = None, chunk_nbytes: int | None = None) -> Timeline:
@@ -197,8 +200,12 @@ def record_step(
 
 
 def _num_to_pass(engine: PatrickStarEngine) -> int:
-    """Steps by plans before the one that counts: if chunks are updated in backward, its update is the rest of those."""
-    return 1 if engine.config.overlap_optimizer == "backward" else 0
+    """Steps by plans before the one that counts.
+
+    If chunks are updated in backward, its update is the rest of those, and it begins with chunks that the one before
+    has carried over.
+    """
+    return 2 if engine.config.overlap_optimizer == "backward" else 0
 
 
 def _refusal(engine: PatrickStarEngine, steps: Sequence[Step | None]) -> Exception:
@@ -239,6 +246,7 @@ def _note(
         engine.prefetch_depth,
         engine.config.reshard_after_forward and engine.collectives.world_size > 1,
         frozenset(chunk.spec.index for chunk in chunks if chunk.spec.is_updated),
+        followed[-1][1].ahead,
         frozenset(chunk.spec.index for chunk in chunks if chunk.is_static),
         pool.in_use(Tier.DEVICE) - sum(chunk.copy_nbytes for chunk in copies),
         stats["device_total_step_peak_nbytes"],

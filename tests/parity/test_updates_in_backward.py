@@ -3,19 +3,22 @@
 What breaks the promise that this takes is an error, never a wrong number.
 """
 
+import dataclasses
 import logging
 import tempfile
 
 import pytest
 import torch
-from models import make_batch
+from models import make_batch, make_model
 from simulated import streams_of
 from test_overlapped_updates import CASES, STREAMS, Run, assert_same, groups, outcome, tensor_rate, tight_budget
 from trainers import train
 
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError, DeviceMemoryError, EngineError
+from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.optim.ahead import UpdatesAhead
+from hf_patrickstar.runtime.executor import Executor
 
 pytestmark = pytest.mark.own_streams
 
@@ -73,6 +76,27 @@ def micro_batches(run):
         run.step(seed)
 
 
+def looks_at_some(run):
+    """Somebody writes to and looks at parameters whose copies may be on their way to the device."""
+    for seed in range(5):
+        run.step(seed)
+        with torch.no_grad():
+            for number, parameter in enumerate(run.model.parameters()):
+                if number % 3 == seed % 3:
+                    parameter.mul_(0.999)
+                elif number % 3 == 1:
+                    run.keep(parameter)
+
+
+def trains_in_turns(run):
+    """Evaluations and other batches between steps, so that plans begin with other chunks on the device."""
+    for seed in range(6):
+        run.step(seed)
+        if seed % 2:
+            with torch.no_grad():
+                run.keep(run.model(**make_batch(run.name, seed=9)).loss)
+
+
 UNCLIPPED = {
     "plain": (train_for, {}),
     "16-bit": (train_for, {"dtype": "bf16"}),
@@ -89,6 +113,47 @@ UNCLIPPED = {
     "one that ties weights": (train_for, {"name": "t5"}),
     "checkpointing": (train_for, {"checkpointing": True, "chunk_budget": 3 * tight_budget("gpt2")}),
 }
+
+
+SLOW_BUS = dataclasses.replace(MACHINES["rtx4090"], to_device_bandwidth=1e7)
+"""By its rates many chunks are worth being carried over to the next step."""
+
+
+@pytest.mark.parametrize(
+    ("case", "settings"),
+    [*UNCLIPPED.values(), (looks_at_some, {}), (trains_in_turns, {"dtype": "bf16"})],
+    ids=[*UNCLIPPED, "writes", "turns"],
+)
+def test_the_bits_are_the_same_with_chunks_that_are_carried_over(case, settings, monkeypatch):
+    carried = []
+    load = Executor._carry
+    monkeypatch.setattr(
+        Executor, "_carry", lambda self, chunk: (load(self, chunk), carried.append(chunk.compute is not None))
+    )
+    name = settings.get("name", "gpt2")
+    settings = {"chunk_budget": 3 * tight_budget(name), "prefetch_depth": 1, **settings}
+    expected, _ = unclipped("threads", case, overlap_optimizer=False, **settings)
+    for streams in STREAMS[1:]:
+        carried.clear()
+        found, _ = unclipped(streams, case, overlap_optimizer="backward", machine=SLOW_BUS, **settings)
+        assert_same(expected, found)
+        assert any(carried)
+
+
+def test_a_copy_of_before_an_update_is_never_computed_with():
+    """A program that breaks the promise and goes on has the values of after the step, in every copy."""
+    with streams_of("simulated:1"):
+        run = UnclippedRun(overlap_optimizer="backward", chunk_budget=3 * tight_budget("gpt2"))
+        train_for(run, 3)
+        run.backward(3)
+        with pytest.raises(EngineError, match="a forward begins"):
+            run.backward(4)
+        other = make_model(run.name).eval()
+        run.optimizer.zero_grad()
+        other.load_state_dict(run.model.state_dict())
+        run.model.eval()  # so that nothing is random
+        batch = make_batch(run.name, seed=5)
+        assert torch.equal(run.model(**batch).loss, other(**batch).loss)
 
 
 def unclipped(streams, case, *, checkpointing=False, **settings):
@@ -115,7 +180,7 @@ def test_the_bits_are_those_of_updates_in_the_step(case, settings):
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_the_share_is_spread_over_the_model(share, monkeypatch):
     """Not the chunks whose gradients come first, which are those of the last layers."""
-    monkeypatch.setattr("hf_patrickstar.runtime.placement.share_beside_backward", lambda *args: share)
+    monkeypatch.setattr("hf_patrickstar.schedule.ahead.share_beside_backward", lambda *args: share)
     with streams_of("simulated:1"):
         run = UnclippedRun(overlap_optimizer="backward")
         train_for(run, 2)
@@ -226,7 +291,9 @@ def test_what_breaks_the_promise_is_an_error(breaks):
             breaks(run)
 
 
-def test_a_second_backward_is_an_error():
+def test_a_second_backward_is_an_error(monkeypatch):
+    """With a retained graph few chunks can be updated: those whose values no operator has kept."""
+    monkeypatch.setattr("hf_patrickstar.schedule.ahead.share_beside_backward", lambda *args: 1.0)
     with streams_of("simulated:1"):
         run = UnclippedRun(overlap_optimizer="backward")
         train_for(run, 3)

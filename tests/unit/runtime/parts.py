@@ -319,7 +319,7 @@ class Parts(Process):
 
     @functools.cached_property
     def steps(self):
-        return Steps(self.services, self.executor, self.forecast, self.num_micro_batches)
+        return Steps(self.services, self.executor, self.forecast, self.placement, self.num_micro_batches)
 
     @functools.cached_property
     def data(self):

@@ -1,5 +1,7 @@
 """Carrying out plans by hand, on chunks of 16 bytes: of one process, and on one of two what it tells the other."""
 
+from unittest import mock
+
 import pytest
 import torch
 from unit.runtime.data_parts import CPU, Ticket
@@ -21,7 +23,7 @@ def make(num_chunks=3, *, homes=None, device_nbytes=48, collectives=None, **sett
     fakes = {
         "placement": Fake([], leave_margin=False),
         "forecast": NoForecast(),
-        "gradients": Fake(told, "bring_values_back", "add"),
+        "gradients": Fake(told, "bring_values_back", "add", "check_unused"),
         "gradient_mirrors": Fake(told, "sync_one", "drop"),
         "buckets": Fake(told),
         "watch": Fake([], "collect"),
@@ -455,3 +457,60 @@ def test_averages_that_a_reduction_brings_go_home():
     parts.executor.perform([Collective(REDUCE, 0)])
     tensor = parts.tensors[1]
     assert parts.told == [("sync_one", tensor), ("add", tensor, gradient), ("drop", tensor)]
+
+
+# Chunks for the next step
+
+
+def test_only_chunks_that_were_updated_come_back_for_the_next_step():
+    """Chunk 0 was updated, and its copy of before is dropped; of chunk 2 the update is left to the step."""
+    parts = make()
+    follow(parts, [0, 1], [Actions(load=(0,)), Actions(load=(1,), carry=(0, 2))])
+    visit(parts, 0)
+    parts.copies.outdate(parts.chunks[0])
+    parts.gradients.used_ahead = {0}
+    assert parts.copies.is_stale(parts.chunks[0])
+    visit(parts, 1)
+    assert [chunk.spec.index for chunk in parts.copies] == [1, 0]
+    assert not parts.copies.is_stale(parts.chunks[0])
+
+
+def test_what_is_stale_is_dropped_when_the_promised_step_did_not_come():
+    parts = make()
+    for index in (0, 1):
+        parts.copies.load(parts.chunks[index], ahead=False)
+    for index in (1, 2):
+        parts.copies.outdate(parts.chunks[index])
+    assert not parts.copies.is_stale(parts.chunks[2]), "it has no copy"
+    parts.copies.drop_stale()
+    assert [chunk.spec.index for chunk in parts.copies] == [0]
+
+
+@pytest.mark.parametrize("error", [DeviceMemoryError("no room"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_a_chunk_that_the_device_has_no_room_for_comes_when_it_is_needed(error, monkeypatch):
+    parts = make()
+    follow(parts, [0, 1], [Actions(load=(0,)), Actions(load=(1,), carry=(0,))])
+    visit(parts, 0)
+    parts.copies.invalidate(parts.chunks[0])
+    parts.gradients.used_ahead = {0}
+    real = parts.copies.load
+
+    def load(chunk, *, ahead):
+        if ahead:
+            raise error
+        real(chunk, ahead=ahead)
+
+    monkeypatch.setattr(parts.copies, "load", load)
+    visit(parts, 1)
+    assert [chunk.spec.index for chunk in parts.copies] == [1]
+
+
+def test_another_error_of_a_copy_is_raised(monkeypatch):
+    parts = make()
+    follow(parts, [0, 1], [Actions(load=(0,)), Actions(load=(1,), carry=(0,))])
+    visit(parts, 0)
+    parts.copies.invalidate(parts.chunks[0])
+    parts.gradients.used_ahead = {0}
+    monkeypatch.setattr(parts.copies, "load", mock.Mock(side_effect=RuntimeError("an illegal memory access")))
+    with pytest.raises(RuntimeError, match="illegal"):
+        visit(parts, 1)

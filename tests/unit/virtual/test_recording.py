@@ -19,6 +19,7 @@ from hf_patrickstar.virtual.costs import HostCache
 from hf_patrickstar.virtual.recording import record_step
 
 H100 = MACHINES["h100"]
+SLOW_BUS = dataclasses.replace(H100, to_device_bandwidth=1e7)
 SMALL = {"dtype": "bf16", "chunk_numel": 700}
 
 
@@ -91,6 +92,34 @@ def test_the_simulator_takes_as_long_as_the_engine(how, factor):
     how = {"placement": "host", **how}
     smallest = smallest_budget(make_model(how.get("name", "gpt2")), "bf16", checkpointing=True)
     check(record(**how, chunk_nbytes=int(factor * smallest)), int(factor * smallest), how.get("machine", H100))
+
+
+AHEAD = {
+    "gpt2": {},
+    "recomputation": {"checkpointing": True},
+    "llama": {"name": "llama"},
+    "far ahead": {"prefetch_depth": 4},
+    "two micro-batches": {"num_micro_batches": 2},
+}
+
+
+@pytest.mark.parametrize("factor", [2.0, 4.0])
+@pytest.mark.parametrize("how", AHEAD.values(), ids=AHEAD)
+def test_so_it_does_with_chunks_that_are_carried_over(how, factor):
+    how = {"placement": "host", "max_norm": None, "overlap_optimizer": "backward", "machine": SLOW_BUS, **how}
+    smallest = smallest_budget(make_model(how.get("name", "gpt2")), "bf16", checkpointing=True)
+    found = record(**how, chunk_nbytes=int(factor * smallest))
+    check(found, int(factor * smallest), SLOW_BUS)
+    plan = found.plans[-1]
+    assert plan.ahead.carried
+    first = {index for actions in found.plans[0].moments for index in actions.load}
+    assert set(plan.ahead.carried) - first, "they were there when the step began"
+    assert found.moved_nbytes[0] == sum(
+        found.loads[index].nbytes
+        for plan in found.plans
+        for actions in plan.moments
+        for index in (*actions.load, *actions.carry)
+    )
 
 
 NODE = MACHINES["8xh100"]
