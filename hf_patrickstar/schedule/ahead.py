@@ -35,11 +35,9 @@ def plan_ahead(
     end = trace.forward_ends[-1] if trace.forward_ends else len(trace.visits)
     last = {visit.chunk_index: moment for moment, visit in enumerate(trace.visits)}
     static = frozenset(index for index, work in enumerate(works) if work.is_static)
-    order = [
-        index
-        for index, moment in sorted(last.items(), key=lambda item: item[1])
-        if moment >= end and works[index].own_numel and index not in static
-    ]
+    order = [index for index in sorted(last, key=last.__getitem__) if works[index].own_numel and index not in static]
+    in_backward = [index for index in order if last[index] >= end]
+    unvisited = [index for index in order if last[index] < end]  # there, as no operator keeps their values
     sizes = trace.chunk_nbytes
     waiting = moved = sum(sizes[index] for index in last if index not in static)
     most = 1.0 if prefetch_depth else 0.0  # of these bytes the device has room for when forward begins
@@ -50,10 +48,11 @@ def plan_ahead(
             seen.add(visit.chunk_index)
             waiting -= sizes[visit.chunk_index]
     share = share_beside_backward(trace, works, machine, most)
-    updated = spread(order, sizes, share)
+    updated = spread(in_backward, sizes, share)
     nbytes = sum(sizes[index] for index in updated)
     carried = min(share_to_carry(trace, works, machine, share), most)
-    return Ahead(updated, spread(updated, sizes, min(carried * moved / max(nbytes, 1), 1.0)))
+    carried_of_updated = spread(updated, sizes, min(carried * moved / max(nbytes, 1), 1.0))
+    return Ahead((*updated, *spread(unvisited, sizes, share)), carried_of_updated)
 
 
 def spread(indices: Sequence[int], sizes: Sequence[int], share: float) -> tuple[int, ...]:

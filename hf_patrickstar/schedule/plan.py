@@ -41,7 +41,8 @@ class Ahead:
     """What a step does in backward for the next one.
 
     Attributes:
-        updated: Chunks that the host updates while backward runs, in the order in which backward is done with them.
+        updated: Chunks that the host updates while backward runs: first those that backward visits, in the order in
+            which it is done with them.
         carried: Those of them whose new values come to the device before the step ends, in the same order.
     """
 

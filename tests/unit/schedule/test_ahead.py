@@ -112,3 +112,20 @@ def test_the_next_step_finds_them_and_loads_them_once():
     assert [index for actions in plan.moments for index in actions.load] == [0, 1]
     assert plan.num_loads == 4
     assert carried_at(plan) == {3: 6, 2: 7}
+
+
+def test_chunks_that_backward_does_not_visit_are_updated_and_not_carried_over():
+    """No operator keeps their values, as those of biases; when their gradients come nobody can see in the trace."""
+    visits = tuple(map(Visit, [*range(NUM), *reversed(range(2, NUM))]))
+    found = plan_ahead(
+        dataclasses.replace(TRACE, visits=visits), [NUM * NBYTES] * len(visits), [work()] * NUM, SLOW_BUS, 2
+    )
+    everything = plan_ahead(
+        dataclasses.replace(TRACE, visits=visits),
+        [NUM * NBYTES] * len(visits),
+        [work(own_numel=NUMEL // 100)] * NUM,
+        dataclasses.replace(SLOW_BUS, flops={"bfloat16": 1e9}),
+        2,
+    )
+    assert {0, 1} & set(everything.updated)
+    assert not {0, 1} & {*found.carried, *everything.carried}
