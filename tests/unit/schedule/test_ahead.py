@@ -114,18 +114,11 @@ def test_the_next_step_finds_them_and_loads_them_once():
     assert carried_at(plan) == {3: 6, 2: 7}
 
 
-def test_chunks_that_backward_does_not_visit_are_updated_and_not_carried_over():
-    """No operator keeps their values, as those of biases; when their gradients come nobody can see in the trace."""
-    visits = tuple(map(Visit, [*range(NUM), *reversed(range(2, NUM))]))
-    found = plan_ahead(
-        dataclasses.replace(TRACE, visits=visits), [NUM * NBYTES] * len(visits), [work()] * NUM, SLOW_BUS, 2
-    )
-    everything = plan_ahead(
-        dataclasses.replace(TRACE, visits=visits),
-        [NUM * NBYTES] * len(visits),
-        [work(own_numel=NUMEL // 100)] * NUM,
-        dataclasses.replace(SLOW_BUS, flops={"bfloat16": 1e9}),
-        2,
-    )
-    assert {0, 1} & set(everything.updated)
-    assert not {0, 1} & {*found.carried, *everything.carried}
+def test_chunks_that_backward_does_not_visit_are_updated_and_not_carried_over(monkeypatch):
+    """No operator keeps their values, as those of biases; the trace does not tell when their gradients come."""
+    monkeypatch.setattr("hf_patrickstar.schedule.ahead.share_beside_backward", lambda *args: 1.0)
+    trace = dataclasses.replace(TRACE, visits=tuple(map(Visit, [*range(NUM), *reversed(range(2, NUM))])))
+    found = plan_ahead(trace, [NUM * NBYTES] * len(trace.visits), [work()] * NUM, SLOW_BUS, 2)
+    assert found.updated == (*reversed(range(2, NUM)), 0, 1)
+    assert found.carried
+    assert not {0, 1} & set(found.carried)
