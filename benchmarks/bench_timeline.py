@@ -12,6 +12,7 @@ between two calls of ``optimizer.step()``. "serial" is a schedule that overlaps 
 optimizer, copies. The figures are simulated: nothing here was measured on these machines.
 """
 
+import functools
 import itertools
 import pathlib
 import time
@@ -26,7 +27,9 @@ from hf_patrickstar.report.timeline import write_picture, write_trace
 from hf_patrickstar.schedule.bounds import bounds_of
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.units import GIB, format_nbytes
+from hf_patrickstar.virtual.listening import listen
 from hf_patrickstar.virtual.recording import record_step
+from hf_patrickstar.virtual.training import Training, make_adamw
 
 VOCABULARY = 32_000
 LENGTH = 4096
@@ -46,6 +49,33 @@ def record(name, num_tokens, num_micro_batches, num_processes, machine=None, **s
 
     With a machine it is recorded there, and by default chunks live where that machine has room.
     """
+    config = {"dtype": "bf16", "host_budget": 2048 * GIB}
+    if machine is None:
+        config |= {"placement": "host", "device_budget": RECORDED_ON}
+        config["chunk_budget"] = CHUNKS_RECORDED_ON // num_processes
+        machine = MACHINES["h100" if num_processes == 1 else "8xh100"]
+    config |= {key: value for key, value in settings.items() if value is not None}
+    training = training_of(name, num_tokens, num_micro_batches)
+    return record_step(
+        training.make_model,
+        training.make_inputs,
+        machine,
+        config=config,
+        max_norm=None if config.get("overlap_optimizer") == "backward" else 1.0,
+        num_micro_batches=num_micro_batches,
+        world_size=num_processes,
+        micro_batch=listened(name, num_tokens, num_micro_batches),
+    )
+
+
+@functools.cache
+def listened(name, num_tokens, num_micro_batches):
+    """What torch tells an engine in a micro-batch, which is the same on every machine."""
+    return listen(training_of(name, num_tokens, num_micro_batches), MACHINES["h100"])
+
+
+def training_of(name, num_tokens, num_micro_batches):
+    """What is trained: a Llama-like model, on so many tokens in each micro-batch."""
     shape = (num_tokens // LENGTH, LENGTH)
 
     def make_model():
@@ -58,20 +88,13 @@ def record(name, num_tokens, num_micro_batches, num_processes, machine=None, **s
         tokens = torch.zeros(shape, dtype=torch.long)
         return {"input_ids": tokens, "labels": tokens}
 
-    config = {"dtype": "bf16", "host_budget": 2048 * GIB}
-    if machine is None:
-        config |= {"placement": "host", "device_budget": RECORDED_ON}
-        config["chunk_budget"] = CHUNKS_RECORDED_ON // num_processes
-        machine = MACHINES["h100" if num_processes == 1 else "8xh100"]
-    config |= {key: value for key, value in settings.items() if value is not None}
-    return record_step(
+    return Training(
         make_model,
         make_inputs,
-        machine,
-        config=config,
-        max_norm=None if config.get("overlap_optimizer") == "backward" else 1.0,
-        num_micro_batches=num_micro_batches,
-        world_size=num_processes,
+        make_adamw,
+        lambda model, inputs: model(**inputs).loss,
+        {"dtype": "bf16"},
+        num_micro_batches,
     )
 
 

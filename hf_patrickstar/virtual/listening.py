@@ -148,26 +148,35 @@ def listen(training: Training, machine: Machine, times: OperatorTimes | None = N
     driver = VirtualDriver(machine, times, taker)
     with FakeTensorMode(), driver.watching():
         engine = training.make_engine(functools.partial(NotedEngine, taker), driver, settings=_WITH_ROOM)
-        inputs = training.make_inputs()
-        leaves = tensors_in(inputs)
-        driver.begin(engine.manager.chunks)
-        _count_placeholders(engine)
-        taker.begin(leaves, engine.model.buffers(), engine.manager.tensors, engine.resources.pool.owns)
-        training.run_micro_batch(engine, driver, inputs)
-        found = taker.end()
-        if found is None:
-            logger.info("patrickstar: the model does what cannot be told again without running it")
-            return None
-        script, tracer = tuple(driver.script), engine.manager.tracer
-        traces = dict(tracer.traces)
-        tracer.discard()
-        drop_gradients(engine)
-        driver.begin(engine.manager.chunks)
-        Playback(found, engine, driver, leaves).run()
-        is_same = tuple(driver.script) == script and tracer.traces == traces
-    if not is_same:
-        logger.info("patrickstar: what was noted of the model is not all that it does; it is run each time")
-    return found if is_same else None
+        try:
+            return _listen(training, engine, driver, taker)
+        finally:
+            engine.manager.phases.unwind()  # takes the meter's mode off before the modes around it
+
+
+def _listen(
+    training: Training, engine: PatrickStarEngine, driver: VirtualDriver, taker: NoteTaker
+) -> MicroBatch | None:
+    inputs = training.make_inputs()
+    leaves = tensors_in(inputs)
+    driver.begin(engine.manager.chunks)
+    _count_placeholders(engine)
+    taker.begin(leaves, engine.model.buffers(), engine.manager.tensors, engine.resources.pool.owns)
+    training.run_micro_batch(engine, driver, inputs)
+    found = taker.end()
+    if found is None:
+        logger.info("patrickstar: the model does what cannot be told again, and is run each time")
+        return None
+    script, tracer = tuple(driver.script), engine.manager.tracer
+    traces = dict(tracer.traces)
+    tracer.discard()
+    drop_gradients(engine)
+    driver.begin(engine.manager.chunks)
+    Playback(found, engine, driver, leaves).run()
+    if tuple(driver.script) == script and tracer.traces == traces:
+        return found
+    logger.info("patrickstar: what was noted of the model is not all that it does, and it is run each time")
+    return None
 
 
 def _count_placeholders(engine: PatrickStarEngine) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from models import make_batch, make_model
 from test_recording import CASES, NODE, SMALL, TOGETHER
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from trainers import smallest_budget
 
 from hf_patrickstar.errors import BudgetError
@@ -137,6 +138,17 @@ def test_a_model_that_is_evaluated_in_its_loss_is_not_told_again():
 
     training = dataclasses.replace(make_training(), compute_loss=compute)
     assert listen(training, H100) is None
+
+
+@pytest.mark.parametrize("loss", [compute_loss, None], ids=["told", "run"])
+def test_no_mode_of_operators_stays(loss):
+    def compute(model, inputs):
+        with torch.no_grad():
+            model(**inputs)
+        return compute_loss(model, inputs)
+
+    listen(dataclasses.replace(make_training(), compute_loss=loss or compute), H100)
+    assert not _get_current_dispatch_mode_stack()
 
 
 def test_notes_that_are_not_all_that_a_model_does_are_not_used():
