@@ -231,7 +231,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self.inner._opt_called = True  # type: ignore[attr-defined]  # read by schedulers made on the inner one
         if self.kernel.updates_at_once:
             loss = self.kernel.update_at_once(self._tensors, self._present, manager.writes.follow_master, closure)
-        self._update([chunk for chunk in manager.chunks if self._has(chunk)], manager.gradients.take_factor())
+        self._update([chunk for chunk in manager.in_order_of_use if self._has(chunk)], manager.gradients.take_factor())
         if not self.kernel.updates_at_once and len(self.group_numbers) < sum(
             len(g["params"]) for g in self.param_groups
         ):

@@ -64,6 +64,12 @@ class ChunkManager:
         """See ``Parameters.find``."""
         return self.parameters.find(parameter)
 
+    @property
+    def in_order_of_use(self) -> list[Chunk]:
+        """The chunks in the order in which the next forward comes to them; those that no step has visited come last."""
+        order = self.tracer.chunk_order
+        return sorted(self.chunks, key=lambda chunk: order.get(chunk.spec.index, len(order)))
+
     # Changes of the model
 
     def begin_change(self) -> None:

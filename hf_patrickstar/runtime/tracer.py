@@ -2,7 +2,7 @@
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from hf_patrickstar.events import Listener, StepDiverged, StepRecorded
@@ -117,12 +117,24 @@ class Tracer:
         self._emit = emit
         self._diverged_in_a_row: dict[str, int] = {}
         self._interrupted: list[Step | None] = []
+        self._chunk_order: Mapping[int, int] = {}
+        self._order_version = -1  # the version that it was made for
 
     @property
     def fingerprint(self) -> int:
         """A number that is the same on processes with traces of the same steps."""
         text = repr(sorted((key, trace.shapes) for key, trace in self.traces.items()))
         return zlib.crc32(text.encode())
+
+    @property
+    def chunk_order(self) -> Mapping[int, int]:
+        """The places of chunks in the order in which training visits them, as it was recorded first; empty before."""
+        if self._order_version != self.version:
+            trace = next((trace for trace in self.traces.values() if trace.kind.is_training), None)
+            visited = dict.fromkeys(visit.chunk_index for visit in trace.visits) if trace is not None else ()
+            self._chunk_order = {index: place for place, index in enumerate(visited)}
+            self._order_version = self.version
+        return self._chunk_order
 
     def begin(
         self,

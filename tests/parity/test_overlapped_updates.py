@@ -340,6 +340,48 @@ def test_a_forward_begins_when_the_first_chunk_is_updated(late, monkeypatch):
     assert sum(driver.num_late for driver in late) > 0
 
 
+class LastFirst(torch.nn.Module):
+    """Its modules run in the opposite order of that in which they were made; one never runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(4))
+        self.unused = torch.nn.Linear(32, 32)
+
+    def forward(self, x):
+        for layer in reversed(self.layers):
+            x = layer(x).relu()
+        return x.square().mean()
+
+
+def last_first(**config):
+    torch.manual_seed(0)
+    model = LastFirst()
+    made = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    engine = PatrickStarEngine(model, {"chunk_numel": 1100, "placement": "host", "chunk_budget": 12000, **config}, made)
+    for _ in range(4):
+        model(torch.ones(2, 32)).backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    return engine, {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def test_chunks_are_updated_in_the_order_in_which_forward_needs_them(late, monkeypatch):
+    updated, prepare = [], AdamKernel.prepare
+
+    def note(kernel, chunks, *args):
+        updated.extend(chunk.spec.index for chunk in chunks)
+        return prepare(kernel, chunks, *args)
+
+    monkeypatch.setattr(AdamKernel, "prepare", note)
+    engine, found = last_first()
+    chunks = [engine.manager.find(layer.weight).chunk.spec.index for layer in engine.model.layers]
+    assert chunks == sorted(chunks)
+    assert [index for index in updated[-len(engine.manager.chunks) :] if index in chunks] == chunks[::-1]
+    assert engine.stats()["diverged_steps"] == 0
+    assert_same(list(found.values()), list(last_first(overlap_optimizer=False)[1].values()))
+
+
 def test_without_the_setting_nothing_is_under_way(late):
     run = Run(overlap_optimizer=False)
     run.step(after=lambda run: run.keep(run.num_under_way))

@@ -518,3 +518,18 @@ def test_a_step_that_came_to_nothing_is_not_agreed_on():
     visit_all(tracer, [0])
     tracer.end_nested_evaluation(is_whole=False)
     assert not tracer.traces
+
+
+def test_chunks_have_the_order_of_the_first_training_that_was_recorded():
+    tracer = make_tracer((1,) * 4)
+    assert tracer.chunk_order == {}
+    run_step(tracer, [0, 1], kind="evaluation")
+    assert tracer.chunk_order == {}
+    run_step(tracer, [2, 0, 3, 0, 2])
+    assert tracer.chunk_order == {2: 0, 0: 1, 3: 2}
+    run_step(tracer, [0, 3], shapes=((64,),))
+    assert tracer.chunk_order == {2: 0, 0: 1, 3: 2}, "updates go on in one order"
+    tracer.discard()
+    assert tracer.chunk_order == {2: 0, 0: 1, 3: 2}, "until steps are recorded again"
+    run_step(tracer, [3, 0])
+    assert tracer.chunk_order == {3: 0, 0: 1}
