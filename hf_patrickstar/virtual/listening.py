@@ -47,7 +47,7 @@ class NotedParameters(Parameters):
         """See ``Parameters``."""
         with self._taker.inside() as is_called:
             if is_called:
-                self._taker.note_call(Acquire(tensor.spec.index, module_name, is_alias))
+                self._taker.note_call(Acquire(tensor.spec.index, module_name))
             super().acquire(tensor, module_name, is_alias=is_alias)
 
     def release(self, tensor: ManagedTensor) -> None:

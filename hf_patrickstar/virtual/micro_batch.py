@@ -46,12 +46,10 @@ class Acquire:
     Attributes:
         index: The parameter.
         who: Who asks.
-        is_alias: Whether only its chunk is needed.
     """
 
     index: int
     who: str
-    is_alias: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

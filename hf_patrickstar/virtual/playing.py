@@ -98,8 +98,9 @@ class Playback:
 
     def _tell(self, note: Note) -> None:
         match note:
-            case Acquire(index, who, is_alias):
-                self._parameters.acquire(self._tensors[index], who, is_alias=is_alias)
+            case Acquire(index, who):
+                # Nobody computes with the parameter: its chunk is in use all the same.
+                self._parameters.acquire(self._tensors[index], who, is_alias=True)
                 self._acquired.append(self._tensors[index])
             case Release(index, is_seen):
                 if is_seen:
