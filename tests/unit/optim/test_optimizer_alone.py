@@ -135,6 +135,7 @@ def test_what_happens_in_a_step_in_order(runs_beside):
     manager = types.SimpleNamespace(
         tensors=parts.tensors,
         chunks=parts.chunks,
+        in_order_of_use=parts.chunks,
         find=parts.manager.find,
         gradients=gradients,
         phases=phases,
