@@ -216,7 +216,11 @@ class StorageMeter(Meter):
         """See ``Meter``."""
         if self.is_on and nbytes:
             self._total += nbytes
-            self._grow()
+            try:
+                self._grow()
+            except BaseException:  # the caller never hears that they count
+                self._total -= nbytes
+                raise
             return True
         return False
 

@@ -157,14 +157,18 @@ def listen(training: Training, machine: Machine, times: OperatorTimes | None = N
 def _listen(
     training: Training, engine: PatrickStarEngine, driver: VirtualDriver, taker: NoteTaker
 ) -> MicroBatch | None:
-    inputs = training.make_inputs()
-    leaves = tensors_in(inputs)
-    driver.begin(engine.manager.chunks)
     _count_placeholders(engine)
-    taker.begin(leaves, engine.model.buffers(), engine.manager.tensors, engine.resources.pool.owns)
-    training.run_micro_batch(engine, driver, inputs)
-    found = taker.end()
-    if found is None:
+    first, found = None, None
+    for _ in range(2):  # what a model does the first time alone, or otherwise each time, cannot be told again
+        engine.manager.tracer.discard()
+        drop_gradients(engine)
+        inputs = training.make_inputs()
+        leaves = tensors_in(inputs)
+        driver.begin(engine.manager.chunks)
+        taker.begin(leaves, engine.model.buffers(), engine.manager.tensors, engine.resources.pool.owns)
+        training.run_micro_batch(engine, driver, inputs)
+        first, found = found, taker.end()
+    if found is None or found != first:
         logger.info("patrickstar: the model does what cannot be told again, and is run each time")
         return None
     script, tracer = tuple(driver.script), engine.manager.tracer

@@ -66,6 +66,9 @@ class NoteTaker:
         self._placeholders = {tensor.placeholder_key: tensor.spec.index for tensor in tensors}
         self._inputs, self._buffers = list(map(storage_key, inputs)), set(map(storage_key, buffers))
         self._owns = owns
+        self._num_storages, self._is_odd = 0, False
+        self._seen.clear()
+        self._kept.clear()
         self._notes = []
 
     def end(self) -> MicroBatch | None:
