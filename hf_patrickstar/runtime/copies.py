@@ -189,7 +189,7 @@ class Copies:
             self._stale.add(chunk.spec.index)
 
     def drop_stale(self) -> None:
-        """Drops what ``outdate`` noted and no optimizer's step has dropped: the step was not called, as promised."""
+        """Drops the copies that ``outdate`` noted and that are still there: the promised step was never called."""
         for chunk in [self._chunks[index] for index in self._stale]:
             if not chunk.is_in_use:
                 self.invalidate(chunk)

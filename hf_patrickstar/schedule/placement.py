@@ -124,28 +124,33 @@ def _host_too_small(
         f"take {format_need(device_nbytes)}. "
         + short.advise("raise device_budget and chunk_budget, train fewer parameters, or use more processes")
         + "\n"
-        + _table([chunk for chunk in chunks if chunk.chunk_index not in homed], *sizes)
+        + _table(chunks, homed, *sizes)
     )
 
 
 def _table(
-    on_host: Sequence[ChunkBytes],
+    chunks: Sequence[ChunkBytes],
+    homed: Sequence[int],
     host_nbytes: int,
     device_nbytes: int,
     working_set_nbytes: int,
     workspace_nbytes: int,
 ) -> str:
     """What would be on each tier, in the form in which the ledger shows what is there."""
+    on_host = [chunk for chunk in chunks if chunk.chunk_index not in homed]
     params = sum(chunk.host_param_nbytes for chunk in on_host)
     states = sum(chunk.state_nbytes for chunk in on_host)
+    on_device = sum(chunk.device_nbytes for chunk in chunks if chunk.chunk_index in homed)
     rows = (
         ("host", "param", params),
         ("host", "masters and states", states),
         ("host", "workspace", workspace_nbytes),
         ("host", "total", params + states + workspace_nbytes),
         ("host", "usable now", host_nbytes),
+        ("device", "chunks at home", on_device),
         ("device", "working set", working_set_nbytes),
         ("device", "workspace", workspace_nbytes),
+        ("device", "total", on_device + working_set_nbytes + workspace_nbytes),
         ("device", "usable now", device_nbytes),
     )
     lines = [f"{tier:8}{owner:24}{format_nbytes(nbytes):>14}" for tier, owner, nbytes in rows]

@@ -7,8 +7,9 @@ with a chunk for every parameter and room for all of them (``listening.py``), an
 noted. Engines of any chunks and budgets are told it again (``playing.py``), which takes a fraction of the time, since
 no operator of the model runs: what they do is what they would have done with the model.
 
-The engine that listened is told its own notes again first. Only if it then does the same to the last byte and operator
-are they used.
+The model runs twice, and the notes of both runs must be equal: what it does the first time alone, or otherwise each
+time, cannot be told again. Then the engine that listened is told its own notes. Only if it does the same to the last
+byte and operator are they used.
 """
 
 import dataclasses
