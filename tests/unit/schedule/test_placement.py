@@ -66,10 +66,10 @@ def test_too_small_together():
         "host    workspace                          0 B",
         "host    total                         2.13 KiB",
         "host    usable now                    1.95 KiB",
-        "device  chunks at home                   728 B",
+        "device  chunks at home                   700 B",
         "device  working set                      200 B",
         "device  workspace                          0 B",
-        "device  total                            928 B",
+        "device  total                            900 B",
         "device  usable now                      1000 B",
     ]
 
