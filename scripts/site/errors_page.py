@@ -73,6 +73,8 @@ _PHRASES = (
 """Beginnings of a clause that say what is allowed, or where to look."""
 _SETTING = r"(?:or |and |then |so |first |on a machine without accelerators |where [^,;.]*, |if [^,;.]*, )*"
 _CLAUSE = re.compile(r"(?<=[;.:?]) |(?<=,) (?=so )")
+_TABLE = re.compile(r"(?<=\.)(?:\s*<[^>]*>)+$")
+"""Rows of numbers that follow the last sentence."""
 _REMEDY = re.compile(rf"{_SETTING}(?:(?:{'|'.join(_VERBS.split())})\b(?!:)|{_PHRASES})", re.IGNORECASE)
 _EXPECTED = re.compile(r"(?:expected|must be) (.+?)(?:, got .*)?$")
 """What a value must be, which says what to give."""
@@ -99,7 +101,7 @@ def take_apart(raised: Raised) -> Message:
     text = raised.text
     for match in _CLAUSE.finditer(text):
         if _REMEDY.match(text, match.end()):
-            return Message(raised, text[: match.start()].rstrip(";:, "), text[match.end() :])
+            return Message(raised, text[: match.start()].rstrip(";:, "), _TABLE.sub("", text[match.end() :]))
     expected = _EXPECTED.search(text)
     return Message(raised, text, f"give {expected.group(1)}" if expected else "")
 
