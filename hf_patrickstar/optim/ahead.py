@@ -123,7 +123,11 @@ class UpdatesAhead:
             for tensor in chunk.tensors
         )
         is_visited = step.cursor is None or step.cursor.next_visit(chunk.spec.index) is not None
-        is_seen = len(self._manager.gradient_mirrors) > 0 or not optimizer.kernel.may_run_beside([chunk])
+        is_seen = (
+            len(self._manager.gradient_mirrors) > 0
+            or self._manager.watch.watches(chunk)
+            or not optimizer.kernel.may_run_beside([chunk])
+        )
         return is_complete and chunk.home is Tier.HOST and not is_visited and not is_seen
 
     def _update(self, chunk: Chunk) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from hf_patrickstar.errors import BudgetError, DeviceMemoryError
+from hf_patrickstar.errors import BudgetError, DeviceMemoryError, EngineError
 from hf_patrickstar.events import ChunkEvicted, ChunkInvalidated, ChunkLoaded, ChunkRehomed, Listener
 from hf_patrickstar.memory.lanes import Streams
 from hf_patrickstar.memory.pool import PayloadPool
@@ -197,6 +197,27 @@ class Copies:
     def is_stale(self, chunk: Chunk) -> bool:
         """Whether the copy of a chunk is from before the last change of its home; see ``outdate``."""
         return chunk.spec.index in self._stale
+
+    def drop_if_stale(self, chunk: Chunk, who: str) -> None:
+        """Drops a copy that ``outdate`` noted, because somebody is about to compute with the chunk.
+
+        Args:
+            chunk: The chunk.
+            who: Who asks, for errors.
+
+        Raises:
+            EngineError: If something still computes with the copy, or looks into it.
+        """
+        index = chunk.spec.index
+        if index not in self._stale:
+            return
+        if chunk.is_in_use:
+            raise EngineError(
+                f"{who} needs chunk {index} ('{chunk.tensors[0].spec.name}'), which backward has updated while "
+                "something still computes with its values of before (overlap_optimizer='backward'); call "
+                "optimizer.step() before the next forward or backward, or set overlap_optimizer=true"
+            )
+        self.invalidate(chunk)
 
     def forget(self, chunk: Chunk) -> None:
         """Drops what a chunk is computed with, because the chunk is about to go."""

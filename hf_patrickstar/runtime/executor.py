@@ -166,10 +166,12 @@ class Executor:
 
         Raises:
             DeviceMemoryError: If it cannot be brought to the device.
+            EngineError: If it was updated in backward, and something still computes with its copy of before.
         """
         index, tracer = chunk.spec.index, self._tracer
         if self._gradients.used_ahead:
             self._gradients.check_unused(f"{who} uses chunk {index}", index)
+        self._copies.drop_if_stale(chunk, who)
         static = chunk.compute if not self._copies.moves else None
         if static is not None and (tracer.step is None or tracer.step.cursor is not None):
             return static  # everything is at home on the device: there is nothing to follow

@@ -33,6 +33,10 @@ class Watch:
         if compute is not None and tensor not in self._watched:
             self._watched[tensor] = Fingerprint(self._values, tensor, tensor.view_copy(compute))
 
+    def watches(self, chunk: Chunk) -> bool:
+        """Whether something may write to the copy of a chunk without a trace."""
+        return bool(self._watched) and any(tensor in self._watched for tensor in chunk.tensors)
+
     def compare(self, tensor: ManagedTensor) -> None:
         """Takes over what was written to the copy of one parameter, if that is watched."""
         if tensor in self._watched:

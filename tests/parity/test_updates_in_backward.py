@@ -97,6 +97,26 @@ def trains_in_turns(run):
                 run.keep(run.model(**make_batch(run.name, seed=9)).loss)
 
 
+def keeps_views(run):
+    """Something looks into the copies of two chunks after backward has visited them, and writes to one of them."""
+    views = {}
+
+    def look(module, args, output):
+        views[module] = module.weight.t().detach()
+
+    for block in run.model.transformer.h[:2]:
+        block.mlp.c_fc.register_forward_hook(look)
+    for seed in range(6):
+        run.backward(seed)
+        run.num_ahead.append(len(run.engine.manager.gradients.used_ahead))
+        if seed % 3 == 2:
+            next(iter(views.values())).mul_(0.9)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        if seed % 2:
+            views.clear()
+
+
 UNCLIPPED = {
     "plain": (train_for, {}),
     "16-bit": (train_for, {"dtype": "bf16"}),
@@ -111,6 +131,8 @@ UNCLIPPED = {
     "embeddings on the CPU": (train_for, {"cpu_embedding": True}),
     "another model": (train_for, {"name": "llama"}),
     "one that ties weights": (train_for, {"name": "t5"}),
+    "views": (keeps_views, {"chunk_budget": 3 * tight_budget("gpt2")}),
+    "copies that stay": (train_for, {"chunk_budget": 300_000}),
     "checkpointing": (train_for, {"checkpointing": True, "chunk_budget": 3 * tight_budget("gpt2")}),
 }
 

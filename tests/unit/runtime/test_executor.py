@@ -7,7 +7,7 @@ import torch
 from unit.runtime.data_parts import CPU, Ticket
 from unit.runtime.parts import Fake, NoForecast, Parts
 
-from hf_patrickstar.errors import DeviceMemoryError
+from hf_patrickstar.errors import DeviceMemoryError, EngineError
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.buckets import Average
 from hf_patrickstar.runtime.order import Collective, Subject
@@ -484,6 +484,25 @@ def test_what_is_stale_is_dropped_when_the_promised_step_did_not_come():
     assert not parts.copies.is_stale(parts.chunks[2]), "it has no copy"
     parts.copies.drop_stale()
     assert [chunk.spec.index for chunk in parts.copies] == [0]
+
+
+@pytest.mark.parametrize("looks", [False, True], ids=["nobody", "somebody"])
+def test_nobody_is_given_a_copy_of_before_an_update(looks):
+    """It comes anew from home, unless something still looks into the copy of before: that is an error."""
+    parts = make()
+    chunk = parts.chunks[0]
+    visit(parts, 0)
+    seen = chunk.compute.view(-1) if looks else None
+    chunk.payloads["param"].fill_(7)
+    parts.copies.outdate(chunk)
+    if looks:
+        with pytest.raises(EngineError, match=r"needs chunk 0 .*overlap_optimizer='backward'"):
+            visit(parts, 0)
+        assert chunk.compute.data_ptr() == seen.data_ptr()
+    else:
+        visit(parts, 0)
+        assert (chunk.compute == 7).all()
+        assert not parts.copies.is_stale(chunk)
 
 
 @pytest.mark.parametrize("error", [DeviceMemoryError("no room"), torch.OutOfMemoryError("CUDA out of memory")])
