@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -128,19 +128,17 @@ class Decisions:
         if not rules.has_lanes or not any(trace.kind.is_training for trace in known.traces.values()):
             return None
         prospect, kept = self.prospect(situation, known, rules), self.homes.device_homed
-        specs = [spec for spec in self.choice.layout.chunks if spec.trainable and spec.index not in kept]
-        movable = frozenset(spec.index for spec in specs if not self._looked_up(known) & {*spec.tensor_indices})
-        inside = prospect.margin(kept, movable).chunk_indices if fills_margin and movable else ()
-        return prospect.cost(kept | {*inside})
+        margin = prospect.margin(kept) if fills_margin else None
+        return prospect.cost(kept if margin is None else kept.union(margin.chunk_indices))
 
     def prospect(self, situation: Circumstances, known: KnownTraces, rules: PlacementRules) -> Prospect:
         """What is known of a step before chunks are allocated; see ``foresee``."""
-        resources, chunks = situation.resources, self.choice.layout.chunks
+        resources, chunks, looked_up = situation.resources, self.choice.layout.chunks, self._looked_up(known)
         return Prospect(
             [*known.traces.values()],
             situation.num_micro_batches,
             self.chunk_nbytes,
-            [self._work(spec, resources.collectives.rank, self._looked_up(known)) for spec in chunks],
+            [ChunkWork.of(spec, self._own(spec, resources.collectives.rank), looked_up) for spec in chunks],
             frozenset(spec.index for spec in chunks if spec.is_updated),
             resources.collectives.world_size > 1,
             resources.ledger.limit(Tier.DEVICE, cautious=False),
@@ -155,16 +153,12 @@ class Decisions:
         placements = self.choice.layout.placements
         return frozenset(i for i in asked if of_plan.get(i) != "device" and placements[i].chunk_index not in homed)
 
-    def _work(self, spec: ChunkSpec, rank: int, looked_up: frozenset[int]) -> ChunkWork:
-        """What a step does with a chunk that is at home on the host."""
-        begin, nbytes = rank * spec.chunk_numel, spec.chunk_numel * spec.types.itemsize
-        own = matrices = 0
+    def _own(self, spec: ChunkSpec, rank: int) -> Iterator[tuple[TensorSpec, int]]:
+        """The tensors of a chunk, and how many elements of each a process has at home."""
         for index in spec.tensor_indices:
-            tensor, offset = self.tensors[index], self.choice.layout.placements[index].offset_numel - begin
-            own += max(min(offset + tensor.numel, spec.chunk_numel) - max(offset, 0), 0)
-            matrices += tensor.numel if len(tensor.shape) > 1 and index not in looked_up else 0
-        own = own if spec.is_updated else 0
-        return ChunkWork(matrices, own, nbytes, spec.nbytes - nbytes, spec.types.param, is_static=False)
+            tensor, placement = self.tensors[index], self.choice.layout.placements[index]
+            begin, end = spec.parts_of(tensor.numel, placement.offset_numel)[rank]
+            yield tensor, end - begin
 
     def expected(self, situation: Circumstances, foreseen: StepCost | None) -> str:
         """What this process will need for model data, and for a step, in one line.

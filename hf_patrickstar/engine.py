@@ -282,7 +282,7 @@ class PatrickStarEngine:
             )
             self._recovery = Recovery(self.manager, self.device, self.model.buffers, self._emit)
             if self.config.overlap_optimizer == "backward":
-                self.hooks.on_gradient = update_in_backward(self.manager, self.optimizers, self.resources.streams)
+                self.hooks.on_gradient = update_in_backward(self.manager, self.optimizers)
             self.hooks.attach()
             self._move_in()
             self.hooks.bind()

@@ -76,6 +76,16 @@ class ChunkSpec:
         """Bytes of the whole buffer."""
         return self.capacity_numel * self.types.itemsize
 
+    def parts_of(self, numel: int, offset_numel: int) -> tuple[tuple[int, int], ...]:
+        """Which elements of a tensor each rank has, as begin and end.
+
+        Args:
+            numel: Elements of the tensor.
+            offset_numel: Where it begins in the whole buffer.
+        """
+        begins = [rank * self.chunk_numel - offset_numel for rank in range(self.world_size)]
+        return tuple((min(max(begin, 0), numel), min(max(begin + self.chunk_numel, 0), numel)) for begin in begins)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:

@@ -9,12 +9,13 @@ relies on the promise only
 
 - in steps that follow a plan, whose predecessor neither clipped nor scaled gradients, nor read one;
 - in the last micro-batch of a step, for Adam and AdamW, in one process, for chunks at home on the host;
-- for a chunk that the plan does not visit again in this step.
+- for a chunk that the plan does not visit again in this step, and to which nothing may write meanwhile (a tensor that
+  looks into it).
 
 The host launches the kernels of a backward long before the device has run them, so at that moment nobody can see how
-much of the host's time is left until ``step()``. So the rates of the machine say which share of the chunks is updated
-in backward (``schedule/pace.py`` [Note: updates on both sides]), spread evenly over the model. All other chunks are
-updated by ``step()``, in the order of the next forward.
+much of the host's time is left until ``step()``. So the plan of the step names the chunks (``Plan.ahead``): the rates
+of the machine say how many (``schedule/ahead.py``). All other chunks are updated by ``step()``, in the order of the
+next forward.
 
 What breaks the promise ends with an ``EngineError`` that says so: a further forward or backward, a use of a parameter
 that was updated, reading, clipping or zeroing gradients, other settings. A micro-batch that runs out of device memory
@@ -27,8 +28,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hf_patrickstar.memory.lanes import Streams
-from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import AT_HOME
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
@@ -40,8 +39,6 @@ from hf_patrickstar.runtime.tracer import Step
 from hf_patrickstar.schedule.trace import StepKind
 
 logger = logging.getLogger(__name__)
-
-_OF_STEPS = (StepKind.TRAINING, StepKind.LAST)
 
 
 class UpdatesAhead:
@@ -85,7 +82,7 @@ class UpdatesAhead:
         self._step = step
         self._num_arrived.clear()
         self._relies = False
-        if step is None or step.plan is None or step.cursor is None or StepKind.of(step.key) not in _OF_STEPS:
+        if step is None or step.plan is None or step.cursor is None or not StepKind.of(step.key).is_last:
             return
         said = self._why_not()
         self._relies = not said
@@ -148,22 +145,21 @@ class UpdatesAhead:
 
 
 def update_in_backward(
-    manager: ChunkManager, optimizers: Sequence[ChunkedOptimizer], streams: Streams
+    manager: ChunkManager, optimizers: Sequence[ChunkedOptimizer]
 ) -> Callable[[ManagedTensor], None]:
     """Lets chunks be updated as soon as their gradients are complete; see [Note: updates in backward].
 
     Args:
         manager: The manager of the chunks.
         optimizers: The optimizers of the engine; the list may grow.
-        streams: How bytes cross.
 
     Returns:
         What is to be called with each parameter whose gradient was stored.
     """
+    if manager.steps.policy.updates_ahead:
+        return UpdatesAhead(manager, optimizers).note
     if not manager.sharing.is_alone:
         logger.info("patrickstar: overlap_optimizer='backward': chunks are updated by step(), in several processes")
-    elif isinstance(streams, DeviceStreams):
-        return UpdatesAhead(manager, optimizers).note
     return _do_nothing
 
 

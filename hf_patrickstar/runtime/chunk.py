@@ -388,13 +388,12 @@ class Chunk:
     def add(self, tensor: ManagedTensor) -> None:
         """Adds a tensor; tensors come in offset order."""
         tensor.chunk = self
-        chunk_numel, numel = self.spec.chunk_numel, tensor.spec.numel
-        begins = [rank * chunk_numel - tensor.offset_numel for rank in range(self.spec.world_size)]
-        tensor.parts = tuple((min(max(begin, 0), numel), min(max(begin + chunk_numel, 0), numel)) for begin in begins)
+        numel = tensor.spec.numel
+        tensor.parts = self.spec.parts_of(numel, tensor.offset_numel)
         tensor.part = tensor.parts[self.rank]
         tensor.is_split = sum(stop > start for start, stop in tensor.parts) > 1
         tensor.is_owned = tensor.own_numel > 0 or (numel == 0 and self.rank == 0)
-        tensor.home_offset_numel = max(-begins[self.rank], 0)
+        tensor.home_offset_numel = max(tensor.offset_numel - self.rank * self.spec.chunk_numel, 0)
         self.tensors.append(tensor)
         if tensor.is_owned:
             self.owned.append(tensor)

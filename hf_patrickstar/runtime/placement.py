@@ -211,17 +211,9 @@ class Placement:
             dataclasses.replace(nbytes, state_nbytes=chunk.state_nbytes)
             for nbytes, chunk in zip(self.nbytes, self._chunks, strict=True)
         ]
-        kept = self._at_home_on_device() - self.in_margin
-        movable = frozenset(
-            chunk.spec.index
-            for chunk in self._chunks
-            if chunk.spec.trainable
-            and chunk.spec.index not in kept
-            and not any(t.is_cpu_embedding for t in chunk.tensors)
-        )
-        if not movable:
+        plan = self._prospect().margin(self._at_home_on_device() - self.in_margin)
+        if plan is None:
             return
-        plan = self._prospect().margin(kept, movable)
         wanted = set(plan.chunk_indices)
         if wanted != self.in_margin or "margin" not in self.reasons:
             logger.info("patrickstar: %s", plan.reason)
@@ -257,15 +249,14 @@ class Placement:
         return plan_ahead(trace, capacities, works, self._rules.machine, prefetch_depth)
 
     def _works(self, at_home: frozenset[int]) -> list[ChunkWork]:
-        """What a step does with each chunk if these are at home on the device; see [Note: a sketch of a step]."""
+        """What a step does with each chunk if these are at home on the device."""
+        looked_up = {t.spec.index for chunk in self._chunks for t in chunk.tensors if t.is_cpu_embedding}
         return [
-            ChunkWork(
-                sum(t.spec.numel for t in chunk.tensors if len(t.spec.shape) > 1 and not t.is_cpu_embedding),
-                sum(t.own_numel for t in chunk.owned) if chunk.spec.is_updated else 0,
-                chunk.param_nbytes,
-                chunk.copy_nbytes - chunk.param_nbytes,
-                chunk.spec.types.param,
-                chunk.spec.index in at_home,
+            ChunkWork.of(
+                chunk.spec,
+                [(tensor.spec, tensor.own_numel) for tensor in chunk.tensors],
+                looked_up,
+                is_static=chunk.spec.index in at_home,
             )
             for chunk in self._chunks
         ]

@@ -86,9 +86,9 @@ class Steps:
         self._reclaim = services.reclaim
         self._pool = services.pool
         self._meter = services.meter
-        self._policy = services.policy
+        self.policy = services.policy
         self._placement = placement
-        self._prefetch_depth = 0 if self._policy.evict_all else self._policy.prefetch_depth
+        self._prefetch_depth = 0 if self.policy.evict_all else self.policy.prefetch_depth
         self._plans: dict[str, tuple[Trace, _Situation, Plan | None]] = {}
 
     def begin_step(self, name: str, shapes: Shapes, present: Iterable[torch.Tensor], version: int) -> None:
@@ -112,7 +112,7 @@ class Steps:
     @property
     def is_last_micro_batch(self) -> bool:
         """Whether the micro-batch that runs, or begins, is the last one of its step."""
-        return self._kind_of_micro_batch() in (StepKind.TRAINING, StepKind.LAST)
+        return self._kind_of_micro_batch().is_last
 
     def _kind_of_micro_batch(self) -> StepKind:
         """What the micro-batch that begins is."""
@@ -221,7 +221,7 @@ class Steps:
             self._meter.stop()
 
     def _enter(self, step: Step, present: Iterable[torch.Tensor], room: Room) -> None:
-        if step.cursor is not None and self._policy.has_plans:
+        if step.cursor is not None and self.policy.has_plans:
             step.plan = self._plan(step.cursor.trace, step.dropped_after, room)
             if step.plan is not None and not self._copies.moves:
                 self._pool.ledger.note_total(step.cursor.trace.non_model_peak_nbytes)
@@ -283,8 +283,7 @@ class Steps:
 
     def _ahead(self, trace: Trace, capacities: Sequence[int]) -> Ahead:
         """What a step that begins now does in backward for the next one."""
-        is_last = trace.kind in (StepKind.TRAINING, StepKind.LAST)
-        if not (self._policy.updates_ahead and is_last):
+        if not (self.policy.updates_ahead and trace.kind.is_last):
             return NOTHING_AHEAD
         return self._placement.ahead(trace, capacities, self._prefetch_depth)
 
@@ -301,12 +300,12 @@ class Steps:
                     plan = make_plan(
                         trace,
                         capacities,
-                        self._policy.chooser,
+                        self.policy.chooser,
                         {index: place - len(indices) for place, index in enumerate(indices)},
                         dropped_after=dropped_after,
                         static=static,
                         prefetch_depth=self._prefetch_depth,
-                        reshard_after_forward=self._policy.reshard_after_forward,
+                        reshard_after_forward=self.policy.reshard_after_forward,
                         ahead=self._ahead(trace, capacities),
                     )
                 logger.debug(

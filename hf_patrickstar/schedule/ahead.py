@@ -14,7 +14,7 @@ are done first, forward would wait for the bus in the first layers all the same.
 from collections.abc import Sequence
 
 from hf_patrickstar.machine import Machine
-from hf_patrickstar.schedule.pace import share_beside_backward, share_to_carry
+from hf_patrickstar.schedule import pace
 from hf_patrickstar.schedule.plan import Ahead, spare_nbytes
 from hf_patrickstar.schedule.sketch import ChunkWork
 from hf_patrickstar.schedule.trace import Trace
@@ -37,20 +37,22 @@ def plan_ahead(
     static = frozenset(index for index, work in enumerate(works) if work.is_static)
     order = [index for index in sorted(last, key=last.__getitem__) if works[index].own_numel and index not in static]
     in_backward = [index for index in order if last[index] >= end]
-    unvisited = [index for index in order if last[index] < end]  # there, as no operator keeps their values
+    unvisited = [index for index in order if last[index] < end]  # backward needs their gradients, not their values
     sizes = trace.chunk_nbytes
     waiting = moved = sum(sizes[index] for index in last if index not in static)
-    most = 1.0 if prefetch_depth else 0.0  # of these bytes the device has room for when forward begins
+    # The largest share of these bytes that may be on the device when forward begins: at each moment of forward, those
+    # that it has not come to yet have to fit beside what it works with.
+    most = 1.0 if prefetch_depth else 0.0
     seen: set[int] = set()
     for visit, spare in zip(trace.visits[:end], spare_nbytes(trace, capacities, static, prefetch_depth), strict=False):
         most = min(most, max(spare, 0) / max(waiting, 1))
         if visit.chunk_index not in seen | static:
             seen.add(visit.chunk_index)
             waiting -= sizes[visit.chunk_index]
-    share = share_beside_backward(trace, works, machine, most)
+    share = pace.share_beside_backward(trace, works, machine, most)
     updated = spread(in_backward, sizes, share)
     nbytes = sum(sizes[index] for index in updated)
-    carried = min(share_to_carry(trace, works, machine, share), most)
+    carried = min(pace.share_to_carry(trace, works, machine, share), most)
     carried_of_updated = spread(updated, sizes, min(carried * moved / max(nbytes, 1), 1.0))
     return Ahead((*updated, *spread(unvisited, sizes, share)), carried_of_updated)
 

@@ -76,7 +76,7 @@ class Plan:
 
     @property
     def num_evictions(self) -> int:
-        """Copies dropped for want of room."""
+        """Copies that are dropped: for want of room, after forward, or because an update voids them."""
         return sum(len(actions.evict) for actions in self.moments)
 
 

@@ -70,14 +70,19 @@ class Prospect:
         """Bytes of the device that chunks may not take even where others leave them."""
         return 0 if self.chunk_nbytes is None else max(self.device_nbytes - self.chunk_nbytes, 0)
 
-    def margin(self, kept: frozenset[int], movable: frozenset[int]) -> MarginPlan:
+    def margin(self, kept: frozenset[int]) -> MarginPlan | None:
         """Decides which chunks are to live in the margin.
 
         Args:
             kept: Chunks that are at home on the device whatever happens.
-            movable: Chunks that may move their home.
+
+        Returns:
+            The decision, or ``None`` if no chunk may move.
         """
-        chunks = [self.nbytes[index] for index in sorted(movable)]
+        movable = [index for index, work in enumerate(self.works) if work.may_move and index not in kept]
+        if not movable:
+            return None
+        chunks = [self.nbytes[index] for index in movable]
         largest = max((work.gradient_nbytes + work.sent_nbytes for work in self.works), default=0)
         candidates = fill_margin(
             chunks,

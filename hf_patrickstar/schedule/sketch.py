@@ -11,8 +11,10 @@ script is played by the same ``replay`` as that of a recorded step.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
+from hf_patrickstar.layout.packing import ChunkSpec
+from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.schedule.bounds import ADAM_NBYTES
 from hf_patrickstar.schedule.script import (
     Begin,
@@ -44,6 +46,7 @@ class ChunkWork:
         sent_nbytes: Bytes of gradients that it sends to other processes.
         dtype: The type that is computed in.
         is_static: Whether it is at home on the device, where it is updated.
+        may_move: Whether its home may move to the device margin.
     """
 
     matrix_numel: int
@@ -52,6 +55,35 @@ class ChunkWork:
     sent_nbytes: int
     dtype: str
     is_static: bool
+    may_move: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        spec: ChunkSpec,
+        tensors: Iterable[tuple[TensorSpec, int]],
+        looked_up: Container[int],
+        *,
+        is_static: bool = False,
+    ) -> "ChunkWork":
+        """What a step does with a chunk; see [Note: a sketch of a step].
+
+        Args:
+            spec: The chunk.
+            tensors: What is in it, and how many elements of each tensor this process has at home.
+            looked_up: Indices of the tensors that are looked up on the host.
+            is_static: Whether it is at home on the device.
+        """
+        multiplied = own = 0
+        stays = False
+        for tensor, own_numel in tensors:
+            is_looked_up = tensor.index in looked_up
+            multiplied += tensor.numel if len(tensor.shape) > 1 and not is_looked_up else 0
+            own += own_numel if spec.is_updated else 0
+            stays |= is_looked_up
+        nbytes = spec.chunk_numel * spec.types.itemsize
+        may_move = spec.trainable and not stays
+        return cls(multiplied, own, nbytes, spec.nbytes - nbytes, spec.types.param, is_static, may_move)
 
 
 def num_rows(shapes: Shapes) -> int:

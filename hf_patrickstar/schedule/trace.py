@@ -37,6 +37,11 @@ class StepKind(enum.StrEnum):
         """Whether a backward belongs to it."""
         return self not in (StepKind.EVALUATION, StepKind.UPDATE)
 
+    @property
+    def is_last(self) -> bool:
+        """Whether it is the last micro-batch of a step, or the only one."""
+        return self in (StepKind.TRAINING, StepKind.LAST)
+
     @classmethod
     def of(cls, key: str) -> "StepKind":
         """The kind of the step whose trace has this key."""

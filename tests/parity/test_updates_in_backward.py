@@ -17,22 +17,27 @@ from trainers import train
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError, DeviceMemoryError, EngineError
 from hf_patrickstar.machine import MACHINES
-from hf_patrickstar.optim.ahead import UpdatesAhead
-from hf_patrickstar.runtime.executor import Executor
+from hf_patrickstar.runtime.copies import Copies
 
 pytestmark = pytest.mark.own_streams
 
 
 class UnclippedRun(Run):
-    """Training without clipping; notes how many chunks backward has updated."""
+    """Training without clipping; notes how many chunks backward has updated, and how many of them it brought back."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.num_ahead = []
+        self.num_carried = []
+
+    def note_updates(self):
+        updated, copies = self.engine.manager.gradients.used_ahead, self.engine.manager.copies
+        self.num_ahead.append(len(updated))
+        self.num_carried.append(sum(chunk.spec.index in updated and not copies.is_stale(chunk) for chunk in copies))
 
     def step(self, seed=0, after=lambda run: None):
         self.backward(seed)
-        self.num_ahead.append(len(self.engine.manager.gradients.used_ahead))
+        self.note_updates()
         self.optimizer.step()
         after(self)
         self.optimizer.zero_grad()
@@ -49,7 +54,7 @@ def norms(run):
         for number in range(1, run.accumulation):
             run.backward(10 * number + seed)
         run.backward(seed)
-        run.num_ahead.append(len(run.engine.manager.gradients.used_ahead))
+        run.note_updates()
         run.keep(run.optimizer.clip_grad_norm_(None, float("inf")))
         run.optimizer.step()
         run.optimizer.zero_grad()
@@ -108,7 +113,7 @@ def keeps_views(run):
         block.mlp.c_fc.register_forward_hook(look)
     for seed in range(6):
         run.backward(seed)
-        run.num_ahead.append(len(run.engine.manager.gradients.used_ahead))
+        run.note_updates()
         if seed % 3 == 2:
             next(iter(views.values())).mul_(0.9)
         run.optimizer.step()
@@ -155,20 +160,14 @@ FAST_BUS = dataclasses.replace(
     [*UNCLIPPED.values(), (looks_at_some, {}), (trains_in_turns, {"dtype": "bf16"})],
     ids=[*UNCLIPPED, "writes", "turns"],
 )
-def test_the_bits_are_the_same_with_chunks_that_are_carried_over(case, settings, monkeypatch):
-    carried = []
-    load = Executor._carry
-    monkeypatch.setattr(
-        Executor, "_carry", lambda self, chunk: (load(self, chunk), carried.append(chunk.compute is not None))
-    )
+def test_the_bits_are_the_same_with_chunks_that_are_carried_over(case, settings):
     name = settings.get("name", "gpt2")
     settings = {"chunk_budget": 3 * tight_budget(name), "prefetch_depth": 1, **settings}
     expected, _ = unclipped("threads", case, overlap_optimizer=False, **settings)
     for streams in STREAMS[1:]:
-        carried.clear()
-        found, _ = unclipped(streams, case, overlap_optimizer="backward", machine=SLOW_BUS, **settings)
+        found, run = unclipped(streams, case, overlap_optimizer="backward", machine=SLOW_BUS, **settings)
         assert_same(expected, found)
-        assert any(carried)
+        assert any(run.num_carried)
 
 
 def test_a_copy_of_before_an_update_is_never_computed_with():
@@ -196,24 +195,24 @@ def unclipped(streams, case, *, checkpointing=False, **settings):
         if checkpointing:
             run.model.gradient_checkpointing_enable({"use_reentrant": False})
         case(run)
-        return run.end(), run.num_ahead
+        return run.end(), run
 
 
 @pytest.mark.parametrize(("case", "settings"), UNCLIPPED.values(), ids=UNCLIPPED)
 def test_the_bits_are_those_of_updates_in_the_step(case, settings):
-    expected, ahead = unclipped("threads", case, overlap_optimizer=False, **settings)
-    assert not any(ahead)
+    expected, run = unclipped("threads", case, overlap_optimizer=False, **settings)
+    assert not any(run.num_ahead)
     for streams in STREAMS:
-        found, ahead = unclipped(streams, case, overlap_optimizer="backward", **settings)
+        found, run = unclipped(streams, case, overlap_optimizer="backward", **settings)
         assert_same(expected, found)
-        assert ahead[0] == 0  # nobody knows yet what this program does before step()
-        assert min(ahead[2:]) > 0
+        assert run.num_ahead[0] == 0  # nobody knows yet what this program does before step()
+        assert min(run.num_ahead[2:]) > 0
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_the_share_is_spread_over_the_model(share, monkeypatch):
     """Not the chunks whose gradients come first, which are those of the last layers."""
-    monkeypatch.setattr("hf_patrickstar.schedule.ahead.share_beside_backward", lambda *args: share)
+    monkeypatch.setattr("hf_patrickstar.schedule.pace.share_beside_backward", lambda *args: share)
     with streams_of("simulated:1"):
         run = UnclippedRun(overlap_optimizer="backward")
         train_for(run, 2)
@@ -237,8 +236,8 @@ def test_programs_that_do_more_keep_their_bits(case, settings):
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_the_trainer_without_clipping(accumulation, tmp_path, monkeypatch):
     """Of the 16 batches of an epoch the last one is a step of its own, if three are one."""
-    updated, update = [], UpdatesAhead._update
-    monkeypatch.setattr(UpdatesAhead, "_update", lambda *args: (updated.append(1), update(*args)))
+    updated, outdate = [], Copies.outdate
+    monkeypatch.setattr(Copies, "outdate", lambda *args: (updated.append(1), outdate(*args)))
     kwargs = {"max_grad_norm": 0.0, "gradient_accumulation_steps": accumulation, "max_steps": 4 * accumulation}
     _, expected = train("gpt2", tmp_path / "stock", **kwargs)
     with streams_of("simulated:1"):
@@ -252,9 +251,9 @@ def test_the_trainer_without_clipping(accumulation, tmp_path, monkeypatch):
 
 def test_on_the_threads_of_the_cpu_tier_all_is_updated_by_the_step():
     expected, _ = unclipped("threads", train_for, overlap_optimizer=False)
-    found, ahead = unclipped("threads", train_for, overlap_optimizer="backward")
+    found, run = unclipped("threads", train_for, overlap_optimizer="backward")
     assert_same(expected, found)
-    assert not any(ahead)
+    assert not any(run.num_ahead)
 
 
 def test_clipping_is_noticed_and_said_once(caplog):
@@ -326,7 +325,7 @@ def test_what_breaks_the_promise_is_an_error(breaks):
 
 def test_a_second_backward_is_an_error(monkeypatch):
     """With a retained graph few chunks can be updated: those whose values no operator has kept."""
-    monkeypatch.setattr("hf_patrickstar.schedule.ahead.share_beside_backward", lambda *args: 1.0)
+    monkeypatch.setattr("hf_patrickstar.schedule.pace.share_beside_backward", lambda *args: 1.0)
     with streams_of("simulated:1"):
         run = UnclippedRun(overlap_optimizer="backward")
         train_for(run, 3)

@@ -116,7 +116,7 @@ def test_the_next_step_finds_them_and_loads_them_once():
 
 def test_chunks_that_backward_does_not_visit_are_updated_and_not_carried_over(monkeypatch):
     """No operator keeps their values, as those of biases; the trace does not tell when their gradients come."""
-    monkeypatch.setattr("hf_patrickstar.schedule.ahead.share_beside_backward", lambda *args: 1.0)
+    monkeypatch.setattr("hf_patrickstar.schedule.pace.share_beside_backward", lambda *args: 1.0)
     trace = dataclasses.replace(TRACE, visits=tuple(map(Visit, [*range(NUM), *reversed(range(2, NUM))])))
     found = plan_ahead(trace, [NUM * NBYTES] * len(trace.visits), [work()] * NUM, SLOW_BUS, 2)
     assert found.updated == (*reversed(range(2, NUM)), 0, 1)
