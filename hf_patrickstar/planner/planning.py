@@ -17,7 +17,7 @@ from hf_patrickstar.machine import Machine, find_machine
 from hf_patrickstar.memory.pool import CACHE_OWNER
 from hf_patrickstar.memory.tiers import DEVICE_SHARE, HOST_SHARE, Tier
 from hf_patrickstar.plan_cache import keep_traces
-from hf_patrickstar.planner.kept import kept
+from hf_patrickstar.planner.kept import can_keep, kept
 from hf_patrickstar.planner.masks import masks_of_batches
 from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse
 from hf_patrickstar.planner.subject import Subject, find_optimizer, find_subject
@@ -383,9 +383,17 @@ def _record_quietly(subject: Subject, given: Circumstances, settings: Mapping[st
 
 
 def _micro_batch(subject: Subject, given: Circumstances) -> MicroBatch | None:
-    """What torch tells an engine in a micro-batch; kept for plans of other budgets and machines."""
+    """What torch tells an engine in a micro-batch; kept for plans of other budgets and machines.
+
+    It is ``None``, and the model runs in every micro-batch, where listening takes longer than it saves: where it is for
+    a single plan of a few micro-batches, and where embeddings are looked up on the CPU, which no notes know.
+    """
+    is_measured = given.times is not None
+    is_for_one = not can_keep(subject, is_measured=is_measured) and given.num_micro_batches == 1
+    if is_for_one or given.settings.get("cpu_embedding") is True:
+        return None
     settings = {name: value for name, value in given.settings.items() if name not in _OF_CHUNKS}
-    same = (settings, given.optimizer, given.num_micro_batches > 1)
+    same = (settings, given.optimizer, given.num_micro_batches > 1, given.machine.has_accelerator)
     training = Training(
         subject.make_model,
         subject.make_inputs,
@@ -394,5 +402,4 @@ def _micro_batch(subject: Subject, given: Circumstances) -> MicroBatch | None:
         settings,
         given.num_micro_batches,
     )
-    is_measured = given.times is not None
     return kept("micro_batches", subject, same, is_measured, lambda: listen(training, given.machine, given.times))

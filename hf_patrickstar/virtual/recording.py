@@ -172,7 +172,7 @@ def record_step(
         world_size: How many processes train together, each on a device of the machine; see [Note: virtual processes].
         times: What operators take, if the machine is the one at hand; else its rates say it.
         micro_batch: What was noted of a micro-batch of the same training, which then need not run; the recording is the
-            same.
+            same. An error for want of memory differs in what it advises: only a model that runs foresees all it needs.
 
     Raises:
         ConfigError: If the machine has fewer devices than there are processes.

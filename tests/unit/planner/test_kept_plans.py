@@ -8,6 +8,7 @@ from hf_patrickstar import plan_cache
 from hf_patrickstar.planner import planning
 from hf_patrickstar.planner.planning import arrange, plan_and_record, plan_if_fits
 from hf_patrickstar.planner.subject import Subject
+from hf_patrickstar.virtual.timing import OperatorTimes
 
 MODEL = "gpt2:n_layer=2,n_embd=64,n_head=2,vocab_size=200"
 ARGUMENTS = {
@@ -125,6 +126,19 @@ def test_a_plan_for_another_budget_runs_no_model(change, runs, place, monkeypatc
         path.unlink()
     assert plan(change) == found
     assert len(runs) > 2
+
+
+@pytest.mark.parametrize(
+    ("change", "times"),
+    [({"settings": {"cpu_embedding": True}}, None), ({}, OperatorTimes()), ({"num_micro_batches": 2}, OperatorTimes())],
+    ids=["embeddings on the CPU", "one measured", "several measured"],
+)
+def test_the_model_is_listened_to_where_that_saves_time(change, times, monkeypatch):
+    listened, listen = [], planning.listen
+    monkeypatch.setattr(planning, "listen", lambda *args: (listened.append(1), listen(*args))[1])
+    subject, given = arrange(MODEL, "rtx4090", **{**ARGUMENTS, **change})
+    plan_and_record(subject, dataclasses.replace(given, times=times))
+    assert bool(listened) == (given.num_micro_batches > 1)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Engines that are told what torch told another one do what they do with the model, to the last byte and operator."""
 
 import dataclasses
+import logging
+import re
 
 import pytest
 import torch
@@ -121,13 +123,34 @@ def test_experts_do_the_same():
     check({"name": "mixtral", "placement": "host"}, 120_000)
 
 
-def test_a_device_that_is_too_small_is_refused_too():
+@pytest.mark.parametrize("device_nbytes", [60_000, 420_000])
+def test_a_device_that_is_too_small_is_refused_too(device_nbytes):
+    """After as many retries, and for the same bytes; what would do is foreseen by a model that runs, better."""
     training = make_training(chunk_budget="auto")
     micro_batch = listen(training, H100)
-    training = dataclasses.replace(training, config={**training.config, "device_budget": 60_000})
+    training = dataclasses.replace(training, config={**training.config, "device_budget": device_nbytes})
+    said = []
     for given in (micro_batch, None):
-        with pytest.raises(BudgetError, match="device_budget is too small"):
+        with pytest.raises(BudgetError, match="failed 4 times.* device_budget is too small") as caught:
             record(training, H100, given)
+        said.append(re.split("at least", str(caught.value))[0])
+    assert said[0] == said[1]
+
+
+def test_chunks_that_leave_the_device_in_a_step_do_the_same(caplog):
+    """By their own bytes all chunks fit on the device, and are at home there until activations need the room."""
+    training = make_training(chunk_budget="auto", placement="auto", device_budget=2_800_000)
+    training = dataclasses.replace(training, make_inputs=lambda make=training.make_inputs: repeated(make(), 4))
+    micro_batch = listen(training, H100)
+    with caplog.at_level(logging.INFO, "hf_patrickstar"):
+        found, expected = (without_addresses(record(training, H100, given)) for given in (micro_batch, None))
+    assert [name for name in found if found[name] != expected[name]] == []
+    left = [record for record in caplog.records if "a step ran out of memory" in record.getMessage()]
+    assert len(left) == 2, "one with each recording"
+
+
+def repeated(batch, num):
+    return {key: torch.cat([value] * num) for key, value in batch.items()}
 
 
 def test_a_model_that_is_evaluated_in_its_loss_is_not_told_again():
