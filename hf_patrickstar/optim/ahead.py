@@ -54,7 +54,7 @@ class UpdatesAhead:
         self._optimizers = optimizers
         self._step: Step | None = None
         self._relies = False
-        self._num_arrived: dict[int, int] = {}
+        self._arrived: dict[int, set[int]] = {}  # by chunk, the tensors whose gradients were stored in this step
         self._due: frozenset[int] = frozenset()  # chunks that the plan has updated in this backward
         self._said = ""
 
@@ -72,15 +72,16 @@ class UpdatesAhead:
             return
         chunk = tensor.chunk
         index = chunk.spec.index
-        self._num_arrived[index] = self._num_arrived.get(index, 0) + 1
-        if self._num_arrived[index] < len(chunk.tensors):
+        arrived = self._arrived.setdefault(index, set())
+        arrived.add(tensor.spec.index)
+        if len(arrived) < len(chunk.tensors):
             return
         if index in self._due and self._can_update(chunk, step):
             self._update(chunk)
 
     def _begin(self, step: Step | None) -> None:
         self._step = step
-        self._num_arrived.clear()
+        self._arrived.clear()
         self._relies = False
         if step is None or step.plan is None or step.cursor is None or not StepKind.of(step.key).is_last:
             return
@@ -114,6 +115,7 @@ class UpdatesAhead:
         needs_norm = gradients.records_norms
         is_complete = all(
             tensor.gradient in AT_HOME
+            and tensor.deferred_gradient is None
             and not tensor.is_needed_at_home
             and not (needs_norm and tensor.gradient_norm is None)
             and tensor.spec.index in optimizer.group_numbers

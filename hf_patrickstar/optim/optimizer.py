@@ -253,7 +253,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         phases, gradients = self._manager.phases, self._manager.gradients
         factors: dict[torch.device, torch.Tensor] = {}  # one copy per tier, not one per chunk
         self.kernel.begin_step()
-        phases.update_begin(chunks)
+        phases.update_begin(chunks, self.index)
         keeps = (gradients.must_keep or self._is_wanted_by_peers) and gradients.try_to_keep(chunks)
         later = []
         for batch in in_batches(chunks, self.kernel.batch_numel):

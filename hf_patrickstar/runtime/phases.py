@@ -243,18 +243,19 @@ class Phases:
     # The optimizer's step
 
     @phase
-    def update_begin(self, chunks: Iterable[Chunk]) -> None:
-        """The optimizer begins: copies of what it will change are dropped, which makes room for its work.
+    def update_begin(self, chunks: Sequence[Chunk], optimizer_index: int = 0) -> None:
+        """An optimizer begins: copies of what it will change are dropped, which makes room for its work.
 
         Args:
-            chunks: What it will change.
+            chunks: What it will change, in order.
+            optimizer_index: Which optimizer.
         """
         self.unwind()
         with self._lock:
             for chunk in chunks:
                 if chunk.spec.index not in self._gradients.used_ahead or self._copies.is_stale(chunk):
                     self._copies.invalidate(chunk)
-            self._steps.begin_update()
+            self._steps.begin_update([chunk.spec.index for chunk in chunks], optimizer_index)
 
     @phase
     def before_update(self, chunk: Chunk) -> None:

@@ -176,11 +176,17 @@ class Steps:
         self._meter.pause()
         self.executor.expect(None)
 
-    def begin_update(self) -> None:
-        """Begins the optimizer's step, which has a trace of its own: what it needs on the device beside the chunks."""
+    def begin_update(self, chunk_indices: Sequence[int], optimizer_index: int = 0) -> None:
+        """Begins an optimizer's step, which has a trace of its own: what it needs on the device beside the chunks.
+
+        Args:
+            chunk_indices: The chunks that it will come to, in order.
+            optimizer_index: Which optimizer.
+        """
         self.durations.begin_update()
         self.tracer.abandon()
-        step = self.tracer.begin(StepKind.UPDATE)
+        title = _title(StepKind.UPDATE, str(optimizer_index or ""))
+        step = self.tracer.begin(title, chunk_indices=[*chunk_indices])
         if step.is_metered:
             self._meter.start(())
             self._meter.restart()
@@ -320,5 +326,5 @@ class Steps:
 
 
 def _title(kind: StepKind, module_name: str) -> str:
-    """What a step is called: its kind, and the outermost module if that is not the model."""
+    """What a step is called: its kind, and the outermost module, or the optimizer, if that is not the only one."""
     return f"{kind}:{module_name}" if module_name else kind

@@ -2,7 +2,7 @@
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from hf_patrickstar.events import Listener, StepDiverged, StepRecorded
@@ -142,6 +142,7 @@ class Tracer:
         shapes: Shapes = (),
         dropped_after: frozenset[int] = frozenset(),
         always_metered: bool = False,
+        chunk_indices: Sequence[int] | None = None,
     ) -> Step:
         """Begins a step; a step that was not finished is forgotten.
 
@@ -150,10 +151,15 @@ class Tracer:
             shapes: Shapes of its inputs.
             dropped_after: Chunks whose device copies are void when it has ended.
             always_metered: Measure non-model data even if the step only follows its trace.
+            chunk_indices: The chunks that it will visit, in order, if that is known. A trace of others is dropped: the
+                step is recorded anew, and does not diverge.
         """
         key = trace_key(kind, shapes)
         step = Step(key, shapes, dropped_after)
         trace = self.traces.get(key)
+        if trace is not None and chunk_indices not in (None, [visit.chunk_index for visit in trace.visits]):
+            trace = None
+            del self.traces[key]
         if trace is not None and trace.covers(shapes):
             step.cursor = Cursor(trace, dropped_after)
             step.is_metered = always_metered or key in self.diverging

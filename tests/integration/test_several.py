@@ -494,6 +494,20 @@ def test_clipping_counts_for_both_optimizers(config, zeroes_between):
     assert_same_model(*models)
 
 
+def test_steps_of_two_optimizers_are_recorded_once_and_do_not_diverge():
+    model = make_tower()
+    engine = PatrickStarEngine(model, CONFIGS["tight"], two_optimizers(model))
+    recorded = []
+    for step in range(8):
+        loss_of(model, step).backward()
+        for optimizer in engine.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        recorded.append(engine.stats()["recorded_steps"])
+    assert engine.stats()["diverged_steps"] == 0
+    assert recorded[3] == recorded[-1]
+
+
 @pytest.mark.parametrize("config", list(CONFIGS.values()), ids=list(CONFIGS))
 def test_an_optimizer_is_added_to_an_engine(config):
     """With the state that it has, to an engine that has none and to one that has one."""

@@ -158,7 +158,7 @@ def test_what_happens_in_a_step_in_order(runs_beside):
         ("check_complete", first),
         ("take_factor",),
         ("begin_step",),
-        ("update_begin", [chunk]),
+        ("update_begin", [chunk], 0),
         ("try_to_keep", [chunk]),
         ("before_update", chunk),
         ("make_ready", first),

@@ -361,7 +361,7 @@ def test_an_update_begins_without_copies_of_what_it_will_change():
         ("parameters.release", "t0"),
         ("copies.invalidate", parts.chunks[2]),
         ("copies.invalidate", parts.chunks[0]),
-        ("steps.begin_update",),
+        ("steps.begin_update", [2, 0], 0),
     ]
 
 

@@ -340,7 +340,7 @@ def test_the_optimizers_step_is_recorded_beside_the_chunks_that_it_comes_to():
     parts = make()
     begin(parts)
     told(parts), metered(parts)
-    parts.steps.begin_update()
+    parts.steps.begin_update([1, 0])
     assert parts.tracer.step.key == "optimizer"
     parts.steps.visit_for_update(parts.chunks[1])
     parts.steps.visit_for_update(parts.chunks[0])
@@ -348,9 +348,27 @@ def test_the_optimizers_step_is_recorded_beside_the_chunks_that_it_comes_to():
     parts.steps.end_update()
     assert [visit.chunk_index for visit in parts.tracer.traces["optimizer"].visits] == [1, 0]
     assert metered(parts) == ["pause", "stop", "stop"]
-    parts.steps.begin_update()
+    parts.steps.begin_update([1, 0])
     parts.steps.visit_for_update(parts.chunks[1])
     assert metered(parts) == []
+
+
+@pytest.mark.parametrize(
+    ("indices", "number", "keys"), [([0, 1], 0, ["optimizer"]), ([0], 1, ["optimizer", "optimizer:1"])]
+)
+def test_an_optimizers_step_that_comes_to_other_chunks_is_recorded_and_does_not_diverge(indices, number, keys):
+    """The first one comes before a forward was recorded, whose order the others follow; each optimizer has its own."""
+    parts = make()
+    for chunk_indices, optimizer_index in (([1, 0], 0), (indices, number), (indices, number)):
+        parts.steps.begin_update(chunk_indices, optimizer_index)
+        for index in chunk_indices:
+            parts.steps.visit_for_update(parts.chunks[index])
+        assert not parts.tracer.step.is_diverged
+        is_recorded = parts.tracer.step.is_recorded
+        parts.steps.end_update()
+    assert not is_recorded
+    assert sorted(parts.tracer.traces) == keys
+    assert [visit.chunk_index for visit in parts.tracer.traces[keys[-1]].visits] == indices
 
 
 def test_the_optimizers_step_ends_the_micro_batches_and_the_peaks():
@@ -362,11 +380,11 @@ def test_the_optimizers_step_ends_the_micro_batches_and_the_peaks():
     parts.copies.load(parts.chunks[1], ahead=False)
     parts.ledger.note_total(9)
     parts.ledger.unbook(Tier.DEVICE, "param", 16)
-    parts.steps.begin_update()
+    parts.steps.begin_update([])
     assert parts.steps.end_update() == 2
     assert (parts.steps.micro_batch, parts.steps.num_updates) == (0, 1)
     assert parts.steps.peaks == (32, 41, 3 * 48)
-    parts.steps.begin_update()
+    parts.steps.begin_update([])
     assert (parts.steps.end_update(), parts.steps.num_updates, parts.steps.peaks) == (0, 2, (16, 16, 3 * 48))
 
 
