@@ -488,6 +488,7 @@ class PatrickStarEngine:
             raise EngineError(f"parameter '{opened[0]}' is open in full_parameters(); detach after the block has ended")
         for chunk in self.manager.chunks:
             chunk.wait_for_update()
+        is_half_updated = self.manager.gradients.forget_unused("the engine is detached")
         if self.model.__dict__.get("patrickstar_engine") is self:  # else construction failed
             self.manager.sharing.enter("detaches the engine")
         self._attached = False
@@ -515,6 +516,8 @@ class PatrickStarEngine:
         for part in (self.model, *roots_of(self.model)):
             for name in ("patrickstar_engine", "backward"):
                 part.__dict__.pop(name, None)
+        if is_half_updated:
+            logger.error("patrickstar: %s", is_half_updated)
 
     def _is_in_model_file(self, tensor: ManagedTensor) -> bool:
         """Whether saving the model saves a parameter: PEFT saves adapters alone, and some models leave out names."""

@@ -23,7 +23,7 @@ from torch.optim.adam import adam
 
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.optim.kernel import AT_HOME, Kernel
+from hf_patrickstar.optim.kernel import AT_HOME, Kernel, settings_of
 from hf_patrickstar.optim.workers import SMALL_NUMEL, HostWorkers
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor, round_masters
 from hf_patrickstar.runtime.update import Update
@@ -109,19 +109,6 @@ def _restore(segments: Iterable[_Segment]) -> None:
         round_masters([segment.of(MASTER)], [segment.of("param")])
 
 
-def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a param group as they are now; schedulers also write to tensors that are settings."""
-    settings = {key: value for key, value in group.items() if key != "params"}
-    return {
-        key: tuple(map(_as_now, value)) if isinstance(value, tuple) else _as_now(value)
-        for key, value in settings.items()
-    }
-
-
-def _as_now(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
 def is_plain_adam(optimizer: torch.optim.Optimizer) -> bool:
     """Returns whether an optimizer is torch's Adam or AdamW with options that the chunk lists can hold."""
     return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not any(
@@ -182,7 +169,7 @@ class AdamKernel(Kernel):
 
     def prepare(self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None) -> Update:
         """See ``Kernel``."""
-        options = [_without_parameters(group) for group in self._optimizer.param_groups]
+        options = [settings_of(group) for group in self._optimizer.param_groups]
         steps: dict[tuple[int, int], torch.Tensor] = {}
         joined = [segment for chunk in chunks for segment in self._joined(chunk, groups, options, steps)]
         owned = (tensor for chunk in chunks for tensor in chunk.owned)
@@ -238,6 +225,7 @@ class AdamKernel(Kernel):
 
     def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
         """See ``Kernel``. The state is ``step`` and ``state_places``."""
+        self.on_use(tensor)
         places = self.state_places(tensor)  # an update that fails changes the number before this returns
         step = self._steps.get(tensor.spec.index)
         if step is None:
@@ -253,6 +241,7 @@ class AdamKernel(Kernel):
 
     def load_own_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
         """See ``Kernel``."""
+        self.on_use(tensor)
         if state:
             self._steps[tensor.spec.index] = int(state["step"])
             return

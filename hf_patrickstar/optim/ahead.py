@@ -7,10 +7,11 @@ promise, by ``overlap_optimizer="backward"``, that between the last backward of 
 gradients, parameters or settings; then the results have the same bits as those of updates in ``step()``. The engine
 relies on the promise only
 
-- in steps that follow a plan, whose predecessor neither clipped nor scaled gradients, nor read one;
+- in steps that follow a plan, whose predecessor neither clipped nor scaled gradients, nor read one, nor used a
+  parameter or its state between its last gradients and ``step()``, other than in modules that compute;
 - in the last micro-batch of a step, for Adam and AdamW, in one process, for chunks at home on the host;
-- for a chunk that the plan does not visit again in this step, and to which nothing may write meanwhile (a tensor that
-  looks into it).
+- for a chunk that the plan does not visit again in this step, and of which the program has no tensor (``p.data``, a
+  view) that it could read or write meanwhile.
 
 The host launches the kernels of a backward long before the device has run them, so at that moment nobody can see how
 much of the host's time is left until ``step()``. So the plan of the step names the chunks (``Plan.ahead``): the rates
@@ -31,7 +32,7 @@ import torch
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import AT_HOME
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
-from hf_patrickstar.optim.state import settings_of
+from hf_patrickstar.optim.state import GroupsBefore
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.ranges import named
@@ -57,6 +58,7 @@ class UpdatesAhead:
         self._arrived: dict[int, set[int]] = {}  # by chunk, the tensors whose gradients were stored in this step
         self._due: frozenset[int] = frozenset()  # chunks that the plan has updated in this backward
         self._said = ""
+        manager.values.on_use = manager.gradients.note_use
 
     @torch.no_grad()
     def note(self, tensor: ManagedTensor) -> None:
@@ -83,11 +85,17 @@ class UpdatesAhead:
         self._step = step
         self._arrived.clear()
         self._relies = False
-        if step is None or step.plan is None or step.cursor is None or not StepKind.of(step.key).is_last:
+        if step is None or not StepKind.of(step.key).is_last:
+            return
+        self._manager.gradients.awaits_step = True
+        for optimizer in self._optimizers:
+            optimizer.kernel.on_use = self._manager.gradients.note_use
+        if step.plan is None or step.cursor is None:
             return
         said = self._why_not()
         self._relies = not said
         if self._relies:
+            self._optimizers[0].follow_groups()  # the program may have changed them since the last step
             self._due = frozenset(step.plan.ahead.updated)
             num = sum(chunk.spec.is_updated for chunk in self._manager.chunks)
             said = f"{len(self._due)} of {num} chunks are updated while backward runs, the others by step()"
@@ -106,25 +114,30 @@ class UpdatesAhead:
         if gradients.must_keep:
             return "gradients are kept after step(): call optimizer.zero_grad() after it, and read none"
         if not optimizer.was_left_alone:
-            return "gradients were clipped, scaled or read before the last step(), or step() has hooks"
+            return (
+                "before the last step() gradients were clipped, scaled or read, or parameters or states of the "
+                "optimizer were used, or step() has hooks"
+            )
         return ""
 
     def _can_update(self, chunk: Chunk, step: Step) -> bool:
         """Whether nobody needs a chunk as it is any more, in this step."""
-        gradients, optimizer = self._manager.gradients, self._optimizers[0]
+        manager, gradients, optimizer = self._manager, self._manager.gradients, self._optimizers[0]
         needs_norm = gradients.records_norms
         is_complete = all(
             tensor.gradient in AT_HOME
             and tensor.deferred_gradient is None
+            and not manager.mirrors.has(tensor)
             and not tensor.is_needed_at_home
             and not (needs_norm and tensor.gradient_norm is None)
             and tensor.spec.index in optimizer.group_numbers
             for tensor in chunk.tensors
         )
-        is_visited = step.cursor is None or step.cursor.next_visit(chunk.spec.index) is not None
+        assert step.cursor is not None
+        is_visited = step.cursor.next_visit(chunk.spec.index) is not None
         is_seen = (
-            len(self._manager.gradient_mirrors) > 0
-            or self._manager.watch.watches(chunk)
+            len(manager.gradient_mirrors) > 0
+            or manager.watch.watches(chunk)
             or not optimizer.kernel.may_run_beside([chunk])
         )
         return is_complete and chunk.home is Tier.HOST and not is_visited and not is_seen
@@ -133,7 +146,7 @@ class UpdatesAhead:
         manager, optimizer = self._manager, self._optimizers[0]
         gradients, index = manager.gradients, chunk.spec.index
         if not gradients.used_ahead:
-            optimizer.settings_ahead = settings_of(optimizer.param_groups)
+            optimizer.groups_ahead = GroupsBefore(optimizer.param_groups)
         chunk.wait_for_reader()
         norms = [tensor.gradient_norm for tensor in chunk.tensors]
         update = optimizer.kernel.prepare([chunk], optimizer.group_numbers, None)

@@ -26,6 +26,9 @@ class Kernel(abc.ABC):
     Args:
         optimizer: The user's optimizer.
         pool: It gives the scratch space.
+
+    Attributes:
+        on_use: It is told of every parameter whose state is read or written, other than by an update.
     """
 
     list_names: tuple[str, ...]
@@ -49,6 +52,7 @@ class Kernel(abc.ABC):
     def __init__(self, optimizer: torch.optim.Optimizer, pool: PayloadPool) -> None:
         self._optimizer = optimizer
         self._pool = pool
+        self.on_use: Callable[[ManagedTensor], None] = _ignore
         self._scratch: dict[Tier, torch.Tensor] = {}
 
     @abc.abstractmethod
@@ -186,6 +190,23 @@ class Kernel(abc.ABC):
     @abc.abstractmethod
     def load_own_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
         """Takes over this rank's part of a state except ``state_places``; an empty state resets the parameter."""
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a copy of the settings of a param group; schedulers also write to tensors that are settings."""
+    settings = {key: value for key, value in group.items() if key != "params"}
+    return {
+        key: tuple(map(_copy_of, value)) if isinstance(value, tuple) else _copy_of(value)
+        for key, value in settings.items()
+    }
+
+
+def _copy_of(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _ignore(tensor: ManagedTensor) -> None:
+    """Nobody has to know."""
 
 
 def in_batches(chunks: Iterable[Chunk], batch_numel: int) -> Iterator[list[Chunk]]:

@@ -14,14 +14,15 @@ from hf_patrickstar.optim.clipping import clip_by_norm, clip_by_value, total_nor
 from hf_patrickstar.optim.kernel import Kernel, in_batches, place_state
 from hf_patrickstar.optim.state import (
     HOOK_NAMES,
+    GroupsBefore,
     StateView,
     call_hooks,
     check_keys,
     check_shapes,
+    has_hooks,
     has_shapes,
     pack_state,
     pair_up,
-    settings_of,
 )
 from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedTensor
 from hf_patrickstar.runtime.manager import ChunkManager
@@ -50,7 +51,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     Attributes:
         group_numbers: The param group of each parameter that it updates in a chunk, by tensor index.
         was_left_alone: Whether nothing was done to gradients, or around them, before the last step.
-        settings_ahead: The settings of updates in backward; see [Note: updates in backward].
+        groups_ahead: What updates in backward took for the param groups; see [Note: updates in backward].
     """
 
     _step_supports_amp_scaling = False
@@ -75,7 +76,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._num_steps = 0
         self._collected: dict[int, dict[str, Any]] | None = None
         self.was_left_alone = False
-        self.settings_ahead: list[dict[str, Any]] = []
+        self.groups_ahead: GroupsBefore | None = None
         # Copies of the groups, since torch's constructor replaces their lists, to which some optimizers (LBFGS) refer.
         super().__init__([{**group, "params": [*group["params"]]} for group in optimizer.param_groups], {})
         self.kernel = kernel  # not earlier: torch's constructor assigns an empty state
@@ -84,13 +85,10 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         for name in HOOK_NAMES:
             if hasattr(optimizer, name):
                 setattr(self, name, getattr(optimizer, name))
-        self.group_numbers = self._index_groups()
+        self.follow_groups()
 
-    def _index_groups(self) -> dict[int, int]:
-        """The param group of each parameter that this optimizer updates in its chunk, by tensor index.
-
-        Also notices parameters that users have added to the lists of groups, and that need another chunk for that.
-        """
+    def follow_groups(self) -> None:
+        """Notes which parameters are in which group now, and whether users have added some that need another chunk."""
         groups: dict[int, int] = {}
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
@@ -99,7 +97,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                     groups[tensor.spec.index] = number
                 elif tensor is not None and tensor.spec.trainable and not tensor.chunk.spec.is_updated:
                     self._manager.has_new_groups = True
-        return groups
+        self.group_numbers = groups
 
     def _updates(self, tensor: ManagedTensor) -> bool:
         return self._has(tensor.chunk)
@@ -211,13 +209,14 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
             closure = None
-        self.group_numbers = self._index_groups()
+        self._manager.gradients.awaits_step = False
+        self.follow_groups()
         if self._follow_model():
-            self.group_numbers = self._index_groups()
+            self.follow_groups()
         manager = self._manager
         manager.parameters.release_held_outside_forward()
         manager.writes.sync()
-        self._check_ahead(is_alone=closure is None)
+        self._check_ahead()
         for tensor in self._tensors:
             if tensor.chunk.spec.index in manager.gradients.used_ahead:
                 continue
@@ -232,22 +231,21 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         if self.kernel.updates_at_once:
             loss = self.kernel.update_at_once(self._tensors, self._present, manager.writes.follow_master, closure)
         self._update([chunk for chunk in manager.in_order_of_use if self._has(chunk)], manager.gradients.take_factor())
-        if not self.kernel.updates_at_once and len(self.group_numbers) < sum(
-            len(g["params"]) for g in self.param_groups
-        ):
+        num_held = sum(len(group["params"]) for group in self.param_groups)
+        if not self.kernel.updates_at_once and len(self.group_numbers) < num_held:
             self.kernel.update_others(self._others)
         self._num_steps += 1
         self._emit(StepFinished(self._num_steps, skipped=False))
         self.kernel.end_step()
         return loss
 
-    def _check_ahead(self, *, is_alone: bool) -> None:
+    def _check_ahead(self) -> None:
         """Checks that updates in backward were those of this step, and learns whether the next may be made there."""
         gradients = self._manager.gradients
-        if gradients.used_ahead and (gradients.has_factor or settings_of(self.param_groups) != self.settings_ahead):
+        before, self.groups_ahead = self.groups_ahead, None
+        if gradients.has_factor or not (before is None or before.are(self.param_groups)):
             gradients.check_unused("settings of the optimizer have changed, or gradients are scaled")
-        hooks = getattr(self, "_optimizer_step_pre_hooks", None)
-        self.was_left_alone = is_alone and not (gradients.has_factor or gradients.was_touched or hooks)
+        self.was_left_alone = not (gradients.has_factor or gradients.was_touched or has_hooks(self))
 
     def _update(self, chunks: Sequence[Chunk], factor: torch.Tensor | None) -> None:
         phases, gradients = self._manager.phases, self._manager.gradients
@@ -313,7 +311,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     def skip_step(self) -> None:
         """Drops a step: gradients that overflowed are discarded, parameters keep their values."""
         self._manager.gradients.check_unused("the step is skipped")
-        self.group_numbers = self._index_groups()
+        self.follow_groups()
         self._manager.discard_gradients(self._tensors if self._is_beside_others else None)
         for parameter in self._others:
             parameter.grad = None
@@ -385,7 +383,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 parameter.grad.mul_(inverse_scale.to(parameter.grad.device))
         manager = self._manager
         manager.gradients.check_unused("gradients are unscaled")
-        self.group_numbers = self._index_groups()
+        self.follow_groups()
         manager.gradient_mirrors.sync()
         if not (self._is_beside_others or len(manager.gradient_mirrors) > 0):
             manager.gradients.inverse_scale = inverse_scale
@@ -541,7 +539,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             tensor: The parameter; by default all.
         """
         if tensor is None:
-            self.group_numbers = self._index_groups()
+            self.follow_groups()
         for item in self._tensors if tensor is None else [tensor]:
             state = self.inner.state.get(item.parameter)
             if not state or not self._updates(item) or not item.is_owned:

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from hf_patrickstar.optim.kernel import Kernel
+from hf_patrickstar.optim.kernel import Kernel, settings_of
 from hf_patrickstar.runtime.chunk import MASTER, ManagedTensor
 from hf_patrickstar.runtime.manager import ChunkManager
 
@@ -15,6 +16,11 @@ HOOK_NAMES = (
     "_optimizer_load_state_dict_post_hooks",
 )
 """The hooks of torch's optimizers."""
+
+
+def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether something is called before a step of an optimizer, with whatever it reads or changes."""
+    return bool(getattr(optimizer, "_optimizer_step_pre_hooks", None) or _global_optimizer_pre_hooks)
 
 
 class StateView(MutableMapping[Any, Any]):
@@ -202,13 +208,37 @@ def call_hooks(hooks: Mapping[int, Any], optimizer: torch.optim.Optimizer, *stat
     return found[0] if found else None
 
 
-def settings_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the settings of param groups as they are now, as numbers that can be compared with those of later."""
-    return [{key: _as_number(value) for key, value in group.items() if key != "params"} for group in groups]
+class GroupsBefore:
+    """Remembers which parameters param groups had, and with which settings.
+
+    Args:
+        groups: The groups.
+    """
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        self._members = _members_of(groups)
+        self._settings = [settings_of(group) for group in groups]
+
+    def are(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether groups have the same parameters and settings as these had."""
+        settings = [settings_of(group) for group in groups]
+        return _members_of(groups) == self._members and _are_same(settings, self._settings)
 
 
-def _as_number(value: Any) -> Any:
-    return value.tolist() if isinstance(value, torch.Tensor) else value
+def _members_of(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    return [[id(parameter) for parameter in group["params"]] for group in groups]
+
+
+def _are_same(value: Any, other: Any) -> bool:
+    """Whether settings are equal; numbers may be tensors."""
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(_are_same(value[key], other[key]) for key in value)
+    if isinstance(value, (list, tuple)):
+        is_alike = type(value) is type(other) and len(value) == len(other)
+        return is_alike and all(map(_are_same, value, other))
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(value, other)
+    return bool(value == other)
 
 
 def pack_state(param_groups: Sequence[Mapping[str, Any]], states: Iterable[tuple[torch.Tensor, Any]]) -> dict[str, Any]:

@@ -56,7 +56,8 @@ class Gradients:
         coefficient: What all gradients are to be multiplied with (clipping), if that has not been done yet.
         inverse_scale: The same for the loss scale.
         is_watched: Whether somebody is known to look at them between the step and ``zero_grad``.
-        was_touched: Whether somebody has read or replaced one since the last step.
+        was_touched: Whether somebody has read or replaced one since the last step, or used a parameter in between.
+        awaits_step: Whether the last gradients of a step have begun to come, and the step has not begun.
         used_ahead: Chunks that were updated in backward, before the step was called for.
         records_norms: Whether norms are computed as gradients arrive: somebody has asked for one.
         completes_step: Whether the micro-batch that runs is the last one of its step.
@@ -94,6 +95,7 @@ class Gradients:
         self._was_read_late = False
         self.is_watched = False
         self.was_touched = False
+        self.awaits_step = False
         self.used_ahead: set[int] = set()
 
     # Finding them
@@ -158,6 +160,8 @@ class Gradients:
         A gradient that torch would add to one that a step has consumed is dropped: the sum is not known any more.
         """
         self._is_after_step = False
+        if self.used_ahead:
+            self.check_unused(f"another gradient of '{tensor.spec.name}' comes", tensor.chunk.spec.index)
         if tensor.gradient is GradientPlace.CONSUMED:
             tensor.gradient = GradientPlace.NONE if self._keeps is False else GradientPlace.INCOMPLETE
         if tensor.gradient is GradientPlace.INCOMPLETE:
@@ -235,14 +239,37 @@ class Gradients:
         """
         if not self.used_ahead or (chunk_index is not None and chunk_index not in self.used_ahead):
             return
-        num, names = len(self.used_ahead), [t.spec.name for t in self._chunks[min(self.used_ahead)].tensors]
+        said = self.forget_unused(what)
+        raise EngineError(said)
+
+    def forget_unused(self, what: str) -> str:
+        """Forgets the updates in backward, because no step will come that they belong to; see ``check_unused``.
+
+        Returns:
+            What is wrong now, or nothing if no chunk was updated in backward.
+        """
+        num = len(self.used_ahead)
+        if not num:
+            return ""
+        name = self._chunks[min(self.used_ahead)].tensors[0].spec.name
         self.used_ahead.clear()
-        raise EngineError(
-            f"{what}, but {num} chunks ('{names[0]}' and others) were updated in the backward of this step and "
-            "optimizer.step() has not been called: overlap_optimizer='backward' promises that nothing happens in "
-            "between. These chunks have the values of after the step and the others those of before; load the last "
-            "checkpoint, and set overlap_optimizer=true"
+        chunks = f"1 chunk (that of '{name}') was" if num == 1 else f"{num} chunks (that of '{name}' is one) were"
+        return (
+            f"{what}, but {chunks} updated in the backward of this step and optimizer.step() has not been called: "
+            "overlap_optimizer='backward' promises that nothing happens in between. Parameters of these chunks have "
+            "the values of after the step and the others those of before; load the last checkpoint, and set "
+            "overlap_optimizer=true"
         )
+
+    def note_use(self, tensor: ManagedTensor) -> None:
+        """Learns that the value of a parameter, or what the optimizer keeps of it, is used, and not by a module.
+
+        Raises:
+            EngineError: If the parameter was updated in backward.
+        """
+        if self.used_ahead:
+            self.check_unused(f"parameter '{tensor.spec.name}', or its state, is used", tensor.chunk.spec.index)
+        self.was_touched |= self.awaits_step
 
     def place_deferred(self, tensor: ManagedTensor) -> None:
         """Finds a place for a deferred gradient; if there is no room the gradient stays deferred."""
@@ -305,7 +332,7 @@ class Gradients:
     def note_step(self) -> None:
         """Learns that the gradients that there are were used by a step."""
         self._is_after_step = True
-        self.was_touched = False
+        self.was_touched = self.awaits_step = False
         for tensor in (tensor for index in self.used_ahead for tensor in self._chunks[index].tensors):
             tensor.gradient_norm = None
         self.used_ahead.clear()

@@ -218,7 +218,7 @@ class LiveTensor:
             return own
         with manager.gradients.lock:
             if tensor.gradient in (GradientPlace.CONSUMED, GradientPlace.INCOMPLETE):
-                return ConsumedGradient.make(tensor)
+                return ConsumedGradient.make(tensor, manager.gradients)
             if not manager.gradients.has(tensor):
                 return None
             manager.phases.apply_factor()
@@ -265,12 +265,13 @@ class ConsumedGradient(torch.Tensor):
     """Stands where a gradient was before the optimizer's step consumed it: there, but not to be read."""
 
     _tensor: ManagedTensor
+    _gradients: Gradients
 
     @staticmethod
-    def make(tensor: ManagedTensor) -> "ConsumedGradient":
+    def make(tensor: ManagedTensor, gradients: Gradients) -> "ConsumedGradient":
         """The one of a parameter."""
         gradient = torch.Tensor._make_subclass(ConsumedGradient, tensor.placeholder)
-        gradient._tensor = tensor
+        gradient._tensor, gradient._gradients = tensor, gradients
         return gradient
 
     @classmethod
@@ -279,11 +280,13 @@ class ConsumedGradient(torch.Tensor):
         if func in WITHOUT_VALUE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        found = own if own is not None else next(a for a in args if isinstance(a, cls))
+        what, chunk = f"'{getattr(func, '__name__', func)}' was called on", found._tensor.chunk.spec.index
+        found._gradients.check_unused(f"{what} the gradient of '{found._tensor.spec.name}'", chunk)
         if own is not None and func is torch.Tensor.zero_:
             Gradients.make_zero(own._tensor)
             return own
-        name = own._tensor if own is not None else next(a._tensor for a in args if isinstance(a, cls))
-        raise EngineError(consumed(name, f"'{getattr(func, '__name__', func)}' was called on it"))
+        raise EngineError(consumed(found._tensor, f"{what} it"))
 
 
 class _InsideAccess(Access):
@@ -346,6 +349,7 @@ class _GraphAccess(Access):
     def __init__(self, tensor: ManagedTensor, services: LiveServices) -> None:
         self._tensor = tensor
         self._manager = services.manager
+        self._manager.gradients.note_use(tensor)
         self._manager.phases.turns.take("code that computes with a parameter")
         try:
             self._manager.parameters.acquire(tensor, "code outside of every forward that computes with a parameter")

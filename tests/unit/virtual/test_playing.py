@@ -131,7 +131,7 @@ def test_a_device_that_is_too_small_is_refused_too(device_nbytes):
     training = dataclasses.replace(training, config={**training.config, "device_budget": device_nbytes})
     said = []
     for given in (micro_batch, None):
-        with pytest.raises(BudgetError, match="failed 4 times.* device_budget is too small") as caught:
+        with pytest.raises(BudgetError, match=r"failed 4 times.* device_budget is too small") as caught:
             record(training, H100, given)
         said.append(re.split("at least", str(caught.value))[0])
     assert said[0] == said[1]
