@@ -63,9 +63,12 @@ class Alive:
         self.mirror = narrow(50, 51)
         gradients = fake("note_read", "drop", has=True)
         gradients.lock = self.lock
+        self.used, self.checked = [], []
+        gradients.note_use = self.used.append
+        gradients.check_unused = lambda what, index: self.checked.append((what, index))
         self.phases = fake("apply_factor")
         self.phases.turns = fake("take", "give_up")
-        manager = types.SimpleNamespace(
+        self.manager = manager = types.SimpleNamespace(
             parameters=self.parameters,
             gradients=gradients,
             mirrors=fake("sync_unused", "add", hand_out=self.mirror, has_reusable=False),
@@ -326,6 +329,7 @@ def test_code_outside_of_forwards_has_the_turn_and_the_parameter_and_keeps_numbe
         ("begin to keep",),
     ]
     assert access.value is one.tensor.parameter
+    assert one.used == [one.tensor]
     access.end()
     assert one.take() == [("end of keeping",), ("release", "t0"), ("give_up",)]
 
@@ -630,6 +634,7 @@ def test_a_consumed_gradient_is_there_and_not_to_be_read(place):
     with pytest.raises(EngineError, match="'add' was called on it"):
         torch.add(torch.ones(2), gradient)
     assert one.take() == []
+    assert one.checked == [("'add' was called on the gradient of 't0'", 0)] * 2
 
 
 @pytest.mark.parametrize(("is_owned", "place"), [(True, GradientPlace.ZERO), (False, GradientPlace.REMOTE)])
@@ -643,5 +648,5 @@ def test_a_consumed_gradient_that_is_zeroed_is_zero_where_it_lives(is_owned, pla
 
 def test_a_consumed_gradient_that_is_written_back_changes_nothing():
     one = Alive()
-    one.live.set_grad(ConsumedGradient.make(one.tensor))
+    one.live.set_grad(ConsumedGradient.make(one.tensor, one.manager.gradients))
     assert one.take() == []
