@@ -9,6 +9,7 @@ import torch
 from torch._C import _current_graph_task_id
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from hf_patrickstar.errors import EngineError
 from hf_patrickstar.runtime.copies import Copies
 from hf_patrickstar.runtime.live_parameter import RAW, LiveMixin, storage_key
 from hf_patrickstar.runtime.operands import SavedView
@@ -93,3 +94,19 @@ class Autograd:
                 self._phases.backward_end()
 
             torch.autograd.Variable._execution_engine.queue_callback(end)
+
+
+def refuse_reentrant(what: str) -> None:
+    """Refuses what runs inside of the backward of torch's reentrant checkpointing, which hides it from the outer one.
+
+    Args:
+        what: What runs, for the error.
+
+    Raises:
+        EngineError: If it does.
+    """
+    if type(torch._C._current_autograd_node()).__name__ == "CheckpointFunctionBackward":
+        raise EngineError(
+            f"{what} is recomputed by reentrant checkpointing, which hides the backward of parameters; pass "
+            "use_reentrant=False to torch.utils.checkpoint.checkpoint"
+        )

@@ -16,8 +16,7 @@ import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from hf_patrickstar.errors import EngineError
-from hf_patrickstar.runtime.autograd import Autograd
+from hf_patrickstar.runtime.autograd import Autograd, refuse_reentrant
 from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.cpu_embeddings import CpuEmbeddings
@@ -301,7 +300,7 @@ class ModelHooks:
     def _enter_outermost(self, frame: Frame, name: str, args: Any, kwargs: dict[str, Any]) -> None:
         if frame.stage is Stage.BACKWARD:
             # Checkpointing needs its own saved-tensors hooks to be innermost, so a recomputation does not enter ours.
-            _refuse_reentrant(name)
+            refuse_reentrant(f"module '{name}'")
             self._begin_autocast(frame)
             return
         frame.handled = sys.exc_info()[1]
@@ -376,15 +375,6 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_in(list(leaf.values()))
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             yield from _tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
-
-
-def _refuse_reentrant(name: str) -> None:
-    """A forward inside the backward of torch's reentrant checkpointing would hide parameters from the outer one."""
-    if type(torch._C._current_autograd_node()).__name__ == "CheckpointFunctionBackward":
-        raise EngineError(
-            f"module '{name}' is recomputed by reentrant checkpointing, which hides the backward of parameters; pass "
-            "use_reentrant=False to torch.utils.checkpoint.checkpoint"
-        )
 
 
 def _to(value: Any, device: torch.device) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from hf_patrickstar.errors import EngineError
-from hf_patrickstar.runtime.autograd import Autograd
+from hf_patrickstar.runtime.autograd import Autograd, refuse_reentrant
 from hf_patrickstar.runtime.chunk import GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.frames import Frames
 from hf_patrickstar.runtime.gradients import Gradients, consumed
@@ -302,6 +302,8 @@ class _InsideAccess(Access):
         self._stack = services.frames.stack
         self._stage = services.frames.stage
         self._is_held, self._is_kept = True, func in _EXPORTS
+        if self._stage is Stage.BACKWARD:
+            refuse_reentrant(f"code that reads parameter '{tensor.spec.name}'")
         is_alias = self._stage is Stage.BACKWARD and not requires_grad(tensor.parameter)
         self._manager.parameters.acquire(tensor, "code that reads a parameter of another module", is_alias=is_alias)
         chunk = tensor.chunk

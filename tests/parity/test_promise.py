@@ -14,6 +14,7 @@ from simulated import streams_of
 from test_overlapped_updates import assert_same, groups
 from test_updates_in_backward import UnclippedRun
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.checkpoint import checkpoint
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import EngineError
@@ -370,6 +371,17 @@ def test_a_second_gradient_of_an_updated_chunk_is_an_error_or_counts():
         assert case("simulated:1", "backward") == expected
     except EngineError as error:
         assert "another gradient of" in str(error)  # noqa: PT017
+
+
+def test_a_function_that_reentrant_checkpointing_repeats_is_refused():
+    """Its backward would compute with a parameter that has no value any more."""
+    run = UnclippedRun(overlap_optimizer=False)
+    norm = run.model.transformer.ln_f
+    norm.register_forward_hook(
+        lambda module, args, output: output + checkpoint(lambda found: found * norm.weight, output, use_reentrant=True)
+    )
+    with pytest.raises(EngineError, match=r"'transformer.ln_f.weight'.* is recomputed by reentrant checkpointing"):
+        train(run)
 
 
 # The end
