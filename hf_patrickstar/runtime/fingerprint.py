@@ -2,12 +2,13 @@
 
 One process compares the bits of the tensor with those at home. Several processes compare checksums of the tensor, so
 that every process finds out, wherever the value is at home. One process does so, too, where the value is read from a
-file, which is not read again to compare.
+file, which is not read again to compare. Fake tensors have no bytes: nobody has written to them.
 """
 
 import zlib
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_patrickstar.runtime.bits import same_bits
 from hf_patrickstar.runtime.chunk import MASTER, ManagedTensor
@@ -26,7 +27,9 @@ class Fingerprint:
     def __init__(self, values: Values, tensor: ManagedTensor, value: torch.Tensor) -> None:
         self._values = values
         self._tensor = tensor
-        self._has_checksum = not values.sharing.is_alone or values.originals.has(tensor, value.dtype)
+        self._has_bytes = not isinstance(value, FakeTensor)
+        is_apart = not values.sharing.is_alone or values.originals.has(tensor, value.dtype)
+        self._has_checksum = self._has_bytes and is_apart
         self._checksum = 0
         self.renew(value)
 
@@ -37,6 +40,8 @@ class Fingerprint:
 
     def has_changed(self, value: torch.Tensor) -> bool:
         """Whether the tensor was written to since; a second call answers for the time after the first."""
+        if not self._has_bytes:
+            return False
         if not self._has_checksum:
             home = self._at_home(value.dtype)
             return not same_bits(self._values.streams.on_tier_of(value, home), home)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from hf_patrickstar.errors import EngineError
@@ -131,21 +132,21 @@ class LiveMixin:
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
         """Makes an ordinary parameter: ``type(parameter)(data)`` must not make another live one."""
-        return original_type(cls)(data, requires_grad)
+        return _maker(cls)(data, requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            memo[id(self)] = original_type(type(self))(self._live.host_value().clone(), requires_grad(self))
+            memo[id(self)] = _maker(type(self))(self._live.host_value().clone(), requires_grad(self))
         return memo[id(self)]
 
     def __copy__(self: Any) -> Any:
         """As in torch: the same memory, and the same attributes."""
-        made = original_type(type(self))(self.data, requires_grad(self))
+        made = _maker(type(self))(self.data, requires_grad(self))
         made.__dict__.update((name, value) for name, value in self.__dict__.items() if name != "_live")
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        parameter = original_type(type(self))(self._live.host_value(), requires_grad(self))
+        parameter = _maker(type(self))(self._live.host_value(), requires_grad(self))
         state = {name: value for name, value in self.__dict__.items() if name != "_live"}
         if state:
             arguments: tuple[Any, ...] = (parameter.data, parameter.requires_grad, OrderedDict(), state)
@@ -197,7 +198,7 @@ class ReleasedMixin(LiveMixin):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         access = self._live.access(torch.Tensor.__repr__, is_graph=False)
         try:
-            return repr(original_type(type(self))(access.value, requires_grad(self)))
+            return repr(_maker(type(self))(access.value, requires_grad(self)))
         finally:
             access.end()
 
@@ -249,9 +250,15 @@ def original_type(cls: type) -> Any:
     return getattr(cls, "_original", cls)
 
 
+def _maker(cls: type) -> Any:
+    """What makes an ordinary parameter of a class; under fake tensors ``Parameter`` makes fake ones."""
+    original = original_type(cls)
+    return torch.nn.Parameter if issubclass(original, FakeTensor) else original
+
+
 def can_answer(parameter: torch.Tensor) -> bool:
-    """Whether the engine can change a parameter's class: fake tensors, which have no values, need their own."""
-    return isinstance(parameter, torch.nn.Parameter) and issubclass(type(parameter), torch.nn.Parameter)
+    """Whether the engine can change a parameter's class; a fake one is of the class of all fake tensors."""
+    return isinstance(parameter, torch.nn.Parameter) and issubclass(type(parameter), (torch.nn.Parameter, FakeTensor))
 
 
 # The tensor that is there, placeholder or not

@@ -191,6 +191,7 @@ class VirtualDriver:
         self._at_work: list[Operator] | None = None  # of the thread
         self._cache = HostCache()
         self._tapes = Tapes()
+        self._looked_up: set[tuple[int, int]] = set()  # storages of indices, and the number of rows at home
         self._is_copying = False  # then the operator that copies is not charged
 
     @property
@@ -402,7 +403,9 @@ class VirtualDriver:
         tiers = {self.tier_of(tensor) for tensor in tensors if tensor.numel()}
         if len(tiers) > 1:  # single numbers are arguments of a kernel, wherever they are
             tiers = {self.tier_of(tensor) for tensor in tensors if tensor.dim()} or {Tier.HOST}
-        if len(tiers) > 1 and packet in _COPIES:
+        if self._is_lookup(packet, args):
+            self._look_up(HostWork(name, cost.flops, cost.nbytes), packet, args, result)
+        elif len(tiers) > 1 and packet in _COPIES:
             self._copy_now(tensors, written or list(tree_leaves(result)))
         elif len(tiers) > 1:  # on a device somebody would have copied these first
             target = self.tier_of(written[0]) if written else Tier.DEVICE
@@ -422,6 +425,29 @@ class VirtualDriver:
         """An operator has returned something, which may be new memory."""
         if self._taker is not None:
             self._taker.note_results(results)
+
+    def _is_lookup(self, packet: Any, args: Any) -> bool:
+        """Whether an embedding reads rows, or adds to them, where its weight is at home; see ``hooks``."""
+        if packet is _aten.embedding:
+            return self.tier_of(args[0]) is Tier.HOST
+        return packet is _aten.embedding_dense_backward and (storage_key(args[1]), args[2]) in self._looked_up
+
+    def _look_up(self, work: HostWork, packet: Any, args: Any, result: torch.Tensor) -> None:
+        """Only indices and rows cross, to an accelerator if there is one, and the gradient stays at home."""
+        crosses = self.machine.has_accelerator
+        there = [tensor for tensor in args[:2] if crosses and self.is_on_device(tensor)]
+        if there:
+            self._copy_over(there)
+        self._work(work)
+        if packet is _aten.embedding_dense_backward:
+            self._note(result, Tier.HOST)
+            return
+        key = storage_key(args[1]), len(args[0])
+        if key not in self._looked_up:
+            self._looked_up.add(key)
+            weakref.finalize(args[1].untyped_storage(), self._looked_up.discard, key)
+        if crosses:
+            self._work(BlockingCopy(result.nbytes, True, False, caller()))
 
     def _copy_now(self, operands: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         is_pinned = all(self.is_on_device(tensor) or self.is_pinned(tensor) for tensor in operands)

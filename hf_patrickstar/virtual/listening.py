@@ -20,7 +20,7 @@ from hf_patrickstar.schedule.trace import Shapes
 from hf_patrickstar.states import Stage
 from hf_patrickstar.units import ALIGNMENT_NUMEL
 from hf_patrickstar.virtual.driver import VirtualDriver
-from hf_patrickstar.virtual.micro_batch import Acquire, EnterBackward, LeaveForward, MicroBatch, Need, Release
+from hf_patrickstar.virtual.micro_batch import Acquire, EnterBackward, LeaveForward, MicroBatch, Need, Release, Watched
 from hf_patrickstar.virtual.note_taker import NoteTaker
 from hf_patrickstar.virtual.playing import Playback
 from hf_patrickstar.virtual.timing import OperatorTimes
@@ -53,12 +53,20 @@ class NotedParameters(Parameters):
     def release(self, tensor: ManagedTensor) -> None:
         """See ``Parameters``."""
         with self._taker.inside() as is_called:
+            if is_called and self._taker.watches(tensor.chunk):
+                self._taker.note_call(Watched(tensor.spec.index))
             super().release(tensor)
             if is_called:
                 is_seen = not tensor.users and tensor.chunk.is_aliased
                 self._taker.note_call(Release(tensor.spec.index, is_seen))
                 if is_seen:
                     self._taker.note_use(tensor)
+
+    def check_usable(self, tensor: ManagedTensor) -> None:
+        """See ``Parameters``: a value is read where it is at home, and what that waits for no notes can tell."""
+        if self._taker.is_listening:
+            self._taker.note_odd()
+        super().check_usable(tensor)
 
     def ensure_on_device(self, tensor: ManagedTensor, who: str) -> torch.Tensor:
         """See ``Parameters``."""
@@ -130,7 +138,9 @@ class NotedEngine(PatrickStarEngine):
 
     def _assemble(self, foundation: Foundation) -> ChunkManager:
         parameters = functools.partial(NotedParameters, self._taker)
-        return assemble(foundation, parameters, functools.partial(NotedPhases, self._taker))
+        manager = assemble(foundation, parameters, functools.partial(NotedPhases, self._taker))
+        self._taker.watches = manager.watch.watches
+        return manager
 
 
 def listen(training: Training, machine: Machine, times: OperatorTimes | None = None) -> MicroBatch | None:

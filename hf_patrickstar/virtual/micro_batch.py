@@ -67,6 +67,17 @@ class Release:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Watched:
+    """Something may have been written to a parameter without a trace: to a view of it, or to its ``.data``.
+
+    Attributes:
+        index: The parameter.
+    """
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Need:
     """Backward needs a parameter as an operand.
 
@@ -176,6 +187,7 @@ Note = (
     | LeaveForward
     | Acquire
     | Release
+    | Watched
     | Need
     | LetGo
     | Keep

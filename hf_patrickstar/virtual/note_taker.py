@@ -9,7 +9,7 @@ import torch
 
 from hf_patrickstar.memory.meters import storages_of
 from hf_patrickstar.memory.operators import storage_key
-from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.schedule.script import Begin, BlockingCopy, HostWork, Kernel
 from hf_patrickstar.schedule.trace import Shapes
 from hf_patrickstar.states import Stage
@@ -28,9 +28,14 @@ from hf_patrickstar.virtual.micro_batch import (
 
 
 class NoteTaker:
-    """Writes down what torch tells an engine; what the engine does of its own is no part of it."""
+    """Writes down what torch tells an engine; what the engine does of its own is no part of it.
+
+    Attributes:
+        watches: Tells whether something may write to a chunk without a trace.
+    """
 
     def __init__(self) -> None:
+        self.watches: Callable[[Chunk], bool] = _nothing
         self._notes: list[Note] | None = None
         self._depth = 0  # calls of the engine that are running
         self._is_odd = False
@@ -204,5 +209,5 @@ class NoteTaker:
             self._notes.append(note)
 
 
-def _nothing(key: int) -> bool:
+def _nothing(_: Any) -> bool:
     return False

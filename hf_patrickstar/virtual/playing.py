@@ -31,6 +31,7 @@ from hf_patrickstar.virtual.micro_batch import (
     Note,
     Release,
     Show,
+    Watched,
 )
 
 
@@ -57,7 +58,7 @@ class Playback:
         self._inputs = inputs
         manager = engine.manager
         self._phases, self._parameters, self._tracer = manager.phases, manager.parameters, manager.tracer
-        self._meter = engine.resources.meter
+        self._watch, self._meter = manager.watch, engine.resources.meter
         self._tensors = manager.by_index
         self._as_seen = _as_seen(micro_batch.notes)
         self._some_memory = manager.chunks[0].payloads["param"]
@@ -105,8 +106,9 @@ class Playback:
             case Release(index, is_seen):
                 if is_seen:
                     self._look_into(index)
-                self._acquired.remove(self._tensors[index])
-                self._parameters.release(self._tensors[index])
+                self._release(self._tensors[index])
+            case Watched(index):
+                self._watch.add(self._tensors[index])
             case Need(index, who):
                 self._parameters.ensure_on_device(self._tensors[index], who)
                 self._look_into(index)
@@ -167,6 +169,12 @@ class Playback:
             self._made[storage] = made
         elif self._meter.add(nbytes):
             self._counted[storage] = nbytes
+
+    def _release(self, tensor: ManagedTensor) -> None:
+        self._acquired.remove(tensor)
+        self._parameters.release(tensor)
+        if not tensor.users:
+            self._watch.compare(tensor)  # as where a value is taken back, which nobody has here
 
     def _look_into(self, index: int) -> None:
         tensor = self._tensors[index]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.planner import advice as module
 from hf_patrickstar.planner.advice import MOST, advise, changes
 from hf_patrickstar.planner.planning import arrange, plan_if_fits
@@ -66,3 +67,15 @@ def test_the_three_with_the_largest_effect_are_named_in_their_order(fitting):
 def test_without_peft_adapters_are_not_tried(fitting, monkeypatch):
     monkeypatch.setattr(module, "has_peft", lambda: False)
     assert not any("--lora" in change.text for change in changes(*fitting))
+
+
+def test_a_change_that_the_model_cannot_have_is_left_out(fitting, monkeypatch):
+    subject, given, plan = fitting
+
+    def plan_unless_adapted(changed, circumstances):
+        if changed.adapters is not None:
+            raise ConfigError("these adapters cannot be added")
+        return plan_if_fits(changed, circumstances)
+
+    monkeypatch.setattr(module, "plan_if_fits", plan_unless_adapted)
+    assert all("--lora" not in advice.text for advice in advise(subject, given, plan))

@@ -223,3 +223,23 @@ def test_another_copy_lets_the_host_wait_for_the_thread(driver):
     update = streams.on_host(lambda: home.mul_(2))
     streams.to_device(home, target, after=[update])
     assert driver.clock.now_ns - begin == pytest.approx((2.6 + 0.5) * SECOND)
+
+
+def test_an_embedding_whose_weight_is_at_home_gets_indices_and_gives_rows(driver):
+    weight, indices = make_buffer(driver, Tier.HOST, 1000).view(100, 10), torch.tensor([1, 2])
+    rows = torch.nn.functional.embedding(indices, weight)
+    copies = [(entry.nbytes, entry.to_device) for entry in driver.script if isinstance(entry, BlockingCopy)]
+    assert copies == [(16, False), (80, True)]
+    assert [entry.name for entry in driver.script if isinstance(entry, HostWork)] == ["aten.embedding"]
+    assert driver.tier_of(rows) is Tier.DEVICE
+
+
+def test_and_its_gradient_is_made_at_home(driver):
+    weight, indices = make_buffer(driver, Tier.HOST, 1000).view(100, 10), torch.tensor([1, 2])
+    rows = torch.nn.functional.embedding(indices, weight)
+    driver.begin()
+    found = torch.ops.aten.embedding_dense_backward(rows, indices, 100, -1, False)
+    copies = [(entry.nbytes, entry.to_device) for entry in driver.script if isinstance(entry, BlockingCopy)]
+    assert copies == [(96, False)]
+    assert [entry.name for entry in driver.script if isinstance(entry, HostWork)] == ["aten.embedding_dense_backward"]
+    assert driver.tier_of(found) is Tier.HOST

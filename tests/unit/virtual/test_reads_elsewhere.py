@@ -1,0 +1,200 @@
+"""Modules that read parameters of other modules: in virtual time those answer as they do in the real engine."""
+
+import copy
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from test_playing import without_addresses
+from torch._subclasses.fake_tensor import FakeTensor
+
+from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar.machine import CPU_TIER, MACHINES
+from hf_patrickstar.virtual.listening import listen
+from hf_patrickstar.virtual.recording import record_step
+from hf_patrickstar.virtual.training import Training, make_adamw
+
+SIZE = 64
+NUM_LAYERS = 4
+CHUNK = SIZE * (SIZE + 1)
+"""Elements of a layer: each is in a chunk of its own, and so is the one that others read."""
+ROOM = 3 * CHUNK * 4
+"""Bytes of three chunks."""
+SLOW_BUS = dataclasses.replace(MACHINES["h100"], to_device_bandwidth=1e7)
+
+READS = {
+    "add": lambda x, child: x + child.bias,
+    "getitem": lambda x, child: x * child.weight[0],
+    "slice": lambda x, child: x + child.weight[:, 1:2].sum() * child.bias[:1],
+    "view": lambda x, child: x * child.weight.view(-1)[:SIZE],
+    "transposed": lambda x, child: x @ child.weight.t(),
+    "float": lambda x, child: x + child.bias.float(),
+    "neg": lambda x, child: x * -child.bias,
+    "exp": lambda x, child: x * (-torch.exp(child.bias.float())),
+    "unsqueeze": lambda x, child: x + child.bias.unsqueeze(0),
+    "linear": lambda x, child: torch.nn.functional.linear(x, child.weight, child.bias),
+    "chunk": lambda x, child: x + sum(part.sum() for part in child.weight.chunk(2)),
+    "shape": lambda x, child: x * child.weight.shape[0] + torch.zeros_like(child.bias),
+    "data": lambda x, child: x + child.bias.data,
+    "detach": lambda x, child: x + child.weight.detach()[1],
+    "no_grad": lambda x, child: x + _without_graph(child),
+}
+
+
+def _without_graph(child):
+    with torch.no_grad():
+        return child.bias.abs() + child.weight.mean(0)
+
+
+class Parent(torch.nn.Module):
+    """Reads the parameters of its first child between its layers; calls that child, too, if ``calls``."""
+
+    def __init__(self, read, calls, checkpointing=False):
+        super().__init__()
+        self.child = torch.nn.Linear(SIZE, SIZE)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(SIZE, SIZE) for _ in range(NUM_LAYERS))
+        self.read, self.calls, self.checkpointing = read, calls, checkpointing
+
+    def forward(self, x):
+        if self.calls:
+            x = self.child(x)
+        for layer in self.layers:
+            x = self._checkpointed(layer, x) if self.checkpointing else self._through(layer, x)
+        return x.square().mean()
+
+    def _checkpointed(self, layer, x):
+        return torch.utils.checkpoint.checkpoint(self._through, layer, x, use_reentrant=False)
+
+    def _through(self, layer, x):
+        return torch.tanh(self.read(layer(x), self.child))
+
+
+def make_training(name, calls=True, checkpointing=False, compute_loss=None, **settings):
+    def make_inputs():
+        return {"x": torch.zeros(3, SIZE)}
+
+    def trained(parameters):
+        return make_adamw(list(parameters))
+
+    config = {"dtype": "fp32", "chunk_numel": CHUNK, "placement": "host", "prefetch_depth": 0, **settings}
+    return Training(
+        lambda: Parent(READS[name], calls, checkpointing).train(),
+        make_inputs,
+        trained,
+        compute_loss or (lambda model, inputs: model(**inputs)),
+        config,
+        1,
+    )
+
+
+def record(training, machine, micro_batch=None, max_norm=1.0):
+    return record_step(
+        training.make_model,
+        training.make_inputs,
+        machine,
+        config=training.config,
+        make_optimizer=training.make_optimizer,
+        compute_loss=training.compute_loss,
+        max_norm=max_norm,
+        micro_batch=micro_batch,
+    )
+
+
+def run(training):
+    """The real engine after four steps, and what it moved in the last one."""
+    torch.manual_seed(0)
+    model = training.make_model()
+    budgets = {"device_budget": CPU_TIER.device_nbytes, "host_budget": CPU_TIER.host_nbytes, "reuse_plan": False}
+    made = training.make_optimizer(model.parameters())
+    engine = PatrickStarEngine(model, {**budgets, **training.config}, made, device=torch.device("cpu"))
+    engine.optimizer.zero_grad()
+    for _ in range(4):
+        before = engine.stats()
+        inputs = training.make_inputs()
+        engine.attempt(lambda inputs=inputs: training.compute_loss(model, inputs).backward())
+        engine.optimizer.clip_grad_norm_(None, 1.0)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    after = engine.stats()
+    return engine, [after[key] - before[key] for key in ("host_to_device_nbytes", "device_to_host_nbytes")]
+
+
+def visited(trace):
+    return [visit.chunk_index for visit in trace.visits]
+
+
+def assert_as_run(training, has_same_bytes=True):
+    found = record(training, CPU_TIER)
+    engine, moved = run(training)
+    for trace in found.traces:
+        real = engine.manager.tracer.traces[trace.key]
+        assert visited(trace) == visited(real)
+        if has_same_bytes:
+            assert trace == real
+    assert list(found.moved_nbytes) == moved
+
+
+@pytest.mark.parametrize("calls", [True, False], ids=["called", "only read"])
+@pytest.mark.parametrize("name", READS)
+def test_a_recording_visits_what_a_run_visits(name, calls):
+    if not calls and name in ("shape", "data", "detach", "no_grad"):
+        pytest.skip("no gradient arrives for what is read without a graph alone")
+    # What is detached is a copy on a device, and the value at home where there is none.
+    assert_as_run(make_training(name, calls, chunk_budget=ROOM), has_same_bytes=name != "detach")
+
+
+@pytest.mark.parametrize("name", ["add", "getitem", "linear", "data", "no_grad"])
+def test_so_does_one_that_computes_segments_again(name):
+    assert_as_run(make_training(name, checkpointing=True, chunk_budget=ROOM))
+
+
+def test_so_does_one_with_a_penalty_in_the_loss():
+    def compute_loss(model, inputs):
+        return model(**inputs) + model.child.weight.square().sum()
+
+    assert_as_run(make_training("add", compute_loss=compute_loss, chunk_budget=ROOM))
+
+
+def test_a_chunk_that_is_only_read_is_visited():
+    """The bias of the child is read after each layer."""
+    found = record(make_training("add", calls=False, chunk_budget=ROOM), CPU_TIER)
+    changes = [index for index, _ in itertools.groupby(visited(found.traces[0]))]
+    assert changes[: 2 * NUM_LAYERS] == [index for layer in range(NUM_LAYERS) for index in (layer + 1, 0)]
+
+
+AHEAD = {"overlap_optimizer": "backward"}
+
+
+@pytest.mark.parametrize("settings", [{}, AHEAD], ids=["", "ahead"])
+@pytest.mark.parametrize("name", ["add", "getitem", "slice", "view", "float", "neg", "no_grad", "linear"])
+def test_an_engine_that_is_told_does_the_same(name, settings):
+    training = make_training(name, chunk_budget=2 * ROOM, device_budget="1GiB", **settings)
+    micro_batch = listen(training, SLOW_BUS)
+    assert micro_batch is not None
+    max_norm = None if settings else 1.0
+    told, expected = (record(training, SLOW_BUS, given, max_norm) for given in (micro_batch, None))
+    left, right = without_addresses(told), without_addresses(expected)
+    assert [field for field in left if left[field] != right[field]] == []
+
+
+@pytest.mark.parametrize("name", ["data", "detach"])
+def test_what_is_read_at_home_cannot_be_told(name):
+    """What such a read waits for depends on where the value is at home."""
+    assert listen(make_training(name), SLOW_BUS) is None
+
+
+def test_copies_of_a_planned_parameter_are_ordinary():
+    seen = []
+
+    def compute_loss(model, inputs):
+        copied = copy.deepcopy(model.child.bias), copy.copy(model.child.bias), type(model.child.bias)
+        seen.append((type(copied[0]), type(copied[1]), copied[0].shape, repr(model.child.bias)))
+        return model(**inputs)
+
+    record(make_training("add", compute_loss=compute_loss), CPU_TIER)
+    for deep, flat, shape, shown in seen:
+        assert deep is FakeTensor
+        assert flat is FakeTensor
+        assert shape == (SIZE,)
+        assert "FakeTensor" in shown
