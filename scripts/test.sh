@@ -16,6 +16,6 @@ status=0
 .venv/bin/python -m pytest tests/distributed || status=$?
 # A part of what `--streams simulated` can run: copies at random legal moments, and races are errors.
 .venv/bin/python -m pytest -n 2 --dist loadgroup --streams simulated:1 -k "integration or poisoned" \
-    tests/integration/test_{engine,events,evict_all,tensor_states}.py \
+    tests/integration/test_{engine,events,evict_all,recovery,tensor_states}.py \
     tests/live/test_live_{changes,gradients,writing}.py || status=$?
 exit "$status"

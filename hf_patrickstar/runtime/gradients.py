@@ -450,9 +450,12 @@ class Gradients:
         chunk, is_first, norm = tensor.chunk, tensor.gradient is GradientPlace.NONE, None
         place = tensor.view(self._list(chunk))
         if self._leaves_beside(chunk, gradient) and gradient.stride() == place.stride():
+            if self.records_norms and self.completes_step:
+                norm = torch.zeros((), dtype=chunk.state_dtype, device="cpu")  # may fail: before anything is added
             for ticket in self._ring.add(gradient, place, is_first=is_first):
                 chunk.note(ticket)
-            norm = self._norm_beside(chunk, place) if self.records_norms and self.completes_step else None
+            if norm is not None:
+                self._fill_norm_beside(norm, chunk, place)
         else:
             chunk.wait()
             if is_first:
@@ -463,16 +466,14 @@ class Gradients:
         tensor.gradient_norm = norm
         self._emit(GradientStored(chunk.spec.index, tensor.spec.index, tensor.take_crossing()))
 
-    def _norm_beside(self, chunk: Chunk, place: torch.Tensor) -> torch.Tensor:
-        """The norm of a sum, which the host's thread computes when it has added the last gradient."""
-        norm = torch.zeros((), dtype=chunk.state_dtype, device="cpu")
+    def _fill_norm_beside(self, norm: torch.Tensor, chunk: Chunk, place: torch.Tensor) -> None:
+        """Lets the host's thread compute the norm of a sum, when it has added the last gradient."""
 
         def work() -> None:
             with torch.no_grad():
                 norm.copy_(gradient_norm(place, chunk.state_dtype))
 
         chunk.note(self._streams.on_host(work))
-        return norm
 
     def _leaves_beside(self, chunk: Chunk, gradient: torch.Tensor) -> bool:
         """Whether a gradient goes to its list through the ring, which comes after all lists."""
