@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto import modeling_auto
@@ -202,8 +203,8 @@ def _find_config(text: str) -> PretrainedConfig:
 def _from_hub(text: str, problem: str) -> PretrainedConfig:
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(text)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model '{text}': {problem} ({str(error).strip().splitlines()[0]})") from error
+    except Exception as error:  # what transformers raises about a value depends on the type of the model
+        raise ConfigError(f"model '{text}': {problem} ({_said(error)})") from error
     return config
 
 
@@ -226,11 +227,16 @@ def _from_type(kind: str, settings: str) -> PretrainedConfig:
         values[key] = _parsed(value)
     try:
         config: PretrainedConfig = AutoConfig.for_model(kind, **values)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"model '{kind}': {str(error).strip().splitlines()[0]}; change the settings after '{kind}:'"
-        ) from error
+    except Exception as error:  # what transformers raises about a value depends on the type of the model
+        raise ConfigError(f"model '{kind}': {_said(error)}; change the settings after '{kind}:'") from error
     return config
+
+
+def _said(error: Exception) -> str:
+    """What transformers says of a configuration, in a line; its checks of values name the check first."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    is_check = isinstance(error, StrictDataclassError) and len(lines) > 1
+    return lines[1 if is_check else 0].strip().rstrip(".")
 
 
 def _parsed(value: str) -> Any:

@@ -134,7 +134,10 @@ UNCLIPPED = {
     "looks": (looks, {}),
     "micro-batches": (micro_batches, {"accumulation": 2}),
     "embeddings on the CPU": (train_for, {"cpu_embedding": True}),
-    "embeddings on the CPU, micro-batches": (micro_batches, {"cpu_embedding": True, "accumulation": 2, "dtype": "bf16"}),
+    "embeddings on the CPU, micro-batches": (
+        micro_batches,
+        {"cpu_embedding": True, "accumulation": 2, "dtype": "bf16"},
+    ),
     "another model": (train_for, {"name": "llama"}),
     "one that ties weights": (train_for, {"name": "t5"}),
     "views": (keeps_views, {"chunk_budget": 3 * tight_budget("gpt2")}),

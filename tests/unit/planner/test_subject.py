@@ -96,6 +96,27 @@ def test_what_makes_no_sense_gets_a_sentence(model, changes, message):
         find(model, **changes)
 
 
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("gpt2:n_layer=abc", "model 'gpt2': TypeError: Field 'n_layer' expected int, got str"),
+        ("gpt2:n_embd=1.5", "model 'gpt2': TypeError: Field 'n_embd' expected int, got float"),
+        ("gpt2:n_embd=None", "model 'gpt2': TypeError: Field 'n_embd' expected int, got NoneType"),
+        ("llama:num_attention_heads=3", r"model 'llama': ValueError: .*\(3\); change the settings after 'llama:'"),
+        ("llama:rope_parameters=5", "model 'llama': TypeError: Field 'rope_parameters' with value 5"),
+    ],
+)
+def test_a_value_that_transformers_refuses_gets_a_sentence(model, message):
+    with pytest.raises(ConfigError, match=message):
+        find(model)
+
+
+def test_so_does_one_in_a_file(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": "abc"}))
+    with pytest.raises(ConfigError, match=r"the file or directory cannot be read as a configuration .*'n_layer' exp"):
+        find(str(tmp_path))
+
+
 def test_a_file_that_is_no_configuration_gets_a_sentence(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"layers": 3}))
     with pytest.raises(ConfigError, match="the file or directory cannot be read as a configuration"):

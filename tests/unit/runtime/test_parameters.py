@@ -66,7 +66,9 @@ def pauses(monkeypatch):
     """Other threads may let go of memory after two pauses; the pauses that were made."""
     made = []
     monkeypatch.setattr(module, "pauses_s", lambda: (0.25, 0.5, 0.0))
-    monkeypatch.setattr(module, "time", types.SimpleNamespace(sleep=made.append))  # other threads may sleep as they like
+    monkeypatch.setattr(
+        module, "time", types.SimpleNamespace(sleep=made.append)
+    )  # other threads may sleep as they like
     return made
 
 
