@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
-from hf_patrickstar.errors import EngineError
+from hf_patrickstar.errors import ConfigError, EngineError
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.planner.adapters import has_peft
 from hf_patrickstar.planner.plan import Plan
@@ -67,7 +67,7 @@ def advise(
     for change in progress(list(changes(subject, circumstances, plan))):
         try:
             other = plan_if_fits(change.subject, change.circumstances)
-        except EngineError:  # no step follows its plan: what the change brings is not known
+        except (ConfigError, EngineError):  # it is not for this model, or no step follows its plan
             continue
         if other is None or other.speed is None:
             continue
