@@ -24,7 +24,7 @@ from hf_patrickstar.planner.subject import Subject, find_optimizer, find_subject
 from hf_patrickstar.report.measure import measure_machine
 from hf_patrickstar.schedule.bounds import bounds_of
 from hf_patrickstar.schedule.clock import Lane
-from hf_patrickstar.units import MIB, parse_nbytes
+from hf_patrickstar.units import KIB, MIB, parse_nbytes
 from hf_patrickstar.virtual.listening import listen
 from hf_patrickstar.virtual.micro_batch import MicroBatch
 from hf_patrickstar.virtual.recording import Recording, record_step
@@ -35,6 +35,13 @@ THIS = "this"
 """The machine at hand, which is measured."""
 _PLENTY_NBYTES = 2**50
 _STEP_NBYTES = MIB
+_LEAST_STEP_NBYTES = 64 * KIB
+_STEPS = 64
+"""The least memory is known to a part of so many, and to a MiB."""
+_MOST_ROUNDS = 4
+"""How often chunks are chosen anew for the least memory that was found, at most."""
+_MOST_TRIES = 8
+"""How often a little more than the least memory is tried, at most."""
 _OF_CHUNKS = frozenset(
     {
         *("chunk_numel", "device_budget", "host_budget", "chunk_budget", "placement", "cpu_embedding", "eviction"),
@@ -315,24 +322,55 @@ def _kinds(recording: Recording, tier: Tier) -> dict[str, int]:
 
 def _refusal(subject: Subject, given: Circumstances) -> Plan:
     """The plan of a training that does not fit: the least memory that would do, with all chunks at home on the host."""
-    machine = dataclasses.replace(given.machine, device_nbytes=_PLENTY_NBYTES, host_nbytes=_PLENTY_NBYTES)
     with FakeTensorMode():
         numel = sum(parameter.numel() for parameter in subject.make_model().parameters())
     # Room for copies of all parameters, and less than chunks with optimizer states would need to live on the device.
-    recording = _record(
-        subject, dataclasses.replace(given, machine=machine), placement="host", chunk_budget=_COPY_NBYTES * numel
-    )
-    least, host = _least_device_nbytes(recording), TierUse(given.machine.host_nbytes, recording.host_nbytes, {})
+    recording = _record_within(subject, given, _PLENTY_NBYTES, chunk_budget=_COPY_NBYTES * numel)
+    recording, least = _smallest(subject, given, recording)
+    host = TierUse(given.machine.host_nbytes, recording.host_nbytes, {})
     if not host.missing_nbytes:  # what was refused is short of something, if only of a little beside the least
         least = max(least, given.machine.device_nbytes + _STEP_NBYTES)
+    least = _enough(subject, given, least, max(host.need_nbytes, host.budget_nbytes))
     device = TierUse(given.machine.device_nbytes, least, {})
     return _plan(subject, given, recording, {Tier.DEVICE.value: device, Tier.HOST.value: host})
 
 
+def _smallest(subject: Subject, given: Circumstances, recording: Recording) -> tuple[Recording, int]:
+    """The recording that needs the least device memory, and how much; chunks are chosen by the room that there is."""
+    least = _least_device_nbytes(recording)
+    for _ in range(_MOST_ROUNDS):
+        try:
+            smaller = _record_within(subject, given, least)
+        except BudgetError:  # no step follows a plan so close to the least
+            break
+        found = _least_device_nbytes(smaller)
+        if found >= least:
+            break
+        recording, least = smaller, found
+    return recording, least
+
+
+def _enough(subject: Subject, given: Circumstances, nbytes: int, host_nbytes: int) -> int:
+    """Device memory from ``nbytes`` on, in steps that double, with which there is a plan."""
+    step = _step_nbytes(nbytes)
+    for _ in range(_MOST_TRIES):
+        machine = dataclasses.replace(given.machine, device_nbytes=nbytes, host_nbytes=host_nbytes)
+        if plan_if_fits(subject, dataclasses.replace(given, machine=machine)) is not None:
+            break
+        nbytes, step = nbytes + step, 2 * step
+    return nbytes
+
+
+def _step_nbytes(nbytes: int) -> int:
+    """How exactly the least memory is known, where it is about ``nbytes``."""
+    return min(max(nbytes // _STEPS, _LEAST_STEP_NBYTES), _STEP_NBYTES)
+
+
 def _least_device_nbytes(recording: Recording) -> int:
     """The least device memory for which there is a plan."""
-    low, high = 0, recording.device_nbytes + _STEP_NBYTES
-    while high - low > _STEP_NBYTES:
+    step = _step_nbytes(recording.device_nbytes)
+    low, high = 0, recording.device_nbytes + step
+    while high - low > step:
         middle = (low + high) // 2
         try:
             recording.plans_for(middle)
@@ -340,6 +378,12 @@ def _least_device_nbytes(recording: Recording) -> int:
         except BudgetError:
             low = middle
     return high
+
+
+def _record_within(subject: Subject, given: Circumstances, device_nbytes: int, **settings: Any) -> Recording:
+    """Records a step with so much device memory, and with all chunks at home on the host, which is large enough."""
+    machine = dataclasses.replace(given.machine, device_nbytes=device_nbytes, host_nbytes=_PLENTY_NBYTES)
+    return _record(subject, dataclasses.replace(given, machine=machine), placement="host", **settings)
 
 
 def _record(subject: Subject, given: Circumstances, **settings: Any) -> Recording:

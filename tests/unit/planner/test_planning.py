@@ -12,7 +12,7 @@ from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.advice import advise
-from hf_patrickstar.planner.planning import arrange, plan, plan_subject
+from hf_patrickstar.planner.planning import arrange, plan, plan_if_fits, plan_subject
 from hf_patrickstar.planner.screen import describe, describe_changes
 from hf_patrickstar.units import MIB
 
@@ -97,6 +97,23 @@ def test_what_does_not_fit_says_where_and_what_would(budgets, short):
     if "device" in short:  # what it says is enough is enough
         need = refused.tier(Tier.DEVICE).need_nbytes
         assert plan(MODEL, "rtx4090", batch_size=2, device_memory=need, host_memory=64 * MIB).fits
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("gpt2:n_layer=12,n_embd=128,n_head=8", {"length": 64, "device_memory": 12 * MIB}),
+        (MODEL, {"batch_size": 2, "device_memory": MIB}),
+        (MODEL, {"batch_size": 2, "device_memory": MIB, "num_micro_batches": 2}),
+    ],
+    ids=["large embedding", "small", "accumulation"],
+)
+def test_the_least_memory_is_enough_and_a_tenth_less_is_not(model, changes):
+    need = plan(model, "rtx4090", **changes).tier(Tier.DEVICE).need_nbytes
+    subject, given = arrange(model, "rtx4090", **{**ARGUMENTS, "batch_size": 1, **changes, "device_memory": need})
+    assert plan_if_fits(subject, given) is not None
+    less = dataclasses.replace(given.machine, device_nbytes=int(0.9 * need))
+    assert plan_if_fits(subject, dataclasses.replace(given, machine=less)) is None
 
 
 def test_accumulation_and_processes():
