@@ -91,6 +91,7 @@ class Plan:
         tiers: Memory by the name of the tier.
         chunks: What was decided; ``None`` if it does not fit.
         speed: How fast it is; ``None`` if it does not fit.
+        shortage: Which setting is too small, in sentences, where no memory would do; else ``None``.
     """
 
     model: str
@@ -107,10 +108,11 @@ class Plan:
     tiers: Mapping[str, TierUse]
     chunks: Chunks | None
     speed: Speed | None
+    shortage: str | None = None
 
     @property
     def fits(self) -> bool:
-        """Whether both tiers are large enough."""
+        """Whether both tiers, and what the settings allow of them, are large enough."""
         return self.speed is not None
 
     def tier(self, tier: Tier) -> TierUse:

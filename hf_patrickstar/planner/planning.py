@@ -321,14 +321,31 @@ def _kinds(recording: Recording, tier: Tier) -> dict[str, int]:
 
 
 def _refusal(subject: Subject, given: Circumstances) -> Plan:
-    """The plan of a training that does not fit: the least memory that would do, with all chunks at home on the host."""
+    """The plan of a training that does not fit: what is too little, and the memory that would do."""
+    try:
+        return _refusal_by_memory(subject, given, is_short=True)
+    except BudgetError as error:  # no memory would do
+        if "chunk_budget" not in given.settings:
+            raise
+        settings = {key: value for key, value in given.settings.items() if key != "chunk_budget"}
+        plan = _refusal_by_memory(subject, dataclasses.replace(given, settings=settings), is_short=False)
+        shortage = str(error).splitlines()[0]
+    return dataclasses.replace(plan, settings=dict(given.settings), chunks=None, speed=None, shortage=shortage)
+
+
+def _refusal_by_memory(subject: Subject, given: Circumstances, *, is_short: bool) -> Plan:
+    """The least memory that would do, with all chunks at home on the host; ``is_short``: what there is was refused."""
     with FakeTensorMode():
         numel = sum(parameter.numel() for parameter in subject.make_model().parameters())
     # Room for copies of all parameters, and less than chunks with optimizer states would need to live on the device.
-    recording = _record_within(subject, given, _PLENTY_NBYTES, chunk_budget=_COPY_NBYTES * numel)
+    asked = PatrickStarConfig.from_any(dict(given.settings)).chunk_budget
+    most = _COPY_NBYTES * numel if asked == "auto" else min(_COPY_NBYTES * numel, int(asked))
+    recording = _record_within(subject, given, _PLENTY_NBYTES, chunk_budget=most)
     recording, least = _smallest(subject, given, recording)
     host = TierUse(given.machine.host_nbytes, recording.host_nbytes, {})
-    if not host.missing_nbytes:  # what was refused is short of something, if only of a little beside the least
+    if (
+        is_short and not host.missing_nbytes
+    ):  # what was refused is short of something, if only of a little beside the least
         least = max(least, given.machine.device_nbytes + _STEP_NBYTES)
     least = _enough(subject, given, least, max(host.need_nbytes, host.budget_nbytes))
     device = TierUse(given.machine.device_nbytes, least, {})

@@ -115,6 +115,8 @@ def _missing(plan: Plan) -> Iterator[str]:
     for name, use in plan.tiers.items():
         if use.missing_nbytes:
             yield f"{format_nbytes(use.missing_nbytes)} too little on the {name}"
+    if plan.shortage is not None:
+        yield plan.shortage
 
 
 def _count(number: int) -> str:

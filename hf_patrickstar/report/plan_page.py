@@ -79,6 +79,8 @@ def _verdict(plan: Mapping[str, Any]) -> str:
         for name, use in _tiers(plan)
         if use["need_nbytes"] > use["budget_nbytes"]
     ]
+    if plan.get("shortage") is not None:
+        missing.append(plan["shortage"].rstrip("."))
     return f"It does not fit: {', '.join(missing)}."
 
 

@@ -116,6 +116,19 @@ def test_the_least_memory_is_enough_and_a_tenth_less_is_not(model, changes):
     assert plan_if_fits(subject, dataclasses.replace(given, machine=less)) is None
 
 
+@pytest.mark.parametrize("nbytes", ["1KiB", "100KiB"])
+def test_chunks_that_may_take_too_little_are_what_is_short(nbytes, capsys):
+    command = [*COMMAND, "--set", f"chunk_budget={nbytes}"]
+    assert main(command) == 1
+    verdict, *others = capsys.readouterr().out.splitlines()[1:]
+    assert verdict.startswith("does not fit: chunk_budget is too small for module 'transformer.")
+    assert "Raise chunk_budget to at least " in verdict
+    assert "too little on the" not in verdict
+    assert any(line.startswith("device    needs at least ") for line in others)
+    value = verdict.partition("at least ")[2].split()[0]
+    assert main([*COMMAND, "--set", f"chunk_budget={value}"]) == 0
+
+
 def test_accumulation_and_processes():
     many = plan(MODEL, "8xh100", batch_size=2, num_micro_batches=4, world_size=2)
     assert many.fits
