@@ -174,6 +174,12 @@ def arrange(
     found = arrange_machine(machine, world_size, device_memory, host_memory)
     find_optimizer(optimizer)
     settings = {"dtype": dtype, **(settings or {})}
+    for tier in ("device", "host"):
+        if f"{tier}_budget" in settings:
+            raise ConfigError(
+                f"setting {tier}_budget: a plan takes the memory of the machine, so it cannot be given here; say with "
+                f"--{tier}-memory ({tier}_memory in Python) how much of it training may take"
+            )
     PatrickStarConfig.from_any(settings)  # checks keys and values before anything takes time
     subject = find_subject(
         model, task=task, batch_size=batch_size, length=length, checkpointing=checkpointing, adapters=adapters

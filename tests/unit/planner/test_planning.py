@@ -223,6 +223,8 @@ def test_the_command_says_by_its_exit_status_that_it_does_not_fit(capsys):
         (["--machine", "rtx409"], "machine 'rtx409' is not known"),
         (["--set", "chunk_numl=3"], "chunk_numl"),
         (["--set", "chunk_numel"], "--set: 'chunk_numel' is no setting; write KEY=VALUE"),
+        (["--set", "device_budget=1GiB"], "say with --device-memory (device_memory in Python) how much"),
+        (["--set", "host_budget=1GiB"], "setting host_budget: a plan takes the memory of the machine"),
         (["--device-memory", "much"], "device memory: 'much' is not a size"),
         (["--json", "/no/such/folder/plan.json"], "--json: '/no/such/folder/plan.json' cannot be written"),
         (["--optimizer", "adamx"], "optimizer 'adamx' is not in torch.optim"),
