@@ -24,13 +24,15 @@ from hf_patrickstar.planner.subject import Subject, find_optimizer, find_subject
 from hf_patrickstar.report.measure import measure_machine
 from hf_patrickstar.schedule.bounds import bounds_of
 from hf_patrickstar.schedule.clock import Lane
-from hf_patrickstar.units import KIB, MIB, parse_nbytes
+from hf_patrickstar.units import KIB, MIB, format_need, parse_nbytes
 from hf_patrickstar.virtual.listening import listen
 from hf_patrickstar.virtual.micro_batch import MicroBatch
 from hf_patrickstar.virtual.recording import Recording, record_step
 from hf_patrickstar.virtual.timing import OperatorTimes
 from hf_patrickstar.virtual.training import Training, make_adamw
 
+BESIDE = "other modules"
+"""The kind of bytes on the device that modules beside the model take."""
 THIS = "this"
 """The machine at hand, which is measured."""
 _PLENTY_NBYTES = 2**50
@@ -65,6 +67,7 @@ class Circumstances:
         max_norm: Gradients are clipped to this norm; ``None`` for no clipping.
         settings: Settings of the engine.
         times: What operators take, if the machine is the one at hand; else its rates say it.
+        beside_nbytes: Bytes of the device that other modules than the model take, a teacher's say.
     """
 
     machine: Machine
@@ -74,6 +77,21 @@ class Circumstances:
     max_norm: float | None = 1.0
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     times: OperatorTimes | None = dataclasses.field(default=None, repr=False)
+    beside_nbytes: int = 0
+
+    def machine_of_model(self) -> Machine:
+        """The machine, with the device memory that is left for the model.
+
+        Raises:
+            BudgetError: If nothing is left.
+        """
+        left = self.machine.device_nbytes - self.beside_nbytes
+        if left <= 0:
+            raise BudgetError(
+                f"the device has {format_need(self.machine.device_nbytes)} for training, and modules beside the model "
+                f"take {format_need(self.beside_nbytes)}; give more device memory"
+            )
+        return dataclasses.replace(self.machine, device_nbytes=left)
 
 
 def plan(
@@ -253,9 +271,12 @@ def _plan_if_fits(subject: Subject, circumstances: Circumstances) -> Plan | None
 
 
 def _plan_of(subject: Subject, given: Circumstances, recording: Recording) -> Plan:
-    machine = given.machine
+    machine, beside_nbytes = given.machine, given.beside_nbytes
+    on_device = _kinds(recording, Tier.DEVICE)
+    if beside_nbytes:
+        on_device[BESIDE] = beside_nbytes
     tiers = {
-        Tier.DEVICE.value: TierUse(machine.device_nbytes, recording.device_nbytes, _kinds(recording, Tier.DEVICE)),
+        Tier.DEVICE.value: TierUse(machine.device_nbytes, recording.device_nbytes + beside_nbytes, on_device),
         Tier.HOST.value: TierUse(machine.host_nbytes, recording.host_nbytes, _kinds(recording, Tier.HOST)),
     }
     return _plan(subject, given, recording, tiers)
@@ -360,13 +381,13 @@ def _refusal_by_memory(subject: Subject, given: Circumstances, *, is_short: bool
 
 def _smallest(subject: Subject, given: Circumstances, recording: Recording) -> tuple[Recording, int]:
     """The recording that needs the least device memory, and how much; chunks are chosen by the room that there is."""
-    least = _least_device_nbytes(recording)
+    least = given.beside_nbytes + _least_device_nbytes(recording)
     for _ in range(_MOST_ROUNDS):
         try:
             smaller = _record_within(subject, given, least)
         except BudgetError:  # no step follows a plan so close to the least
             break
-        found = _least_device_nbytes(smaller)
+        found = given.beside_nbytes + _least_device_nbytes(smaller)
         if found >= least:
             break
         recording, least = smaller, found
@@ -390,7 +411,7 @@ def _step_nbytes(nbytes: int) -> int:
 
 
 def _least_device_nbytes(recording: Recording) -> int:
-    """The least device memory for which there is a plan."""
+    """The least device memory for the model for which there is a plan."""
     step = _step_nbytes(recording.device_nbytes)
     low, high = 0, recording.device_nbytes + step
     while high - low > step:
@@ -437,7 +458,7 @@ def _record_quietly(subject: Subject, given: Circumstances, settings: Mapping[st
         return record_step(
             subject.make_model,
             subject.make_inputs,
-            given.machine,
+            given.machine_of_model(),
             config={**given.settings, **settings},
             make_optimizer=subject.find_optimizer(given.optimizer),
             compute_loss=subject.compute_loss,

@@ -173,7 +173,6 @@ def arrange_script(
         _unless_auto(host_memory, given.get("host_budget")),
     )
     beside = [tensor for module in subject.others.values() for tensor in module.parameters()]
-    found = dataclasses.replace(found, device_nbytes=found.device_nbytes - sum(tensor.nbytes for tensor in beside))
     args = subject.trainer.args
     subject = dataclasses.replace(subject, keeps_dropout=not found.has_accelerator)
     return subject, Circumstances(
@@ -184,6 +183,7 @@ def arrange_script(
         args.max_grad_norm or float("inf"),  # the Trainer computes the norm all the same
         {key: value for key, value in given.items() if key not in _OF_THE_MACHINE},
         time_operators(world_size) if machine == THIS else None,
+        sum(tensor.nbytes for tensor in beside),
     )
 
 

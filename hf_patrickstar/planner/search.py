@@ -9,7 +9,7 @@ from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import BY_PRICE, MACHINES
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.plan import Plan
-from hf_patrickstar.planner.planning import Circumstances, arrange_machine, plan_if_fits
+from hf_patrickstar.planner.planning import BESIDE, Circumstances, arrange_machine, plan_if_fits
 from hf_patrickstar.planner.subject import Subject, most_tokens, with_batch
 
 LENGTH_STEP = 64
@@ -223,7 +223,7 @@ class _Search:
         if self._goal is Goal.MAX_MODEL:
             nbytes = _STATES_NBYTES * plan.num_trainable + 2 * (plan.num_parameters - plan.num_trainable)
             return nbytes // plan.world_size, device.budget_nbytes + host.budget_nbytes - activations - chunks
-        return activations, device.budget_nbytes - chunks
+        return activations, device.budget_nbytes - device.owners.get(BESIDE, 0) - chunks
 
 
 _WORDS = {Goal.MAX_BATCH: "batch", Goal.MAX_LENGTH: "length", Goal.MAX_MODEL: "layers", Goal.CHEAPEST: "machine"}
