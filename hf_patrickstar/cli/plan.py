@@ -152,5 +152,7 @@ def _adapters(options: argparse.Namespace) -> dict[str, Any] | None:
     if options.lora is not None and options.peft is not None:
         raise ConfigError("--lora and --peft are both given; keep one of them")
     if options.lora is not None:
+        if not options.lora.strip():
+            raise ConfigError("--lora: there are no settings of adapters; write at least one, such as r=16")
         return parse_lora(options.lora)
     return None if options.peft is None else read_peft(options.peft)

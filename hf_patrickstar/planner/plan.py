@@ -92,6 +92,7 @@ class Plan:
         chunks: What was decided; ``None`` if it does not fit.
         speed: How fast it is; ``None`` if it does not fit.
         shortage: Which setting is too small, in sentences, where no memory would do; else ``None``.
+        remarks: What else one should know of the plan, in sentences.
     """
 
     model: str
@@ -109,6 +110,7 @@ class Plan:
     chunks: Chunks | None
     speed: Speed | None
     shortage: str | None = None
+    remarks: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:

@@ -94,6 +94,22 @@ class Circumstances:
         return dataclasses.replace(self.machine, device_nbytes=left)
 
 
+_NOT_COMPUTED = (
+    "'{}' has no rate for bfloat16, as devices that do not compute in it; times are by the rate of another type. "
+    "Use fp16 there"
+)
+
+
+def computes_in_type(machine: Machine, given: Circumstances) -> bool:
+    """Whether a device has a rate for the 16-bit type that is asked for.
+
+    Args:
+        machine: Has the device.
+        given: How the model is trained.
+    """
+    return given.settings.get("dtype") != "bf16" or "bfloat16" in machine.flops
+
+
 def plan(
     model: str | PretrainedConfig,
     machine: str | Machine,
@@ -189,14 +205,19 @@ def arrange(
     """
     if num_micro_batches < 1 or world_size < 1:
         raise ConfigError(f"micro-batches ({num_micro_batches}) and processes ({world_size}) must be at least 1")
+    if max_norm is not None and not max_norm > 0:
+        raise ConfigError(
+            f"norm of gradients {max_norm}: it must be a positive number; use --max-grad-norm 0 (None in Python) for "
+            "no clipping"
+        )
     found = arrange_machine(machine, world_size, device_memory, host_memory)
     find_optimizer(optimizer)
     settings = {"dtype": dtype, **(settings or {})}
     for tier in ("device", "host"):
         if f"{tier}_budget" in settings:
             raise ConfigError(
-                f"setting {tier}_budget: a plan takes the memory of the machine, so it cannot be given here; say with "
-                f"--{tier}-memory ({tier}_memory in Python) how much of it training may take"
+                f"setting {tier}_budget: a plan takes the memory of the machine, so it cannot be given here; use "
+                f"--{tier}-memory ({tier}_memory in Python) to say how much of it training may take"
             )
     PatrickStarConfig.from_any(settings)  # checks keys and values before anything takes time
     subject = find_subject(
@@ -299,6 +320,7 @@ def _plan(subject: Subject, given: Circumstances, recording: Recording, tiers: M
         tiers=tiers,
         chunks=None if is_short else _chunks(recording),
         speed=None if is_short else _speed(subject, given, recording),
+        remarks=() if computes_in_type(given.machine, given) else (_NOT_COMPUTED.format(given.machine.name),),
     )
 
 

@@ -37,6 +37,7 @@ def describe(plan: Plan) -> str:
         lines += _rows("decided", chunks.reasons)
     if plan.speed is not None:
         lines += _speed(plan.speed)
+    lines += _rows("note", plan.remarks)
     lines += ["", "Times are simulated; bytes of Python, of libraries and of the data are not counted."]
     return "\n".join(lines)
 

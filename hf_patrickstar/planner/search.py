@@ -9,7 +9,7 @@ from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import BY_PRICE, MACHINES
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.plan import Plan
-from hf_patrickstar.planner.planning import BESIDE, Circumstances, arrange_machine, plan_if_fits
+from hf_patrickstar.planner.planning import BESIDE, Circumstances, arrange_machine, computes_in_type, plan_if_fits
 from hf_patrickstar.planner.subject import Subject, most_tokens, with_batch
 
 LENGTH_STEP = 64
@@ -233,7 +233,7 @@ def _cheapest(subject: Subject, given: Circumstances, progress: Progress) -> Fou
     refused, num = None, 0
     for name in BY_PRICE:
         machine = MACHINES[name]
-        if given.settings.get("dtype") == "bf16" and "bfloat16" not in machine.flops:
+        if not computes_in_type(machine, given):
             continue  # the device does not compute in this type
         if given.world_size > machine.num_devices:
             continue

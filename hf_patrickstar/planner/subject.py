@@ -32,6 +32,11 @@ TASKS: Mapping[str, Any] = {
 _ATTENTION_DROPOUTS = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
 _LENGTH = 512
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length")
+_SIZES = (
+    *("num_hidden_layers", "num_decoder_layers", "decoder_layers", "hidden_size", "num_attention_heads", "vocab_size"),
+    *_POSITIONS,
+)
+"""What a model without has nothing to train."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +167,7 @@ def find_subject(
     """
     name = model if isinstance(model, str) else model.model_type
     config = _find_config(model) if isinstance(model, str) else model
+    _check_sizes(name, config)
     found = _find_task(config, task)
     positions = most_tokens(config)
     length = min(positions or _LENGTH, _LENGTH) if length is None else length
@@ -179,6 +185,14 @@ def find_subject(
     if adapters is not None:
         check_adapters(adapters)
     return Subject(name, found, config, batch_size, length, checkpointing, adapters)
+
+
+def _check_sizes(name: str, config: PretrainedConfig) -> None:
+    for key in _SIZES:
+        size, own = getattr(config, key, None), config.attribute_map.get(key, key)
+        is_none = size == 0 or key not in _POSITIONS  # -1 positions are no limit
+        if isinstance(size, int) and size < 1 and is_none:
+            raise ConfigError(f"model '{name}': {own} is {size}; it must be at least 1")
 
 
 def _find_config(text: str) -> PretrainedConfig:
@@ -272,7 +286,8 @@ def _find_task(config: PretrainedConfig, task: str | None) -> str:
 
 def most_tokens(config: PretrainedConfig) -> int | None:
     """The longest sequence that a model has positions for; ``None`` if its configuration does not say."""
-    return next((getattr(config, key) for key in _POSITIONS if getattr(config, key, None)), None)
+    found = [getattr(config, key, None) for key in _POSITIONS]
+    return next((number for number in found if number is not None and number > 0), None)
 
 
 def with_batch(subject: Subject, batch_size: int, length: int) -> Subject:

@@ -175,6 +175,15 @@ def test_advice_is_planned():
     assert kept.gain == alone.speed.tokens_per_s / first.speed.tokens_per_s > 1
 
 
+@pytest.mark.parametrize(
+    ("machine", "dtype", "is_said"), [("v100", "bf16", 1), ("v100", "fp16", 0), ("h100", "bf16", 0)]
+)
+def test_it_says_that_a_device_does_not_compute_in_a_type(machine, dtype, is_said):
+    found = plan("gpt2:n_layer=1,n_embd=32,n_head=2,vocab_size=64", machine, dtype=dtype, length=16)
+    assert len(found.remarks) == is_said
+    assert describe(found).count("note      'v100' has no rate for bfloat16") == is_said
+
+
 COMMAND = ["plan", MODEL, "--batch-size", "2", "--no-advice", "--host-memory", "64MiB"]
 
 
@@ -223,8 +232,11 @@ def test_the_command_says_by_its_exit_status_that_it_does_not_fit(capsys):
         (["--machine", "rtx409"], "machine 'rtx409' is not known"),
         (["--set", "chunk_numl=3"], "chunk_numl"),
         (["--set", "chunk_numel"], "--set: 'chunk_numel' is no setting; write KEY=VALUE"),
-        (["--set", "device_budget=1GiB"], "say with --device-memory (device_memory in Python) how much"),
+        (["--set", "device_budget=1GiB"], "use --device-memory (device_memory in Python)"),
         (["--set", "host_budget=1GiB"], "setting host_budget: a plan takes the memory of the machine"),
+        (["--max-grad-norm", "-1"], "norm of gradients -1.0: it must be a positive number"),
+        (["--max-grad-norm", "nan"], "norm of gradients nan: it must be a positive number"),
+        (["--lora", ""], "--lora: there are no settings of adapters; write at least one, such as r=16"),
         (["--device-memory", "much"], "device memory: 'much' is not a size"),
         (["--json", "/no/such/folder/plan.json"], "--json: '/no/such/folder/plan.json' cannot be written"),
         (["--optimizer", "adamx"], "optimizer 'adamx' is not in torch.optim"),
