@@ -79,19 +79,18 @@ def describe_found(found: Found) -> str:
         found: The result.
     """
     unit, plans = _UNITS[found.goal], f"({found.num_plans} plans)"
+    left_out = "".join(f"; {text}" for text in found.left_out)
     if found.plan is None:
-        tried = "" if found.refused is None else f", not even {found.refused}{unit}"
-        return f"{found.goal}: nothing fits{tried} {plans}"
+        one = unit.removesuffix("s") if found.refused == 1 else unit
+        tried = "" if found.refused is None else f", not even {found.refused}{one}"
+        return f"{found.goal}: nothing fits{tried}{left_out} {plans}"
     if found.goal is Goal.CHEAPEST:
-        refused = (
-            "no cheaper one that computes in this type is known"
-            if found.refused is None
-            else f"{found.refused} is too small"
-        )
+        cheaper = "no cheaper one is known" if not left_out else "no cheaper one was tried"
+        refused = cheaper if found.refused is None else f"{found.refused} is too small"
     else:
         refused = "the most there can be" if found.refused is None else f"{found.refused} do not fit"
     size = f", {_count(found.plan.num_parameters)} parameters" if found.goal is Goal.MAX_MODEL else ""
-    return f"{found.goal}: {found.answer}{unit}{size}; {refused} {plans}"
+    return f"{found.goal}: {found.answer}{unit}{size}; {refused}{left_out} {plans}"
 
 
 def headline(plan: Plan) -> str:
