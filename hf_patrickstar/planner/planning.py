@@ -20,7 +20,7 @@ from hf_patrickstar.plan_cache import keep_traces
 from hf_patrickstar.planner.kept import can_keep, kept
 from hf_patrickstar.planner.masks import masks_of_batches
 from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse
-from hf_patrickstar.planner.subject import Subject, find_optimizer, find_subject
+from hf_patrickstar.planner.subject import Subject, find_optimizer, find_subject, optimizer_name
 from hf_patrickstar.report.measure import measure_machine
 from hf_patrickstar.schedule.bounds import bounds_of
 from hf_patrickstar.schedule.clock import Lane
@@ -308,6 +308,7 @@ def _plan(subject: Subject, given: Circumstances, recording: Recording, tiers: M
     return Plan(
         model=subject.name,
         task=subject.task,
+        unit=subject.unit,
         machine=given.machine.name,
         num_parameters=recording.num_all_parameters,
         num_trainable=recording.num_parameters,
@@ -337,7 +338,8 @@ def _chunks(recording: Recording) -> Chunks:
 
 def _speed(subject: Subject, given: Circumstances, recording: Recording) -> Speed:
     timeline = recording.timeline
-    bounds = bounds_of(recording.script, timeline, given.machine, recording.num_on_host)
+    updates_by = optimizer_name(given.optimizer)
+    bounds = bounds_of(recording.script, timeline, given.machine, recording.num_on_host, updates_by)
     seconds = timeline.duration_ns / 1e9
     to_device, to_host = recording.moved_nbytes
     return Speed(
@@ -345,7 +347,7 @@ def _speed(subject: Subject, given: Circumstances, recording: Recording) -> Spee
         subject.num_tokens * given.num_micro_batches * given.world_size / seconds,
         bounds.binding,
         bounds.lower_ns / 1e9,
-        bounds.clipped_ns / 1e9,
+        None if given.max_norm is None else bounds.clipped_ns / 1e9,
         {_WORDS[lane]: busy / timeline.duration_ns for lane, busy in timeline.busy_ns().items() if lane in _WORDS},
         to_device,
         to_host,

@@ -36,7 +36,7 @@ def describe(plan: Plan) -> str:
         )
         lines += _rows("decided", chunks.reasons)
     if plan.speed is not None:
-        lines += _speed(plan.speed)
+        lines += _speed(plan.speed, plan.unit)
     lines += _rows("note", plan.remarks)
     lines += ["", "Times are simulated; bytes of Python, of libraries and of the data are not counted."]
     return "\n".join(lines)
@@ -62,7 +62,8 @@ def describe_changes(plan: Plan, advice: Sequence[Advice], smaller: Sequence[Fou
 
 def _smaller(found: Found, asked: Plan) -> str:
     is_batch = found.goal is Goal.MAX_BATCH
-    what = f"batch that fits with {asked.length} tokens" if is_batch else f"sequence that fits with {asked.batch_size}"
+    tokens = f" with {asked.length} tokens" if asked.unit == "tokens" else ""
+    what = f"batch that fits{tokens}" if is_batch else f"sequence that fits with {asked.batch_size}"
     if found.answer is None:
         return f"No {what}."
     option = "--batch-size" if is_batch else "--seq-len"
@@ -89,6 +90,8 @@ def describe_found(found: Found) -> str:
         refused = cheaper if found.refused is None else f"{found.refused} is too small"
     else:
         refused = "the most there can be" if found.refused is None else f"{found.refused} do not fit"
+    if found.goal is Goal.MAX_BATCH and found.plan.unit != "tokens":
+        unit = f" {found.plan.unit}"
     size = f", {_count(found.plan.num_parameters)} parameters" if found.goal is Goal.MAX_MODEL else ""
     return f"{found.goal}: {found.answer}{unit}{size}; {refused}{left_out} {plans}"
 
@@ -99,7 +102,7 @@ def headline(plan: Plan) -> str:
         f"{plan.model}: {_count(plan.num_parameters)} parameters",
         plan.task,
         f"{plan.settings.get('dtype', 'auto')}",
-        f"{plan.batch_size} x {plan.length} tokens",
+        plan.batch,
     ]
     if plan.num_trainable < plan.num_parameters:
         parts.insert(1, f"{_count(plan.num_trainable)} of them trained")
@@ -132,11 +135,11 @@ def _memory(use: TierUse) -> list[str]:
     return [f"{format_nbytes(use.need_nbytes)} of {format_nbytes(use.budget_nbytes)} at most", "; ".join(shown)]
 
 
-def _speed(speed: Speed) -> list[str]:
+def _speed(speed: Speed, unit: str) -> list[str]:
     busy = sorted(speed.busy.items(), key=lambda item: -item[1])
     least, clipped = speed.least_seconds, speed.clipped_seconds
     to_device, to_host = format_nbytes(speed.to_device_nbytes), format_nbytes(speed.to_host_nbytes)
-    bounds = f"{least:.3g} s alone, {clipped:.3g} s where gradients are clipped"
+    bounds = f"{least:.3g} s alone" + ("" if clipped is None else f", {clipped:.3g} s where gradients are clipped")
     if speed.busy["host"] < _FULL:
         binding = f"{speed.binding} binds: {bounds}"
     else:
@@ -145,7 +148,7 @@ def _speed(speed: Speed) -> list[str]:
         *_rows(
             "speed",
             [
-                f"{speed.seconds:.3g} s per step, {speed.tokens_per_s:,.0f} tokens per second",
+                f"{speed.seconds:.3g} s per step, {speed.tokens_per_s:,.0f} {unit} per second",
                 binding,
             ],
         ),
@@ -162,7 +165,7 @@ def advised(advice: Advice) -> str:
     speed = advice.plan.speed
     assert speed is not None
     gain = "" if math.isinf(advice.gain) else f", {advice.gain:.2f} times as fast"
-    return f"{advice.text}: {speed.tokens_per_s:,.0f} tokens per second{gain}"
+    return f"{advice.text}: {speed.tokens_per_s:,.0f} {advice.plan.unit} per second{gain}"
 
 
 def _rows(name: str, texts: Sequence[str]) -> list[str]:

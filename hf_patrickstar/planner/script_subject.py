@@ -131,6 +131,11 @@ class ScriptSubject(Subject):
         """Tokens of a micro-batch; examples if they are no sequences of tokens."""
         return self.batch_size * self.length
 
+    @property
+    def unit(self) -> str:
+        """What a batch is counted in."""
+        return "tokens" if self.length > 1 else "examples"
+
 
 def arrange_script(
     path: str,

@@ -138,7 +138,12 @@ class Subject:
     @property
     def num_tokens(self) -> int:
         """Tokens of a micro-batch, or images."""
-        return self.batch_size * (1 if self.task == "image-classification" else self.length)
+        return self.batch_size * (self.length if self.unit == "tokens" else 1)
+
+    @property
+    def unit(self) -> str:
+        """What a batch is counted in: tokens or images."""
+        return "images" if self.task == "image-classification" else "tokens"
 
 
 def find_subject(
@@ -304,11 +309,7 @@ def find_optimizer(name: str) -> MakeOptimizer | None:
     Raises:
         ConfigError: If there is none of this name.
     """
-    classes = {
-        key.lower(): value
-        for key, value in vars(torch.optim).items()
-        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
-    }
+    classes = _optimizers()
     if name.lower() == "adamw":
         return None
     if name.lower() not in classes:
@@ -316,3 +317,22 @@ def find_optimizer(name: str) -> MakeOptimizer | None:
         hint = f"; did you mean '{near[0]}'?" if near else "; use the name of a class there, such as adamw or sgd"
         raise ConfigError(f"optimizer '{name}' is not in torch.optim{hint}")
     return classes[name.lower()]
+
+
+def _optimizers() -> dict[str, MakeOptimizer]:
+    return {
+        key.lower(): value
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    }
+
+
+def optimizer_name(name: str) -> str:
+    """What an optimizer is called on a screen: AdamW is Adam, whose update takes as long.
+
+    Args:
+        name: The name of its class, in any case.
+    """
+    if name.lower() in ("adam", "adamw"):
+        return "Adam"
+    return getattr(_optimizers().get(name.lower()), "__name__", name)

@@ -184,6 +184,25 @@ def test_it_says_that_a_device_does_not_compute_in_a_type(machine, dtype, is_sai
     assert describe(found).count("note      'v100' has no rate for bfloat16") == is_said
 
 
+def test_another_optimizer_is_named_and_clipping_only_where_it_is_done():
+    found = plan(MODEL, "rtx4090", **TIGHT, optimizer="sgd", max_norm=None)
+    slow = dataclasses.replace(MACHINES["rtx4090"], host_bandwidth=1e8)
+    bound = plan(MODEL, slow, **TIGHT, optimizer="sgd", max_norm=None)
+    assert bound.speed.binding == "host SGD"
+    assert found.speed.clipped_seconds is None
+    assert "Adam" not in describe(bound)
+    assert "clipped" not in describe(found)
+
+
+def test_images_are_counted_as_images(capsys):
+    vit = "vit:num_hidden_layers=1,hidden_size=16,num_attention_heads=2,intermediate_size=16,image_size=16,patch_size=8"
+    assert main(["plan", vit, "--batch-size", "2", "--no-advice"]) == 0
+    out = capsys.readouterr().out
+    assert ", image-classification, bf16, 2 images, activations kept" in out
+    assert " images per second" in out
+    assert "token" not in out
+
+
 COMMAND = ["plan", MODEL, "--batch-size", "2", "--no-advice", "--host-memory", "64MiB"]
 
 
