@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -226,8 +227,27 @@ def test_what_cannot_be_planned_gets_a_sentence(tmp_path):
         arrange(tmp_path, "make_rows = lambda *_: None")
     with pytest.raises(ConfigError, match=r"processes \(0\) must be at least 1"):
         arrange(tmp_path, "", world_size=0)
-    with pytest.raises(ZeroDivisionError):
-        arrange(tmp_path, "1 / 0")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("1 / 0", r"'.*train\.py' failed before it trained \(.*train\.py, line \d+: ZeroDivisionError: division by "),
+        ("torch.ones(2) @ torch.ones(3)", r"train\.py, line \d+: RuntimeError: "),
+        ("raise KeyError", r"line \d+: KeyError\); use arguments with which it trains"),
+        ("x = (1", r"train\.py, line \d+: SyntaxError: '\(' was never closed"),
+        (
+            "raise SystemExit(3)",
+            r"'.*train\.py' ended itself with the status 3 before it trained; change its arguments",
+        ),
+        ("raise SystemExit('no data')", r"ended itself with 'no data' before it trained"),
+    ],
+)
+def test_a_script_that_fails_gets_a_sentence(more, message, tmp_path, capsys):
+    assert main(["plan", "--", write_script(tmp_path, more), *ARGUMENTS]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert re.search(message, lines[-1])
+    assert not any("Traceback" in line for line in lines)
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):
