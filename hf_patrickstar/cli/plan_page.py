@@ -1,9 +1,9 @@
 """What ``hf-patrickstar plan`` writes beside its text: a page, a picture, a trace for Perfetto."""
 
 import json
-import pathlib
 from collections.abc import Sequence
 
+from hf_patrickstar.cli.files import trace_beside
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.planner.advice import Advice
 from hf_patrickstar.planner.plan import Plan
@@ -30,7 +30,7 @@ def write_plan_page(
     Raises:
         ConfigError: If a file cannot be written.
     """
-    trace = None if recording is None else pathlib.Path(html_file).with_suffix(".trace.json")
+    trace = None if recording is None else trace_beside(html_file)
     page = plan_page(
         json.loads(plan.to_json()),
         headline(plan).splitlines()[0],

@@ -22,7 +22,7 @@ from hf_patrickstar.planner.masks import masks_of_batches
 from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse
 from hf_patrickstar.planner.subject import Subject, find_optimizer, find_subject, optimizer_name
 from hf_patrickstar.report.measure import measure_machine
-from hf_patrickstar.schedule.bounds import bounds_of
+from hf_patrickstar.schedule.bounds import ADAM, bounds_of
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.units import KIB, MIB, format_need, parse_nbytes
 from hf_patrickstar.virtual.listening import listen
@@ -468,9 +468,12 @@ def _record(subject: Subject, given: Circumstances, **settings: Any) -> Recordin
         raise
     except Exception as error:  # what a model's code raises may be anything
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        is_adam = optimizer_name(given.optimizer) == ADAM
+        whose = "its code fails" if is_adam else f"its code, or that of the optimizer '{given.optimizer}', fails"
+        others = "--dtype" if is_adam else "--optimizer, --dtype"
         raise ConfigError(
-            f"model '{subject.name}': it cannot be planned, because its code fails on tensors without values "
-            f"({type(error).__name__}: {said}). Try another --dtype, --task or length"
+            f"model '{subject.name}': it cannot be planned, because {whose} on tensors without values "
+            f"({type(error).__name__}: {said}). Try another {others}, --task or length"
         ) from error
     finally:
         transformers.logging.set_verbosity(level)

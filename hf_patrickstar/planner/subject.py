@@ -19,6 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.planner.adapters import check_adapters, with_adapters
 from hf_patrickstar.planner.fake import as_fake
+from hf_patrickstar.schedule.bounds import ADAM
 
 TASKS: Mapping[str, Any] = {
     "seq2seq-lm": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
@@ -201,6 +202,10 @@ def _check_sizes(name: str, config: PretrainedConfig) -> None:
 
 
 def _find_config(text: str) -> PretrainedConfig:
+    if not text.strip():
+        raise ConfigError(
+            "the name of the model is empty; give a model id, a directory, a config.json, or TYPE:KEY=VALUE,..."
+        )
     path = pathlib.Path(text)
     kind, colon, settings = text.partition(":")
     if path.exists():
@@ -334,5 +339,5 @@ def optimizer_name(name: str) -> str:
         name: The name of its class, in any case.
     """
     if name.lower() in ("adam", "adamw"):
-        return "Adam"
+        return ADAM
     return getattr(_optimizers().get(name.lower()), "__name__", name)

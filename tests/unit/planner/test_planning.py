@@ -256,6 +256,10 @@ def test_the_command_says_by_its_exit_status_that_it_does_not_fit(capsys):
         (["--max-grad-norm", "-1"], "norm of gradients -1.0: it must be a positive number"),
         (["--max-grad-norm", "nan"], "norm of gradients nan: it must be a positive number"),
         (["--lora", ""], "--lora: there are no settings of adapters; write at least one, such as r=16"),
+        (["--json", ""], "--json: the name of the file is empty; name a file"),
+        (["--json", "a.html", "--html", "./a.html"], "--html: './a.html' is written by --json, too; name another file"),
+        (["--json", "a.trace.json", "--html", "a.html"], "the timeline of --html: 'a.trace.json' is written by --json"),
+        (["--optimizer", "lbfgs"], "its code, or that of the optimizer 'lbfgs', fails on tensors without values"),
         (["--device-memory", "much"], "device memory: 'much' is not a size"),
         (["--json", "/no/such/folder/plan.json"], "--json: '/no/such/folder/plan.json' cannot be written"),
         (["--optimizer", "adamx"], "optimizer 'adamx' is not in torch.optim"),
@@ -267,6 +271,11 @@ def test_wrong_arguments_get_a_sentence(words, message, capsys):
     error = capsys.readouterr().err
     assert error.startswith("hf-patrickstar plan: ")
     assert message in error
+
+
+def test_a_model_without_a_name_gets_a_sentence(capsys):
+    assert main(["plan", ""]) == 2
+    assert "the name of the model is empty; give a model id, a directory" in capsys.readouterr().err
 
 
 def test_a_file_that_is_missing_is_not_asked_for_on_the_hub(capsys):
