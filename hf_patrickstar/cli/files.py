@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+from collections.abc import Mapping
 
 from hf_patrickstar.errors import ConfigError
 
@@ -16,6 +17,8 @@ def check_file(name: str, option: str) -> pathlib.Path:
     Raises:
         ConfigError: If it cannot be written to.
     """
+    if not name.strip():
+        raise ConfigError(f"{option}: the name of the file is empty; name a file")
     path = pathlib.Path(name)
     if path.is_dir():
         raise ConfigError(f"{option}: '{path}' is a directory; name a file")
@@ -27,3 +30,29 @@ def check_file(name: str, option: str) -> pathlib.Path:
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"{option}: '{path}' cannot be written: permission denied; name another file")
     return path
+
+
+def check_files(files: Mapping[str, str]) -> None:
+    """Makes sure that files can be written to, and that none of them would take the place of another.
+
+    Args:
+        files: The paths that a user gave, by the option that each was given with.
+
+    Raises:
+        ConfigError: If one cannot be written to, or two are the same.
+    """
+    seen: dict[str, str] = {}
+    for option, name in files.items():
+        path = os.path.realpath(check_file(name, option))
+        if path in seen:
+            raise ConfigError(f"{option}: '{name}' is written by {seen[path]}, too; name another file")
+        seen[path] = option
+
+
+def trace_beside(html_file: str) -> pathlib.Path:
+    """The file for Perfetto that is written beside a page.
+
+    Args:
+        html_file: The page.
+    """
+    return pathlib.Path(html_file).with_suffix(".trace.json")

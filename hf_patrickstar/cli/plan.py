@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from hf_patrickstar.cli.files import check_file
+from hf_patrickstar.cli.files import check_files, trace_beside
 from hf_patrickstar.cli.plan_script import arrange_from, in_words_of_the_script
 from hf_patrickstar.cli.plan_search import run_search, what_fits
 from hf_patrickstar.cli.settings import settings_of
@@ -82,9 +82,10 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: If an argument makes no sense, or the file cannot be written.
     """
-    for option in ("json", "html", "png"):
-        if (name := getattr(options, option)) is not None:
-            check_file(name, f"--{option}")
+    given = {f"--{option}": getattr(options, option) for option in ("json", "html", "png")}
+    if options.html:
+        given["the timeline of --html"] = str(trace_beside(options.html))
+    check_files({option: name for option, name in given.items() if name is not None})
     # transformers takes seconds to import, and other commands do without.
     from hf_patrickstar.cli.plan_page import write_plan_page, write_plan_picture
     from hf_patrickstar.planner.advice import advise
@@ -152,5 +153,7 @@ def _adapters(options: argparse.Namespace) -> dict[str, Any] | None:
     if options.lora is not None and options.peft is not None:
         raise ConfigError("--lora and --peft are both given; keep one of them")
     if options.lora is not None:
+        if not options.lora.strip():
+            raise ConfigError("--lora: there are no settings of adapters; write at least one, such as r=16")
         return parse_lora(options.lora)
     return None if options.peft is None else read_peft(options.peft)

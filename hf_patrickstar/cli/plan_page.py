@@ -1,9 +1,9 @@
 """What ``hf-patrickstar plan`` writes beside its text: a page, a picture, a trace for Perfetto."""
 
 import json
-import pathlib
 from collections.abc import Sequence
 
+from hf_patrickstar.cli.files import trace_beside
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.planner.advice import Advice
 from hf_patrickstar.planner.plan import Plan
@@ -30,7 +30,7 @@ def write_plan_page(
     Raises:
         ConfigError: If a file cannot be written.
     """
-    trace = None if recording is None else pathlib.Path(html_file).with_suffix(".trace.json")
+    trace = None if recording is None else trace_beside(html_file)
     page = plan_page(
         json.loads(plan.to_json()),
         headline(plan).splitlines()[0],
@@ -49,18 +49,17 @@ def write_plan_page(
 
 
 def write_plan_picture(plan: Plan, recording: Recording | None, png_file: str) -> None:
-    """Writes the tide and the lanes of a step as a PNG.
+    """Writes the tide and the lanes of a step as a PNG; where there is no step to draw, it says so.
 
     Args:
         plan: The plan.
-        recording: The step that it was made from.
+        recording: The step that it was made from; ``None`` if it does not fit.
         png_file: The picture; an older file is replaced.
 
     Raises:
-        ConfigError: If the plan does not fit, matplotlib is not installed, or the file cannot be written.
+        ConfigError: If matplotlib is not installed, or the file cannot be written.
     """
     if recording is None:
-        raise ConfigError(
-            "--png: there is no step to draw, because the plan does not fit; use --html, which says by how much"
-        )
+        print("Nothing is written for --png: there is no step to draw, because the plan does not fit.")
+        return
     write_step_picture(png_file, headline(plan).splitlines()[0], recording.survey, recording.timeline)

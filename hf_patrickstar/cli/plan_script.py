@@ -47,7 +47,6 @@ def arrange_from(options: argparse.Namespace) -> "tuple[Subject, Circumstances]"
 
     Raises:
         ConfigError: If an argument makes no sense, or the script never trains.
-        Exception: What the script raises.
     """
     with contextlib.suppress(ConfigError):  # where transformers is imported already, scripts say what they use
         install(Defaults())

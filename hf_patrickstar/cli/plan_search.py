@@ -77,8 +77,8 @@ def what_fits(plan: "Plan", subject: "Subject", given: "Circumstances") -> "list
     from hf_patrickstar.memory.tiers import Tier
     from hf_patrickstar.planner.search import Goal, search_below
 
-    if plan.fits or plan.tier(Tier.HOST).missing_nbytes:
-        return []  # smaller batches need as much of the host
+    if plan.fits or plan.tier(Tier.HOST).missing_nbytes or plan.shortage is not None:
+        return []  # smaller batches need as much of the host, and chunks as much of the device
     found = []
     with showing("searching what fits") as progress:
         if plan.batch_size > 1:

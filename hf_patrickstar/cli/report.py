@@ -7,10 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.report.page import write_page
-from hf_patrickstar.report.run_page import run_page
+from hf_patrickstar.report.run_page import SAME, run_page
 from hf_patrickstar.report.run_record import FOLDER, read_run
 
+_OF_SPEED = ("seconds", "to_device_nbytes", "to_host_nbytes")
+_NUMBERS = (_OF_SPEED, ("num", "num_on_device"), ("need_nbytes",), ("need_nbytes",))
+"""The numbers that are shown: of the speed, of the chunks and of each tier."""
 _NAME = "patrickstar_report.html"
 
 
@@ -57,8 +61,19 @@ def _read_plan(path: str) -> Mapping[str, Any]:
         raise ConfigError(
             f"--plan: '{path}' is not a plan that 'hf-patrickstar plan --json' has written; name such a file"
         ) from error
-    if not isinstance(plan, dict):
+    if not _is_plan(plan):
         raise ConfigError(
             f"--plan: '{path}' is not a plan that 'hf-patrickstar plan --json' has written; name such a file"
         )
     return plan
+
+
+def _is_plan(values: Any) -> bool:
+    """Whether it has what is shown of a plan; a search writes its plan inside of what it has found."""
+    try:
+        parts = [values["speed"] or {}, values["chunks"] or {}, *(values["tiers"][tier.value] for tier in Tier)]
+        numbers = [values[name] for name in SAME]
+        numbers += [part[name] for part, names in zip(parts, _NUMBERS, strict=True) for name in names if part]
+    except (KeyError, TypeError):
+        return False
+    return all(isinstance(number, int | float) for number in numbers)

@@ -1,8 +1,12 @@
 """Settings of the engine on a command line: ``--set KEY=VALUE``."""
 
+import contextlib
+import json
 from typing import Any
 
 from hf_patrickstar.errors import ConfigError
+
+_WORDS = ("true", "false", "null")
 
 
 def settings_of(texts: list[str]) -> dict[str, Any]:
@@ -21,6 +25,7 @@ def settings_of(texts: list[str]) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    return int(text) if text.isdecimal() else text
+    """A value as in JSON, with any case of true, false and null; everything else is text."""
+    with contextlib.suppress(ValueError):
+        return json.loads(text.lower() if text.lower() in _WORDS else text)
+    return text

@@ -67,7 +67,7 @@ def advise(
     for change in progress(list(changes(subject, circumstances, plan))):
         try:
             other = plan_if_fits(change.subject, change.circumstances)
-        except (ConfigError, EngineError):  # this model cannot have it, or no step follows its plan
+        except (ConfigError, EngineError):  # it is not for this model, or no step follows its plan
             continue
         if other is None or other.speed is None:
             continue

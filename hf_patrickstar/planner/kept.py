@@ -1,10 +1,13 @@
 """Keeps what was planned, so that the same question is answered at once; see ``hf_patrickstar.plan_cache``."""
 
+import importlib.metadata
 import logging
 import pickle
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
+
+from transformers import PretrainedConfig
 
 from hf_patrickstar import plan_cache
 from hf_patrickstar.planner.subject import Subject
@@ -12,6 +15,8 @@ from hf_patrickstar.planner.subject import Subject
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+_IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
+"""Which code computes a part of the model: attributes of a configuration that its JSON text leaves out."""
 
 
 def can_keep(subject: Subject, *, is_measured: bool) -> bool:
@@ -34,9 +39,7 @@ def kept(kind: str, subject: Subject, circumstances: object, is_measured: bool, 
     """
     if not can_keep(subject, is_measured=is_measured):
         return make()
-    config = subject.config.to_json_string(use_diff=False)
-    fields = {name: value for name, value in vars(subject).items() if name != "config"}
-    key = plan_cache.digest([kind, type(subject.config).__qualname__, config, sorted(fields.items()), circumstances])
+    key = plan_cache.digest([kind, *_parts_of(subject), circumstances])
     found = plan_cache.read(kind, key)
     if found is not None:
         try:
@@ -46,3 +49,22 @@ def kept(kind: str, subject: Subject, circumstances: object, is_measured: bool, 
     made = make()
     plan_cache.write(kind, key, zlib.compress(pickle.dumps(made), 1))
     return made
+
+
+def _parts_of(subject: Subject) -> list[object]:
+    """What a subject is, written alike by ``repr`` if it is alike."""
+    config = subject.config
+    fields = {name: value for name, value in vars(subject).items() if name != "config"}
+    peft = None if subject.adapters is None else importlib.metadata.version("peft")
+    text = config.to_json_string(use_diff=False)
+    return [type(config).__qualname__, text, list(_implementations(config)), sorted(fields.items()), peft]
+
+
+def _implementations(config: PretrainedConfig) -> Iterator[object]:
+    """Of a configuration, and of those inside of it."""
+    for name in _IMPLEMENTATIONS:
+        yield getattr(config, name, None)
+    for name in config.sub_configs:
+        inner = getattr(config, name, None)
+        if isinstance(inner, PretrainedConfig):
+            yield from _implementations(inner)

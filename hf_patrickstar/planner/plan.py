@@ -53,10 +53,11 @@ class Speed:
 
     Attributes:
         seconds: From one call of ``optimizer.step()`` to the next.
-        tokens_per_s: Tokens, or images, of all processes.
+        tokens_per_s: Tokens of all processes, or what else is counted (``Plan.unit``).
         binding: The lane that has the most to do.
         least_seconds: What that lane alone takes.
-        clipped_seconds: The bound where gradients are clipped by their norm, which needs all of them first.
+        clipped_seconds: The bound where gradients are clipped by their norm, which needs all of them first; ``None`` if
+            they are not.
         busy: The share of the step in which each lane has something to do.
         to_device_nbytes: Bytes that cross to the device.
         to_host_nbytes: Bytes that cross to the host.
@@ -66,7 +67,7 @@ class Speed:
     tokens_per_s: float
     binding: str
     least_seconds: float
-    clipped_seconds: float
+    clipped_seconds: float | None
     busy: Mapping[str, float]
     to_device_nbytes: int
     to_host_nbytes: int
@@ -79,6 +80,7 @@ class Plan:
     Attributes:
         model: What was asked for.
         task: What the model is trained for.
+        unit: What is counted in batches and in a second: tokens, or images or examples where there are no sequences.
         machine: Where it trains.
         num_parameters: Trainable and frozen.
         num_trainable: Trainable.
@@ -91,10 +93,13 @@ class Plan:
         tiers: Memory by the name of the tier.
         chunks: What was decided; ``None`` if it does not fit.
         speed: How fast it is; ``None`` if it does not fit.
+        shortage: Which setting is too small, in sentences, where no memory would do; else ``None``.
+        remarks: What else one should know of the plan, in sentences.
     """
 
     model: str
     task: str
+    unit: str
     machine: str
     num_parameters: int
     num_trainable: int
@@ -107,11 +112,20 @@ class Plan:
     tiers: Mapping[str, TierUse]
     chunks: Chunks | None
     speed: Speed | None
+    shortage: str | None = None
+    remarks: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
-        """Whether both tiers are large enough."""
+        """Whether both tiers, and what the settings allow of them, are large enough."""
         return self.speed is not None
+
+    @property
+    def batch(self) -> str:
+        """A micro-batch of one process, in words."""
+        if self.unit == "tokens":
+            return f"{self.batch_size} x {self.length} tokens"
+        return f"{self.batch_size} {self.unit if self.batch_size > 1 else self.unit.removesuffix('s')}"
 
     def tier(self, tier: Tier) -> TierUse:
         """The memory of a tier."""

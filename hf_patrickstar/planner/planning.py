@@ -20,21 +20,30 @@ from hf_patrickstar.plan_cache import keep_traces
 from hf_patrickstar.planner.kept import can_keep, kept
 from hf_patrickstar.planner.masks import masks_of_batches
 from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse
-from hf_patrickstar.planner.subject import Subject, find_optimizer, find_subject
+from hf_patrickstar.planner.subject import Subject, find_optimizer, find_subject, optimizer_name
 from hf_patrickstar.report.measure import measure_machine
-from hf_patrickstar.schedule.bounds import bounds_of
+from hf_patrickstar.schedule.bounds import ADAM, bounds_of
 from hf_patrickstar.schedule.clock import Lane
-from hf_patrickstar.units import MIB, parse_nbytes
+from hf_patrickstar.units import KIB, MIB, format_need, parse_nbytes
 from hf_patrickstar.virtual.listening import listen
 from hf_patrickstar.virtual.micro_batch import MicroBatch
 from hf_patrickstar.virtual.recording import Recording, record_step
 from hf_patrickstar.virtual.timing import OperatorTimes
 from hf_patrickstar.virtual.training import Training, make_adamw
 
+BESIDE = "other modules"
+"""The kind of bytes on the device that modules beside the model take."""
 THIS = "this"
 """The machine at hand, which is measured."""
 _PLENTY_NBYTES = 2**50
 _STEP_NBYTES = MIB
+_LEAST_STEP_NBYTES = 64 * KIB
+_STEPS = 64
+"""The least memory is known to a part of so many, and to a MiB."""
+_MOST_ROUNDS = 4
+"""How often chunks are chosen anew for the least memory that was found, at most."""
+_MOST_TRIES = 8
+"""How often a little more than the least memory is tried, at most."""
 _OF_CHUNKS = frozenset(
     {
         *("chunk_numel", "device_budget", "host_budget", "chunk_budget", "placement", "cpu_embedding", "eviction"),
@@ -58,6 +67,7 @@ class Circumstances:
         max_norm: Gradients are clipped to this norm; ``None`` for no clipping.
         settings: Settings of the engine.
         times: What operators take, if the machine is the one at hand; else its rates say it.
+        beside_nbytes: Bytes of the device that other modules than the model take, a teacher's say.
     """
 
     machine: Machine
@@ -67,6 +77,37 @@ class Circumstances:
     max_norm: float | None = 1.0
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     times: OperatorTimes | None = dataclasses.field(default=None, repr=False)
+    beside_nbytes: int = 0
+
+    def machine_of_model(self) -> Machine:
+        """The machine, with the device memory that is left for the model.
+
+        Raises:
+            BudgetError: If nothing is left.
+        """
+        left = self.machine.device_nbytes - self.beside_nbytes
+        if left <= 0:
+            raise BudgetError(
+                f"the device has {format_need(self.machine.device_nbytes)} for training, and modules beside the model "
+                f"take {format_need(self.beside_nbytes)}; give more device memory"
+            )
+        return dataclasses.replace(self.machine, device_nbytes=left)
+
+
+_NOT_COMPUTED = (
+    "'{}' has no rate for bfloat16, as devices that do not compute in it; times are by the rate of another type. "
+    "Use fp16 there"
+)
+
+
+def computes_in_type(machine: Machine, given: Circumstances) -> bool:
+    """Whether a device has a rate for the 16-bit type that is asked for.
+
+    Args:
+        machine: Has the device.
+        given: How the model is trained.
+    """
+    return given.settings.get("dtype") != "bf16" or "bfloat16" in machine.flops
 
 
 def plan(
@@ -164,9 +205,20 @@ def arrange(
     """
     if num_micro_batches < 1 or world_size < 1:
         raise ConfigError(f"micro-batches ({num_micro_batches}) and processes ({world_size}) must be at least 1")
+    if max_norm is not None and not max_norm > 0:
+        raise ConfigError(
+            f"norm of gradients {max_norm}: it must be a positive number; use --max-grad-norm 0 (None in Python) for "
+            "no clipping"
+        )
     found = arrange_machine(machine, world_size, device_memory, host_memory)
     find_optimizer(optimizer)
     settings = {"dtype": dtype, **(settings or {})}
+    for tier in ("device", "host"):
+        if f"{tier}_budget" in settings:
+            raise ConfigError(
+                f"setting {tier}_budget: a plan takes the memory of the machine, so it cannot be given here; use "
+                f"--{tier}-memory ({tier}_memory in Python) to say how much of it training may take"
+            )
     PatrickStarConfig.from_any(settings)  # checks keys and values before anything takes time
     subject = find_subject(
         model, task=task, batch_size=batch_size, length=length, checkpointing=checkpointing, adapters=adapters
@@ -240,9 +292,12 @@ def _plan_if_fits(subject: Subject, circumstances: Circumstances) -> Plan | None
 
 
 def _plan_of(subject: Subject, given: Circumstances, recording: Recording) -> Plan:
-    machine = given.machine
+    machine, beside_nbytes = given.machine, given.beside_nbytes
+    on_device = _kinds(recording, Tier.DEVICE)
+    if beside_nbytes:
+        on_device[BESIDE] = beside_nbytes
     tiers = {
-        Tier.DEVICE.value: TierUse(machine.device_nbytes, recording.device_nbytes, _kinds(recording, Tier.DEVICE)),
+        Tier.DEVICE.value: TierUse(machine.device_nbytes, recording.device_nbytes + beside_nbytes, on_device),
         Tier.HOST.value: TierUse(machine.host_nbytes, recording.host_nbytes, _kinds(recording, Tier.HOST)),
     }
     return _plan(subject, given, recording, tiers)
@@ -253,6 +308,7 @@ def _plan(subject: Subject, given: Circumstances, recording: Recording, tiers: M
     return Plan(
         model=subject.name,
         task=subject.task,
+        unit=subject.unit,
         machine=given.machine.name,
         num_parameters=recording.num_all_parameters,
         num_trainable=recording.num_parameters,
@@ -265,6 +321,7 @@ def _plan(subject: Subject, given: Circumstances, recording: Recording, tiers: M
         tiers=tiers,
         chunks=None if is_short else _chunks(recording),
         speed=None if is_short else _speed(subject, given, recording),
+        remarks=() if computes_in_type(given.machine, given) else (_NOT_COMPUTED.format(given.machine.name),),
     )
 
 
@@ -281,7 +338,8 @@ def _chunks(recording: Recording) -> Chunks:
 
 def _speed(subject: Subject, given: Circumstances, recording: Recording) -> Speed:
     timeline = recording.timeline
-    bounds = bounds_of(recording.script, timeline, given.machine, recording.num_on_host)
+    updates_by = optimizer_name(given.optimizer)
+    bounds = bounds_of(recording.script, timeline, given.machine, recording.num_on_host, updates_by)
     seconds = timeline.duration_ns / 1e9
     to_device, to_host = recording.moved_nbytes
     return Speed(
@@ -289,7 +347,7 @@ def _speed(subject: Subject, given: Circumstances, recording: Recording) -> Spee
         subject.num_tokens * given.num_micro_batches * given.world_size / seconds,
         bounds.binding,
         bounds.lower_ns / 1e9,
-        bounds.clipped_ns / 1e9,
+        None if given.max_norm is None else bounds.clipped_ns / 1e9,
         {_WORDS[lane]: busy / timeline.duration_ns for lane, busy in timeline.busy_ns().items() if lane in _WORDS},
         to_device,
         to_host,
@@ -314,25 +372,73 @@ def _kinds(recording: Recording, tier: Tier) -> dict[str, int]:
 
 
 def _refusal(subject: Subject, given: Circumstances) -> Plan:
-    """The plan of a training that does not fit: the least memory that would do, with all chunks at home on the host."""
-    machine = dataclasses.replace(given.machine, device_nbytes=_PLENTY_NBYTES, host_nbytes=_PLENTY_NBYTES)
+    """The plan of a training that does not fit: what is too little, and the memory that would do."""
+    try:
+        return _refusal_by_memory(subject, given, is_short=True)
+    except BudgetError as error:  # no memory would do
+        if "chunk_budget" not in given.settings:
+            raise
+        settings = {key: value for key, value in given.settings.items() if key != "chunk_budget"}
+        plan = _refusal_by_memory(subject, dataclasses.replace(given, settings=settings), is_short=False)
+        shortage = str(error).splitlines()[0]
+    return dataclasses.replace(plan, settings=dict(given.settings), chunks=None, speed=None, shortage=shortage)
+
+
+def _refusal_by_memory(subject: Subject, given: Circumstances, *, is_short: bool) -> Plan:
+    """The least memory that would do, with all chunks at home on the host; ``is_short``: what there is was refused."""
     with FakeTensorMode():
         numel = sum(parameter.numel() for parameter in subject.make_model().parameters())
     # Room for copies of all parameters, and less than chunks with optimizer states would need to live on the device.
-    recording = _record(
-        subject, dataclasses.replace(given, machine=machine), placement="host", chunk_budget=_COPY_NBYTES * numel
-    )
-    least, host = _least_device_nbytes(recording), TierUse(given.machine.host_nbytes, recording.host_nbytes, {})
-    if not host.missing_nbytes:  # what was refused is short of something, if only of a little beside the least
+    asked = PatrickStarConfig.from_any(dict(given.settings)).chunk_budget
+    most = _COPY_NBYTES * numel if asked == "auto" else min(_COPY_NBYTES * numel, int(asked))
+    recording = _record_within(subject, given, _PLENTY_NBYTES, chunk_budget=most)
+    recording, least = _smallest(subject, given, recording)
+    host = TierUse(given.machine.host_nbytes, recording.host_nbytes, {})
+    if (
+        is_short and not host.missing_nbytes
+    ):  # what was refused is short of something, if only of a little beside the least
         least = max(least, given.machine.device_nbytes + _STEP_NBYTES)
+    least = _enough(subject, given, least, max(host.need_nbytes, host.budget_nbytes))
     device = TierUse(given.machine.device_nbytes, least, {})
     return _plan(subject, given, recording, {Tier.DEVICE.value: device, Tier.HOST.value: host})
 
 
+def _smallest(subject: Subject, given: Circumstances, recording: Recording) -> tuple[Recording, int]:
+    """The recording that needs the least device memory, and how much; chunks are chosen by the room that there is."""
+    least = given.beside_nbytes + _least_device_nbytes(recording)
+    for _ in range(_MOST_ROUNDS):
+        try:
+            smaller = _record_within(subject, given, least)
+        except BudgetError:  # no step follows a plan so close to the least
+            break
+        found = given.beside_nbytes + _least_device_nbytes(smaller)
+        if found >= least:
+            break
+        recording, least = smaller, found
+    return recording, least
+
+
+def _enough(subject: Subject, given: Circumstances, nbytes: int, host_nbytes: int) -> int:
+    """Device memory from ``nbytes`` on, in steps that double, with which there is a plan."""
+    step = _step_nbytes(nbytes)
+    for _ in range(_MOST_TRIES):
+        machine = dataclasses.replace(given.machine, device_nbytes=nbytes, host_nbytes=host_nbytes)
+        if plan_if_fits(subject, dataclasses.replace(given, machine=machine)) is not None:
+            break
+        nbytes, step = nbytes + step, 2 * step
+    return nbytes
+
+
+def _step_nbytes(nbytes: int) -> int:
+    """How exactly the least memory is known, where it is about ``nbytes``."""
+    return min(max(nbytes // _STEPS, _LEAST_STEP_NBYTES), _STEP_NBYTES)
+
+
 def _least_device_nbytes(recording: Recording) -> int:
-    """The least device memory for which there is a plan."""
-    low, high = 0, recording.device_nbytes + _STEP_NBYTES
-    while high - low > _STEP_NBYTES:
+    """The least device memory for the model for which there is a plan."""
+    step = _step_nbytes(recording.device_nbytes)
+    low, high = 0, recording.device_nbytes + step
+    while high - low > step:
         middle = (low + high) // 2
         try:
             recording.plans_for(middle)
@@ -340,6 +446,12 @@ def _least_device_nbytes(recording: Recording) -> int:
         except BudgetError:
             low = middle
     return high
+
+
+def _record_within(subject: Subject, given: Circumstances, device_nbytes: int, **settings: Any) -> Recording:
+    """Records a step with so much device memory, and with all chunks at home on the host, which is large enough."""
+    machine = dataclasses.replace(given.machine, device_nbytes=device_nbytes, host_nbytes=_PLENTY_NBYTES)
+    return _record(subject, dataclasses.replace(given, machine=machine), placement="host", **settings)
 
 
 def _record(subject: Subject, given: Circumstances, **settings: Any) -> Recording:
@@ -356,9 +468,12 @@ def _record(subject: Subject, given: Circumstances, **settings: Any) -> Recordin
         raise
     except Exception as error:  # what a model's code raises may be anything
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        is_adam = optimizer_name(given.optimizer) == ADAM
+        whose = "its code fails" if is_adam else f"its code, or that of the optimizer '{given.optimizer}', fails"
+        others = "--dtype" if is_adam else "--optimizer, --dtype"
         raise ConfigError(
-            f"model '{subject.name}': it cannot be planned, because its code fails on tensors without values "
-            f"({type(error).__name__}: {said}). Try another --dtype, --task or length"
+            f"model '{subject.name}': it cannot be planned, because {whose} on tensors without values "
+            f"({type(error).__name__}: {said}). Try another {others}, --task or length"
         ) from error
     finally:
         transformers.logging.set_verbosity(level)
@@ -370,7 +485,7 @@ def _record_quietly(subject: Subject, given: Circumstances, settings: Mapping[st
         return record_step(
             subject.make_model,
             subject.make_inputs,
-            given.machine,
+            given.machine_of_model(),
             config={**given.settings, **settings},
             make_optimizer=subject.find_optimizer(given.optimizer),
             compute_loss=subject.compute_loss,

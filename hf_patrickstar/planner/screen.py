@@ -36,7 +36,8 @@ def describe(plan: Plan) -> str:
         )
         lines += _rows("decided", chunks.reasons)
     if plan.speed is not None:
-        lines += _speed(plan.speed)
+        lines += _speed(plan.speed, plan.unit)
+    lines += _rows("note", plan.remarks)
     lines += ["", "Times are simulated; bytes of Python, of libraries and of the data are not counted."]
     return "\n".join(lines)
 
@@ -61,7 +62,8 @@ def describe_changes(plan: Plan, advice: Sequence[Advice], smaller: Sequence[Fou
 
 def _smaller(found: Found, asked: Plan) -> str:
     is_batch = found.goal is Goal.MAX_BATCH
-    what = f"batch that fits with {asked.length} tokens" if is_batch else f"sequence that fits with {asked.batch_size}"
+    tokens = f" with {asked.length} tokens" if asked.unit == "tokens" else ""
+    what = f"batch that fits{tokens}" if is_batch else f"sequence that fits with {asked.batch_size}"
     if found.answer is None:
         return f"No {what}."
     option = "--batch-size" if is_batch else "--seq-len"
@@ -78,19 +80,20 @@ def describe_found(found: Found) -> str:
         found: The result.
     """
     unit, plans = _UNITS[found.goal], f"({found.num_plans} plans)"
+    left_out = "".join(f"; {text}" for text in found.left_out)
     if found.plan is None:
-        tried = "" if found.refused is None else f", not even {found.refused}{unit}"
-        return f"{found.goal}: nothing fits{tried} {plans}"
+        one = unit.removesuffix("s") if found.refused == 1 else unit
+        tried = "" if found.refused is None else f", not even {found.refused}{one}"
+        return f"{found.goal}: nothing fits{tried}{left_out} {plans}"
     if found.goal is Goal.CHEAPEST:
-        refused = (
-            "no cheaper one that computes in this type is known"
-            if found.refused is None
-            else f"{found.refused} is too small"
-        )
+        cheaper = "no cheaper one is known" if not left_out else "no cheaper one was tried"
+        refused = cheaper if found.refused is None else f"{found.refused} is too small"
     else:
         refused = "the most there can be" if found.refused is None else f"{found.refused} do not fit"
+    if found.goal is Goal.MAX_BATCH and found.plan.unit != "tokens":
+        unit = f" {found.plan.unit}"
     size = f", {_count(found.plan.num_parameters)} parameters" if found.goal is Goal.MAX_MODEL else ""
-    return f"{found.goal}: {found.answer}{unit}{size}; {refused} {plans}"
+    return f"{found.goal}: {found.answer}{unit}{size}; {refused}{left_out} {plans}"
 
 
 def headline(plan: Plan) -> str:
@@ -99,7 +102,7 @@ def headline(plan: Plan) -> str:
         f"{plan.model}: {_count(plan.num_parameters)} parameters",
         plan.task,
         f"{plan.settings.get('dtype', 'auto')}",
-        f"{plan.batch_size} x {plan.length} tokens",
+        plan.batch,
     ]
     if plan.num_trainable < plan.num_parameters:
         parts.insert(1, f"{_count(plan.num_trainable)} of them trained")
@@ -115,6 +118,8 @@ def _missing(plan: Plan) -> Iterator[str]:
     for name, use in plan.tiers.items():
         if use.missing_nbytes:
             yield f"{format_nbytes(use.missing_nbytes)} too little on the {name}"
+    if plan.shortage is not None:
+        yield plan.shortage
 
 
 def _count(number: int) -> str:
@@ -130,11 +135,11 @@ def _memory(use: TierUse) -> list[str]:
     return [f"{format_nbytes(use.need_nbytes)} of {format_nbytes(use.budget_nbytes)} at most", "; ".join(shown)]
 
 
-def _speed(speed: Speed) -> list[str]:
+def _speed(speed: Speed, unit: str) -> list[str]:
     busy = sorted(speed.busy.items(), key=lambda item: -item[1])
     least, clipped = speed.least_seconds, speed.clipped_seconds
     to_device, to_host = format_nbytes(speed.to_device_nbytes), format_nbytes(speed.to_host_nbytes)
-    bounds = f"{least:.3g} s alone, {clipped:.3g} s where gradients are clipped"
+    bounds = f"{least:.3g} s alone" + ("" if clipped is None else f", {clipped:.3g} s where gradients are clipped")
     if speed.busy["host"] < _FULL:
         binding = f"{speed.binding} binds: {bounds}"
     else:
@@ -143,7 +148,7 @@ def _speed(speed: Speed) -> list[str]:
         *_rows(
             "speed",
             [
-                f"{speed.seconds:.3g} s per step, {speed.tokens_per_s:,.0f} tokens per second",
+                f"{speed.seconds:.3g} s per step, {speed.tokens_per_s:,.0f} {unit} per second",
                 binding,
             ],
         ),
@@ -160,7 +165,7 @@ def advised(advice: Advice) -> str:
     speed = advice.plan.speed
     assert speed is not None
     gain = "" if math.isinf(advice.gain) else f", {advice.gain:.2f} times as fast"
-    return f"{advice.text}: {speed.tokens_per_s:,.0f} tokens per second{gain}"
+    return f"{advice.text}: {speed.tokens_per_s:,.0f} {advice.plan.unit} per second{gain}"
 
 
 def _rows(name: str, texts: Sequence[str]) -> list[str]:

@@ -16,6 +16,7 @@ import dataclasses
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -26,7 +27,7 @@ from transformers import Trainer
 
 from hf_patrickstar.checkpoint.weight_files import deferred_weights
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.errors import ConfigError, EngineError
+from hf_patrickstar.errors import ConfigError, EngineError, PatrickStarError
 from hf_patrickstar.integrations.script import StopScript, run_script, set_known, touch_nothing
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.planner.fake import as_fake, copying
@@ -131,6 +132,11 @@ class ScriptSubject(Subject):
         """Tokens of a micro-batch; examples if they are no sequences of tokens."""
         return self.batch_size * self.length
 
+    @property
+    def unit(self) -> str:
+        """What a batch is counted in."""
+        return "tokens" if self.length > 1 else "examples"
+
 
 def arrange_script(
     path: str,
@@ -156,8 +162,7 @@ def arrange_script(
         settings: Settings of the engine that take the place of the script's.
 
     Raises:
-        ConfigError: If an argument makes no sense, or the script ends before it trains.
-        Exception: What the script raises.
+        ConfigError: If an argument makes no sense, or the script ends or fails before it trains.
     """
     if world_size < 1:
         raise ConfigError(f"processes ({world_size}) must be at least 1")
@@ -173,7 +178,6 @@ def arrange_script(
         _unless_auto(host_memory, given.get("host_budget")),
     )
     beside = [tensor for module in subject.others.values() for tensor in module.parameters()]
-    found = dataclasses.replace(found, device_nbytes=found.device_nbytes - sum(tensor.nbytes for tensor in beside))
     args = subject.trainer.args
     subject = dataclasses.replace(subject, keeps_dropout=not found.has_accelerator)
     return subject, Circumstances(
@@ -184,6 +188,7 @@ def arrange_script(
         args.max_grad_norm or float("inf"),  # the Trainer computes the norm all the same
         {key: value for key, value in given.items() if key not in _OF_THE_MACHINE},
         time_operators(world_size) if machine == THIS else None,
+        sum(tensor.nbytes for tensor in beside),
     )
 
 
@@ -208,13 +213,40 @@ def _find(path: str, arguments: Sequence[str], directory: str) -> tuple[ScriptSu
             return run_script(path, arguments, take, change)
 
     try:
-        with deferred_weights():
-            return run()  # type: ignore[no-any-return]
-    except (Exception, SystemExit) as error:
-        if not _is_about_deferred(error):
-            raise
-    print(f"'{path}' needs the values of weights; it runs again and reads them", file=sys.stderr, flush=True)
-    return run()  # type: ignore[no-any-return]
+        try:
+            with deferred_weights():
+                return run()  # type: ignore[no-any-return]
+        except (Exception, SystemExit) as error:
+            if not _is_about_deferred(error):
+                raise
+        print(f"'{path}' needs the values of weights; it runs again and reads them", file=sys.stderr, flush=True)
+        return run()  # type: ignore[no-any-return]
+    except PatrickStarError:
+        raise
+    except (Exception, SystemExit) as error:  # what a script raises may be anything
+        raise ConfigError(_failure(path, error)) from error
+
+
+def _failure(path: str, error: Exception | SystemExit) -> str:
+    """What a script raised before it trained, and where in its own code, in a sentence."""
+    if isinstance(error, SystemExit):
+        said = f"with the status {error.code}" if isinstance(error.code, int) else f"with '{error.code}'"
+        return f"'{path}' ended itself {said} before it trained; change its arguments, or what it needs to train"
+    lines = str(error).strip().splitlines()
+    said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    folder = os.path.dirname(os.path.abspath(path))
+    own = [
+        (frame.filename, frame.lineno)
+        for frame in traceback.extract_tb(error.__traceback__)
+        if os.path.abspath(frame.filename).startswith(folder) and "site-packages" not in frame.filename
+    ]
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        own, said = [(error.filename, error.lineno)], f"{type(error).__name__}: {error.msg}"
+    place = "{}, line {}: ".format(*own[-1]) if own else ""
+    return (
+        f"'{path}' failed before it trained ({place}{said}); use arguments with which it trains, and run it with "
+        "python to see the whole traceback"
+    )
 
 
 def _is_about_deferred(error: BaseException | None) -> bool:

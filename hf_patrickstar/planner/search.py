@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.machine import BY_PRICE, MACHINES
+from hf_patrickstar.machine import BY_PRICE, MACHINES, Machine
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.plan import Plan
-from hf_patrickstar.planner.planning import Circumstances, arrange_machine, plan_if_fits
+from hf_patrickstar.planner.planning import BESIDE, Circumstances, arrange_machine, computes_in_type, plan_if_fits
 from hf_patrickstar.planner.subject import Subject, most_tokens, with_batch
 
 LENGTH_STEP = 64
@@ -44,6 +44,7 @@ class Found:
         refused: What was planned and does not fit: the next larger number, or the next cheaper machine; ``None`` if
             the answer is the largest that the model allows, or the cheapest of all.
         num_plans: How many plans were made.
+        left_out: Machines that were not tried, and why, as in "v100 has no rate for bfloat16".
     """
 
     goal: Goal
@@ -51,6 +52,7 @@ class Found:
     plan: Plan | None
     refused: int | str | None
     num_plans: int
+    left_out: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """The result as JSON text."""
@@ -80,7 +82,8 @@ def search(goal: Goal | str, subject: Subject, given: Circumstances, progress: P
     if goal is Goal.CHEAPEST:
         return _cheapest(subject, given, progress)
     scale = _scale_of(goal, subject)
-    return _Search(goal, scale, given, progress).run()
+    found = _Search(goal, scale, given, progress).run()
+    return _finer(found, scale, subject.length, given, progress)
 
 
 def answered(found: Found, subject: Subject, given: Circumstances) -> tuple[Subject, Circumstances]:
@@ -93,8 +96,7 @@ def answered(found: Found, subject: Subject, given: Circumstances) -> tuple[Subj
     """
     if found.goal is Goal.CHEAPEST:
         machine = MACHINES[str(found.answer)]
-        whole = arrange_machine(machine, machine.num_devices, None, None)
-        return subject, dataclasses.replace(given, machine=whole, world_size=machine.num_devices)
+        return subject, _on(machine, given)
     assert isinstance(found.answer, int)
     return _scale_of(found.goal, subject).change(found.answer), given
 
@@ -109,8 +111,24 @@ def search_below(goal: Goal, subject: Subject, given: Circumstances, progress: P
         progress: Told of every plan before it is made.
     """
     scale = _scale_of(goal, subject)
-    asked = subject.batch_size if goal is Goal.MAX_BATCH else -(-subject.length // scale.step)
-    return _Search(goal, dataclasses.replace(scale, first=1, most=max(asked - 1, 0)), given, progress).run()
+    asked = subject.batch_size if goal is Goal.MAX_BATCH else subject.length
+    steps = (asked - 1) // scale.step
+    found = _Search(goal, dataclasses.replace(scale, first=1, most=steps), given, progress).run()
+    return _finer(found, scale, asked // 2, given, progress, below=asked)
+
+
+def _finer(
+    found: Found, scale: "_Scale", first: int, given: Circumstances, progress: Progress, below: int = LENGTH_STEP
+) -> Found:
+    """Goes on below the first step, where that does not fit or is too long."""
+    below = min(below, scale.step)
+    if found.answer is not None or below < 2:
+        return found
+    single = dataclasses.replace(scale, first=max(first, 1), step=1, most=below - 1)
+    finer = _Search(found.goal, single, given, progress).run()
+    return dataclasses.replace(
+        finer, refused=below if finer.refused is None else finer.refused, num_plans=found.num_plans + finer.num_plans
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,17 +140,24 @@ class _Scale:
         first: What to try first, in steps.
         step: What a step is worth.
         most: The most steps.
+        largest: The last step ends here.
     """
 
     change: Callable[[int], Subject]
     first: int
     step: int
     most: int
+    largest: int
+
+    def size(self, steps: int) -> int:
+        """The size after so many steps."""
+        return min(steps * self.step, self.largest)
 
 
 def _scale_of(goal: Goal, subject: Subject) -> _Scale:
     if goal is Goal.MAX_BATCH:
-        return _Scale(lambda size: with_batch(subject, size, subject.length), subject.batch_size, 1, _MOST_BATCH)
+        first, most = subject.batch_size, _MOST_BATCH
+        return _Scale(lambda size: with_batch(subject, size, subject.length), first, 1, most, most)
     if goal is Goal.MAX_LENGTH:
         if subject.length == 1 or subject.task == "image-classification":
             raise ConfigError(
@@ -141,14 +166,14 @@ def _scale_of(goal: Goal, subject: Subject) -> _Scale:
             )
         longest = min(most_tokens(subject.config) or _MOST_LENGTH, _MOST_LENGTH)
         step = LENGTH_STEP if longest >= LENGTH_STEP else 1
-        first = min(max(subject.length // step, 1), longest // step)
-        return _Scale(lambda length: with_batch(subject, subject.batch_size, length), first, step, longest // step)
+        first, most = max(subject.length // step, 1), -(-longest // step)
+        return _Scale(lambda length: with_batch(subject, subject.batch_size, length), first, step, most, longest)
     if not subject.num_layers:
         raise ConfigError(
             f"search 'max-model': '{subject.name}' cannot have other layers: give MODEL, with a configuration that has "
             "num_hidden_layers"
         )
-    return _Scale(subject.with_layers, subject.num_layers, 1, _MOST_LAYERS)
+    return _Scale(subject.with_layers, subject.num_layers, 1, _MOST_LAYERS, _MOST_LAYERS)
 
 
 class _Search:
@@ -186,16 +211,16 @@ class _Search:
                 probe = (low + high) // 2 if high <= self._scale.most else min(2 * low, high - 1)
         return self._result(low, high)
 
-    def _try(self, size: int) -> Plan | None:
-        self._progress(f"{_WORDS[self._goal]} {size * self._scale.step}")
+    def _try(self, steps: int) -> Plan | None:
+        size = self._scale.size(steps)
+        self._progress(f"{_WORDS[self._goal]} {size}")
         self._num_plans += 1
-        return plan_if_fits(self._scale.change(size * self._scale.step), self._given)
+        return plan_if_fits(self._scale.change(size), self._given)
 
     def _result(self, low: int, high: int) -> Found:
-        step = self._scale.step
         plan = self._fitting[-1][1] if self._fitting else None
-        refused = high * step if high <= self._scale.most else None
-        return Found(self._goal, low * step or None, plan, refused, self._num_plans)
+        refused = self._scale.size(high) if high <= self._scale.most else None
+        return Found(self._goal, self._scale.size(low) or None, plan, refused, self._num_plans)
 
     def _guess_after(self, size: int, plan: Plan) -> int:
         self._fitting.append((size, plan))
@@ -223,7 +248,7 @@ class _Search:
         if self._goal is Goal.MAX_MODEL:
             nbytes = _STATES_NBYTES * plan.num_trainable + 2 * (plan.num_parameters - plan.num_trainable)
             return nbytes // plan.world_size, device.budget_nbytes + host.budget_nbytes - activations - chunks
-        return activations, device.budget_nbytes - chunks
+        return activations, device.budget_nbytes - device.owners.get(BESIDE, 0) - chunks
 
 
 _WORDS = {Goal.MAX_BATCH: "batch", Goal.MAX_LENGTH: "length", Goal.MAX_MODEL: "layers", Goal.CHEAPEST: "machine"}
@@ -231,17 +256,25 @@ _WORDS = {Goal.MAX_BATCH: "batch", Goal.MAX_LENGTH: "length", Goal.MAX_MODEL: "l
 
 def _cheapest(subject: Subject, given: Circumstances, progress: Progress) -> Found:
     refused, num = None, 0
+    left_out: list[str] = []
     for name in BY_PRICE:
         machine = MACHINES[name]
-        if given.settings.get("dtype") == "bf16" and "bfloat16" not in machine.flops:
-            continue  # the device does not compute in this type
+        if not computes_in_type(machine, given):
+            left_out.append(f"{name} has no rate for bfloat16")
+            continue
         if given.world_size > machine.num_devices:
+            left_out.append(f"{name} has too few devices for {given.world_size} processes")
             continue
         progress(f"{_WORDS[Goal.CHEAPEST]} {name}")
         num += 1
-        found = arrange_machine(machine, machine.num_devices, None, None)
-        plan = plan_if_fits(subject, dataclasses.replace(given, machine=found, world_size=machine.num_devices))
+        plan = plan_if_fits(subject, _on(machine, given))
         if plan is not None:
-            return Found(Goal.CHEAPEST, name, plan, refused, num)
+            return Found(Goal.CHEAPEST, name, plan, refused, num, tuple(left_out))
         refused = name
-    return Found(Goal.CHEAPEST, None, None, refused, num)
+    return Found(Goal.CHEAPEST, None, None, refused, num, tuple(left_out))
+
+
+def _on(machine: Machine, given: Circumstances) -> Circumstances:
+    """The same on all of another machine: as many processes as were asked for, or as it has devices."""
+    num = given.world_size if given.world_size > 1 else machine.num_devices
+    return dataclasses.replace(given, machine=arrange_machine(machine, num, None, None), world_size=num)

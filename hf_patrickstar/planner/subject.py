@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto import modeling_auto
@@ -18,6 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.planner.adapters import check_adapters, with_adapters
 from hf_patrickstar.planner.fake import as_fake
+from hf_patrickstar.schedule.bounds import ADAM
 
 TASKS: Mapping[str, Any] = {
     "seq2seq-lm": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
@@ -31,6 +33,11 @@ TASKS: Mapping[str, Any] = {
 _ATTENTION_DROPOUTS = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
 _LENGTH = 512
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length")
+_SIZES = (
+    *("num_hidden_layers", "num_decoder_layers", "decoder_layers", "hidden_size", "num_attention_heads", "vocab_size"),
+    *_POSITIONS,
+)
+"""What a model without has nothing to train."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +139,12 @@ class Subject:
     @property
     def num_tokens(self) -> int:
         """Tokens of a micro-batch, or images."""
-        return self.batch_size * (1 if self.task == "image-classification" else self.length)
+        return self.batch_size * (self.length if self.unit == "tokens" else 1)
+
+    @property
+    def unit(self) -> str:
+        """What a batch is counted in: tokens or images."""
+        return "images" if self.task == "image-classification" else "tokens"
 
 
 def find_subject(
@@ -161,6 +173,7 @@ def find_subject(
     """
     name = model if isinstance(model, str) else model.model_type
     config = _find_config(model) if isinstance(model, str) else model
+    _check_sizes(name, config)
     found = _find_task(config, task)
     positions = most_tokens(config)
     length = min(positions or _LENGTH, _LENGTH) if length is None else length
@@ -180,7 +193,19 @@ def find_subject(
     return Subject(name, found, config, batch_size, length, checkpointing, adapters)
 
 
+def _check_sizes(name: str, config: PretrainedConfig) -> None:
+    for key in _SIZES:
+        size, own = getattr(config, key, None), config.attribute_map.get(key, key)
+        is_none = size == 0 or key not in _POSITIONS  # -1 positions are no limit
+        if isinstance(size, int) and size < 1 and is_none:
+            raise ConfigError(f"model '{name}': {own} is {size}; it must be at least 1")
+
+
 def _find_config(text: str) -> PretrainedConfig:
+    if not text.strip():
+        raise ConfigError(
+            "the name of the model is empty; give a model id, a directory, a config.json, or TYPE:KEY=VALUE,..."
+        )
     path = pathlib.Path(text)
     kind, colon, settings = text.partition(":")
     if path.exists():
@@ -202,8 +227,8 @@ def _find_config(text: str) -> PretrainedConfig:
 def _from_hub(text: str, problem: str) -> PretrainedConfig:
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(text)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model '{text}': {problem} ({str(error).strip().splitlines()[0]})") from error
+    except Exception as error:  # what transformers raises about a value depends on the type of the model
+        raise ConfigError(f"model '{text}': {problem} ({_said(error)})") from error
     return config
 
 
@@ -226,11 +251,16 @@ def _from_type(kind: str, settings: str) -> PretrainedConfig:
         values[key] = _parsed(value)
     try:
         config: PretrainedConfig = AutoConfig.for_model(kind, **values)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"model '{kind}': {str(error).strip().splitlines()[0]}; change the settings after '{kind}:'"
-        ) from error
+    except Exception as error:  # what transformers raises about a value depends on the type of the model
+        raise ConfigError(f"model '{kind}': {_said(error)}; change the settings after '{kind}:'") from error
     return config
+
+
+def _said(error: Exception) -> str:
+    """What transformers says of a configuration, in a line; its checks of values name the check first."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    is_check = isinstance(error, StrictDataclassError) and len(lines) > 1
+    return lines[1 if is_check else 0].strip().rstrip(".")
 
 
 def _parsed(value: str) -> Any:
@@ -266,7 +296,8 @@ def _find_task(config: PretrainedConfig, task: str | None) -> str:
 
 def most_tokens(config: PretrainedConfig) -> int | None:
     """The longest sequence that a model has positions for; ``None`` if its configuration does not say."""
-    return next((getattr(config, key) for key in _POSITIONS if getattr(config, key, None)), None)
+    found = [getattr(config, key, None) for key in _POSITIONS]
+    return next((number for number in found if number is not None and number > 0), None)
 
 
 def with_batch(subject: Subject, batch_size: int, length: int) -> Subject:
@@ -283,11 +314,7 @@ def find_optimizer(name: str) -> MakeOptimizer | None:
     Raises:
         ConfigError: If there is none of this name.
     """
-    classes = {
-        key.lower(): value
-        for key, value in vars(torch.optim).items()
-        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
-    }
+    classes = _optimizers()
     if name.lower() == "adamw":
         return None
     if name.lower() not in classes:
@@ -295,3 +322,22 @@ def find_optimizer(name: str) -> MakeOptimizer | None:
         hint = f"; did you mean '{near[0]}'?" if near else "; use the name of a class there, such as adamw or sgd"
         raise ConfigError(f"optimizer '{name}' is not in torch.optim{hint}")
     return classes[name.lower()]
+
+
+def _optimizers() -> dict[str, MakeOptimizer]:
+    return {
+        key.lower(): value
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    }
+
+
+def optimizer_name(name: str) -> str:
+    """What an optimizer is called on a screen: AdamW is Adam, whose update takes as long.
+
+    Args:
+        name: The name of its class, in any case.
+    """
+    if name.lower() in ("adam", "adamw"):
+        return ADAM
+    return getattr(_optimizers().get(name.lower()), "__name__", name)

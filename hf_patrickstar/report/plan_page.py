@@ -79,6 +79,8 @@ def _verdict(plan: Mapping[str, Any]) -> str:
         for name, use in _tiers(plan)
         if use["need_nbytes"] > use["budget_nbytes"]
     ]
+    if plan.get("shortage") is not None:
+        missing.append(plan["shortage"].rstrip("."))
     return f"It does not fit: {', '.join(missing)}."
 
 
@@ -86,7 +88,9 @@ def _facts(plan: Mapping[str, Any]) -> Iterator[Fact]:
     speed, chunks = plan["speed"], plan["chunks"]
     if speed is not None:
         yield Fact("seconds per step", of_number(speed["seconds"], "s"), "simulated")
-        yield Fact("tokens per second", of_count(round(speed["tokens_per_s"])), "of all processes")
+        yield Fact(
+            f"{plan.get('unit', 'tokens')} per second", of_count(round(speed["tokens_per_s"])), "of all processes"
+        )
         yield Fact("what binds", Cell(speed["binding"]), f"{speed['least_seconds']:.3g} s alone")
     for name, use in _tiers(plan):
         at_least = "at most" if plan["fits"] else "at least"
@@ -105,10 +109,14 @@ def _time(plan: Mapping[str, Any], timeline: Timeline | None) -> Iterator[Block]
     if speed is None:
         return
     busy = sorted(speed["busy"].items(), key=lambda item: -item[1])
+    clipped = [] if speed["clipped_seconds"] is None else [speed["clipped_seconds"]]
     rows = [
         (Cell("a step"), of_number(speed["seconds"], "s")),
         (Cell(f"{speed['binding']} alone, which has the most to do"), of_number(speed["least_seconds"], "s")),
-        (Cell("the least where gradients are clipped by their norm"), of_number(speed["clipped_seconds"], "s")),
+        *(
+            (Cell("the least where gradients are clipped by their norm"), of_number(seconds, "s"))
+            for seconds in clipped
+        ),
         *((Cell(f"busy: {name}"), of_share(share)) for name, share in busy),
     ]
     yield Table("What bounds a step", ("what", "time or share"), tuple(rows), is_open=True)
@@ -135,7 +143,7 @@ def _decisions(plan: Mapping[str, Any]) -> Iterator[Block]:
         "task": plan["task"],
         "machine": plan["machine"],
         "batch of a process": plan["batch_size"],
-        "tokens of a sequence": plan["length"],
+        **({"tokens of a sequence": plan["length"]} if plan.get("unit", "tokens") == "tokens" else {}),
         "micro-batches of a step": plan["num_micro_batches"],
         "processes": plan["world_size"],
         "activations": "computed again in backward" if plan["checkpointing"] else "kept",

@@ -35,7 +35,7 @@ _MOST_STEPS = 500
 _TO_DEVICE, _TO_HOST, _WAITED = "host_to_device_nbytes", "device_to_host_nbytes", "waiting_seconds"
 _PEAKS = {Tier.DEVICE: "device_total_step_peak_nbytes", Tier.HOST: "host_step_peak_nbytes"}
 
-_SAME = ("num_parameters", "batch_size", "num_micro_batches", "world_size")
+SAME = ("num_parameters", "batch_size", "num_micro_batches", "world_size")
 """What a plan and a run must have in common for their figures to be comparable."""
 
 Rows = Sequence[Mapping[str, Any]]
@@ -242,7 +242,7 @@ def _compared(run: Run, plan: Mapping[str, Any]) -> Iterator[Block]:
     try:
         speed, chunks, tiers = plan["speed"] or {}, plan["chunks"] or {}, plan["tiers"]
         needs = {tier: tiers[tier.value]["need_nbytes"] for tier in Tier}
-        planned = {name: plan[name] for name in _SAME}
+        planned = {name: plan[name] for name in SAME}
     except (KeyError, TypeError) as error:
         raise ConfigError(
             "this is not a plan that 'hf-patrickstar plan --json' has written; write it again with this version"
@@ -262,7 +262,7 @@ def _compared(run: Run, plan: Mapping[str, Any]) -> Iterator[Block]:
     ]
     others = [
         f"{name} is {planned[name]} in the plan, {run.about[name]} in the run"
-        for name in _SAME
+        for name in SAME
         if planned[name] != run.about[name]
     ]
     if others:

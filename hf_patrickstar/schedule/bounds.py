@@ -10,6 +10,9 @@ from hf_patrickstar.schedule.script import Entry, Part
 
 ADAM_NBYTES = 28
 """Bytes that Adam reads and writes per parameter in fp32: it reads four numbers, and writes three."""
+OTHERS_NBYTES = 12
+"""Bytes that any optimizer reads and writes: it reads a value and its gradient, and writes a value."""
+ADAM = "Adam"
 
 
 _OF_THE_HOST = (Lane.HOST, Lane.HOST_WORK)
@@ -24,15 +27,17 @@ class Bounds:
         first_forward_ns: The device's work of the first forward of the step.
         until_gradients_ns: The device's work from there to the last gradient: the backward, recomputation included, and
             all further micro-batches.
+        update: The lane of the optimizer on the host, as it is called in ``lanes_ns``.
     """
 
     lanes_ns: dict[str, int]
     first_forward_ns: int
     until_gradients_ns: int
+    update: str = f"host {ADAM}"
 
     @property
     def lower_ns(self) -> int:
-        """``max(compute, host -> device, device -> host, gathers, reductions, host Adam)``."""
+        """``max(compute, host -> device, device -> host, gathers, reductions, optimizer on the host)``."""
         return max(self.lanes_ns.values())
 
     @property
@@ -50,12 +55,15 @@ class Bounds:
         """The bound with clipping by the norm of all gradients.
 
         The optimizer cannot begin before the last gradient is there. Then it can overlap with the first forward of the
-        next step alone: ``(N - 1) * (forward + backward) + backward + max(forward, host Adam)`` for N micro-batches.
+        next step alone: ``(N - 1) * (forward + backward) + backward + max(forward, host)`` for N micro-batches, where
+        ``host`` is the optimizer there.
         """
-        return max(self.lower_ns, self.until_gradients_ns + max(self.first_forward_ns, self.lanes_ns["host Adam"]))
+        return max(self.lower_ns, self.until_gradients_ns + max(self.first_forward_ns, self.lanes_ns[self.update]))
 
 
-def bounds_of(script: Sequence[Entry], timeline: Timeline, machine: Machine, num_on_host: int) -> Bounds:
+def bounds_of(
+    script: Sequence[Entry], timeline: Timeline, machine: Machine, num_on_host: int, optimizer: str = ADAM
+) -> Bounds:
     """The bounds of a step.
 
     Args:
@@ -63,14 +71,17 @@ def bounds_of(script: Sequence[Entry], timeline: Timeline, machine: Machine, num
         timeline: How it went, by some plan: its copies count.
         machine: Where it ran.
         num_on_host: Parameters that are updated on the host.
+        optimizer: What updates them; of others than Adam only the least is known that any reads and writes.
     """
     busy = timeline.busy_ns()
+    update, nbytes = f"host {optimizer}", ADAM_NBYTES if optimizer == ADAM else OTHERS_NBYTES
     first, *others = [nanoseconds for part, nanoseconds in device_ns(script, machine) if part is not Part.UPDATE]
     return Bounds(
         {
             **{lane.value: nanoseconds for lane, nanoseconds in busy.items() if lane not in _OF_THE_HOST},
-            "host Adam": machine.host_ns(0, ADAM_NBYTES * num_on_host),
+            update: machine.host_ns(0, nbytes * num_on_host),
         },
         first,
         sum(others),
+        update,
     )

@@ -68,8 +68,12 @@ _IN_PLACE = frozenset(
 _BY_PLAN = frozenset({LOADS, LOADS_TOGETHER, WAITS_FOR_ARRIVAL})
 """Where the host waits as a plan says, which is no part of a script."""
 _HERE = frozenset(
-    {__name__, "hf_patrickstar.memory.streams", "hf_patrickstar.memory.threads", "hf_patrickstar.runtime.chunk"}
+    {
+        *(__name__, "hf_patrickstar.memory.streams", "hf_patrickstar.memory.threads", "hf_patrickstar.memory.meters"),
+        "hf_patrickstar.runtime.chunk",
+    }
 )
+"""Modules through which others ask."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from hf_patrickstar import plan_cache
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.planner import advice as module
 from hf_patrickstar.planner.advice import MOST, advise, changes
@@ -62,6 +63,20 @@ def test_the_three_with_the_largest_effect_are_named_in_their_order(fitting):
     gains = [advice.gain for advice in found]
     assert gains == sorted(gains, reverse=True)
     assert "--processes 8" in found[0].text
+
+
+def test_a_change_that_the_model_does_not_support_is_left_out(fitting, monkeypatch):
+    subject, given, plan = fitting
+
+    def refuse(self, *args):
+        raise ConfigError("this model does not support activation checkpointing")
+
+    monkeypatch.setattr(type(subject.make_model()), "gradient_checkpointing_enable", refuse)
+    monkeypatch.setattr(plan_cache, "read", lambda *args: None)  # others have planned the same
+    of_activations = {change.text for change in changes(*fitting) if "--gradient-checkpointing" in change.text}
+    found = {advice.text for advice in advise(subject, given, plan)}
+    assert found
+    assert not found & of_activations
 
 
 def test_without_peft_adapters_are_not_tried(fitting, monkeypatch):

@@ -3,9 +3,11 @@
 import dataclasses
 
 import pytest
+from transformers import LlamaConfig, LlavaConfig
 
 from hf_patrickstar import plan_cache
 from hf_patrickstar.planner import planning
+from hf_patrickstar.planner.kept import kept
 from hf_patrickstar.planner.planning import arrange, plan_and_record, plan_if_fits
 from hf_patrickstar.planner.subject import Subject
 from hf_patrickstar.virtual.timing import OperatorTimes
@@ -54,6 +56,34 @@ def test_other_questions_are_not(change, records):
     assert len(records) == 2
     plan_if_fits(*arrange(MODEL.replace("layer=2", "layer=3"), "rtx4090", **ARGUMENTS))
     assert len(records) == 3
+
+
+def _with_attention(config, name, place):
+    inner = config if place is None else getattr(config, place)
+    inner._attn_implementation = name
+    return config
+
+
+@pytest.mark.parametrize(("make", "place"), [(LlamaConfig, None), (LlavaConfig, "text_config")])
+def test_another_code_of_attention_is_another_question(make, place):
+    """The JSON text of a configuration does not have it."""
+
+    def ask(name):
+        subject = Subject("model", "causal-lm", _with_attention(make(), name, place), 1, 8, False)
+        return kept("plans", subject, "given", False, lambda: name)
+
+    assert [ask("sdpa"), ask("eager"), ask("sdpa")] == ["sdpa", "eager", "sdpa"]
+
+
+def test_another_version_of_peft_is_another_question_where_adapters_are_trained(monkeypatch):
+    def ask(version, adapters):
+        monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+        subject = Subject("model", "causal-lm", LlamaConfig(), 1, 8, False, adapters)
+        return kept("plans", subject, "given", False, lambda: version)
+
+    plan_cache._versions()  # of the other packages, which stay as they are
+    assert [ask("1", {"r": 2}), ask("2", {"r": 2})] == ["1", "2"]
+    assert [ask("1", None), ask("2", None)] == ["1", "1"]
 
 
 def test_that_nothing_fits_is_kept_too(records):

@@ -113,8 +113,8 @@ def test_a_plan_that_does_not_fit_has_a_page_that_says_by_how_much(tmp_path, cap
     text = "".join(reader.text)
     assert re.search(r"It does not fit: .* too little on the device, .* too little on the host\.", text)
     assert "The tide" not in text
-    assert main([*command, "--png", str(tmp_path / "small.png")]) == 2
-    assert "no step to draw, because the plan does not fit" in capsys.readouterr().err
+    assert main([*command, "--png", str(tmp_path / "small.png")]) == 1
+    assert "no step to draw, because the plan does not fit" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("option", ["--html", "--png", "--json"])

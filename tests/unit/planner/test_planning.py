@@ -12,7 +12,7 @@ from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.advice import advise
-from hf_patrickstar.planner.planning import arrange, plan, plan_subject
+from hf_patrickstar.planner.planning import arrange, plan, plan_if_fits, plan_subject
 from hf_patrickstar.planner.screen import describe, describe_changes
 from hf_patrickstar.units import MIB
 
@@ -99,6 +99,36 @@ def test_what_does_not_fit_says_where_and_what_would(budgets, short):
         assert plan(MODEL, "rtx4090", batch_size=2, device_memory=need, host_memory=64 * MIB).fits
 
 
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("gpt2:n_layer=12,n_embd=128,n_head=8", {"length": 64, "device_memory": 12 * MIB}),
+        (MODEL, {"batch_size": 2, "device_memory": MIB}),
+        (MODEL, {"batch_size": 2, "device_memory": MIB, "num_micro_batches": 2}),
+    ],
+    ids=["large embedding", "small", "accumulation"],
+)
+def test_the_least_memory_is_enough_and_a_tenth_less_is_not(model, changes):
+    need = plan(model, "rtx4090", **changes).tier(Tier.DEVICE).need_nbytes
+    subject, given = arrange(model, "rtx4090", **{**ARGUMENTS, "batch_size": 1, **changes, "device_memory": need})
+    assert plan_if_fits(subject, given) is not None
+    less = dataclasses.replace(given.machine, device_nbytes=int(0.9 * need))
+    assert plan_if_fits(subject, dataclasses.replace(given, machine=less)) is None
+
+
+@pytest.mark.parametrize("nbytes", ["1KiB", "100KiB"])
+def test_chunks_that_may_take_too_little_are_what_is_short(nbytes, capsys):
+    command = [*COMMAND, "--set", f"chunk_budget={nbytes}"]
+    assert main(command) == 1
+    verdict, *others = capsys.readouterr().out.splitlines()[1:]
+    assert verdict.startswith("does not fit: chunk_budget is too small for module 'transformer.")
+    assert "Raise chunk_budget to at least " in verdict
+    assert "too little on the" not in verdict
+    assert any(line.startswith("device    needs at least ") for line in others)
+    value = verdict.partition("at least ")[2].split()[0]
+    assert main([*COMMAND, "--set", f"chunk_budget={value}"]) == 0
+
+
 def test_accumulation_and_processes():
     many = plan(MODEL, "8xh100", batch_size=2, num_micro_batches=4, world_size=2)
     assert many.fits
@@ -143,6 +173,34 @@ def test_advice_is_planned():
     alone = plan_subject(dataclasses.replace(subject, checkpointing=False), circumstances)
     assert kept.plan == alone
     assert kept.gain == alone.speed.tokens_per_s / first.speed.tokens_per_s > 1
+
+
+@pytest.mark.parametrize(
+    ("machine", "dtype", "is_said"), [("v100", "bf16", 1), ("v100", "fp16", 0), ("h100", "bf16", 0)]
+)
+def test_it_says_that_a_device_does_not_compute_in_a_type(machine, dtype, is_said):
+    found = plan("gpt2:n_layer=1,n_embd=32,n_head=2,vocab_size=64", machine, dtype=dtype, length=16)
+    assert len(found.remarks) == is_said
+    assert describe(found).count("note      'v100' has no rate for bfloat16") == is_said
+
+
+def test_another_optimizer_is_named_and_clipping_only_where_it_is_done():
+    found = plan(MODEL, "rtx4090", **TIGHT, optimizer="sgd", max_norm=None)
+    slow = dataclasses.replace(MACHINES["rtx4090"], host_bandwidth=1e8)
+    bound = plan(MODEL, slow, **TIGHT, optimizer="sgd", max_norm=None)
+    assert bound.speed.binding == "host SGD"
+    assert found.speed.clipped_seconds is None
+    assert "Adam" not in describe(bound)
+    assert "clipped" not in describe(found)
+
+
+def test_images_are_counted_as_images(capsys):
+    vit = "vit:num_hidden_layers=1,hidden_size=16,num_attention_heads=2,intermediate_size=16,image_size=16,patch_size=8"
+    assert main(["plan", vit, "--batch-size", "2", "--no-advice"]) == 0
+    out = capsys.readouterr().out
+    assert ", image-classification, bf16, 2 images, activations kept" in out
+    assert " images per second" in out
+    assert "token" not in out
 
 
 COMMAND = ["plan", MODEL, "--batch-size", "2", "--no-advice", "--host-memory", "64MiB"]
@@ -193,6 +251,15 @@ def test_the_command_says_by_its_exit_status_that_it_does_not_fit(capsys):
         (["--machine", "rtx409"], "machine 'rtx409' is not known"),
         (["--set", "chunk_numl=3"], "chunk_numl"),
         (["--set", "chunk_numel"], "--set: 'chunk_numel' is no setting; write KEY=VALUE"),
+        (["--set", "device_budget=1GiB"], "use --device-memory (device_memory in Python)"),
+        (["--set", "host_budget=1GiB"], "setting host_budget: a plan takes the memory of the machine"),
+        (["--max-grad-norm", "-1"], "norm of gradients -1.0: it must be a positive number"),
+        (["--max-grad-norm", "nan"], "norm of gradients nan: it must be a positive number"),
+        (["--lora", ""], "--lora: there are no settings of adapters; write at least one, such as r=16"),
+        (["--json", ""], "--json: the name of the file is empty; name a file"),
+        (["--json", "a.html", "--html", "./a.html"], "--html: './a.html' is written by --json, too; name another file"),
+        (["--json", "a.trace.json", "--html", "a.html"], "the timeline of --html: 'a.trace.json' is written by --json"),
+        (["--optimizer", "lbfgs"], "its code, or that of the optimizer 'lbfgs', fails on tensors without values"),
         (["--device-memory", "much"], "device memory: 'much' is not a size"),
         (["--json", "/no/such/folder/plan.json"], "--json: '/no/such/folder/plan.json' cannot be written"),
         (["--optimizer", "adamx"], "optimizer 'adamx' is not in torch.optim"),
@@ -204,6 +271,11 @@ def test_wrong_arguments_get_a_sentence(words, message, capsys):
     error = capsys.readouterr().err
     assert error.startswith("hf-patrickstar plan: ")
     assert message in error
+
+
+def test_a_model_without_a_name_gets_a_sentence(capsys):
+    assert main(["plan", ""]) == 2
+    assert "the name of the model is empty; give a model id, a directory" in capsys.readouterr().err
 
 
 def test_a_file_that_is_missing_is_not_asked_for_on_the_hub(capsys):

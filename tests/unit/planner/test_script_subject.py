@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from hf_patrickstar.cli.main import main
 from hf_patrickstar.cli.plan_script import in_words_of_the_script
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.planner.planning import plan, plan_subject
+from hf_patrickstar.planner import search as searching
+from hf_patrickstar.planner.planning import BESIDE, plan, plan_if_fits, plan_subject
 from hf_patrickstar.planner.script_subject import arrange_script
 from hf_patrickstar.planner.subject import with_batch
 from hf_patrickstar.units import MIB
@@ -140,8 +142,31 @@ class Trainer(PatrickStarTrainer):
 def test_a_teacher_takes_its_bytes_of_the_device(tmp_path):
     subject, given = arrange(tmp_path, TEACHER, device_memory="64MiB")
     nbytes = sum(parameter.nbytes for parameter in make_model("gpt2").parameters())
-    assert given.machine.device_nbytes == 64 * MIB - nbytes
-    assert plan_subject(subject, given) == plan_subject(subject, given)
+    assert given.machine.device_nbytes == 64 * MIB, "others are told of all of it"
+    assert given.machine_of_model().device_nbytes == 64 * MIB - nbytes
+    plan = plan_subject(subject, given)
+    assert plan == plan_subject(subject, given)
+    assert plan.tier(Tier.DEVICE).owners[BESIDE] == nbytes
+    alone = plan_subject(subject, dataclasses.replace(given, beside_nbytes=0))
+    assert plan.tier(Tier.DEVICE).need_nbytes == alone.tier(Tier.DEVICE).need_nbytes + nbytes
+
+
+def test_a_device_that_the_teacher_fills_is_too_small(tmp_path):
+    subject, given = arrange(tmp_path, TEACHER, device_memory="16KiB", host_memory="64MiB")
+    plan = plan_subject(subject, given)
+    assert not plan.fits
+    need = plan.tier(Tier.DEVICE).need_nbytes
+    assert need > given.beside_nbytes > 16 * 1024
+    enough = dataclasses.replace(given, machine=dataclasses.replace(given.machine, device_nbytes=need))
+    assert plan_if_fits(subject, enough) is not None
+
+
+def test_a_search_for_a_machine_leaves_the_teacher_its_bytes(tmp_path, monkeypatch):
+    tried = []
+    monkeypatch.setattr(searching, "plan_if_fits", lambda subject, given: tried.append(given))
+    subject, given = arrange(tmp_path, TEACHER, device_memory="64MiB")
+    searching.search("cheapest-machine", subject, given)
+    assert {each.beside_nbytes for each in tried} == {given.beside_nbytes}
 
 
 LORA = """
@@ -202,8 +227,27 @@ def test_what_cannot_be_planned_gets_a_sentence(tmp_path):
         arrange(tmp_path, "make_rows = lambda *_: None")
     with pytest.raises(ConfigError, match=r"processes \(0\) must be at least 1"):
         arrange(tmp_path, "", world_size=0)
-    with pytest.raises(ZeroDivisionError):
-        arrange(tmp_path, "1 / 0")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("1 / 0", r"'.*train\.py' failed before it trained \(.*train\.py, line \d+: ZeroDivisionError: division by "),
+        ("torch.ones(2) @ torch.ones(3)", r"train\.py, line \d+: RuntimeError: "),
+        ("raise KeyError", r"line \d+: KeyError\); use arguments with which it trains"),
+        ("x = (1", r"train\.py, line \d+: SyntaxError: '\(' was never closed"),
+        (
+            "raise SystemExit(3)",
+            r"'.*train\.py' ended itself with the status 3 before it trained; change its arguments",
+        ),
+        ("raise SystemExit('no data')", r"ended itself with 'no data' before it trained"),
+    ],
+)
+def test_a_script_that_fails_gets_a_sentence(more, message, tmp_path, capsys):
+    assert main(["plan", "--", write_script(tmp_path, more), *ARGUMENTS]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert re.search(message, lines[-1])
+    assert not any("Traceback" in line for line in lines)
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):

@@ -1,5 +1,6 @@
 """Searches: the answer fits, the next larger one does not, and few plans were made."""
 
+import dataclasses
 import json
 
 import pytest
@@ -10,6 +11,7 @@ from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import BY_PRICE, MACHINES
 from hf_patrickstar.planner import search as searching
 from hf_patrickstar.planner.planning import arrange, plan_if_fits, plan_subject
+from hf_patrickstar.planner.screen import describe_found
 from hf_patrickstar.planner.search import Found, Goal, answered, search, search_below
 from hf_patrickstar.planner.subject import with_batch
 from hf_patrickstar.units import MIB
@@ -67,6 +69,36 @@ def test_a_sequence_as_long_as_the_model_has_positions_is_not_exceeded():
     subject, given = arranged(batch_size=1, device_memory="1GiB")
     found = search(Goal.MAX_LENGTH, subject, given)
     assert (found.answer, found.refused) == (1024, None)
+
+
+def test_the_longest_sequence_need_not_be_a_multiple_of_64():
+    subject, given = arrange(
+        "gpt2:n_layer=1,n_embd=32,n_head=2,vocab_size=64,n_positions=100", "rtx4090", **{**GIVEN, "length": 8}
+    )
+    found = search(Goal.MAX_LENGTH, subject, given)
+    assert (found.answer, found.refused) == (100, None)
+    assert answered(found, subject, given)[0].length == 100
+
+
+@pytest.mark.parametrize(("limit", "length"), [(1, 8), (40, 8), (63, 60), (63, 64), (0, 8)])
+def test_shorter_sequences_are_tried_where_64_tokens_do_not_fit(limit, length, monkeypatch):
+    subject, given = arranged(length=length, batch_size=1)
+    plan = plan_if_fits(with_batch(subject, 1, 8), given)
+    tried = []
+
+    def fake(subject, given):
+        tried.append(subject.length)
+        return plan if subject.length <= limit else None
+
+    monkeypatch.setattr(searching, "plan_if_fits", fake)
+    found = search(Goal.MAX_LENGTH, subject, given)
+    assert (found.answer, found.refused) == (limit or None, limit + 1)
+    assert len(tried) == len(set(tried)) == found.num_plans
+    below = search_below(Goal.MAX_LENGTH, with_batch(subject, 1, 50), given)
+    assert below.answer == (min(limit, 49) or None)
+    assert max(tried[found.num_plans :]) < 50
+    if not limit:
+        assert describe_found(found).startswith("max-seq-len: nothing fits, not even 1 token (")
 
 
 def test_the_largest_model_has_more_layers_and_the_same_heads():
@@ -138,6 +170,27 @@ def test_machines_are_tried_from_the_cheapest(monkeypatch):
     assert search("cheapest-machine", subject, given).answer is None
     assert tried[0] == ("v100", 1)
     assert tried[-1] == ("8xh100", 8)
+
+
+def test_a_search_for_a_machine_says_what_it_left_out(monkeypatch):
+    subject, given = arranged()
+    plan = plan_if_fits(subject, given)
+    tried = []
+
+    def fake(subject, given):
+        tried.append((given.machine.name, given.world_size))
+        return plan
+
+    monkeypatch.setattr(searching, "plan_if_fits", fake)
+    four = dataclasses.replace(given, world_size=4)
+    found = search("cheapest-machine", subject, four)
+    assert tried == [("8xh100", 4)], "as many processes as were asked for"
+    assert answered(found, subject, four)[1].world_size == 4
+    text = describe_found(found)
+    assert text.startswith("cheapest-machine: 8xh100; no cheaper one was tried; v100 has no rate for bfloat16; ")
+    assert "rtx4090 has too few devices for 4 processes" in text
+    dear = dataclasses.replace(given, settings={"dtype": "fp16"})
+    assert "v100; no cheaper one is known (1 plans)" in describe_found(search("cheapest-machine", subject, dear))
 
 
 def test_an_unknown_goal_gets_a_sentence():
@@ -213,4 +266,6 @@ def test_a_plan_that_does_not_fit_says_which_batch_and_sequence_do(capsys, monke
     subject, given = arranged()
     batch = search(Goal.MAX_BATCH, subject, given).answer
     assert f"The largest batch that fits with 64 tokens: {batch} (--batch-size {batch})" in out
-    assert "No sequence that fits with 12." in out
+    length = search_below(Goal.MAX_LENGTH, *arranged(batch_size=12)).answer
+    assert length < 64
+    assert f"The largest sequence that fits with 12: {length} (--seq-len {length})" in out

@@ -199,6 +199,9 @@ def test_the_command(tmp_path, capsys):
         (["--plan", "missing.json"], "--plan: 'missing.json' cannot be read: No such file"),
         (["--plan", "no.json"], "--plan: 'no.json' is not a plan"),
         (["--plan", "list.json"], "--plan: 'list.json' is not a plan"),
+        (["--plan", "other.json"], "--plan: 'other.json' is not a plan"),
+        (["--plan", "partly.json"], "--plan: 'partly.json' is not a plan"),
+        (["--plan", "text.json"], "--plan: 'text.json' is not a plan"),
         (["--html", "missing/page.html"], "--html: 'missing/page.html' cannot be written"),
     ],
 )
@@ -206,6 +209,9 @@ def test_a_command_that_cannot_work_says_so_in_a_line(arguments, message, tmp_pa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "no.json").write_text("no")
     (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "other.json").write_text('{"lr": 1}')
+    (tmp_path / "partly.json").write_text(json.dumps({**PLAN, "speed": {"busy": {}}}))
+    (tmp_path / "text.json").write_text(json.dumps({**PLAN, "speed": "fast"}))
     if arguments:
         RunRecorder("run", ABOUT, is_resumed=False).note_survey(SURVEY)
     assert main(["report", "run", *arguments]) == 2

@@ -119,6 +119,9 @@ def test_bounds():
     most = bounds_of(script, timeline, MACHINE, num_on_host=20)
     assert (most.lower_ns, most.binding) == (20 * SECOND, "host Adam")
     assert most.clipped_ns == 24 * SECOND
+    other = bounds_of(script, timeline, MACHINE, num_on_host=28, optimizer="SGD")
+    assert (other.lower_ns, other.binding) == (12 * SECOND, "host SGD"), "a value and a gradient read, a value written"
+    assert other.clipped_ns == (4 + 12) * SECOND
 
 
 def test_bounds_of_several_micro_batches():

@@ -8,7 +8,7 @@ from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.schedule.script import Await, BlockingCopy, HostWork, Join, Kernel, Send, ThreadWork
-from hf_patrickstar.virtual.driver import VirtualDriver
+from hf_patrickstar.virtual.driver import VirtualDriver, caller
 
 CPU = torch.device("cpu")
 SECOND = 10**9
@@ -243,3 +243,11 @@ def test_and_its_gradient_is_made_at_home(driver):
     assert copies == [(96, False)]
     assert [entry.name for entry in driver.script if isinstance(entry, HostWork)] == ["aten.embedding_dense_backward"]
     assert driver.tier_of(found) is Tier.HOST
+
+
+@pytest.mark.parametrize("name", ["hf_patrickstar.memory.meters", "hf_patrickstar.memory.streams", "torch.utils"])
+def test_a_place_is_the_function_that_asked_and_not_what_it_asked_through(name):
+    """The meter of a step is between a user's operator and the driver."""
+    through = {"__name__": name, "caller": caller}
+    exec("def ask():\n    return caller()\n", through)
+    assert through["ask"]() == f"{__name__}.test_a_place_is_the_function_that_asked_and_not_what_it_asked_through"
