@@ -184,18 +184,31 @@ def record_step(
     driver = VirtualDriver(machine, times)
     with FakeTensorMode(), driver.watching():
         engine = training.make_engine(PatrickStarEngine, driver, world_size)
-        num_to_pass = _num_to_pass(engine)
-        for number in range(_MOST_STEPS + 1):
-            before = engine.stats()
-            driver.begin(engine.manager.chunks)
-            if number:
-                _update(engine, max_norm, driver)
-            steps = _train(engine, training, driver, micro_batch)
-            timeline = driver.end()
-            is_recorded = engine.stats()["recorded_steps"] > before["recorded_steps"]
-            num_to_pass -= not is_recorded and all(step and step.cursor and step.plan for step in steps)
-            if num_to_pass < 0:
-                return _note(engine, driver, steps, timeline, before)
+        try:
+            return _record(engine, training, driver, micro_batch, max_norm)
+        finally:
+            engine.manager.phases.unwind()  # takes the meter's mode off before the modes around it
+
+
+def _record(
+    engine: PatrickStarEngine,
+    training: Training,
+    driver: VirtualDriver,
+    micro_batch: MicroBatch | None,
+    max_norm: float | None,
+) -> Recording:
+    num_to_pass = _num_to_pass(engine)
+    for number in range(_MOST_STEPS + 1):
+        before = engine.stats()
+        driver.begin(engine.manager.chunks)
+        if number:
+            _update(engine, max_norm, driver)
+        steps = _train(engine, training, driver, micro_batch)
+        timeline = driver.end()
+        is_recorded = engine.stats()["recorded_steps"] > before["recorded_steps"]
+        num_to_pass -= not is_recorded and all(step and step.cursor and step.plan for step in steps)
+        if num_to_pass < 0:
+            return _note(engine, driver, steps, timeline, before)
     raise _refusal(engine, steps)
 
 

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from models import make_batch, make_model
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from trainers import smallest_budget
 
 from hf_patrickstar.errors import BudgetError, ConfigError, EngineError
@@ -314,3 +315,4 @@ def test_data_that_decides_is_no_step_to_record():
         record_step(
             Fickle, lambda: {"x": torch.zeros(2, 64)}, H100, config={"chunk_budget": 50_000, "placement": "host"}
         )
+    assert not _get_current_dispatch_mode_stack(), "no mode of operators stays"
