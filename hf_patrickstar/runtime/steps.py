@@ -186,7 +186,7 @@ class Steps:
         self.durations.begin_update()
         self.tracer.abandon()
         title = _title(StepKind.UPDATE, str(optimizer_index or ""))
-        step = self.tracer.begin(title, chunk_indices=[*chunk_indices])
+        step = self.tracer.begin(title, chunk_indices=chunk_indices)
         if step.is_metered:
             self._meter.start(())
             self._meter.restart()

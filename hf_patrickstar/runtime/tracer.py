@@ -157,7 +157,7 @@ class Tracer:
         key = trace_key(kind, shapes)
         step = Step(key, shapes, dropped_after)
         trace = self.traces.get(key)
-        if trace is not None and chunk_indices not in (None, [visit.chunk_index for visit in trace.visits]):
+        if trace is not None and chunk_indices is not None and not trace.visits_in_order(chunk_indices):
             trace = None
             del self.traces[key]
         if trace is not None and trace.covers(shapes):

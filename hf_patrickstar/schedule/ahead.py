@@ -3,12 +3,12 @@
 [Note: chunks for the next step]
 Every chunk that was updated has to cross the bus again before the next forward computes with it. Where forward copies
 for longer than it computes, the device waits for the bus there, while the bus has time to spare in backward. So some of
-the chunks that are updated in backward come back to the device before the step ends, as soon as the room of what
-backward has done with is enough for them, and stay until the next forward.
+the chunks that are updated in backward come back to the device before the step ends, as soon as backward has left
+enough room for them, and stay until the next forward.
 
 As many are carried over as forward cannot copy beside its computation, and as the device has room for beside the
-chunks that forward works with. They are spread evenly over the model: were they those of the last layers, whose updates
-are done first, forward would wait for the bus in the first layers all the same.
+chunks that forward works with. They are spread evenly over the model. The chunks of the last layers are updated first;
+if only these came back, forward would still wait for the bus in the first layers.
 """
 
 from collections.abc import Sequence

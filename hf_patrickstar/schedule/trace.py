@@ -95,6 +95,10 @@ class Trace:
         """The most non-model bytes of any moment."""
         return max((visit.non_model_nbytes for visit in self.visits), default=0)
 
+    def visits_in_order(self, chunk_indices: Sequence[int]) -> bool:
+        """Whether its visits are to these chunks, in this order."""
+        return [visit.chunk_index for visit in self.visits] == list(chunk_indices)
+
     def covers(self, shapes: Shapes) -> bool:
         """Whether a step with inputs of these shapes needs no more memory than a recorded one did."""
         return any(_covers(recorded, shapes) for recorded in self.shapes)
