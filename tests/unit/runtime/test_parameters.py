@@ -3,6 +3,7 @@
 import contextlib
 import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -236,9 +237,10 @@ def test_nothing_is_waited_for_where_no_other_thread_holds_a_parameter(pauses):
     """Threads of loggers and servers live beside every training."""
     parts, parameters, tensor = make()
     other = parts.tensors[2]
-    in_thread(parameters.acquire, other, "reader")
-    parameters.acquire(other, "layer")
-    in_thread(parameters.release, other)
+    with ThreadPoolExecutor(max_workers=1) as reader:  # one thread: it releases what it acquired
+        reader.submit(parameters.acquire, other, "reader").result()
+        parameters.acquire(other, "layer")
+        reader.submit(parameters.release, other).result()
     assert other.threads == [threading.get_ident()]
     parts.device.errors = [DeviceMemoryError("no room")]
     with pytest.raises(DeviceMemoryError, match="no room"):
