@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 import torch
 
+from hf_patrickstar.interrupts import held_back
 from hf_patrickstar.memory.lanes import Begun, Copy, Event, TimedCopy, WorkLane
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.units import KIB
@@ -89,7 +90,8 @@ class HostThread:
         done = _Done(self._series)
         task = functools.partial(self._do, work, otherwise, tuple(after), done)
         try:
-            done.future = self._pool.submit(task)
+            with held_back():  # it would leave the pool's locks locked
+                done.future = self._pool.submit(task)
         except RuntimeError as error:
             if "shutdown" not in str(error):
                 raise

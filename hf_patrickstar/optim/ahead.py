@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from hf_patrickstar.interrupts import held_back
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import AT_HOME
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
@@ -79,7 +80,8 @@ class UpdatesAhead:
         if len(arrived) < len(chunk.tensors):
             return
         if index in self._due and self._can_update(chunk, step):
-            self._update(chunk)
+            with held_back():  # the update is counted, handed over and noted, or none of these
+                self._update(chunk)
 
     def _begin(self, step: Step | None) -> None:
         self._step = step

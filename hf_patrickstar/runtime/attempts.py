@@ -40,6 +40,11 @@ class Attempts:
         self._num_stored[tensor_index] += 1
         return self._num_stored[tensor_index] <= self._num_counted.get(tensor_index, 0)
 
+    def note_before(self, tensor_index: int, before: GradientPlace) -> None:
+        """Notes where a gradient was before an attempt moved it to the place to which contributions are added."""
+        if self._is_running:
+            self._before.setdefault(tensor_index, before)
+
     def note_placed(self, tensor_index: int, before: GradientPlace) -> None:
         """Notes that all contributions so far are stored, and where the gradient was before the first one."""
         if self._is_running:
@@ -59,7 +64,7 @@ class Attempts:
         """
         dropped = {index for index, before in self._before.items() if before is GradientPlace.NONE}
         for index in self._before.keys() - dropped:
-            self._num_counted[index] = self._num_placed[index]
+            self._num_counted[index] = self._num_placed.get(index, 0)
         self._before.clear()
         self._num_stored.clear()
         return dropped

@@ -30,6 +30,7 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.attempts import Attempts
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.gradient_ring import GradientRing
+from hf_patrickstar.runtime.live_parameter import take_raw_grad
 from hf_patrickstar.runtime.reclaim import Reclaim
 from hf_patrickstar.runtime.values import Values
 
@@ -131,6 +132,7 @@ class Gradients:
         if tensor.gradient is GradientPlace.ZERO and tensor.is_owned:
             self._write_zero(tensor)
         elif tensor.gradient is GradientPlace.KEPT:
+            self.attempts.note_before(tensor.spec.index, GradientPlace.KEPT)
             kept, tensor.kept, tensor.gradient = tensor.kept, None, GradientPlace.NONE
             assert kept is not None
             self.put(tensor, tensor.own(kept))
@@ -261,6 +263,19 @@ class Gradients:
             "overlap_optimizer=true"
         )
 
+    def note_computation(self, what: str) -> None:
+        """Learns that the model computes, with values of before the next step.
+
+        Args:
+            what: What begins, for errors.
+
+        Raises:
+            EngineError: If chunks were updated in backward for that step.
+        """
+        if self.used_ahead:
+            self.check_unused(what)
+        self.was_touched |= self.awaits_step
+
     def note_use(self, tensor: ManagedTensor) -> None:
         """Learns that the value of a parameter, or what the optimizer keeps of it, is used, and not by a module.
 
@@ -386,6 +401,14 @@ class Gradients:
                 self.make_zero(tensor)
 
     @staticmethod
+    def take_unstored(tensor: ManagedTensor) -> torch.Tensor | None:
+        """Takes from autograd what a backward has left there that raised before the gradient was stored, if anything.
+
+        A parameter that was frozen when chunks were made keeps its gradient there until it is adopted.
+        """
+        return take_raw_grad(tensor.parameter) if tensor.spec.trainable else None
+
+    @staticmethod
     def make_zero(tensor: ManagedTensor) -> None:
         """Makes all zeros the gradient of a parameter that has no other, here or where the parameter is at home."""
         tensor.gradient = GradientPlace.ZERO if tensor.is_owned else GradientPlace.REMOTE
@@ -406,8 +429,8 @@ class Gradients:
             handed_out: The gradient, if somebody still refers to what was handed out of it.
             keeps: Whether it was left in the accumulation list.
         """
-        gradient = tensor.gradient
-        if keeps and gradient is not GradientPlace.PARAM:
+        tensor.gradient_norm = None  # of before it was multiplied
+        if keeps and tensor.gradient is not GradientPlace.PARAM:
             return
         self.clear(tensor)
         if handed_out is not None:

@@ -159,6 +159,7 @@ class ChunkManager:
             if self.tracer.step is None:
                 self.steps.micro_batch = 0
             for tensor in self.tensors if chosen is None else chosen:
+                self.gradients.take_unstored(tensor)
                 if self.gradients.is_absent(tensor):
                     continue
                 self.gradient_mirrors.sync_one(tensor)

@@ -92,8 +92,7 @@ class Phases:
             present: Tensors on the device that are there already and are not chunks.
         """
         self.abandon_failed_backward()
-        if self._gradients.used_ahead:
-            self._gradients.check_unused("a forward begins")
+        self._gradients.note_computation("a forward begins")
         is_evaluation = stage is Stage.EVALUATION
         if is_evaluation:
             self._parameters.release_held_outside_forward()
@@ -169,8 +168,8 @@ class Phases:
     def backward_begin(self) -> None:
         """A backward begins; called from within, by what it needs or finishes first."""
         self.turns.take_backward()
-        if self._gradients.used_ahead:
-            self._gradients.check_unused("a backward begins")
+        if not self._executor.in_backward:
+            self._gradients.note_computation("a backward begins")
         self._executor.in_backward = True
         self._writes.sync()
         self.apply_factor()  # what this backward adds is not clipped, or unscaled, with what is there
@@ -231,6 +230,10 @@ class Phases:
             self._executor.in_backward = False
             self._executor.take_home(self._buckets.abandon())
             self._steps.abandon_step()
+            for tensor in self._parameters.tensors:
+                gradient = self._gradients.take_unstored(tensor)
+                if gradient is not None and not tensor.chunk.is_group:
+                    self._gradients.place(tensor, gradient)
 
     def apply_factor(self) -> None:
         """Multiplies gradients with what the optimizer's step would multiply them with: somebody looks at them."""

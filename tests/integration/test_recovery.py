@@ -135,6 +135,39 @@ def test_it_gives_up_after_three_and_says_what_became_of_gradients(accumulation,
     assert all(tensor.num_saved == 0 and tensor.users == 0 for tensor in engine.manager.tensors)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_repetition_adds_to_gradients_that_somebody_held_over_the_step(fails):
+    """They are from before the attempt, and take the place to which the attempt adds when it begins to."""
+    model, engine = make_pair("gpt2", "fp32", 1)
+    plain = make_model("gpt2").train()
+    steppers = (model, engine.optimizer), (plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
+
+    def once(model, seed):
+        torch.manual_seed(seed)
+        model(**make_batch("gpt2", seed=seed)).loss.backward()
+
+    held = []
+    for model, optimizer in steppers:
+        once(model, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        once(model, 1)
+        held.append([parameter.grad for parameter in model.parameters()])
+        optimizer.step()
+    failures = [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")] if fails else []
+
+    def attempted():
+        once(steppers[0][0], 2)
+        if failures:
+            raise failures.pop()
+
+    engine.attempt(attempted)
+    once(plain, 2)
+    assert engine.stats()["retries"] == fails
+    for ours, theirs in zip(steppers[0][0].parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
 @pytest.mark.parametrize("where", ["before the forward", "in the forward"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_an_interrupt_in_a_retry_makes_nothing_later_a_repetition(accumulation, where):

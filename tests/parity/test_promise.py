@@ -197,7 +197,51 @@ def test_what_is_done_before_the_step_from_the_start_is_noticed(between):
     assert not any(run.num_ahead)
 
 
+def evaluates(run):
+    with torch.no_grad():
+        run.keep(run.model(**make_batch(run.name, seed=9)).loss)
+
+
+COMPUTING = {
+    "an evaluation": evaluates,
+    "another micro-batch": lambda run: run.backward(9),  # which the engine was not told of
+}
+
+
+@pytest.mark.parametrize("streams", ["simulated:1", "delayed"])
+@pytest.mark.parametrize("between", COMPUTING.values(), ids=COMPUTING)
+def test_what_is_computed_before_the_step_from_the_start_is_noticed(between, streams):
+    expected, _ = run_with(lambda run: None, between, "threads", overlap_optimizer=False)
+    found, run = run_with(lambda run: None, between, streams, overlap_optimizer="backward")
+    assert_same(expected, found)
+    assert not any(run.num_ahead)
+
+
+def test_a_second_backward_through_one_graph_is_noticed():
+    def backward(run, seed):
+        loss = run.model(**make_batch(run.name, seed=seed)).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    def case(streams, overlap):
+        torch.manual_seed(0)
+        with streams_of(streams):
+            run = UnclippedRun(overlap_optimizer=overlap, chunk_budget=1 << 20)
+            for seed in range(5):
+                backward(run, seed)
+                run.note_updates()
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+            return run.end(), run
+
+    expected, _ = case("threads", False)
+    found, run = case("simulated:1", "backward")
+    assert_same(expected, found)
+    assert not any(run.num_ahead)
+
+
 LATE = {
+    **COMPUTING,
     **BETWEEN,
     "a zeroed gradient": lambda run: parameters(run)[-1].grad.zero_(),
     "loading": lambda run: run.model.load_state_dict({key: 2 * value for key, value in run.before.items()}),

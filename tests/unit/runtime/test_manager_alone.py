@@ -29,7 +29,16 @@ def make(*chunks, step=None, **answers):
     def fake(part, *silent, **found):
         return Fake(Named(told, part), *silent, **{**found, **answers.get(part, {})})
 
-    gradients = fake("gradients", "note_zeroed", "drop", "close", has=False, is_absent=False, of=lambda tensor: "of")
+    gradients = fake(
+        "gradients",
+        "note_zeroed",
+        "drop",
+        "close",
+        take_unstored=None,
+        has=False,
+        is_absent=False,
+        of=lambda tensor: "of",
+    )
     gradients.lock, gradients.has_factor = contextlib.nullcontext(), False
     gradients.coefficient = gradients.inverse_scale = "left"
     gradients.attempts = fake("attempts", undo=set())
@@ -161,7 +170,9 @@ def test_discarded_gradients_are_dropped_in_both_places():
         ("phases.abandon_failed_backward",),
         ("parameters.release_held_outside_forward",),
         ("steps.stop_idle_meter",),
+        ("gradients.take_unstored", "t0"),
         *(("gradient mirrors.sync_one", "t0"), ("gradient mirrors.drop", "t0"), ("gradients.drop", "t0", False)),
+        ("gradients.take_unstored", "t1"),
         *(("gradient mirrors.sync_one", "t1"), ("gradient mirrors.drop", "t1"), ("gradients.drop", "t1", False)),
     ]
     assert (parts.gradients.coefficient, parts.gradients.inverse_scale, parts.steps.micro_batch) == (None, None, 0)

@@ -49,10 +49,13 @@ def make(*, step=None, factor=None, num_micro_batches=2, homes=(Tier.HOST,), ove
     )
     steps.executor, steps.num_updates = executor, 0
     gradients = fake(
-        "gradients", "place", "multiply", "finish_update", "note_step", "place_deferred", "note_remote", has=True
+        "gradients",
+        *("place", "multiply", "finish_update", "note_step", "place_deferred", "note_remote", "note_computation"),
+        has=True,
     )
     gradients.lock = contextlib.nullcontext()
     gradients.take_factor = lambda: factor
+    gradients.take_unstored = lambda tensor: None
     buckets = fake("buckets", "store", abandon="left", finish="left")
     buckets.unreduced, buckets.found = "unreduced", {0}
     parameters = fake("parameters", "acquire", "release", "check_gradient", "release_held_outside_forward")
@@ -101,6 +104,7 @@ def test_a_forward_of_training_begins_a_step():
     parts, phases = make()
     phases.before_forward(FORWARD, "encoder", SHAPES, "present")
     assert told(parts) == [
+        ("gradients.note_computation", "a forward begins"),
         ("writes.sync",),
         ("steps.stop_idle_meter",),
         ("placement.prepare", SHAPES, True),
@@ -111,7 +115,7 @@ def test_a_forward_of_training_begins_a_step():
 def test_a_forward_of_training_goes_on_with_a_step_that_runs():
     parts, phases = make(step=Step())
     phases.before_forward(FORWARD, "", SHAPES, ())
-    assert told(parts) == [("writes.sync",)]
+    assert told(parts) == [("gradients.note_computation", "a forward begins"), ("writes.sync",)]
 
 
 @pytest.mark.parametrize("step", [None, Step()])
@@ -119,6 +123,7 @@ def test_an_evaluation_is_a_step_of_its_own_even_inside_of_another(step):
     parts, phases = make(step=step)
     phases.before_forward(EVALUATION, "", SHAPES, ())
     assert told(parts) == [
+        ("gradients.note_computation", "a forward begins"),
         ("parameters.release_held_outside_forward",),
         ("writes.sync",),
         ("steps.stop_idle_meter",),
@@ -134,6 +139,16 @@ def test_a_backward_that_raised_is_dropped_before_the_next_forward(stage):
     phases.before_forward(stage, "", SHAPES, ())
     assert told(parts)[:3] == [("buckets.abandon",), ("executor.take_home", "left"), ("steps.abandon_step",)]
     assert not parts.executor.in_backward
+
+
+def test_what_a_backward_that_raised_has_left_with_autograd_is_stored():
+    """A hook raised before the engine had the gradient; torch has it, too."""
+    parts, phases = make(step=Step())
+    parts.executor.in_backward = True
+    left = narrow(1, 2)
+    parts.gradients.take_unstored = {parts.tensors[0]: None, parts.tensors[1]: left}.get
+    phases.abandon_failed_backward()
+    assert told(parts)[3:] == [("gradients.place", "t1", left)]
 
 
 @pytest.mark.parametrize(
@@ -236,15 +251,18 @@ def test_operands_that_are_in_no_chunk_are_kept_and_come_back_as_they_are():
 def test_a_backward_begins_with_what_users_wrote():
     parts, phases = make()
     phases.backward_begin()
-    assert told(parts) == [("turns.take_backward",), ("writes.sync",)]
+    begun = [("turns.take_backward",), ("gradients.note_computation", "a backward begins"), ("writes.sync",)]
+    assert told(parts) == begun
     assert parts.executor.in_backward
+    phases.backward_begin()
+    assert told(parts) == [begun[0], begun[2]], "one inside of it, as of checkpointing, is not another"
 
 
 def test_what_is_there_before_a_backward_is_multiplied_first():
     factor = torch.tensor(0.5)
     parts, phases = make(factor=factor)
     phases.backward_begin()
-    assert told(parts)[2:] == [
+    assert told(parts)[3:] == [
         ("gradients.multiply", "t0", factor),
         ("gradient mirrors.refresh", "t0"),
         ("gradients.multiply", "t1", factor),

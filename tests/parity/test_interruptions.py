@@ -1,0 +1,223 @@
+"""Exceptions and Ctrl-C in the middle of backward and of the optimizer's step: what follows has the bits of torch."""
+
+import signal
+import threading
+
+import models
+import pytest
+import torch
+from delayed import DelayedDriver
+from models import make_batch, make_model
+from simulated import streams_of
+from test_overlapped_updates import Run, assert_same, threads_of_engines
+from test_updates_in_backward import UnclippedRun
+
+from hf_patrickstar.optim.adam_kernel import AdamKernel
+from hf_patrickstar.runtime.chunk import MASTER
+from hf_patrickstar.runtime.phases import Phases
+from hf_patrickstar.runtime.update import Update
+
+pytestmark = pytest.mark.own_streams
+
+
+class PlainRun:
+    """The same training with torch alone."""
+
+    def __init__(self):
+        self.model = make_model("gpt2").train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
+        self.found = []
+
+    def backward(self, seed):
+        loss = self.model(**make_batch("gpt2", seed=seed)).loss
+        loss.backward()
+        self.found.append(loss.detach())
+
+    def end(self):
+        return [*self.found, *self.model.state_dict().values()]
+
+
+# An exception in backward
+
+
+class Raising:
+    """A hook of a user, older than the engine, that raises while it is told to."""
+
+    def __init__(self, model):
+        self.is_on = False
+        list(model.parameters())[7].register_post_accumulate_grad_hook(self)
+
+    def __call__(self, parameter):
+        if self.is_on:
+            raise LookupError("a hook of a user")
+
+
+AFTERWARDS = {
+    "optimizer.zero_grad": lambda run: run.optimizer.zero_grad(),
+    "model.zero_grad": lambda run: run.model.zero_grad(),
+    "zeros": lambda run: run.optimizer.zero_grad(set_to_none=False),
+    "each gradient": lambda run: [setattr(parameter, "grad", None) for parameter in run.model.parameters()],
+    "nothing": lambda run: None,
+    "step": lambda run: (run.optimizer.step(), run.optimizer.zero_grad()),
+}
+
+
+def train_with_a_raising_hook(make, afterwards, monkeypatch):
+    with monkeypatch.context() as patched:
+        hooks = []
+
+        def make_with_hook(*args):
+            model = models.make_model(*args)
+            hooks.append(Raising(model))
+            return model
+
+        for module in ("test_overlapped_updates.make_model", f"{__name__}.make_model"):
+            patched.setattr(module, make_with_hook)
+        run = make()
+    (hook,) = hooks[-1:]
+    for seed in range(6):
+        hook.is_on = seed == 3
+        if hook.is_on:
+            with pytest.raises(LookupError, match="a hook of a user"):
+                run.backward(seed)
+            hook.is_on = False
+            afterwards(run)
+            continue
+        run.backward(seed)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    return run.end()
+
+
+@pytest.mark.parametrize("afterwards", AFTERWARDS.values(), ids=AFTERWARDS)
+@pytest.mark.parametrize(("streams", "overlap"), [("threads", False), ("delayed", True)])
+def test_a_backward_that_a_hook_ends_leaves_the_gradients_that_torch_has(afterwards, streams, overlap, monkeypatch):
+    expected = train_with_a_raising_hook(PlainRun, afterwards, monkeypatch)
+    with streams_of(streams):
+        found = train_with_a_raising_hook(lambda: Run(overlap_optimizer=overlap), afterwards, monkeypatch)
+    assert_same(expected, found)
+
+
+# Ctrl-C
+
+
+def interrupt():
+    signal.raise_signal(signal.SIGINT)
+
+
+def around_hand_over(patched, begin, end=lambda: None):
+    on_host = DelayedDriver.on_host
+
+    def interrupted(thread, work, *args):
+        if not isinstance(work, Update):
+            return on_host(thread, work, *args)
+        begin()
+        event = on_host(thread, work, *args)
+        end()
+        return event
+
+    patched.setattr(DelayedDriver, "on_host", interrupted)
+
+
+def before_hand_over(patched, come):
+    around_hand_over(patched, come)
+
+
+def after_hand_over(patched, come):
+    around_hand_over(patched, lambda: None, come)
+
+
+def in_the_pools_lock(patched, come):
+    """A signal that comes when a lock was just taken would leave it locked."""
+    enter, is_on = threading.Condition.__enter__, []
+
+    def entering(condition):
+        result = enter(condition)
+        if is_on and threading.current_thread() is threading.main_thread():
+            is_on.clear()
+            come()
+        return result
+
+    patched.setattr(threading.Condition, "__enter__", entering)
+    around_hand_over(patched, lambda: is_on.append(1), is_on.clear)
+
+
+def after_counting(patched, come):
+    prepare = AdamKernel.prepare
+
+    def interrupted(kernel, *args, **settings):
+        update = prepare(kernel, *args, **settings)
+        come()
+        return update
+
+    patched.setattr(AdamKernel, "prepare", interrupted)
+
+
+def before_noting(patched, come):
+    chunk_updated = Phases.chunk_updated
+
+    def interrupted(phases, *args, **settings):
+        come()
+        return chunk_updated(phases, *args, **settings)
+
+    patched.setattr(Phases, "chunk_updated", interrupted)
+
+
+PLACES = [before_hand_over, after_hand_over, in_the_pools_lock, after_counting, before_noting]
+
+
+def states_of(run):
+    """Master, number of steps and moments of every parameter."""
+    kernel = run.optimizer.kernel
+    kernel.on_use = lambda tensor: None  # where updates are made in backward, nobody may look
+    found = []
+    for tensor in run.engine.manager.tensors:
+        tensor.chunk.wait()
+        state = kernel.own_state(tensor)
+        found.append([tensor.view(tensor.chunk.lists[MASTER]).clone(), *(state[key].clone() for key in sorted(state))])
+    return found
+
+
+def same(one, other):
+    return all(map(torch.equal, one, other))
+
+
+def train(make, overlap, num):
+    run = make(overlap_optimizer=overlap)
+    for seed in range(num):
+        run.step(seed)
+    return run
+
+
+def after_steps(*args):
+    run = train(*args)
+    states = states_of(run)
+    run.engine.detach()
+    return states
+
+
+@pytest.mark.parametrize("number", [1, 4])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("make", "overlap"), [(Run, True), (UnclippedRun, "backward")], ids=["step", "backward"])
+def test_an_interrupted_update_is_made_as_a_whole_or_not_at_all(make, overlap, place, number, monkeypatch):
+    threads, calls = threads_of_engines(), []
+
+    def come():
+        calls.append(1)
+        if len(calls) == number:
+            interrupt()
+
+    with streams_of("delayed"):
+        before, after = (after_steps(make, overlap, num) for num in (3, 4))
+        run = train(make, overlap, 3)
+        with monkeypatch.context() as patched:
+            place(patched, come)
+            with pytest.raises(KeyboardInterrupt):
+                run.step(3)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        found = states_of(run)
+        for parameter, *states in zip(found, before, after, strict=True):
+            assert any(same(parameter, state) for state in states)
+        assert sum(map(same, found, after)) > 0, "the update that was interrupted was made"
+        run.engine.detach()
+    assert not threads_of_engines() - threads
