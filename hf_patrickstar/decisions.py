@@ -255,8 +255,8 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
     embeddings = _choose_embeddings(model, tensors, situation, everything_fits=fits)
     choose = functools.partial(_choose_layout, situation, tensors, modules, embeddings.apart)
     choice = choose(limit, fits, others)
-    widens = any(spec.types.is_mixed for spec in tensors) and situation.num_micro_batches == 1
-    workspace = _workspace_nbytes(situation, choice) if widens else 0
+    widens = situation.num_micro_batches == 1
+    workspace = _workspace_nbytes(situation, choice, widens)
 
     usable = ledger.usable(Tier.DEVICE)
 
@@ -310,12 +310,12 @@ def _choose_lists(
     return lists
 
 
-def _workspace_nbytes(situation: Circumstances, choice: ChunkSizeChoice) -> int:
-    """Bytes of scratch space in which optimizers widen gradients, on each tier where they update chunks."""
+def _workspace_nbytes(situation: Circumstances, choice: ChunkSizeChoice, widens: bool) -> int:
+    """Bytes of scratch space in which optimizers widen and scale gradients, on each tier where they update chunks."""
     workspace = 0
     for number, kernel in enumerate(situation.kernels):
         own = [spec.chunk_numel for spec in choice.layout.chunks if widened_by(spec, number)]
-        workspace += kernel.workspace_numel(max(own, default=0)) * torch.float32.itemsize
+        workspace += kernel.workspace_numel(max(own, default=0), widens=widens) * torch.float32.itemsize
     return workspace
 
 

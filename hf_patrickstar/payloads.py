@@ -141,7 +141,7 @@ class Payloads:
         return chunk_bytes(specs, decisions.lists, self._pool, decisions.embeddings)
 
     def reserve(self, chunks: Sequence[Chunk], *also: Tier) -> None:
-        """Lets the kernels allocate their workspace, if they have to widen gradients.
+        """Lets the kernels allocate their workspace, if chunks have 16-bit parameters.
 
         Args:
             chunks: All chunks.
@@ -150,8 +150,9 @@ class Payloads:
         Raises:
             BudgetError: If there is no room.
         """
-        for number, kernel in enumerate(self._kernels if self._decisions.widens_gradients else ()):
-            kernel.reserve([chunk for chunk in chunks if widened_by(chunk.spec, number)], *also)
+        widens = self._decisions.widens_gradients
+        for number, kernel in enumerate(self._kernels):
+            kernel.reserve([chunk for chunk in chunks if widened_by(chunk.spec, number)], *also, widens=widens)
 
     def reserve_anew(self, chunks: Sequence[Chunk]) -> None:
         """Frees the workspace of the kernels, and allocates it again for these chunks; see ``reserve``."""

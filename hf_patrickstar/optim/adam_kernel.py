@@ -88,7 +88,7 @@ def _named(segments: Sequence[_Segment]) -> str:
 
 
 def _likeness(
-    segments: Sequence[_Segment], coefficient: torch.Tensor | None
+    segments: Sequence[_Segment], coefficient: torch.Tensor | None, keeps: bool
 ) -> tuple[Hashable, Sequence[torch.Tensor]]:
     """What decides which operators an update calls, and the memory that it works with; see ``Update``."""
     memory: dict[int, tuple[int, torch.Tensor]] = {}
@@ -101,7 +101,7 @@ def _likeness(
         sizes = tuple((tensor.numel(), tensor.dtype, tensor.device) for tensor in tensors)
         settings = repr(sorted(segment.options.items()))
         alike.append((segment.start, segment.stop, segment.place, tuple(segment.payloads), places, sizes, settings))
-    return (tuple(alike), coefficient is None), [tensor for _, tensor in memory.values()]
+    return (tuple(alike), coefficient is None, keeps), [tensor for _, tensor in memory.values()]
 
 
 def _restore(segments: Iterable[_Segment]) -> None:
@@ -160,14 +160,24 @@ class AdamKernel(Kernel):
         fused, foreach = group.get("fused"), group.get("foreach")
         return bool(fused) or (fused is None and foreach is None and self._prefer_fused)
 
-    def workspace_numel(self, capacity_numel: int) -> int:
-        """See ``Kernel``. The scratch space has one tile of each worker, of a GPU's size if the device is one."""
+    def workspace_numel(self, capacity_numel: int, *, widens: bool = True) -> int:
+        """See ``Kernel``. The scratch space has one tile of each worker, of a GPU's size if the device is one.
+
+        Where gradients are wide, only the host needs it: a tile is multiplied there in the caches.
+        """
         num = self._workers.num
         on_host = num * min(self._tile_numel, align(-(-capacity_numel // num)))
-        on_device = min(max(self._tile_numel, _DEVICE_TILE_NUMEL), capacity_numel) if self._has_lanes else 0
+        on_device = min(max(self._tile_numel, _DEVICE_TILE_NUMEL), capacity_numel) if self._has_lanes and widens else 0
         return max(on_host, on_device)
 
-    def prepare(self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None) -> Update:
+    def prepare(
+        self,
+        chunks: Sequence[Chunk],
+        groups: Mapping[int, int],
+        coefficient: torch.Tensor | None,
+        *,
+        keeps: bool = True,
+    ) -> Update:
         """See ``Kernel``."""
         options = [settings_of(group) for group in self._optimizer.param_groups]
         steps: dict[tuple[int, int], torch.Tensor] = {}
@@ -177,10 +187,10 @@ class AdamKernel(Kernel):
         self._count(indices, 1)
         coefficient = None if coefficient is None else coefficient.clone()
         return Update(
-            functools.partial(self._update_all, joined, coefficient),
+            functools.partial(self._update_all, joined, coefficient, keeps),
             functools.partial(self._count, indices, -1),
             functools.partial(_restore, joined),
-            functools.partial(_likeness, joined, coefficient),
+            functools.partial(_likeness, joined, coefficient, keeps),
         )
 
     def _count(self, indices: Iterable[int], num: int) -> None:
@@ -190,9 +200,9 @@ class AdamKernel(Kernel):
                 before = self._steps.get(index, 0)
                 self._steps[index] = before.add_(num) if isinstance(before, torch.Tensor) else before + num
 
-    def _update_all(self, joined: Sequence[_Segment], coefficient: torch.Tensor | None) -> None:
+    def _update_all(self, joined: Sequence[_Segment], coefficient: torch.Tensor | None, keeps: bool) -> None:
         numel = sum(segment.numel for segment in joined)
-        work = functools.partial(self._update_tile, coefficient=coefficient)
+        work = functools.partial(self._update_tile, coefficient=coefficient, keeps=keeps)
         if joined and self._is_on_host(joined[0]) and self._workers.suits(joined[0].payloads["param"], numel):
             num = self._workers.num
             tile_numel = min(self._tile_numel, max(align(-(-numel // num)), SMALL_NUMEL))
@@ -202,7 +212,13 @@ class AdamKernel(Kernel):
                 work(0, tile, num=1)
 
     def _update_tile(
-        self, number: int, segments: Sequence[_Segment], *, num: int, coefficient: torch.Tensor | None
+        self,
+        number: int,
+        segments: Sequence[_Segment],
+        *,
+        num: int,
+        coefficient: torch.Tensor | None,
+        keeps: bool,
     ) -> None:
         """Updates ranges of one param group and step in one call, because many small calls are slow.
 
@@ -210,12 +226,11 @@ class AdamKernel(Kernel):
             number: The number of the worker.
             segments: The ranges.
             num: How many workers share the scratch space.
-            coefficient: See ``update``.
+            coefficient: See ``prepare``.
+            keeps: See ``prepare``.
         """
         try:
-            gradients = self._gradients(segments, number, num)
-            if coefficient is not None:
-                torch._foreach_mul_(gradients, coefficient)
+            gradients = self._gradients(segments, number, num, coefficient, keeps)
             masters, exp_avgs, exp_avg_sqs = ([segment.of(name) for segment in segments] for name in self.list_names)
             self._adam(masters, gradients, exp_avgs, exp_avg_sqs, segments[0])
             round_masters(masters, [segment.of("param") for segment in segments])
@@ -277,7 +292,8 @@ class AdamKernel(Kernel):
         chunk = segment.chunk
         on_host = self._is_on_host(segment)
         numel = most_numel if on_host else max(_DEVICE_TILE_NUMEL, self._tile_numel)
-        if chunk.home in self._scratch and (chunk.is_mixed or not on_host):
+        may_need_scratch = chunk.is_mixed and (on_host or segment.place is not GradientPlace.LIST)
+        if may_need_scratch and chunk.home in self._scratch:
             numel = min(numel, self._scratch_numel(chunk.home, num))
         return numel
 
@@ -334,19 +350,31 @@ class AdamKernel(Kernel):
         # Made by a kernel: torch.tensor would copy from the host, and wait for it.
         return torch.full((), float(num), device=device if fused else "cpu")
 
-    def _gradients(self, segments: Sequence[_Segment], number: int, num: int) -> list[torch.Tensor]:
-        gradients, used = [], 0
+    def _gradients(
+        self, segments: Sequence[_Segment], number: int, num: int, coefficient: torch.Tensor | None, keeps: bool
+    ) -> list[torch.Tensor]:
+        """The gradients of a tile in fp32, multiplied with the coefficient; see ``_update_tile``.
+
+        A gradient in the accumulation list that nobody reads again is multiplied in the scratch space: in its place it
+        would have to be written to memory, 4 bytes beside the 30 that the update moves for each parameter.
+        """
+        gradients, in_place, used = [], [], 0
+        scales_apart = coefficient is not None and not keeps and self._is_on_host(segments[0])
         for segment in segments:
-            chunk = segment.chunk
-            if segment.place is GradientPlace.LIST:
-                gradients.append(segment.of(GRADIENT))
-            elif not chunk.is_mixed:
-                gradients.append(segment.of("param"))
-            else:
+            chunk, is_listed = segment.chunk, segment.place is GradientPlace.LIST
+            gradient = segment.of(GRADIENT if is_listed else "param")
+            if chunk.is_mixed and (scales_apart or not is_listed):
                 start = number * self._scratch_numel(chunk.home, num) + used
                 wide = self._scratch[chunk.home][start : start + segment.numel]
-                gradients.append(wide.copy_(segment.of("param")))
                 used += segment.numel
+                if is_listed and coefficient is not None:
+                    gradients.append(torch.mul(gradient, coefficient, out=wide))
+                    continue
+                gradient = wide.copy_(gradient)
+            gradients.append(gradient)
+            in_place.append(gradient)
+        if coefficient is not None and in_place:
+            torch._foreach_mul_(in_place, coefficient)
         return gradients
 
     def _adam(

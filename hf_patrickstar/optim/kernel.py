@@ -56,21 +56,28 @@ class Kernel(abc.ABC):
         self._scratch: dict[Tier, torch.Tensor] = {}
 
     @abc.abstractmethod
-    def workspace_numel(self, capacity_numel: int) -> int:
-        """Returns how many fp32 elements of scratch space a chunk needs to widen its 16-bit gradients."""
+    def workspace_numel(self, capacity_numel: int, *, widens: bool = True) -> int:
+        """Returns how many fp32 elements of scratch space a chunk with 16-bit parameters needs.
 
-    def reserve(self, chunks: Sequence[Chunk], *also: Tier) -> None:
-        """Allocates the scratch space for chunks with 16-bit gradients, on every tier that needs it and has none.
+        Args:
+            capacity_numel: The elements of the chunk.
+            widens: Whether its gradients are widened to fp32. Those of an accumulation list are wide.
+        """
+
+    def reserve(self, chunks: Sequence[Chunk], *also: Tier, widens: bool = True) -> None:
+        """Allocates the scratch space for chunks with 16-bit parameters, on every tier that needs it and has none.
 
         Args:
             chunks: This kernel updates them. The tiers of their homes need scratch space.
             *also: These tiers need scratch space, too.
+            widens: See ``workspace_numel``.
         """
         updated = [chunk for chunk in chunks if chunk.spec.is_updated]
         if self.updates_at_once or not updated:
             return
-        numel = self.workspace_numel(max(chunk.spec.chunk_numel for chunk in updated))
-        for tier in {*also, *(chunk.home for chunk in updated)} - self._scratch.keys():
+        numel = self.workspace_numel(max(chunk.spec.chunk_numel for chunk in updated), widens=widens)
+        tiers = {*also, *(chunk.home for chunk in updated)} if numel else set()
+        for tier in tiers - self._scratch.keys():
             self._scratch[tier] = self._pool.allocate(tier, numel, torch.float32, WORKSPACE)
 
     def release(self) -> None:
@@ -140,13 +147,22 @@ class Kernel(abc.ABC):
         """
 
     @abc.abstractmethod
-    def prepare(self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None) -> Update:
+    def prepare(
+        self,
+        chunks: Sequence[Chunk],
+        groups: Mapping[int, int],
+        coefficient: torch.Tensor | None,
+        *,
+        keeps: bool = True,
+    ) -> Update:
         """Prepares an update of chunks from their gradients, at their home.
 
         Args:
             chunks: The chunks. All have the same home, and their gradients have places there.
             groups: The param group of each tensor index. The kernel leaves other tensors alone.
             coefficient: The kernel multiplies gradients with it (clipping, unscaling), unless it is ``None``.
+            keeps: Whether gradients in the accumulation list stay there, multiplied. If not, nobody reads them again,
+                and the kernel may leave anything there.
 
         Returns:
             The update. If ``runs_beside``, settings and places may change before it runs.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hf_patrickstar.events import Listener, StepFinished
+from hf_patrickstar.interrupts import held_back
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.clipping import clip_by_norm, clip_by_value, total_norm
 from hf_patrickstar.optim.kernel import Kernel, in_batches, place_state
@@ -214,6 +215,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         if self._follow_model():
             self.follow_groups()
         manager = self._manager
+        manager.phases.abandon_failed_backward()
         manager.parameters.release_held_outside_forward()
         manager.writes.sync()
         self._check_ahead()
@@ -279,8 +281,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             gradients.make_ready(tensor)
             if tensor.spec.index not in self.group_numbers:
                 phases.leave_alone(tensor, factors.get(place))
-        update = self.kernel.prepare(batch, self.group_numbers, factors.get(place))
-        with named("update", *(chunk.spec.index for chunk in batch)), gradients.lock:
+        with held_back(), named("update", *(chunk.spec.index for chunk in batch)), gradients.lock:
+            update = self.kernel.prepare(batch, self.group_numbers, factors.get(place), keeps=keeps)
             phases.update(batch, update, may_run_beside=self.kernel.may_run_beside(batch))
             for chunk in batch:
                 phases.chunk_updated(chunk, self.group_numbers, keeps=keeps)

@@ -56,9 +56,9 @@ class TorchKernel(Kernel):
         self._booked: dict[int, int] = {}
         self._over_budget: dict[Tier, int] = {}
 
-    def workspace_numel(self, capacity_numel: int) -> int:
-        """See ``Kernel``. The scratch space has a whole chunk."""
-        return 0 if self.updates_at_once else capacity_numel
+    def workspace_numel(self, capacity_numel: int, *, widens: bool = True) -> int:
+        """See ``Kernel``. The scratch space has a whole chunk if gradients are widened, else there is none."""
+        return capacity_numel if widens and not self.updates_at_once else 0
 
     @contextlib.contextmanager
     def lent(self, tensors: Sequence[ManagedTensor]) -> Iterator[list[ManagedTensor]]:
@@ -140,7 +140,14 @@ class TorchKernel(Kernel):
             ledger.book(tier, OWN_STATE, nbytes, is_allocated=True, ahead_nbytes=ahead)  # it raises, with all of them
             ledger.unbook(tier, OWN_STATE, nbytes)
 
-    def prepare(self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None) -> Update:
+    def prepare(
+        self,
+        chunks: Sequence[Chunk],
+        groups: Mapping[int, int],
+        coefficient: torch.Tensor | None,
+        *,
+        keeps: bool = True,
+    ) -> Update:
         """See ``Kernel``."""
         return Update(functools.partial(self._update_chunks, chunks, groups, coefficient))
 

@@ -1,6 +1,7 @@
 """What an operator costs: the operations of its matrix products, and the bytes that it reads and writes."""
 
 import collections
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ _aten = torch.ops.aten
 _READS_ROWS = frozenset({_aten.embedding, _aten.index_select, _aten.gather, _aten.index})
 """Operators that read as many bytes of their first operand as they write."""
 _WRITES_OVER = frozenset({_aten.copy_, _aten.fill_, _aten.zero_, _aten._foreach_copy_})
-"""Operators that do not read what they write to."""
+"""Operators that do not read what they write to, beside those that write to their argument ``out``."""
 _ADAMS = frozenset({_aten._fused_adam_, _aten._fused_adamw_})
 _IS_FREE = frozenset(
     {
@@ -81,10 +82,16 @@ def cost_of(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Co
     read_nbytes = made_nbytes + _nbytes(read[1:]) if packet in _READS_ROWS else _nbytes(read)
     count = _FLOPS.get(packet)
     flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
-    written_nbytes = _nbytes(written) * (1 if packet in _WRITES_OVER else 2)
+    written_nbytes = _nbytes(written) * (1 if _writes_over(operator) else 2)
     if packet in _ADAMS:
         written_nbytes -= _nbytes(args[1])  # gradients, which change only where the kernel unscales them
     return Cost(flops, read_nbytes + written_nbytes + made_nbytes, _dtype_of((*read, *written, *made)))
+
+
+@functools.cache
+def _writes_over(operator: Any) -> bool:
+    is_out = any(argument.is_out for argument in operator._schema.arguments)
+    return is_out or operator._overloadpacket in _WRITES_OVER
 
 
 class Touch(NamedTuple):
@@ -119,7 +126,7 @@ def touches_of(operator: Any, args: Any, kwargs: dict[str, Any]) -> list[Touch]:
     written = written_operands(operator._schema, args, kwargs)
     only_read = {id(tensor) for tensor in (args[1] if packet in _ADAMS else ())}
     touches = [_touch(tensor, is_write=False, is_read=True) for tensor in read_operands(written, args, kwargs)]
-    is_read = packet not in _WRITES_OVER
+    is_read = not _writes_over(operator)
     for tensor in written:
         is_write = id(tensor) not in only_read
         touches.append(_touch(tensor, is_write=is_write, is_read=is_read or not is_write))

@@ -327,10 +327,10 @@ def test_a_forward_begins_when_the_first_chunk_is_updated(late, monkeypatch):
     first_module_ran, update = threading.Event(), AdamKernel._update_all
     last = run.engine.manager.chunks[-1]
 
-    def update_late(kernel, joined, coefficient):
+    def update_late(kernel, joined, *args):
         if joined and joined[-1].chunk is last:
             assert first_module_ran.wait(30)
-        update(kernel, joined, coefficient)
+        update(kernel, joined, *args)
 
     monkeypatch.setattr(AdamKernel, "_update_all", update_late)
     run.model.transformer.wpe.register_forward_hook(lambda *_: first_module_ran.set())
@@ -369,9 +369,9 @@ def last_first(**config):
 def test_chunks_are_updated_in_the_order_in_which_forward_needs_them(late, monkeypatch):
     updated, prepare = [], AdamKernel.prepare
 
-    def note(kernel, chunks, *args):
+    def note(kernel, chunks, *args, **settings):
         updated.extend(chunk.spec.index for chunk in chunks)
-        return prepare(kernel, chunks, *args)
+        return prepare(kernel, chunks, *args, **settings)
 
     monkeypatch.setattr(AdamKernel, "prepare", note)
     engine, found = last_first()
@@ -502,6 +502,24 @@ def test_after_an_error_an_engine_can_be_detached(streams, monkeypatch):
     assert not hasattr(run.model, "patrickstar_engine")
     assert len(run.optimizer.inner.state) == len(types)
     assert not threads_of_engines() - before
+
+
+@pytest.mark.parametrize("keeps", [True, "auto"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_norms_of_gradients_that_a_step_has_kept_are_those_of_the_clipped_ones(accumulation, keeps):
+    def case(model, optimizer, clip):
+        for seed in range(accumulation):
+            model(**make_batch("gpt2", seed=seed)).loss.backward()
+        found = [clip(0.5)]
+        optimizer.step()
+        found.append(clip(0.1))
+        return [*found, *(parameter.grad.clone() for parameter in model.parameters())]
+
+    model = make_model("gpt2").train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    expected = case(model, optimizer, lambda norm: torch.nn.utils.clip_grad_norm_(model.parameters(), norm))
+    run = Run(accumulation=accumulation, keep_gradients=keeps)
+    assert_same(expected, case(run.model, run.optimizer, lambda norm: run.optimizer.clip_grad_norm_(None, norm)))
 
 
 def test_an_interrupted_wait_can_be_repeated(late, gate, monkeypatch):

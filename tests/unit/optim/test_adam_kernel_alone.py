@@ -37,7 +37,7 @@ GROUPS = group_of([0, 1, 2, 5], [3, 4, 6])
 pytestmark = pytest.mark.usefixtures("no_modes")
 
 
-def make(*chunks, cls=AdamW, prefer_fused=False, options=None, workers=None, **settings):
+def make(*chunks, cls=AdamW, prefer_fused=False, options=None, workers=None, has_lanes=False, **settings):
     """Parts and a kernel over their chunks, of an optimizer with two groups; groups are the first half and the rest."""
     parts = make_parts(*(chunks or [(64, 64)]), **settings)
     add_lists(parts, EXP_AVG, EXP_AVG_SQ)
@@ -48,14 +48,14 @@ def make(*chunks, cls=AdamW, prefer_fused=False, options=None, workers=None, **s
         ],
         **{"lr": 0.01, **(options or {})},
     )
-    parts.kernel = AdamKernel(parts.optimizer, parts.pool, prefer_fused, workers or HostWorkers(1))
+    parts.kernel = AdamKernel(parts.optimizer, parts.pool, prefer_fused, workers or HostWorkers(1), has_lanes)
     parts.kernel.reserve(parts.chunks)
     return parts
 
 
-def update(parts, groups=None, coefficient=None, chunks=None):
+def update(parts, groups=None, coefficient=None, chunks=None, **settings):
     groups = {tensor.spec.index: 0 for tensor in parts.tensors} if groups is None else groups
-    parts.kernel.update(parts.chunks if chunks is None else chunks, groups, coefficient)
+    parts.kernel.prepare(parts.chunks if chunks is None else chunks, groups, coefficient, **settings).run()
     end_update(parts)
 
 
@@ -368,13 +368,14 @@ def test_chunks_of_other_types_are_updated_apart(calls):
 
 @pytest.mark.parametrize("types", [BF16, FP32])
 @pytest.mark.parametrize("place", [GradientPlace.PARAM, GradientPlace.LIST])
-def test_the_coefficient_is_applied_once(types, place):
+@pytest.mark.parametrize("keeps", [True, False])
+def test_the_coefficient_is_applied_once(types, place, keeps):
     parts = make((64, 64), types=types)
     give(parts, t0=8, t1=8)
     for tensor in parts.tensors if place is GradientPlace.LIST else ():
         parts.gradients.move_to_list(tensor)
     assert {tensor.gradient for tensor in parts.tensors} == {place}
-    update(parts, group_of([], [0, 1]), torch.tensor(0.5))
+    update(parts, group_of([], [0, 1]), torch.tensor(0.5), keeps=keeps)
     for tensor in parts.tensors:
         state = parts.kernel.own_state(tensor)
         assert (state["exp_avg"].unique().tolist(), state["exp_avg_sq"].unique().tolist()) == ([2.0], [4.0])
@@ -386,6 +387,34 @@ def test_a_gradient_that_stays_is_the_clipped_one():
     parts.gradients.move_to_list(parts.tensors[0])
     update(parts, None, torch.tensor(0.5))
     assert parts.gradients.of(parts.tensors[0]).unique().tolist() == [4.0]
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_sums_and_16_bit_gradients_of_one_tile_are_multiplied_alike(keeps, num_workers):
+    mixed, plain = make(*NUMELS, workers=HostWorkers(num_workers)), make(*NUMELS)
+    for parts in (mixed, plain):
+        torch.manual_seed(1)
+        randomize(parts)
+        give(parts, **{f"t{number}": number + 1 for number in range(len(parts.tensors))})
+    for tensor in mixed.tensors[::2]:
+        mixed.gradients.move_to_list(tensor)
+    update(mixed, None, torch.tensor(0.3), keeps=keeps)
+    update(plain, None, torch.tensor(0.3))
+    assert all(map(torch.equal, masters(mixed), masters(plain)))
+    for one, other in zip(mixed.tensors, plain.tensors, strict=True):
+        one, other = mixed.kernel.own_state(one), plain.kernel.own_state(other)
+        assert other["exp_avg"].all()
+        assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def test_a_sum_that_nobody_reads_again_is_not_written_to():
+    """Memory traffic of the host is what an update takes its time for."""
+    parts = make((64, 64))
+    give(parts, t0=8)
+    parts.gradients.move_to_list(parts.tensors[0])
+    update(parts, None, torch.tensor(0.5), keeps=False)
+    assert parts.gradients.of(parts.tensors[0]).unique().tolist() == [8.0]
 
 
 def test_what_has_no_gradient_stays_as_it_is():
@@ -451,6 +480,16 @@ def test_every_worker_has_a_tile_of_its_own_or_its_part_of_a_chunk(num, capacity
     kernel = AdamKernel(make().optimizer, None, False, HostWorkers(num))
     assert kernel.workspace_numel(capacity) == numel
     assert kernel.batch_numel == num * 2**19, "small chunks until all have a tile"
+
+
+def test_sums_of_gradients_are_multiplied_in_scratch_space_of_the_host_alone():
+    kernel = AdamKernel(make().optimizer, None, True, HostWorkers(2), has_lanes=True)
+    assert kernel.workspace_numel(2**30, widens=False) == 2 * 2**19
+    parts = make((64,), home=Tier.DEVICE, has_lanes=True)
+    give(parts, t0=8)
+    parts.gradients.move_to_list(parts.tensors[0])
+    update(parts, None, torch.tensor(0.5), keeps=False)
+    assert parts.gradients.of(parts.tensors[0]).unique().tolist() == [4.0], "a device saves nothing by it"
 
 
 def test_the_tile_of_a_gpu_may_be_smaller_than_those_of_all_workers():

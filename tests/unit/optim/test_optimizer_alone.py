@@ -164,7 +164,7 @@ def test_what_happens_in_a_step_in_order(runs_beside):
         ("make_ready", first),
         ("make_ready", second),
         ("leave_alone", second, None),
-        ("prepare", [chunk], {0: 0}, None),
+        ("prepare", [chunk], {0: 0}, None, True),
         ("may_run_beside", [chunk]),
         ("update", [chunk], "update", runs_beside),
         ("chunk_updated", chunk, {0: 0}, True),

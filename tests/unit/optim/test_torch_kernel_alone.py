@@ -202,6 +202,7 @@ def test_hooks_are_not_called_for_each_chunk():
 def test_scratch_space_is_for_a_whole_chunk():
     parts = make((2, 2), (3,))
     assert parts.kernel.workspace_numel(2**30) == 2**30
+    assert parts.kernel.workspace_numel(2**30, widens=False) == 0
     assert parts.ledger.owners(Tier.HOST)[WORKSPACE] == 4 * 4
     assert (parts.kernel.batch_numel, parts.kernel.follows_homes, parts.kernel.splits_tensors) == (0, False, False)
 

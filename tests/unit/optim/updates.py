@@ -90,7 +90,7 @@ class PlainKernel(Kernel):
         super().__init__(optimizer, parts.pool)
         self.parts, self.told, self.counts = parts, [], {}
 
-    def workspace_numel(self, capacity_numel):
+    def workspace_numel(self, capacity_numel, *, widens=True):
         return 2 * capacity_numel
 
     def begin_step(self):
@@ -99,7 +99,7 @@ class PlainKernel(Kernel):
     def end_step(self):
         self.told.append("end")
 
-    def prepare(self, chunks, groups, coefficient):
+    def prepare(self, chunks, groups, coefficient, *, keeps=True):
         return Update(functools.partial(self._update, chunks, groups, coefficient))
 
     def _update(self, chunks, groups, coefficient):

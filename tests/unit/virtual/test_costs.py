@@ -92,6 +92,13 @@ def test_what_was_only_read_is_written_back():
     assert saved(cache, aten.add_.Tensor, b, 1.0) == 40, "it is fetched no more, and written back"
 
 
+def test_an_argument_out_is_written_and_not_read():
+    cache, a, b = HostCache(100), torch.zeros(10), torch.zeros(10)
+    assert cost(aten.mul.out, a, 2.0, out=b).nbytes == 40 + 40
+    assert saved(cache, aten.mul.out, a, 2.0, out=b) == 0
+    assert saved(cache, aten.mul.out, a, 2.0, out=b) == 40 + 40, "neither read, nor written back once more"
+
+
 def test_what_was_touched_longest_ago_leaves():
     cache, first, second, third = HostCache(80), torch.zeros(10), torch.zeros(10), torch.zeros(10)
     for tensor in (first, second, first, third):
@@ -109,6 +116,15 @@ def test_parts_of_one_memory_are_kept_apart():
 
 def test_a_tile_of_adam_comes_to_28_bytes_per_parameter():
     """A 16-bit gradient is widened and scaled, and the new value rounded: scratch space stays in the cache."""
+    assert nbytes_of_a_tile(is_listed=False) == 28 * 64
+
+
+def test_a_sum_of_gradients_is_read_and_not_written():
+    """Two bytes more than a 16-bit gradient; its product is in scratch space."""
+    assert nbytes_of_a_tile(is_listed=True) == 30 * 64
+
+
+def nbytes_of_a_tile(is_listed):
     cache, total = HostCache(), 0
     scratch, numel = torch.zeros(64), 64
 
@@ -123,11 +139,14 @@ def test_a_tile_of_adam_comes_to_28_bytes_per_parameter():
         total = 0
         param = torch.zeros(numel, dtype=torch.bfloat16)
         lists = [torch.zeros(numel), scratch, torch.zeros(numel), torch.zeros(numel)]
-        run(aten.copy_.default, scratch, param)
-        run(aten._foreach_mul_.Scalar, [scratch], 0.5)
+        if is_listed:
+            run(aten.mul.out, torch.zeros(numel), 0.5, out=scratch)
+        else:
+            run(aten.copy_.default, scratch, param)
+            run(aten._foreach_mul_.Scalar, [scratch], 0.5)
         step = [torch.ones(())]
         saved(cache, aten.neg.default, step[0])
         run(aten._fused_adamw_.default, *([t] for t in lists), [], step, **options, amsgrad=False, maximize=False)
         run(aten._foreach_copy_.default, [param], [lists[0]])
         kept += [param, *lists]
-        assert total == 28 * numel
+    return total
