@@ -79,7 +79,8 @@ class Decisions:
         embeddings: Which embeddings are looked up on the CPU.
         chunk_nbytes: Bytes of this rank's chunks over all lists.
         homes: The tier where each chunk has its home.
-        workspace_nbytes: Bytes of scratch space that the optimizer needs on a tier.
+        workspace_nbytes: Bytes of scratch space that the optimizer needs on the host, where it updates chunks there.
+        device_workspace_nbytes: Bytes of it that it needs on the device: none for gradients that are wide.
         need_at: Returns the bytes that chunks would need at once with another device budget and chunk budget.
         lists: The lists that chunks have beside ``param``, by the index of their optimizer; see ``lists_of``.
         widens_gradients: Whether optimizers have to widen gradients to fp32; those of an accumulation list are wide.
@@ -95,6 +96,7 @@ class Decisions:
     chunk_nbytes: list[ChunkBytes]
     homes: HomePlan
     workspace_nbytes: int
+    device_workspace_nbytes: int
     need_at: Callable[[int, int | None], int]
     lists: dict[int, tuple[str, ...]]
     widens_gradients: bool
@@ -257,6 +259,7 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
     choice = choose(limit, fits, others)
     widens = situation.num_micro_batches == 1
     workspace = _workspace_nbytes(situation, choice, widens)
+    device_workspace = workspace if widens else 0
 
     usable = ledger.usable(Tier.DEVICE)
 
@@ -264,7 +267,7 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
         share, limit = _shares(situation, int(device_nbytes * usable), others, chunk_nbytes)
         fits = total <= share and not config.debug_evict_all
         found = choose(limit, fits, others).working_set_nbytes
-        return total + workspace if fits and not _can_move_homes(situation) else found
+        return total + device_workspace if fits and not _can_move_homes(situation) else found
 
     nbytes = chunk_bytes(choice.layout.chunks, lists, situation.resources.pool, embeddings)
     homes = plan_homes(
@@ -273,6 +276,7 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
         ledger.limit(Tier.HOST),
         choice.working_set_nbytes,
         workspace,
+        device_workspace_nbytes=device_workspace,
         is_copied=collectives.world_size > 1,
         keeps_off=config.debug_evict_all,
         is_metered=situation.resources.is_metered,
@@ -282,8 +286,8 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
     if not situation.resources.is_metered and not homes.device_homed:
         # Both tiers are the same memory: the compute tier cannot have the bytes that are at home on the host.
         ledger.lower_limit(Tier.DEVICE, max(ledger.limit(Tier.DEVICE) - total, choice.working_set_nbytes))
-    found = (tensors, parameters, chosen, choice, embeddings, nbytes, homes, workspace, need_at, lists, widens)
-    return Decisions(*found, *_choose_depth(situation, choice.layout))
+    found = (tensors, parameters, chosen, choice, embeddings, nbytes, homes, workspace, device_workspace)
+    return Decisions(*found, need_at, lists, widens, *_choose_depth(situation, choice.layout))
 
 
 def _choose_depth(situation: Circumstances, layout: Layout) -> tuple[int, str]:

@@ -212,7 +212,7 @@ class PatrickStarEngine:
         decisions, config, resources = self._decisions, self.config, self.resources
         runs_beside = bool(config.overlap_optimizer) and all(kernel.runs_beside for kernel in self._kernels)
         rates = (resources.machine, resources.has_lanes, resources.has_lanes and runs_beside)
-        return PlacementRules(decisions.workspace_nbytes, decisions.prefetch_depth, config.eviction, *rates)
+        return PlacementRules(decisions.device_workspace_nbytes, decisions.prefetch_depth, config.eviction, *rates)
 
     def _make_manager(self, chunks: list[Chunk], known: KnownTraces) -> ChunkManager:
         decisions, config, resources, collectives = self._decisions, self.config, self.resources, self.collectives

@@ -292,7 +292,7 @@ class AdamKernel(Kernel):
         chunk = segment.chunk
         on_host = self._is_on_host(segment)
         numel = most_numel if on_host else max(_DEVICE_TILE_NUMEL, self._tile_numel)
-        may_need_scratch = chunk.is_mixed and (on_host or segment.place is not GradientPlace.LIST)
+        may_need_scratch = chunk.is_mixed and (chunk.home is Tier.HOST or segment.place is not GradientPlace.LIST)
         if may_need_scratch and chunk.home in self._scratch:
             numel = min(numel, self._scratch_numel(chunk.home, num))
         return numel
@@ -359,7 +359,7 @@ class AdamKernel(Kernel):
         would have to be written to memory, 4 bytes beside the 30 that the update moves for each parameter.
         """
         gradients, in_place, used = [], [], 0
-        scales_apart = coefficient is not None and not keeps and self._is_on_host(segments[0])
+        scales_apart = coefficient is not None and not keeps and segments[0].chunk.home is Tier.HOST
         for segment in segments:
             chunk, is_listed = segment.chunk, segment.place is GradientPlace.LIST
             gradient = segment.of(GRADIENT if is_listed else "param")

@@ -67,6 +67,8 @@ class Kernel(abc.ABC):
     def reserve(self, chunks: Sequence[Chunk], *also: Tier, widens: bool = True) -> None:
         """Allocates the scratch space for chunks with 16-bit parameters, on every tier that needs it and has none.
 
+        Gradients that are wide already need none on the device, which computes from its own memory in any case.
+
         Args:
             chunks: This kernel updates them. The tiers of their homes need scratch space.
             *also: These tiers need scratch space, too.
@@ -76,8 +78,8 @@ class Kernel(abc.ABC):
         if self.updates_at_once or not updated:
             return
         numel = self.workspace_numel(max(chunk.spec.chunk_numel for chunk in updated), widens=widens)
-        tiers = {*also, *(chunk.home for chunk in updated)} if numel else set()
-        for tier in tiers - self._scratch.keys():
+        tiers = {*also, *(chunk.home for chunk in updated)} - ({Tier.DEVICE} if not widens else set())
+        for tier in tiers - self._scratch.keys() if numel else ():
             self._scratch[tier] = self._pool.allocate(tier, numel, torch.float32, WORKSPACE)
 
     def release(self) -> None:

@@ -54,6 +54,7 @@ def plan_homes(
     working_set_nbytes: int,
     workspace_nbytes: int,
     *,
+    device_workspace_nbytes: int | None = None,
     is_copied: bool = False,
     keeps_off: bool = False,
     is_metered: bool = False,
@@ -70,7 +71,8 @@ def plan_homes(
         device_nbytes: Bytes for chunks on the device.
         host_nbytes: Bytes for chunks on the host.
         working_set_nbytes: Bytes that the most demanding module needs on the device at once.
-        workspace_nbytes: Bytes of scratch space that the optimizer needs on each tier where it updates chunks.
+        workspace_nbytes: Bytes of scratch space that the optimizer needs on the host if it updates chunks there.
+        device_workspace_nbytes: Bytes of it that it needs on the device; by default, as many.
         is_copied: Whether the working set needs room beside chunks at home on the device, because it is gathered.
         keeps_off: Whether chunks are at home on the device only if the host has no room for them (debugging).
         is_metered: Whether the device's bytes are for non-model data too: then the error advises a host for all chunks.
@@ -82,7 +84,8 @@ def plan_homes(
     movable = [chunk for chunk in chunks if not chunk.on_host]
     total = sum(chunk.device_nbytes for chunk in movable)
     fixed = sum(chunk.host_nbytes for chunk in chunks if chunk.on_host)
-    on_device = total + workspace_nbytes + (working_set_nbytes if is_copied else 0)
+    scratch_there = workspace_nbytes if device_workspace_nbytes is None else device_workspace_nbytes
+    on_device = total + scratch_there + (working_set_nbytes if is_copied else 0)
     on_host = fixed + (workspace_nbytes if fixed else 0)
     if on_device <= device_nbytes and on_host <= host_nbytes and not keeps_off:
         return HomePlan(
@@ -90,7 +93,7 @@ def plan_homes(
             f"all model data ({format_nbytes(total)}) is at home on the device: it fits the device budget",
         )
     need = whole = fixed + sum(chunk.host_nbytes for chunk in movable) + workspace_nbytes
-    room = device_nbytes - working_set_nbytes - workspace_nbytes
+    room = device_nbytes - working_set_nbytes - scratch_there
     homed: list[int] = []
     for chunk in reversed(movable):
         if need <= host_nbytes:
@@ -101,7 +104,7 @@ def plan_homes(
             homed.append(chunk.chunk_index)
     if need > host_nbytes:
         limit = host_limit or Limit("host_budget", host_nbytes), whole if is_metered else need
-        sizes = host_nbytes, device_nbytes, working_set_nbytes, workspace_nbytes
+        sizes = host_nbytes, device_nbytes, working_set_nbytes, workspace_nbytes, scratch_there
         raise BudgetError(_host_too_small(chunks, homed, need, limit, sizes))
     reason = f"model data ({format_nbytes(need)}) is at home on the host, chunks move to the device"
     if homed:
@@ -114,9 +117,9 @@ def _host_too_small(
     homed: Sequence[int],
     need: int,
     limit: tuple[Limit, int],
-    sizes: tuple[int, int, int, int],
+    sizes: tuple[int, int, int, int, int],
 ) -> str:
-    short, (host_nbytes, device_nbytes, _, _) = Shortage.of([limit]), sizes
+    short, (host_nbytes, device_nbytes, *_) = Shortage.of([limit]), sizes
     num_movable = sum(not chunk.on_host for chunk in chunks)
     return (
         f"{short.subject} for the model data: {format_need(need)} needed on the host, {format_need(host_nbytes)} "
@@ -135,6 +138,7 @@ def _table(
     device_nbytes: int,
     working_set_nbytes: int,
     workspace_nbytes: int,
+    device_workspace_nbytes: int,
 ) -> str:
     """What would be on each tier, in the form in which the ledger shows what is there."""
     on_host = [chunk for chunk in chunks if chunk.chunk_index not in homed]
@@ -149,8 +153,8 @@ def _table(
         ("host", "usable now", host_nbytes),
         ("device", "chunks at home", on_device),
         ("device", "working set", working_set_nbytes),
-        ("device", "workspace", workspace_nbytes),
-        ("device", "total", on_device + working_set_nbytes + workspace_nbytes),
+        ("device", "workspace", device_workspace_nbytes),
+        ("device", "total", on_device + working_set_nbytes + device_workspace_nbytes),
         ("device", "usable now", device_nbytes),
     )
     lines = [f"{tier:8}{owner:24}{format_nbytes(nbytes):>14}" for tier, owner, nbytes in rows]

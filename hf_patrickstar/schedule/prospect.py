@@ -23,7 +23,7 @@ class PlacementRules:
     """What a placement takes into account.
 
     Attributes:
-        workspace_nbytes: Bytes of scratch space that the optimizer needs on a tier where it updates chunks.
+        workspace_nbytes: Bytes of scratch space that the optimizer needs on the device if it updates chunks there.
         prefetch_depth: Chunks that are brought in ahead.
         policy: The name of the policy by which copies leave.
         machine: Its rates decide what takes the least time.
