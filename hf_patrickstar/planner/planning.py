@@ -22,6 +22,7 @@ from hf_patrickstar.planner.masks import masks_of_batches
 from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse
 from hf_patrickstar.planner.subject import Subject, find_optimizer, find_subject, optimizer_name
 from hf_patrickstar.report.measure import measure_machine
+from hf_patrickstar.runtime import gradient_ring
 from hf_patrickstar.schedule.bounds import ADAM, bounds_of
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.units import KIB, MIB, format_need, parse_nbytes
@@ -393,7 +394,9 @@ def _refusal_by_memory(subject: Subject, given: Circumstances, *, is_short: bool
     most = _COPY_NBYTES * numel if asked == "auto" else min(_COPY_NBYTES * numel, int(asked))
     recording = _record_within(subject, given, _PLENTY_NBYTES, chunk_budget=most)
     recording, least = _smallest(subject, given, recording)
-    host = TierUse(given.machine.host_nbytes, recording.host_nbytes, {})
+    # What gradients leave through takes what is free there, and nothing where there is little.
+    host_nbytes = recording.host_nbytes - recording.owners[Tier.HOST].get(gradient_ring.OWNER, 0)
+    host = TierUse(given.machine.host_nbytes, host_nbytes, {})
     if (
         is_short and not host.missing_nbytes
     ):  # what was refused is short of something, if only of a little beside the least

@@ -116,6 +116,15 @@ def test_the_least_memory_is_enough_and_a_tenth_less_is_not(model, changes):
     assert plan_if_fits(subject, dataclasses.replace(given, machine=less)) is None
 
 
+def test_the_least_of_the_host_is_without_what_gradients_leave_through():
+    """They are added up on the host beside the device where there is room for it, and else at once."""
+    small = {"batch_size": 2, "num_micro_batches": 2, "device_memory": 6 * MIB}
+    need = plan(MODEL, "rtx4090", **small, host_memory=4 * MIB).tier(Tier.HOST).need_nbytes
+    assert 18 * NUM_PARAMETERS <= need < 1.1 * 18 * NUM_PARAMETERS
+    assert plan(MODEL, "rtx4090", **small, host_memory=need).fits
+    assert not plan(MODEL, "rtx4090", **small, host_memory=int(0.9 * need)).fits
+
+
 @pytest.mark.parametrize("nbytes", ["1KiB", "100KiB"])
 def test_chunks_that_may_take_too_little_are_what_is_short(nbytes, capsys):
     command = [*COMMAND, "--set", f"chunk_budget={nbytes}"]
