@@ -400,7 +400,7 @@ def _refusal_by_memory(subject: Subject, given: Circumstances, *, is_short: bool
     if (
         is_short and not host.missing_nbytes
     ):  # what was refused is short of something, if only of a little beside the least
-        least = max(least, given.machine.device_nbytes + _STEP_NBYTES)
+        least = max(least, given.machine.device_nbytes + _step_nbytes(given.machine.device_nbytes))
     least = _enough(subject, given, least, max(host.need_nbytes, host.budget_nbytes))
     device = TierUse(given.machine.device_nbytes, least, {})
     return _plan(subject, given, recording, {Tier.DEVICE.value: device, Tier.HOST.value: host})

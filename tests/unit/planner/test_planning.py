@@ -116,6 +116,14 @@ def test_the_least_memory_is_enough_and_a_tenth_less_is_not(model, changes):
     assert plan_if_fits(subject, dataclasses.replace(given, machine=less)) is None
 
 
+def test_what_is_short_of_a_little_needs_a_little_more():
+    """The least is the same however much of a small device there is, if that is too little."""
+    given = {"batch_size": 2, "host_memory": 64 * MIB}
+    need = plan(MODEL, "rtx4090", **given, device_memory=MIB).tier(Tier.DEVICE).need_nbytes
+    close = plan(MODEL, "rtx4090", **given, device_memory=int(0.9 * need)).tier(Tier.DEVICE).need_nbytes
+    assert close < 1.05 * need
+
+
 def test_the_least_of_the_host_is_without_what_gradients_leave_through():
     """They are added up on the host beside the device where there is room for it, and else at once."""
     small = {"batch_size": 2, "num_micro_batches": 2, "device_memory": 6 * MIB}
