@@ -133,6 +133,12 @@ def test_the_least_of_the_host_is_without_what_gradients_leave_through():
     assert not plan(MODEL, "rtx4090", **small, host_memory=int(0.9 * need)).fits
 
 
+def test_what_gradients_leave_through_is_no_larger_than_all_of_them():
+    found = plan(MODEL, "rtx4090", batch_size=2, num_micro_batches=2, device_memory=6 * MIB, host_memory="4GiB")
+    owners = found.tier(Tier.HOST).owners
+    assert 0 < owners["gradients on their way"] <= owners["grad"]
+
+
 @pytest.mark.parametrize("nbytes", ["1KiB", "100KiB"])
 def test_chunks_that_may_take_too_little_are_what_is_short(nbytes, capsys):
     command = [*COMMAND, "--set", f"chunk_budget={nbytes}"]
