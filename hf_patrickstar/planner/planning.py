@@ -1,5 +1,6 @@
 """Plans a training: the engine runs it in virtual time, on tensors that have no bytes."""
 
+import contextlib
 import dataclasses
 import logging
 import warnings
@@ -11,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.errors import BudgetError, ConfigError, PatrickStarError
+from hf_patrickstar.errors import BudgetError, ConfigError, EngineError, PatrickStarError
 from hf_patrickstar.integrations.launched import measure_launched, threads_of_each
 from hf_patrickstar.machine import Machine, find_machine
 from hf_patrickstar.memory.pool import CACHE_OWNER
@@ -393,7 +394,10 @@ def _refusal_by_memory(subject: Subject, given: Circumstances, *, is_short: bool
     asked = PatrickStarConfig.from_any(dict(given.settings)).chunk_budget
     most = _COPY_NBYTES * numel if asked == "auto" else min(_COPY_NBYTES * numel, int(asked))
     recording = _record_within(subject, given, _PLENTY_NBYTES, chunk_budget=most)
-    recording, least = _smallest(subject, given, recording)
+    if all(load.is_here for load in recording.loads):  # few parameters are trained, and states take little
+        most = min(most, recording.owners[Tier.DEVICE]["param"])
+        recording = _record_off_device(subject, given, recording, most)
+    recording, least = _smallest(subject, given, recording, most)
     # What gradients leave through takes what is free there, and nothing where there is little.
     host_nbytes = recording.host_nbytes - recording.owners[Tier.HOST].get(gradient_ring.OWNER, 0)
     host = TierUse(given.machine.host_nbytes, host_nbytes, {})
@@ -406,13 +410,21 @@ def _refusal_by_memory(subject: Subject, given: Circumstances, *, is_short: bool
     return _plan(subject, given, recording, {Tier.DEVICE.value: device, Tier.HOST.value: host})
 
 
-def _smallest(subject: Subject, given: Circumstances, recording: Recording) -> tuple[Recording, int]:
+def _record_off_device(subject: Subject, given: Circumstances, recording: Recording, most: int) -> Recording:
+    """Records a step whose chunks may take so little of the device that they live on the host, if there is a plan."""
+    try:
+        return _record_within(subject, given, _PLENTY_NBYTES, chunk_budget=most)
+    except (BudgetError, EngineError):
+        return recording
+
+
+def _smallest(subject: Subject, given: Circumstances, recording: Recording, most: int) -> tuple[Recording, int]:
     """The recording that needs the least device memory, and how much; chunks are chosen by the room that there is."""
     least = given.beside_nbytes + _least_device_nbytes(recording)
     for _ in range(_MOST_ROUNDS):
         try:
-            smaller = _record_within(subject, given, least)
-        except BudgetError:  # no step follows a plan so close to the least
+            smaller = _record_within(subject, given, least, chunk_budget=most)
+        except (BudgetError, EngineError):  # no step follows a plan so close to the least
             break
         found = given.beside_nbytes + _least_device_nbytes(smaller)
         if found >= least:
@@ -426,8 +438,9 @@ def _enough(subject: Subject, given: Circumstances, nbytes: int, host_nbytes: in
     step = _step_nbytes(nbytes)
     for _ in range(_MOST_TRIES):
         machine = dataclasses.replace(given.machine, device_nbytes=nbytes, host_nbytes=host_nbytes)
-        if plan_if_fits(subject, dataclasses.replace(given, machine=machine)) is not None:
-            break
+        with contextlib.suppress(EngineError):  # steps do without plans where copies hardly have room
+            if plan_if_fits(subject, dataclasses.replace(given, machine=machine)) is not None:
+                break
         nbytes, step = nbytes + step, 2 * step
     return nbytes
 
