@@ -26,7 +26,7 @@ from hf_patrickstar.report.measure import measure_machine
 from hf_patrickstar.runtime import gradient_ring
 from hf_patrickstar.schedule.bounds import ADAM, bounds_of
 from hf_patrickstar.schedule.clock import Lane
-from hf_patrickstar.units import KIB, MIB, format_need, parse_nbytes
+from hf_patrickstar.units import KIB, MIB, format_nbytes, format_need, parse_nbytes
 from hf_patrickstar.virtual.listening import listen
 from hf_patrickstar.virtual.micro_batch import MicroBatch
 from hf_patrickstar.virtual.recording import Recording, record_step
@@ -393,7 +393,7 @@ def _refusal_by_memory(subject: Subject, given: Circumstances, *, is_short: bool
     # Room for copies of all parameters, and less than chunks with optimizer states would need to live on the device.
     asked = PatrickStarConfig.from_any(dict(given.settings)).chunk_budget
     most = _COPY_NBYTES * numel if asked == "auto" else min(_COPY_NBYTES * numel, int(asked))
-    recording = _record_within(subject, given, _PLENTY_NBYTES, chunk_budget=most)
+    recording = _record_with_plenty(subject, given, None if asked == "auto" else int(asked), most)
     if all(load.is_here for load in recording.loads):  # few parameters are trained, and states take little
         most = min(most, recording.owners[Tier.DEVICE]["param"])
         recording = _record_off_device(subject, given, recording, most)
@@ -408,6 +408,27 @@ def _refusal_by_memory(subject: Subject, given: Circumstances, *, is_short: bool
     least = _enough(subject, given, least, max(host.need_nbytes, host.budget_nbytes))
     device = TierUse(given.machine.device_nbytes, least, {})
     return _plan(subject, given, recording, {Tier.DEVICE.value: device, Tier.HOST.value: host})
+
+
+def _record_with_plenty(subject: Subject, given: Circumstances, asked: int | None, most: int) -> Recording:
+    """Records a step with more memory than there is; ``asked``: what chunks may take at most, if somebody said it.
+
+    Raises:
+        BudgetError: If what was asked is too little.
+        ConfigError: If there is no such step.
+    """
+    try:
+        return _record_within(subject, given, _PLENTY_NBYTES, chunk_budget=most)
+    except BudgetError:
+        if asked is not None:
+            raise
+    try:  # buffers of processes may be larger than all parameters
+        return _record_within(subject, given, _PLENTY_NBYTES)
+    except BudgetError as error:
+        raise ConfigError(
+            f"batch of {subject.batch_size} x {subject.length}: a step takes more than "
+            f"{format_nbytes(_PLENTY_NBYTES)}, which cannot be planned; give a smaller batch size or length"
+        ) from error
 
 
 def _record_off_device(subject: Subject, given: Circumstances, recording: Recording, most: int) -> Recording:

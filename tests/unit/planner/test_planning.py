@@ -283,6 +283,10 @@ def test_the_command_says_by_its_exit_status_that_it_does_not_fit(capsys):
         (["--json", "a.html", "--html", "./a.html"], "--html: './a.html' is written by --json, too; name another file"),
         (["--json", "a.trace.json", "--html", "a.html"], "the timeline of --html: 'a.trace.json' is written by --json"),
         (["--optimizer", "lbfgs"], "its code, or that of the optimizer 'lbfgs', fails on tensors without values"),
+        (
+            ["--batch-size", "99999999999"],
+            "batch of 99999999999 x 64: a step takes more than 1024.00 TiB, which cannot",
+        ),
         (["--device-memory", "much"], "device memory: 'much' is not a size"),
         (["--json", "/no/such/folder/plan.json"], "--json: '/no/such/folder/plan.json' cannot be written"),
         (["--optimizer", "adamx"], "optimizer 'adamx' is not in torch.optim"),
@@ -293,6 +297,7 @@ def test_wrong_arguments_get_a_sentence(words, message, capsys):
     assert main([*COMMAND, *words]) == 2
     error = capsys.readouterr().err
     assert error.startswith("hf-patrickstar plan: ")
+    assert error.count("\n") == 1
     assert message in error
 
 
