@@ -108,7 +108,8 @@ def run(options: argparse.Namespace) -> int:
         smaller = what_fits(plan, subject, circumstances)
         if options.script:
             advice = [dataclasses.replace(item, text=in_words_of_the_script(item.text)) for item in advice]
-        print(f"\n{describe_changes(plan, advice, smaller)}")
+        changes = describe_changes(plan, advice, smaller)
+        print(f"\n{in_words_of_the_script(changes) if options.script else changes}")
     if options.json is not None:
         try:
             pathlib.Path(options.json).write_text(plan.to_json(), encoding="utf-8")

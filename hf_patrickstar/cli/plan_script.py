@@ -77,6 +77,7 @@ def in_words_of_the_script(text: str) -> str:
     Args:
         text: The text.
     """
+    text = re.sub(r"--seq-len \d+", "by the script's own option that cuts sequences", text)
     for name, instead in _ITS_OWN.items():
         if instead.startswith("--"):
             text = re.sub(rf"{name}\b", instead, text)

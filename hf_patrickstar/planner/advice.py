@@ -117,12 +117,24 @@ def _of_batches(subject: Subject, given: Circumstances, plan: Plan) -> Iterator[
         more = dataclasses.replace(given, num_micro_batches=4 * num)
         yield Change(f"four times as many micro-batches for each update (--accumulation {4 * num})", subject, more)
     elif batch > 1:
-        parts = min(batch, _MOST_PARTS)
-        size = -(-batch // parts)
-        words = f"--batch-size {size} --accumulation {parts * num}"
-        text = f"the same tokens in smaller micro-batches ({words}), computed again in backward"
+        size, parts = _divided(batch)
+        words = f"--gradient-checkpointing --batch-size {size} --accumulation {parts * num}"
+        tokens = "the same tokens"
+        if size * parts != batch:
+            tokens = f"about {tokens} ({size * parts} sequences for {batch})"
+        text = f"{tokens} in smaller micro-batches ({words}), computed again in backward"
         small = with_batch(dataclasses.replace(subject, checkpointing=True), size, subject.length)
         yield Change(text, small, dataclasses.replace(given, num_micro_batches=parts * num))
+
+
+def _divided(batch: int) -> tuple[int, int]:
+    """The size of equal parts of a batch, and how many; with a little more in all where no other parts are small."""
+    most = min(batch, _MOST_PARTS)
+    parts = max(number for number in range(1, most + 1) if batch % number == 0)
+    if 2 * parts >= most:
+        return batch // parts, parts
+    size = -(-batch // most)
+    return size, -(-batch // size)
 
 
 def _of_budgets(subject: Subject, given: Circumstances) -> Iterator[Change]:

@@ -1,5 +1,6 @@
 """Plans a training: the engine runs it in virtual time, on tensors that have no bytes."""
 
+import contextlib
 import dataclasses
 import logging
 import warnings
@@ -11,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.errors import BudgetError, ConfigError, PatrickStarError
+from hf_patrickstar.errors import BudgetError, ConfigError, EngineError, PatrickStarError
 from hf_patrickstar.integrations.launched import measure_launched, threads_of_each
 from hf_patrickstar.machine import Machine, find_machine
 from hf_patrickstar.memory.pool import CACHE_OWNER
@@ -22,9 +23,10 @@ from hf_patrickstar.planner.masks import masks_of_batches
 from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse
 from hf_patrickstar.planner.subject import Subject, find_optimizer, find_subject, optimizer_name
 from hf_patrickstar.report.measure import measure_machine
+from hf_patrickstar.runtime import gradient_ring
 from hf_patrickstar.schedule.bounds import ADAM, bounds_of
 from hf_patrickstar.schedule.clock import Lane
-from hf_patrickstar.units import KIB, MIB, format_need, parse_nbytes
+from hf_patrickstar.units import KIB, MIB, format_nbytes, format_need, parse_nbytes
 from hf_patrickstar.virtual.listening import listen
 from hf_patrickstar.virtual.micro_batch import MicroBatch
 from hf_patrickstar.virtual.recording import Recording, record_step
@@ -391,25 +393,59 @@ def _refusal_by_memory(subject: Subject, given: Circumstances, *, is_short: bool
     # Room for copies of all parameters, and less than chunks with optimizer states would need to live on the device.
     asked = PatrickStarConfig.from_any(dict(given.settings)).chunk_budget
     most = _COPY_NBYTES * numel if asked == "auto" else min(_COPY_NBYTES * numel, int(asked))
-    recording = _record_within(subject, given, _PLENTY_NBYTES, chunk_budget=most)
-    recording, least = _smallest(subject, given, recording)
-    host = TierUse(given.machine.host_nbytes, recording.host_nbytes, {})
+    recording = _record_with_plenty(subject, given, None if asked == "auto" else int(asked), most)
+    if all(load.is_here for load in recording.loads):  # few parameters are trained, and states take little
+        most = min(most, recording.owners[Tier.DEVICE]["param"])
+        recording = _record_off_device(subject, given, recording, most)
+    recording, least = _smallest(subject, given, recording, most)
+    # What gradients leave through takes what is free there, and nothing where there is little.
+    host_nbytes = recording.host_nbytes - recording.owners[Tier.HOST].get(gradient_ring.OWNER, 0)
+    host = TierUse(given.machine.host_nbytes, host_nbytes, {})
     if (
         is_short and not host.missing_nbytes
     ):  # what was refused is short of something, if only of a little beside the least
-        least = max(least, given.machine.device_nbytes + _STEP_NBYTES)
+        least = max(least, given.machine.device_nbytes + _step_nbytes(given.machine.device_nbytes))
     least = _enough(subject, given, least, max(host.need_nbytes, host.budget_nbytes))
     device = TierUse(given.machine.device_nbytes, least, {})
     return _plan(subject, given, recording, {Tier.DEVICE.value: device, Tier.HOST.value: host})
 
 
-def _smallest(subject: Subject, given: Circumstances, recording: Recording) -> tuple[Recording, int]:
+def _record_with_plenty(subject: Subject, given: Circumstances, asked: int | None, most: int) -> Recording:
+    """Records a step with more memory than there is; ``asked``: what chunks may take at most, if somebody said it.
+
+    Raises:
+        BudgetError: If what was asked is too little.
+        ConfigError: If there is no such step.
+    """
+    try:
+        return _record_within(subject, given, _PLENTY_NBYTES, chunk_budget=most)
+    except BudgetError:
+        if asked is not None:
+            raise
+    try:  # buffers of processes may be larger than all parameters
+        return _record_within(subject, given, _PLENTY_NBYTES)
+    except BudgetError as error:
+        raise ConfigError(
+            f"batch of {subject.batch_size} x {subject.length}: a step takes more than "
+            f"{format_nbytes(_PLENTY_NBYTES)}, which cannot be planned; give a smaller batch size or length"
+        ) from error
+
+
+def _record_off_device(subject: Subject, given: Circumstances, recording: Recording, most: int) -> Recording:
+    """Records a step whose chunks may take so little of the device that they live on the host, if there is a plan."""
+    try:
+        return _record_within(subject, given, _PLENTY_NBYTES, chunk_budget=most)
+    except (BudgetError, EngineError):
+        return recording
+
+
+def _smallest(subject: Subject, given: Circumstances, recording: Recording, most: int) -> tuple[Recording, int]:
     """The recording that needs the least device memory, and how much; chunks are chosen by the room that there is."""
     least = given.beside_nbytes + _least_device_nbytes(recording)
     for _ in range(_MOST_ROUNDS):
         try:
-            smaller = _record_within(subject, given, least)
-        except BudgetError:  # no step follows a plan so close to the least
+            smaller = _record_within(subject, given, least, chunk_budget=most)
+        except (BudgetError, EngineError):  # no step follows a plan so close to the least
             break
         found = given.beside_nbytes + _least_device_nbytes(smaller)
         if found >= least:
@@ -423,8 +459,9 @@ def _enough(subject: Subject, given: Circumstances, nbytes: int, host_nbytes: in
     step = _step_nbytes(nbytes)
     for _ in range(_MOST_TRIES):
         machine = dataclasses.replace(given.machine, device_nbytes=nbytes, host_nbytes=host_nbytes)
-        if plan_if_fits(subject, dataclasses.replace(given, machine=machine)) is not None:
-            break
+        with contextlib.suppress(EngineError):  # steps do without plans where copies hardly have room
+            if plan_if_fits(subject, dataclasses.replace(given, machine=machine)) is not None:
+                break
         nbytes, step = nbytes + step, 2 * step
     return nbytes
 

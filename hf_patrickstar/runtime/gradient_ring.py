@@ -33,6 +33,15 @@ _PIECE_NBYTES = MIB
 _ALIGNMENT_NBYTES = 64
 
 
+def most_nbytes(lists_nbytes: int) -> int:
+    """Bytes that a ring is worth: no more than the gradients of a micro-batch can fill.
+
+    Args:
+        lists_nbytes: Bytes of all lists that it leads to.
+    """
+    return min(MOST_NBYTES, max(lists_nbytes, LEAST_NBYTES))
+
+
 class GradientRing:
     """A ring of pinned memory; see [Note: accumulation beside the device].
 

@@ -29,7 +29,7 @@ from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.attempts import Attempts
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor
-from hf_patrickstar.runtime.gradient_ring import GradientRing
+from hf_patrickstar.runtime.gradient_ring import GradientRing, most_nbytes
 from hf_patrickstar.runtime.live_parameter import take_raw_grad
 from hf_patrickstar.runtime.reclaim import Reclaim
 from hf_patrickstar.runtime.values import Values
@@ -90,7 +90,7 @@ class Gradients:
         self._chunks = chunks
         self._keeps = keeps
         self._was_zeroed = False
-        self._ring = GradientRing(pool, streams)
+        self._ring = GradientRing(pool, streams, most_nbytes(_lists_nbytes(chunks)))
         self._has_all_lists = False
         self._is_after_step = False  # whether a step has left the gradients that there are
         self._was_read_late = False
@@ -524,15 +524,16 @@ class Gradients:
             if chunk.home is Tier.DEVICE:  # no plan knows of it: copies make room, or chunks leave the margin
                 self._reclaim.make_room(numel * chunk.state_dtype.itemsize)
             others = (other for other in self._chunks if other is not chunk and chunk.home in (other.home, Tier.HOST))
-            ahead = sum(
-                other.spec.chunk_numel * other.state_dtype.itemsize
-                for other in others
-                if other.spec.trainable and not other.has_list(GRADIENT)
-            )
+            ahead = _lists_nbytes(other for other in others if not other.has_list(GRADIENT))
             chunk.lists[GRADIENT] = self._pool.allocate(
                 chunk.home, numel, chunk.state_dtype, GRADIENT, ahead_nbytes=ahead
             )
         return chunk.lists[GRADIENT]
+
+
+def _lists_nbytes(chunks: Iterable[Chunk]) -> int:
+    """Bytes of the accumulation lists that chunks may need."""
+    return sum(chunk.spec.chunk_numel * chunk.state_dtype.itemsize for chunk in chunks if chunk.spec.trainable)
 
 
 def consumed(tensor: ManagedTensor, why: str) -> str:

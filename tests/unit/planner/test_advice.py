@@ -49,11 +49,20 @@ def test_a_change_is_what_it_says(fitting):
     assert not lora.subject.can_have_adapters
 
 
-def test_a_batch_that_does_not_fit_is_divided_into_at_most_sixteen(fitting):
-    subject, given = arrange(MODEL, "8xh100", **{**GIVEN, "batch_size": 1000})
+@pytest.mark.parametrize(
+    ("batch", "size", "parts"), [(1000, 100, 10), (20, 2, 10), (32, 2, 16), (7, 1, 7), (34, 3, 12)]
+)
+def test_a_batch_that_does_not_fit_is_divided_into_equal_parts(batch, size, parts):
+    subject, given = arrange(MODEL, "8xh100", **{**GIVEN, "batch_size": batch, "num_micro_batches": 3})
     refused = type("Refused", (), {"fits": False})()
     (small,) = [change for change in changes(subject, given, refused) if "smaller micro-batches" in change.text]
-    assert (small.subject.batch_size, small.circumstances.num_micro_batches) == (63, 16)
+    assert (small.subject.batch_size, small.circumstances.num_micro_batches) == (size, 3 * parts)
+    assert small.subject.checkpointing
+    assert f"(--gradient-checkpointing --batch-size {size} --accumulation {3 * parts})" in small.text
+    is_same = size * parts == batch
+    assert small.text.startswith(
+        "the same tokens in " if is_same else "about the same tokens (36 sequences for 34) in "
+    )
 
 
 def test_the_three_with_the_largest_effect_are_named_in_their_order(fitting):

@@ -116,6 +116,29 @@ def test_the_least_memory_is_enough_and_a_tenth_less_is_not(model, changes):
     assert plan_if_fits(subject, dataclasses.replace(given, machine=less)) is None
 
 
+def test_what_is_short_of_a_little_needs_a_little_more():
+    """The least is the same however much of a small device there is, if that is too little."""
+    given = {"batch_size": 2, "host_memory": 64 * MIB}
+    need = plan(MODEL, "rtx4090", **given, device_memory=MIB).tier(Tier.DEVICE).need_nbytes
+    close = plan(MODEL, "rtx4090", **given, device_memory=int(0.9 * need)).tier(Tier.DEVICE).need_nbytes
+    assert close < 1.05 * need
+
+
+def test_the_least_of_the_host_is_without_what_gradients_leave_through():
+    """They are added up on the host beside the device where there is room for it, and else at once."""
+    small = {"batch_size": 2, "num_micro_batches": 2, "device_memory": 6 * MIB}
+    need = plan(MODEL, "rtx4090", **small, host_memory=4 * MIB).tier(Tier.HOST).need_nbytes
+    assert 18 * NUM_PARAMETERS <= need < 1.1 * 18 * NUM_PARAMETERS
+    assert plan(MODEL, "rtx4090", **small, host_memory=need).fits
+    assert not plan(MODEL, "rtx4090", **small, host_memory=int(0.9 * need)).fits
+
+
+def test_what_gradients_leave_through_is_no_larger_than_all_of_them():
+    found = plan(MODEL, "rtx4090", batch_size=2, num_micro_batches=2, device_memory=6 * MIB, host_memory="4GiB")
+    owners = found.tier(Tier.HOST).owners
+    assert 0 < owners["gradients on their way"] <= owners["grad"]
+
+
 @pytest.mark.parametrize("nbytes", ["1KiB", "100KiB"])
 def test_chunks_that_may_take_too_little_are_what_is_short(nbytes, capsys):
     command = [*COMMAND, "--set", f"chunk_budget={nbytes}"]
@@ -260,6 +283,10 @@ def test_the_command_says_by_its_exit_status_that_it_does_not_fit(capsys):
         (["--json", "a.html", "--html", "./a.html"], "--html: './a.html' is written by --json, too; name another file"),
         (["--json", "a.trace.json", "--html", "a.html"], "the timeline of --html: 'a.trace.json' is written by --json"),
         (["--optimizer", "lbfgs"], "its code, or that of the optimizer 'lbfgs', fails on tensors without values"),
+        (
+            ["--batch-size", "99999999999"],
+            "batch of 99999999999 x 64: a step takes more than 1024.00 TiB, which cannot",
+        ),
         (["--device-memory", "much"], "device memory: 'much' is not a size"),
         (["--json", "/no/such/folder/plan.json"], "--json: '/no/such/folder/plan.json' cannot be written"),
         (["--optimizer", "adamx"], "optimizer 'adamx' is not in torch.optim"),
@@ -270,6 +297,7 @@ def test_wrong_arguments_get_a_sentence(words, message, capsys):
     assert main([*COMMAND, *words]) == 2
     error = capsys.readouterr().err
     assert error.startswith("hf-patrickstar plan: ")
+    assert error.count("\n") == 1
     assert message in error
 
 

@@ -268,6 +268,17 @@ def test_advice_names_the_arguments_of_the_script():
     )
 
 
+def test_what_fits_names_the_arguments_of_the_script(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("hf_patrickstar.planner.advice.changes", lambda *given: [])
+    command = ["plan", "--machine", "rtx4090", "--device-memory", "192KiB", "--host-memory", "64MiB"]
+    assert (
+        main([*command, "--", write_script(tmp_path, ""), *ARGUMENTS, "--output_dir", "mine", "--bf16", *CHUNKS]) == 1
+    )
+    batch, length = capsys.readouterr().out.splitlines()[-2:]
+    assert re.fullmatch(r"The largest batch .*: (\d+) \(--per_device_train_batch_size \1\)", batch)
+    assert re.fullmatch(r"The largest sequence .*: \d+ \(by the script's own option that cuts sequences\)", length)
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
