@@ -172,7 +172,7 @@ def find_subject(
             sense for it.
     """
     name = model if isinstance(model, str) else model.model_type
-    config = _find_config(model) if isinstance(model, str) else model
+    config = _find_config(model) if isinstance(model, str) else copy.deepcopy(model)
     _check_sizes(name, config)
     found = _find_task(config, task)
     positions = most_tokens(config)
