@@ -51,6 +51,8 @@ _OF_CHUNKS = frozenset(
     }
 )
 """Settings that do not change what torch tells an engine."""
+_LOGGERS = {"hf_patrickstar": logging.ERROR, "torch._subclasses.fake_tensor": logging.CRITICAL}
+"""Who says less while a step is recorded; torch would log the traceback of an error that is told in a sentence."""
 _COPY_NBYTES = 4
 """Bytes of a parameter that the device computes with, at most."""
 
@@ -456,10 +458,10 @@ def _record_within(subject: Subject, given: Circumstances, device_nbytes: int, *
 
 def _record(subject: Subject, given: Circumstances, **settings: Any) -> Recording:
     level = transformers.logging.get_verbosity()
-    ours = logging.getLogger("hf_patrickstar")
-    before = ours.level
+    before = {name: logging.getLogger(name).level for name in _LOGGERS}
     transformers.logging.set_verbosity_error()
-    ours.setLevel(logging.ERROR)
+    for name, quiet in _LOGGERS.items():
+        logging.getLogger(name).setLevel(quiet)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the model's code, about nothing that a plan could change
@@ -477,7 +479,8 @@ def _record(subject: Subject, given: Circumstances, **settings: Any) -> Recordin
         ) from error
     finally:
         transformers.logging.set_verbosity(level)
-        ours.setLevel(before)
+        for name, usual in before.items():
+            logging.getLogger(name).setLevel(usual)
 
 
 def _record_quietly(subject: Subject, given: Circumstances, settings: Mapping[str, Any]) -> Recording:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import math
 
 import pytest
@@ -67,6 +68,29 @@ def test_it_says_what_was_decided_and_why(roomy, tight):
     assert not any("at home on the host" in reason for reason in roomy.chunks.reasons)
     lines = describe(tight).splitlines()
     assert f"decided   {tight.chunks.reasons[0]}" in lines
+
+
+MOE = (
+    "mixtral:num_hidden_layers=1,hidden_size=16,num_attention_heads=2,num_key_value_heads=2,intermediate_size=16,"
+    "num_local_experts=2,vocab_size=40"
+)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16", "auto"])
+def test_experts_are_planned_in_every_type(dtype, caplog):
+    assert plan(MOE, "h100", length=8, dtype=dtype).fits
+    assert not caplog.records
+
+
+def test_torch_does_not_log_what_is_told_in_a_sentence(monkeypatch, caplog):
+    def fail(*args):
+        logging.getLogger("torch._subclasses.fake_tensor").error("a traceback")
+        raise RuntimeError("no shape")
+
+    monkeypatch.setattr("hf_patrickstar.planner.planning._record_quietly", fail)
+    with pytest.raises(ConfigError, match="no shape"):
+        plan(MOE, "h100", length=16)
+    assert not caplog.records
 
 
 def test_this_machine_is_measured(monkeypatch):
