@@ -324,6 +324,7 @@ def _plan(subject: Subject, given: Circumstances, recording: Recording, tiers: M
         chunks=None if is_short else _chunks(recording),
         speed=None if is_short else _speed(subject, given, recording),
         remarks=() if computes_in_type(given.machine, given) else (_NOT_COMPUTED.format(given.machine.name),),
+        precision=recording.precision,
     )
 
 
