@@ -8,11 +8,13 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
+import json
 import logging
 import os
 import pathlib
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -26,6 +28,17 @@ logger = logging.getLogger(__name__)
 
 _MOST_NBYTES = 256 * MIB
 _TRACES = "traces"
+ATTENTION_DROPOUTS = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
+"""What configurations call the probability that attention drops a score."""
+_IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
+"""Which code computes a part of the model: attributes of a configuration that its JSON text leaves out."""
+_NOT_COMPUTED = frozenset(
+    {
+        *("_name_or_path", "name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype"),
+        *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params", "use_cache"),
+    }
+)
+"""Fields of a configuration that change no computation, or that the types and shapes of parameters tell already."""
 
 
 def directory(kind: str) -> pathlib.Path:
@@ -155,10 +168,6 @@ def keep_traces(known: KnownTraces) -> None:
 def _key(model: torch.nn.Module, decisions: Decisions, situation: Circumstances) -> str:
     """Names what the traces of a training depend on, as far as the engine can see it."""
     resources, precision = situation.resources, decisions.precision
-    classes = [
-        (type(module).__qualname__, getattr(module, "gradient_checkpointing", False)) for module in model.modules()
-    ]
-    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return digest(
         [
             decisions.tensors,
@@ -166,10 +175,73 @@ def _key(model: torch.nn.Module, decisions: Decisions, situation: Circumstances)
             decisions.embeddings,
             sorted(decisions.lists.items()),
             (precision.dtype, precision.autocast),
-            (classes, attention),
+            computation_of(model, has_lanes=resources.has_lanes),
             [type(kernel).__name__ for kernel in situation.kernels],
             situation.num_micro_batches,
             (resources.collectives.world_size, resources.has_lanes, resources.is_metered),
             (situation.config.reduce_dtype, situation.config.overlap_optimizer == "backward"),
         ]
     )
+
+
+def computation_of(model: torch.nn.Module, *, has_lanes: bool) -> list[object]:
+    """What a model computes beside the shapes of its parameters, written alike by ``repr`` if it is alike.
+
+    Parameters of the same shapes may make other activations: attention of more heads has more scores.
+
+    Args:
+        model: The model.
+        has_lanes: Whether an accelerator computes. There fused attention drops scores inside of its kernel, which
+            plans leave out; so it does not matter here how many it drops.
+    """
+    attentions = [module for module in model.modules() if "Attention" in type(module).__name__]
+    left_out = {id(child) for module in attentions for child in module.children()} if has_lanes else set()
+    modules = [
+        (
+            type(module).__qualname__,
+            getattr(module, "gradient_checkpointing", False),
+            _dropped(module) if id(module) not in left_out else None,
+        )
+        for module in model.modules()
+    ]
+    config: Any = getattr(model, "config", None)
+    if not _is_of_transformers(config):
+        return [modules]
+    fields = _computed(config.to_dict(), _NOT_COMPUTED.union(ATTENTION_DROPOUTS if has_lanes else ()))
+    return [modules, json.dumps(fields, sort_keys=True, default=str), list(implementations(config))]
+
+
+def _dropped(module: torch.nn.Module) -> float | None:
+    """The probability by which a module drops values, if that is what it does."""
+    return float(module.p) if isinstance(module, torch.nn.modules.dropout._DropoutNd) else None
+
+
+def _computed(value: Any, left_out: frozenset[str]) -> Any:
+    """Fields of a configuration, and of those inside of it, that say what is computed."""
+    if isinstance(value, dict):
+        fields = {str(name): inner for name, inner in value.items()}
+        return {
+            name: _computed(inner, left_out)
+            for name, inner in fields.items()
+            if name not in left_out and not name.endswith("_token_id")
+        }
+    return [_computed(inner, left_out) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def _is_of_transformers(config: Any) -> bool:
+    """Whether it is a configuration of transformers, which this package imports elsewhere."""
+    return hasattr(config, "to_dict") and hasattr(config, "sub_configs")
+
+
+def implementations(config: Any) -> Iterator[object]:
+    """Which code computes parts of a model: of a configuration, and of those inside of it.
+
+    Args:
+        config: The configuration, of transformers.
+    """
+    for name in _IMPLEMENTATIONS:
+        yield getattr(config, name, None)
+    for name in config.sub_configs:
+        inner = getattr(config, name, None)
+        if _is_of_transformers(inner):
+            yield from implementations(inner)

@@ -1,6 +1,7 @@
 """``hf-patrickstar COMMAND``: one function per command."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -13,6 +14,9 @@ from hf_patrickstar.errors import ConfigError, PatrickStarError
 from hf_patrickstar.units import format_nbytes
 from hf_patrickstar.version import __version__
 
+_CLOSED_PIPE = 141
+"""The status that a shell gives for a program which SIGPIPE has ended."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command.
@@ -21,8 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: What follows the name of the program; by default those of this process.
 
     Returns:
-        The exit status: 0; 1 if the command failed, or a plan does not fit; 2 if it cannot do what its arguments say.
-        What went wrong is told in one line.
+        The exit status: 0; 1 if the command failed, or a plan does not fit; 2 if it cannot do what its arguments say;
+        141 if nobody reads what it prints. What went wrong is told in one line.
     """
     script: list[str] = []
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -33,10 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(words)
     options.script = script or getattr(options, "script", None)
     try:
-        return int(options.run(options) or 0)
+        status = int(options.run(options) or 0)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads has seen enough, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would tell of it as it ends
+        return _CLOSED_PIPE
     except PatrickStarError as error:
         print(f"hf-patrickstar {options.command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -168,7 +168,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         if self._run is None and self.args.patrickstar_report and self.is_world_process_zero():  # type: ignore[attr-defined]
             self._run = RunReport(self)
         if self._run is not None:
-            self._run.begin_micro_batch()
+            self._run.begin_micro_batch(kwargs["inputs"] if "inputs" in kwargs else args[1])
         if self._outcome is None:
             self._outcome = RunOutcome(self)
         self._tell(*self._outcome.begin_micro_batch())

@@ -5,6 +5,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.events import Event
 from hf_patrickstar.integrations.trainer_lanes import LaneWatch
@@ -65,14 +67,24 @@ class RunReport:
         self._fingerprint: tuple[Any, ...] = ()
         self._lanes = LaneWatch(trainer.patrickstar_engine)
         self._begun = -1
+        self._length = 0
 
     def note_event(self, event: Event) -> None:
         """Takes an event of the engine."""
         if not self._lanes.is_over:
             self._lanes.note(event)
 
-    def begin_micro_batch(self) -> None:
-        """Notes that a micro-batch begins: with the first one of a step, that step."""
+    def begin_micro_batch(self, inputs: Any) -> None:
+        """Notes that a micro-batch begins: with the first one of a step, that step.
+
+        Args:
+            inputs: The micro-batch.
+        """
+        length = _length_of(inputs)
+        if length > self._length:
+            self._length = length
+            self._recorder.note_length(length)
+            self._fingerprint = ()  # it is written with the next log
         step = self._trainer.state.global_step
         if step == self._begun or self._lanes.is_over:
             return
@@ -137,6 +149,14 @@ def samples_of(trainer: Any) -> int:
     return int(trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size)
 
 
+def _length_of(inputs: Any) -> int:
+    """Tokens of a sequence of a micro-batch; 0 if it has none."""
+    values = inputs.values() if isinstance(inputs, Mapping) else ()
+    tokens = [value for value in values if isinstance(value, torch.Tensor) and value.dim() == 2]
+    whole = [value for value in tokens if not value.is_floating_point()]
+    return max(whole, key=torch.Tensor.numel).shape[1] if whole else 0
+
+
 def _about(trainer: Any) -> dict[str, Any]:
     engine, args = trainer.patrickstar_engine, trainer.args
     model = trainer.model
@@ -151,6 +171,7 @@ def _about(trainer: Any) -> dict[str, Any]:
         "num_micro_batches": int(args.gradient_accumulation_steps),
         "world_size": int(args.world_size),
         "precision": str(engine.dtype).removeprefix("torch."),
+        "checkpointing": any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()),
         "settings": engine.config.to_dict(),
         "version": __version__,
     }

@@ -121,7 +121,7 @@ def _config_of(values: Mapping[str, Any]) -> Any:
     import peft
 
     given = dict(values)
-    kind = str(given.pop("peft_type"))
+    kind = str(given.pop("peft_type", "LORA"))
     given.pop("inference_mode", None)  # saved adapters say that they are not trained
     known: Mapping[str, Any] = peft.PEFT_TYPE_TO_CONFIG_MAPPING  # type: ignore[assignment]
     if kind not in known:

@@ -4,10 +4,8 @@ import importlib.metadata
 import logging
 import pickle
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
-
-from transformers import PretrainedConfig
 
 from hf_patrickstar import plan_cache
 from hf_patrickstar.planner.subject import Subject
@@ -15,8 +13,6 @@ from hf_patrickstar.planner.subject import Subject
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
-"""Which code computes a part of the model: attributes of a configuration that its JSON text leaves out."""
 
 
 def can_keep(subject: Subject, *, is_measured: bool) -> bool:
@@ -57,14 +53,4 @@ def _parts_of(subject: Subject) -> list[object]:
     fields = {name: value for name, value in vars(subject).items() if name != "config"}
     peft = None if subject.adapters is None else importlib.metadata.version("peft")
     text = config.to_json_string(use_diff=False)
-    return [type(config).__qualname__, text, list(_implementations(config)), sorted(fields.items()), peft]
-
-
-def _implementations(config: PretrainedConfig) -> Iterator[object]:
-    """Of a configuration, and of those inside of it."""
-    for name in _IMPLEMENTATIONS:
-        yield getattr(config, name, None)
-    for name in config.sub_configs:
-        inner = getattr(config, name, None)
-        if isinstance(inner, PretrainedConfig):
-            yield from _implementations(inner)
+    return [type(config).__qualname__, text, list(plan_cache.implementations(config)), sorted(fields.items()), peft]

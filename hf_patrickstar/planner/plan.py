@@ -95,6 +95,7 @@ class Plan:
         speed: How fast it is; ``None`` if it does not fit.
         shortage: Which setting is too small, in sentences, where no memory would do; else ``None``.
         remarks: What else one should know of the plan, in sentences.
+        precision: The type of most parameters on the device, without ``torch.``.
     """
 
     model: str
@@ -114,6 +115,7 @@ class Plan:
     speed: Speed | None
     shortage: str | None = None
     remarks: tuple[str, ...] = ()
+    precision: str | None = None
 
     @property
     def fits(self) -> bool:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
@@ -18,6 +19,7 @@ from hf_patrickstar.machine import Machine, find_machine
 from hf_patrickstar.memory.pool import CACHE_OWNER
 from hf_patrickstar.memory.tiers import DEVICE_SHARE, HOST_SHARE, Tier
 from hf_patrickstar.plan_cache import keep_traces
+from hf_patrickstar.planner.arguments import check_types
 from hf_patrickstar.planner.kept import can_keep, kept
 from hf_patrickstar.planner.masks import masks_of_batches
 from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse
@@ -53,6 +55,8 @@ _OF_CHUNKS = frozenset(
     }
 )
 """Settings that do not change what torch tells an engine."""
+_LOGGERS = {"hf_patrickstar": logging.ERROR, "torch._subclasses.fake_tensor": logging.CRITICAL}
+"""Who says less while a step is recorded; torch would log the traceback of an error that is told in a sentence."""
 _COPY_NBYTES = 4
 """Bytes of a parameter that the device computes with, at most."""
 
@@ -113,7 +117,7 @@ def computes_in_type(machine: Machine, given: Circumstances) -> bool:
 
 
 def plan(
-    model: str | PretrainedConfig,
+    model: str | PretrainedConfig | torch.nn.Module,
     machine: str | Machine,
     *,
     task: str | None = None,
@@ -133,7 +137,7 @@ def plan(
     """Plans a training without doing it: no weights are read, and no accelerator is needed.
 
     Args:
-        model: A model id of the hub, a directory, a JSON file, ``TYPE:KEY=VALUE,...`` or a configuration.
+        model: A model id, a directory, a JSON file, ``TYPE:KEY=VALUE,...``, a configuration, or a model that has one.
         machine: A known machine, a JSON file of ``hf-patrickstar env --measure --json``, ``"this"`` (which is measured
             for some seconds, in as many processes), or a ``Machine``.
         task: What the model is trained for; by default what it was saved for.
@@ -148,7 +152,7 @@ def plan(
         device_memory: Bytes of the device that training may take; by default 95 % of what the machine has.
         host_memory: Bytes of the host that each process may take; by default 90 % of what the machine has for it.
         settings: Further settings of the engine, as in ``patrickstar_config``.
-        adapters: Fields of PEFT's ``adapter_config.json``: adapters are trained, and the model is frozen.
+        adapters: Fields of PEFT's ``adapter_config.json``: adapters, of LoRA by default, over a frozen model.
 
     Raises:
         ConfigError: If an argument makes no sense.
@@ -183,7 +187,7 @@ def plan_for_runs(subject: Subject, circumstances: Circumstances) -> tuple[Plan,
 
 
 def arrange(
-    model: str | PretrainedConfig,
+    model: str | PretrainedConfig | torch.nn.Module,
     machine: str | Machine,
     *,
     task: str | None,
@@ -205,6 +209,18 @@ def arrange(
     Raises:
         ConfigError: If an argument makes no sense.
     """
+    model = check_types(
+        model=model,
+        machine=machine,
+        optimizer=optimizer,
+        max_norm=max_norm,
+        batch_size=batch_size,
+        length=length,
+        num_micro_batches=num_micro_batches,
+        world_size=world_size,
+        settings=settings,
+        adapters=adapters,
+    )
     if num_micro_batches < 1 or world_size < 1:
         raise ConfigError(f"micro-batches ({num_micro_batches}) and processes ({world_size}) must be at least 1")
     if max_norm is not None and not max_norm > 0:
@@ -324,6 +340,7 @@ def _plan(subject: Subject, given: Circumstances, recording: Recording, tiers: M
         chunks=None if is_short else _chunks(recording),
         speed=None if is_short else _speed(subject, given, recording),
         remarks=() if computes_in_type(given.machine, given) else (_NOT_COMPUTED.format(given.machine.name),),
+        precision=recording.precision,
     )
 
 
@@ -493,10 +510,10 @@ def _record_within(subject: Subject, given: Circumstances, device_nbytes: int, *
 
 def _record(subject: Subject, given: Circumstances, **settings: Any) -> Recording:
     level = transformers.logging.get_verbosity()
-    ours = logging.getLogger("hf_patrickstar")
-    before = ours.level
+    before = {name: logging.getLogger(name).level for name in _LOGGERS}
     transformers.logging.set_verbosity_error()
-    ours.setLevel(logging.ERROR)
+    for name, quiet in _LOGGERS.items():
+        logging.getLogger(name).setLevel(quiet)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the model's code, about nothing that a plan could change
@@ -514,7 +531,8 @@ def _record(subject: Subject, given: Circumstances, **settings: Any) -> Recordin
         ) from error
     finally:
         transformers.logging.set_verbosity(level)
-        ours.setLevel(before)
+        for name, usual in before.items():
+            logging.getLogger(name).setLevel(usual)
 
 
 def _record_quietly(subject: Subject, given: Circumstances, settings: Mapping[str, Any]) -> Recording:

@@ -36,6 +36,7 @@ from hf_patrickstar.planner.subject import MakeOptimizer, Subject
 
 NUM_BATCHES = 8
 """How many batches are looked at for the largest."""
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_dropout", "dropout", "dropout_p")
 _OF_THE_MACHINE = ("device_budget", "host_budget", "pin_memory", "machine")
 """Settings that say what there is, which the planned machine does."""
@@ -234,11 +235,11 @@ def _failure(path: str, error: Exception | SystemExit) -> str:
         return f"'{path}' ended itself {said} before it trained; change its arguments, or what it needs to train"
     lines = str(error).strip().splitlines()
     said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    folder = os.path.dirname(os.path.abspath(path))
+    folder = os.path.join(os.path.dirname(os.path.abspath(path)), "")
     own = [
         (frame.filename, frame.lineno)
         for frame in traceback.extract_tb(error.__traceback__)
-        if os.path.abspath(frame.filename).startswith(folder) and "site-packages" not in frame.filename
+        if os.path.abspath(frame.filename).startswith(folder) and not _is_of_library(frame.filename)
     ]
     if isinstance(error, SyntaxError) and error.filename is not None:
         own, said = [(error.filename, error.lineno)], f"{type(error).__name__}: {error.msg}"
@@ -247,6 +248,11 @@ def _failure(path: str, error: Exception | SystemExit) -> str:
         f"'{path}' failed before it trained ({place}{said}); use arguments with which it trains, and run it with "
         "python to see the whole traceback"
     )
+
+
+def _is_of_library(path: str) -> bool:
+    """Whether a file is of something that is installed, or of this package, wherever it lies."""
+    return "site-packages" in path or os.path.abspath(path).startswith(_PACKAGE)
 
 
 def _is_about_deferred(error: BaseException | None) -> bool:

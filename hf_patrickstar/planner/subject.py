@@ -17,6 +17,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.plan_cache import ATTENTION_DROPOUTS
 from hf_patrickstar.planner.adapters import check_adapters, with_adapters
 from hf_patrickstar.planner.fake import as_fake
 from hf_patrickstar.schedule.bounds import ADAM
@@ -30,7 +31,6 @@ TASKS: Mapping[str, Any] = {
 }
 """The classes of models by what they are trained for."""
 
-_ATTENTION_DROPOUTS = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
 _LENGTH = 512
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 _SIZES = (
@@ -73,7 +73,7 @@ class Subject:
     def make_model(self) -> torch.nn.Module:
         """Makes the model with random weights; called under fake tensors, where they take no memory."""
         config = copy.deepcopy(self.config)
-        for key in () if self.keeps_dropout else _ATTENTION_DROPOUTS:
+        for key in () if self.keeps_dropout else ATTENTION_DROPOUTS:
             if hasattr(config, key):
                 setattr(config, key, 0.0)
         make = TASKS[self.task][type(config)]
@@ -172,7 +172,7 @@ def find_subject(
             sense for it.
     """
     name = model if isinstance(model, str) else model.model_type
-    config = _find_config(model) if isinstance(model, str) else model
+    config = _find_config(model) if isinstance(model, str) else copy.deepcopy(model)
     _check_sizes(name, config)
     found = _find_task(config, task)
     positions = most_tokens(config)

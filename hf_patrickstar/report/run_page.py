@@ -37,6 +37,8 @@ _PEAKS = {Tier.DEVICE: "device_total_step_peak_nbytes", Tier.HOST: "host_step_pe
 
 SAME = ("num_parameters", "batch_size", "num_micro_batches", "world_size")
 """What a plan and a run must have in common for their figures to be comparable."""
+_SAME_IF_KNOWN = ("num_trainable", "length", "checkpointing", "precision")
+"""What they must have in common, too, where both say it: runs and plans of earlier versions do not."""
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -260,10 +262,12 @@ def _compared(run: Run, plan: Mapping[str, Any]) -> Iterator[Block]:
         ("chunks", chunks.get("num"), len(run.survey.chunks), ""),
         ("chunks that live on the device", chunks.get("num_on_device"), homes, ""),
     ]
+    known = [name for name in _SAME_IF_KNOWN if plan.get(name) is not None and run.about.get(name) is not None]
+    planned |= {name: plan[name] for name in known}
     others = [
-        f"{name} is {planned[name]} in the plan, {run.about[name]} in the run"
-        for name in SAME
-        if planned[name] != run.about[name]
+        f"{name} is {value} in the plan, {run.about[name]} in the run"
+        for name, value in planned.items()
+        if value != run.about[name]
     ]
     if others:
         yield Text(f"The plan is not one of this run: {'; '.join(others)}.")

@@ -37,7 +37,8 @@ class Run:
 
     Attributes:
         about: What the run is: ``model``, ``device``, ``num_parameters``, ``batch_size``, ``num_micro_batches``,
-            ``world_size``, ``precision``, ``settings``, ``version``.
+            ``world_size``, ``precision``, ``settings``, ``version``, ``checkpointing``; where batches have tokens,
+            ``length``, that of the longest sequence so far.
         survey: The latest survey of the engine.
         steps: What was logged with each training loss, the earliest first; each has a ``step``.
         evaluations: ``step`` and ``eval_loss`` of each evaluation.
@@ -74,6 +75,10 @@ class RunRecorder:
     def note_timeline(self, timeline: Timeline) -> None:
         """Takes the lanes of a step that was measured, which are written with the next survey."""
         self._timeline = timeline_to_dict(timeline)
+
+    def note_length(self, length: int) -> None:
+        """Takes the length of the longest sequence so far, which is written with the next survey."""
+        self._about["length"] = length
 
     def note_survey(self, survey: Survey) -> None:
         """Writes a survey, if it is another one than the last."""

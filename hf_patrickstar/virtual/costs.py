@@ -12,6 +12,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from hf_patrickstar.memory.operators import read_operands, storage_key, touches_nothing, written_operands
 from hf_patrickstar.units import MIB
+from hf_patrickstar.virtual.grouped import GROUPED, grouped_flops
 
 _aten = torch.ops.aten
 _READS_ROWS = frozenset({_aten.embedding, _aten.index_select, _aten.gather, _aten.index})
@@ -59,6 +60,7 @@ _FLOPS: dict[Any, Callable[..., Any]] = {
     # torch counts these on accelerators alone.
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    GROUPED: grouped_flops,
 }
 
 

@@ -49,6 +49,7 @@ from hf_patrickstar.schedule.script import (
     ThreadWork,
 )
 from hf_patrickstar.virtual.costs import HostCache, cost_of, touches_of
+from hf_patrickstar.virtual.grouped import GROUPED, grouped_result
 from hf_patrickstar.virtual.note_taker import NoteTaker
 from hf_patrickstar.virtual.tapes import Operator, Tapes
 from hf_patrickstar.virtual.timing import OperatorTimes
@@ -531,6 +532,8 @@ class _Operators(OperatorMode):
             result: Any = args[0] if func._schema.returns else None  # there are no bytes to write
         elif func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             result = _plausible(args[0])
+        elif func is GROUPED.default and isinstance(args[0], FakeTensor):
+            result = grouped_result(*args, **kwargs)  # see [Note: grouped products]
         else:
             result = func(*args, **kwargs)
         if getattr(func, "_schema", None) is not None:

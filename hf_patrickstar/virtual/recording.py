@@ -63,6 +63,7 @@ class Recording:
         survey: Which parameter lives where, and what was on the device at each moment of the step.
         known: All traces, of updates too, for a run of the same training.
         measured_on: The machine on which operators of the script were timed, if they were.
+        precision: The type of most parameters on the device, without ``torch.``.
     """
 
     script: tuple[Entry, ...]
@@ -90,6 +91,7 @@ class Recording:
     survey: Survey
     known: KnownTraces
     measured_on: Machine | None
+    precision: str
 
     def plans_for(self, device_nbytes: int, chunk_nbytes: int | None = None) -> list[Plan]:
         """The plans of the micro-batches under another budget of the device; chunks keep their homes.
@@ -271,6 +273,7 @@ def _note(
         engine.survey(),
         KnownTraces(tracer.known.key, dict(tracer.traces), engine.manager.placement.lookups),
         driver.measured_on,
+        str(engine.dtype).removeprefix("torch."),
     )
 
 

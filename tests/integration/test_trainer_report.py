@@ -51,6 +51,8 @@ def test_the_survey_is_that_of_the_engine(trained):
     assert peak == found.steps[-1]["device_total_step_peak_nbytes"], "the last step followed these plans"
     assert found.about["settings"]["device_budget"] == 2**22
     assert (found.about["batch_size"], found.about["num_micro_batches"], found.about["world_size"]) == (4, 2, 1)
+    length = max(len(row["input_ids"]) for row in trainer.train_dataset)
+    assert (found.about["length"], found.about["checkpointing"]) == (length, False)
 
 
 def test_the_record_is_small(trained):

@@ -1,5 +1,6 @@
 """A run that follows what a plan has recorded, from its first step on: the bits of a run that records it itself."""
 
+import copy
 import dataclasses
 import logging
 
@@ -27,7 +28,7 @@ BUDGETS = {"host_budget": 64 * MIB, "chunk_numel": 20_000, "dtype": "fp32"}
 
 def device_budget(config):
     """Less than the model data takes."""
-    return 3 * MIB if config is GPT2 else 8 * MIB
+    return 3 * MIB if config.model_type == "gpt2" else 8 * MIB
 
 
 @pytest.fixture(autouse=True)
@@ -127,6 +128,25 @@ OTHERS = [{"num_micro_batches": 2}, {"chunk_numel": 30_000}, {"overlap_optimizer
 def test_plans_of_other_trainings_are_not_followed(change):
     plan_it(GPT2)
     assert Run(GPT2, **change).recorded[0] > 0
+
+
+@pytest.mark.parametrize("change", [{"n_head": 4}, {"attn_pdrop": 0.1}, {"resid_pdrop": 0.1}])
+def test_plans_of_models_with_other_activations_are_not_followed(change):
+    """All parameters have the same shapes."""
+    plan_it(GPT2)
+    other = copy.deepcopy(GPT2)
+    other.update(change)
+    run = Run(other)
+    assert run.recorded[0] > 0
+    assert run.stats["device_total_step_peak_nbytes"] <= device_budget(GPT2)
+
+
+def test_a_model_that_was_saved_under_another_name_follows_its_plan(tmp_path):
+    plan_it(GPT2)
+    other = copy.deepcopy(GPT2)
+    other.update({"architectures": ["GPT2LMHeadModel"], "use_cache": False, "pad_token_id": 3, "name_or_path": "mine"})
+    other.save_pretrained(tmp_path / "mine")
+    assert Run(AutoConfig.from_pretrained(tmp_path / "mine")).recorded == [0, 0, 0, 0]
 
 
 def test_larger_batches_are_recorded():

@@ -1,5 +1,6 @@
 """The command ``hf-patrickstar``: what it prints, and its exit status."""
 
+import os
 import re
 import subprocess
 import sys
@@ -46,6 +47,20 @@ def test_wrong_usage(arguments, capsys):
         main(arguments)
     assert caught.value.code == 2
     assert "usage: hf-patrickstar" in capsys.readouterr().err
+
+
+def test_who_reads_may_close_the_pipe(tmp_path):
+    source = tmp_path / "zero.json"
+    source.write_text('{"zero_optimization": {"stage": 3}}')
+    command = [sys.executable, "-m", "hf_patrickstar", "convert", str(source)]
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        finished = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    finally:
+        os.close(write)
+    assert finished.returncode == 141, "as of a program that SIGPIPE ends"
+    assert "BrokenPipeError" not in finished.stderr
 
 
 def test_as_a_module(tmp_path):

@@ -4,6 +4,8 @@ import logging
 import os
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, T5Config, T5ForConditionalGeneration
 
 from hf_patrickstar import plan_cache
 
@@ -61,3 +63,47 @@ def test_other_parts_and_other_code_have_other_names(monkeypatch):
     assert plan_cache.digest([1, "b"]) != first
     monkeypatch.setattr(plan_cache, "_versions", lambda: ("other",))
     assert plan_cache.digest([1, "a"]) != first
+
+
+def computed(has_lanes=False, **settings):
+    config = GPT2Config(**{"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 20, "n_positions": 8} | settings)
+    with torch.device("meta"):
+        return plan_cache.computation_of(AutoModelForCausalLM.from_config(config), has_lanes=has_lanes)
+
+
+@pytest.mark.parametrize("change", [{"n_head": 4}, {"resid_pdrop": 0.2}, {"activation_function": "relu"}])
+@pytest.mark.parametrize("has_lanes", [False, True])
+def test_other_activations_are_another_computation(change, has_lanes):
+    assert computed(has_lanes, **change) != computed(has_lanes)
+
+
+def test_what_fused_attention_drops_matters_where_it_is_written_down():
+    assert computed(False, attn_pdrop=0.0) != computed(False)
+    assert computed(True, attn_pdrop=0.0) == computed(True)
+
+
+def test_names_and_tokens_are_no_computation():
+    assert computed(use_cache=False, pad_token_id=1, architectures=["A"], id2label={0: "a"}) == computed()
+
+
+def test_dropout_that_a_script_has_changed_is_another_computation():
+    model = torch.nn.Sequential(torch.nn.Dropout(0.1))
+    before = plan_cache.computation_of(model, has_lanes=False)
+    model[0].p = 0.5
+    assert plan_cache.computation_of(model, has_lanes=False) != before
+
+
+def test_a_configuration_that_is_none_of_transformers_is_left_out():
+    model = torch.nn.Linear(1, 1)
+    before = plan_cache.computation_of(model, has_lanes=False)
+    model.config = {"a": object()}
+    assert plan_cache.computation_of(model, has_lanes=False) == before
+
+
+def test_where_decoding_starts_is_no_computation():
+    sizes = {"num_layers": 1, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_heads": 2, "vocab_size": 20}
+    with torch.device("meta"):
+        first, second = (
+            T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=number)) for number in (0, None)
+        )
+    assert plan_cache.computation_of(first, has_lanes=True) == plan_cache.computation_of(second, has_lanes=True)

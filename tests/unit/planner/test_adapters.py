@@ -78,6 +78,11 @@ def test_modules_that_are_not_there_get_a_sentence(capsys):
     assert "PEFT cannot add these adapters to 'LlamaForCausalLM': " in capsys.readouterr().err
 
 
+def test_adapters_are_of_lora_unless_they_say_else():
+    fields = {name: value for name, value in LORA.items() if name != "peft_type"}
+    assert plan(MODEL, "rtx4090", length=8, adapters=fields) == plan(MODEL, "rtx4090", length=8, adapters=LORA)
+
+
 def test_without_peft_there_is_a_sentence(monkeypatch):
     monkeypatch.setattr(module, "has_peft", lambda: False)
     with pytest.raises(ConfigError, match=r"PEFT, which is not installed: pip install 'hf_patrickstar\[peft\]'"):

@@ -2,9 +2,12 @@
 
 import dataclasses
 import json
+import logging
 import math
 
 import pytest
+import torch
+from transformers import BertConfig, BertForSequenceClassification
 
 from hf_patrickstar import plan_cache
 from hf_patrickstar.cli.main import main
@@ -67,6 +70,63 @@ def test_it_says_what_was_decided_and_why(roomy, tight):
     assert not any("at home on the host" in reason for reason in roomy.chunks.reasons)
     lines = describe(tight).splitlines()
     assert f"decided   {tight.chunks.reasons[0]}" in lines
+
+
+MOE = (
+    "mixtral:num_hidden_layers=1,hidden_size=16,num_attention_heads=2,num_key_value_heads=2,intermediate_size=16,"
+    "num_local_experts=2,vocab_size=40"
+)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16", "auto"])
+def test_experts_are_planned_in_every_type(dtype, caplog):
+    assert plan(MOE, "h100", length=8, dtype=dtype).fits
+    assert not caplog.records
+
+
+def test_torch_does_not_log_what_is_told_in_a_sentence(monkeypatch, caplog):
+    def fail(*args):
+        logging.getLogger("torch._subclasses.fake_tensor").error("a traceback")
+        raise RuntimeError("no shape")
+
+    monkeypatch.setattr("hf_patrickstar.planner.planning._record_quietly", fail)
+    with pytest.raises(ConfigError, match="no shape"):
+        plan(MOE, "h100", length=16)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": None}, "model: it must be a model id"),
+        ({"model": {}}, "got {}"),
+        ({"model": torch.nn.Linear(1, 1)}, "a model that has one, got an object of type Linear"),
+        ({"machine": None}, "machine: it must be the name of a machine"),
+        ({"optimizer": torch.optim.SGD}, "optimizer: it must be the name of a class"),
+        ({"length": "64"}, "length: it must be a whole number, got '64'"),
+        ({"batch_size": 2.0}, "batch_size: it must be a whole number, got 2.0"),
+        ({"batch_size": True}, "batch_size: it must be a whole number, got True"),
+        ({"world_size": 1.0}, "world_size: it must be a whole number, got 1.0"),
+        ({"max_norm": "1"}, "max_norm: it must be a number, or None for no clipping, got '1'"),
+        ({"settings": ["x"]}, "settings: it must be a dictionary, got \\['x'\\]"),
+        ({"adapters": "r=8"}, "adapters: it must be a dictionary, got 'r=8'"),
+    ],
+)
+def test_what_has_another_type_gets_a_sentence(changes, said):
+    with pytest.raises(ConfigError, match=said):
+        plan(**{"model": MODEL, "machine": "h100", **changes})
+
+
+def test_a_model_is_planned_by_its_configuration_and_class():
+    config = BertConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=16, vocab_size=40)
+    model = BertForSequenceClassification(config)
+    planned = plan(model, "h100", length=8)
+    assert (planned.model, planned.task) == ("bert", "sequence-classification")
+    assert planned.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert model.config.architectures is None
+    model.peft_config = {}
+    with pytest.raises(ConfigError, match="it has adapters of PEFT already"):
+        plan(model, "h100", length=8)
 
 
 def test_this_machine_is_measured(monkeypatch):

@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+import pathlib
 import re
+import traceback
 
 import pytest
 import torch
@@ -10,11 +12,13 @@ from models import make_model
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from user_scripts import ARGUMENTS, write_script
 
+import hf_patrickstar
 from hf_patrickstar.checkpoint.deferred import DeferredTensor
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.cli.plan_script import in_words_of_the_script
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.planner import script_subject
 from hf_patrickstar.planner import search as searching
 from hf_patrickstar.planner.planning import BESIDE, plan, plan_if_fits, plan_subject
 from hf_patrickstar.planner.script_subject import arrange_script
@@ -248,6 +252,19 @@ def test_a_script_that_fails_gets_a_sentence(more, message, tmp_path, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert re.search(message, lines[-1])
     assert not any("Traceback" in line for line in lines)
+
+
+def test_a_failure_is_that_of_the_script_though_the_package_lies_below(monkeypatch):
+    """A script in the directory of a checkout, and another directory whose name begins like that of the script."""
+    package = pathlib.Path(hf_patrickstar.__file__).parent
+    frames = [
+        traceback.FrameSummary(str(package.parent / "train.py"), 7, "<module>"),
+        traceback.FrameSummary(str(package / "integrations" / "script.py"), 90, "run"),
+        traceback.FrameSummary(f"{package.parent}-other/helper.py", 3, "fail"),
+    ]
+    monkeypatch.setattr(traceback, "extract_tb", lambda _: frames)
+    said = script_subject._failure(str(package.parent / "train.py"), ValueError("no"))
+    assert f"({package.parent / 'train.py'}, line 7: ValueError: no)" in said
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import BertConfig, GPT2Config, LlamaConfig
+from transformers import BertConfig, GPT2Config, LlamaConfig, T5Config
 
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.planner.subject import TASKS, find_optimizer, find_subject, with_batch
@@ -135,6 +135,15 @@ def test_a_name_that_cannot_be_reached_gets_a_sentence(monkeypatch):
 
 def test_a_model_without_a_limit_of_positions():
     assert find("xlnet:n_layer=1", length=None).length == 512
+
+
+def test_a_configuration_of_the_caller_stays_as_it_is():
+    config = T5Config(num_layers=1, d_model=16, d_kv=8, d_ff=16, num_heads=2, vocab_size=20)
+    before = config.to_dict()
+    found = find(config)
+    assert not found.config.use_cache
+    assert found.config.decoder_start_token_id == 0
+    assert config.to_dict() == before
 
 
 def test_optimizers_by_name():

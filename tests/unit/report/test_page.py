@@ -28,7 +28,7 @@ SURVEY = Survey(
 ABOUT = {
     **{"model": EVIL, "model_class": EVIL, "device": EVIL, "num_parameters": 144, "num_trainable": 80, "batch_size": 2},
     **{"num_micro_batches": 1, "world_size": 1, "precision": "bfloat16", "settings": {"keep_fp32": [EVIL]}},
-    "version": "0",
+    **{"version": "0", "length": 8, "checkpointing": False},
 }
 PLAN = {
     **{"model": EVIL, "task": EVIL, "machine": EVIL, "num_parameters": 144, "num_trainable": 80, "batch_size": 2},
@@ -42,8 +42,9 @@ PLAN = {
         **{"seconds": 0.5, "tokens_per_s": 32.0, "binding": "host Adam", "least_seconds": 0.25, "clipped_seconds": 0.3},
         **{"busy": {"device": 0.5}, "to_device_nbytes": MIB, "to_host_nbytes": 2 * MIB},
     },
-    "fits": True,
+    **{"fits": True, "precision": "bfloat16"},
 }
+EARLIER_PLAN = {name: value for name, value in PLAN.items() if name != "precision"}
 
 
 def row(step, loss, seconds=0.4):
@@ -128,10 +129,25 @@ def test_planned_is_beside_measured():
     assert "not one of this run" not in "".join(reader.text)
     other = PageReader(render(run_page(RUN, {**PLAN, "batch_size": 4})))
     assert "The plan is not one of this run: batch_size is 4 in the plan, 2 in the run." in "".join(other.text)
+    assert "not one of this run" not in "".join(PageReader(render(run_page(RUN, EARLIER_PLAN))).text)
     refused = run_page(RUN, {**PLAN, "speed": None, "chunks": None, "fits": False})
     assert PageReader(render(refused)).table("Planned for").rows[0][1] == "not known"
     with pytest.raises(ConfigError, match="this is not a plan that 'hf-patrickstar plan --json' has written"):
         run_page(RUN, {"tiers": {}})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("length", 16, "length is 16 in the plan, 8 in the run"),
+        ("checkpointing", True, "checkpointing is True in the plan, False in the run"),
+        ("precision", "float32", "precision is float32 in the plan, bfloat16 in the run"),
+        ("num_trainable", 144, "num_trainable is 144 in the plan, 80 in the run"),
+    ],
+)
+def test_a_plan_of_another_training_is_told(name, value, said):
+    text = "".join(PageReader(render(run_page(RUN, {**PLAN, name: value}))).text)
+    assert f"The plan is not one of this run: {said}." in text
 
 
 def test_a_run_that_has_logged_nothing_yet_has_a_page():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_patrickstar.virtual.costs import Cost, HostCache, cost_of, touches_of
+from hf_patrickstar.virtual.grouped import grouped_result
 
 aten = torch.ops.aten
 
@@ -64,6 +65,30 @@ def test_attention_of_the_cpu_counts_as_that_of_devices():
     query = torch.zeros(2, 4, 16, 8)
     found = cost(aten._scaled_dot_product_flash_attention_for_cpu.default, query, query, query)
     assert found.flops == 2 * 2 * (2 * 4 * 16 * 16 * 8)
+
+
+ENDS = torch.tensor([4, 8], dtype=torch.int32)
+GROUPED = {
+    "rows by an expert": (torch.zeros(8, 16), torch.zeros(2, 16, 24), ENDS),
+    "columns by an expert": (torch.zeros(2, 16, 24), torch.zeros(24, 8), ENDS),
+    "gradients of experts": (torch.zeros(16, 8), torch.zeros(8, 24), ENDS),
+    "experts of as many rows": (torch.zeros(2, 8, 16), torch.zeros(2, 16, 24), None),
+}
+OPERATIONS = [2 * 8 * 16 * 24, 2 * 16 * 24 * 8, 2 * 16 * 8 * 24, 2 * 2 * 8 * 16 * 24]
+
+
+@pytest.mark.parametrize(("name", "flops"), zip(GROUPED, OPERATIONS, strict=True))
+def test_products_of_groups_are_counted(name, flops):
+    assert cost(aten._grouped_mm.default, *GROUPED[name]).flops == flops
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", GROUPED)
+def test_the_result_of_groups_is_foreseen(name, dtype):
+    first, second, ends = GROUPED[name]
+    operands = first.to(dtype), second.to(dtype), ends
+    real, ours = aten._grouped_mm.default(*operands), grouped_result(*operands)
+    assert (ours.shape, ours.stride(), ours.dtype) == (real.shape, real.stride(), real.dtype)
 
 
 def saved(cache, operator, *args, **kwargs):
