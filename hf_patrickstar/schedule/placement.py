@@ -93,15 +93,7 @@ def plan_homes(
             f"all model data ({format_nbytes(total)}) is at home on the device: it fits the device budget",
         )
     need = whole = fixed + sum(chunk.host_nbytes for chunk in movable) + workspace_nbytes
-    room = device_nbytes - working_set_nbytes - scratch_there
-    homed: list[int] = []
-    for chunk in reversed(movable):
-        if need <= host_nbytes:
-            break
-        if chunk.device_nbytes <= room:
-            room -= chunk.device_nbytes
-            need -= chunk.host_nbytes
-            homed.append(chunk.chunk_index)
+    homed, need = _homed(movable, device_nbytes - working_set_nbytes - scratch_there, need, host_nbytes)
     if need > host_nbytes:
         limit = host_limit or Limit("host_budget", host_nbytes), whole if is_metered else need
         sizes = host_nbytes, device_nbytes, working_set_nbytes, workspace_nbytes, scratch_there
@@ -110,6 +102,19 @@ def plan_homes(
     if homed:
         reason = f"{len(homed)} of {len(movable)} chunks are at home on the device: the host is full"
     return HomePlan(frozenset(homed), reason, frozenset(homed))
+
+
+def _homed(movable: Sequence[ChunkBytes], room: int, need: int, host_nbytes: int) -> tuple[list[int], int]:
+    """Which chunks move their home to the room on the device because the host is full, and what it then needs."""
+    homed: list[int] = []
+    for chunk in reversed(movable):
+        if need <= host_nbytes:
+            break
+        if chunk.device_nbytes <= room:
+            room -= chunk.device_nbytes
+            need -= chunk.host_nbytes
+            homed.append(chunk.chunk_index)
+    return homed, need
 
 
 def _host_too_small(
