@@ -75,6 +75,15 @@ def format_nbytes(nbytes: int) -> str:
     raise AssertionError("unreachable")
 
 
+def format_count(number: int) -> str:
+    """Prints how many parameters or elements there are with a decimal unit, for example ``1.56 B`` or ``0.3 M``."""
+    if number < 1000:
+        return str(number)
+    if number < 100_000:
+        return f"{number / 1e3:.1f} K"
+    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
+
+
 def format_need(nbytes: int) -> str:
     """Prints a number of bytes both ways, for error messages: ``1.50 GiB (1610612736 bytes)``."""
     return f"{format_nbytes(nbytes)} ({nbytes} bytes)"

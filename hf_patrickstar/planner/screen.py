@@ -7,7 +7,7 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.advice import Advice
 from hf_patrickstar.planner.plan import Plan, Speed, TierUse
 from hf_patrickstar.planner.search import Found, Goal
-from hf_patrickstar.units import format_nbytes
+from hf_patrickstar.units import format_count, format_nbytes
 
 _WIDTH = 10
 _MOST_KINDS = 6
@@ -30,7 +30,7 @@ def describe(plan: Plan) -> str:
         lines += _rows(
             "chunks",
             [
-                f"{chunks.num} of {chunks.numel / 1e6:.1f} M elements, {chunks.utilisation:.1%} used by parameters",
+                f"{chunks.num} of {format_count(chunks.numel)} elements, {chunks.utilisation:.1%} used by parameters",
                 where,
             ],
         )
@@ -92,20 +92,20 @@ def describe_found(found: Found) -> str:
         refused = "the most there can be" if found.refused is None else f"{found.refused} do not fit"
     if found.goal is Goal.MAX_BATCH and found.plan.unit != "tokens":
         unit = f" {found.plan.unit}"
-    size = f", {_count(found.plan.num_parameters)} parameters" if found.goal is Goal.MAX_MODEL else ""
+    size = f", {format_count(found.plan.num_parameters)} parameters" if found.goal is Goal.MAX_MODEL else ""
     return f"{found.goal}: {found.answer}{unit}{size}; {refused}{left_out} {plans}"
 
 
 def headline(plan: Plan) -> str:
     """What is planned, and whether it fits."""
     parts = [
-        f"{plan.model}: {_count(plan.num_parameters)} parameters",
+        f"{plan.model}: {format_count(plan.num_parameters)} parameters",
         plan.task,
         f"{plan.settings.get('dtype', 'auto')}",
         plan.batch,
     ]
     if plan.num_trainable < plan.num_parameters:
-        parts.insert(1, f"{_count(plan.num_trainable)} of them trained")
+        parts.insert(1, f"{format_count(plan.num_trainable)} of them trained")
     if plan.num_micro_batches > 1:
         parts.append(f"{plan.num_micro_batches} micro-batches")
     parts.append("activations computed again" if plan.checkpointing else "activations kept")
@@ -120,10 +120,6 @@ def _missing(plan: Plan) -> Iterator[str]:
             yield f"{format_nbytes(use.missing_nbytes)} too little on the {name}"
     if plan.shortage is not None:
         yield plan.shortage
-
-
-def _count(number: int) -> str:
-    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
 
 
 def _memory(use: TierUse) -> list[str]:

@@ -21,7 +21,7 @@ from hf_patrickstar.report.memory_blocks import chunk_blocks, kinds_chart, tide_
 from hf_patrickstar.report.survey import Survey
 from hf_patrickstar.report.time_blocks import time_blocks
 from hf_patrickstar.schedule.clock import Timeline
-from hf_patrickstar.units import format_nbytes
+from hf_patrickstar.units import format_count, format_nbytes
 
 _CAVEAT = "Times are simulated; bytes of Python, of libraries and of the data are not counted."
 
@@ -100,8 +100,7 @@ def _facts(plan: Mapping[str, Any]) -> Iterator[Fact]:
     if chunks is not None:
         yield Fact("chunks", of_count(chunks["num"]), f"{chunks['num_on_device']} live on the device")
     numel = plan["num_parameters"]
-    text = f"{numel / 1e9:.2f} B" if numel >= 1e9 else f"{numel / 1e6:.1f} M"
-    yield Fact("parameters", Cell(text, numel), f"{plan['num_trainable']:,} trained")
+    yield Fact("parameters", Cell(format_count(numel), numel), f"{plan['num_trainable']:,} trained")
 
 
 def _time(plan: Mapping[str, Any], timeline: Timeline | None) -> Iterator[Block]:

@@ -23,6 +23,6 @@ def test_check(words, tmp_path):
 def test_plan(words, tmp_path):
     command = ["-m", "hf_patrickstar", "plan", "--no-advice", "--device-memory", "1MiB", "--host-memory", "1GiB", "--"]
     printed = finish_recipe(start([*command, *words], tmp_path / "home"))
-    assert printed.startswith("finetune_mlm.py: 0.0 M parameters, BertForMaskedLM, auto, 2 x ")
+    assert printed.startswith("finetune_mlm.py: 29.3 K parameters, BertForMaskedLM, auto, 2 x ")
     assert "chunk_numel=16384" in printed
     assert not os.path.exists(tmp_path / "mine")

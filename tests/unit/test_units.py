@@ -3,7 +3,16 @@ import contextlib
 import pytest
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.units import GIB, KIB, MIB, format_nbytes, format_need, parse_nbytes
+from hf_patrickstar.units import GIB, KIB, MIB, format_count, format_nbytes, format_need, parse_nbytes
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(92, "92"), (999, "999"), (1000, "1.0 K"), (36_736, "36.7 K"), (99_949, "99.9 K"), (100_000, "0.1 M")]
+    + [(25_460_000, "25.5 M"), (999_900_000, "999.9 M"), (1_560_000_000, "1.56 B")],
+)
+def test_counts(number, text):
+    assert format_count(number) == text
 
 
 def test_constants():

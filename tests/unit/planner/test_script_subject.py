@@ -273,7 +273,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     command = ["plan", "--machine", "rtx4090", "--device-memory", "1MiB", "--host-memory", "64MiB"]
     assert main([*command, "--no-advice", "--", script, *ARGUMENTS, "--output_dir", "mine", "--bf16", *CHUNKS]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith("train.py: 0.0 M parameters, GPT2LMHeadModel, bf16, 2 x 16 tokens, activations kept, on rtx")
+    assert out.startswith("train.py: 42.3 K parameters, GPT2LMHeadModel, bf16, 2 x 16 tokens, activations kept, on rtx")
     assert "said" in err
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"], "nothing is written beside the script"
 
