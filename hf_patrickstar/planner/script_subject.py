@@ -36,7 +36,7 @@ from hf_patrickstar.planner.subject import MakeOptimizer, Subject
 
 NUM_BATCHES = 8
 """How many batches are looked at for the largest."""
-_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_dropout", "dropout", "dropout_p")
 _OF_THE_MACHINE = ("device_budget", "host_budget", "pin_memory", "machine")
 """Settings that say what there is, which the planned machine does."""
@@ -235,7 +235,7 @@ def _failure(path: str, error: Exception | SystemExit) -> str:
         return f"'{path}' ended itself {said} before it trained; change its arguments, or what it needs to train"
     lines = str(error).strip().splitlines()
     said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    folder = os.path.join(os.path.dirname(os.path.abspath(path)), "")
+    folder = os.path.dirname(os.path.abspath(path)).rstrip(os.sep) + os.sep
     own = [
         (frame.filename, frame.lineno)
         for frame in traceback.extract_tb(error.__traceback__)

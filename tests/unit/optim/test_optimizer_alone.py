@@ -127,7 +127,10 @@ def test_what_happens_in_a_step_in_order(runs_beside):
     gradients = fake("check_complete", "make_ready", "move_to_list", has=False, take_factor=None, try_to_keep=True)
     gradients.has_factor, gradients.must_keep, gradients.lock = False, True, contextlib.nullcontext()
     gradients.used_ahead, gradients.was_touched = set(), False
-    phases = fake("update_begin", "before_update", "leave_alone", "update", "chunk_updated", "update_end")
+    phases = fake(
+        "abandon_failed_backward",
+        *("update_begin", "before_update", "leave_alone", "update", "chunk_updated", "update_end"),
+    )
     phases.turns = fake(taken=contextlib.nullcontext())
     kernel = fake("begin_step", "end_step", prepare="update", may_run_beside=runs_beside)
     kernel.batch_numel, kernel.updates_at_once, kernel.runs_beside = 0, False, runs_beside
@@ -152,6 +155,7 @@ def test_what_happens_in_a_step_in_order(runs_beside):
     assert told == [
         ("taken", "optimizer.step()"),
         ("model",),
+        ("abandon_failed_backward",),
         ("release_held_outside_forward",),
         ("sync",),
         ("take_over", first),

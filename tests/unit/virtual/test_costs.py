@@ -165,7 +165,8 @@ def nbytes_of_a_tile(is_listed):
         param = torch.zeros(numel, dtype=torch.bfloat16)
         lists = [torch.zeros(numel), scratch, torch.zeros(numel), torch.zeros(numel)]
         if is_listed:
-            run(aten.mul.out, torch.zeros(numel), 0.5, out=scratch)
+            kept.append(torch.zeros(numel))
+            run(aten.mul.out, kept[-1], 0.5, out=scratch)
         else:
             run(aten.copy_.default, scratch, param)
             run(aten._foreach_mul_.Scalar, [scratch], 0.5)
