@@ -155,12 +155,14 @@ class Payloads:
             kernel.reserve([chunk for chunk in chunks if widened_by(chunk.spec, number)], *also, widens=widens)
 
     def reserve_anew(self, chunks: Sequence[Chunk]) -> None:
-        """Frees the workspace of the kernels, and allocates it again for these chunks; see ``reserve``."""
+        """Frees the workspace of the kernels, and allocates it again for these chunks; see ``reserve``.
+
+        Tiers that had it have it again: chunks that live in the device margin may go back to the host.
+        """
         for chunk in chunks:
             chunk.wait_for_update()  # which uses the workspace
-        for kernel in self._kernels:
-            kernel.release()
-        self.reserve(chunks)
+        tiers = {tier for kernel in self._kernels for tier in kernel.release()}
+        self.reserve(chunks, *tiers)
 
     @property
     def splits_tensors(self) -> bool:

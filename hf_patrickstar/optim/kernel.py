@@ -82,11 +82,13 @@ class Kernel(abc.ABC):
         for tier in tiers - self._scratch.keys() if numel else ():
             self._scratch[tier] = self._pool.allocate(tier, numel, torch.float32, WORKSPACE)
 
-    def release(self) -> None:
-        """Gives the scratch space back."""
+    def release(self) -> set[Tier]:
+        """Gives the scratch space back, and returns the tiers where it was."""
+        tiers = set(self._scratch)
         for tier, buffer in self._scratch.items():
             self._pool.release(tier, buffer, WORKSPACE, keep=False)
         self._scratch.clear()
+        return tiers
 
     @contextlib.contextmanager
     def lent(self, tensors: Sequence[ManagedTensor]) -> Iterator[list[ManagedTensor]]:

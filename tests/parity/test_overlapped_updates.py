@@ -23,6 +23,7 @@ from trainers import smallest_budget
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import DeviceMemoryError
 from hf_patrickstar.memory.threads import HostTicket
+from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.adam_kernel import AdamKernel
 
 pytestmark = pytest.mark.own_streams
@@ -824,3 +825,16 @@ def test_the_driver_of_these_tests_makes_late_copies():
     assert begun.result().query()
     driver.close()
     assert told == ["work", "copy"]
+
+
+def test_scratch_space_comes_back_on_every_tier_that_had_it():
+    """A new module has it allocated anew, also while all chunks live in the margin; they may go home again."""
+    run = Run(dtype="bf16")
+    engine, manager = run.engine, run.engine.manager
+    engine._payloads.reserve(manager.chunks, Tier.DEVICE)
+    kernel = run.optimizer.kernel
+    assert set(kernel._scratch) == set(Tier)
+    for chunk in manager.chunks:
+        assert chunk.home is Tier.HOST
+    engine._payloads.reserve_anew(manager.chunks)
+    assert set(kernel._scratch) == set(Tier)

@@ -504,8 +504,9 @@ def test_scratch_space_is_booked_where_chunks_live_and_given_back():
     parts.kernel.reserve(parts.chunks, Tier.DEVICE)
     parts.kernel.reserve(parts.chunks, Tier.DEVICE)
     assert [parts.ledger.owners(tier)[WORKSPACE] for tier in Tier] == [4 * 128, 4 * 128], "once on each"
-    parts.kernel.release()
+    assert parts.kernel.release() == set(Tier)
     assert [WORKSPACE in parts.ledger.owners(tier) for tier in Tier] == [False, False]
+    assert parts.kernel.release() == set()
 
 
 def test_what_is_never_updated_needs_no_scratch_space():
