@@ -21,11 +21,10 @@ import torch.multiprocessing
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.planner.planning import arrange, plan_and_record
+from hf_patrickstar.planner.planning import arrange, plan_and_record, time_operators
 from hf_patrickstar.report.links import measure_together
 from hf_patrickstar.report.measure import measure_machine
 from hf_patrickstar.units import format_nbytes
-from hf_patrickstar.virtual.timing import OperatorTimes
 
 MAX_NORM = 1.0
 MODELS = {
@@ -130,7 +129,7 @@ def compare_all(cells, steps):
     """Measures the machine; prints the rows and returns them with it."""
     machine = measure_together() if dist.is_initialized() else measure_machine()
     machine = dataclasses.replace(machine, name="this machine")
-    times, rows = OperatorTimes(), []
+    times, rows = time_operators(dist.get_world_size() if dist.is_initialized() else 1), []
     for cell in cells:
         rows.append(compare(cell, machine, times, steps))
         if rows[-1] is not None:

@@ -87,6 +87,18 @@ class Event(Protocol):
         ...
 
 
+class Moment(Protocol):
+    """What ``torch.Event`` does that has a time."""
+
+    def synchronize(self) -> None:
+        """Blocks the host until it has come."""
+        ...
+
+    def elapsed_time(self, end: Any, /) -> float:
+        """Milliseconds from this moment to another one; both have come."""
+        ...
+
+
 class Begun(Protocol):
     """The event of something that may not be in its stream yet; what ``concurrent.futures.Future`` does."""
 
@@ -132,6 +144,10 @@ class Driver(Protocol):
 
     def inside(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
         """Makes a stream the current one of this thread."""
+        ...
+
+    def record_moment(self, stream: Any) -> Moment:
+        """Puts a moment into a stream; see [Note: measured lanes]."""
         ...
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:

@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import random
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -108,6 +109,26 @@ class SimulatedEvent:
     def synchronize(self) -> None:
         """Runs all that comes before the event; what the host does next comes after that."""
         self._driver.host.follow(self.clock)
+
+
+class SimulatedMoment(SimulatedEvent):
+    """A moment of a lane; see ``Moment``.
+
+    Args:
+        driver: The driver of the lane.
+    """
+
+    def __init__(self, driver: "SimulatedDriver") -> None:
+        super().__init__(driver, {})
+        self._time_s = 0.0
+
+    def come(self) -> None:
+        """The lane has come to it."""
+        self._time_s = time.perf_counter()
+
+    def elapsed_time(self, end: "SimulatedMoment", /) -> float:
+        """See ``Moment``."""
+        return (end._time_s - self._time_s) * 1000
 
 
 class _WorkEvent(SimulatedEvent):
@@ -264,6 +285,14 @@ class SimulatedDriver:
         """Runs what the stream was told: inside are collectives of the CPU, which the host runs."""
         stream.synchronize()
         return contextlib.nullcontext()
+
+    def record_moment(self, stream: SimulatedStream) -> SimulatedMoment:
+        """See ``Driver``: the time at which the stream comes to it here."""
+        with self.lock:
+            moment = SimulatedMoment(self)
+            stream.tell(moment.come)
+            moment.clock = stream.record_event().clock
+            return moment
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
         """See ``Driver``: all but buffers of the host."""

@@ -5,15 +5,17 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from hf_patrickstar.memory.lanes import Begun, Copy, Driver, Event, Stream, Streams, WorkLane
+from hf_patrickstar.memory.lane_times import LaneTimes, Timed
+from hf_patrickstar.memory.lanes import Begun, Copy, Driver, Event, Moment, Stream, Streams, WorkLane
 from hf_patrickstar.memory.threads import HostThread, HostTicket, ThreadStreams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.units import MIB
 
+_T = TypeVar("_T")
 _IN_FLIGHT_NBYTES = 256 * MIB
 """Bytes of gradients whose copies the compute stream does not wait for: some milliseconds of the bus."""
 _LEAST_IN_FLIGHT = 2
@@ -45,6 +47,12 @@ class AcceleratorDriver(HostThread):
             stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
         )
         return alias  # type: ignore[return-value]
+
+    def record_moment(self, stream: Any) -> Moment:
+        """See ``Driver``."""
+        moment = torch.Event(self._device, enable_timing=True)
+        moment.record(stream)
+        return moment
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
         """See ``Driver``."""
@@ -183,6 +191,26 @@ class LateTicket:
         self._driver.current_stream().wait_event(self.event)
 
 
+class _TimedStreamTicket(Timed, StreamTicket):
+    pass
+
+
+class _TimedLateTicket(Timed, LateTicket):
+    pass
+
+
+class _TimedHostTicket(Timed, HostTicket):
+    pass
+
+
+_TIMED: dict[type, type] = {
+    StreamTicket: _TimedStreamTicket,
+    LateTicket: _TimedLateTicket,
+    HostTicket: _TimedHostTicket,
+}
+"""Tickets, and what they are in a step that is measured."""
+
+
 class DeviceStreams:
     """Copies on an accelerator: a stream for each direction; see [Note: lanes].
 
@@ -198,6 +226,16 @@ class DeviceStreams:
         self._in_flight: collections.deque[tuple[StreamTicket, torch.Tensor]] = collections.deque()
         self._in_flight_nbytes = 0
         self._most_nbytes = _IN_FLIGHT_NBYTES
+        self._times: LaneTimes | None = None
+
+    def begin_timing(self) -> LaneTimes:
+        """Measures the lanes from now on; see [Note: measured lanes]."""
+        self._times = LaneTimes(self._driver)
+        return self._times
+
+    def end_timing(self) -> None:
+        """Measures no more."""
+        self._times = None
 
     def fetch(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
         """See ``Streams``."""
@@ -211,11 +249,11 @@ class DeviceStreams:
         def begin(stream: Stream) -> Event:
             for event in events:
                 stream.wait_event(event)
-            self._driver.copy(source, target, stream)
+            self._put(WorkLane.TO_DEVICE, source, target, stream)
             return stream.record_event()
 
         lane = self._lanes[WorkLane.TO_DEVICE]
-        return LateTicket(self._driver.begin_after(work[-1], lane, begin), self._driver)
+        return self._make(LateTicket, self._driver.begin_after(work[-1], lane, begin), self._driver)
 
     def to_slice(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
         """See ``Streams``."""
@@ -253,7 +291,9 @@ class DeviceStreams:
     ) -> Copy:
         """See ``Streams``."""
         events = [other.event for other in after if isinstance(other, (StreamTicket, LateTicket))]
-        return HostTicket(self._driver.on_host(work, events, otherwise))
+        if self._times is not None:
+            work = self._times.of_work(work)
+        return self._make(HostTicket, self._driver.on_host(work, events, otherwise))
 
     def on_tier_of(self, source: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """See ``Streams``."""
@@ -300,8 +340,23 @@ class DeviceStreams:
                 other.wait()  # no stream can
             elif isinstance(other, LateTicket) or (isinstance(other, StreamTicket) and other.lane is not lane):
                 stream.wait_event(other.event)
-        self._driver.copy(source, target, stream)
-        return StreamTicket(stream.record_event(), lane, self._driver)
+        self._put(lane, source, target, stream)
+        return self._make(StreamTicket, stream.record_event(), lane, self._driver)
+
+    def _put(self, lane: WorkLane, source: torch.Tensor, target: torch.Tensor, stream: Stream) -> None:
+        if self._times is None:
+            self._driver.copy(source, target, stream)
+            return
+        with self._times.around_copy(lane, stream, source.nbytes):
+            self._driver.copy(source, target, stream)
+
+    def _make(self, kind: type[_T], *args: Any) -> _T:
+        """A ticket, whose waits are measured if the step is."""
+        if self._times is None:
+            return kind(*args)
+        ticket: Any = _TIMED[kind](*args)
+        ticket.times = self._times
+        return ticket  # type: ignore[no-any-return]
 
     def _hold(self, source: torch.Tensor, ticket: StreamTicket) -> None:
         """Holds a gradient until the compute stream has been told to wait for its copy; then its memory can be reused.

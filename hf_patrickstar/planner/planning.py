@@ -268,7 +268,9 @@ def arrange_machine(
 
 def time_operators(world_size: int) -> OperatorTimes:
     """Times operators of this machine as one of so many processes calls them."""
-    return OperatorTimes() if world_size == 1 else OperatorTimes(num_threads=threads_of_each(world_size))
+    if world_size == 1:
+        return OperatorTimes()
+    return OperatorTimes(num_threads=threads_of_each(world_size), num_companions=world_size - 1)
 
 
 def _share(given: int | str | None, nbytes: int, share: float, name: str) -> int:

@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from hf_patrickstar.report.blocks import Block, Cell, Chart, Table, of_number, of_share
 from hf_patrickstar.report.charts import Row, Words, bars
 from hf_patrickstar.report.scales import of_seconds
-from hf_patrickstar.report.timeline import CRITICAL, WAITS
+from hf_patrickstar.report.timeline import ANY_WAITS, CRITICAL, WAITS
 from hf_patrickstar.schedule.clock import Lane, Timeline
 
 _OTHER, _CRITICAL, _WAIT = 0, 1, 2
+_STOPS = "where computation or the host stands still, it waits for another lane."
 _LOOKS = {_OTHER: "other work", _CRITICAL: f"work on the {CRITICAL}", _WAIT: WAITS}
+_WHO = {Lane.HOST: "the host", Lane.COMPUTE: "computation"}
 _GRAIN = 1500
 """Bars with less than this part of the step between them are drawn as one."""
 
@@ -22,11 +24,13 @@ def time_blocks(timeline: Timeline, *, is_measured: bool = False) -> Iterator[Bl
         is_measured: Whether a real step was measured; else it was simulated.
     """
     yield lanes_chart(timeline, is_measured=is_measured)
-    waits = timeline.waits_by_place()
-    if waits:
-        whole = max(timeline.duration_ns, 1)
-        rows = ((Cell(place), _seconds(waited), of_share(waited / whole)) for place, waited in waits.items())
-        yield Table("Where the host stands still", ("place", "seconds", "share of the step"), tuple(rows), is_open=True)
+    whole = max(timeline.duration_ns, 1)
+    for lane, who in _WHO.items():
+        waits = timeline.waits_by_place(lane)
+        if waits:
+            rows = ((Cell(place), _seconds(waited), of_share(waited / whole)) for place, waited in waits.items())
+            head = ("place", "seconds", "share of the step")
+            yield Table(f"Where {who} stands still", head, tuple(rows), is_open=True)
 
 
 def lanes_chart(timeline: Timeline, *, is_measured: bool = False) -> Chart:
@@ -34,6 +38,7 @@ def lanes_chart(timeline: Timeline, *, is_measured: bool = False) -> Chart:
     busy, critical = timeline.busy_ns(), timeline.critical_ns()
     lanes = [lane for lane in Lane if busy[lane] or lane is Lane.HOST]
     on_path = {id(span) for span in timeline.critical_path()}
+    has_path = timeline.has_causes
     rows = []
     for lane in lanes:
         spans = [span for span in timeline.own_spans if span.lane is lane and span.duration_ns]
@@ -41,26 +46,31 @@ def lanes_chart(timeline: Timeline, *, is_measured: bool = False) -> Chart:
             look: [(span.begin_ns, span.end_ns) for span in spans if (id(span) in on_path) == is_on_path]
             for look, is_on_path in ((_OTHER, False), (_CRITICAL, True))
         }
-        if lane is Lane.HOST:
-            found[_WAIT] = [(wait.begin_ns, wait.begin_ns + wait.duration_ns) for wait in timeline.waits]
+        waits = timeline.waits_of(lane)
+        if waits or lane is Lane.HOST:
+            found[_WAIT] = [(wait.begin_ns, wait.begin_ns + wait.duration_ns) for wait in waits]
         rows.append(Row(str(lane), {look: _joined(timeline, items) for look, items in found.items()}))
     whole = max(timeline.duration_ns, 1)
     table = Table(
         "How busy each lane is",
-        ("lane", "busy", "share of the step", f"on the {CRITICAL}"),
+        ("lane", "busy", "share of the step", *([f"on the {CRITICAL}"] if has_path else [])),
         tuple(
-            (Cell(str(lane)), _seconds(busy[lane]), of_share(busy[lane] / whole), _seconds(critical[lane]))
+            (
+                *(Cell(str(lane)), _seconds(busy[lane]), of_share(busy[lane] / whole)),
+                *([_seconds(critical[lane])] if has_path else []),
+            )
             for lane in lanes
         ),
     )
     took = f"took {whole / 1e9:.4g} s, measured once" if is_measured else f"takes {whole / 1e9:.4g} s, simulated"
     words = Words(
         "Lanes of a step",
-        f"A step {took}. Lanes work beside each other; solid bars are the work that the end of the step has to wait "
-        "for.",
+        f"A step {took}. Lanes work beside each other; "
+        + ("solid bars are the work that the end of the step has to wait for." if has_path else _STOPS),
         "time",
     )
-    return bars(words, rows, _LOOKS, of_seconds(whole / 1e9), table)
+    looks = _LOOKS if has_path else {_OTHER: "work", _WAIT: ANY_WAITS}
+    return bars(words, rows, looks, of_seconds(whole / 1e9), table)
 
 
 def _joined(timeline: Timeline, items: list[tuple[int, int]]) -> list[tuple[float, float]]:

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
 WAITS = "host waits"
 """The row of a trace that shows where the host stood still."""
+ANY_WAITS = "waits"
+"""Waits of more lanes than that of the host."""
+STOPS = "computation waits"
+"""The row of a trace that shows where computation stood still, in a step that was measured."""
 CRITICAL = "critical path"
 """The row of a trace that shows the spans that the end had to wait for."""
 
@@ -29,14 +33,14 @@ _MOST_OUTLINED = 400
 def to_trace(timeline: Timeline) -> dict[str, Any]:
     """A timeline in the format of Chrome's traces, which Perfetto reads too.
 
-    Every lane is a thread. Two more threads have the waits of the host and the critical path. Times are microseconds
-    since the beginning of the timeline, exact to the nanosecond. ``args`` of a span has its number, and that of the
-    span that it began after.
+    Every lane is a thread. Two more threads have the waits of the host and the critical path, or, where no causes are
+    known, the waits of computation. Times are microseconds since the beginning of the timeline, exact to the
+    nanosecond. ``args`` of a span has its number, and that of the span that it began after.
 
     Args:
         timeline: What happened.
     """
-    rows = [*Lane, WAITS, CRITICAL]
+    rows = [*Lane, WAITS, CRITICAL if timeline.has_causes else STOPS]
     numbers = {row: number for number, row in enumerate(rows, start=1)}
     events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "virtual time"}}]
     for row, number in numbers.items():
@@ -52,7 +56,8 @@ def to_trace(timeline: Timeline) -> dict[str, Any]:
         others = {"span": number, "after": span.after}
         events.append(complete(span.lane, span.what, span.begin_ns, span.duration_ns, **others))
     for wait in timeline.waits:
-        events.append(complete(WAITS, wait.place, wait.begin_ns, wait.duration_ns))
+        row = WAITS if wait.lane is Lane.HOST else STOPS
+        events.append(complete(row, wait.place, wait.begin_ns, wait.duration_ns))
     for span in timeline.critical_path():
         events.append(complete(CRITICAL, span.what, span.begin_ns, span.duration_ns, lane=str(span.lane)))
     return {"traceEvents": events, "displayTimeUnit": "ns"}
@@ -135,6 +140,8 @@ def draw_lanes(axis: Any, timeline: Timeline, title: str) -> list[Any]:
     shares = ", ".join(f"{lane} {busy[lane] / max(timeline.duration_ns, 1):.0%}" for lane in lanes)
     axis.set_title(f"{title}: {timeline.duration_ns / factor:.4g} {unit}; busy: {shares}")
     looks = {f"work on the {CRITICAL}": _ON_PATH, "other work": _OFF_PATH, WAITS: _WAIT}
+    if not timeline.has_causes:
+        looks = {"work": _OFF_PATH, ANY_WAITS: _WAIT}
     return [Patch(label=label, **look) for label, look in looks.items()]
 
 
@@ -150,8 +157,9 @@ def _bars(timeline: Timeline, lane: Lane) -> Iterator[tuple[Mapping[str, Any], l
         bars = [(span.begin_ns, span.duration_ns) for span in spans if (id(span) in on_path) == is_on_path]
         if bars:
             yield {**look, **outline}, bars
-    if lane is Lane.HOST and timeline.waits:
-        yield _WAIT, [(wait.begin_ns, wait.duration_ns) for wait in timeline.waits]
+    waits = timeline.waits_of(lane)
+    if waits:
+        yield _WAIT, [(wait.begin_ns, wait.duration_ns) for wait in waits]
 
 
 def write_picture(timeline: Timeline, path: str | os.PathLike[str], title: str = "timeline") -> None:

@@ -1,7 +1,8 @@
 """When the caller's thread was in each part of a step, and for how long in all."""
 
 import time
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from hf_patrickstar.schedule.script import Part
 
@@ -10,11 +11,26 @@ _MOST_PIECES = 10_000
 
 
 class Piece(NamedTuple):
-    """A part of a step, from its begin to its end, in nanoseconds of ``time.perf_counter_ns``."""
+    """A part of a step, from its begin to its end, in nanoseconds of ``time.perf_counter_ns``.
+
+    Attributes:
+        part: Which one.
+        begin_ns: When the host began it.
+        end_ns: When the host left it.
+        moments: What ``Durations.mark`` gave then.
+    """
 
     part: Part
     begin_ns: int
     end_ns: int
+    moments: tuple[Any, Any] = (None, None)
+
+
+class _Now(NamedTuple):
+    """The host's time, and what ``Durations.mark`` gives."""
+
+    ns: int
+    moment: Any
 
 
 class Durations:
@@ -24,15 +40,18 @@ class Durations:
 
     Attributes:
         last: The pieces of the last step, from its first forward to the end of the update, in their order.
+        mark: Is called where a part begins or ends, and what it gives is kept with the piece: a moment of the compute
+            stream, in a step whose lanes are measured.
     """
 
     def __init__(self) -> None:
         self.last: tuple[Piece, ...] = ()
+        self.mark: Callable[[], Any] | None = None
         self._pieces: list[Piece] = []
         self._sums = {"computing": 0, "settling": 0, "updating": 0}
-        self._begin: int | None = None
-        self._forward_end: int | None = None
-        self._end: int | None = None
+        self._begin: _Now | None = None
+        self._forward_end: _Now | None = None
+        self._end: _Now | None = None
 
     @property
     def computing_s(self) -> float:
@@ -51,39 +70,42 @@ class Durations:
 
     def begin_computing(self) -> None:
         """A micro-batch begins."""
-        self._begin, self._forward_end, self._end = time.perf_counter_ns(), None, None
+        self._begin, self._forward_end, self._end = self._now(), None, None
 
     def end_forward(self) -> None:
         """An outermost forward has ended; of several the last one counts."""
-        self._forward_end = time.perf_counter_ns()
+        self._forward_end = self._now()
 
     def end_computing(self) -> None:
         """The backward of a micro-batch has ended."""
         if self._begin is None:
             return
-        self._end = time.perf_counter_ns()
+        self._end = self._now()
         middle = self._begin if self._forward_end is None else self._forward_end
         self._add(Part.FORWARD, self._begin, middle)
         self._add(Part.BACKWARD, middle, self._end)
-        self._sums["computing"] += self._end - self._begin
+        self._sums["computing"] += self._end.ns - self._begin.ns
         self._begin = None
 
     def begin_update(self) -> None:
         """The optimizer's step begins."""
-        now = time.perf_counter_ns()
+        now = self._now()
         if self._end is not None:
-            self._sums["settling"] += now - self._end
+            self._sums["settling"] += now.ns - self._end.ns
         self._begin, self._end = now, None
 
     def end_update(self) -> None:
         """The optimizer's step has ended."""
         if self._begin is not None:
-            now = time.perf_counter_ns()
+            now = self._now()
             self._add(Part.UPDATE, self._begin, now)
-            self._sums["updating"] += now - self._begin
+            self._sums["updating"] += now.ns - self._begin.ns
         self._begin = None
         self.last, self._pieces = tuple(self._pieces), []
 
-    def _add(self, part: Part, begin_ns: int, end_ns: int) -> None:
+    def _now(self) -> _Now:
+        return _Now(time.perf_counter_ns(), None if self.mark is None else self.mark())
+
+    def _add(self, part: Part, begin: _Now, end: _Now) -> None:
         if len(self._pieces) < _MOST_PIECES:
-            self._pieces.append(Piece(part, begin_ns, end_ns))
+            self._pieces.append(Piece(part, begin.ns, end.ns, (begin.moment, end.moment)))

@@ -59,17 +59,19 @@ class Mark:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wait:
-    """The host stood still.
+    """The host stood still, or in a step that was measured, another lane.
 
     Attributes:
         begin_ns: Since when.
         duration_ns: For how long.
-        place: Where in the program.
+        place: Where in the program, or for what.
+        lane: Who stood still.
     """
 
     begin_ns: int
     duration_ns: int
     place: str
+    lane: Lane = Lane.HOST
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ class Timeline:
         spans: All work that the clock knows, in the order in which it was put into lanes; ``after`` counts in it.
         first: The number of the first span that belongs to the timeline.
         waits: Where the host stood still.
+        has_causes: Whether spans know what they began after.
     """
 
     begin_ns: int
@@ -89,6 +92,7 @@ class Timeline:
     spans: Sequence[Span]
     first: int
     waits: tuple[Wait, ...]
+    has_causes: bool = True
 
     @property
     def duration_ns(self) -> int:
@@ -107,16 +111,22 @@ class Timeline:
             busy[span.lane] += span.duration_ns
         return busy
 
-    def waits_by_place(self) -> dict[str, int]:
-        """How long the host stood still at each place, the longest first."""
+    def waits_by_place(self, lane: Lane = Lane.HOST) -> dict[str, int]:
+        """How long the host, or another lane, stood still at each place, the longest first."""
         total: collections.Counter[str] = collections.Counter()
-        for wait in self.waits:
+        for wait in self.waits_of(lane):
             total[wait.place] += wait.duration_ns
         return {place: nanoseconds for place, nanoseconds in total.most_common() if nanoseconds}
 
+    def waits_of(self, lane: Lane) -> list[Wait]:
+        """Where a lane stood still."""
+        return [wait for wait in self.waits if wait.lane is lane]
+
     def critical_path(self) -> list[Span]:
-        """The chain of spans that the end had to wait for, the first one first."""
-        chain = []
+        """The chain of spans that the end had to wait for, the first one first; empty where no causes are known."""
+        chain: list[Span] = []
+        if not self.has_causes:
+            return chain
         number = max(range(self.first, len(self.spans)), key=lambda n: (self.spans[n].end_ns, n), default=-1)
         while number >= self.first:
             chain.append(self.spans[number])

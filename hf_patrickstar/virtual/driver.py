@@ -110,6 +110,10 @@ class VirtualEvent:
         """Stops the host until it comes."""
         self._driver.wait(self)
 
+    def elapsed_time(self, end: "VirtualEvent", /) -> float:
+        """See ``Moment``."""
+        return (end.mark.time_ns - self.mark.time_ns) / 1e6
+
 
 class VirtualBegun:
     """A copy that comes after work of the host's thread; see ``Begun``.
@@ -213,6 +217,10 @@ class VirtualDriver:
     def current_stream(self) -> VirtualStream:
         """See ``Driver``."""
         return self._compute
+
+    def record_moment(self, stream: VirtualStream) -> VirtualEvent:
+        """See ``Driver``."""
+        return stream.record_event()
 
     def inside(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         """See ``Driver``."""

@@ -9,24 +9,24 @@ results take memory that was not used before. What cannot be called so (it would
 values) is charged by the rates.
 """
 
-import contextlib
 import logging
 import statistics
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten
 
-from hf_patrickstar.memory.accelerator import find_device
+from hf_patrickstar.memory.accelerator import find_device, is_accelerator
 from hf_patrickstar.memory.streams import seconds_of
 from hf_patrickstar.memory.tiers import available_host_nbytes
+from hf_patrickstar.virtual.calls import Operand, OperatorCall, as_they_are
+from hf_patrickstar.virtual.companions import Companions
 
 logger = logging.getLogger(__name__)
 
-_aten = torch.ops.aten
 _PART_OF_MEMORY = 8
 _REPETITIONS = 5
 _OTHERS_NUMEL = 2**23
@@ -42,11 +42,15 @@ class OperatorTimes:
         most_nbytes: Bytes of the operands of one operator at most; by default an eighth of the free memory.
         num_threads: Threads of torch while an operator is timed, where the planned process has as many; by default
             those of this process.
+        num_companions: Processes that call an operator while it is timed; see [Note: companions]. On an accelerator
+            none do: each process has a device of its own.
     """
 
-    def __init__(self, most_nbytes: int | None = None, num_threads: int | None = None) -> None:
+    def __init__(self, most_nbytes: int | None = None, num_threads: int | None = None, num_companions: int = 0) -> None:
         self._device = find_device(None)
         self._num_threads = num_threads
+        num = 0 if is_accelerator(self._device) else num_companions
+        self._companions = Companions(num, num_threads or torch.get_num_threads())
         self._most_nbytes = available_host_nbytes() // _PART_OF_MEMORY if most_nbytes is None else most_nbytes
         self._known: dict[Hashable, int | None] = {}
         with _disable_current_modes():
@@ -71,22 +75,22 @@ class OperatorTimes:
         Returns:
             The nanoseconds, or ``None`` if it cannot be timed.
         """
-        leaves, shape = tree_flatten((args, kwargs))
-        key = (operator, shape, tuple(_signature(leaf) for leaf in leaves))
+        call = OperatorCall.of(operator, args, kwargs)
+        leaves, shape = tree_flatten((call.args, call.kwargs))
+        key = (operator, shape, tuple(leaf if isinstance(leaf, Operand) else repr(leaf) for leaf in leaves))
         if key not in self._known:
-            self._known[key] = self._time(operator, args, kwargs, leaves)
+            operands = (leaf for leaf in leaves if isinstance(leaf, Operand))
+            fits = sum(operand.nbytes for operand in operands) <= self._most_nbytes
+            self._known[key] = self._time(call, operator) if fits else None
         return self._known[key]
 
-    def _time(self, operator: Any, args: Any, kwargs: dict[str, Any], leaves: list[Any]) -> int | None:
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if sum(_span(tensor) * tensor.element_size() for tensor in tensors) > self._most_nbytes:
-            return None
+    def _time(self, call: OperatorCall, operator: Any) -> int | None:
         try:
-            with _for_itself(self._device):
-                args, kwargs = tree_map_only(torch.Tensor, self._filled, (args, kwargs))
-                _prepare(operator, args)
+            with as_they_are(self._device):
+                work = call.make(self._device, operator)
                 made: list[Any] = []  # results stay until backward
-                seconds = self._median(lambda: made.append(operator(*args, **kwargs)))
+                with self._companions.calling(call):
+                    seconds = self._median(lambda: made.append(work()))
         except Exception as error:  # an operator may refuse any values
             logger.debug("patrickstar: operator '%s' is charged by the rates of the machine: %s", operator, error)
             return None
@@ -100,39 +104,6 @@ class OperatorTimes:
             return _median(self._device, work, self._forget)
         finally:
             torch.set_num_threads(num_threads)
-
-    def _filled(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor with bytes: numbers between 0 and 1, or zeros that are valid as places."""
-        make = torch.rand if tensor.is_floating_point() else torch.zeros
-        flat = make(_span(tensor), dtype=tensor.dtype, device=self._device)
-        return flat.as_strided(tensor.shape, tensor.stride())
-
-
-def _span(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last one in memory."""
-    if not tensor.numel():
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _signature(leaf: Any) -> Hashable:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.dtype, tuple(leaf.shape), leaf.stride()
-    return repr(leaf)
-
-
-def _prepare(operator: Any, args: Any) -> None:
-    """Gives operands values that make an operator do its work."""
-    if operator._overloadpacket is _aten._grouped_mm:  # its groups end at these rows
-        rows, ends = args[0].shape[0], args[2]
-        ends.copy_(torch.linspace(rows / len(ends), rows, len(ends)).round())
-
-
-@contextlib.contextmanager
-def _for_itself(device: torch.device) -> Iterator[None]:
-    """Inside the block operators are called as they are: nobody watches them, and no type is changed."""
-    with _disable_current_modes(), torch.no_grad(), torch.autocast(device.type, enabled=False):
-        yield
 
 
 def _median(device: torch.device, work: Any, before: Any) -> float:

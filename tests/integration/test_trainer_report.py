@@ -1,15 +1,18 @@
 """What a Trainer's run records for ``hf-patrickstar report``, and that the page says it."""
 
+import logging
 import pathlib
 
 import pytest
 import torch
 from pages import PageReader, check_alone, check_charts
+from simulated import simulated_streams
 from trainers import make_trainer, run, tight, train
 from transformers import HfArgumentParser
 
 from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
 from hf_patrickstar.cli.main import main
+from hf_patrickstar.memory.simulation import SimulatedDriver
 from hf_patrickstar.report.run_record import FOLDER, STEPS, read_run
 from hf_patrickstar.schedule.clock import Lane
 
@@ -88,6 +91,46 @@ def test_the_lanes_of_one_step_are_recorded(trained):
     assert "measured once" in html
     assert "simulated" not in html
     assert trainer.patrickstar_engine.resources.streams.end_timing() == [], "one step was watched"
+
+
+@pytest.mark.own_streams
+def test_the_lanes_of_an_accelerator_are_recorded(tmp_path):
+    """Over simulated streams: what crossed in the step is what the lanes have, and the page says where who waited."""
+    with simulated_streams():
+        trainer, _ = train("gpt2", tmp_path, tight(factor=2.0), max_steps=4, **RECORDED)
+        found = read_run(tmp_path)
+        streams, durations = trainer.patrickstar_engine.resources.streams, trainer.patrickstar_engine.manager.steps
+        assert durations.durations.mark is None, "one step was watched"
+        assert streams._times is None
+    timeline, row = found.timeline, found.steps[1]
+    for lane, key in ((Lane.TO_DEVICE, "host_to_device_nbytes"), (Lane.TO_HOST, "device_to_host_nbytes")):
+        spans = [span for span in timeline.own_spans if span.lane is lane]
+        assert sum(int(span.what.split()[0]) for span in spans) == row[key] > 0
+    busy = timeline.busy_ns()
+    for lane in (Lane.COMPUTE, Lane.HOST, Lane.HOST_WORK):
+        assert 0 < busy[lane] <= timeline.duration_ns < 60e9, lane
+    assert {span.what for span in timeline.own_spans if span.lane is Lane.COMPUTE} >= {"forward", "backward"}
+    assert main(["report", str(tmp_path)]) == 0
+    html = (tmp_path / "_patrickstar_report.html").read_text(encoding="utf-8")
+    reader = PageReader(html)
+    check_alone(reader)
+    check_charts(reader, least=5)
+    assert "measured once" in html
+    assert "critical path" not in html
+    assert "Where computation stands still" in html
+
+
+@pytest.mark.own_streams
+def test_an_accelerator_without_times_trains_and_has_no_lanes(tmp_path, monkeypatch, caplog):
+    def refuse(self, stream):
+        raise RuntimeError("this device has no timed events")
+
+    monkeypatch.setattr(SimulatedDriver, "record_moment", refuse)
+    with simulated_streams(), caplog.at_level(logging.INFO, "hf_patrickstar"):
+        _, recorder = train("gpt2", tmp_path, tight(), max_steps=4, log_level="info", **RECORDED)
+    assert len(recorder.losses) == 4
+    assert read_run(tmp_path).timeline is None
+    assert caplog.text.count("this device has no timed events") == 1
 
 
 @pytest.mark.parametrize("factor", [1.0, 14.0], ids=["moving", "margin"])

@@ -689,10 +689,12 @@ ELSEWHERE = {
     "checkpoint/transaction.py": "waits for threads and for files",
     "integrations/accelerator_checkpoints.py": "waits for checkpoints that are complete",
     "cli/run.py": "joins words",
+    "integrations/trainer_lanes.py": "measures a step that has ended",
     "integrations/trainer_report.py": "waits for no copy: it watches those of one step for the page of a run",
     "integrations/trainer_checkpoints.py": "waits for checkpoints that are complete",
     "engine.py": "asks for errors before it detaches: tests/parity/test_overlapped_updates.py",
     "memory/accelerator.py": "asks a device of torch",
+    "memory/lane_times.py": "measures what others wait for",
     "memory/rehearsal.py": "joins its thread",
     "memory/simulation.py": "is the race detector",
     "memory/threads.py": "waits for its own threads",
@@ -715,6 +717,7 @@ ELSEWHERE = {
     "schedule/clock.py": "virtual time",
     "schedule/replay.py": "virtual time",
     "virtual/collectives.py": "virtual time",
+    "virtual/companions.py": "waits for processes",
     "virtual/driver.py": "virtual time",
 }
 """Modules that wait for something else."""

@@ -11,6 +11,7 @@ from hf_patrickstar.machine import CPU_TIER, MACHINES
 from hf_patrickstar.planner.planning import arrange, plan_and_record
 from hf_patrickstar.schedule.script import Kernel
 from hf_patrickstar.virtual import timing
+from hf_patrickstar.virtual.calls import OperatorCall
 from hf_patrickstar.virtual.driver import VirtualDriver
 from hf_patrickstar.virtual.timing import OperatorTimes
 
@@ -86,9 +87,8 @@ def test_nobody_watches_and_no_type_is_changed(mode):
 
 def test_groups_of_a_grouped_product_share_the_rows():
     operands = fake(8, 16, dtype=torch.bfloat16), fake(2, 16, 16, dtype=torch.bfloat16), fake(2, dtype=torch.int32)
-    filled = [OperatorTimes()._filled(operand) for operand in operands]
-    timing._prepare(aten._grouped_mm.default, filled)
-    assert filled[2].tolist() == [4, 8]
+    call = OperatorCall.of(aten._grouped_mm.default, operands, {}).make(torch.device("cpu"))
+    assert call.args[2].tolist() == [4, 8]
     assert OperatorTimes().find_ns(aten._grouped_mm.default, operands, {}) is not None
 
 

@@ -1,0 +1,137 @@
+"""Processes that call an operator, too, while this one times it.
+
+[Note: companions]
+Processes that train together on the cores of one machine share its memory, and often its caches and cores. So an
+operator takes longer there than where nobody else works. A companion is a process that calls the same operator, on
+operands of its own, for as long as this process times it.
+"""
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, Pipe
+
+import torch
+
+from hf_patrickstar.virtual.calls import OperatorCall, as_they_are
+
+logger = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
+_PATIENCE_S = 60.0
+"""A companion that has not answered for so long does not answer any more."""
+_ERRORS = (OSError, EOFError, ValueError)
+"""How it shows that a process cannot be started, has ended, or does not answer."""
+
+
+class Companions:
+    """Starts companions with the first call, and ends them when it is not used any more; see [Note: companions].
+
+    Args:
+        num: How many there are.
+        num_threads: Threads of torch in each.
+    """
+
+    def __init__(self, num: int, num_threads: int) -> None:
+        self._num = num
+        self._num_threads = num_threads
+        self._connections: list[Connection] | None = None  # before the first call
+
+    @contextlib.contextmanager
+    def calling(self, call: OperatorCall) -> Iterator[None]:
+        """Inside the block all companions make a call, again and again.
+
+        Without companions, or where one has failed, nobody does; the first time a line of the log says so.
+        """
+        begun = self._tell(call)
+        try:
+            yield
+        finally:
+            if begun:
+                self._tell(None)
+
+    def _tell(self, what: OperatorCall | None) -> bool:
+        """Tells all companions something; returns whether all do it."""
+        try:
+            if self._connections is None:
+                self._connections = self._start()
+            for connection in self._connections:
+                connection.send(what)
+            answers = [_answer(connection) for connection in self._connections]
+        except _ERRORS as error:
+            logger.warning(
+                "patrickstar: operators are timed as if this process were alone: no other process can call them at the "
+                "same time (%s: %s)",
+                *(type(error).__name__, error),
+            )
+            self._connections = []
+            return False
+        return all(answers) and bool(answers)
+
+    def _start(self) -> list[Connection]:
+        environment = {**os.environ, "OMP_NUM_THREADS": str(self._num_threads)}
+        found: list[Connection] = []
+        processes: list[subprocess.Popen[bytes]] = []
+        weakref.finalize(self, _end, found, processes)
+        for _ in range(self._num):
+            here, there = Pipe()
+            with there:
+                command = [sys.executable, "-m", __name__, str(there.fileno()), str(self._num_threads)]
+                found.append(here)
+                processes.append(subprocess.Popen(command, env=environment, pass_fds=[there.fileno()]))
+        return found
+
+
+def _answer(connection: Connection) -> bool:
+    if not connection.poll(_PATIENCE_S):
+        raise TimeoutError(f"no answer for {_PATIENCE_S:g} s")
+    return bool(connection.recv())
+
+
+def _end(connections: list[Connection], processes: "list[subprocess.Popen[bytes]]") -> None:
+    for connection in connections:
+        connection.close()
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def serve(connection: Connection) -> None:
+    """Makes calls until nobody asks any more; what a companion does.
+
+    Args:
+        connection: Who asks. It gets ``True`` when calls have begun, ``False`` if an operator refuses such operands,
+            and ``True`` when they have ended.
+    """
+    while True:
+        call = connection.recv()
+        if call is None:
+            connection.send(True)
+            continue
+        with as_they_are(_CPU):
+            try:
+                work = call.make(_CPU)
+                work()
+            except Exception as error:  # an operator may refuse any values
+                logger.debug("patrickstar: a companion cannot call operator '%s': %s", call.name, error)
+                connection.send(False)
+                continue
+            connection.send(True)
+            while not connection.poll():
+                work()
+
+
+def main() -> None:
+    """A companion; the command line has the file descriptor of its connection, and its number of threads."""
+    descriptor, num_threads = map(int, sys.argv[1:])
+    torch.set_num_threads(num_threads)
+    with contextlib.suppress(EOFError, ConnectionError), Connection(descriptor) as connection:
+        serve(connection)
+
+
+if __name__ == "__main__":
+    main()
