@@ -25,6 +25,7 @@ from hf_patrickstar.planner.planning import arrange, plan_and_record, time_opera
 from hf_patrickstar.report.links import measure_together
 from hf_patrickstar.report.measure import measure_machine
 from hf_patrickstar.units import format_nbytes
+from hf_patrickstar.virtual.visits import seconds_of_a_visit
 
 MAX_NORM = 1.0
 MODELS = {
@@ -127,7 +128,8 @@ def compare(cell, machine, times, steps):
 
 def compare_all(cells, steps):
     """Measures the machine; prints the rows and returns them with it."""
-    machine = measure_together() if dist.is_initialized() else measure_machine()
+    measure = measure_together if dist.is_initialized() else measure_machine
+    machine = measure(visit=seconds_of_a_visit)
     machine = dataclasses.replace(machine, name="this machine")
     times, rows = time_operators(dist.get_world_size() if dist.is_initialized() else 1), []
     for cell in cells:

@@ -19,6 +19,7 @@ from hf_patrickstar.report.links import measure_together
 from hf_patrickstar.report.measure import cpu_name, measure_machine
 from hf_patrickstar.units import format_nbytes
 from hf_patrickstar.version import __version__
+from hf_patrickstar.virtual.visits import seconds_of_a_visit
 
 _LIBRARIES = ("torch", "transformers", "accelerate")
 PROGRESS_AFTER_S = 2
@@ -59,7 +60,8 @@ def _measure(is_first: bool) -> Machine:
             return names
         return tqdm(names, desc="measuring", unit="figure", leave=False, delay=PROGRESS_AFTER_S)
 
-    return measure_together(progress=progress) if num_launched() > 1 else measure_machine(progress=progress)
+    measure = measure_together if num_launched() > 1 else measure_machine
+    return measure(progress=progress, visit=seconds_of_a_visit)
 
 
 def describe() -> dict[str, str]:
@@ -93,6 +95,7 @@ def rates(machine: Machine) -> dict[str, str]:
     }
     times = {
         "operator": machine.operator_s,
+        "visit to a chunk": machine.visit_s,
         "shortest kernel": machine.kernel_s,
         "latency of a copy": machine.copy_latency_s,
     }

@@ -34,6 +34,7 @@ from hf_patrickstar.virtual.micro_batch import MicroBatch
 from hf_patrickstar.virtual.recording import Recording, record_step
 from hf_patrickstar.virtual.timing import OperatorTimes
 from hf_patrickstar.virtual.training import Training, make_adamw
+from hf_patrickstar.virtual.visits import seconds_of_a_visit
 
 BESIDE = "other modules"
 """The kind of bytes on the device that modules beside the model take."""
@@ -255,7 +256,7 @@ def arrange_machine(
         ConfigError: If an argument makes no sense.
     """
     if machine == THIS:
-        measured = measure_machine() if world_size == 1 else measure_launched(world_size)
+        measured = measure_launched(world_size) if world_size > 1 else measure_machine(visit=seconds_of_a_visit)
         machine = dataclasses.replace(measured, name="this machine")
     found = find_machine(machine) if isinstance(machine, str) else machine
     found.check_processes(world_size)

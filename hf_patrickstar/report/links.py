@@ -21,7 +21,9 @@ _FIGURES = ("link_bandwidth", "link_latency_s", "message_s")
 
 
 def measure_together(
-    effort: Effort | None = None, progress: Callable[[list[str]], Iterable[str]] = lambda names: names
+    effort: Effort | None = None,
+    progress: Callable[[list[str]], Iterable[str]] = lambda names: names,
+    visit: Callable[[], float] | None = None,
 ) -> Machine:
     """Measures the machine as each of several processes has it while all of them work, and their links.
 
@@ -32,6 +34,7 @@ def measure_together(
     Args:
         effort: How much work goes into it.
         progress: As for ``measure_machine``.
+        visit: As for ``measure_machine``; each process has an engine of its own in it.
 
     Returns:
         A machine with a device for each process, the same in all processes.
@@ -57,7 +60,7 @@ def measure_together(
             "link_latency_s": functools.partial(_gather_s, collectives, device, effort, ALIGNMENT_NUMEL),
             "message_s": functools.partial(_message_s, collectives, effort),
         }
-        machine = measure_machine(effort, at_once)
+        machine = measure_machine(effort, at_once, visit)
         machine = dataclasses.replace(
             machine,
             num_devices=collectives.world_size,

@@ -75,7 +75,9 @@ def cpu_name(file: pathlib.Path = CPU_FILE) -> str:
 
 
 def measure_machine(
-    effort: Effort | None = None, progress: Callable[[list[str]], Iterable[str]] = lambda names: names
+    effort: Effort | None = None,
+    progress: Callable[[list[str]], Iterable[str]] = lambda names: names,
+    visit: Callable[[], float] | None = None,
 ) -> Machine:
     """Measures the compute device of this machine, its host, and the bus between them.
 
@@ -90,15 +92,17 @@ def measure_machine(
     Args:
         effort: How much work goes into it.
         progress: Gets the names of all figures and gives them one after another, as a progress bar does.
+        visit: Measures ``visit_s``, which takes an engine; without it that figure is the usual one.
     """
     device = find_device(None)
     flops: dict[str, float] = {}
     figures: dict[str, float] = {}
     products = {f"products in {dtype}": dtype for dtype in DTYPES}
     with contextlib.closing(_Measurement(device, effort or Effort())) as measurement:
-        for name in progress([*products, *measurement.figures]):
-            if name in measurement.figures:
-                figures[name] = measurement.figures[name]()
+        measures = measurement.figures if visit is None else {**measurement.figures, "visit_s": visit}
+        for name in progress([*products, *measures]):
+            if name in measures:
+                figures[name] = measures[name]()
                 continue
             try:
                 flops[products[name]] = measurement.flops(device, products[name])

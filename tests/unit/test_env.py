@@ -23,7 +23,7 @@ def rows_of(text):
 @pytest.fixture
 def h100(monkeypatch):
     """A measurement that finds the machine that is known as h100."""
-    monkeypatch.setattr(env, "measure_machine", lambda progress: MACHINES["h100"])
+    monkeypatch.setattr(env, "measure_machine", lambda **_: MACHINES["h100"])
 
 
 @pytest.fixture
@@ -90,6 +90,7 @@ def test_rates(h100, capsys):
         "not pinned": "16.8 GB/s",
         "host memory": "230.4 GB/s",
         "operator": "6 us",
+        "visit to a chunk": "25 us",
         "shortest kernel": "2 us",
         "latency of a copy": "10 us",
     }
@@ -124,7 +125,9 @@ def test_this_machine_is_measured(monkeypatch, tmp_path, capsys):
 def test_a_long_measurement_shows_its_progress(monkeypatch, capsys):
     monkeypatch.setattr(env, "tqdm", functools.partial(env.tqdm, mininterval=0))
     monkeypatch.setattr(env, "PROGRESS_AFTER_S", 0)
-    monkeypatch.setattr(env, "measure_machine", lambda progress: list(progress(["one", "two"])) and MACHINES["h100"])
+    monkeypatch.setattr(
+        env, "measure_machine", lambda progress, visit: list(progress(["one", "two"])) and MACHINES["h100"]
+    )
     assert main(["env", "--measure"]) == 0
     assert "measuring: 100%" in capsys.readouterr().err
 

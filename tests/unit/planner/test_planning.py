@@ -131,7 +131,7 @@ def test_a_model_is_planned_by_its_configuration_and_class():
 
 def test_this_machine_is_measured(monkeypatch):
     measured = dataclasses.replace(MACHINES["rtx4090"], name="measured")
-    monkeypatch.setattr("hf_patrickstar.planner.planning.measure_machine", lambda: measured)
+    monkeypatch.setattr("hf_patrickstar.planner.planning.measure_machine", lambda visit: measured)
     _, circumstances = arrange(MODEL, "this", **ARGUMENTS)
     assert circumstances.machine.name == "this machine"
     assert circumstances.machine.flops == measured.flops

@@ -1,0 +1,87 @@
+"""What the engine's own work costs the host where a module uses a chunk, on the machine at hand."""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from hf_patrickstar.engine import PatrickStarEngine
+from hf_patrickstar.events import ChunkVisited, Event, Listener
+from hf_patrickstar.memory.accelerator import find_device, is_accelerator
+from hf_patrickstar.memory.streams import synchronize
+from hf_patrickstar.runtime.collectives import Collectives
+
+_NUM_LAYERS = 100
+_WIDTH = 8
+_CHUNK_NUMEL = 8 * _WIDTH * (_WIDTH + 1)
+_NUM_STEPS = 9
+_NUM_WARMUP = 3
+"""A step is recorded, one follows its first plan, and one finds memory warm."""
+_LEAST_S = 1e-9
+
+
+class _Alone:
+    """One process, whatever others there are; see ``Peers``."""
+
+    def connect(self, device: torch.device, emit: Listener, reduce_dtype: str) -> Collectives:
+        """See ``Peers``."""
+        return Collectives(0, 1, device, emit=emit, reduce_dtype=reduce_dtype)
+
+
+def seconds_of_a_visit() -> float:
+    """Measures how much longer a deep model of tiny layers takes with the engine, per visit to a chunk.
+
+    Each chunk is loaded once in a step, by the plan. The model trains with the engine and without it in turns, about a
+    second in all.
+
+    Returns:
+        Seconds of the host; the median of some steps.
+    """
+    device = find_device(None)
+    plain, ours = _make_model().to(device), _make_model()
+    num_visits = 0
+
+    def count(event: Event) -> None:
+        nonlocal num_visits
+        num_visits += isinstance(event, ChunkVisited)
+
+    # There is room for copies of all chunks and not for the optimizer's states beside them, so chunks do move.
+    param_nbytes = sum(parameter.nbytes for parameter in ours.parameters())
+    settings = {"placement": "host", "chunk_numel": _CHUNK_NUMEL, "chunk_budget": 2 * param_nbytes}
+    made = torch.optim.AdamW(ours.parameters(), lr=0.0)
+    engine = PatrickStarEngine(ours, settings, made, device=device, listener=count, process_group=_Alone())
+    try:
+        differences = []
+        for number in range(_NUM_WARMUP + _NUM_STEPS):
+            own = _seconds(device, plain, functools.partial(plain.zero_grad, set_to_none=True))
+            num_visits = 0
+            over = _seconds(device, ours, functools.partial(_end_step, engine))
+            if number >= _NUM_WARMUP:
+                differences.append((over - own) / max(num_visits, 1))
+    finally:
+        engine.detach()
+    return max(statistics.median(differences), _LEAST_S)
+
+
+def _end_step(engine: PatrickStarEngine) -> None:
+    for optimizer in engine.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _make_model() -> torch.nn.Module:
+    return torch.nn.Sequential(*(torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(_NUM_LAYERS)))
+
+
+def _seconds(device: torch.device, model: torch.nn.Module, end_step: Callable[[], object]) -> float:
+    """Seconds of the host for forward and backward; what ends the step is left out."""
+    inputs = torch.ones(1, _WIDTH, device=device)
+    if is_accelerator(device):
+        synchronize(device)
+    begin = time.perf_counter()
+    model(inputs).sum().backward()
+    seconds = time.perf_counter() - begin
+    end_step()
+    return seconds

@@ -1,0 +1,39 @@
+"""What the engine's own work costs where a module uses a chunk."""
+
+import itertools
+
+import pytest
+
+from hf_patrickstar.report.measure import Effort, measure_machine
+from hf_patrickstar.virtual import visits
+from hf_patrickstar.virtual.visits import seconds_of_a_visit
+
+TINY = Effort(nbytes=2**12, most_rows=128, calls=5, repetitions=1, seconds=0.0)
+
+
+def test_a_visit_takes_the_host_some_microseconds():
+    assert 1e-6 < seconds_of_a_visit() < 5e-3
+
+
+def test_it_is_the_difference_by_the_number_of_visits(monkeypatch):
+    """Each look at the clock is a second later: both take a second, so nothing is left; three, and two are."""
+    now = itertools.count()
+    monkeypatch.setattr(visits.time, "perf_counter", lambda: float(next(now)))
+    numbers = iter([1.0, 3.0] * 100)
+    monkeypatch.setattr(visits, "_seconds", lambda device, model, end_step: _step(model, end_step, next(numbers)))
+    found = seconds_of_a_visit()
+    assert 2.0 / (4 * visits._NUM_LAYERS) < found < 2.0 / (2 * visits._NUM_LAYERS), "forward and backward of each layer"
+
+
+def _step(model, end_step, seconds):
+    model(visits.torch.ones(1, visits._WIDTH)).sum().backward()
+    end_step()
+    return seconds
+
+
+def test_a_machine_that_is_measured_has_what_its_visits_take():
+    told = []
+    machine = measure_machine(TINY, lambda names: told.extend(names) or names, visit=lambda: 0.125)
+    assert machine.visit_s == 0.125
+    assert told[-1] == "visit_s"
+    assert measure_machine(TINY).visit_s == pytest.approx(25e-6)
