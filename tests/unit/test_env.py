@@ -30,7 +30,7 @@ def h100(monkeypatch):
 def never(monkeypatch):
     """A measurement that must not begin."""
 
-    def measure(progress):
+    def measure(**_):
         raise AssertionError("measured")
 
     monkeypatch.setattr(env, "measure_machine", measure)
@@ -113,10 +113,12 @@ def test_this_machine_is_measured(monkeypatch, tmp_path, capsys):
         measured.append(measure_machine(TINY, **others))
         return measured[-1]
 
+    monkeypatch.setattr(env, "seconds_of_a_visit", lambda: 3e-5)
     monkeypatch.setattr(env, "measure_machine", measure)
     path = tmp_path / "machine.json"
     assert main(["env", "--measure", "--json", str(path)]) == 0
     assert [find_machine(str(path))] == measured
+    assert measured[0].visit_s == 3e-5
     out, err = capsys.readouterr()
     assert "products in float32" in rows_of(out)
     assert err == "", "a short measurement shows no progress"
