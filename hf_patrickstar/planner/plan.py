@@ -15,7 +15,8 @@ class TierUse:
         budget_nbytes: What there is.
         need_nbytes: The most bytes at once. Where the plan fits, chunks take what is there, and this is at most the
             budget; where it does not, it is the least that would do.
-        owners: The most bytes of each kind at once; these moments need not be the same. Empty if the plan does not fit.
+        owners: The most bytes of each kind at once; these moments need not be the same. Where the plan does not fit,
+            the kinds of a plan that has just the memory that would do.
     """
 
     budget_nbytes: int

@@ -312,13 +312,11 @@ def _plan_if_fits(subject: Subject, circumstances: Circumstances) -> Plan | None
 
 
 def _plan_of(subject: Subject, given: Circumstances, recording: Recording) -> Plan:
-    machine, beside_nbytes = given.machine, given.beside_nbytes
-    on_device = _kinds(recording, Tier.DEVICE)
-    if beside_nbytes:
-        on_device[BESIDE] = beside_nbytes
+    machine, owners = given.machine, _owners(given, recording)
+    device_nbytes = recording.device_nbytes + given.beside_nbytes
     tiers = {
-        Tier.DEVICE.value: TierUse(machine.device_nbytes, recording.device_nbytes + beside_nbytes, on_device),
-        Tier.HOST.value: TierUse(machine.host_nbytes, recording.host_nbytes, _kinds(recording, Tier.HOST)),
+        Tier.DEVICE.value: TierUse(machine.device_nbytes, device_nbytes, owners[Tier.DEVICE.value]),
+        Tier.HOST.value: TierUse(machine.host_nbytes, recording.host_nbytes, owners[Tier.HOST.value]),
     }
     return _plan(subject, given, recording, tiers)
 
@@ -384,12 +382,17 @@ _WORDS = {
 }
 
 
-def _kinds(recording: Recording, tier: Tier) -> dict[str, int]:
-    """The most bytes of each kind; what is not booked on the device is non-model data."""
-    kinds = {name: nbytes for name, nbytes in recording.owners[tier].items() if name != CACHE_OWNER}
-    if tier is Tier.DEVICE:
-        kinds["non-model data"] = max(trace.non_model_peak_nbytes for trace in recording.traces)
-    return kinds
+def _owners(given: Circumstances, recording: Recording) -> Mapping[str, Mapping[str, int]]:
+    """The most bytes of each kind by the name of the tier; what is not booked on the device is non-model data."""
+    owners = {
+        tier.value: {name: nbytes for name, nbytes in recording.owners[tier].items() if name != CACHE_OWNER}
+        for tier in Tier
+    }
+    on_device = owners[Tier.DEVICE.value]
+    on_device["non-model data"] = max(trace.non_model_peak_nbytes for trace in recording.traces)
+    if given.beside_nbytes:
+        on_device[BESIDE] = given.beside_nbytes
+    return owners
 
 
 def _refusal(subject: Subject, given: Circumstances) -> Plan:
@@ -419,14 +422,17 @@ def _refusal_by_memory(subject: Subject, given: Circumstances, *, is_short: bool
     recording, least = _smallest(subject, given, recording, most)
     # What gradients leave through takes what is free there, and nothing where there is little.
     host_nbytes = recording.host_nbytes - recording.owners[Tier.HOST].get(gradient_ring.OWNER, 0)
-    host = TierUse(given.machine.host_nbytes, host_nbytes, {})
-    if (
-        is_short and not host.missing_nbytes
-    ):  # what was refused is short of something, if only of a little beside the least
-        least = max(least, given.machine.device_nbytes + _step_nbytes(given.machine.device_nbytes))
-    least = _enough(subject, given, least, max(host.need_nbytes, host.budget_nbytes))
-    device = TierUse(given.machine.device_nbytes, least, {})
-    return _plan(subject, given, recording, {Tier.DEVICE.value: device, Tier.HOST.value: host})
+    machine = given.machine
+    if is_short and host_nbytes <= machine.host_nbytes:  # it is short of something, if only of a little
+        least = max(least, machine.device_nbytes + _step_nbytes(machine.device_nbytes))
+    least, enough = _enough(subject, given, least, max(host_nbytes, machine.host_nbytes))
+    owners = _owners(given, recording) if enough is None else {name: use.owners for name, use in enough.tiers.items()}
+    on_host = {name: nbytes for name, nbytes in owners[Tier.HOST.value].items() if name != gradient_ring.OWNER}
+    tiers = {
+        Tier.DEVICE.value: TierUse(machine.device_nbytes, least, owners[Tier.DEVICE.value]),
+        Tier.HOST.value: TierUse(machine.host_nbytes, host_nbytes, on_host),
+    }
+    return _plan(subject, given, recording, tiers)
 
 
 def _record_with_plenty(subject: Subject, given: Circumstances, asked: int | None, most: int) -> Recording:
@@ -473,16 +479,17 @@ def _smallest(subject: Subject, given: Circumstances, recording: Recording, most
     return recording, least
 
 
-def _enough(subject: Subject, given: Circumstances, nbytes: int, host_nbytes: int) -> int:
-    """Device memory from ``nbytes`` on, in steps that double, with which there is a plan."""
+def _enough(subject: Subject, given: Circumstances, nbytes: int, host_nbytes: int) -> tuple[int, Plan | None]:
+    """Device memory from ``nbytes`` on, in steps that double, with which there is a plan, and that plan if one is."""
     step = _step_nbytes(nbytes)
     for _ in range(_MOST_TRIES):
         machine = dataclasses.replace(given.machine, device_nbytes=nbytes, host_nbytes=host_nbytes)
         with contextlib.suppress(EngineError):  # steps do without plans where copies hardly have room
-            if plan_if_fits(subject, dataclasses.replace(given, machine=machine)) is not None:
-                break
+            found = plan_if_fits(subject, dataclasses.replace(given, machine=machine))
+            if found is not None:
+                return nbytes, found
         nbytes, step = nbytes + step, 2 * step
-    return nbytes
+    return nbytes, None
 
 
 def _step_nbytes(nbytes: int) -> int:

@@ -23,7 +23,7 @@ def describe(plan: Plan) -> str:
     """
     lines = [headline(plan), ""]
     for tier in (Tier.DEVICE, Tier.HOST):
-        lines += _rows(tier.value, _memory(plan.tier(tier)))
+        lines += _rows(tier.value, _memory(plan.tier(tier), fits=plan.fits))
     if plan.chunks is not None:
         chunks = plan.chunks
         where = f"{chunks.num_on_device} live on the device with their optimizer states, the others on the host"
@@ -122,13 +122,15 @@ def _missing(plan: Plan) -> Iterator[str]:
         yield plan.shortage
 
 
-def _memory(use: TierUse) -> list[str]:
-    if not use.owners:
-        least = "needs at least " if use.need_nbytes else ""
-        return [f"{least}{format_nbytes(use.need_nbytes)} of {format_nbytes(use.budget_nbytes)}"]
+def _memory(use: TierUse, *, fits: bool) -> list[str]:
+    need = f"{format_nbytes(use.need_nbytes)} of {format_nbytes(use.budget_nbytes)}"
+    if fits:
+        need = f"{need} at most"
+    elif use.need_nbytes:
+        need = f"needs at least {need}"
     kinds = sorted(use.owners.items(), key=lambda item: -item[1])
     shown = [f"{name} {format_nbytes(nbytes)}" for name, nbytes in kinds[:_MOST_KINDS]]
-    return [f"{format_nbytes(use.need_nbytes)} of {format_nbytes(use.budget_nbytes)} at most", "; ".join(shown)]
+    return [need, "; ".join(shown)] if shown else [need]
 
 
 def _speed(speed: Speed, unit: str) -> list[str]:

@@ -46,7 +46,10 @@ def plan_page(
         trace_name: The name of a file beside the page with the timeline.
         found: What the search has found that the plan comes from, in a sentence.
     """
-    memory = [kinds_chart(name, use["budget_nbytes"], use["need_nbytes"], use["owners"]) for name, use in _tiers(plan)]
+    memory = [
+        kinds_chart(name, use["budget_nbytes"], use["need_nbytes"], use["owners"], is_least=not plan["fits"])
+        for name, use in _tiers(plan)
+    ]
     return Page(
         title=f"Plan of {plan['model']}",
         subtitle=headline,

@@ -17,7 +17,7 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.advice import advise
 from hf_patrickstar.planner.planning import arrange, plan, plan_if_fits, plan_subject
 from hf_patrickstar.planner.screen import describe, describe_changes
-from hf_patrickstar.units import MIB
+from hf_patrickstar.units import MIB, format_nbytes
 
 MODEL = "gpt2:n_layer=3,n_embd=128,n_head=4,vocab_size=512,n_positions=64"
 NUM_PARAMETERS = 512 * 128 + 64 * 128 + 3 * (12 * 128 * 128 + 13 * 128) + 2 * 128
@@ -153,7 +153,20 @@ def test_what_does_not_fit_says_where_and_what_would(budgets, short):
     refused = plan(MODEL, "rtx4090", batch_size=2, **budgets)
     assert not refused.fits
     assert {name for name, use in refused.tiers.items() if use.missing_nbytes} == short
-    assert "too little on the" in describe(refused)
+    screen = describe(refused).splitlines()
+    assert "too little on the" in screen[1]
+    for name, use in refused.tiers.items():  # where the bytes go, each kind within what is enough for all
+        assert use.owners
+        assert all(0 <= nbytes <= use.need_nbytes for nbytes in use.owners.values())
+        (row,) = [number for number, line in enumerate(screen) if line.startswith(f"{name} ")]
+        need, budget = format_nbytes(use.need_nbytes), format_nbytes(use.budget_nbytes)
+        assert screen[row].split(maxsplit=1)[1] == f"needs at least {need} of {budget}"
+        kind, nbytes = max(use.owners.items(), key=lambda item: item[1])
+        assert screen[row + 1].strip().startswith(f"{kind} {format_nbytes(nbytes)}; ")
+    states = ("param", "master", "exp_avg", "exp_avg_sq")
+    nbytes_at_home = sum(refused.tier(tier).owners.get(name, 0) for tier in Tier for name in states)
+    assert nbytes_at_home >= 14 * NUM_PARAMETERS
+    assert refused.tier(Tier.DEVICE).owners["non-model data"] > 0
     if "device" in short:  # what it says is enough is enough
         need = refused.tier(Tier.DEVICE).need_nbytes
         assert plan(MODEL, "rtx4090", batch_size=2, device_memory=need, host_memory=64 * MIB).fits
@@ -207,7 +220,8 @@ def test_chunks_that_may_take_too_little_are_what_is_short(nbytes, capsys):
     assert verdict.startswith("does not fit: chunk_budget is too small for module 'transformer.")
     assert "Raise chunk_budget to at least " in verdict
     assert "too little on the" not in verdict
-    assert any(line.startswith("device    needs at least ") for line in others)
+    (row,) = [number for number, line in enumerate(others) if line.startswith("device    needs at least ")]
+    assert "non-model data " in others[row + 1]
     value = verdict.partition("at least ")[2].split()[0]
     assert main([*COMMAND, "--set", f"chunk_budget={value}"]) == 0
 
