@@ -62,6 +62,7 @@ class Speed:
         busy: The share of the step in which each lane has something to do.
         to_device_nbytes: Bytes that cross to the device.
         to_host_nbytes: Bytes that cross to the host.
+        sent_nbytes: Bytes of parameters and gradients that one process sends to others; 0 with one process.
     """
 
     seconds: float
@@ -72,6 +73,7 @@ class Speed:
     busy: Mapping[str, float]
     to_device_nbytes: int
     to_host_nbytes: int
+    sent_nbytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -360,16 +360,16 @@ def _speed(subject: Subject, given: Circumstances, recording: Recording) -> Spee
     updates_by = optimizer_name(given.optimizer)
     bounds = bounds_of(recording.script, timeline, given.machine, recording.num_on_host, updates_by)
     seconds = timeline.duration_ns / 1e9
-    to_device, to_host = recording.moved_nbytes
+    words = _WORDS if given.world_size == 1 else _WORDS | _WORDS_OF_SEVERAL
     return Speed(
         seconds,
         subject.num_tokens * given.num_micro_batches * given.world_size / seconds,
         bounds.binding,
         bounds.lower_ns / 1e9,
         None if given.max_norm is None else bounds.clipped_ns / 1e9,
-        {_WORDS[lane]: busy / timeline.duration_ns for lane, busy in timeline.busy_ns().items() if lane in _WORDS},
-        to_device,
-        to_host,
+        {words[lane]: busy / timeline.duration_ns for lane, busy in timeline.busy_ns().items() if lane in words},
+        *recording.moved_nbytes,
+        recording.sent_nbytes,
     )
 
 
@@ -380,6 +380,8 @@ _WORDS = {
     Lane.HOST: "host",
     Lane.HOST_WORK: "optimizer on the host",
 }
+_WORDS_OF_SEVERAL = {Lane.GATHERS: "gathers", Lane.REDUCTIONS: "reductions"}
+"""What is called as in ``Bounds.binding``, and works where there are several processes alone."""
 
 
 def _owners(given: Circumstances, recording: Recording) -> Mapping[str, Mapping[str, int]]:

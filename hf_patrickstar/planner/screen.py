@@ -36,7 +36,7 @@ def describe(plan: Plan) -> str:
         )
         lines += _rows("decided", chunks.reasons)
     if plan.speed is not None:
-        lines += _speed(plan.speed, plan.unit)
+        lines += _speed(plan.speed, plan)
     lines += _rows("note", plan.remarks)
     lines += ["", "Times are simulated; bytes of Python, of libraries and of the data are not counted."]
     return "\n".join(lines)
@@ -133,10 +133,11 @@ def _memory(use: TierUse, *, fits: bool) -> list[str]:
     return [need, "; ".join(shown)] if shown else [need]
 
 
-def _speed(speed: Speed, unit: str) -> list[str]:
+def _speed(speed: Speed, plan: Plan) -> list[str]:
     busy = sorted(speed.busy.items(), key=lambda item: -item[1])
     least, clipped = speed.least_seconds, speed.clipped_seconds
     to_device, to_host = format_nbytes(speed.to_device_nbytes), format_nbytes(speed.to_host_nbytes)
+    sent = f", {format_nbytes(speed.sent_nbytes)} from each process to the others" if plan.world_size > 1 else ""
     bounds = f"{least:.3g} s alone" + ("" if clipped is None else f", {clipped:.3g} s where gradients are clipped")
     if speed.busy["host"] < _FULL:
         binding = f"{speed.binding} binds: {bounds}"
@@ -146,15 +147,12 @@ def _speed(speed: Speed, unit: str) -> list[str]:
         *_rows(
             "speed",
             [
-                f"{speed.seconds:.3g} s per step, {speed.tokens_per_s:,.0f} {unit} per second",
+                f"{speed.seconds:.3g} s per step, {speed.tokens_per_s:,.0f} {plan.unit} per second",
                 binding,
             ],
         ),
         *_rows("busy", ["; ".join(f"{name} {share:.0%}" for name, share in busy if share >= 0.005)]),
-        *_rows(
-            "moved",
-            [f"{to_device} to the device and {to_host} to the host per step"],
-        ),
+        *_rows("moved", [f"{to_device} to the device and {to_host} to the host per step{sent}"]),
     ]
 
 

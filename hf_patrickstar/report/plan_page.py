@@ -130,11 +130,13 @@ def _movement(plan: Mapping[str, Any]) -> Iterator[Block]:
     speed = plan["speed"]
     if speed is None:
         return
-    rows = (
+    rows = [
         (Cell("host to device"), of_bytes(speed["to_device_nbytes"])),
         (Cell("device to host"), of_bytes(speed["to_host_nbytes"])),
-    )
-    yield Table("Bytes that cross in a step", ("direction", "bytes"), rows, is_open=True)
+    ]
+    if plan["world_size"] > 1:
+        rows.append((Cell("each process to the others"), of_bytes(speed["sent_nbytes"])))
+    yield Table("Bytes that cross in a step", ("direction", "bytes"), tuple(rows), is_open=True)
 
 
 def _decisions(plan: Mapping[str, Any]) -> Iterator[Block]:

@@ -94,6 +94,17 @@ def test_the_page_has_the_figures_of_the_plan(written):
     assert "transformer.h.2.mlp.c_fc.weight" in text
 
 
+def test_the_page_of_several_processes_has_what_they_send(tmp_path):
+    files = ["--html", str(tmp_path / "p.html"), "--json", str(tmp_path / "p.json")]
+    assert main(["plan", MODEL, "--machine", "8xh100", "--processes", "2", "--no-advice", *files]) == 0
+    speed = json.loads((tmp_path / "p.json").read_text())["speed"]
+    reader = PageReader((tmp_path / "p.html").read_text(encoding="utf-8"))
+    moved = [speed[name] for name in ("to_device_nbytes", "to_host_nbytes", "sent_nbytes")]
+    assert reader.table("Bytes that cross").column("bytes") == moved
+    assert moved[2] > 0
+    assert {"busy: gathers", "busy: reductions"} <= {what for what, _ in reader.table("What bounds a step").rows}
+
+
 def test_the_trace_and_the_picture_lie_beside_it(written):
     trace = json.loads((written / "p.trace.json").read_text())
     end = max(event["ts"] + event["dur"] for event in trace["traceEvents"] if event["ph"] == "X")

@@ -231,10 +231,27 @@ def test_accumulation_and_processes():
     assert many.fits
     assert many.chunks.num_on_device == many.chunks.num, "all of it fits there"
     assert math.isclose(many.speed.tokens_per_s * many.speed.seconds, 2 * 64 * 4 * 2)
+    (line,) = [line for line in describe(many).splitlines() if line.startswith("moved ")]
+    assert line.endswith(f" per step, {format_nbytes(many.speed.sent_nbytes)} from each process to the others")
     with pytest.raises(ConfigError, match="2 processes need as many devices, num_devices is 1"):
         plan(MODEL, "h100", world_size=2)
     with pytest.raises(ConfigError, match=r"processes \(0\) must be at least 1"):
         plan(MODEL, "h100", world_size=0)
+
+
+def test_what_binds_several_processes_is_in_what_is_busy():
+    slow = dataclasses.replace(MACHINES["8xh100"], link_bandwidth=1e8)
+    found = plan(MODEL, slow, batch_size=2, world_size=2, settings={"placement": "host"})
+    assert found.speed.binding in ("gathers", "reductions")
+    assert found.speed.busy[found.speed.binding] == max(found.speed.busy.values())
+    (line,) = [line for line in describe(found).splitlines() if line.startswith("busy ")]
+    assert f"{found.speed.binding} {found.speed.busy[found.speed.binding]:.0%}" in line
+
+
+def test_one_process_sends_nothing(tight):
+    assert tight.speed.sent_nbytes == 0
+    assert not {"gathers", "reductions"} & set(tight.speed.busy)
+    assert "process" not in describe(tight)
 
 
 def test_a_model_whose_code_fails_gets_a_sentence(monkeypatch, tmp_path):
