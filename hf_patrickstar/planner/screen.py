@@ -11,6 +11,7 @@ from hf_patrickstar.units import format_count, format_nbytes
 
 _WIDTH = 10
 _MOST_KINDS = 6
+"""So many kinds of bytes have their own figure, the largest ones; where there are several others, these have one."""
 _FULL = 0.95
 """A lane that is busy for so much of a step has no time for more."""
 
@@ -128,8 +129,11 @@ def _memory(use: TierUse, *, fits: bool) -> list[str]:
         need = f"{need} at most"
     elif use.need_nbytes:
         need = f"needs at least {need}"
-    kinds = sorted(use.owners.items(), key=lambda item: -item[1])
-    shown = [f"{name} {format_nbytes(nbytes)}" for name, nbytes in kinds[:_MOST_KINDS]]
+    kinds = sorted(((name, nbytes) for name, nbytes in use.owners.items() if nbytes), key=lambda item: -item[1])
+    if len(kinds) > _MOST_KINDS + 1:  # one more takes no more room than its number
+        others = [nbytes for _, nbytes in kinds[_MOST_KINDS:]]
+        kinds = [*kinds[:_MOST_KINDS], (f"{len(others)} others", sum(others))]
+    shown = [f"{name} {format_nbytes(nbytes)}" for name, nbytes in kinds]
     return [need, "; ".join(shown)] if shown else [need]
 
 

@@ -15,6 +15,7 @@ from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.advice import advise
+from hf_patrickstar.planner.plan import TierUse
 from hf_patrickstar.planner.planning import arrange, plan, plan_if_fits, plan_subject
 from hf_patrickstar.planner.screen import describe, describe_changes
 from hf_patrickstar.units import MIB, format_nbytes
@@ -332,6 +333,21 @@ def test_the_command_prints_a_screen_and_writes_json(tight, tmp_path, capsys):
     found = json.loads(path.read_text())
     assert found["fits"] is True
     assert found["speed"]["to_host_nbytes"] == tight.speed.to_host_nbytes
+
+
+@pytest.mark.parametrize(
+    ("num", "end"),
+    [(6, "kind 5 5.00 MiB"), (7, "kind 6 4.00 MiB"), (8, "; 2 others 7.00 MiB"), (9, "; 3 others 9.00 MiB")],
+)
+def test_small_kinds_of_bytes_are_shown_together(tight, num, end):
+    owners = {f"kind {place}": (10 - place) * MIB for place in range(num)}
+    use = TierUse(99 * MIB, 90 * MIB, {**owners, "nothing": 0})
+    screen = describe(dataclasses.replace(tight, tiers={**tight.tiers, "device": use})).splitlines()
+    (row,) = [number for number, line in enumerate(screen) if line.startswith("device ")]
+    shown = screen[row + 1].strip()
+    assert shown.startswith("kind 0 10.00 MiB; kind 1 9.00 MiB; ")
+    assert shown.endswith(end)
+    assert shown.count("kind") == (num if num < 8 else 6)
 
 
 def test_the_plan_is_there_before_changes_are_tried(capsys, monkeypatch):
