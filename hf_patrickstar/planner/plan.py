@@ -77,6 +77,21 @@ class Speed:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class TriedChange:
+    """A change of how the model is trained, which was planned, too.
+
+    Attributes:
+        text: What to do.
+        tokens_per_s: As in ``Speed``, then.
+        gain: That as a multiple of what it is without the change; ``None`` if the plan does not fit without it.
+    """
+
+    text: str
+    tokens_per_s: float
+    gain: float | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
     """What is known of a training before it begins.
 
@@ -99,6 +114,10 @@ class Plan:
         shortage: Which setting is too small, in sentences, where no memory would do; else ``None``.
         remarks: What else one should know of the plan, in sentences.
         precision: The type of most parameters on the device, without ``torch.``.
+        changes: What to change, the best first; ``None`` if nothing was tried.
+        largest: The largest ``batch_size`` and the largest ``length`` that fit, each with the other as it was asked
+            for, where a plan does not fit and fewer tokens may help; ``None`` under a name if not even 1 fits.
+            ``None`` in all if nothing was searched.
     """
 
     model: str
@@ -119,6 +138,8 @@ class Plan:
     shortage: str | None = None
     remarks: tuple[str, ...] = ()
     precision: str | None = None
+    changes: tuple[TriedChange, ...] | None = None
+    largest: Mapping[str, int | None] | None = None
 
     @property
     def fits(self) -> bool:

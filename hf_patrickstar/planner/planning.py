@@ -116,68 +116,6 @@ def computes_in_type(machine: Machine, given: Circumstances) -> bool:
     return given.settings.get("dtype") != "bf16" or "bfloat16" in machine.flops
 
 
-def plan(
-    model: str | PretrainedConfig | torch.nn.Module,
-    machine: str | Machine,
-    *,
-    task: str | None = None,
-    batch_size: int = 1,
-    length: int | None = None,
-    num_micro_batches: int = 1,
-    world_size: int = 1,
-    checkpointing: bool = False,
-    dtype: str = "bf16",
-    optimizer: str = "adamw",
-    max_norm: float | None = 1.0,
-    device_memory: int | str | None = None,
-    host_memory: int | str | None = None,
-    settings: Mapping[str, Any] | None = None,
-    adapters: Mapping[str, Any] | None = None,
-) -> Plan:
-    """Plans a training without doing it: no weights are read, and no accelerator is needed.
-
-    Args:
-        model: A model id, a directory, a JSON file, ``TYPE:KEY=VALUE,...``, a configuration, or a model that has one.
-        machine: A known machine, a JSON file of ``hf-patrickstar env --measure --json``, ``"this"`` (which is measured
-            for some seconds, in as many processes), or a ``Machine``.
-        task: What the model is trained for; by default what it was saved for.
-        batch_size: Sequences of a micro-batch on each process.
-        length: Tokens of a sequence; by default as many as the model has positions, at most 512.
-        num_micro_batches: Micro-batches of a step.
-        world_size: Processes, each on a device of the machine.
-        checkpointing: Whether activations are computed again in backward.
-        dtype: ``dtype`` of the engine's settings.
-        optimizer: The name of a class of ``torch.optim``.
-        max_norm: Gradients are clipped to this norm; ``None`` for no clipping.
-        device_memory: Bytes of the device that training may take; by default 95 % of what the machine has.
-        host_memory: Bytes of the host that each process may take; by default 90 % of what the machine has for it.
-        settings: Further settings of the engine, as in ``patrickstar_config``.
-        adapters: Fields of PEFT's ``adapter_config.json``: adapters, of LoRA by default, over a frozen model.
-
-    Raises:
-        ConfigError: If an argument makes no sense.
-    """
-    return plan_for_runs(
-        *arrange(
-            model,
-            machine,
-            task=task,
-            batch_size=batch_size,
-            length=length,
-            num_micro_batches=num_micro_batches,
-            world_size=world_size,
-            checkpointing=checkpointing,
-            dtype=dtype,
-            optimizer=optimizer,
-            max_norm=max_norm,
-            device_memory=device_memory,
-            host_memory=host_memory,
-            settings=settings,
-            adapters=adapters,
-        )
-    )[0]
-
-
 def plan_for_runs(subject: Subject, circumstances: Circumstances) -> tuple[Plan, Recording | None]:
     """Plans as ``plan_and_record`` does, and keeps the traces: runs of the same training follow them from the start."""
     plan, recording = plan_and_record(subject, circumstances)

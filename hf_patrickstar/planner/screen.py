@@ -1,10 +1,8 @@
 """A plan as one screen of text."""
 
-import math
 from collections.abc import Iterator, Sequence
 
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.planner.advice import Advice
 from hf_patrickstar.planner.plan import Plan, Speed, TierUse
 from hf_patrickstar.planner.search import Found, Goal
 from hf_patrickstar.units import format_count, format_nbytes
@@ -43,32 +41,50 @@ def describe(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def describe_changes(plan: Plan, advice: Sequence[Advice], smaller: Sequence[Found] = ()) -> str:
+def describe_changes(plan: Plan) -> str:
     """What was tried beside the plan, in words.
 
     Args:
-        plan: The plan.
-        advice: What to change.
-        smaller: The largest batch and the longest sequence that fit, if those that were asked for do not.
+        plan: The plan, with what was tried.
     """
-    if advice:
+    if plan.changes:
         lines = ["What to change, each tried:" if plan.fits else "What would fit, each tried:"]
-        lines += [f"  {place}. {text}" for place, text in enumerate(map(advised, advice), 1)]
+        lines += [f"  {place}. {text}" for place, text in enumerate(changes_of(plan), 1)]
     else:
         better = "makes a step faster by 2 % or more" if plan.fits else "fits"
         lines = [f"None of the changes that were tried {better}."]
-    lines += [_smaller(found, plan) for found in smaller]
-    return "\n".join(lines)
+    return "\n".join([*lines, *largest_of(plan)])
 
 
-def _smaller(found: Found, asked: Plan) -> str:
-    is_batch = found.goal is Goal.MAX_BATCH
-    tokens = f" with {asked.length} tokens" if asked.unit == "tokens" else ""
-    what = f"batch that fits{tokens}" if is_batch else f"sequence that fits with {asked.batch_size}"
-    if found.answer is None:
-        return f"No {what}."
-    option = "--batch-size" if is_batch else "--seq-len"
-    return f"The largest {what}: {found.answer} ({option} {found.answer})"
+def changes_of(plan: Plan) -> list[str]:
+    """Each change and what it would bring, in words.
+
+    Args:
+        plan: The plan.
+    """
+    return [
+        f"{change.text}: {change.tokens_per_s:,.0f} {plan.unit} per second"
+        + ("" if change.gain is None else f", {change.gain:.2f} times as fast")
+        for change in plan.changes or ()
+    ]
+
+
+def largest_of(plan: Plan) -> list[str]:
+    """The largest batch and the longest sequence that fit, each in a sentence, where they were searched.
+
+    Args:
+        plan: The plan.
+    """
+    tokens = f" with {plan.length} tokens" if plan.unit == "tokens" else ""
+    words = {
+        "batch_size": (f"batch that fits{tokens}", "--batch-size"),
+        "length": (f"sequence that fits with {plan.batch_size}", "--seq-len"),
+    }
+    texts = []
+    for name, answer in (plan.largest or {}).items():
+        what, option = words[name]
+        texts.append(f"No {what}." if answer is None else f"The largest {what}: {answer} ({option} {answer})")
+    return texts
 
 
 _UNITS = {Goal.MAX_BATCH: " sequences", Goal.MAX_LENGTH: " tokens", Goal.MAX_MODEL: " layers", Goal.CHEAPEST: ""}
@@ -158,14 +174,6 @@ def _speed(speed: Speed, plan: Plan) -> list[str]:
         *_rows("busy", ["; ".join(f"{name} {share:.0%}" for name, share in busy if share >= 0.005)]),
         *_rows("moved", [f"{to_device} to the device and {to_host} to the host per step{sent}"]),
     ]
-
-
-def advised(advice: Advice) -> str:
-    """A change and what it would bring, in words."""
-    speed = advice.plan.speed
-    assert speed is not None
-    gain = "" if math.isinf(advice.gain) else f", {advice.gain:.2f} times as fast"
-    return f"{advice.text}: {speed.tokens_per_s:,.0f} {advice.plan.unit} per second{gain}"
 
 
 def _rows(name: str, texts: Sequence[str]) -> list[str]:

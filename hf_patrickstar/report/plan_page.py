@@ -31,7 +31,9 @@ def plan_page(
     headline: str,
     survey: Survey | None,
     timeline: Timeline | None,
-    advice: Sequence[str] = (),
+    *,
+    changes: Sequence[str] = (),
+    largest: Sequence[str] = (),
     trace_name: str | None = None,
     found: str | None = None,
 ) -> Page:
@@ -42,7 +44,8 @@ def plan_page(
         headline: What is planned, in a sentence.
         survey: What the engine did in the step that was simulated; ``None`` if the plan does not fit.
         timeline: The time of that step, likewise.
-        advice: What to change, each tried.
+        changes: What to change, each tried.
+        largest: The largest batch and the longest sequence that fit, in sentences.
         trace_name: The name of a file beside the page with the timeline.
         found: What the search has found that the plan comes from, in a sentence.
     """
@@ -50,6 +53,8 @@ def plan_page(
         kinds_chart(name, use["budget_nbytes"], use["need_nbytes"], use["owners"], is_least=not plan["fits"])
         for name, use in _tiers(plan)
     ]
+    to_change: list[Block] = [Bullets(tuple(changes), is_ordered=True)] if changes else []
+    to_change += [Text(sentence) for sentence in largest]
     return Page(
         title=f"Plan of {plan['model']}",
         subtitle=headline,
@@ -58,7 +63,7 @@ def plan_page(
         facts=tuple(_facts(plan)),
         sections=(
             Section("search", "What was found", [Text(found)] if found is not None else []),
-            Section("changes", "What to change", [Bullets(tuple(advice), is_ordered=True)] if advice else []),
+            Section("changes", "What to change", to_change),
             Section("memory", "Memory", memory),
             Section("tide", "The tide", list(tide_blocks(survey)) if survey is not None else []),
             Section("time", "Time", list(_time(plan, timeline))),

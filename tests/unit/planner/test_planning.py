@@ -1,22 +1,28 @@
 """Plans of small models: that they fit or do not, and that what they say is what the engine did in virtual time."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import logging
 import math
+import pathlib
+import re
 
 import pytest
 import torch
+from pages import PageReader
 from transformers import BertConfig, BertForSequenceClassification
 
-from hf_patrickstar import plan_cache
+import hf_patrickstar
+from hf_patrickstar import plan, plan_cache
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.planner.advice import advise
+from hf_patrickstar.planner.advice import Advice, advise, with_tried
 from hf_patrickstar.planner.plan import TierUse
-from hf_patrickstar.planner.planning import arrange, plan, plan_if_fits, plan_subject
+from hf_patrickstar.planner.planning import arrange, plan_if_fits, plan_subject
 from hf_patrickstar.planner.screen import describe, describe_changes
 from hf_patrickstar.units import MIB, format_nbytes
 
@@ -279,7 +285,7 @@ def test_advice_is_planned():
     found = advise(subject, circumstances, refused)
     assert found
     assert all(advice.plan.fits and math.isinf(advice.gain) for advice in found)
-    assert "What would fit, each tried:\n  1. " in describe_changes(refused, found)
+    assert "What would fit, each tried:\n  1. " in describe_changes(with_tried(refused, found, None))
     again = {**ARGUMENTS, "checkpointing": True}
     subject, circumstances = arrange(MODEL, "rtx4090", **again)
     first = plan_subject(subject, circumstances)
@@ -333,6 +339,86 @@ def test_the_command_prints_a_screen_and_writes_json(tight, tmp_path, capsys):
     found = json.loads(path.read_text())
     assert found["fits"] is True
     assert found["speed"]["to_host_nbytes"] == tight.speed.to_host_nbytes
+
+
+CROWDED = ["plan", MODEL, "--batch-size", "16", "--device-memory", "8MiB", "--host-memory", "64MiB"]
+
+
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory):
+    """What the command has written and printed of a plan that does not fit, with changes that do."""
+    folder, out = tmp_path_factory.mktemp("crowded"), io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main([*CROWDED, "--json", str(folder / "p.json"), "--html", str(folder / "p.html")]) == 1
+    return folder, out.getvalue()
+
+
+def test_json_and_page_have_what_was_tried(crowded):
+    folder, out = crowded
+    found = json.loads((folder / "p.json").read_text())
+    assert found["changes"]
+    assert set(found["largest"]) == {"batch_size", "length"}
+    assert found["largest"]["batch_size"] < 16
+    assert found["largest"]["length"] < 64
+    page = PageReader((folder / "p.html").read_text(encoding="utf-8"))
+    sentences = [
+        *(f"{change['text']}: {change['tokens_per_s']:,.0f} tokens per second" for change in found["changes"]),
+        f"The largest batch that fits with 64 tokens: {found['largest']['batch_size']} (--batch-size ",
+        f"The largest sequence that fits with 16: {found['largest']['length']} (--seq-len ",
+    ]
+    for sentence in sentences:
+        assert sentence in out
+        assert sentence in "".join(page.text)
+    assert [change["gain"] for change in found["changes"]] == [None] * len(found["changes"])
+
+
+def test_python_tries_changes_on_request(crowded):
+    asked = {"batch_size": 16, "device_memory": "8MiB", "host_memory": "64MiB"}
+    found = json.loads((crowded[0] / "p.json").read_text())
+    tried = plan(MODEL, "rtx4090", **asked, advice=True)
+    assert json.loads(tried.to_json()) == found
+    assert isinstance(tried, hf_patrickstar.Plan)
+    assert isinstance(tried.changes[0], hf_patrickstar.TriedChange)
+    alone = plan(MODEL, "rtx4090", **asked)
+    assert (alone.changes, alone.largest) == (None, None)
+    assert dataclasses.replace(tried, changes=None, largest=None) == alone
+
+
+def test_a_gain_is_a_multiple(tight):
+    slow = dataclasses.replace(tight, speed=dataclasses.replace(tight.speed, tokens_per_s=1.0))
+    (change,) = with_tried(slow, [Advice("do", tight, tight.speed.tokens_per_s)], None).changes
+    assert change.gain == change.tokens_per_s == tight.speed.tokens_per_s
+
+
+OPEN = ("settings", "tiers.device.owners", "tiers.host.owners", "speed.busy", "largest")
+"""Fields whose values have names that depend on the training."""
+
+
+def fields_in_json(value, prefix=""):
+    """The names of all fields, with dots between those that lie in each other."""
+    for name, inner in value.items():
+        path = f"{prefix}{name}"
+        if path in OPEN:
+            yield path
+            continue
+        parts = inner if isinstance(inner, list) else [inner]
+        if parts and all(isinstance(part, dict) for part in parts):
+            yield from fields_in_json(parts[0], f"{path}.")
+        else:
+            yield path
+
+
+def test_every_field_of_json_is_in_the_table(crowded, tmp_path):
+    text = (pathlib.Path(__file__).parents[3] / "docs" / "plan.md").read_text()
+    told = re.findall(r"^\| `([\w.]+)` \|", text.split("## The fields of `--json`")[1].split("\n## ")[0], re.MULTILINE)
+    assert main([*COMMAND, "--device-memory", "6MiB", "--json", str(tmp_path / "p.json")]) == 0
+    assert main([*COMMAND, "--search", "max-batch", "--json", str(tmp_path / "s.json")]) == 0
+    fitting, refused, found = (
+        json.loads(path.read_text()) for path in (tmp_path / "p.json", crowded[0] / "p.json", tmp_path / "s.json")
+    )
+    written = [*fields_in_json(fitting), *fields_in_json(refused), *fields_in_json({**found, "plan": None})]
+    written = [re.sub(r"^tiers\.(device|host)\.", "tiers.TIER.", name) for name in written]
+    assert sorted(told) == sorted(set(written))
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,15 @@ def make_timeline():
 
 
 PAGES = {
-    "plan": lambda: plan_page(PLAN, f"{EVIL}: 144 parameters", SURVEY, make_timeline(), [EVIL], f"{EVIL}.json"),
+    "plan": lambda: plan_page(
+        PLAN,
+        f"{EVIL}: 144 parameters",
+        SURVEY,
+        make_timeline(),
+        changes=[EVIL],
+        largest=[EVIL],
+        trace_name=f"{EVIL}.json",
+    ),
     "run": lambda: run_page(RUN, PLAN),
 }
 
