@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from hf_patrickstar.integrations.trl import PatrickStarGRPOTrainer as PatrickStarGRPOTrainer
     from hf_patrickstar.integrations.trl import PatrickStarSFTConfig as PatrickStarSFTConfig
     from hf_patrickstar.integrations.trl import PatrickStarSFTTrainer as PatrickStarSFTTrainer
-    from hf_patrickstar.planner.planning import plan
+    from hf_patrickstar.planner.from_python import plan
+    from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse, TriedChange
 
 _LAZY = {
     "PatrickStarArgumentsMixin": "hf_patrickstar.integrations.training_args",
@@ -40,7 +41,8 @@ _LAZY = {
     "PatrickStarTrainer": "hf_patrickstar.integrations.trainer",
     "PatrickStarTrainerMixin": "hf_patrickstar.integrations.trainer",
     "PatrickStarTrainingArguments": "hf_patrickstar.integrations.training_args",
-    "plan": "hf_patrickstar.planner.planning",
+    **dict.fromkeys(("Chunks", "Plan", "Speed", "TierUse", "TriedChange"), "hf_patrickstar.planner.plan"),
+    "plan": "hf_patrickstar.planner.from_python",
 }
 
 # These need an optional package, so they are not in __all__: "from hf_patrickstar import *" would fail without it.
@@ -56,6 +58,7 @@ _OPTIONAL = {
 __all__ = [
     "BudgetError",
     "CheckpointError",
+    "Chunks",
     "ConfigError",
     "DeviceMemoryError",
     "EngineError",
@@ -67,6 +70,10 @@ __all__ = [
     "PatrickStarTrainer",
     "PatrickStarTrainerMixin",
     "PatrickStarTrainingArguments",
+    "Plan",
+    "Speed",
+    "TierUse",
+    "TriedChange",
     "__version__",
     "deferred_weights",
     "get_engine",

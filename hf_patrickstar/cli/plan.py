@@ -3,18 +3,20 @@
 import argparse
 import dataclasses
 import pathlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from hf_patrickstar.cli.files import check_files, trace_beside
 from hf_patrickstar.cli.plan_script import arrange_from, in_words_of_the_script
-from hf_patrickstar.cli.plan_search import run_search, what_fits
+from hf_patrickstar.cli.plan_search import run_search, showing
 from hf_patrickstar.cli.settings import settings_of
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import MACHINES
 
 if TYPE_CHECKING:
+    from hf_patrickstar.planner.plan import Plan
     from hf_patrickstar.planner.planning import Circumstances
     from hf_patrickstar.planner.subject import Subject
 
@@ -88,28 +90,18 @@ def run(options: argparse.Namespace) -> int:
     check_files({option: name for option, name in given.items() if name is not None})
     # transformers takes seconds to import, and other commands do without.
     from hf_patrickstar.cli.plan_page import write_plan_page, write_plan_picture
-    from hf_patrickstar.planner.advice import advise
     from hf_patrickstar.planner.planning import plan_for_runs
-    from hf_patrickstar.planner.screen import describe, describe_changes
+    from hf_patrickstar.planner.screen import changes_of, describe, describe_changes, largest_of
 
     subject, circumstances = arrange_from(options) if options.script else _arrange(options)
     if options.search is not None:
         return run_search(options, subject, circumstances)
+    words = in_words_of_the_script if options.script else str
     plan, recording = plan_for_runs(subject, circumstances)
     print(describe(plan), flush=True)  # the changes take several times as long
-    advice, smaller = [], []
     if not options.no_advice:
-        advice = advise(
-            subject,
-            circumstances,
-            plan,
-            lambda changes: tqdm(changes, desc="trying changes", unit="plan", leave=False, delay=2),
-        )
-        smaller = what_fits(plan, subject, circumstances)
-        if options.script:
-            advice = [dataclasses.replace(item, text=in_words_of_the_script(item.text)) for item in advice]
-        changes = describe_changes(plan, advice, smaller)
-        print(f"\n{in_words_of_the_script(changes) if options.script else changes}")
+        plan = _with_tried(plan, subject, circumstances, words)
+        print(f"\n{words(describe_changes(plan))}")
     if options.json is not None:
         try:
             pathlib.Path(options.json).write_text(plan.to_json(), encoding="utf-8")
@@ -118,10 +110,28 @@ def run(options: argparse.Namespace) -> int:
                 f"--json: '{options.json}' cannot be written: {error.strerror}; name another file"
             ) from error
     if options.html is not None:
-        write_plan_page(plan, recording, advice, options.html)
+        largest = [words(text) for text in largest_of(plan)]
+        write_plan_page(plan, recording, options.html, changes=changes_of(plan), largest=largest)
     if options.png is not None:
         write_plan_picture(plan, recording, options.png)
     return 0 if plan.fits else 1
+
+
+def _with_tried(
+    plan: "Plan", subject: "Subject", circumstances: "Circumstances", words: Callable[[str], str]
+) -> "Plan":
+    """The plan with what was tried beside it, in the words of who asked."""
+    from hf_patrickstar.planner.advice import advise, largest_that_fit, with_tried
+
+    advice = advise(
+        subject,
+        circumstances,
+        plan,
+        lambda changes: tqdm(changes, desc="trying changes", unit="plan", leave=False, delay=2),
+    )
+    with showing("searching what fits") as progress:
+        largest = largest_that_fit(plan, subject, circumstances, progress)
+    return with_tried(plan, [dataclasses.replace(item, text=words(item.text)) for item in advice], largest)
 
 
 def _arrange(options: argparse.Namespace) -> "tuple[Subject, Circumstances]":

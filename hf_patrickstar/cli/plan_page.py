@@ -5,9 +5,8 @@ from collections.abc import Sequence
 
 from hf_patrickstar.cli.files import trace_beside
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.planner.advice import Advice
 from hf_patrickstar.planner.plan import Plan
-from hf_patrickstar.planner.screen import advised, headline
+from hf_patrickstar.planner.screen import headline
 from hf_patrickstar.report.page import write_page
 from hf_patrickstar.report.picture import write_step_picture
 from hf_patrickstar.report.plan_page import plan_page
@@ -16,15 +15,22 @@ from hf_patrickstar.virtual.recording import Recording
 
 
 def write_plan_page(
-    plan: Plan, recording: Recording | None, advice: Sequence[Advice], html_file: str, found: str | None = None
+    plan: Plan,
+    recording: Recording | None,
+    html_file: str,
+    *,
+    changes: Sequence[str] = (),
+    largest: Sequence[str] = (),
+    found: str | None = None,
 ) -> None:
     """Writes the page of a plan, and beside it the timeline as ``NAME.trace.json`` if the plan fits.
 
     Args:
         plan: The plan.
         recording: The step that it was made from; ``None`` if it does not fit.
-        advice: What to change.
         html_file: The page; an older file is replaced.
+        changes: What to change, in words.
+        largest: The largest batch and the longest sequence that fit, in sentences.
         found: What the search has found that the plan comes from, in a sentence.
 
     Raises:
@@ -36,9 +42,10 @@ def write_plan_page(
         headline(plan).splitlines()[0],
         None if recording is None else recording.survey,
         None if recording is None else recording.timeline,
-        [advised(item) for item in advice],
-        None if trace is None else trace.name,
-        found,
+        changes=changes,
+        largest=largest,
+        trace_name=None if trace is None else trace.name,
+        found=found,
     )
     write_page(page, html_file, "--html")
     if recording is not None and trace is not None:

@@ -11,7 +11,6 @@ from tqdm import tqdm
 from hf_patrickstar.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hf_patrickstar.planner.plan import Plan
     from hf_patrickstar.planner.planning import Circumstances
     from hf_patrickstar.planner.search import Found
     from hf_patrickstar.planner.subject import Subject
@@ -61,31 +60,9 @@ def _show(options: argparse.Namespace, found: "Found", subject: "Subject", given
         return
     plan, recording = plan_and_record(*answered(found, subject, given))
     if options.html is not None:
-        write_plan_page(plan, recording, (), options.html, describe_found(found))
+        write_plan_page(plan, recording, options.html, found=describe_found(found))
     if options.png is not None:
         write_plan_picture(plan, recording, options.png)
-
-
-def what_fits(plan: "Plan", subject: "Subject", given: "Circumstances") -> "list[Found]":
-    """The largest batch and the longest sequence that fit, where a plan does not and fewer tokens may help.
-
-    Args:
-        plan: The plan.
-        subject: The model and its batches.
-        given: How it is trained.
-    """
-    from hf_patrickstar.memory.tiers import Tier
-    from hf_patrickstar.planner.search import Goal, search_below
-
-    if plan.fits or plan.tier(Tier.HOST).missing_nbytes or plan.shortage is not None:
-        return []  # smaller batches need as much of the host, and chunks as much of the device
-    found = []
-    with showing("searching what fits") as progress:
-        if plan.batch_size > 1:
-            found.append(search_below(Goal.MAX_BATCH, subject, given, progress))
-        if plan.length > 1 and subject.task != "image-classification":
-            found.append(search_below(Goal.MAX_LENGTH, subject, given, progress))
-    return found
 
 
 @contextlib.contextmanager

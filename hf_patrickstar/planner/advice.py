@@ -1,13 +1,16 @@
 """What to change about a plan: each change is planned, and named with what it would bring."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from hf_patrickstar.errors import ConfigError, EngineError
 from hf_patrickstar.machine import MACHINES
+from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.adapters import has_peft
-from hf_patrickstar.planner.plan import Plan
+from hf_patrickstar.planner.plan import Plan, TriedChange
 from hf_patrickstar.planner.planning import Circumstances, arrange_machine, plan_if_fits
+from hf_patrickstar.planner.search import Goal, Progress, search_below
 from hf_patrickstar.planner.subject import Subject, with_batch
 from hf_patrickstar.units import format_nbytes
 
@@ -76,6 +79,47 @@ def advise(
         if gain > _WORTH:
             found.append(Advice(change.text, other, gain))
     return sorted(found, key=lambda advice: (-advice.gain, -_tokens_per_s(advice.plan)))[:MOST]
+
+
+def largest_that_fit(
+    plan: Plan, subject: Subject, given: Circumstances, progress: Progress = lambda text: None
+) -> dict[str, int | None] | None:
+    """The largest batch and the longest sequence that fit, where a plan does not; see ``Plan.largest``.
+
+    Args:
+        plan: The plan.
+        subject: The model and its batches.
+        given: How it is trained.
+        progress: Told of every plan before it is made.
+    """
+    if plan.fits or plan.tier(Tier.HOST).missing_nbytes or plan.shortage is not None:
+        return None  # smaller batches need as much of the host, and chunks as much of the device
+    found = {}
+    if plan.batch_size > 1:
+        found["batch_size"] = _number(search_below(Goal.MAX_BATCH, subject, given, progress).answer)
+    if plan.length > 1 and subject.task != "image-classification":
+        found["length"] = _number(search_below(Goal.MAX_LENGTH, subject, given, progress).answer)
+    return found or None
+
+
+def _number(answer: int | str | None) -> int | None:
+    assert not isinstance(answer, str)
+    return answer
+
+
+def with_tried(plan: Plan, advice: Iterable[Advice], largest: Mapping[str, int | None] | None) -> Plan:
+    """The plan with what was tried beside it.
+
+    Args:
+        plan: The plan.
+        advice: What to change, the best first.
+        largest: See ``largest_that_fit``.
+    """
+    changes = tuple(
+        TriedChange(item.text, _tokens_per_s(item.plan), None if math.isinf(item.gain) else item.gain)
+        for item in advice
+    )
+    return dataclasses.replace(plan, changes=changes, largest=largest)
 
 
 def _tokens_per_s(plan: Plan) -> float:

@@ -15,7 +15,8 @@ class TierUse:
         budget_nbytes: What there is.
         need_nbytes: The most bytes at once. Where the plan fits, chunks take what is there, and this is at most the
             budget; where it does not, it is the least that would do.
-        owners: The most bytes of each kind at once; these moments need not be the same. Empty if the plan does not fit.
+        owners: The most bytes of each kind at once; these moments need not be the same. Where the plan does not fit,
+            the kinds of a plan that has just the memory that would do.
     """
 
     budget_nbytes: int
@@ -61,6 +62,7 @@ class Speed:
         busy: The share of the step in which each lane has something to do.
         to_device_nbytes: Bytes that cross to the device.
         to_host_nbytes: Bytes that cross to the host.
+        sent_nbytes: Bytes of parameters and gradients that one process sends to others; 0 with one process.
     """
 
     seconds: float
@@ -71,6 +73,22 @@ class Speed:
     busy: Mapping[str, float]
     to_device_nbytes: int
     to_host_nbytes: int
+    sent_nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TriedChange:
+    """A change of how the model is trained, which was planned, too.
+
+    Attributes:
+        text: What to do.
+        tokens_per_s: As in ``Speed``, then.
+        gain: That as a multiple of what it is without the change; ``None`` if the plan does not fit without it.
+    """
+
+    text: str
+    tokens_per_s: float
+    gain: float | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,6 +114,10 @@ class Plan:
         shortage: Which setting is too small, in sentences, where no memory would do; else ``None``.
         remarks: What else one should know of the plan, in sentences.
         precision: The type of most parameters on the device, without ``torch.``.
+        changes: What to change, the best first; ``None`` if nothing was tried.
+        largest: The largest ``batch_size`` and the largest ``length`` that fit, each with the other as it was asked
+            for, where a plan does not fit and fewer tokens may help; ``None`` under a name if not even 1 fits.
+            ``None`` in all if nothing was searched.
     """
 
     model: str
@@ -116,6 +138,8 @@ class Plan:
     shortage: str | None = None
     remarks: tuple[str, ...] = ()
     precision: str | None = None
+    changes: tuple[TriedChange, ...] | None = None
+    largest: Mapping[str, int | None] | None = None
 
     @property
     def fits(self) -> bool:

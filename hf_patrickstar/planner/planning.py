@@ -117,68 +117,6 @@ def computes_in_type(machine: Machine, given: Circumstances) -> bool:
     return given.settings.get("dtype") != "bf16" or "bfloat16" in machine.flops
 
 
-def plan(
-    model: str | PretrainedConfig | torch.nn.Module,
-    machine: str | Machine,
-    *,
-    task: str | None = None,
-    batch_size: int = 1,
-    length: int | None = None,
-    num_micro_batches: int = 1,
-    world_size: int = 1,
-    checkpointing: bool = False,
-    dtype: str = "bf16",
-    optimizer: str = "adamw",
-    max_norm: float | None = 1.0,
-    device_memory: int | str | None = None,
-    host_memory: int | str | None = None,
-    settings: Mapping[str, Any] | None = None,
-    adapters: Mapping[str, Any] | None = None,
-) -> Plan:
-    """Plans a training without doing it: no weights are read, and no accelerator is needed.
-
-    Args:
-        model: A model id, a directory, a JSON file, ``TYPE:KEY=VALUE,...``, a configuration, or a model that has one.
-        machine: A known machine, a JSON file of ``hf-patrickstar env --measure --json``, ``"this"`` (which is measured
-            for some seconds, in as many processes), or a ``Machine``.
-        task: What the model is trained for; by default what it was saved for.
-        batch_size: Sequences of a micro-batch on each process.
-        length: Tokens of a sequence; by default as many as the model has positions, at most 512.
-        num_micro_batches: Micro-batches of a step.
-        world_size: Processes, each on a device of the machine.
-        checkpointing: Whether activations are computed again in backward.
-        dtype: ``dtype`` of the engine's settings.
-        optimizer: The name of a class of ``torch.optim``.
-        max_norm: Gradients are clipped to this norm; ``None`` for no clipping.
-        device_memory: Bytes of the device that training may take; by default 95 % of what the machine has.
-        host_memory: Bytes of the host that each process may take; by default 90 % of what the machine has for it.
-        settings: Further settings of the engine, as in ``patrickstar_config``.
-        adapters: Fields of PEFT's ``adapter_config.json``: adapters, of LoRA by default, over a frozen model.
-
-    Raises:
-        ConfigError: If an argument makes no sense.
-    """
-    return plan_for_runs(
-        *arrange(
-            model,
-            machine,
-            task=task,
-            batch_size=batch_size,
-            length=length,
-            num_micro_batches=num_micro_batches,
-            world_size=world_size,
-            checkpointing=checkpointing,
-            dtype=dtype,
-            optimizer=optimizer,
-            max_norm=max_norm,
-            device_memory=device_memory,
-            host_memory=host_memory,
-            settings=settings,
-            adapters=adapters,
-        )
-    )[0]
-
-
 def plan_for_runs(subject: Subject, circumstances: Circumstances) -> tuple[Plan, Recording | None]:
     """Plans as ``plan_and_record`` does, and keeps the traces: runs of the same training follow them from the start."""
     plan, recording = plan_and_record(subject, circumstances)
@@ -313,13 +251,11 @@ def _plan_if_fits(subject: Subject, circumstances: Circumstances) -> Plan | None
 
 
 def _plan_of(subject: Subject, given: Circumstances, recording: Recording) -> Plan:
-    machine, beside_nbytes = given.machine, given.beside_nbytes
-    on_device = _kinds(recording, Tier.DEVICE)
-    if beside_nbytes:
-        on_device[BESIDE] = beside_nbytes
+    machine, owners = given.machine, _owners(given, recording)
+    device_nbytes = recording.device_nbytes + given.beside_nbytes
     tiers = {
-        Tier.DEVICE.value: TierUse(machine.device_nbytes, recording.device_nbytes + beside_nbytes, on_device),
-        Tier.HOST.value: TierUse(machine.host_nbytes, recording.host_nbytes, _kinds(recording, Tier.HOST)),
+        Tier.DEVICE.value: TierUse(machine.device_nbytes, device_nbytes, owners[Tier.DEVICE.value]),
+        Tier.HOST.value: TierUse(machine.host_nbytes, recording.host_nbytes, owners[Tier.HOST.value]),
     }
     return _plan(subject, given, recording, tiers)
 
@@ -363,16 +299,16 @@ def _speed(subject: Subject, given: Circumstances, recording: Recording) -> Spee
     updates_by = optimizer_name(given.optimizer)
     bounds = bounds_of(recording.script, timeline, given.machine, recording.num_on_host, updates_by)
     seconds = timeline.duration_ns / 1e9
-    to_device, to_host = recording.moved_nbytes
+    words = _WORDS if given.world_size == 1 else _WORDS | _WORDS_OF_SEVERAL
     return Speed(
         seconds,
         subject.num_tokens * given.num_micro_batches * given.world_size / seconds,
         bounds.binding,
         bounds.lower_ns / 1e9,
         None if given.max_norm is None else bounds.clipped_ns / 1e9,
-        {_WORDS[lane]: busy / timeline.duration_ns for lane, busy in timeline.busy_ns().items() if lane in _WORDS},
-        to_device,
-        to_host,
+        {words[lane]: busy / timeline.duration_ns for lane, busy in timeline.busy_ns().items() if lane in words},
+        *recording.moved_nbytes,
+        recording.sent_nbytes,
     )
 
 
@@ -383,14 +319,21 @@ _WORDS = {
     Lane.HOST: "host",
     Lane.HOST_WORK: "optimizer on the host",
 }
+_WORDS_OF_SEVERAL = {Lane.GATHERS: "gathers", Lane.REDUCTIONS: "reductions"}
+"""What is called as in ``Bounds.binding``, and works where there are several processes alone."""
 
 
-def _kinds(recording: Recording, tier: Tier) -> dict[str, int]:
-    """The most bytes of each kind; what is not booked on the device is non-model data."""
-    kinds = {name: nbytes for name, nbytes in recording.owners[tier].items() if name != CACHE_OWNER}
-    if tier is Tier.DEVICE:
-        kinds["non-model data"] = max(trace.non_model_peak_nbytes for trace in recording.traces)
-    return kinds
+def _owners(given: Circumstances, recording: Recording) -> Mapping[str, Mapping[str, int]]:
+    """The most bytes of each kind by the name of the tier; what is not booked on the device is non-model data."""
+    owners = {
+        tier.value: {name: nbytes for name, nbytes in recording.owners[tier].items() if name != CACHE_OWNER}
+        for tier in Tier
+    }
+    on_device = owners[Tier.DEVICE.value]
+    on_device["non-model data"] = max(trace.non_model_peak_nbytes for trace in recording.traces)
+    if given.beside_nbytes:
+        on_device[BESIDE] = given.beside_nbytes
+    return owners
 
 
 def _refusal(subject: Subject, given: Circumstances) -> Plan:
@@ -420,14 +363,17 @@ def _refusal_by_memory(subject: Subject, given: Circumstances, *, is_short: bool
     recording, least = _smallest(subject, given, recording, most)
     # What gradients leave through takes what is free there, and nothing where there is little.
     host_nbytes = recording.host_nbytes - recording.owners[Tier.HOST].get(gradient_ring.OWNER, 0)
-    host = TierUse(given.machine.host_nbytes, host_nbytes, {})
-    if (
-        is_short and not host.missing_nbytes
-    ):  # what was refused is short of something, if only of a little beside the least
-        least = max(least, given.machine.device_nbytes + _step_nbytes(given.machine.device_nbytes))
-    least = _enough(subject, given, least, max(host.need_nbytes, host.budget_nbytes))
-    device = TierUse(given.machine.device_nbytes, least, {})
-    return _plan(subject, given, recording, {Tier.DEVICE.value: device, Tier.HOST.value: host})
+    machine = given.machine
+    if is_short and host_nbytes <= machine.host_nbytes:  # it is short of something, if only of a little
+        least = max(least, machine.device_nbytes + _step_nbytes(machine.device_nbytes))
+    least, enough = _enough(subject, given, least, max(host_nbytes, machine.host_nbytes))
+    owners = _owners(given, recording) if enough is None else {name: use.owners for name, use in enough.tiers.items()}
+    on_host = {name: nbytes for name, nbytes in owners[Tier.HOST.value].items() if name != gradient_ring.OWNER}
+    tiers = {
+        Tier.DEVICE.value: TierUse(machine.device_nbytes, least, owners[Tier.DEVICE.value]),
+        Tier.HOST.value: TierUse(machine.host_nbytes, host_nbytes, on_host),
+    }
+    return _plan(subject, given, recording, tiers)
 
 
 def _record_with_plenty(subject: Subject, given: Circumstances, asked: int | None, most: int) -> Recording:
@@ -474,16 +420,17 @@ def _smallest(subject: Subject, given: Circumstances, recording: Recording, most
     return recording, least
 
 
-def _enough(subject: Subject, given: Circumstances, nbytes: int, host_nbytes: int) -> int:
-    """Device memory from ``nbytes`` on, in steps that double, with which there is a plan."""
+def _enough(subject: Subject, given: Circumstances, nbytes: int, host_nbytes: int) -> tuple[int, Plan | None]:
+    """Device memory from ``nbytes`` on, in steps that double, with which there is a plan, and that plan if one is."""
     step = _step_nbytes(nbytes)
     for _ in range(_MOST_TRIES):
         machine = dataclasses.replace(given.machine, device_nbytes=nbytes, host_nbytes=host_nbytes)
         with contextlib.suppress(EngineError):  # steps do without plans where copies hardly have room
-            if plan_if_fits(subject, dataclasses.replace(given, machine=machine)) is not None:
-                break
+            found = plan_if_fits(subject, dataclasses.replace(given, machine=machine))
+            if found is not None:
+                return nbytes, found
         nbytes, step = nbytes + step, 2 * step
-    return nbytes
+    return nbytes, None
 
 
 def _step_nbytes(nbytes: int) -> int:

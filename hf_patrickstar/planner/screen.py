@@ -1,16 +1,15 @@
 """A plan as one screen of text."""
 
-import math
 from collections.abc import Iterator, Sequence
 
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.planner.advice import Advice
 from hf_patrickstar.planner.plan import Plan, Speed, TierUse
 from hf_patrickstar.planner.search import Found, Goal
 from hf_patrickstar.units import format_count, format_nbytes
 
 _WIDTH = 10
 _MOST_KINDS = 6
+"""So many kinds of bytes have their own figure, the largest ones; where there are several others, these have one."""
 _FULL = 0.95
 """A lane that is busy for so much of a step has no time for more."""
 
@@ -23,7 +22,7 @@ def describe(plan: Plan) -> str:
     """
     lines = [headline(plan), ""]
     for tier in (Tier.DEVICE, Tier.HOST):
-        lines += _rows(tier.value, _memory(plan.tier(tier)))
+        lines += _rows(tier.value, _memory(plan.tier(tier), fits=plan.fits))
     if plan.chunks is not None:
         chunks = plan.chunks
         where = f"{chunks.num_on_device} live on the device with their optimizer states, the others on the host"
@@ -36,38 +35,56 @@ def describe(plan: Plan) -> str:
         )
         lines += _rows("decided", chunks.reasons)
     if plan.speed is not None:
-        lines += _speed(plan.speed, plan.unit)
+        lines += _speed(plan.speed, plan)
     lines += _rows("note", plan.remarks)
     lines += ["", "Times are simulated; bytes of Python, of libraries and of the data are not counted."]
     return "\n".join(lines)
 
 
-def describe_changes(plan: Plan, advice: Sequence[Advice], smaller: Sequence[Found] = ()) -> str:
+def describe_changes(plan: Plan) -> str:
     """What was tried beside the plan, in words.
 
     Args:
-        plan: The plan.
-        advice: What to change.
-        smaller: The largest batch and the longest sequence that fit, if those that were asked for do not.
+        plan: The plan, with what was tried.
     """
-    if advice:
+    if plan.changes:
         lines = ["What to change, each tried:" if plan.fits else "What would fit, each tried:"]
-        lines += [f"  {place}. {text}" for place, text in enumerate(map(advised, advice), 1)]
+        lines += [f"  {place}. {text}" for place, text in enumerate(changes_of(plan), 1)]
     else:
         better = "makes a step faster by 2 % or more" if plan.fits else "fits"
         lines = [f"None of the changes that were tried {better}."]
-    lines += [_smaller(found, plan) for found in smaller]
-    return "\n".join(lines)
+    return "\n".join([*lines, *largest_of(plan)])
 
 
-def _smaller(found: Found, asked: Plan) -> str:
-    is_batch = found.goal is Goal.MAX_BATCH
-    tokens = f" with {asked.length} tokens" if asked.unit == "tokens" else ""
-    what = f"batch that fits{tokens}" if is_batch else f"sequence that fits with {asked.batch_size}"
-    if found.answer is None:
-        return f"No {what}."
-    option = "--batch-size" if is_batch else "--seq-len"
-    return f"The largest {what}: {found.answer} ({option} {found.answer})"
+def changes_of(plan: Plan) -> list[str]:
+    """Each change and what it would bring, in words.
+
+    Args:
+        plan: The plan.
+    """
+    return [
+        f"{change.text}: {change.tokens_per_s:,.0f} {plan.unit} per second"
+        + ("" if change.gain is None else f", {change.gain:.2f} times as fast")
+        for change in plan.changes or ()
+    ]
+
+
+def largest_of(plan: Plan) -> list[str]:
+    """The largest batch and the longest sequence that fit, each in a sentence, where they were searched.
+
+    Args:
+        plan: The plan.
+    """
+    tokens = f" with {plan.length} tokens" if plan.unit == "tokens" else ""
+    words = {
+        "batch_size": (f"batch that fits{tokens}", "--batch-size"),
+        "length": (f"sequence that fits with {plan.batch_size}", "--seq-len"),
+    }
+    texts = []
+    for name, answer in (plan.largest or {}).items():
+        what, option = words[name]
+        texts.append(f"No {what}." if answer is None else f"The largest {what}: {answer} ({option} {answer})")
+    return texts
 
 
 _UNITS = {Goal.MAX_BATCH: " sequences", Goal.MAX_LENGTH: " tokens", Goal.MAX_MODEL: " layers", Goal.CHEAPEST: ""}
@@ -122,19 +139,25 @@ def _missing(plan: Plan) -> Iterator[str]:
         yield plan.shortage
 
 
-def _memory(use: TierUse) -> list[str]:
-    if not use.owners:
-        least = "needs at least " if use.need_nbytes else ""
-        return [f"{least}{format_nbytes(use.need_nbytes)} of {format_nbytes(use.budget_nbytes)}"]
-    kinds = sorted(use.owners.items(), key=lambda item: -item[1])
-    shown = [f"{name} {format_nbytes(nbytes)}" for name, nbytes in kinds[:_MOST_KINDS]]
-    return [f"{format_nbytes(use.need_nbytes)} of {format_nbytes(use.budget_nbytes)} at most", "; ".join(shown)]
+def _memory(use: TierUse, *, fits: bool) -> list[str]:
+    need = f"{format_nbytes(use.need_nbytes)} of {format_nbytes(use.budget_nbytes)}"
+    if fits:
+        need = f"{need} at most"
+    elif use.need_nbytes:
+        need = f"needs at least {need}"
+    kinds = sorted(((name, nbytes) for name, nbytes in use.owners.items() if nbytes), key=lambda item: -item[1])
+    if len(kinds) > _MOST_KINDS + 1:  # one more takes no more room than its number
+        others = [nbytes for _, nbytes in kinds[_MOST_KINDS:]]
+        kinds = [*kinds[:_MOST_KINDS], (f"{len(others)} others", sum(others))]
+    shown = [f"{name} {format_nbytes(nbytes)}" for name, nbytes in kinds]
+    return [need, "; ".join(shown)] if shown else [need]
 
 
-def _speed(speed: Speed, unit: str) -> list[str]:
+def _speed(speed: Speed, plan: Plan) -> list[str]:
     busy = sorted(speed.busy.items(), key=lambda item: -item[1])
     least, clipped = speed.least_seconds, speed.clipped_seconds
     to_device, to_host = format_nbytes(speed.to_device_nbytes), format_nbytes(speed.to_host_nbytes)
+    sent = f", {format_nbytes(speed.sent_nbytes)} from each process to the others" if plan.world_size > 1 else ""
     bounds = f"{least:.3g} s alone" + ("" if clipped is None else f", {clipped:.3g} s where gradients are clipped")
     if speed.busy["host"] < _FULL:
         binding = f"{speed.binding} binds: {bounds}"
@@ -144,24 +167,13 @@ def _speed(speed: Speed, unit: str) -> list[str]:
         *_rows(
             "speed",
             [
-                f"{speed.seconds:.3g} s per step, {speed.tokens_per_s:,.0f} {unit} per second",
+                f"{speed.seconds:.3g} s per step, {speed.tokens_per_s:,.0f} {plan.unit} per second",
                 binding,
             ],
         ),
         *_rows("busy", ["; ".join(f"{name} {share:.0%}" for name, share in busy if share >= 0.005)]),
-        *_rows(
-            "moved",
-            [f"{to_device} to the device and {to_host} to the host per step"],
-        ),
+        *_rows("moved", [f"{to_device} to the device and {to_host} to the host per step{sent}"]),
     ]
-
-
-def advised(advice: Advice) -> str:
-    """A change and what it would bring, in words."""
-    speed = advice.plan.speed
-    assert speed is not None
-    gain = "" if math.isinf(advice.gain) else f", {advice.gain:.2f} times as fast"
-    return f"{advice.text}: {speed.tokens_per_s:,.0f} {advice.plan.unit} per second{gain}"
 
 
 def _rows(name: str, texts: Sequence[str]) -> list[str]:

@@ -24,7 +24,9 @@ _KIND, _ALL = 0, 1
 _LOOKS = {_KIND: "one kind", _ALL: "everything at once"}
 
 
-def kinds_chart(tier: str, budget_nbytes: int, need_nbytes: int, owners: Mapping[str, int]) -> Chart:
+def kinds_chart(
+    tier: str, budget_nbytes: int, need_nbytes: int, owners: Mapping[str, int], *, is_least: bool = False
+) -> Chart:
     """The most bytes of each kind on a tier, and of all kinds at once.
 
     Args:
@@ -32,6 +34,7 @@ def kinds_chart(tier: str, budget_nbytes: int, need_nbytes: int, owners: Mapping
         budget_nbytes: What there is.
         need_nbytes: The most bytes at once.
         owners: The most bytes of each kind; these moments need not be the same.
+        is_least: Whether ``need_nbytes`` is what would do, for a plan that does not fit.
     """
     kinds = sorted(owners.items(), key=lambda item: -item[1])
     everything = {"everything at once": need_nbytes}
@@ -46,8 +49,9 @@ def kinds_chart(tier: str, budget_nbytes: int, need_nbytes: int, owners: Mapping
         tuple((Cell(label), of_bytes(nbytes), of_share(nbytes / max(budget_nbytes, 1))) for label, nbytes in named),
     )
     beyond = "" if has_limit else f" The budget of {format_nbytes(budget_nbytes)} is far to the right of the chart."
+    at_most = "At least" if is_least else "At most"
     summary = (
-        f"At most {format_nbytes(need_nbytes)} of {format_nbytes(budget_nbytes)} at once. The kinds need not be "
+        f"{at_most} {format_nbytes(need_nbytes)} of {format_nbytes(budget_nbytes)} at once. The kinds need not be "
         f"largest at the same moment.{beyond}"
     )
     scale = bytes_scale(max(highest, budget_nbytes if has_limit else 0) * 1.02)

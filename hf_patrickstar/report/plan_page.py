@@ -31,7 +31,9 @@ def plan_page(
     headline: str,
     survey: Survey | None,
     timeline: Timeline | None,
-    advice: Sequence[str] = (),
+    *,
+    changes: Sequence[str] = (),
+    largest: Sequence[str] = (),
     trace_name: str | None = None,
     found: str | None = None,
 ) -> Page:
@@ -42,11 +44,17 @@ def plan_page(
         headline: What is planned, in a sentence.
         survey: What the engine did in the step that was simulated; ``None`` if the plan does not fit.
         timeline: The time of that step, likewise.
-        advice: What to change, each tried.
+        changes: What to change, each tried.
+        largest: The largest batch and the longest sequence that fit, in sentences.
         trace_name: The name of a file beside the page with the timeline.
         found: What the search has found that the plan comes from, in a sentence.
     """
-    memory = [kinds_chart(name, use["budget_nbytes"], use["need_nbytes"], use["owners"]) for name, use in _tiers(plan)]
+    memory = [
+        kinds_chart(name, use["budget_nbytes"], use["need_nbytes"], use["owners"], is_least=not plan["fits"])
+        for name, use in _tiers(plan)
+    ]
+    to_change: list[Block] = [Bullets(tuple(changes), is_ordered=True)] if changes else []
+    to_change += [Text(sentence) for sentence in largest]
     return Page(
         title=f"Plan of {plan['model']}",
         subtitle=headline,
@@ -55,7 +63,7 @@ def plan_page(
         facts=tuple(_facts(plan)),
         sections=(
             Section("search", "What was found", [Text(found)] if found is not None else []),
-            Section("changes", "What to change", [Bullets(tuple(advice), is_ordered=True)] if advice else []),
+            Section("changes", "What to change", to_change),
             Section("memory", "Memory", memory),
             Section("tide", "The tide", list(tide_blocks(survey)) if survey is not None else []),
             Section("time", "Time", list(_time(plan, timeline))),
@@ -127,11 +135,13 @@ def _movement(plan: Mapping[str, Any]) -> Iterator[Block]:
     speed = plan["speed"]
     if speed is None:
         return
-    rows = (
+    rows = [
         (Cell("host to device"), of_bytes(speed["to_device_nbytes"])),
         (Cell("device to host"), of_bytes(speed["to_host_nbytes"])),
-    )
-    yield Table("Bytes that cross in a step", ("direction", "bytes"), rows, is_open=True)
+    ]
+    if plan["world_size"] > 1:
+        rows.append((Cell("each process to the others"), of_bytes(speed["sent_nbytes"])))
+    yield Table("Bytes that cross in a step", ("direction", "bytes"), tuple(rows), is_open=True)
 
 
 def _decisions(plan: Mapping[str, Any]) -> Iterator[Block]:

@@ -262,6 +262,8 @@ def _compared(run: Run, plan: Mapping[str, Any]) -> Iterator[Block]:
         ("chunks", chunks.get("num"), len(run.survey.chunks), ""),
         ("chunks that live on the device", chunks.get("num_on_device"), homes, ""),
     ]
+    if planned["world_size"] > 1:
+        pairs.append(("bytes to other processes per step", speed.get("sent_nbytes"), typical(run, "sent_nbytes"), "B"))
     known = [name for name in _SAME_IF_KNOWN if plan.get(name) is not None and run.about.get(name) is not None]
     planned |= {name: plan[name] for name in known}
     others = [

@@ -30,7 +30,7 @@ from hf_patrickstar.virtual.timing import OperatorTimes
 from hf_patrickstar.virtual.training import ComputeLoss, Training, make_adamw, tensors_in
 
 _MOST_STEPS = 8
-_TO_DEVICE, _TO_HOST = "host_to_device_nbytes", "device_to_host_nbytes"
+_TO_DEVICE, _TO_HOST, _SENT = "host_to_device_nbytes", "device_to_host_nbytes", "sent_nbytes"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,6 +57,7 @@ class Recording:
         device_nbytes: The most bytes on the device in this step, activations included.
         owners: The most bytes of each kind so far, by tier.
         moved_nbytes: Bytes that crossed in this step, to the device and to the host.
+        sent_nbytes: Bytes of parameters and gradients that this process sent to others in this step.
         num_all_parameters: Trainable and frozen ones, of all processes.
         reasons: What was decided when the engine was made, a sentence each.
         layout: ``num_chunks``, ``chunk_numel``, ``chunk_utilisation`` of ``PatrickStarEngine.stats``.
@@ -85,6 +86,7 @@ class Recording:
     device_nbytes: int
     owners: Mapping[Tier, Mapping[str, int]]
     moved_nbytes: tuple[int, int]
+    sent_nbytes: int
     num_all_parameters: int
     reasons: tuple[str, ...]
     layout: Mapping[str, Any]
@@ -267,6 +269,7 @@ def _note(
         stats["device_total_step_peak_nbytes"],
         {tier: engine.ledger.owner_peaks(tier) for tier in Tier},
         (stats[_TO_DEVICE] - before[_TO_DEVICE], stats[_TO_HOST] - before[_TO_HOST]),
+        stats[_SENT] - before[_SENT],
         sum(parameter.numel() for parameter in engine.model.parameters()),
         engine.reasons,
         {name: stats[name] for name in ("num_chunks", "chunk_numel", "chunk_utilisation")},

@@ -14,7 +14,10 @@ from hf_patrickstar.planner.planning import arrange, plan_and_record
 pytestmark = pytest.mark.xdist_group("distributed")
 
 MODEL = "gpt2:n_layer=3,n_embd=64,n_head=2,vocab_size=200,resid_pdrop=0.0,embd_pdrop=0.0,attn_pdrop=0.0"
-MOVED = ("host_to_device_nbytes", "device_to_host_nbytes", "chunk_loads", "all_gathers", "reduce_scatters")
+MOVED = (
+    *("host_to_device_nbytes", "device_to_host_nbytes", "sent_nbytes"),
+    *("chunk_loads", "all_gathers", "reduce_scatters"),
+)
 
 
 def plan_within(device_memory, num_micro_batches, settings):
@@ -70,6 +73,7 @@ def run_as_planned(rank, share, num_micro_batches, settings):
         for trace in recording.traces:
             assert visits_of(trace) == visits_of(engine.manager.tracer.traces[trace.key])
         assert recording.moved_nbytes == (moved[MOVED[0]], moved[MOVED[1]])
+        assert plan.speed.sent_nbytes == moved["sent_nbytes"] > 0
         assert sum(made.num_loads for made in recording.plans) == moved["chunk_loads"]
         assert plan.tier(Tier.DEVICE).need_nbytes == pytest.approx(after["device_total_step_peak_nbytes"], rel=0.02)
         assert plan.tier(Tier.HOST).need_nbytes == after["host_peak_nbytes"]

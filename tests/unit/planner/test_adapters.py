@@ -4,12 +4,12 @@ import json
 
 import pytest
 
+from hf_patrickstar import plan
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner import adapters as module
 from hf_patrickstar.planner.adapters import parse_lora, read_peft
-from hf_patrickstar.planner.planning import plan
 
 MODEL = (
     "llama:num_hidden_layers=2,hidden_size=64,num_attention_heads=2,num_key_value_heads=2,intermediate_size=128,"

@@ -11,7 +11,7 @@ from hf_patrickstar.cli.main import main
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.planning import arrange, plan_and_record
 from hf_patrickstar.report.survey import Survey
-from hf_patrickstar.units import MIB
+from hf_patrickstar.units import MIB, format_nbytes
 
 MODEL = "gpt2:n_layer=3,n_embd=128,n_head=4,vocab_size=512,n_positions=64"
 ARGUMENTS = {
@@ -94,6 +94,17 @@ def test_the_page_has_the_figures_of_the_plan(written):
     assert "transformer.h.2.mlp.c_fc.weight" in text
 
 
+def test_the_page_of_several_processes_has_what_they_send(tmp_path):
+    files = ["--html", str(tmp_path / "p.html"), "--json", str(tmp_path / "p.json")]
+    assert main(["plan", MODEL, "--machine", "8xh100", "--processes", "2", "--no-advice", *files]) == 0
+    speed = json.loads((tmp_path / "p.json").read_text())["speed"]
+    reader = PageReader((tmp_path / "p.html").read_text(encoding="utf-8"))
+    moved = [speed[name] for name in ("to_device_nbytes", "to_host_nbytes", "sent_nbytes")]
+    assert reader.table("Bytes that cross").column("bytes") == moved
+    assert moved[2] > 0
+    assert {"busy: gathers", "busy: reductions"} <= {what for what, _ in reader.table("What bounds a step").rows}
+
+
 def test_the_trace_and_the_picture_lie_beside_it(written):
     trace = json.loads((written / "p.trace.json").read_text())
     end = max(event["ts"] + event["dur"] for event in trace["traceEvents"] if event["ph"] == "X")
@@ -106,13 +117,19 @@ def test_the_trace_and_the_picture_lie_beside_it(written):
 def test_a_plan_that_does_not_fit_has_a_page_that_says_by_how_much(tmp_path, capsys):
     path = tmp_path / "small.html"
     command = ["plan", MODEL, "--device-memory", str(MIB), "--host-memory", str(4 * MIB), "--no-advice"]
-    assert main([*command, "--html", str(path)]) == 1
+    assert main([*command, "--html", str(path), "--json", str(tmp_path / "small.json")]) == 1
+    plan = json.loads((tmp_path / "small.json").read_text())
     reader = PageReader(path.read_text(encoding="utf-8"))
     check_alone(reader)
     check_charts(reader, least=2)
     text = "".join(reader.text)
     assert re.search(r"It does not fit: .* too little on the device, .* too little on the host\.", text)
     assert "The tide" not in text
+    for name, use in plan["tiers"].items():
+        rows = reader.table(f"Most bytes on the {name}").column("most bytes")
+        assert rows == [use["need_nbytes"], *sorted(use["owners"].values(), reverse=True), use["budget_nbytes"]]
+        assert len(rows) > 3
+        assert f"At least {format_nbytes(use['need_nbytes'])} of {format_nbytes(use['budget_nbytes'])} " in text
     assert main([*command, "--png", str(tmp_path / "small.png")]) == 1
     assert "no step to draw, because the plan does not fit" in capsys.readouterr().out
 

@@ -1,23 +1,30 @@
 """Plans of small models: that they fit or do not, and that what they say is what the engine did in virtual time."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import logging
 import math
+import pathlib
+import re
 
 import pytest
 import torch
+from pages import PageReader
 from transformers import BertConfig, BertForSequenceClassification
 
-from hf_patrickstar import plan_cache
+import hf_patrickstar
+from hf_patrickstar import plan, plan_cache
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.planner.advice import advise
-from hf_patrickstar.planner.planning import arrange, plan, plan_if_fits, plan_subject
+from hf_patrickstar.planner.advice import Advice, advise, with_tried
+from hf_patrickstar.planner.plan import TierUse
+from hf_patrickstar.planner.planning import arrange, plan_if_fits, plan_subject
 from hf_patrickstar.planner.screen import describe, describe_changes
-from hf_patrickstar.units import MIB
+from hf_patrickstar.units import MIB, format_nbytes
 
 MODEL = "gpt2:n_layer=3,n_embd=128,n_head=4,vocab_size=512,n_positions=64"
 NUM_PARAMETERS = 512 * 128 + 64 * 128 + 3 * (12 * 128 * 128 + 13 * 128) + 2 * 128
@@ -153,7 +160,20 @@ def test_what_does_not_fit_says_where_and_what_would(budgets, short):
     refused = plan(MODEL, "rtx4090", batch_size=2, **budgets)
     assert not refused.fits
     assert {name for name, use in refused.tiers.items() if use.missing_nbytes} == short
-    assert "too little on the" in describe(refused)
+    screen = describe(refused).splitlines()
+    assert "too little on the" in screen[1]
+    for name, use in refused.tiers.items():  # where the bytes go, each kind within what is enough for all
+        assert use.owners
+        assert all(0 <= nbytes <= use.need_nbytes for nbytes in use.owners.values())
+        (row,) = [number for number, line in enumerate(screen) if line.startswith(f"{name} ")]
+        need, budget = format_nbytes(use.need_nbytes), format_nbytes(use.budget_nbytes)
+        assert screen[row].split(maxsplit=1)[1] == f"needs at least {need} of {budget}"
+        kind, nbytes = max(use.owners.items(), key=lambda item: item[1])
+        assert screen[row + 1].strip().startswith(f"{kind} {format_nbytes(nbytes)}; ")
+    states = ("param", "master", "exp_avg", "exp_avg_sq")
+    nbytes_at_home = sum(refused.tier(tier).owners.get(name, 0) for tier in Tier for name in states)
+    assert nbytes_at_home >= 14 * NUM_PARAMETERS
+    assert refused.tier(Tier.DEVICE).owners["non-model data"] > 0
     if "device" in short:  # what it says is enough is enough
         need = refused.tier(Tier.DEVICE).need_nbytes
         assert plan(MODEL, "rtx4090", batch_size=2, device_memory=need, host_memory=64 * MIB).fits
@@ -207,7 +227,8 @@ def test_chunks_that_may_take_too_little_are_what_is_short(nbytes, capsys):
     assert verdict.startswith("does not fit: chunk_budget is too small for module 'transformer.")
     assert "Raise chunk_budget to at least " in verdict
     assert "too little on the" not in verdict
-    assert any(line.startswith("device    needs at least ") for line in others)
+    (row,) = [number for number, line in enumerate(others) if line.startswith("device    needs at least ")]
+    assert "non-model data " in others[row + 1]
     value = verdict.partition("at least ")[2].split()[0]
     assert main([*COMMAND, "--set", f"chunk_budget={value}"]) == 0
 
@@ -217,10 +238,27 @@ def test_accumulation_and_processes():
     assert many.fits
     assert many.chunks.num_on_device == many.chunks.num, "all of it fits there"
     assert math.isclose(many.speed.tokens_per_s * many.speed.seconds, 2 * 64 * 4 * 2)
+    (line,) = [line for line in describe(many).splitlines() if line.startswith("moved ")]
+    assert line.endswith(f" per step, {format_nbytes(many.speed.sent_nbytes)} from each process to the others")
     with pytest.raises(ConfigError, match="2 processes need as many devices, num_devices is 1"):
         plan(MODEL, "h100", world_size=2)
     with pytest.raises(ConfigError, match=r"processes \(0\) must be at least 1"):
         plan(MODEL, "h100", world_size=0)
+
+
+def test_what_binds_several_processes_is_in_what_is_busy():
+    slow = dataclasses.replace(MACHINES["8xh100"], link_bandwidth=1e8)
+    found = plan(MODEL, slow, batch_size=2, world_size=2, settings={"placement": "host"})
+    assert found.speed.binding in ("gathers", "reductions")
+    assert found.speed.busy[found.speed.binding] == max(found.speed.busy.values())
+    (line,) = [line for line in describe(found).splitlines() if line.startswith("busy ")]
+    assert f"{found.speed.binding} {found.speed.busy[found.speed.binding]:.0%}" in line
+
+
+def test_one_process_sends_nothing(tight):
+    assert tight.speed.sent_nbytes == 0
+    assert not {"gathers", "reductions"} & set(tight.speed.busy)
+    assert "process" not in describe(tight)
 
 
 def test_a_model_whose_code_fails_gets_a_sentence(monkeypatch, tmp_path):
@@ -247,7 +285,7 @@ def test_advice_is_planned():
     found = advise(subject, circumstances, refused)
     assert found
     assert all(advice.plan.fits and math.isinf(advice.gain) for advice in found)
-    assert "What would fit, each tried:\n  1. " in describe_changes(refused, found)
+    assert "What would fit, each tried:\n  1. " in describe_changes(with_tried(refused, found, None))
     again = {**ARGUMENTS, "checkpointing": True}
     subject, circumstances = arrange(MODEL, "rtx4090", **again)
     first = plan_subject(subject, circumstances)
@@ -301,6 +339,101 @@ def test_the_command_prints_a_screen_and_writes_json(tight, tmp_path, capsys):
     found = json.loads(path.read_text())
     assert found["fits"] is True
     assert found["speed"]["to_host_nbytes"] == tight.speed.to_host_nbytes
+
+
+CROWDED = ["plan", MODEL, "--batch-size", "16", "--device-memory", "8MiB", "--host-memory", "64MiB"]
+
+
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory):
+    """What the command has written and printed of a plan that does not fit, with changes that do."""
+    folder, out = tmp_path_factory.mktemp("crowded"), io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main([*CROWDED, "--json", str(folder / "p.json"), "--html", str(folder / "p.html")]) == 1
+    return folder, out.getvalue()
+
+
+def test_json_and_page_have_what_was_tried(crowded):
+    folder, out = crowded
+    found = json.loads((folder / "p.json").read_text())
+    assert found["changes"]
+    assert set(found["largest"]) == {"batch_size", "length"}
+    assert found["largest"]["batch_size"] < 16
+    assert found["largest"]["length"] < 64
+    page = PageReader((folder / "p.html").read_text(encoding="utf-8"))
+    sentences = [
+        *(f"{change['text']}: {change['tokens_per_s']:,.0f} tokens per second" for change in found["changes"]),
+        f"The largest batch that fits with 64 tokens: {found['largest']['batch_size']} (--batch-size ",
+        f"The largest sequence that fits with 16: {found['largest']['length']} (--seq-len ",
+    ]
+    for sentence in sentences:
+        assert sentence in out
+        assert sentence in "".join(page.text)
+    assert [change["gain"] for change in found["changes"]] == [None] * len(found["changes"])
+
+
+def test_python_tries_changes_on_request(crowded):
+    asked = {"batch_size": 16, "device_memory": "8MiB", "host_memory": "64MiB"}
+    found = json.loads((crowded[0] / "p.json").read_text())
+    tried = plan(MODEL, "rtx4090", **asked, advice=True)
+    assert json.loads(tried.to_json()) == found
+    assert isinstance(tried, hf_patrickstar.Plan)
+    assert isinstance(tried.changes[0], hf_patrickstar.TriedChange)
+    alone = plan(MODEL, "rtx4090", **asked)
+    assert (alone.changes, alone.largest) == (None, None)
+    assert dataclasses.replace(tried, changes=None, largest=None) == alone
+
+
+def test_a_gain_is_a_multiple(tight):
+    slow = dataclasses.replace(tight, speed=dataclasses.replace(tight.speed, tokens_per_s=1.0))
+    (change,) = with_tried(slow, [Advice("do", tight, tight.speed.tokens_per_s)], None).changes
+    assert change.gain == change.tokens_per_s == tight.speed.tokens_per_s
+
+
+OPEN = ("settings", "tiers.device.owners", "tiers.host.owners", "speed.busy", "largest")
+"""Fields whose values have names that depend on the training."""
+
+
+def fields_in_json(value, prefix=""):
+    """The names of all fields, with dots between those that lie in each other."""
+    for name, inner in value.items():
+        path = f"{prefix}{name}"
+        if path in OPEN:
+            yield path
+            continue
+        parts = inner if isinstance(inner, list) else [inner]
+        if parts and all(isinstance(part, dict) for part in parts):
+            yield from fields_in_json(parts[0], f"{path}.")
+        else:
+            yield path
+
+
+def test_every_field_of_json_is_in_the_table(crowded, tmp_path):
+    text = (pathlib.Path(__file__).parents[3] / "docs" / "plan.md").read_text()
+    told = re.findall(r"^\| `([\w.]+)` \|", text.split("## The fields of `--json`")[1].split("\n## ")[0], re.MULTILINE)
+    assert main([*COMMAND, "--device-memory", "6MiB", "--json", str(tmp_path / "p.json")]) == 0
+    assert main([*COMMAND, "--search", "max-batch", "--json", str(tmp_path / "s.json")]) == 0
+    fitting, refused, found = (
+        json.loads(path.read_text()) for path in (tmp_path / "p.json", crowded[0] / "p.json", tmp_path / "s.json")
+    )
+    written = [*fields_in_json(fitting), *fields_in_json(refused), *fields_in_json({**found, "plan": None})]
+    written = [re.sub(r"^tiers\.(device|host)\.", "tiers.TIER.", name) for name in written]
+    assert sorted(told) == sorted(set(written))
+
+
+@pytest.mark.parametrize(
+    ("num", "end"),
+    [(6, "kind 5 5.00 MiB"), (7, "kind 6 4.00 MiB"), (8, "; 2 others 7.00 MiB"), (9, "; 3 others 9.00 MiB")],
+)
+def test_small_kinds_of_bytes_are_shown_together(tight, num, end):
+    owners = {f"kind {place}": (10 - place) * MIB for place in range(num)}
+    use = TierUse(99 * MIB, 90 * MIB, {**owners, "nothing": 0})
+    screen = describe(dataclasses.replace(tight, tiers={**tight.tiers, "device": use})).splitlines()
+    (row,) = [number for number, line in enumerate(screen) if line.startswith("device ")]
+    shown = screen[row + 1].strip()
+    assert shown.startswith("kind 0 10.00 MiB; kind 1 9.00 MiB; ")
+    assert shown.endswith(end)
+    assert shown.count("kind") == (num if num < 8 else 6)
 
 
 def test_the_plan_is_there_before_changes_are_tried(capsys, monkeypatch):

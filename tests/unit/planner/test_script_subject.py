@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from user_scripts import ARGUMENTS, write_script
 
 import hf_patrickstar
+from hf_patrickstar import plan
 from hf_patrickstar.checkpoint.deferred import DeferredTensor
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.cli.plan_script import in_words_of_the_script
@@ -20,7 +21,7 @@ from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner import script_subject
 from hf_patrickstar.planner import search as searching
-from hf_patrickstar.planner.planning import BESIDE, plan, plan_if_fits, plan_subject
+from hf_patrickstar.planner.planning import BESIDE, plan_if_fits, plan_subject
 from hf_patrickstar.planner.script_subject import arrange_script
 from hf_patrickstar.planner.subject import with_batch
 from hf_patrickstar.units import MIB

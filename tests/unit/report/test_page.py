@@ -1,5 +1,6 @@
 """Pages stand alone, escape what comes from outside, and have a table behind every chart."""
 
+import dataclasses
 import json
 
 import pytest
@@ -68,7 +69,15 @@ def make_timeline():
 
 
 PAGES = {
-    "plan": lambda: plan_page(PLAN, f"{EVIL}: 144 parameters", SURVEY, make_timeline(), [EVIL], f"{EVIL}.json"),
+    "plan": lambda: plan_page(
+        PLAN,
+        f"{EVIL}: 144 parameters",
+        SURVEY,
+        make_timeline(),
+        changes=[EVIL],
+        largest=[EVIL],
+        trace_name=f"{EVIL}.json",
+    ),
     "run": lambda: run_page(RUN, PLAN),
 }
 
@@ -127,6 +136,15 @@ def test_planned_is_beside_measured():
     assert table.column("ratio")[0] == 0.8
     assert table.column("planned")[5:] == table.column("measured")[5:] == [2, 1]
     assert "not one of this run" not in "".join(reader.text)
+    several = {**PLAN, "world_size": 2, "speed": {**PLAN["speed"], "sent_nbytes": MIB}}
+    steps = tuple({**row, "sent_nbytes": 2.0 * MIB} for row in STEPS)
+    run = dataclasses.replace(RUN, about={**RUN.about, "world_size": 2}, steps=steps)
+    (cells,) = [
+        row
+        for row in PageReader(render(run_page(run, several))).table("Planned for").rows
+        if row[0] == "bytes to other processes per step"
+    ]
+    assert cells[1:] == ["1.00 MiB", "2.00 MiB", "2"]
     other = PageReader(render(run_page(RUN, {**PLAN, "batch_size": 4})))
     assert "The plan is not one of this run: batch_size is 4 in the plan, 2 in the run." in "".join(other.text)
     assert "not one of this run" not in "".join(PageReader(render(run_page(RUN, EARLIER_PLAN))).text)

@@ -1,0 +1,78 @@
+"""``hf_patrickstar.plan``: what ``hf-patrickstar plan`` does, from Python."""
+
+from collections.abc import Mapping
+from typing import Any, TypedDict, Unpack
+
+import torch
+from transformers import PretrainedConfig
+
+from hf_patrickstar.machine import Machine
+from hf_patrickstar.planner.advice import advise, largest_that_fit, with_tried
+from hf_patrickstar.planner.plan import Plan
+from hf_patrickstar.planner.planning import arrange, plan_for_runs
+
+_DEFAULTS: Mapping[str, Any] = {
+    **{"task": None, "batch_size": 1, "length": None, "num_micro_batches": 1, "world_size": 1, "checkpointing": False},
+    **{"dtype": "bf16", "optimizer": "adamw", "max_norm": 1.0, "device_memory": None, "host_memory": None},
+    **{"settings": None, "adapters": None},
+}
+
+
+class Asked(TypedDict, total=False):
+    """How a model is trained; see ``plan``."""
+
+    task: str | None
+    batch_size: int
+    length: int | None
+    num_micro_batches: int
+    world_size: int
+    checkpointing: bool
+    dtype: str
+    optimizer: str
+    max_norm: float | None
+    device_memory: int | str | None
+    host_memory: int | str | None
+    settings: Mapping[str, Any] | None
+    adapters: Mapping[str, Any] | None
+
+
+def plan(
+    model: str | PretrainedConfig | torch.nn.Module,
+    machine: str | Machine,
+    *,
+    advice: bool = False,
+    **asked: Unpack[Asked],
+) -> Plan:
+    """Plans a training without doing it: no weights are read, and no accelerator is needed.
+
+    Args:
+        model: A model id, a directory, a JSON file, ``TYPE:KEY=VALUE,...``, a configuration, or a model that has one.
+        machine: A known machine, a JSON file of ``hf-patrickstar env --measure --json``, ``"this"`` (which is measured
+            for some seconds, in as many processes), or a ``Machine``.
+        advice: Whether changes are planned, too, and the largest batch and length that fit: ``Plan.changes``,
+            ``Plan.largest``. It takes several times as long.
+        **asked: How it is trained.
+            ``task``: what the model is trained for; by default what it was saved for.
+            ``batch_size``: sequences of a micro-batch on each process; by default 1.
+            ``length``: tokens of a sequence; by default as many as the model has positions, at most 512.
+            ``num_micro_batches``: micro-batches of a step; by default 1.
+            ``world_size``: processes, each on a device of the machine; by default 1.
+            ``checkpointing``: whether activations are computed again in backward; by default not.
+            ``dtype``: ``dtype`` of the engine's settings; by default ``"bf16"``.
+            ``optimizer``: the name of a class of ``torch.optim``; by default ``"adamw"``.
+            ``max_norm``: gradients are clipped to this norm, by default 1; ``None`` for no clipping.
+            ``device_memory``: bytes of the device that training may take; by default 95 % of what the machine has.
+            ``host_memory``: bytes of the host that each process may take; by default 90 % of what the machine has for
+            it.
+            ``settings``: further settings of the engine, as in ``patrickstar_config``.
+            ``adapters``: fields of PEFT's ``adapter_config.json``: adapters, of LoRA by default, over a frozen model.
+
+    Raises:
+        ConfigError: If an argument makes no sense.
+    """
+    subject, circumstances = arrange(model, machine, **{**_DEFAULTS, **asked})
+    found, _ = plan_for_runs(subject, circumstances)
+    if not advice:
+        return found
+    changes = advise(subject, circumstances, found)
+    return with_tried(found, changes, largest_that_fit(found, subject, circumstances))
