@@ -218,7 +218,8 @@ def describe_machine() -> dict:
             "capability": f"{properties.major}.{properties.minor}",
         }
     versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
-    for name in ("transformers", "accelerate", "datasets", "numpy", "safetensors", "nvidia-ml-py", "pytest"):
+    names = ("transformers", "accelerate", "datasets", "numpy", "safetensors", "nvidia-ml-py", "pytest", "deepspeed")
+    for name in names:
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
