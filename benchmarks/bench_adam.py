@@ -14,7 +14,6 @@ masters of this package must be those of torch, bit for bit.
     python benchmarks/bench_adam.py [--dtype bf16] [--numel 16777216] [--threads 1 2] [--rounds 15]
 """
 
-import importlib.util
 import statistics
 import time
 
@@ -127,7 +126,7 @@ def make_updates(options, gradients):
         updates[FUSED, threads] = PlainUpdate(gradients, fused, threads)
         updates["torch default + casts", threads] = PlainUpdate(gradients, default, threads)
         updates["torch foreach + casts", threads] = PlainUpdate(gradients, foreach, threads)
-        if importlib.util.find_spec("deepspeed") is not None:
+        if common.package_version("deepspeed") is not None:
             from deepspeed.ops.adam import DeepSpeedCPUAdam
 
             updates["DeepSpeed CPU Adam + casts", threads] = PlainUpdate(
@@ -222,7 +221,7 @@ def main():
         row["to_fused"] = row["ns"] / fused
         figures = f"{row['ns']:8.2f}{row['addition_ns']:10.2f}{row['share']:8.2f}{row['to_fused']:10.2f}"
         print(f"{row['update']:28s}{row['threads']:8d}{row['quiet']:7d}{figures}")
-    deepspeed = "installed" if importlib.util.find_spec("deepspeed") is not None else "not installed"
+    deepspeed = common.package_version("deepspeed") or "not installed"
     print(f"{numel / 1e6:.1f} M parameters, {options.dtype}; masters equal, bit for bit; DeepSpeed: {deepspeed}")
     result = {"parameters": numel, "rounds": options.rounds, "deepspeed": deepspeed, "masters_equal": True}
     common.finish(f"bench_adam_{options.dtype}", options, {**result, "rows": rows})

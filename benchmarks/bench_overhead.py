@@ -1,11 +1,13 @@
 """What the engine costs when nothing has to move: step time against plain torch, everything resident.
 
 A plain model with torch's fused AdamW and the same model under the engine train on the same batches, interleaved, in
-the same type; in 16-bit both have fp32 masters. The losses must be equal bit for bit.
+the same type; in 16-bit both have fp32 masters. The losses must be equal bit for bit. It says whether the aim of the
+project is met, 1.02 times the step of plain torch, and fails above ``--limit``.
 
 ``--deep`` measures Python: a deep model of tiny layers, whose time is that of the host alone. It prints what the hooks
 of a module add to its forward and to its backward where everything is resident, where copies of all chunks stay on
-the device, and where chunks come and go.
+the device, and where chunks come and go. Where everything is resident the aim is 25 microseconds for each pass; it says
+whether that is met, and does not fail where it is not.
 """
 
 import copy
@@ -18,6 +20,13 @@ import torch
 from hf_patrickstar import PatrickStarEngine
 
 MAX_NORM = 1.0
+AIM = 1.02  # times the step of plain torch
+DEEP_AIM_US = 25.0  # per module and pass, where everything is resident
+
+
+def say(is_met):
+    """Whether an aim is met, in words."""
+    return "met" if is_met else "not met"
 
 
 def make_plain_step(model, optimizer):
@@ -174,6 +183,9 @@ def measure_deep(device, options):
             f"{name:>9}: {row['forward_us']:.1f} us per module of forward and {row['backward_us']:.1f} us of backward "
             f"over the {row['plain_forward_us']:.1f} and {row['plain_backward_us']:.1f} us of plain torch"
         )
+        if name == "resident":
+            row |= {"aim_us": DEEP_AIM_US, "aim_met": max(row["forward_us"], row["backward_us"]) <= DEEP_AIM_US}
+            print(f"{name:>9}: aim of {DEEP_AIM_US:g} us per module and pass: {say(row['aim_met'])}")
         rows.append(row)
         engine.detach()
     print("losses: equal, bit for bit")
@@ -191,7 +203,7 @@ def main():
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8, help="steps per repeat")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--limit", type=float, default=1.05, help="fail if the median ratio is above this")
+    parser.add_argument("--limit", type=float, default=AIM, help="fail if the median ratio is above this")
     parser.add_argument("--deep", type=int, nargs="?", const=300, metavar="LAYERS", help="measure hooks instead")
     options = parser.parse_args()
     common.repeat_bit_for_bit(options.device)
@@ -221,7 +233,8 @@ def main():
     quartiles = statistics.quantiles(ratios, n=4)
     print(
         f"{numel / 1e6:.1f} M parameters, {options.dtype}, batch {options.batch_size} x {options.length}: "
-        f"step time ratio {ratio:.3f} (quartiles {quartiles[0]:.3f} to {quartiles[2]:.3f}, limit {options.limit})"
+        f"step time ratio {ratio:.3f} (quartiles {quartiles[0]:.3f} to {quartiles[2]:.3f}), "
+        f"aim of {AIM}: {say(ratio <= AIM)}"
     )
     print("losses: equal, bit for bit")
     common.finish(
@@ -234,6 +247,8 @@ def main():
             "plain_seconds": statistics.median(plain_seconds),
             "patrickstar_seconds": statistics.median(our_seconds),
             "losses_equal": True,
+            "aim": AIM,
+            "aim_met": ratio <= AIM,
             "limit": options.limit,
         },
     )

@@ -14,7 +14,6 @@ for the other process. A peer that cannot run is listed with its error.
 """
 
 import argparse
-import importlib.metadata
 import itertools
 import json
 import os
@@ -381,7 +380,7 @@ def main():
     print_table(rows, errors)
     torch.set_num_threads(THREADS // options.processes)  # as the workers have it, for the record
     result = {
-        "packages": {name: package_version(name) for name in ("accelerate", "deepspeed")},
+        "packages": {name: common.package_version(name) for name in ("accelerate", "deepspeed")},
         "parameters": numel,
         "processes": options.processes,
         "warmup": options.warmup,
@@ -394,14 +393,6 @@ def main():
     common.finish(f"bench_peers{alone}_{dtype}", options, result)
     if not rows:
         raise SystemExit("bench_peers: nothing ran")
-
-
-def package_version(name):
-    """Its version, or ``None`` if it is not installed."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What the benchmarks share: the model, the batches, the machine's description and where results go."""
 
 import argparse
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -73,7 +74,11 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def finish(name: str, options: argparse.Namespace, result: dict) -> None:
-    """Writes a result with everything that is needed to read and repeat it."""
+    """Writes a result with everything that is needed to read and repeat it.
+
+    Results in ``benchmarks/results`` are committed. Nobody can repeat what ran with changes that are in no commit, so a
+    line says so.
+    """
     words = [word for place, word in enumerate(sys.argv) if "--output" not in sys.argv[max(place - 1, 0) : place + 1]]
     record = {"benchmark": name, "command": " ".join(words), **machine(options.device), **result}
     text = json.dumps(record, indent=2)
@@ -84,13 +89,18 @@ def finish(name: str, options: argparse.Namespace, result: dict) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text + "\n")
     print(f"written to {os.path.relpath(target)}")
+    if options.output == "results" and record["commit"].endswith("-dirty"):
+        print(
+            f"not to be committed: this ran with changes that are in no commit ({record['commit']}); commit them and "
+            "run it again"
+        )
 
 
 def machine(device: str) -> dict:
-    """Hardware, versions and commit."""
-    revision = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    """Hardware, versions and commit; results that were written before are no change of what runs."""
+    what_runs = ("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)benchmarks/results")
+    commit = _git("describe", "--always") or "unknown"
+    deepspeed = package_version("deepspeed")
     hardware = torch.cuda.get_device_name(device) if device.startswith("cuda") else _processor()
     return {
         "hardware": f"{hardware}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
@@ -98,9 +108,22 @@ def machine(device: str) -> dict:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
+            **({} if deepspeed is None else {"deepspeed": deepspeed}),
         },
-        "commit": revision.stdout.strip() or "unknown",
+        "commit": f"{commit}-dirty" if _git(*what_runs) else commit,
     }
+
+
+def package_version(name: str) -> str | None:
+    """The version of a package, or ``None`` if it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _processor() -> str:

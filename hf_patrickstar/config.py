@@ -93,10 +93,11 @@ class PatrickStarConfig:
         host_threads: How many threads compute the optimizer's update on the host: a number, or ``"auto"``. ``torchrun``
             and ``accelerate launch`` set ``OMP_NUM_THREADS=1``, which leaves one core to it; there ``"auto"`` takes the
             cores of this process, divided by the processes that share them, for Adam and AdamW, whose bits do not
-            depend on the number. Where ``OMP_NUM_THREADS`` was set by somebody else, it holds. A number is used for
-            every optimizer that works chunk by chunk. More threads make updates faster until memory or other processes
-            are the limit, and each takes up to 2 MiB of scratch space in 16-bit; an optimizer that reduces over tensors
-            rounds differently with another number.
+            depend on the number. Under ``mp.spawn``, ``srun`` or ``mpirun``, which do not set it, several processes on
+            the same cores take no more than that share. Where ``OMP_NUM_THREADS`` was set by somebody else, it holds. A
+            number is used for every optimizer that works chunk by chunk. More threads make updates faster until memory
+            or other processes are the limit, and each takes up to 2 MiB of scratch space in 16-bit; an optimizer that
+            reduces over tensors rounds differently with another number.
         overlap_optimizer: Whether Adam and AdamW update the chunks of the host while the next forward runs on an
             accelerator: ``step()`` settles what it does and returns, and what needs a chunk waits for its update. The
             results have the same bits. ``False`` updates all of them before ``step()`` returns, which is slower. On a

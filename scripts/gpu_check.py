@@ -70,6 +70,7 @@ def short_parts() -> list[Part]:
     """The parts of the short form, the most telling first."""
     sanitized = ("tests/gpu/test_gpu_races.py", "-k", "gpt2 and plain")
     overhead = ("--layers", "12", "--hidden", "1024", "--batch_size", "8", "--length", "512", "--steps", "10")
+    written = ("--output", "{output}")
     parts = [
         pytest_part("parity", ["tests/gpu/test_gpu_parity.py"], 150),
         pytest_part("budgets", ["tests/gpu/test_gpu_budgets.py"], 60),
@@ -80,9 +81,10 @@ def short_parts() -> list[Part]:
     ]
     for dtype in ("fp32", "bf16"):
         command = (sys.executable, "benchmarks/bench_overhead.py", "--device", "cuda", "--dtype", dtype, *overhead)
-        parts.append(Part(f"overhead_{dtype}", (*command, "--repeats", "2", "--output", "{output}"), 60))
+        # The part fails above 1.05; its result says whether the aim of 1.02 is met.
+        parts.append(Part(f"overhead_{dtype}", (*command, "--repeats", "2", "--limit", "1.05", *written), 60))
     virtual = (sys.executable, "benchmarks/bench_virtual.py", "--device", "cuda", "--dtype", "bf16", *overhead)
-    parts.append(Part(VIRTUAL, (*virtual, "--output", "{output}"), 90))
+    parts.append(Part(VIRTUAL, (*virtual, *written), 90))
     memory = pytest_part("memory", sanitized, 75, needs="compute-sanitizer")
     tool = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")
     parts.append(dataclasses.replace(memory, name="races_memory", command=(*tool, *memory.command)))
@@ -216,7 +218,8 @@ def describe_machine() -> dict:
             "capability": f"{properties.major}.{properties.minor}",
         }
     versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
-    for name in ("transformers", "accelerate", "datasets", "numpy", "safetensors", "nvidia-ml-py", "pytest"):
+    names = ("transformers", "accelerate", "datasets", "numpy", "safetensors", "nvidia-ml-py", "pytest", "deepspeed")
+    for name in names:
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

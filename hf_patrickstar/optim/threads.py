@@ -4,6 +4,10 @@ Launchers of several processes set ``OMP_NUM_THREADS=1``, so that processes do n
 optimizer's update on the host then has one core of many. It gets the cores of this process for itself; forward,
 backward and norms keep the threads they have, since the order in which a reduction adds depends on their number.
 
+``mp.spawn``, ``srun`` and ``mpirun`` set nothing, and torch then computes with all cores in every process. There the
+update takes no more than the share of this process: eight processes do not start eight times as many workers as there
+are cores.
+
 [Note: same bits with any number of threads]
 Adam gets as many workers (``optim/workers.py``), each of which computes whole tiles alone: every element is computed by
 the same instructions whatever their number is. Other optimizers compute in torch's own threads and may reduce over a
@@ -81,16 +85,22 @@ def choose_threads(
     if setting != "auto":
         return HostThreads(int(setting), is_asked=True), f"host_threads={setting}: as asked"
     told, now = environment.get(_NUM_THREADS), torch.get_num_threads()
-    if told is None:
+    num_cores = len(usable_cores())
+    num = max(1, int(min(num_cores, cpu_quota())) // max(num_sharers, 1))
+    if told is None and (num_sharers < 2 or now <= num):
         return HostThreads(), f"host_threads=auto: {now}, as torch has chosen"
+    if told is None:
+        return HostThreads(num), _describe(num, num_cores, num_sharers, f"{_NUM_THREADS} is not set; {now}")
     if told != "1" or now != 1 or not any(name in environment for name in _LAUNCHERS):
         return HostThreads(), f"host_threads=auto: {now}, as {_NUM_THREADS} or the program says"
     before = launcher()
     if before is not None and _NUM_THREADS in before:
         return HostThreads(), f"host_threads=auto: {now}, as {_NUM_THREADS} said before the launcher began"
-    num_cores = len(usable_cores())
-    num = max(1, int(min(num_cores, cpu_quota())) // max(num_sharers, 1))
-    return HostThreads(num), (
+    return HostThreads(num), _describe(num, num_cores, num_sharers, f"{_NUM_THREADS}=1 comes from the launcher; 1")
+
+
+def _describe(num: int, num_cores: int, num_sharers: int, why: str) -> str:
+    return (
         f"host_threads=auto: {num} for the optimizer's update on the host ({num_cores} cores, {num_sharers} processes "
-        f"on them), because {_NUM_THREADS}=1 comes from the launcher; 1 for all else"
+        f"on them), because {why} for all else"
     )

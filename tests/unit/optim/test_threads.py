@@ -32,6 +32,12 @@ def machine(monkeypatch):
     monkeypatch.setattr(module, "cpu_quota", lambda: math.inf)
 
 
+@pytest.fixture
+def torch_threads(monkeypatch):
+    """Lets torch say that it computes with so many threads."""
+    return lambda num: monkeypatch.setattr(module.torch, "get_num_threads", lambda: num)
+
+
 def choose(environment, setting="auto", sharers=2, launcher=None):
     return choose_threads(setting, sharers, environment, lambda: launcher)
 
@@ -59,14 +65,38 @@ def test_a_limit_of_the_cgroup_counts(machine, monkeypatch):
         (FROM_TORCHRUN, {"OMP_NUM_THREADS": "1"}, "1, as OMP_NUM_THREADS said before the launcher began"),
         ({"OMP_NUM_THREADS": "4", "TORCHELASTIC_RUN_ID": "none"}, {}, "1, as OMP_NUM_THREADS or the program says"),
         ({"OMP_NUM_THREADS": "1"}, {}, "1, as OMP_NUM_THREADS or the program says"),
-        ({"TORCHELASTIC_RUN_ID": "none"}, {}, "1, as torch has chosen"),
-        ({}, None, "1, as torch has chosen"),
     ],
 )
 def test_what_somebody_has_set_holds(machine, environment, launcher, why):
     threads, said = choose(environment, launcher=launcher)
     assert threads.num is None
     assert said == f"host_threads=auto: {why}"
+
+
+@pytest.mark.parametrize("environment", [{}, {"TORCHELASTIC_RUN_ID": "none"}])
+@pytest.mark.parametrize(("sharers", "num"), [(2, 8), (3, 5), (16, 1), (32, 1)])
+def test_processes_for_which_nobody_has_set_a_number_share_the_cores(machine, torch_threads, environment, sharers, num):
+    torch_threads(16)
+    threads, said = choose(environment, sharers=sharers)
+    assert threads.num == num
+    assert said == (
+        f"host_threads=auto: {num} for the optimizer's update on the host (16 cores, {sharers} processes on them), "
+        "because OMP_NUM_THREADS is not set; 16 for all else"
+    )
+
+
+@pytest.mark.parametrize(("sharers", "now"), [(1, 16), (2, 8), (2, 4), (32, 1)])
+def test_threads_of_torch_that_are_no_more_than_the_share_of_the_process_stay(machine, torch_threads, sharers, now):
+    torch_threads(now)
+    threads, said = choose({}, sharers=sharers)
+    assert threads.num is None
+    assert said == f"host_threads=auto: {now}, as torch has chosen"
+
+
+def test_a_limit_of_the_cgroup_is_shared_where_nobody_has_set_a_number(machine, torch_threads, monkeypatch):
+    torch_threads(16)
+    monkeypatch.setattr(module, "cpu_quota", lambda: 6.5)
+    assert choose({})[0].num == 3
 
 
 def test_a_program_that_has_set_its_threads_keeps_them(machine):
