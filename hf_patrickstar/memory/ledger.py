@@ -1,6 +1,7 @@
 """The book of bytes: every payload, per tier and owner. Going over a budget raises before anything is allocated."""
 
-from collections.abc import Callable, Collection, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.memory.tiers import Tier
@@ -47,7 +48,9 @@ class Ledger:
         self._limits = dict(budgets)
         self._chunk_budget = chunk_budget
         self._of_machine = frozenset(of_machine)
-        self._non_model_nbytes = non_model_nbytes
+        self._measure = non_model_nbytes
+        self._reads_once = False
+        self._reading: int | None = None
         self._owners: dict[Tier, dict[str, int]] = {tier: {} for tier in Tier}
         self._used = dict.fromkeys(Tier, 0)
         self._peak = dict.fromkeys(Tier, 0)
@@ -154,9 +157,35 @@ class Ledger:
         self._step_peak = dict(self._used)
         self._total_step_peak = self._used[Tier.DEVICE]
 
+    @contextlib.contextmanager
+    def one_reading(self) -> Iterator[None]:
+        """Inside of the block non-model data is measured once, when it is first asked for: an allocator takes its time.
+
+        So it is for work that only books, and allocates and frees what is booked. Blocks may be inside of each other.
+        """
+        is_outer, self._reads_once = not self._reads_once, True
+        try:
+            yield
+        finally:
+            if is_outer:
+                self._reads_once, self._reading = False, None
+
+    def read_again(self) -> None:
+        """Lets the next question measure anew, because non-model data was freed or allocated; see ``one_reading``."""
+        self._reading = None
+
+    def _non_model_nbytes(self) -> int:
+        """Bytes on ``DEVICE`` that are there now and not booked."""
+        if self._reading is not None:
+            return self._reading
+        nbytes = self._measure(self._used[Tier.DEVICE])
+        if self._reads_once:
+            self._reading = nbytes
+        return nbytes
+
     def non_model_nbytes(self) -> int:
         """Bytes on ``DEVICE`` that are not booked: there now, or known to be needed before the next moment."""
-        return max(self._non_model_nbytes(self._used[Tier.DEVICE]), self.reserved_nbytes)
+        return max(self._non_model_nbytes(), self.reserved_nbytes)
 
     def note_total(self, non_model_nbytes: int) -> None:
         """Notes non-model bytes that were measured on ``DEVICE`` beside the bytes that are booked now."""
@@ -165,19 +194,20 @@ class Ledger:
             self._total_step_peak = total
             self._total_peak = max(self._total_peak, total)
 
-    def available(self, tier: Tier, *, cautious: bool | None = None) -> int:
+    def available(self, tier: Tier, *, cautious: bool | None = None, measures: bool = True) -> int:
         """Bytes that can still be booked; negative if non-model data has grown over the limit.
 
         Args:
             tier: The tier.
             cautious: Keep to the fraction; by default if the ledger ``is_cautious``.
+            measures: Whether non-model data is measured; else there is only as much as is known to be needed.
         """
         used, limit = self._used[tier], self._limits[tier]
         if tier is Tier.HOST:
             return limit - used
         if self.is_cautious if cautious is None else cautious:
             limit = self.limit(tier, cautious=True)
-        others, chunk_budget = self._non_model_nbytes(used), self._chunk_budget
+        others, chunk_budget = self._non_model_nbytes() if measures else 0, self._chunk_budget
         free = limit - used - (others if others > self.reserved_nbytes else self.reserved_nbytes)
         return free if chunk_budget is None or chunk_budget - used > free else chunk_budget - used
 
@@ -197,12 +227,7 @@ class Ledger:
         """
         if nbytes < 0:
             raise ValueError(f"cannot book {nbytes} bytes for '{owner}'")
-        available = self.available(tier, cautious=False)
-        others = self.non_model_nbytes() if tier is Tier.DEVICE else 0
-        if is_allocated and tier is Tier.DEVICE:
-            # Booking takes the bytes out of the measured non-model data, but not out of the reserved bytes.
-            rest = max(self._non_model_nbytes(self._used[tier]) - nbytes, self.reserved_nbytes, 0)
-            available, others = available + others - rest, rest
+        available, others = self._room_for(tier, nbytes, is_allocated=is_allocated)
         if nbytes > max(available, 0):
             booked = self._used[tier] + nbytes + ahead_nbytes
             if tier is Tier.HOST and self.spilled_nbytes:
@@ -219,8 +244,23 @@ class Ledger:
         self._peak[tier] = max(self._peak[tier], self._used[tier])
         self._step_peak[tier] = max(self._step_peak[tier], self._used[tier])
         if tier is Tier.DEVICE:
-            self.note_total(self.non_model_nbytes())
+            self.note_total(others)
         self._note_owner(tier, owner)
+
+    def _room_for(self, tier: Tier, nbytes: int, *, is_allocated: bool) -> tuple[int, int]:
+        """Bytes that can be booked, and non-model bytes beside them, from one measurement; see ``book``."""
+        if tier is Tier.HOST:
+            return self.available(tier), 0
+        if is_allocated:
+            self.read_again()
+        with self.one_reading():
+            available, others = self.available(tier, cautious=False), self.non_model_nbytes()
+            if not is_allocated:
+                return available, others
+            # Booking takes the bytes out of the measured non-model data, but not out of the reserved bytes.
+            rest = max(self._non_model_nbytes() - nbytes, self.reserved_nbytes, 0)
+            self.read_again()
+            return available + others - rest, rest
 
     def unbook(self, tier: Tier, owner: str, nbytes: int) -> None:
         """Takes bytes of an owner out of the book.

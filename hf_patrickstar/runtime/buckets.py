@@ -279,6 +279,7 @@ class GroupBuckets:
         if self._leaving is not None:
             buffer, self._leaving = self._leaving, None
             self._streams.release_in_flight()  # the averages are on their way home from this buffer
+            self._pool.ledger.read_again()
             self._pool.release(Tier.DEVICE, buffer, GRADIENTS)
 
     def finish(self, found: Iterable[int]) -> Iterator[Average]:
@@ -312,10 +313,11 @@ class GroupBuckets:
     def _buffer(self, chunk: Chunk) -> torch.Tensor:
         index = chunk.spec.index
         if index not in self._buffers:
-            if self._pool.room(Tier.DEVICE) < chunk.copy_nbytes:
-                self.let_go()
-            self._reclaim.make_room(chunk.copy_nbytes)
-            numel = chunk.spec.capacity_numel
-            self._buffers[index] = self._pool.allocate(Tier.DEVICE, numel, chunk.dtype, GRADIENTS)
+            with self._pool.ledger.one_reading():
+                if self._pool.room(Tier.DEVICE) < chunk.copy_nbytes:
+                    self.let_go()
+                self._reclaim.make_room(chunk.copy_nbytes)
+                numel = chunk.spec.capacity_numel
+                self._buffers[index] = self._pool.allocate(Tier.DEVICE, numel, chunk.dtype, GRADIENTS)
             self._stored[index] = set()
         return self._buffers[index]

@@ -184,16 +184,14 @@ class Executor:
         if self._evicts_all:
             self._evict_everything(exclude=chunk)
         was_there = chunk.compute is not None
+        actions = (
+            step.plan.moments[moment] if moment is not None and step is not None and step.plan is not None else None
+        )
         if not self._is_alone:
             self._bring_together(chunk, step, moment, who)
-        elif moment is not None and step is not None and step.plan is not None:
-            actions = step.plan.moments[moment]
-            if actions.evict or actions.load or actions.carry:
-                self._execute(actions, chunk, who)
-        if chunk.compute is None:
-            self._load(chunk, who)
-        elif len(self._copies) and self._ledger.available(Tier.DEVICE) < 0:
-            self._reclaim.make_room_for(chunk, 0, who)
+        elif actions is None or actions.moves or not was_there or self._is_short():
+            with self._ledger.one_reading():
+                self._bring(chunk, actions, who)
         waited_s = self._copies.wait(chunk) if chunk.arrival is not None else None
         self._emit(ChunkVisited(index, was_there and waited_s is None and not chunk.is_static, waited_s))
         if step is not None and step.plan is not None:  # it is not measured: what the trace says is noted
@@ -204,6 +202,27 @@ class Executor:
         return chunk.compute
 
     # Of this process alone
+
+    def _bring(self, chunk: Chunk, actions: Actions | None, who: str) -> None:
+        if actions is not None:
+            self._execute(actions, chunk, who)
+        if chunk.compute is None:
+            self._load(chunk, who)
+        else:
+            self._meet_others(chunk, who)
+
+    def _is_short(self) -> bool:
+        """Whether there is more than the budget allows beside what others are known to need now.
+
+        That is all that is asked at a visit of a plan that moves nothing, since to measure what others really take
+        would take longer than all else of it. Where that has grown it is found at the next visit that moves something.
+        """
+        return self._ledger.available(Tier.DEVICE, measures=False) < 0
+
+    def _meet_others(self, chunk: Chunk, who: str) -> None:
+        """Evicts what is there beyond the budget, because others have grown."""
+        if self._ledger.available(Tier.DEVICE) < 0 and len(self._copies):
+            self._reclaim.make_room_for(chunk, 0, who)
 
     def _execute(self, actions: Actions, chunk: Chunk, who: str) -> None:
         self._evict_if_unused(actions.evict)
@@ -264,7 +283,8 @@ class Executor:
 
     def _bring_together(self, chunk: Chunk, step: Step | None, moment: int | None, who: str) -> None:
         self._needed = chunk
-        if self._ledger.available(Tier.DEVICE) < 0:
+        is_followed = moment is not None and step is not None and step.plan is not None
+        if self._ledger.available(Tier.DEVICE, measures=not is_followed) < 0:
             self._buckets.let_go()
         if step is not None and step.plan is not None:
             end = self.end_of_phase(step, not self.in_backward)
@@ -277,6 +297,8 @@ class Executor:
                 self.reduce_due(step)  # the others do these before they hear of what no plan has
             self.ask(Subject.GATHER, chunk.spec.index, who)
         self._needed = None
+        if not is_followed or self._is_short():
+            self._meet_others(chunk, who)
 
     def execute_until(self, step: Step, end: int) -> None:
         """Executes the plan up to a moment, whether or not this process has come to it."""
@@ -285,9 +307,11 @@ class Executor:
             self.reduce_due(step)
             actions = step.plan.moments[step.num_followed]
             step.num_followed += 1
-            self._evict_if_unused(actions.evict)
-            for index in actions.load:
-                self._perform_planned(Subject.GATHER, index)
+            if actions.moves:
+                with self._ledger.one_reading():
+                    self._evict_if_unused(actions.evict)
+                    for index in actions.load:
+                        self._perform_planned(Subject.GATHER, index)
             step.due = list(actions.reduce)
 
     def reduce_due(self, step: Step) -> None:

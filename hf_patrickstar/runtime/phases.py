@@ -68,6 +68,7 @@ class Phases:
         self._copies, self._reclaim, self._tracer = services.copies, services.reclaim, services.tracer
         self._steps = steps
         self._executor = steps.executor
+        self._ledger = services.pool.ledger
         self._placement = placement
         self._values, self._writes, self._mirrors = data.values, data.writes, data.mirrors
         self._gradients, self._gradient_mirrors = data.gradients, data.gradient_mirrors
@@ -255,9 +256,10 @@ class Phases:
         """
         self.unwind()
         with self._lock:
-            for chunk in chunks:
-                if chunk.spec.index not in self._gradients.used_ahead or self._copies.is_stale(chunk):
-                    self._copies.invalidate(chunk)
+            with self._ledger.one_reading():
+                for chunk in chunks:
+                    if chunk.spec.index not in self._gradients.used_ahead or self._copies.is_stale(chunk):
+                        self._copies.invalidate(chunk)
             self._steps.begin_update([chunk.spec.index for chunk in chunks], optimizer_index)
 
     @phase

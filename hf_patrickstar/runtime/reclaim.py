@@ -60,7 +60,7 @@ class Reclaim:
             keep_margin: Chunks that live in the margin stay there.
         """
         while not self._evict_until(lambda: self._pool.room(Tier.DEVICE) >= nbytes):
-            if keep_margin or not self._placement.leave_margin():
+            if keep_margin or not self._leave_margin():
                 break
 
     def make_room_for(self, chunk: Chunk, nbytes: int, who: str) -> None:
@@ -78,7 +78,7 @@ class Reclaim:
         self._evict_until(lambda: self._pool.room(Tier.DEVICE) >= nbytes, exclude=chunk)
         self._trim_if_short()
         room = self._pool.room(Tier.DEVICE, cautious=False)
-        if nbytes and room < nbytes and self._placement.leave_margin():
+        if nbytes and room < nbytes and self._leave_margin():
             room = self._pool.room(Tier.DEVICE, cautious=False)
         if nbytes and room < nbytes:
             raise DeviceMemoryError(self._too_small(nbytes, room, chunk, who))
@@ -100,7 +100,7 @@ class Reclaim:
             return ledger.available(Tier.DEVICE, cautious=False) >= 0
 
         while not self._evict_until(is_enough):
-            if self._placement.leave_margin():
+            if self._leave_margin():
                 continue
             if not is_step:
                 break
@@ -134,9 +134,15 @@ class Reclaim:
     def _hold_none(self) -> bool:
         """Lets go of gradients in flight; what was measured of this step with them is more than others will need."""
         has_freed = self._streams.hold_at_most(0)
+        self._ledger.read_again()
         if has_freed and self._tracer.step is not None:
             self._tracer.step.is_void = True
         return has_freed
+
+    def _leave_margin(self) -> bool:
+        has_left = self._placement.leave_margin()
+        self._ledger.read_again()  # what was on its way to the lists that moved has arrived
+        return has_left
 
     def _choose(self, exclude: Chunk | None) -> Chunk | None:
         unused = {chunk.spec.index: chunk for chunk in self._copies.unused(exclude)}

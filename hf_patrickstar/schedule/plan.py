@@ -35,6 +35,11 @@ class Actions:
     reduce: tuple[int, ...] = ()
     carry: tuple[int, ...] = ()
 
+    @property
+    def moves(self) -> bool:
+        """Whether any copy comes or goes."""
+        return bool(self.evict or self.load or self.carry)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ahead:

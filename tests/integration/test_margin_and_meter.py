@@ -12,6 +12,7 @@ from trainers import smallest_budget
 from watch import non_model_peak
 
 from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar.memory.meters import StorageMeter
 from hf_patrickstar.memory.threads import ThreadStreams
 from hf_patrickstar.runtime import tracer as tracer_module
 
@@ -208,6 +209,28 @@ def test_steps_that_are_not_measured_have_total_peaks(budget):
     assert total <= stats["device_total_peak_nbytes"] <= device_budget
     if budget == "roomy":
         assert total == stats["device_step_peak_nbytes"] + trace.non_model_peak_nbytes
+
+
+@pytest.mark.parametrize("budget", ["tight", "roomy"])
+def test_a_step_of_a_plan_measures_others_only_where_copies_move(budget, monkeypatch):
+    """An allocator takes longer for its statistics than a visit for all else."""
+    num_readings, live = [0], StorageMeter.live
+
+    def counting(meter, booked):
+        num_readings[0] += 1
+        return live(meter, booked)
+
+    monkeypatch.setattr(StorageMeter, "live", counting)
+    model = make_model("gpt2").train()
+    device_budget = budget_for(3 if budget == "tight" else 12)
+    engine = PatrickStarEngine(model, {"device_budget": device_budget, "placement": "host"}, adamw(model))
+    for step in range(3):
+        num_readings[0] = 0
+        train_step(model, engine.optimizer, step)
+    ((trace, plan, _),) = engine.manager.steps.followed
+    num_moving = sum(actions.moves for actions in plan.moments)
+    assert num_moving < len(trace.visits) / (1 if budget == "tight" else 2)
+    assert num_readings[0] <= num_moving + 2, "and one each when the forward begins and when the update drops copies"
 
 
 def test_fake_tensors_around_a_call_do_not_touch_real_chunks():

@@ -276,3 +276,72 @@ def test_bytes_change_their_owner_even_on_a_full_tier(ledger):
     assert (ledger.used(DEVICE), ledger.peak(DEVICE), ledger.owner_peak(DEVICE, "pool")) == (1000, 1000, 400)
     with pytest.raises(ValueError, match="cannot hand over 401 bytes of 'pool' on device: 400 are booked"):
         ledger.hand_over(DEVICE, "pool", "param", 401)
+
+
+class Counted:
+    """What others take, and how often it was asked for."""
+
+    def __init__(self, nbytes):
+        self.nbytes, self.num_readings = nbytes, 0
+
+    def __call__(self, booked):
+        self.num_readings += 1
+        return self.nbytes
+
+    def readings(self):
+        num, self.num_readings = self.num_readings, 0
+        return num
+
+
+def test_a_booking_measures_once():
+    others = Counted(100)
+    ledger = Ledger({DEVICE: 1000, HOST: 1000}, others)
+    ledger.book(DEVICE, "param", 300)
+    assert (others.readings(), ledger.total_peak) == (1, 400)
+    ledger.book(DEVICE, "own", 60, is_allocated=True)  # 60 of the 100
+    assert (others.readings(), ledger.total_peak) == (1, 400)
+    ledger.book(HOST, "param", 300)
+    assert others.readings() == 0
+    with pytest.raises(BudgetError, match=r"540 B \(540 bytes\) left"):
+        ledger.book(DEVICE, "param", 541)
+
+
+def test_inside_of_a_block_others_are_measured_once():
+    others = Counted(100)
+    ledger = Ledger({DEVICE: 1000, HOST: 1000}, others)
+    with ledger.one_reading():
+        assert others.readings() == 0, "only when somebody asks"
+        assert ledger.available(DEVICE) == 900
+        others.nbytes = 150
+        with ledger.one_reading():
+            ledger.book(DEVICE, "param", 300)
+        assert (ledger.available(DEVICE), ledger.non_model_nbytes()) == (600, 100)
+        ledger.unbook(DEVICE, "param", 200)
+        assert ledger.available(DEVICE) == 800
+        assert others.readings() == 1
+        ledger.read_again()
+        assert [ledger.available(DEVICE), ledger.available(DEVICE)] == [750, 750]
+        assert others.readings() == 1
+    others.nbytes = 200
+    assert [ledger.available(DEVICE), ledger.available(DEVICE)] == [700, 700]
+    assert others.readings() == 2
+
+
+def test_a_block_that_fails_is_over():
+    others = Counted(100)
+    ledger = Ledger({DEVICE: 1000, HOST: 1000}, others)
+    with pytest.raises(BudgetError), ledger.one_reading():
+        ledger.book(DEVICE, "param", 901)
+    others.nbytes = 0
+    ledger.book(DEVICE, "param", 901)
+
+
+def test_inside_of_a_block_what_is_there_already_is_measured_anew():
+    """It was allocated after the reading, as somebody else's until it is booked."""
+    allocated = [100]
+    ledger = Ledger({DEVICE: 1000, HOST: 1000}, lambda booked: allocated[0] - booked)
+    with ledger.one_reading():
+        assert ledger.available(DEVICE) == 900
+        allocated[0] += 300
+        ledger.book(DEVICE, "own", 300, is_allocated=True)
+        assert (ledger.available(DEVICE), ledger.non_model_nbytes(), ledger.total_peak) == (600, 100, 400)

@@ -102,15 +102,18 @@ class Others:
         peak_nbytes: The most since ``restart``; by default as many as there are.
         floor_nbytes: Those that stay.
         has_to_leave: What ``leave`` answers.
+        num_readings: How often it was asked what is there now.
         told: What it was told.
     """
 
     def __init__(self, nbytes=0):
         self.nbytes, self.peak_nbytes, self.floor_nbytes = nbytes, None, 0
         self.has_to_leave = False
+        self.num_readings = 0
         self.told = []
 
     def live(self, booked):
+        self.num_readings += 1
         return self.nbytes
 
     def peak(self, booked):
@@ -198,7 +201,7 @@ class Parts(Process):
         self.statistics = Statistics()
         self.ledger = Ledger(
             {Tier.DEVICE: device_nbytes, Tier.HOST: host_nbytes},
-            lambda booked: self.others.nbytes,
+            self.others.live,
             device_fraction=device_fraction,
             chunk_budget=chunk_budget,
         )
@@ -227,6 +230,11 @@ class Parts(Process):
         """What happened since the last call, in words and numbers of chunks."""
         told, self.events[:] = [_told(event) for event in self.events], []
         return told
+
+    def readings(self):
+        """How often it was measured what others take, since the last call."""
+        num, self.others.num_readings = self.others.num_readings, 0
+        return num
 
     def on_device(self):
         """The numbers of the chunks with a copy."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from unit.runtime.data_parts import Process, Ticket
-from unit.runtime.parts import Parts
+from unit.runtime.parts import NoForecast, Parts
 from unit.spec_builders import BF16, FP32
 
 from hf_patrickstar.errors import BudgetError
@@ -286,6 +286,19 @@ def test_scratch_space_follows_the_chunks():
     process.pool.trim()
     assert on_device(process) == {}
     buckets.close()
+
+
+def test_the_buffer_of_a_group_is_measured_for_once():
+    """What others take is read when the first gradient comes, and when the buffer is free again."""
+    parts = Parts(Collectives(), forecast=NoForecast(), tracer=None)
+    parts.add_chunk(4, 3, types=FP32, chunk_numel=4)
+    buckets = parts.buckets
+    parts.readings()
+    for tensor, num_readings in zip(parts.tensors, (1, 0), strict=True):
+        buckets.store(tensor, torch.ones(tensor.spec.shape), is_at_home=False)
+        assert parts.readings() == num_readings
+    list(buckets.reduce(parts.chunks[0]))
+    assert parts.readings() == 1
 
 
 # One process

@@ -279,6 +279,89 @@ def test_while_debugging_everything_that_can_leave_does_so_at_once_and_is_poison
     assert str(seen) == "[[32.0, 33.0], [nan, nan]]"
 
 
+# How often it is measured what others take, which costs more than all else of a visit
+
+
+def test_a_visit_of_a_plan_that_moves_nothing_measures_nothing():
+    """Nothing leaves for others that have grown, either: they are met at the next load."""
+    parts = make()
+    follow(parts, [0, 1, 0, 1], [Actions(load=(0, 1)), Actions(), Actions(), Actions()])
+    visit(parts, 0)
+    parts.readings()
+    parts.others.nbytes = 40
+    visit(parts, 1, 0, 1)
+    assert (parts.readings(), parts.on_device()) == (0, [0, 1])
+
+
+def test_a_kept_buffer_goes_when_others_are_known_to_need_its_room():
+    """What the trace says costs nothing to ask, so it counts at every visit."""
+    parts = make(device_nbytes=32)
+    follow(parts, [0, 1, Visit(1, (), 16)], [Actions(load=(0,)), Actions(evict=(0,), load=(1,)), Actions()])
+    visit(parts, 0, 1)
+    parts.copies.load(parts.chunks[2], ahead=False)
+    parts.copies.evict(parts.chunks[2])
+    assert parts.ledger.owners(Tier.DEVICE) == {"param": 16, "pool": 16}
+    visit(parts, 1)
+    assert parts.ledger.owners(Tier.DEVICE) == {"param": 16}
+    assert parts.ledger.total_peak == 32
+
+
+def test_a_moment_of_a_plan_measures_once_however_much_it_moves():
+    """Into new buffers, and into those that were kept."""
+    parts = make(4, device_nbytes=32)
+    actions = [Actions(load=(0, 1)), Actions(evict=(0, 1), load=(2, 3)), Actions()]
+    follow(parts, [0, 2, 3], actions)
+    visit(parts, 0)
+    assert parts.readings() == 1
+    visit(parts, 2)
+    assert parts.readings() == 1
+    told = [("load", 0), ("ahead", 1), ("evict", 0), ("evict", 1), ("load", 2), ("ahead", 3)]
+    assert parts.moved() == told
+
+
+def test_a_load_on_demand_measures_once():
+    parts = make(device_nbytes=32)
+    follow(parts, [0, 1, 2])
+    visit(parts, 0, 1)
+    parts.readings()
+    visit(parts, 2)
+    assert (parts.moved()[-2:], parts.readings()) == ([("evict", 1), ("load", 2)], 1)
+
+
+def test_a_load_of_a_plan_meets_others_that_have_grown():
+    """Chunk 0 makes way for them and for chunk 1, and chunk 2 does not come ahead."""
+    parts = make()
+    follow(parts, [0, 0, 1], [Actions(load=(0,)), Actions(), Actions(load=(1, 2))])
+    visit(parts, 0, 0)
+    parts.others.nbytes = 24
+    visit(parts, 1)
+    assert parts.moved() == [("load", 0), ("evict", 0), ("load", 1)]
+
+
+def test_a_load_ahead_meets_others_that_have_grown():
+    """It is left out, and what is there beyond the budget leaves."""
+    parts = make()
+    follow(parts, [0, 1, 1], [Actions(load=(0, 1)), Actions(load=(2,)), Actions()])
+    visit(parts, 0)
+    parts.others.nbytes = 24
+    visit(parts, 1)
+    assert parts.moved() == [("load", 0), ("ahead", 1), ("evict", 0)]
+
+
+@pytest.mark.parametrize("has_diverged", [True, False], ids=["diverged", "recorded"])
+def test_a_step_without_a_plan_meets_others_at_every_visit(has_diverged):
+    parts = make()
+    if has_diverged:
+        follow(parts, [0, 0], [Actions(load=(0,)), Actions()])
+        visit(parts, 1)
+    else:
+        parts.tracer.begin("training")
+    visit(parts, 0, 1)
+    parts.others.nbytes = 24
+    visit(parts, 1)
+    assert ("evict", 0) in parts.moved()
+
+
 # Averages
 
 
@@ -400,6 +483,19 @@ def test_a_forward_does_not_follow_the_plan_into_the_backward():
     visit(parts, 2)
     assert step.num_followed == 1
     assert done(parts) == [*gathered(0), ("check", "REDUCE", 1), ("reduce", 1), ("ask", "GATHER", 2), "gathers group 2"]
+
+
+def test_a_group_that_the_plan_has_brought_is_not_measured_for():
+    """Others are measured once for all that a moment gathers."""
+    parts = make_group(4, device_nbytes=64)
+    actions = [Actions(load=(0, 1)), Actions(), Actions(evict=(0, 1), load=(2, 3)), Actions()]
+    follow(parts, [0, 1, 2, 3], actions)
+    found = []
+    for index in range(4):
+        visit(parts, index)
+        found.append(parts.readings())
+    assert found == [1, 0, 1, 0]
+    assert parts.moved()[-2:] == [("load", 2), ("ahead", 3)]
 
 
 @pytest.mark.parametrize(

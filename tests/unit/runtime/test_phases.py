@@ -70,6 +70,7 @@ def make(*, step=None, factor=None, num_micro_batches=2, homes=(Tier.HOST,), ove
         buckets=buckets,
     )
     services = types.SimpleNamespace(
+        pool=parts.pool,
         chunks=parts.chunks,
         copies=fake("copies", "invalidate", find=None),
         reclaim="reclaim",
@@ -381,6 +382,16 @@ def test_an_update_begins_without_copies_of_what_it_will_change():
         ("copies.invalidate", parts.chunks[0]),
         ("steps.begin_update", [2, 0], 0),
     ]
+
+
+def test_copies_that_an_update_voids_are_dropped_with_one_reading():
+    parts = Parts()
+    for _ in range(3):
+        parts.copies.load(parts.add_chunk(4)[0].chunk, ahead=False)
+    phases = parts.phases
+    parts.readings()
+    phases.update_begin(parts.chunks)
+    assert (parts.on_device(), parts.readings()) == ([], 1)
 
 
 def test_a_checkpoint_that_is_being_written_goes_before_an_update():

@@ -100,6 +100,18 @@ def test_as_many_copies_leave_as_are_needed(nbytes, num_evicted):
     assert parts.pool.room(Tier.DEVICE) == 16 * num_evicted
 
 
+def test_what_was_let_go_of_is_measured_where_others_are_measured_once():
+    """Gradients on their way, and then what the move of chunks out of the margin waits for."""
+    parts = make(margin=[lambda: setattr(parts.others, "nbytes", 0)], device_nbytes=64)
+    parts.others.nbytes = 16
+    parts.streams = InFlight(parts.others, 8)
+    with parts.ledger.one_reading():
+        parts.reclaim.make_room(56)
+        assert (parts.pool.room(Tier.DEVICE), parts.placement.num_asked) == (56, 0)
+        parts.reclaim.make_room(64)
+        assert (parts.pool.room(Tier.DEVICE), parts.placement.num_asked) == (64, 1)
+
+
 def test_buffers_that_are_kept_for_reuse_are_room():
     parts = make()
     parts.copies.evict(parts.chunks[1])
