@@ -204,8 +204,19 @@ def test_the_command(tmp_path, capsys):
     path = tmp_path / "_patrickstar_report.html"
     assert capsys.readouterr().out == f"{path}: 1 logs of a training loss\n"
     assert "Planned and measured" not in path.read_text(encoding="utf-8")
+    assert not (tmp_path / "_patrickstar_report.trace.json").exists(), "no step was measured"
+    assert "trace.json" not in path.read_text(encoding="utf-8")
     assert main(["report", str(tmp_path), "--html", str(tmp_path / "a.html"), "--plan", str(plan)]) == 0
     assert "Planned and measured" in (tmp_path / "a.html").read_text(encoding="utf-8")
+
+
+def test_a_trace_that_cannot_be_written_is_an_error_with_its_name(tmp_path, capsys):
+    recorder = RunRecorder(tmp_path, ABOUT, is_resumed=False)
+    recorder.note_timeline(make_timeline())
+    recorder.note_survey(SURVEY)
+    (tmp_path / "a.trace.json").mkdir()
+    assert main(["report", str(tmp_path), "--html", str(tmp_path / "a.html")]) == 2
+    assert f"--html: '{tmp_path / 'a.trace.json'}' cannot be written: Is a directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
