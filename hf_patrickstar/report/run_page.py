@@ -273,6 +273,11 @@ def _compared(run: Run, plan: Mapping[str, Any]) -> Iterator[Block]:
     ]
     if others:
         yield Text(f"The plan is not one of this run: {'; '.join(others)}.")
+    if run.evaluations:
+        yield Text(
+            "The plan is of steps of training alone, and this run evaluates, too: the log after an evaluation has the "
+            "bytes that the evaluation moved."
+        )
     yield Table(
         f"Planned for {plan.get('machine', 'a machine')}, and measured on {run.about['device']}",
         ("what", "planned", "measured", "ratio"),

@@ -136,6 +136,14 @@ def test_planned_is_beside_measured():
         run_page(RUN, {"tiers": {}})
 
 
+def test_beside_a_run_that_evaluates_the_page_says_what_is_not_planned():
+    said = "The plan is of steps of training alone, and this run evaluates, too"
+    assert said in "".join(PageReader(render(run_page(RUN, PLAN))).text)
+    assert said not in "".join(PageReader(render(run_page(RUN))).text), "nothing is compared"
+    trains = Run(ABOUT, SURVEY, STEPS, ())
+    assert said not in "".join(PageReader(render(run_page(trains, PLAN))).text)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
