@@ -5,6 +5,8 @@ import pathlib
 from collections.abc import Mapping
 
 from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.report.timeline import VIRTUAL, write_trace
+from hf_patrickstar.schedule.clock import Timeline
 
 
 def check_file(name: str, option: str) -> pathlib.Path:
@@ -49,10 +51,28 @@ def check_files(files: Mapping[str, str]) -> None:
         seen[path] = option
 
 
-def trace_beside(html_file: str) -> pathlib.Path:
+def trace_beside(html_file: str | os.PathLike[str]) -> pathlib.Path:
     """The file for Perfetto that is written beside a page.
 
     Args:
         html_file: The page.
     """
     return pathlib.Path(html_file).with_suffix(".trace.json")
+
+
+def write_trace_beside(timeline: Timeline, html_file: str | os.PathLike[str], process: str = VIRTUAL) -> None:
+    """Writes the file for Perfetto beside a page; an older one is replaced.
+
+    Args:
+        timeline: What happened.
+        html_file: The page.
+        process: What the times are of.
+
+    Raises:
+        ConfigError: If the file cannot be written.
+    """
+    path = trace_beside(html_file)
+    try:
+        write_trace(timeline, path, process)
+    except OSError as error:
+        raise ConfigError(f"--html: '{path}' cannot be written: {error.strerror}; name another file") from error

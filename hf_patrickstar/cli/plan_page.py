@@ -3,14 +3,12 @@
 import json
 from collections.abc import Sequence
 
-from hf_patrickstar.cli.files import trace_beside
-from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.cli.files import trace_beside, write_trace_beside
 from hf_patrickstar.planner.plan import Plan
 from hf_patrickstar.planner.screen import headline
 from hf_patrickstar.report.page import write_page
 from hf_patrickstar.report.picture import write_step_picture
 from hf_patrickstar.report.plan_page import plan_page
-from hf_patrickstar.report.timeline import write_trace
 from hf_patrickstar.virtual.recording import Recording
 
 
@@ -36,7 +34,6 @@ def write_plan_page(
     Raises:
         ConfigError: If a file cannot be written.
     """
-    trace = None if recording is None else trace_beside(html_file)
     page = plan_page(
         json.loads(plan.to_json()),
         headline(plan).splitlines()[0],
@@ -44,15 +41,12 @@ def write_plan_page(
         None if recording is None else recording.timeline,
         changes=changes,
         largest=largest,
-        trace_name=None if trace is None else trace.name,
+        trace_name=None if recording is None else trace_beside(html_file).name,
         found=found,
     )
     write_page(page, html_file, "--html")
-    if recording is not None and trace is not None:
-        try:
-            write_trace(recording.timeline, trace)
-        except OSError as error:
-            raise ConfigError(f"--html: '{trace}' cannot be written: {error.strerror}; name another file") from error
+    if recording is not None:
+        write_trace_beside(recording.timeline, html_file)
 
 
 def write_plan_picture(plan: Plan, recording: Recording | None, png_file: str) -> None:

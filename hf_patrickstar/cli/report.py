@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from hf_patrickstar.cli.files import trace_beside, write_trace_beside
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.report.page import write_page
@@ -30,23 +31,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Writes the page.
+    """Writes the page, and beside it the timeline as ``NAME.trace.json`` if a step was measured.
 
     Raises:
-        ConfigError: If there is no record of a run, the plan is none, or the page cannot be written.
+        ConfigError: If there is no record of a run, the plan is none, or a file cannot be written.
     """
     found = read_run(options.directory)
     plan = None if options.plan is None else _read_plan(options.plan)
     # The Trainer does not upload names that begin with an underscore.
     path = pathlib.Path(options.html) if options.html is not None else pathlib.Path(options.directory) / f"_{_NAME}"
     try:
-        page = run_page(found, plan)
+        page = run_page(found, plan, None if found.timeline is None else trace_beside(path).name)
     except KeyError as error:
         raise ConfigError(
             f"the record of a run in '{pathlib.Path(options.directory) / FOLDER}' lacks {error}, which the page shows: "
             "was it changed by hand? Name the output_dir of another run"
         ) from error
     write_page(page, path, "--html")
+    if found.timeline is not None:
+        write_trace_beside(found.timeline, path, f"measured on {found.about['device']}")
     print(f"{path}: {len(found.steps)} logs of a training loss")
 
 

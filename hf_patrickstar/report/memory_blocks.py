@@ -73,7 +73,11 @@ def tide_chart(tide: Tide) -> Chart:
     beyond = (
         "" if fits(tide.limit_nbytes, highest) else f" The limit, {format_nbytes(tide.limit_nbytes)}, is far above."
     )
-    merged = f" Each place stands for {tide.stride} moments, and has the most of them." if tide.stride > 1 else ""
+    merged = (
+        f" Each place stands for {tide.stride} moments, and has the bytes of the fullest one."
+        if tide.stride > 1
+        else ""
+    )
     words = Words(
         f"The tide of '{tide.key}'",
         f"Between {format_nbytes(least)} and {format_nbytes(highest)} at once, of {format_nbytes(tide.limit_nbytes)} "

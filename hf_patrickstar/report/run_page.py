@@ -43,12 +43,13 @@ _SAME_IF_KNOWN = ("num_trainable", "length", "checkpointing", "precision")
 Rows = Sequence[Mapping[str, Any]]
 
 
-def run_page(run: Run, plan: Mapping[str, Any] | None = None) -> Page:
+def run_page(run: Run, plan: Mapping[str, Any] | None = None, trace_name: str | None = None) -> Page:
     """The page of a run.
 
     Args:
         run: What it has recorded.
         plan: A plan as ``hf-patrickstar plan --json`` writes it, whose figures are shown beside.
+        trace_name: The name of a file beside the page with the timeline.
 
     Raises:
         ConfigError: If the plan is none.
@@ -73,6 +74,7 @@ def run_page(run: Run, plan: Mapping[str, Any] | None = None) -> Page:
             Section("chunks", "Chunks", list(chunk_blocks(survey))),
             Section("decisions", "Decisions", list(_decisions(run))),
         ),
+        trace_name=trace_name,
     )
 
 
@@ -273,6 +275,11 @@ def _compared(run: Run, plan: Mapping[str, Any]) -> Iterator[Block]:
     ]
     if others:
         yield Text(f"The plan is not one of this run: {'; '.join(others)}.")
+    if run.evaluations:
+        yield Text(
+            "The plan is of steps of training alone, and this run evaluates, too: the log after an evaluation has the "
+            "bytes that the evaluation moved."
+        )
     yield Table(
         f"Planned for {plan.get('machine', 'a machine')}, and measured on {run.about['device']}",
         ("what", "planned", "measured", "ratio"),

@@ -50,8 +50,8 @@ class SurveyedChunk:
 class Tide:
     """Bytes on the device at each moment of a step that follows a plan, as the engine reckoned with them.
 
-    All tuples have one entry for each row; a row is a moment, or ``stride`` moments in a row: then bytes are the most
-    of any of them, and counts are sums.
+    All tuples have one entry for each row; a row is a moment, or ``stride`` moments in a row: then bytes are those
+    of the fullest one of them, and counts are sums.
 
     Attributes:
         key: The key of the step's trace.
@@ -59,7 +59,7 @@ class Tide:
         fixed_nbytes: Bytes that do not change: chunks at home on the device with all their lists, and scratch space.
         stride: Moments of a row.
         forward_ends: For each outermost forward, the number of moments before its end.
-        chunks: The chunk that is visited, at the first moment of the row.
+        chunks: The chunk that is visited, at the fullest moment of the row.
         copies: Bytes of copies of chunks.
         gradients: Bytes of gradients that wait for their group.
         others: Bytes of non-model data, as recorded.
@@ -91,16 +91,20 @@ class Tide:
         """
         stride = -(-len(trace.visits) // MOST_MOMENTS) or 1
         visits, moments = trace.visits, plan.moments
+        others = _others(trace, room)
+        kinds = list(zip(plan.chunk_nbytes, (visit.gradient_nbytes for visit in visits), others, strict=True))
+        groups = (range(len(visits))[place : place + stride] for place in range(0, len(visits), stride))
+        fullest = [max(group, key=lambda moment: sum(kinds[moment])) for group in groups]
         return cls(
             key=trace.key,
             limit_nbytes=limit_nbytes,
             fixed_nbytes=limit_nbytes - room.free_nbytes,
             stride=stride,
             forward_ends=trace.forward_ends,
-            chunks=tuple(visit.chunk_index for visit in visits[::stride]),
-            copies=_most(plan.chunk_nbytes, stride),
-            gradients=_most([visit.gradient_nbytes for visit in visits], stride),
-            others=_most([max(visit.non_model_nbytes, room.floor_nbytes) for visit in visits], stride),
+            chunks=tuple(visits[moment].chunk_index for moment in fullest),
+            copies=tuple(kinds[moment][0] for moment in fullest),
+            gradients=tuple(kinds[moment][1] for moment in fullest),
+            others=tuple(kinds[moment][2] for moment in fullest),
             loads=_sums([len(actions.load) + len(actions.carry) for actions in moments], stride),
             evictions=_sums([len(actions.evict) for actions in moments], stride),
         )
@@ -158,7 +162,7 @@ class Survey:
 def take_survey(
     chunks: Iterable[Chunk],
     ledger: Ledger,
-    followed: Iterable[tuple[Trace, Plan, Room]],
+    followed: Sequence[tuple[Trace, Plan, Room]],
     reasons: Sequence[str],
 ) -> Survey:
     """Surveys an engine between two steps; nothing is waited for.
@@ -175,7 +179,7 @@ def take_survey(
         tier.value: {name: nbytes for name, nbytes in ledger.owner_peaks(tier).items() if name != CACHE_OWNER}
         for tier in Tier
     }
-    others = max((max(tide.others, default=0) for tide in tides), default=0)
+    others = max((nbytes for trace, _, room in followed for nbytes in _others(trace, room)), default=0)
     if others:
         owners[Tier.DEVICE.value][NON_MODEL] = others
     return Survey(
@@ -216,8 +220,9 @@ def _read_tide(values: Mapping[str, Any]) -> Tide:
     return tide
 
 
-def _most(values: Sequence[int], stride: int) -> tuple[int, ...]:
-    return tuple(max(values[place : place + stride]) for place in range(0, len(values), stride))
+def _others(trace: Trace, room: Room) -> list[int]:
+    """Non-model bytes at each moment: no moment has less than is there all the time."""
+    return [max(visit.non_model_nbytes, room.floor_nbytes) for visit in trace.visits]
 
 
 def _sums(values: Sequence[int], stride: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""A timeline of the virtual clock for people: as a trace for Perfetto, and as a picture."""
+"""A timeline, of the virtual clock or measured, for people: as a trace for Perfetto, and as a picture."""
 
 import json
 import os
@@ -11,6 +11,8 @@ from hf_patrickstar.schedule.clock import Lane, Timeline
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+VIRTUAL = "virtual time"
+"""The name of a trace whose step was simulated."""
 WAITS = "host waits"
 """The row of a trace that shows where the host stood still."""
 ANY_WAITS = "waits"
@@ -30,7 +32,7 @@ _MOST_OUTLINED = 400
 """Of more spans than these no outlines are drawn: the picture would be made of them."""
 
 
-def to_trace(timeline: Timeline) -> dict[str, Any]:
+def to_trace(timeline: Timeline, process: str = VIRTUAL) -> dict[str, Any]:
     """A timeline in the format of Chrome's traces, which Perfetto reads too.
 
     Every lane is a thread. Two more threads have the waits of the host and the critical path, or, where no causes are
@@ -39,10 +41,11 @@ def to_trace(timeline: Timeline) -> dict[str, Any]:
 
     Args:
         timeline: What happened.
+        process: The name of the process: what the times are of.
     """
     rows = [*Lane, WAITS, CRITICAL if timeline.has_causes else STOPS]
     numbers = {row: number for number, row in enumerate(rows, start=1)}
-    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "virtual time"}}]
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": process}}]
     for row, number in numbers.items():
         thread = {"ph": "M", "pid": 1, "tid": number}
         events.append({**thread, "name": "thread_name", "args": {"name": str(row)}})
@@ -63,15 +66,16 @@ def to_trace(timeline: Timeline) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ns"}
 
 
-def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
+def write_trace(timeline: Timeline, path: str | os.PathLike[str], process: str = VIRTUAL) -> None:
     """Writes a timeline as JSON that https://ui.perfetto.dev and chrome://tracing show.
 
     Args:
         timeline: What happened.
         path: The file; an older one is replaced.
+        process: What the times are of.
     """
     with open(path, "w", encoding="utf-8") as file:
-        json.dump(to_trace(timeline), file)
+        json.dump(to_trace(timeline, process), file)
 
 
 def draw(timeline: Timeline, title: str = "timeline") -> "Figure":

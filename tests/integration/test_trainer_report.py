@@ -1,5 +1,6 @@
 """What a Trainer's run records for ``hf-patrickstar report``, and that the page says it."""
 
+import json
 import logging
 import pathlib
 
@@ -14,6 +15,7 @@ from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.memory.simulation import SimulatedDriver
 from hf_patrickstar.report.run_record import FOLDER, STEPS, read_run
+from hf_patrickstar.report.timeline import to_trace
 from hf_patrickstar.schedule.clock import Lane
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "report.md"
@@ -69,7 +71,7 @@ def test_the_page_says_it(trained, capsys):
     _, recorder, found, folder = trained
     assert main(["report", str(folder)]) == 0
     reader = PageReader((folder / "_patrickstar_report.html").read_text(encoding="utf-8"))
-    check_alone(reader)
+    check_alone(reader, allowed=("_patrickstar_report.trace.json",))
     check_charts(reader, least=9)
     losses = reader.table("Loss").column("loss")
     assert losses == pytest.approx([*recorder.losses, *(row["eval_loss"] for row in found.evaluations)])
@@ -93,6 +95,19 @@ def test_the_lanes_of_one_step_are_recorded(trained):
     assert trainer.patrickstar_engine.resources.streams.end_timing() == [], "one step was watched"
 
 
+def test_the_trace_beside_the_page_is_that_of_the_measured_step(trained):
+    _, _, found, folder = trained
+    assert main(["report", str(folder)]) == 0
+    html = (folder / "_patrickstar_report.html").read_text(encoding="utf-8")
+    assert '<a href="_patrickstar_report.trace.json" download>' in html
+    trace = json.loads((folder / "_patrickstar_report.trace.json").read_text(encoding="utf-8"))
+    assert trace == to_trace(found.timeline, f"measured on {found.about['device']}")
+    names = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"]
+    assert names == [f"measured on {found.about['device']}"]
+    end = max(event["ts"] + event["dur"] for event in trace["traceEvents"] if event["ph"] == "X")
+    assert end == pytest.approx(found.timeline.duration_ns / 1e3, abs=0.01)
+
+
 @pytest.mark.own_streams
 def test_the_lanes_of_an_accelerator_are_recorded(tmp_path):
     """Over simulated streams: what crossed in the step is what the lanes have, and the page says where who waited."""
@@ -113,7 +128,7 @@ def test_the_lanes_of_an_accelerator_are_recorded(tmp_path):
     assert main(["report", str(tmp_path)]) == 0
     html = (tmp_path / "_patrickstar_report.html").read_text(encoding="utf-8")
     reader = PageReader(html)
-    check_alone(reader)
+    check_alone(reader, allowed=("_patrickstar_report.trace.json",))
     check_charts(reader, least=5)
     assert "measured once" in html
     assert "critical path" not in html

@@ -154,6 +154,14 @@ def test_planned_is_beside_measured():
         run_page(RUN, {"tiers": {}})
 
 
+def test_beside_a_run_that_evaluates_the_page_says_what_is_not_planned():
+    said = "The plan is of steps of training alone, and this run evaluates, too"
+    assert said in "".join(PageReader(render(run_page(RUN, PLAN))).text)
+    assert said not in "".join(PageReader(render(run_page(RUN))).text), "nothing is compared"
+    trains = Run(ABOUT, SURVEY, STEPS, ())
+    assert said not in "".join(PageReader(render(run_page(trains, PLAN))).text)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
@@ -222,8 +230,19 @@ def test_the_command(tmp_path, capsys):
     path = tmp_path / "_patrickstar_report.html"
     assert capsys.readouterr().out == f"{path}: 1 logs of a training loss\n"
     assert "Planned and measured" not in path.read_text(encoding="utf-8")
+    assert not (tmp_path / "_patrickstar_report.trace.json").exists(), "no step was measured"
+    assert "trace.json" not in path.read_text(encoding="utf-8")
     assert main(["report", str(tmp_path), "--html", str(tmp_path / "a.html"), "--plan", str(plan)]) == 0
     assert "Planned and measured" in (tmp_path / "a.html").read_text(encoding="utf-8")
+
+
+def test_a_trace_that_cannot_be_written_is_an_error_with_its_name(tmp_path, capsys):
+    recorder = RunRecorder(tmp_path, ABOUT, is_resumed=False)
+    recorder.note_timeline(make_timeline())
+    recorder.note_survey(SURVEY)
+    (tmp_path / "a.trace.json").mkdir()
+    assert main(["report", str(tmp_path), "--html", str(tmp_path / "a.html")]) == 2
+    assert f"--html: '{tmp_path / 'a.trace.json'}' cannot be written: Is a directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
