@@ -180,20 +180,23 @@ def writes(run):
         run.step(seed, write)
 
 
-def a_second_attempt(run):
-    """Memory runs out while chunks are updated."""
+def a_second_attempt(run, note=lambda run: None):
+    """Memory runs out when a forward has just begun, while chunks are updated."""
     for seed in range(3):
         failed = []
 
-        def attempt(seed=seed, failed=failed):
-            loss = run.model(**make_batch(run.name, seed=seed)).loss
+        def fail(*_, failed=failed):
             if not failed:
                 failed.append(True)
+                note(run)
                 raise DeviceMemoryError("full")
-            loss.backward()
-            run.keep(loss)
 
+        def attempt(seed=seed):
+            run.backward(seed)
+
+        handle = run.model.register_forward_pre_hook(fail)
         run.engine.attempt(attempt)
+        handle.remove()
         run.optimizer.step()
         run.optimizer.zero_grad()
 
@@ -402,6 +405,26 @@ def test_of_states_that_somebody_looks_into_nothing_is_under_way(late, gate):
     run.step(2, after=lambda run: run.keep(run.num_under_way))
     assert run.found[-1] == 0
     assert len(held) > 3
+
+
+def test_a_second_attempt_begins_while_all_chunks_are_updated(late, gate):
+    run, under_way = Run(), []
+    gate.set()
+
+    def close_after_the_first_step(*_):
+        if len(under_way) > 1:
+            gate.clear()
+
+    def note(run):
+        under_way.append(run.num_under_way)
+        gate.set()
+
+    run.optimizer.register_step_pre_hook(close_after_the_first_step)
+    a_second_attempt(run, note)
+    gate.set()
+    assert under_way[-1] == len(run.engine.manager.chunks) > 3
+    assert run.engine.stats()["retries"] == 3
+    assert_same(outcome("threads", a_second_attempt, {}, overlap_optimizer=False), run.end())
 
 
 # Errors, interrupts and the end
