@@ -23,8 +23,9 @@ def pytest_addoption(parser):
         "--streams",
         default="threads",
         help="over which streams engines of the CPU tier run: 'threads' (the default), 'simulated' (every copy at the "
-        "latest moment that the engine allows, races are errors), 'simulated:SEED' (at random moments), or "
-        "'delayed[:SEED]' (a real thread of the host begins its work late)",
+        "latest moment that the engine allows, races are errors), 'simulated:SEED' (at random moments), "
+        "'delayed[:SEED]' (a real thread of the host begins its work late), or 'pooled[:SEED]' (so do the workers that "
+        "it shares updates with, where there are several)",
     )
 
 

@@ -1,20 +1,28 @@
 """Engines over other streams than those of their device."""
 
 import contextlib
+import random
+import threading
+import time
 from unittest import mock
 
-from delayed import DelayedDriver
+from delayed import MOST_S, DelayedDriver
 
 from hf_patrickstar.memory.simulation import SimulatedDriver
 from hf_patrickstar.memory.streams import DeviceStreams
-from hf_patrickstar.optim import adam_kernel
+from hf_patrickstar.optim import adam_kernel, workers
 from hf_patrickstar.units import ALIGNMENT_NUMEL
 
 
 def streams_of(text):
     """What the option ``--streams`` says, as a context; ``None`` in it where it is that of the engine."""
     kind, _, seed = text.partition(":")
-    kinds = {"threads": lambda _: contextlib.nullcontext(), "simulated": simulated_streams, "delayed": delayed_streams}
+    kinds = {
+        "threads": lambda _: contextlib.nullcontext(),
+        "simulated": simulated_streams,
+        "delayed": delayed_streams,
+        "pooled": pooled_streams,
+    }
     if kind not in kinds:
         raise ValueError(f"--streams: '{kind}' is none of {', '.join(kinds)}")
     return kinds[kind](int(seed) if seed else None)
@@ -29,7 +37,7 @@ def simulated_streams(seed=None):
 
 
 @contextlib.contextmanager
-def delayed_streams(seed=None):
+def delayed_streams(seed=None, tile_numel=ALIGNMENT_NUMEL):
     """Inside, engines of the CPU tier have a thread of the host that works late; gives the drivers of all."""
     drivers = []
 
@@ -37,17 +45,40 @@ def delayed_streams(seed=None):
         drivers.append(DelayedDriver(0 if seed is None else seed))
         return drivers[-1]
 
-    with _engines_over(make):
+    with _engines_over(make, tile_numel):
         yield drivers
 
 
 @contextlib.contextmanager
-def _engines_over(make_driver):
+def pooled_streams(seed=None):
+    """As ``delayed_streams``, with updates in tiles so small that workers compute them, each after a delay.
+
+    Gives the name of the thread that computed each tile.
+    """
+    delays, names = random.Random(0 if seed is None else seed), []
+    update_tile = adam_kernel.AdamKernel._update_tile
+
+    def update_late(*args, **settings):
+        names.append(threading.current_thread().name)
+        time.sleep(delays.random() * MOST_S)
+        update_tile(*args, **settings)
+
+    with (
+        delayed_streams(seed, tile_numel=3 * ALIGNMENT_NUMEL),
+        mock.patch.object(adam_kernel, "SMALL_NUMEL", ALIGNMENT_NUMEL),
+        mock.patch.object(workers, "SMALL_NUMEL", ALIGNMENT_NUMEL),
+        mock.patch.object(adam_kernel.AdamKernel, "_update_tile", update_late),
+    ):
+        yield names
+
+
+@contextlib.contextmanager
+def _engines_over(make_driver, tile_numel=ALIGNMENT_NUMEL):
     def make(device):
         return DeviceStreams(device, make_driver())
 
     with (
         mock.patch("hf_patrickstar.resources.make_streams", make),
-        mock.patch.object(adam_kernel, "TILE_NUMEL", ALIGNMENT_NUMEL),  # else all chunks are one piece of work
+        mock.patch.object(adam_kernel, "TILE_NUMEL", tile_numel),  # else all chunks are one piece of work
     ):
         yield

@@ -136,7 +136,8 @@ class HostWorkers:
         try:
             with self._lock:  # the host's thread and that of a step may both be the first
                 threads = self._threads = self._threads or self._start()
-            futures += [threads.submit(run) for _ in range(min(self.num, len(remaining)))]
+            for _ in range(min(self.num, len(remaining))):
+                futures.append(threads.submit(run))  # one by one: whoever got work before an error is waited for
         except RuntimeError as error:
             if "shutdown" not in str(error):
                 raise

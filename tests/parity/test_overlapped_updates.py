@@ -180,20 +180,23 @@ def writes(run):
         run.step(seed, write)
 
 
-def a_second_attempt(run):
-    """Memory runs out while chunks are updated."""
+def a_second_attempt(run, note=lambda run: None):
+    """Memory runs out when a forward has just begun, while chunks are updated."""
     for seed in range(3):
         failed = []
 
-        def attempt(seed=seed, failed=failed):
-            loss = run.model(**make_batch(run.name, seed=seed)).loss
+        def fail(*_, failed=failed):
             if not failed:
                 failed.append(True)
+                note(run)
                 raise DeviceMemoryError("full")
-            loss.backward()
-            run.keep(loss)
 
+        def attempt(seed=seed):
+            run.backward(seed)
+
+        handle = run.model.register_forward_pre_hook(fail)
         run.engine.attempt(attempt)
+        handle.remove()
         run.optimizer.step()
         run.optimizer.zero_grad()
 
@@ -325,6 +328,7 @@ def test_a_forward_begins_when_the_first_chunk_is_updated(late, monkeypatch):
     run = Run()
     for seed in range(3):
         run.step(seed)
+    run.model.state_dict()  # waits for all updates
     first_module_ran, update = threading.Event(), AdamKernel._update_all
     last = run.engine.manager.chunks[-1]
 
@@ -334,8 +338,8 @@ def test_a_forward_begins_when_the_first_chunk_is_updated(late, monkeypatch):
         update(kernel, joined, *args)
 
     monkeypatch.setattr(AdamKernel, "_update_all", update_late)
-    run.model.transformer.wpe.register_forward_hook(lambda *_: first_module_ran.set())
     run.step(3)
+    run.model.transformer.wpe.register_forward_hook(lambda *_: first_module_ran.set())
     run.step(4)
     run.end()
     assert sum(driver.num_late for driver in late) > 0
@@ -403,31 +407,53 @@ def test_of_states_that_somebody_looks_into_nothing_is_under_way(late, gate):
     assert len(held) > 3
 
 
+def test_a_second_attempt_begins_while_all_chunks_are_updated(late, gate):
+    run, under_way = Run(), []
+    gate.set()
+
+    def close_after_the_first_step(*_):
+        if len(under_way) > 1:
+            gate.clear()
+
+    def note(run):
+        under_way.append(run.num_under_way)
+        gate.set()
+
+    run.optimizer.register_step_pre_hook(close_after_the_first_step)
+    a_second_attempt(run, note)
+    gate.set()
+    assert under_way[-1] == len(run.engine.manager.chunks) > 3
+    assert run.engine.stats()["retries"] == 3
+    assert_same(outcome("threads", a_second_attempt, {}, overlap_optimizer=False), run.end())
+
+
 # Errors, interrupts and the end
 
 
 @contextlib.contextmanager
 def failing(chunk_index, monkeypatch):
     """Inside, the update of a chunk fails."""
-    tile = AdamKernel._update_tile
+    tile, adam, here = AdamKernel._update_tile, AdamKernel._adam, threading.local()
 
     def update(kernel, number, segments, **kwargs):
-        is_bad = any(segment.chunk.spec.index == chunk_index for segment in segments)
-        with mock.patch.object(AdamKernel, "_adam", fail) if is_bad else contextlib.nullcontext():
-            tile(kernel, number, segments, **kwargs)
+        here.is_bad = any(segment.chunk.spec.index == chunk_index for segment in segments)
+        tile(kernel, number, segments, **kwargs)
 
-    def fail(*_):
-        raise ArithmeticError("a worker failed")
+    def compute(*args):
+        if here.is_bad:
+            raise ArithmeticError("a worker failed")
+        adam(*args)
 
     with monkeypatch.context() as patch:
         patch.setattr(AdamKernel, "_update_tile", update)
+        patch.setattr(AdamKernel, "_adam", compute)
         yield
 
 
-@pytest.mark.parametrize("streams", ["simulated", "delayed"])
+@pytest.mark.parametrize("streams", ["simulated", "delayed", "pooled"])
 def test_an_error_in_a_worker_names_the_chunk_at_the_next_use(streams, monkeypatch):
     with streams_of(streams):
-        run = Run()
+        run = Run(host_threads=3)
         run.step(0)
         with failing(2, monkeypatch):
             run.step(1)
@@ -447,11 +473,11 @@ def rounded_masters(run):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("streams", ["simulated", "delayed"])
+@pytest.mark.parametrize("streams", ["simulated", "delayed", "pooled"])
 def test_after_an_error_values_are_the_masters(streams, dtype, monkeypatch):
     """Gradients stood in their places; updates after the one that failed were not done."""
     with streams_of(streams):
-        run = Run(dtype=dtype)
+        run = Run(dtype=dtype, host_threads=3)
         run.step(0)
         with failing(2, monkeypatch):
             run.step(1)

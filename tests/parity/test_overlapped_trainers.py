@@ -1,0 +1,87 @@
+"""Updates beside the next forward under a Trainer with everything that looks at its model, and under a loss scaler."""
+
+import functools
+
+import pytest
+from simulated import streams_of
+from test_overlapped_updates import tight_budget
+from test_sixteen_bit import compare
+from trainers import assert_same_run, train
+from transformers import TrainerCallback
+
+from hf_patrickstar.memory.streams import DeviceStreams
+
+pytestmark = pytest.mark.own_streams
+
+CONFIG = {"placement": "host", "chunk_numel": 700, "host_threads": 3}
+
+
+class NormReader(TrainerCallback):
+    """Reads the norms of all parameters after a step, in turns right then, when the step has ended, and not at all.
+
+    Attributes:
+        norms: What it read.
+        num_late: The chunks that were still being updated when it began to read.
+    """
+
+    def __init__(self):
+        self.norms, self.num_late = [], 0
+
+    def read(self, model):
+        engine = getattr(model, "patrickstar_engine", None)
+        updates = [chunk.update for chunk in engine.manager.chunks] if engine is not None else []
+        self.num_late += sum(update is not None and not update.is_done for update in updates)
+        self.norms += [parameter.detach().norm().item() for parameter in model.parameters()]
+
+    def on_optimizer_step(self, args, state, control, model, **kwargs):
+        if state.global_step % 3 == 0:
+            self.read(model)
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        if state.global_step % 3 == 2:
+            self.read(model)
+
+
+ARGUMENTS = {"max_grad_norm": 0.5, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 4}
+
+
+@functools.cache
+def stock_run(folder):
+    reader = NormReader()
+    return train("gpt2", folder, callbacks=[reader], **ARGUMENTS), reader
+
+
+def evaluations(trainer):
+    return [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+
+
+@pytest.mark.parametrize("streams", ["simulated:1", "delayed", "pooled"])
+def test_a_trainer_that_clips_evaluates_and_looks_has_the_bits_of_the_stock_one(streams, tmp_path_factory):
+    expected, stock_reader = stock_run(tmp_path_factory.getbasetemp() / "stock")
+    reader = NormReader()
+    with streams_of(streams):
+        config = {**CONFIG, "chunk_budget": tight_budget("gpt2")}
+        found = train("gpt2", tmp_path_factory.mktemp("ours"), config, callbacks=[reader], **ARGUMENTS)
+        assert_same_run(expected, found)
+    assert reader.norms == stock_reader.norms
+    assert evaluations(found[0]) == evaluations(expected[0])
+    assert len(evaluations(found[0])) == 4
+    assert reader.num_late > 0
+
+
+@pytest.mark.parametrize("streams", ["simulated:1", "delayed", "pooled"])
+def test_steps_that_overflow_after_steps_whose_updates_were_late(streams, monkeypatch):
+    """The scale of the loss grows with every step that is done, until gradients overflow."""
+    given, on_host = [], DeviceStreams.on_host
+
+    def note(self, work, *args):
+        given.append(work)
+        return on_host(self, work, *args)
+
+    monkeypatch.setattr(DeviceStreams, "on_host", note)
+    with streams_of(streams):
+        scale = {"init_scale": 2.0**17, "growth_interval": 1}
+        _, done = compare("gpt2", "fp16", {**CONFIG, "chunk_budget": tight_budget("gpt2")}, steps=5, scale=scale)
+    assert done[0]
+    assert False in done[1:-1]
+    assert len(given) > 3 * sum(done), "several chunks in each step that was done"
