@@ -1,24 +1,11 @@
 """What benchmarks say of their own figures: aims, versions, and trees that are not committed."""
 
-import importlib
 import json
-import pathlib
 import subprocess
 import sys
 import types
 
 import pytest
-
-import hf_patrickstar
-
-BENCHMARKS = pathlib.Path(hf_patrickstar.__file__).parent.parent / "benchmarks"
-
-
-@pytest.fixture
-def load(monkeypatch):
-    """Imports a module of the benchmarks."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module
 
 
 def run(load, monkeypatch, tmp_path, name, words):

@@ -2,27 +2,17 @@
 
 import dataclasses
 import json
-import pathlib
-import sys
 import types
 
 import pytest
 
-import hf_patrickstar
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.memory.tiers import DEVICE_SHARE, HOST_SHARE
 
-BENCHMARKS = pathlib.Path(hf_patrickstar.__file__).parent.parent / "benchmarks"
 
-
-@pytest.fixture(scope="module")
-def bench():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import bench_paper_scale
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    return bench_paper_scale
+@pytest.fixture
+def bench(load):
+    return load("bench_paper_scale")
 
 
 def test_activations_are_those_that_were_found_and_grow_by_fp32_inputs_of_blocks(bench):
@@ -56,11 +46,11 @@ def test_the_device_holds_parameters_or_a_layer(bench):
 
 
 @pytest.mark.parametrize("today", [False, True])
-def test_committed_rows_have_what_the_arithmetic_says(bench, today):
+def test_committed_rows_have_what_the_arithmetic_says(load, bench, today):
     name = "bench_paper_scale_today_cpu.json" if today else "bench_paper_scale_cpu.json"
     machines = {machine.name: machine for machine, _ in (bench.TODAY if today else bench.PAPER_MACHINES)}
     models = bench.LLAMAS if today else bench.TABLE_2
-    for row in json.loads((BENCHMARKS / "results" / name).read_text())["rows"]:
+    for row in json.loads((load("common").RESULTS / name).read_text())["rows"]:
         tokens = row["batch_size"] * row["length"]
         activations = bench.activations_of(row["activations_nbytes"], tokens, *models[row["largest"]])
         found = bench.by_arithmetic(machines[row["machine"]], models, activations, types.SimpleNamespace(today=today))
