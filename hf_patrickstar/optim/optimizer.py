@@ -215,7 +215,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         if self._follow_model():
             self.follow_groups()
         manager = self._manager
-        manager.phases.abandon_failed_backward()
+        manager.phases.settle_failures()
         manager.parameters.release_held_outside_forward()
         manager.writes.sync()
         self._check_ahead()

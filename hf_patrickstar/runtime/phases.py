@@ -91,8 +91,11 @@ class Phases:
             name: The outermost module; empty for the model itself.
             shapes: Shapes of its inputs.
             present: Tensors on the device that are there already and are not chunks.
+
+        Raises:
+            Exception: See ``settle_failures``.
         """
-        self.abandon_failed_backward()
+        self.settle_failures()
         self._gradients.note_computation("a forward begins")
         is_evaluation = stage is Stage.EVALUATION
         if is_evaluation:
@@ -224,6 +227,19 @@ class Phases:
         for tensor in self._parameters.tensors:
             if tensor.deferred_gradient is not None:
                 self._gradients.place_deferred(tensor)
+
+    def settle_failures(self) -> None:
+        """A forward or a step begins: it reports an update that failed, and drops a step whose backward did.
+
+        Raises:
+            Exception: What the update of a chunk raised, if all updates have ended and nobody has got the error. What
+                begins may use that chunk late, or not at all.
+        """
+        update = self._last_update
+        if update is not None and update.is_done:
+            self._last_update = None
+            update.wait()
+        self.abandon_failed_backward()
 
     def abandon_failed_backward(self) -> None:
         """Drops the step whose backward raised: one that has begun and neither runs nor has ended."""

@@ -737,6 +737,7 @@ UNNOTICED = {
     "runtime/gradients.py Gradients._write_over_parameter: copy.join()": _GROUP,
     "runtime/manager.py ChunkManager.close: chunk.wait_for_reader()": _HELD,
     "runtime/manager.py ChunkManager.retire: chunk.wait_for_reader()": _HELD,
+    "runtime/phases.py Phases.settle_failures: update.wait()": "asks for the error of work that has ended",
     "runtime/reclaim.py Reclaim._await_gathers: self._copies.wait(...)": _GROUP,
     "runtime/values.py Values.own_part: chunk.wait()": "only on the CPU tier is a value written where it is",
 }

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from unittest import mock
 
 import pytest
@@ -465,6 +466,32 @@ def test_an_error_in_a_worker_names_the_chunk_at_the_next_use(streams, monkeypat
         state = {key: value.clone() for key, value in run.model.state_dict().items()}  # as after a step that raised
         run.step(3)
         assert any(not torch.equal(value, state[key]) for key, value in run.model.state_dict().items())
+        run.engine.detach()
+
+
+@pytest.mark.parametrize("begins", ["forward", "evaluation", "step"])
+def test_an_error_of_a_worker_that_has_ended_is_raised_by_what_begins_next(begins, monkeypatch):
+    """Not only where its chunk is used, which may be the last one, or none of an evaluation of a part."""
+    with streams_of("delayed"):
+        run = Run(host_threads=3)
+        run.step(0)
+        last = run.engine.manager.in_order_of_use[-1].spec.index
+        with failing(last, monkeypatch):
+            run.step(1)
+            while run.num_under_way:
+                time.sleep(0.001)
+        before = run.engine.stats()["chunk_loads"]
+        with pytest.raises(ArithmeticError, match="a worker failed") as caught:
+            if begins == "forward":
+                run.backward(2)
+            elif begins == "evaluation":
+                run.model.eval()(**make_batch(run.name, seed=2))
+            else:
+                run.optimizer.step()
+        assert f"chunk {last}" in caught.value.__notes__[0]
+        assert run.engine.stats()["chunk_loads"] == before
+        run.model.train()
+        run.step(3)
         run.engine.detach()
 
 

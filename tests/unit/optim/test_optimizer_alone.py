@@ -128,7 +128,7 @@ def test_what_happens_in_a_step_in_order(runs_beside):
     gradients.has_factor, gradients.must_keep, gradients.lock = False, True, contextlib.nullcontext()
     gradients.used_ahead, gradients.was_touched = set(), False
     phases = fake(
-        "abandon_failed_backward",
+        "settle_failures",
         *("update_begin", "before_update", "leave_alone", "update", "chunk_updated", "update_end"),
     )
     phases.turns = fake(taken=contextlib.nullcontext())
@@ -155,7 +155,7 @@ def test_what_happens_in_a_step_in_order(runs_beside):
     assert told == [
         ("taken", "optimizer.step()"),
         ("model",),
-        ("abandon_failed_backward",),
+        ("settle_failures",),
         ("release_held_outside_forward",),
         ("sync",),
         ("take_over", first),
