@@ -22,7 +22,7 @@ from simulated import streams_of
 from trainers import smallest_budget
 
 from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.errors import DeviceMemoryError
+from hf_patrickstar.errors import DeviceMemoryError, EngineError
 from hf_patrickstar.memory.threads import HostTicket
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.adam_kernel import AdamKernel
@@ -481,13 +481,10 @@ def test_an_error_of_a_worker_that_has_ended_is_raised_by_what_begins_next(begin
             while run.num_under_way:
                 time.sleep(0.001)
         before = run.engine.stats()["chunk_loads"]
+        run.model.train(begins == "forward")
+        begin = run.optimizer.step if begins == "step" else functools.partial(run.model, **make_batch(run.name, seed=2))
         with pytest.raises(ArithmeticError, match="a worker failed") as caught:
-            if begins == "forward":
-                run.backward(2)
-            elif begins == "evaluation":
-                run.model.eval()(**make_batch(run.name, seed=2))
-            else:
-                run.optimizer.step()
+            begin()
         assert f"chunk {last}" in caught.value.__notes__[0]
         assert run.engine.stats()["chunk_loads"] == before
         run.model.train()
@@ -535,6 +532,41 @@ def test_a_step_that_failed_counts_for_no_chunk_that_it_left_out(overlap, monkey
         return run.end()
 
     assert_same(train(False), train(True, overlap_optimizer=overlap))
+
+
+def a_step_that_raises_in_the_middle(run):
+    """An error of the caller's thread, when some chunks are being updated and others will not be."""
+    prepare = AdamKernel.prepare
+    run.step(0)
+    run.backward(1)
+    run.keep(run.optimizer.clip_grad_norm_(None, 0.5))
+    told = []
+
+    def fail_once(kernel, batch, *args, **kwargs):
+        told.append(batch)
+        if len(told) == 3:
+            raise MemoryError("in the middle")
+        return prepare(kernel, batch, *args, **kwargs)
+
+    one_by_one = mock.patch.object(run.optimizer.kernel, "batch_numel", 0)
+    with one_by_one, mock.patch.object(AdamKernel, "prepare", fail_once), pytest.raises(MemoryError):
+        run.optimizer.step()
+    assert len(told) == 3
+    run.keep(*run.model.state_dict().values())
+    run.keep_state(run.optimizer.state_dict())
+    run.keep(*(int(run.optimizer.state[parameter]["step"]) for parameter in run.model.parameters()))
+    assert set(run.found[-len(list(run.model.parameters())) :]) == {1, 2}
+    with pytest.raises(EngineError, match="was consumed by"):  # torch would update those once more that were updated
+        run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.step(2)
+
+
+@pytest.mark.parametrize("settings", [{}, {"dtype": "bf16"}, {"accumulation": 2}], ids=str)
+@pytest.mark.parametrize("streams", ["threads", *STREAMS, "pooled"])
+def test_a_step_that_raises_in_the_middle_leaves_what_it_leaves_at_once(streams, settings):
+    expected = outcome("threads", a_step_that_raises_in_the_middle, settings, overlap_optimizer=False)
+    assert_same(expected, outcome(streams, a_step_that_raises_in_the_middle, settings))
 
 
 @pytest.mark.parametrize("streams", ["simulated", "delayed"])
