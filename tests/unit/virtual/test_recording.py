@@ -316,3 +316,18 @@ def test_data_that_decides_is_no_step_to_record():
             Fickle, lambda: {"x": torch.zeros(2, 64)}, H100, config={"chunk_budget": 50_000, "placement": "host"}
         )
     assert not _get_current_dispatch_mode_stack(), "no mode of operators stays"
+
+
+@pytest.mark.parametrize("max_norm", [1.0, None])
+def test_the_host_waits_for_updates_alone(max_norm):
+    """Forward waits for a chunk's own update, and that for the norm. Then nothing stops the host to the end of the step."""
+    timeline = record("gpt2", 20_000, max_norm=max_norm, num_micro_batches=3, placement="host").timeline
+    additions = [span.begin_ns for span in timeline.own_spans if span.what == "add gradients"]
+    assert len(additions) > 10, "backward has begun when the first gradients are added"
+    assert bool(timeline.waits) is (max_norm is not None)
+    assert all(wait.begin_ns + wait.duration_ns <= min(additions) for wait in timeline.waits)
+    assert {wait.place.rpartition(".")[2] for wait in timeline.waits} <= {"load", "wait"}
+
+
+def test_the_host_of_a_device_with_room_waits_for_nothing():
+    assert not record("gpt2", 2**30, num_micro_batches=3, placement="auto").timeline.waits
