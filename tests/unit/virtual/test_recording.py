@@ -320,7 +320,7 @@ def test_data_that_decides_is_no_step_to_record():
 
 @pytest.mark.parametrize("max_norm", [1.0, None])
 def test_the_host_waits_for_updates_alone(max_norm):
-    """Forward waits for a chunk's own update, and that for the norm. Then nothing stops the host to the end of the step."""
+    """Forward waits for a chunk's own update, and that for the norm. Nothing else stops the host in a step."""
     timeline = record("gpt2", 20_000, max_norm=max_norm, num_micro_batches=3, placement="host").timeline
     additions = [span.begin_ns for span in timeline.own_spans if span.what == "add gradients"]
     assert len(additions) > 10, "backward has begun when the first gradients are added"
