@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from typing import Any, TypedDict, Unpack
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, TrainingArguments
 
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.planner.advice import advise, largest_that_fit, with_tried
 from hf_patrickstar.planner.plan import Plan
 from hf_patrickstar.planner.planning import arrange, plan_for_runs
+from hf_patrickstar.planner.training_args import asked_by
 
 _DEFAULTS: Mapping[str, Any] = {
     **{"task": None, "batch_size": 1, "length": None, "num_micro_batches": 1, "world_size": 1, "checkpointing": False},
@@ -40,6 +41,7 @@ def plan(
     model: str | PretrainedConfig | torch.nn.Module,
     machine: str | Machine,
     *,
+    arguments: TrainingArguments | None = None,
     advice: bool = False,
     **asked: Unpack[Asked],
 ) -> Plan:
@@ -49,6 +51,8 @@ def plan(
         model: A model id, a directory, a JSON file, ``TYPE:KEY=VALUE,...``, a configuration, or a model that has one.
         machine: A known machine, a JSON file of ``hf-patrickstar env --measure --json``, ``"this"`` (which is measured
             for some seconds, in as many processes), or a ``Machine``.
+        arguments: ``TrainingArguments`` of the training, those of this package or of transformers: they say what is not
+            given by name below, but for ``task``, ``length`` and ``adapters``.
         advice: Whether changes are planned, too, and the largest batch and length that fit: ``Plan.changes``,
             ``Plan.largest``. It takes several times as long.
         **asked: How it is trained.
@@ -70,7 +74,8 @@ def plan(
     Raises:
         ConfigError: If an argument makes no sense.
     """
-    subject, circumstances = arrange(model, machine, **{**_DEFAULTS, **asked})
+    said = {} if arguments is None else asked_by(arguments, has_optimizer="optimizer" in asked)
+    subject, circumstances = arrange(model, machine, **{**_DEFAULTS, **said, **asked})
     found, _ = plan_for_runs(subject, circumstances)
     if not advice:
         return found

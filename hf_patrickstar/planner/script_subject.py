@@ -33,13 +33,12 @@ from hf_patrickstar.machine import Machine
 from hf_patrickstar.planner.fake import as_fake, copying
 from hf_patrickstar.planner.planning import THIS, Circumstances, arrange_machine, time_operators
 from hf_patrickstar.planner.subject import MakeOptimizer, Subject
+from hf_patrickstar.planner.training_args import OF_THE_MACHINE, is_checkpointing, settings_of
 
 NUM_BATCHES = 8
 """How many batches are looked at for the largest."""
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_dropout", "dropout", "dropout_p")
-_OF_THE_MACHINE = ("device_budget", "host_budget", "pin_memory", "machine")
-"""Settings that say what there is, which the planned machine does."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,7 +186,7 @@ def arrange_script(
         world_size,
         type(subject.optimizer).__name__,
         args.max_grad_norm or float("inf"),  # the Trainer computes the norm all the same
-        {key: value for key, value in given.items() if key not in _OF_THE_MACHINE},
+        {key: value for key, value in given.items() if key not in OF_THE_MACHINE},
         time_operators(world_size) if machine == THIS else None,
         sum(tensor.nbytes for tensor in beside),
     )
@@ -207,7 +206,7 @@ def _find(path: str, arguments: Sequence[str], directory: str) -> tuple[ScriptSu
             args.patrickstar = True
 
     def take(trainer: Trainer, _: Callable[..., Any]) -> None:
-        raise StopScript((_subject_of(trainer, os.path.basename(path)), _settings_of(trainer.args)))
+        raise StopScript((_subject_of(trainer, os.path.basename(path)), settings_of(trainer.args)))
 
     def run() -> Any:
         with contextlib.redirect_stdout(sys.stderr):  # what the script prints is no part of the plan
@@ -282,14 +281,13 @@ def _subject_of(trainer: Any, name: str) -> ScriptSubject:
     model: Any = trainer.model
     args, base = trainer.args, getattr(model, "get_base_model", lambda: model)()
     optimizer = trainer.optimizer or trainer.create_optimizer()
-    is_recomputed = getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", None)
     return ScriptSubject(
         name=name,
         task=type(base).__name__,
         config=getattr(model, "config", None),  # type: ignore[arg-type]
         batch_size=size,
         length=length,
-        checkpointing=bool(is_recomputed or _is_checkpointing(model)),
+        checkpointing=is_checkpointing(args) or _is_checkpointing(model),
         trainer=trainer,
         model=model,
         inputs=inputs,
@@ -319,16 +317,6 @@ def _extents(inputs: Mapping[str, Any]) -> tuple[int, int]:
         longest = max(tokens, key=lambda tensor: tensor.numel())
         return longest.shape[0], longest.shape[1]
     return (tensors[0].shape[0] if tensors else 1), 1
-
-
-def _settings_of(args: Any) -> dict[str, Any]:
-    defaults = PatrickStarConfig().to_dict()
-    config = PatrickStarConfig.from_any(getattr(args, "patrickstar_config", None)).to_dict()
-    settings = {key: value for key, value in config.items() if value != defaults[key]}
-    precision = str(getattr(args, "patrickstar_precision", None) or args.mixed_precision or "no")
-    if config["dtype"] == "auto" and precision != "no":
-        settings["dtype"] = precision
-    return settings
 
 
 def _other_modules(trainer: Any) -> dict[str, torch.nn.Module]:

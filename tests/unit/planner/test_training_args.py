@@ -1,0 +1,81 @@
+"""``hf_patrickstar.plan(..., arguments=...)``: ``TrainingArguments`` say how a model is trained."""
+
+import pytest
+from transformers import Seq2SeqTrainingArguments, TrainingArguments
+
+import hf_patrickstar
+from hf_patrickstar import PatrickStarTrainingArguments
+from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.planner.training_args import asked_by
+
+MODEL = "gpt2:n_layer=2,n_embd=64,n_head=4,vocab_size=256"
+
+
+def make(tmp_path, kind=PatrickStarTrainingArguments, **settings):
+    return kind(output_dir=str(tmp_path), use_cpu=True, **settings)
+
+
+def test_they_are_asked_for_as_by_name(tmp_path):
+    arguments = make(
+        tmp_path,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=3,
+        gradient_checkpointing=True,
+        max_grad_norm=0,
+        bf16=True,
+        optim="sgd",
+        patrickstar=True,
+        patrickstar_config={"device_budget": "1GiB", "host_budget": 2**31, "chunk_numel": 8192, "prefetch_depth": 1},
+    )
+    found = hf_patrickstar.plan(MODEL, "h100", arguments=arguments, length=32)
+    by_name = hf_patrickstar.plan(
+        MODEL,
+        "h100",
+        batch_size=2,
+        num_micro_batches=3,
+        checkpointing=True,
+        max_norm=None,
+        dtype="bf16",
+        optimizer="SGD",
+        device_memory="1GiB",
+        host_memory="2GiB",
+        settings={"chunk_numel": 8192, "prefetch_depth": 1},
+        length=32,
+    )
+    assert found == by_name
+    assert (found.batch_size, found.num_micro_batches, found.checkpointing) == (2, 3, True)
+    assert found.tier(Tier.DEVICE).budget_nbytes == 2**30
+    assert found.chunks.numel == 8192
+    assert found.speed.clipped_seconds is None
+
+
+def test_what_is_given_by_name_wins(tmp_path):
+    arguments = make(
+        tmp_path, per_device_train_batch_size=2, patrickstar=True, patrickstar_config={"chunk_numel": 8192}
+    )
+    found = hf_patrickstar.plan(MODEL, "h100", arguments=arguments, batch_size=1, length=16, dtype="bf16")
+    assert (found.batch_size, found.precision, found.chunks.numel) == (1, "bfloat16", 8192)
+
+
+@pytest.mark.parametrize("kind", [TrainingArguments, Seq2SeqTrainingArguments, PatrickStarTrainingArguments])
+@pytest.mark.parametrize(("flags", "dtype"), [({}, "auto"), ({"bf16": True}, "bf16"), ({"fp16": True}, "fp16")])
+def test_arguments_of_every_class_say_their_precision(tmp_path, kind, flags, dtype):
+    found = asked_by(make(tmp_path, kind, **flags))
+    assert (found["dtype"], found["optimizer"], found["max_norm"]) == (dtype, "AdamW", 1.0)
+    assert (found["device_memory"], found["host_memory"], found["settings"]) == (None, None, {})
+
+
+def test_other_objects_get_a_sentence():
+    with pytest.raises(
+        ConfigError, match="arguments: they must be TrainingArguments of transformers, got an object of type dict"
+    ):
+        hf_patrickstar.plan(MODEL, "h100", arguments={"batch_size": 1})
+
+
+def test_an_optimizer_that_is_not_of_torch_gets_a_sentence_unless_another_is_named(tmp_path):
+    """torch has an Adafactor, too, which is not that of transformers."""
+    arguments = make(tmp_path, optim="adafactor")
+    with pytest.raises(ConfigError, match=r"--optim adafactor is not in torch\.optim"):
+        hf_patrickstar.plan(MODEL, "h100", arguments=arguments, length=16)
+    assert hf_patrickstar.plan(MODEL, "h100", arguments=arguments, length=16, optimizer="adamw").fits
