@@ -26,7 +26,7 @@ def run(target, words, before=()):
     command = [sys.executable, *before, "benchmarks/bench_offload.py", *f"{TINY} {words}".split()]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command += ["--output", str(target)]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     return json.loads(target.read_text()), done.stdout
 
