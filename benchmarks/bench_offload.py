@@ -35,6 +35,7 @@ from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.machine import ACCELERATOR, machine_of
 from hf_patrickstar.memory.accelerator import device_name, is_accelerator
+from hf_patrickstar.memory.tiers import available_host_nbytes
 from hf_patrickstar.report.measure import measure_machine
 from hf_patrickstar.virtual.recording import record_step
 
@@ -147,10 +148,18 @@ def measure(step, device, options):
 def train(options, device):
     """What the training of one kind comes to; its model is gone when this returns."""
     dtype = dtype_of(options)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config_of(options.size, options.length))
+    result = {
+        "parameters": model.num_parameters(),
+        "max_norm": MAX_NORM,
+        "loaded_in": str(dtype).removeprefix("torch."),
+    }
+    result |= {"batch_size": options.batch_size, "length": options.length}
+    why = peers.shortage_of_host(options.kind, result["parameters"], available_host_nbytes())
+    if why:
+        return {**result, "fits": False, "why": why}
     model = make_llama(options.size, options.length, dtype)
-    result = {"parameters": sum(p.numel() for p in model.parameters()), "max_norm": MAX_NORM}
-    result["loaded_in"] = str(dtype).removeprefix("torch.")
-    result |= {"batch_size": options.batch_size, "length": options.length, "fits": True}
     make = {
         "patrickstar": make_our_step,
         "plain": make_plain_step,

@@ -8,9 +8,13 @@ import os
 
 import torch
 
+from hf_patrickstar.units import format_nbytes
+
 ADAMW = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 """Settings of AdamW for every system; beside the rate they are the defaults of torch."""
 NO_DEEPSPEED = "deepspeed is not installed"
+HOST_NBYTES = {"fsdp2": 16, "zero3": 18}
+"""Bytes of the host per parameter; ``bench_paper_scale`` says where they come from."""
 
 
 def has_deepspeed(device):
@@ -27,6 +31,23 @@ def has_deepspeed(device):
             raise
         return False
     return True
+
+
+def shortage_of_host(kind, num_parameters, available_nbytes):
+    """Why the host is too small, or an empty text: Linux would kill this process without a word about memory.
+
+    Args:
+        kind: A key of ``HOST_NBYTES``, or another, of which nothing is known.
+        num_parameters: Parameters of the model.
+        available_nbytes: What the host has left.
+    """
+    needed = HOST_NBYTES.get(kind, 0) * num_parameters
+    if needed <= available_nbytes:
+        return ""
+    return (
+        f"{HOST_NBYTES[kind]} bytes per parameter are {format_nbytes(needed)} of the host, and "
+        f"{format_nbytes(available_nbytes)} are left"
+    )
 
 
 @contextlib.contextmanager

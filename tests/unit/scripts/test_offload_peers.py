@@ -12,9 +12,20 @@ import hf_patrickstar
 
 ROOT = pathlib.Path(hf_patrickstar.__file__).parent.parent
 TINY = "--device cpu --size tiny --batch_size 2 --length 16 --warmup 1 --steps 3"
-WITHOUT_DEEPSPEED = """
+WITHOUT_DEEPSPEED = "sys.modules['deepspeed'] = None"
+FULL_DEVICE = """
+import torch.distributed.fsdp
+def fully_shard(*args, **settings):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much.\\nMore is said.")
+torch.distributed.fsdp.fully_shard = fully_shard
+"""
+SMALL_HOST = """
+import hf_patrickstar.memory.tiers
+hf_patrickstar.memory.tiers.available_host_nbytes = lambda: 2**20
+"""
+PROGRAM = """
 import runpy, sys
-sys.modules["deepspeed"] = None
+{}
 sys.argv = sys.argv[1:]
 sys.path.insert(0, "benchmarks")
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -47,10 +58,25 @@ def test_fsdp2_trains_the_same_as_plain_torch_and_this_package(tmp_path):
 
 
 def test_zero3_is_skipped_where_deepspeed_is_not_installed(tmp_path):
-    found, printed = run(tmp_path / "found.json", "--kind zero3", ("-c", WITHOUT_DEEPSPEED))
+    found, printed = run(tmp_path / "found.json", "--kind zero3", ("-c", PROGRAM.format(WITHOUT_DEEPSPEED)))
     assert found["skipped"] == "deepspeed is not installed"
     assert "fits" not in found, "nobody knows"
     assert "bench_offload_tiny_zero3: skipped: deepspeed is not installed\n" in printed
+
+
+@pytest.mark.parametrize(
+    ("before", "why"),
+    [
+        (FULL_DEVICE, "CUDA out of memory. Tried to allocate much."),
+        (SMALL_HOST, "16 bytes per parameter are 1.63 MiB of the host, and 1.00 MiB are left"),
+    ],
+)
+def test_a_peer_that_does_not_fit_is_no_failure(tmp_path, before, why):
+    found, printed = run(tmp_path / "found.json", "--kind fsdp2", ("-c", PROGRAM.format(before)))
+    assert found["fits"] is False
+    assert found["why"] == why
+    assert "tokens_per_second" not in found
+    assert f"bench_offload_tiny_fsdp2: does not fit: {why}\n" in printed
 
 
 def test_virtual_time_stands_beside_measured_time(tmp_path):
