@@ -155,7 +155,7 @@ def train(options, device):
         "max_norm": MAX_NORM,
         "loaded_in": str(dtype).removeprefix("torch."),
     }
-    result |= {"batch_size": options.batch_size, "length": options.length}
+    result |= {"batch_size": options.batch_size, "length": options.length, "fits": True}
     why = peers.shortage_of_host(options.kind, result["parameters"], available_host_nbytes())
     if why:
         return {**result, "fits": False, "why": why}
