@@ -1,9 +1,15 @@
-"""Training of models that are too large for the device: tokens per second and peaks, beside plain torch if that fits.
+"""Training of models that are too large for the device: tokens per second and peaks, beside other ways to train them.
 
 A Llama with random weights in bf16 under autocast, with fp32 masters, AdamW, gradient checkpointing and clipping to a
-norm of 1.0. ``--kind plain`` has fp32 weights and states on the device, as the stock Trainer with ``--bf16`` does.
-Where that does not fit, the result says so, and that is no failure. The largest model is loaded in bf16, since its fp32
-values beside its chunks would be more than most hosts have.
+norm of 1.0. ``--kind plain`` has fp32 weights and states on the device, as the stock Trainer with ``--bf16`` does,
+``--kind fsdp2`` is FSDP2 with CPU offload, and ``--kind zero3`` DeepSpeed ZeRO-3 with parameters and optimizer on the
+CPU, if DeepSpeed is installed; both compute in bf16 without autocast, in one process. Where one of these does not fit,
+the result says so, and that is no failure. Under this package and DeepSpeed the largest model is loaded in bf16, since
+its fp32 values beside its chunks would be more than most hosts have.
+
+With ``--virtual`` the same training under this package is recorded in virtual time too, and its time and the planned
+peak of the device stand beside what was measured. The rates are those of the known machine that has the device, or they
+are measured if none has it.
 
 ``--shares`` measures the CPU tier instead: step time against plain torch where copies of chunks may be some shares of
 the parameters' bytes, with ``overlap_optimizer`` and without. A GPT-2 trains on the same batches under all of them in
@@ -11,6 +17,9 @@ turns, and losses must be equal bit for bit. (On the CPU tier the cores that upd
 is done when the step returns, with either setting.)
 """
 
+import contextlib
+import dataclasses
+import gc
 import itertools
 import resource
 import statistics
@@ -18,10 +27,17 @@ import time
 
 import bench_overhead
 import common
+import peers
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar.errors import EngineError
+from hf_patrickstar.machine import ACCELERATOR, machine_of
+from hf_patrickstar.memory.accelerator import device_name, is_accelerator
+from hf_patrickstar.memory.tiers import available_host_nbytes
+from hf_patrickstar.report.measure import measure_machine
+from hf_patrickstar.virtual.recording import record_step
 
 MAX_NORM = 1.0
 SIZES = {
@@ -36,9 +52,25 @@ MORE = {
 }
 
 
+KINDS = ("patrickstar", "plain", "fsdp2", "zero3")
+FROM_BF16 = ("patrickstar", "zero3")
+"""Kinds that make fp32 masters themselves, so that a model may be loaded in bf16."""
+SETTINGS = {"dtype": "bf16"}
+
+
+def config_of(size, length):
+    """The configuration of a Llama."""
+    return LlamaConfig(**SIZES[size], **MORE[size], max_position_embeddings=length, loss_type="ForCausalLM")
+
+
+def dtype_of(options):
+    """The type in which the model is loaded."""
+    return torch.bfloat16 if options.size == "8b" and options.kind in FROM_BF16 else torch.float32
+
+
 def make_llama(size, length, dtype):
     """A Llama on the host with cheap random weights: drawing billions of numbers would take minutes."""
-    config = LlamaConfig(**SIZES[size], **MORE[size], max_position_embeddings=length, loss_type="ForCausalLM")
+    config = config_of(size, length)
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(dtype)
     model.to_empty(device="cpu")
@@ -60,7 +92,7 @@ def make_llama(size, length, dtype):
 def make_our_step(model, device):
     """The step of the engine, and a function that gives its figures."""
     engine = PatrickStarEngine(
-        model, {"dtype": "bf16"}, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), device=device
+        model, SETTINGS, torch.optim.AdamW(model.parameters(), fused=True, **peers.ADAMW), device=device
     )
 
     def step(batch):
@@ -81,7 +113,7 @@ def make_our_step(model, device):
 def make_plain_step(model, device):
     """The step of plain torch, with everything on the device."""
     model.to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **peers.ADAMW)
 
     def step(batch):
         with torch.autocast(device.type, torch.bfloat16):
@@ -111,6 +143,92 @@ def measure(step, device, options):
             seconds.append(time.perf_counter() - begin)
         losses.append(loss.item())
     return seconds, losses
+
+
+def train(options, device):
+    """What the training of one kind comes to; its model is gone when this returns."""
+    dtype = dtype_of(options)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config_of(options.size, options.length))
+    result = {
+        "parameters": model.num_parameters(),
+        "max_norm": MAX_NORM,
+        "loaded_in": str(dtype).removeprefix("torch."),
+    }
+    result |= {"batch_size": options.batch_size, "length": options.length, "fits": True}
+    why = peers.shortage_of_host(options.kind, result["parameters"], available_host_nbytes())
+    if why:
+        return {**result, "fits": False, "why": why}
+    model = make_llama(options.size, options.length, dtype)
+    make = {
+        "patrickstar": make_our_step,
+        "plain": make_plain_step,
+        "fsdp2": lambda model, device: peers.make_fsdp2_step(model, device, MAX_NORM),
+        "zero3": lambda model, device: peers.make_zero3_step(model, device, MAX_NORM, options.batch_size),
+    }[options.kind]
+    try:
+        step, stats = make(model, device)
+        seconds, losses = measure(step, device, options)
+    except RuntimeError as error:
+        if options.kind == "patrickstar" or not is_shortage(error):
+            raise
+        return {**result, "fits": False, "why": str(error).splitlines()[0]}
+    # ru_maxrss is in KiB on Linux.
+    return result | {
+        "seconds_per_step": seconds,
+        "tokens_per_second": options.batch_size * options.length / statistics.median(seconds),
+        "losses": losses,
+        "host_peak_nbytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "device_peak_nbytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        "device_reserved_peak_nbytes": torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None,
+        "stats": {key: value for key, value in stats().items() if isinstance(value, (int, float, str))},
+    }
+
+
+def is_shortage(error):
+    """Whether an error of torch says that memory is short: that of the device, or page-locked memory of the host."""
+    return isinstance(error, torch.OutOfMemoryError) or "CUDA error: out of memory" in str(error)
+
+
+def find_rates(device):
+    """The known machine that has the device, or one with measured rates; and which of both it is."""
+    if is_accelerator(device):
+        machine = machine_of(device_name(device))
+        if machine is not ACCELERATOR:
+            return machine, "known"
+    return measure_machine(), "measured"
+
+
+def simulate(options, device, found):
+    """The same training in virtual time, with the budgets of the engine that trained.
+
+    Args:
+        options: Those of the benchmark.
+        device: Where it trained.
+        found: What was measured.
+    """
+    gc.collect()  # what trained is in cycles, and rates are measured in memory that is free
+    machine, rates = find_rates(device)
+    budgets = {name: found["stats"][f"{name}_nbytes"] for name in ("device_budget", "host_budget")}
+
+    def make_model():
+        config = config_of(options.size, options.length)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype_of(options))  # fake values cannot change type
+        model.gradient_checkpointing_enable()
+        return model.train()
+
+    def make_inputs():
+        tokens = torch.zeros((options.batch_size, options.length), dtype=torch.long)
+        return {"input_ids": tokens, "labels": tokens}
+
+    recording = record_step(make_model, make_inputs, machine, config={**SETTINGS, **budgets}, max_norm=MAX_NORM)
+    virtual_s = recording.timeline.duration_ns / 1e9
+    return {
+        "virtual_seconds_per_step": virtual_s,
+        "virtual_over_measured": virtual_s / statistics.median(found["seconds_per_step"]),
+        "planned_device_peak_nbytes": recording.device_nbytes,
+        "virtual_machine": {**dataclasses.asdict(machine), "rates": rates},
+    }
 
 
 def make_steps_of_shares(options):
@@ -169,7 +287,8 @@ def main():
     parser.add_argument("--hidden", type=int, default=512, help="for --shares")
     parser.add_argument("--repeats", type=int, default=2, help="for --shares")
     parser.add_argument("--size", choices=list(SIZES), default="3b")
-    parser.add_argument("--kind", choices=["patrickstar", "plain"], default="patrickstar")
+    parser.add_argument("--kind", choices=KINDS, default="patrickstar")
+    parser.add_argument("--virtual", action="store_true", help="for --kind patrickstar: virtual time beside measured")
     parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--warmup", type=int, default=3)
@@ -179,35 +298,40 @@ def main():
         options.device = "cpu"
         compare_shares(options)
         return
-    device = torch.device(options.device)
+    if options.virtual and options.kind != "patrickstar":
+        parser.error(f"--virtual is for --kind patrickstar, not for {options.kind}")
+    run_kind(options, torch.device(options.device))
+
+
+def run_kind(options, device):
+    """Trains under one kind, and prints and writes what comes of it."""
     name = f"bench_offload_{options.size}_{options.kind}"
-    dtype = torch.bfloat16 if (options.size, options.kind) == ("8b", "patrickstar") else torch.float32
-    model = make_llama(options.size, options.length, dtype)
-    result = {"parameters": sum(p.numel() for p in model.parameters()), "max_norm": MAX_NORM}
-    result["loaded_in"] = str(dtype).removeprefix("torch.")
-    result |= {"batch_size": options.batch_size, "length": options.length, "fits": True}
-    make = make_our_step if options.kind == "patrickstar" else make_plain_step
-    try:
-        step, stats = make(model, device)
-        seconds, losses = measure(step, device, options)
-    except torch.OutOfMemoryError as error:
-        if options.kind != "plain":
-            raise
-        print(f"{name}: does not fit: {str(error).splitlines()[0]}")
-        common.finish(name, options, {**result, "fits": False})
+    if options.kind == "zero3" and not peers.has_deepspeed(device):
+        print(f"{name}: skipped: {peers.NO_DEEPSPEED}")
+        common.finish(name, options, {"skipped": peers.NO_DEEPSPEED})
         return
-    tokens = options.batch_size * options.length / statistics.median(seconds)
-    # ru_maxrss is in KiB on Linux.
-    result |= {
-        "seconds_per_step": seconds,
-        "tokens_per_second": tokens,
-        "losses": losses,
-        "host_peak_nbytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "device_peak_nbytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-        "device_reserved_peak_nbytes": torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None,
-        "stats": {key: value for key, value in stats().items() if isinstance(value, (int, float, str))},
-    }
-    print(f"{name}: {tokens:.0f} tokens per second, losses {losses[0]:.4f} to {losses[-1]:.4f}")
+    group = peers.process_group(device) if options.kind in ("fsdp2", "zero3") else contextlib.nullcontext()
+    with group:
+        result = train(options, device)
+    if not result["fits"]:
+        print(f"{name}: does not fit: {result['why']}")
+        common.finish(name, options, result)
+        return
+    losses, seconds = result["losses"], statistics.median(result["seconds_per_step"])
+    print(
+        f"{name}: {result['tokens_per_second']:.0f} tokens per second, {seconds:.4f} s per step, losses "
+        f"{losses[0]:.4f} to {losses[-1]:.4f}"
+    )
+    if options.virtual:
+        try:
+            result |= simulate(options, device, result)
+        except EngineError as error:
+            common.finish(name, options, {**result, "virtual_error": str(error)})  # what was measured took long
+            raise SystemExit(f"{name}: there is no virtual time: {error}") from error
+        print(
+            f"{name}: in virtual time {result['virtual_seconds_per_step']:.4f} s per step, "
+            f"{result['virtual_over_measured']:.2f} of what was measured, at {result['virtual_machine']['rates']} rates"
+        )
     common.finish(name, options, result)
 
 

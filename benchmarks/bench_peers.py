@@ -26,6 +26,7 @@ import time
 
 import common
 import torch
+from peers import zero3_config
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
@@ -111,30 +112,13 @@ def make_arguments(options, folder):
         offload = {"version": 2, "cpu_offload": True, "transformer_layer_cls_to_wrap": ["GPT2Block"]}
         return TrainingArguments(**shared, fsdp=True, fsdp_config=offload)
     if options.worker == "zero3":
+        adamw = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
         # With use_cpu Accelerate ignores DeepSpeed.
         state = {"use_cpu": False, "accelerator_config": {"use_configured_state": True}}
-        return TrainingArguments(**shared | state, deepspeed=deepspeed_config(options))
+        return TrainingArguments(**shared | state, deepspeed=zero3_config(options.bf16, "auto", "auto", adamw))
     if options.worker == "patrickstar":
         return PatrickStarTrainingArguments(**shared, patrickstar=True, patrickstar_config=options.patrickstar_config)
     return TrainingArguments(**shared)
-
-
-def deepspeed_config(options):
-    """ZeRO-3 with everything offloaded; its AdamW is then the CPU Adam that DeepSpeed compiles."""
-    return {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": options.bf16},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": "cpu"},
-            "offload_optimizer": {"device": "cpu"},
-        },
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-        },
-    }
 
 
 def force_fsdp_on_cpu():

@@ -15,6 +15,7 @@ import platform
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,18 @@ SHORT_S = 465.0
 """Seconds for all parts of the short form, whose own limits add up to more; the rest of eight minutes is for starting
 and writing."""
 TAIL_CHARS = 4000
+OFFLOAD = "offload"
+"""The table of models that are too large for the device, and what the names of its parts begin with."""
+SIZES = ("3b", "8b")
+KINDS = ("patrickstar", "plain", "fsdp2", "zero3")
+FIGURES = (
+    "tokens_per_second",
+    "device_peak_nbytes",
+    "planned_device_peak_nbytes",
+    "host_peak_nbytes",
+    "virtual_seconds_per_step",
+    "virtual_over_measured",
+)
 VIRTUAL = "virtual_against_measured"
 """The part that has the time of steps in virtual time beside measured ones; its rows are also on the first level."""
 ENVIRONMENT = {
@@ -92,13 +105,42 @@ def short_parts() -> list[Part]:
 
 
 def long_parts() -> list[Part]:
-    """What the long form runs beside: the offload benchmark, under the engine and in plain torch where that fits."""
+    """What the long form runs beside: the offload benchmark, under the engine and other ways to train the models."""
     parts = []
-    for size in ("3b", "8b"):
-        for kind in ("patrickstar", "plain"):
-            command = (sys.executable, "benchmarks/bench_offload.py", "--device", "cuda", "--size", size)
-            parts.append(Part(f"offload_{size}_{kind}", (*command, "--kind", kind, "--output", "{output}"), 900))
+    for size in SIZES:
+        for kind in KINDS:
+            words = ("--size", size, "--kind", kind, *(("--virtual",) if kind == "patrickstar" else ()))
+            command = (sys.executable, "benchmarks/bench_offload.py", "--device", "cuda", *words)
+            parts.append(Part(f"{OFFLOAD}_{size}_{kind}", (*command, "--output", "{output}"), 900))
     return parts
+
+
+def offload_table(records: dict[str, dict]) -> list[dict]:
+    """The offload benchmark at a glance: a row for each model and way to train it.
+
+    Args:
+        records: What came of the parts.
+
+    Returns:
+        Rows; ``None`` stands for what is not known: the part has not passed, does not fit, or does not tell.
+    """
+    rows = []
+    for size in SIZES:
+        for kind in KINDS:
+            record = records.get(f"{OFFLOAD}_{size}_{kind}")
+            if record is None:
+                continue
+            result = record.get("result", {})
+            seconds = result.get("seconds_per_step")
+            rows.append(
+                {
+                    **{"size": size, "kind": kind, "outcome": record["outcome"], "fits": result.get("fits")},
+                    "skipped": result.get("skipped"),
+                    "seconds_per_step": statistics.median(seconds) if seconds else None,
+                    **{name: result.get(name) for name in FIGURES},
+                }
+            )
+    return rows
 
 
 def run_part(part: Part, limit_s: float) -> dict:
@@ -133,7 +175,10 @@ def run_part(part: Part, limit_s: float) -> dict:
                         "why": f"what it wrote is no {'JSON' if key == 'result' else 'report'}",
                     }
                     text += f"\n{error}"
-    if record["outcome"] != "passed":
+    reason = skipped_for(record)
+    if reason:
+        record |= {"outcome": "skipped", "why": reason}
+    if record["outcome"] not in ("passed", "skipped"):
         record["tail"] = text[-TAIL_CHARS:]
     return record
 
@@ -166,6 +211,12 @@ def judge(part: Part, code: int | None, text: str) -> dict:
     if code:
         return {"outcome": "failed", "why": f"exit code {code}"}
     return {"outcome": "passed", "why": ""}
+
+
+def skipped_for(record: dict) -> str:
+    """Why a command that passed has measured nothing, by its own word; empty if it has."""
+    result = record.get("result")
+    return result.get("skipped") or "" if record["outcome"] == "passed" and isinstance(result, dict) else ""
 
 
 def read_junit(path: str) -> dict:
@@ -269,6 +320,7 @@ def finish(records: dict[str, dict], seconds: float, form: str, target: pathlib.
         "seconds": round(seconds, 1),
         **machine,
         "parts": records,
+        OFFLOAD: offload_table(records),
         VIRTUAL: records.get(VIRTUAL, {}).get("result", {}).get("rows"),
     }
     if target is None:
@@ -287,7 +339,7 @@ def finish(records: dict[str, dict], seconds: float, form: str, target: pathlib.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the check; returns the exit code."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--long", action="store_true", help="also the offload benchmark, which takes up to an hour")
+    options.add_argument("--long", action="store_true", help="also the offload benchmark, which takes up to two hours")
     options.add_argument("--only", nargs="+", metavar="PART", help="these parts alone")
     options.add_argument("--dry-run", action="store_true", help="say what would be run, on any machine")
     options.add_argument("--output", type=pathlib.Path, help="the JSON file; by default one in benchmarks/results")
@@ -309,7 +361,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     begin = time.monotonic()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    short = [part for part in parts if not part.name.startswith("offload")]
+    short = [part for part in parts if not part.name.startswith(OFFLOAD)]
     records = run_parts(short, SHORT_S) | run_parts([part for part in parts if part not in short], None)
     is_ok = finish(records, time.monotonic() - begin, "long" if chosen.long else "short", chosen.output)
     return 0 if is_ok else 1

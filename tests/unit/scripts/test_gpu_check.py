@@ -109,6 +109,44 @@ def test_rows_of_virtual_time_are_on_the_first_level(check, tmp_path):
     assert json.loads((tmp_path / "found.json").read_text())[check.VIRTUAL] == [{"virtual_s": 1}]
 
 
+def test_the_offload_benchmark_is_a_table_on_the_first_level(check, tmp_path):
+    measured = {"seconds_per_step": [4.0, 2.0, 3.0], "tokens_per_second": 10.0, "fits": True}
+    measured |= {"device_peak_nbytes": 7, "planned_device_peak_nbytes": 6, "host_peak_nbytes": 9}
+    virtual = {"virtual_seconds_per_step": 1.5, "virtual_over_measured": 0.5}
+    results = {
+        "offload_3b_patrickstar": measured | virtual,
+        "offload_3b_plain": {"fits": False, "why": "out of memory"},
+        "offload_3b_fsdp2": measured,
+        "offload_3b_zero3": {"skipped": "deepspeed is not installed"},
+    }
+    text = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text({!r})"
+    parts = [
+        check.Part(name, (*python(text.format(json.dumps(result))), "{output}"), 30) for name, result in results.items()
+    ]
+    parts.append(check.Part("offload_8b_patrickstar", python("raise SystemExit(3)"), 30))
+    records = check.run_parts(parts, None)
+    skipped = records["offload_3b_zero3"]
+    assert (skipped["outcome"], skipped["why"]) == ("skipped", "deepspeed is not installed")
+    assert not check.finish(records, 1.0, "long", tmp_path / "found.json")
+    table = json.loads((tmp_path / "found.json").read_text())["offload"]
+    unknown = dict.fromkeys(table[0]) | {"size": "3b"}
+    figures = {"tokens_per_second": 10.0, "device_peak_nbytes": 7, "planned_device_peak_nbytes": 6}
+    figures |= {"host_peak_nbytes": 9, "seconds_per_step": 3.0, "fits": True, "outcome": "passed"}
+    assert table == [
+        unknown | figures | virtual | {"kind": "patrickstar"},
+        unknown | {"kind": "plain", "outcome": "passed", "fits": False},
+        unknown | figures | {"kind": "fsdp2"},
+        unknown | {"kind": "zero3", "outcome": "skipped", "skipped": "deepspeed is not installed"},
+        unknown | {"size": "8b", "kind": "patrickstar", "outcome": "failed"},
+    ]
+
+
+def test_what_fails_is_not_skipped_whatever_it_has_written(check):
+    text = 'import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(\'{"skipped": "no"}\'); sys.exit(3)'
+    records = check.run_parts([check.Part("writes", (*python(text), "{output}"), 30)], None)
+    assert records["writes"]["outcome"] == "failed"
+
+
 def test_the_virtual_benchmark_moves_what_the_engine_moves(tmp_path):
     words = "--device cpu --layers 10 --hidden 64 --length 16 --batch_size 1 --chunk_numel 25000 --warmup 2 --steps 2"
     command = [sys.executable, "benchmarks/bench_virtual.py", *words.split(), "--output", str(tmp_path / "found.json")]
@@ -158,8 +196,11 @@ def test_without_an_accelerator_it_says_so(tmp_path):
 def test_a_dry_run_says_what_would_be_run(tmp_path):
     done = run_script("--long", "--dry-run")
     assert done.returncode == 0, done.stderr
-    for words in ("parity (150 s):", "TORCH_CUDA_SANITIZER=1", "compute-sanitizer", "bench_offload.py", "--size 8b"):
+    for words in ("parity (150 s):", "TORCH_CUDA_SANITIZER=1", "compute-sanitizer", "bench_offload.py"):
         assert words in done.stdout
+    for size in ("3b", "8b"):
+        for words in ("patrickstar --virtual", "plain", "fsdp2", "zero3"):
+            assert f"--size {size} --kind {words} --output" in done.stdout
 
 
 def test_a_part_that_is_unknown(tmp_path):

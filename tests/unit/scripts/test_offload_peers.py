@@ -1,0 +1,96 @@
+"""The offload benchmark under other systems and in virtual time, on a tiny model on the CPU."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import hf_patrickstar
+
+ROOT = pathlib.Path(hf_patrickstar.__file__).parent.parent
+TINY = "--device cpu --size tiny --batch_size 2 --length 16 --warmup 1 --steps 3"
+WITHOUT_DEEPSPEED = "sys.modules['deepspeed'] = None"
+FULL_DEVICE = """
+import torch.distributed.fsdp
+def fully_shard(*args, **settings):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much.\\nMore is said.")
+torch.distributed.fsdp.fully_shard = fully_shard
+"""
+SMALL_HOST = """
+import hf_patrickstar.memory.tiers
+hf_patrickstar.memory.tiers.available_host_nbytes = lambda: 2**20
+"""
+PROGRAM = """
+import runpy, sys
+{}
+sys.argv = sys.argv[1:]
+sys.path.insert(0, "benchmarks")
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run(target, words, before=()):
+    """What the benchmark writes, and what it prints."""
+    command = [sys.executable, *before, "benchmarks/bench_offload.py", *f"{TINY} {words}".split()]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command += ["--output", str(target)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return json.loads(target.read_text()), done.stdout
+
+
+def test_fsdp2_trains_the_same_as_plain_torch_and_this_package(tmp_path):
+    found = {kind: run(tmp_path / kind, f"--kind {kind}")[0] for kind in ("plain", "patrickstar", "fsdp2")}
+    peer = found["fsdp2"]
+    assert peer["fits"]
+    assert peer["tokens_per_second"] > 0
+    assert peer["host_peak_nbytes"] > 0
+    assert len(peer["seconds_per_step"]) == 3
+    assert len(peer["losses"]) == 4
+    # The root and both blocks, with their values at home on the host.
+    assert peer["stats"] == {"sharded_modules": 3, "parameters_on": "cpu"}
+    for kind in ("plain", "patrickstar"):
+        assert peer["losses"] == pytest.approx(found[kind]["losses"], rel=2**-8), "as near as bf16 is"
+        assert peer["parameters"] == found[kind]["parameters"]
+
+
+def test_zero3_is_skipped_where_deepspeed_is_not_installed(tmp_path):
+    found, printed = run(tmp_path / "found.json", "--kind zero3", ("-c", PROGRAM.format(WITHOUT_DEEPSPEED)))
+    assert found["skipped"] == "deepspeed is not installed"
+    assert "fits" not in found, "nobody knows"
+    assert "bench_offload_tiny_zero3: skipped: deepspeed is not installed\n" in printed
+
+
+@pytest.mark.parametrize(
+    ("before", "why"),
+    [
+        (FULL_DEVICE, "CUDA out of memory. Tried to allocate much."),
+        (SMALL_HOST, "16 bytes per parameter are 1.63 MiB of the host, and 1.00 MiB are left"),
+    ],
+)
+def test_a_peer_that_does_not_fit_is_no_failure(tmp_path, before, why):
+    found, printed = run(tmp_path / "found.json", "--kind fsdp2", ("-c", PROGRAM.format(before)))
+    assert found["fits"] is False
+    assert found["why"] == why
+    assert "tokens_per_second" not in found
+    assert f"bench_offload_tiny_fsdp2: does not fit: {why}\n" in printed
+
+
+def test_virtual_time_stands_beside_measured_time(tmp_path):
+    found, printed = run(tmp_path / "found.json", "--kind patrickstar --virtual")
+    virtual_s = found["virtual_seconds_per_step"]
+    assert virtual_s > 0
+    measured_s = sorted(found["seconds_per_step"])[1]
+    assert found["virtual_over_measured"] == pytest.approx(virtual_s / measured_s)
+    assert found["planned_device_peak_nbytes"] > 0
+    assert found["device_peak_nbytes"] is None, "the CPU has no memory of its own"
+    assert found["virtual_machine"]["rates"] == "measured"
+    assert f"in virtual time {virtual_s:.4f} s" in printed
+
+
+def test_virtual_time_is_of_this_package_alone(tmp_path):
+    with pytest.raises(AssertionError, match="--virtual is for --kind patrickstar"):
+        run(tmp_path / "found.json", "--kind plain --virtual")
