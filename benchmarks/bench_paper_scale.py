@@ -15,11 +15,33 @@ that the planner found for the same model:
   them there in the type of the parameters) and two moments; on the device two layers of 2 bytes per parameter, one that
   computes and one that is gathered ahead.
 
-With ``--today`` it takes Llama-like models and machines that are bought or rented now. Nothing here was measured.
+Their tokens per second are bounds ("at most"): a step of what nothing is known to hide, at the rates of the machine.
+Computation is the device lane of our plan for our largest model, scaled by parameters (tokens are the same), a quarter
+of it forward. Adam is 28 bytes per parameter at the host's bandwidth, after the last gradient, since clipping needs all
+of them. Copies are hidden perfectly where the system's sources say that they are hidden at all; links between devices,
+Python and casts are left out:
+
+* static: gradients (2) leave beside backward, and new values (2) come beside Adam, tile by tile: so say Ren et al.,
+  "ZeRO-Offload" (2021), of its schedule and its CPU Adam.
+* zero3: values (2) come before use in forward and again in backward, beside computation (``prefetch_bucket_size`` and
+  ``overlap_comm`` of ``runtime/zero/config.py``, DeepSpeed 0.19.8); gradients leave beside backward in the type of the
+  masters (4, ``_offload_grad_partition_at_boundary`` of ``stage3.py``). That they cross as 16-bit ones before
+  (``partition_grads``) is left out.
+* fsdp2: fp32 values (4) come in forward and in backward, and are rounded on the device (``FSDPParam.all_gather_inputs``
+  of torch 2.13), beside computation (implicit prefetching, ``_fsdp_param_group.py``); fp32 gradients (4) leave beside
+  backward (``foreach_reduce``).
+
+After the largest models of the papers' machines come the TFLOP/s that the papers report, beside those of the plan of
+the same model. What the papers' step takes longer is split (``terms_of``) into computation, as much slower as it is in
+the papers' model that moves nothing; the optimizer and copies, as if nothing hid them; and a rest: the terms add up.
+
+With ``--today`` it takes Llama-like models and machines that are bought or rented now; with ``--batches 4 8 16`` it
+finds the largest of the papers' models for each batch on one V100. Nothing here was measured.
 """
 
 import dataclasses
 import time
+from typing import NamedTuple
 
 import common
 from transformers import GPT2Config, LlamaConfig
@@ -27,7 +49,9 @@ from transformers import GPT2Config, LlamaConfig
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.machine import MACHINES, Machine, peak
 from hf_patrickstar.memory.tiers import DEVICE_SHARE, HOST_SHARE, Tier
-from hf_patrickstar.planner.planning import arrange, plan_if_fits
+from hf_patrickstar.planner.planning import arrange, plan_and_record, plan_if_fits
+from hf_patrickstar.schedule.bounds import ADAM_NBYTES
+from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.units import GIB
 
 TABLE_2 = {
@@ -56,6 +80,33 @@ LLAMAS = {
 """Layers and hidden sizes of Llama-like models: heads of 128, feed-forward of 8/3 of the hidden size, 32,000 tokens."""
 PARTS = {"static": (2, 14, 0), "zero3": (0, 18, 4), "zero3 x 1.5": (0, 27, 4), "fsdp2": (0, 16, 4)}
 """Bytes per parameter on the device and on the host, and per parameter of one layer that the device holds beside."""
+
+
+class Copies(NamedTuple):
+    """Bytes per parameter that cross the bus in a step of another system.
+
+    Attributes:
+        forward: To the device, beside forward.
+        backward: To the device, beside backward.
+        gradients: To the host, beside backward.
+        update: To the device, beside Adam.
+    """
+
+    forward: int
+    backward: int
+    gradients: int
+    update: int
+
+
+COPIES = {
+    "static": Copies(0, 0, 2, 2),
+    "zero3": Copies(2, 2, 4, 0),
+    "zero3 x 1.5": Copies(2, 2, 4, 0),
+    "fsdp2": Copies(4, 4, 4, 0),
+}
+"""What crosses the bus in a step, and beside what; the docstring of the module names the sources."""
+FORWARD = 1 / 4
+"""The share of forward in a step that computes activations again: 2 of 8 operations per parameter and token."""
 KEPT_NBYTES = 4
 """Bytes of an element that a block keeps for backward, its input: residual sums are fp32 under autocast."""
 
@@ -83,14 +134,53 @@ PC = peak(
     host_gib=15,
 )
 LINK = 0.8 * 150e9
-PAPER_MACHINES = [
-    (of_node(MACHINES["v100"], "V100, 240 GB", 240 * 10**9), "12B"),
-    (of_node(MACHINES["v100"], "V100, 120 GB", 120 * 10**9), None),
-    (of_node(MACHINES["v100"], "8 V100, 240 GB", 240 * 10**9, 8, link_bandwidth=LINK), "12B"),
-    (of_node(MACHINES["v100"], "8 V100, 120 GB", 120 * 10**9, 8, link_bandwidth=LINK), "8B"),
-    (PC, "0.7B"),
-]
+V100 = of_node(MACHINES["v100"], "V100, 240 GB", 240 * 10**9)
+V100_120 = of_node(MACHINES["v100"], "V100, 120 GB", 120 * 10**9)
+V100_X4_120 = of_node(MACHINES["v100"], "4 V100, 120 GB", 120 * 10**9, 4, link_bandwidth=LINK)
+V100_X8 = of_node(MACHINES["v100"], "8 V100, 240 GB", 240 * 10**9, 8, link_bandwidth=LINK)
+V100_X8_120 = of_node(MACHINES["v100"], "8 V100, 120 GB", 120 * 10**9, 8, link_bandwidth=LINK)
+PAPER_MACHINES = [(V100, "12B"), (V100_120, None), (V100_X8, "12B"), (V100_X8_120, "8B"), (PC, "0.7B")]
 """Machines, and the largest model that the papers report for each."""
+
+
+class Figure(NamedTuple):
+    """TFLOP/s of one device that the papers report.
+
+    Attributes:
+        machine: Where.
+        model: Which model of ``TABLE_2``.
+        batch_size: Sequences per device of the plan beside it.
+        tflops: What the papers report; the later paper where both do.
+        source: Where they do.
+        moves_nothing: Whether nothing has to move there, so that the figure tells how fast the papers compute.
+    """
+
+    machine: Machine
+    model: str
+    batch_size: int
+    tflops: float
+    source: str
+    moves_nothing: bool = False
+
+
+FIGURES = [
+    Figure(V100, "1B", 16, 51, "2022 preprint, section 9.2.2", moves_nothing=True),
+    Figure(V100, "6B", 16, 56, "PVLDB, section 9.2.2"),
+    Figure(V100, "8B", 16, 40, "PVLDB, section 9.2.2"),
+    Figure(V100, "10B", 16, 44, "PVLDB, section 9.2.2"),
+    Figure(V100, "12B", 16, 34, "PVLDB, section 9.2.2"),
+    Figure(V100_X8, "1B", 16, 434 / 8, "PVLDB, section 9.2.3: 434 of eight", moves_nothing=True),
+    Figure(V100_X8, "12B", 16, 377 / 8, "PVLDB, section 9.2.3: 377 of eight"),
+    Figure(V100_X8_120, "8B", 16, 48.78, "PVLDB, section 9.2.4"),
+    Figure(V100_X4_120, "8B", 16, 48.28, "2022 preprint, section 9.2.4"),
+    Figure(PC, "0.1B", 4, 21.02, "both, section 9.2.4: BERT of 0.11 B with plain PyTorch", moves_nothing=True),
+    Figure(PC, "0.7B", 4, 18.46, "both, section 9.2.4"),
+]
+"""The papers' throughput; of each machine, or of one like it, the model that moves nothing comes first.
+
+The figures are the best of batches of 4 to 64. The preprint's Table 2 gives 16 as the largest batch of 12 B, on one to
+eight V100; of the PC no batch is known.
+"""
 TODAY = [
     (of_node(MACHINES["rtx4090"], "RTX 4090, 64 GiB", 64 * GIB), None),
     (of_node(MACHINES["rtx4090"], "RTX 4090, 128 GiB", 128 * GIB), None),
@@ -110,25 +200,30 @@ def config_of(layers, hidden, is_today):
     return GPT2Config(**sizes, **dict.fromkeys(("resid_pdrop", "embd_pdrop"), 0.0), loss_type="ForCausalLM")
 
 
-def plan_of(name, machine, options):
-    """The plan of a model with activations that are computed again; ``None`` if it does not fit."""
-    layers, hidden = (LLAMAS if options.today else TABLE_2)[name]
-    subject, given = arrange(
-        config_of(layers, hidden, options.today),
+def arranged(name, machine, is_today, batch_size):
+    """What is trained, with activations that are computed again, and how: arguments of the planner."""
+    layers, hidden = (LLAMAS if is_today else TABLE_2)[name]
+    return arrange(
+        config_of(layers, hidden, is_today),
         machine,
         task="causal-lm",
-        batch_size=1 if options.today else options.batch_size,
-        length=4096 if options.today else 1024,
+        batch_size=batch_size,
+        length=4096 if is_today else 1024,
         num_micro_batches=1,
         world_size=machine.num_devices,
         checkpointing=True,
-        dtype="bf16" if options.today else "fp16",
+        dtype="bf16" if is_today else "fp16",
         optimizer="adamw",
         max_norm=1.0,
         device_memory=None,
         host_memory=None,
         settings=None,
     )
+
+
+def plan_of(name, machine, options, batch_size=None):
+    """The plan of a model; ``None`` if it does not fit."""
+    subject, given = arranged(name, machine, options.today, batch_size or (1 if options.today else options.batch_size))
     begin = time.time()
     try:
         plan = plan_if_fits(subject, given)
@@ -143,12 +238,16 @@ def num_parameters(layers, hidden, is_today):
     return 12 * layers * hidden**2 + (2 * 32_000 if is_today else 50_257 + 1024) * hidden
 
 
+def last_by_bytes(machine, models, options):
+    """The place of the last model of which 14 bytes per parameter fit into device and host together."""
+    there = machine.num_devices * (DEVICE_SHARE * machine.device_nbytes + HOST_SHARE * machine.host_nbytes)
+    return sum(14 * num_parameters(*sizes, options.today) <= there for sizes in models.values()) - 1
+
+
 def largest(machine, models, options):
     """The largest model that fits, its plan, and the next one, which does not; plans begin where bytes say so."""
     names = list(models)
-    there = machine.num_devices * (DEVICE_SHARE * machine.device_nbytes + HOST_SHARE * machine.host_nbytes)
-    fitting = [name for name in names if 14 * num_parameters(*models[name], options.today) <= there]
-    place = len(fitting) - 1
+    place = last_by_bytes(machine, models, options)
     plan = plan_of(names[place], machine, options)
     if plan is None:
         while plan is None and place > 0:
@@ -189,6 +288,42 @@ def activations_of(seen_nbytes, tokens, layers, hidden):
     return activations
 
 
+def least_seconds(machine, numel, compute_s, copies):
+    """The least that a step of another system takes: forward, backward and Adam, with copies beside them.
+
+    Args:
+        machine: Where; rates of the host are the part of one device.
+        numel: Parameters of the model.
+        compute_s: Seconds that one device computes.
+        copies: What crosses the bus.
+    """
+    own = numel / machine.num_devices
+    to_device, to_host = own / machine.to_device_bandwidth, own / machine.to_host_bandwidth
+    forward = max(FORWARD * compute_s, copies.forward * to_device)
+    backward = max((1 - FORWARD) * compute_s, copies.backward * to_device, copies.gradients * to_host)
+    return forward + backward + max(ADAM_NBYTES * own / machine.host_bandwidth, copies.update * to_device)
+
+
+def tokens_at_most(machine, models, row, is_today):
+    """Tokens per second that every other system trains its own largest model with, at most.
+
+    Args:
+        machine: Where.
+        models: Layers and hidden sizes by name.
+        row: A line of the table: our largest model, what the device does for it, and the others' largest models.
+        is_today: Whether models are Llama-like.
+    """
+    tokens = row["batch_size"] * row["length"] * machine.num_devices
+    each = row["device_s"] / num_parameters(*models[row["largest"]], is_today)
+    found = {}
+    for system, name in row["others"].items():
+        found[system] = None
+        if name is not None:
+            numel = num_parameters(*models[name], is_today)
+            found[system] = tokens / least_seconds(machine, numel, each * numel, COPIES[system])
+    return found
+
+
 def row_of(machine, papers, models, options):
     """One line of the table as data."""
     name, plan, refused = largest(machine, models, options)
@@ -200,20 +335,22 @@ def row_of(machine, papers, models, options):
     tokens = plan.batch_size * plan.length
     activations = activations_of(seen, tokens, layers, hidden)
     flops = 8 * plan.num_parameters * plan.speed.tokens_per_s / machine.num_devices
-    return {
-        **row,
+    row |= {
         "parameters": plan.num_parameters,
         "batch_size": plan.batch_size,
         "length": plan.length,
         "seconds": plan.speed.seconds,
         "tokens_per_s": plan.speed.tokens_per_s,
         "tflops_per_device": flops / 1e12,
+        "device_s": plan.speed.busy["device"] * plan.speed.seconds,
+        "papers_tflops": next((figure.tflops for figure in FIGURES if figure[:2] == (machine, papers)), None),
         "binding": plan.speed.binding,
         "activations_nbytes": seen,
         "device_nbytes": plan.tier(Tier.DEVICE).need_nbytes,
         "host_nbytes": plan.tier(Tier.HOST).need_nbytes,
         "others": by_arithmetic(machine, models, activations, options),
     }
+    return row | {"others_tokens_per_s_at_most": tokens_at_most(machine, models, row, options.today)}
 
 
 def show(row):
@@ -221,12 +358,149 @@ def show(row):
     if row["largest"] is None:
         print(f"{row['machine']:>18}  not even {row['refused']}")
         return
-    others = "".join(f"{name or '-':>12}" for name in row["others"].values())
+    most = row["others_tokens_per_s_at_most"]
+    others = "".join(
+        f"{'-' if name is None else f'{name} {most[system]:,.0f}':>14}" for system, name in row["others"].items()
+    )
+    papers = row["papers"] or "-"
+    if row["papers_tflops"] is not None:
+        papers += f" with {row['papers_tflops']:.1f} TFLOP/s"
     print(
         f"{row['machine']:>18}{row['largest']:>8}{row['tokens_per_s']:>10,.0f}{row['tflops_per_device']:>9.1f}"
-        f"{others}   {row['papers'] or '-'}; {row['refused']} does not fit; {row['binding']} binds",
+        f"{others}   {papers}; {row['refused']} does not fit; {row['binding']} binds",
         flush=True,
     )
+
+
+def terms_of(seconds, critical_s, hidden_s, factor):
+    """Splits what the papers' step takes longer than ours; the terms add up to it.
+
+    Args:
+        seconds: Of our step, and of the papers'.
+        critical_s: Seconds on the critical path of our step, by lane.
+        hidden_s: Seconds that the optimizer on the host, copies over the bus and copies between devices take, in all.
+        factor: How much slower the papers' programs compute than our plan.
+    """
+    ours, papers = seconds
+    path = {
+        "optimizer": critical_s[Lane.HOST_WORK],
+        "copies": critical_s[Lane.TO_DEVICE] + critical_s[Lane.TO_HOST],
+        "between devices": critical_s[Lane.GATHERS] + critical_s[Lane.REDUCTIONS],
+    }
+    terms = {"compute": (factor - 1) * critical_s[Lane.COMPUTE]}
+    terms |= {name: hidden_s[name] - on_path for name, on_path in path.items()}
+    return terms | {"rest": papers - ours - sum(terms.values())}
+
+
+def speed_of(figure, factor):
+    """Our plan of a model that the papers report TFLOP/s of, beside them.
+
+    Args:
+        figure: What they report.
+        factor: How much slower the papers' programs compute than our plan; ``None`` if this figure tells.
+    """
+    machine = figure.machine
+    plan, recording = plan_and_record(*arranged(figure.model, machine, False, figure.batch_size))
+    if recording is None:
+        raise SystemExit(f"{figure.model} does not fit {machine.name} with a batch of {figure.batch_size}")
+    timeline = recording.timeline
+    critical = {lane: nanoseconds / 1e9 for lane, nanoseconds in timeline.critical_ns().items()}
+    busy = {lane: nanoseconds / 1e9 for lane, nanoseconds in timeline.busy_ns().items()}
+    hidden = {
+        "optimizer": machine.host_ns(0, ADAM_NBYTES * recording.num_on_host) / 1e9,
+        "copies": busy[Lane.TO_DEVICE] + busy[Lane.TO_HOST],
+        "between devices": busy[Lane.GATHERS] + busy[Lane.REDUCTIONS],
+    }
+    flops = 8 * plan.num_parameters * plan.batch_size * plan.length  # with recomputation, as the papers count
+    seconds, papers = plan.speed.seconds, flops / figure.tflops / 1e12
+    factor = papers / seconds if factor is None else factor
+    return {
+        "machine": machine.name,
+        "model": figure.model,
+        "batch_size": figure.batch_size,
+        "parameters": plan.num_parameters,
+        "tflops": flops / seconds / 1e12,
+        "papers_tflops": figure.tflops,
+        "papers_source": figure.source,
+        "seconds": seconds,
+        "papers_seconds": papers,
+        "factor_of_compute": factor,
+        "critical_s": {lane.value: value for lane, value in critical.items()},
+        "in_all_s": hidden,
+        "terms_s": terms_of((seconds, papers), critical, hidden, factor),
+    }
+
+
+def speeds():
+    """Prints our TFLOP/s beside the papers', and what the difference in seconds per step consists of."""
+    print("\nsimulated TFLOP/s per device beside the papers'; seconds that the papers' step takes longer, by term")
+    print(f"{'machine':>18}{'model':>6}{'batch':>6}{'TFLOP/s':>9}{'papers':>8}{'seconds':>9}{'papers':>8}", end="")
+    print(f"{'compute':>9}{'optimizer':>11}{'copies':>8}{'between devices':>17}{'rest':>7}  source", flush=True)
+    rows, factor = [], None
+    for figure in FIGURES:
+        row = speed_of(figure, None if figure.moves_nothing else factor)
+        factor = row["factor_of_compute"]
+        terms = row["terms_s"]
+        print(
+            f"{row['machine']:>18}{row['model']:>6}{row['batch_size']:>6}{row['tflops']:>9.1f}"
+            f"{row['papers_tflops']:>8.1f}{row['seconds']:>9.2f}{row['papers_seconds']:>8.2f}{terms['compute']:>9.2f}"
+            f"{terms['optimizer']:>11.2f}{terms['copies']:>8.2f}{terms['between devices']:>17.2f}{terms['rest']:>7.2f}"
+            f"  {row['papers_source']}",
+            flush=True,
+        )
+        rows.append(row)
+    return rows
+
+
+def last_fitting(fits, high):
+    """The last place of 0 to ``high`` that fits, where all before it do; -1 for none. ``high`` is tried first."""
+    low, place = -1, high
+    while low < high:
+        if fits(place):
+            low = place
+        else:
+            high = place - 1
+        place = (low + high + 1) // 2
+    return low
+
+
+def largest_by_batch(machine, options):
+    """The largest of the papers' models for each batch, on one machine; a larger batch never trains a larger model.
+
+    The search halves the list, as if every model needed more than the one before. It does, but for 8B, which has more
+    activations than 10B.
+    """
+    names = list(TABLE_2)
+    high = last_by_bytes(machine, TABLE_2, options)
+    for batch_size in sorted(options.batches):
+        plans = {}
+
+        def fits(place, plans=plans, batch_size=batch_size):
+            plans[place] = plan_of(names[place], machine, options, batch_size)
+            return plans[place] is not None
+
+        print(f" {machine.name}, batch {batch_size}")
+        high = last_fitting(fits, high) if high >= 0 else high
+        plan = plans.get(high)
+        row = {"machine": machine.name, "batch_size": batch_size, "largest": None if high < 0 else names[high]}
+        if plan is not None:
+            row["tokens_per_s"] = plan.speed.tokens_per_s
+            row["tflops_per_device"] = 8 * plan.num_parameters * plan.speed.tokens_per_s / 1e12
+            row["activations_nbytes"] = plan.tier(Tier.DEVICE).owners["non-model data"]
+        yield row
+
+
+def batches(options):
+    """Prints the largest model for each machine and batch."""
+    rows = []
+    for machine in (V100, V100_120):
+        for row in largest_by_batch(machine, options):
+            rows.append(row)
+            common.finish("bench_paper_scale_batches", options, {"simulated": True, "rows": rows})
+    print(f"{'machine':>18}{'batch':>7}{'model':>8}{'tokens/s':>10}{'TFLOP/s':>9}")
+    for row in rows:
+        speed = f"{row['tokens_per_s']:>10,.0f}{row['tflops_per_device']:>9.1f}" if row["largest"] else ""
+        print(f"{row['machine']:>18}{row['batch_size']:>7}{row['largest'] or '-':>8}{speed}")
 
 
 def main():
@@ -235,16 +509,23 @@ def main():
     parser.add_argument("--today", action="store_true", help="Llama-like models on machines of today, 4096 tokens")
     parser.add_argument("--batch_size", type=int, default=4, help="sequences per device, for the papers' models")
     parser.add_argument("--machines", type=int, nargs="+", help="only these lines of the table, from 0")
+    parser.add_argument("--batches", type=int, nargs="+", help="the largest model for each of these, on one V100")
     options = parser.parse_args()
+    if options.batches is not None:
+        batches(options)
+        return
     machines, models = (TODAY, LLAMAS) if options.today else (PAPER_MACHINES, TABLE_2)
-    print("simulated; the largest model of a list, activations computed again")
-    print(f"{'machine':>18}{'model':>8}{'tokens/s':>10}{'TFLOP/s':>9}" + "".join(f"{name:>12}" for name in PARTS))
-    rows = []
+    print("simulated; the largest model of a list, activations computed again; of other systems tokens/s at most")
+    print(f"{'machine':>18}{'model':>8}{'tokens/s':>10}{'TFLOP/s':>9}" + "".join(f"{name:>14}" for name in PARTS))
+    name = "bench_paper_scale_today" if options.today else "bench_paper_scale"
+    result = {"simulated": True, "rows": []}
     for place in options.machines or range(len(machines)):
-        rows.append(row_of(*machines[place], models, options))
-        show(rows[-1])
-        name = "bench_paper_scale_today" if options.today else "bench_paper_scale"
-        common.finish(name, options, {"simulated": True, "rows": rows})
+        result["rows"].append(row_of(*machines[place], models, options))
+        show(result["rows"][-1])
+        common.finish(name, options, result)
+    if not options.today and options.machines is None:
+        result["speeds"] = speeds()
+        common.finish(name, options, result)
 
 
 if __name__ == "__main__":
