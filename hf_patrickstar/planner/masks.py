@@ -11,10 +11,15 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import masking_utils
 
-_THAT_LOOK = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
+_THAT_LOOK = {
+    "_ignore_causal_mask_sdpa": getattr(masking_utils, "fast_all", torch.all),
+    "_ignore_bidirectional_mask_sdpa": torch.all,
+}
+"""Functions of transformers that look into a batch, and what they compute with: it takes memory for a moment."""
 
 
 @contextlib.contextmanager
@@ -29,10 +34,10 @@ def masks_of_batches(*, has_padding: bool, is_packed: bool) -> Iterator[None]:
         if not is_packed and hasattr(masking_utils, "find_packed_sequence_indices"):
             find = _finding_none(masking_utils.find_packed_sequence_indices)
             stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", find))
-        for name in () if has_padding else _THAT_LOOK:
+        for name, are_all in () if has_padding else _THAT_LOOK.items():
             look = getattr(masking_utils, name, None)
             if look is not None:
-                stack.enter_context(mock.patch.object(masking_utils, name, _without_padding(look)))
+                stack.enter_context(mock.patch.object(masking_utils, name, _without_padding(look, are_all)))
         yield
 
 
@@ -44,8 +49,11 @@ def _finding_none(find: Any) -> Any:
     return finds
 
 
-def _without_padding(look: Any) -> Any:
+def _without_padding(look: Any, are_all: Any) -> Any:
     def looks(padding_mask: Any, *args: Any, **kwargs: Any) -> Any:
-        return look(None if isinstance(padding_mask, FakeTensor) else padding_mask, *args, **kwargs)
+        if isinstance(padding_mask, FakeTensor):
+            are_all(padding_mask)
+            padding_mask = None
+        return look(padding_mask, *args, **kwargs)
 
     return looks

@@ -28,6 +28,7 @@ from hf_patrickstar.report.measure import measure_machine
 from hf_patrickstar.runtime import gradient_ring
 from hf_patrickstar.schedule.bounds import ADAM, bounds_of
 from hf_patrickstar.schedule.clock import Lane
+from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.units import KIB, MIB, format_nbytes, format_need, parse_nbytes
 from hf_patrickstar.virtual.listening import listen
 from hf_patrickstar.virtual.micro_batch import MicroBatch
@@ -121,8 +122,23 @@ def plan_for_runs(subject: Subject, circumstances: Circumstances) -> tuple[Plan,
     """Plans as ``plan_and_record`` does, and keeps the traces: runs of the same training follow them from the start."""
     plan, recording = plan_and_record(subject, circumstances)
     if recording is not None:
-        keep_traces(recording.known)
+        keep_traces(_also_without_mask(recording.known, subject))
     return plan, recording
+
+
+def _also_without_mask(known: KnownTraces, subject: Subject) -> KnownTraces:
+    """Traces for runs, too, whose data collator makes no mask of attention where nothing is masked.
+
+    A model needs no more memory then. It may where ``position_ids`` say where sequences begin: without a mask it looks.
+    """
+    names = list(subject.make_inputs())
+    if subject.has_padding or "attention_mask" not in names or "position_ids" in names:
+        return known
+    place = names.index("attention_mask")
+    traces = {
+        key: trace.without_input(place) if trace.kind.is_training else trace for key, trace in known.traces.items()
+    }
+    return dataclasses.replace(known, traces=traces)
 
 
 def arrange(

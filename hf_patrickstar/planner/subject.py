@@ -4,6 +4,7 @@ import ast
 import copy
 import dataclasses
 import difflib
+import inspect
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -90,7 +91,7 @@ class Subject:
         return model  # type: ignore[no-any-return]
 
     def make_inputs(self) -> dict[str, torch.Tensor]:
-        """Makes a micro-batch."""
+        """Makes a micro-batch as data collators of transformers do; of tokens with the mask that tokenizers give."""
         if self.task == "image-classification":
             size = self.config.image_size
             sides = (size, size) if isinstance(size, int) else tuple(size)
@@ -98,7 +99,9 @@ class Subject:
             return {"pixel_values": pixels, "labels": torch.zeros(self.batch_size, dtype=torch.long, device="cpu")}
         tokens = torch.zeros((self.batch_size, self.length), dtype=torch.long, device="cpu")
         labels = tokens[:, 0] if self.task == "sequence-classification" else tokens
-        return {"input_ids": tokens, "labels": labels.clone()}
+        takes_mask = "attention_mask" in inspect.signature(TASKS[self.task][type(self.config)].forward).parameters
+        mask = {"attention_mask": torch.ones_like(tokens)} if takes_mask else {}
+        return {"input_ids": tokens, **mask, "labels": labels.clone()}
 
     def compute_loss(self, model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
         """Computes the loss of a micro-batch with the model; called under fake tensors."""

@@ -103,6 +103,15 @@ class Trace:
         """Whether a step with inputs of these shapes needs no more memory than a recorded one did."""
         return any(_covers(recorded, shapes) for recorded in self.shapes)
 
+    def without_input(self, place: int) -> "Trace":
+        """This trace, for steps also that have all inputs but one, and need no more memory than with it.
+
+        Args:
+            place: Which one, of those that are more than one number.
+        """
+        fewer = tuple(shapes[:place] + shapes[place + 1 :] for shapes in map(_with_sizes, self.shapes))
+        return dataclasses.replace(self, shapes=tuple(dict.fromkeys(self.shapes + fewer)))
+
     def merged(self, earlier: "Trace") -> "Trace":
         """This trace, with the larger byte counts of it and an earlier one, if both visit the same chunks."""
         if [visit.chunk_index for visit in self.visits] != [visit.chunk_index for visit in earlier.visits]:
@@ -182,13 +191,13 @@ def trace_key(name: str, shapes: Shapes) -> str:
     """The name of the trace that a step belongs to: what it is, and its bucket of input shapes.
 
     Steps of one bucket share a trace: each size is rounded up to a power of two or to 1.5 times one, so that batches
-    with many different lengths make few traces.
+    with many different lengths make few traces. Inputs that are a number alone make no difference.
 
     Args:
         name: The kind of step, and the outermost module if that is not the model: ``"evaluation:encoder"``.
         shapes: Shapes of its inputs.
     """
-    sizes = dict.fromkeys("x".join(str(_round_up(size)) for size in shape) for shape in shapes)
+    sizes = dict.fromkeys("x".join(str(_round_up(size)) for size in shape) for shape in _with_sizes(shapes))
     return f"{name}/{','.join(sizes)}" if sizes else str(name)
 
 
@@ -247,10 +256,16 @@ def _integers(values: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _covers(recorded: Shapes, shapes: Shapes) -> bool:
+    recorded, shapes = _with_sizes(recorded), _with_sizes(shapes)
     if [len(shape) for shape in recorded] != [len(shape) for shape in shapes]:
         return False
     pairs = zip(recorded, shapes, strict=True)
     return all(size <= known for ours, theirs in pairs for known, size in zip(ours, theirs, strict=True))
+
+
+def _with_sizes(shapes: Shapes) -> Shapes:
+    """The shapes of inputs that are more than one number, as the Trainer's ``num_items_in_batch`` is."""
+    return tuple(shape for shape in shapes if shape)
 
 
 def input_shapes(shapes: Sequence[Sequence[int]]) -> Shapes:

@@ -57,7 +57,8 @@ def plan_it(config, num_micro_batches=1, **settings):
 class Run:
     """Four steps of a model with the weights of a seed; what it has seen."""
 
-    def __init__(self, config, num_micro_batches=1, length=32, **settings):
+    def __init__(self, config, num_micro_batches=1, length=32, more=lambda tokens: {}, **settings):
+        self.more = more
         torch.manual_seed(0)
         self.model = AutoModelForCausalLM.from_config(config).train()
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
@@ -82,7 +83,7 @@ class Run:
         self.weights = {name: value.clone() for name, value in self.model.state_dict().items()}
 
     def train(self, tokens):
-        loss = self.model(input_ids=tokens, labels=tokens).loss
+        loss = self.model(input_ids=tokens, **self.more(tokens), labels=tokens).loss
         loss.backward()
         return loss.item()
 
@@ -106,6 +107,17 @@ def test_no_step_is_recorded_first(config, num_micro_batches, caplog):
     assert "reuse_plan: the first steps follow a plan made before" in caplog.text
     assert_same(after, before)
     assert after.stats["device_total_step_peak_nbytes"] <= device_budget(config)
+
+
+def mask_and_number(tokens):
+    """What the Trainer adds to a batch of a usual data collator."""
+    return {"attention_mask": torch.ones_like(tokens), "num_items_in_batch": torch.tensor(tokens.numel())}
+
+
+@pytest.mark.parametrize("more", [lambda tokens: {}, mask_and_number], ids=["tokens", "as the Trainer"])
+def test_batches_of_usual_collators_are_those_of_a_plan(more):
+    plan_it(LLAMA)
+    assert Run(LLAMA, more=more).recorded == [0, 0, 0, 0]
 
 
 def test_where_embeddings_are_looked_up_is_taken_over():

@@ -74,6 +74,21 @@ def test_a_trace_covers_inputs_that_are_no_larger_in_any_size(shapes, is_covered
     assert make_trace(((4, 10), (4,))).covers(shapes) == is_covered
 
 
+def test_inputs_that_are_one_number_make_no_difference():
+    """The Trainer gives a model the number of its labels where there is one, and a plan does not."""
+    assert make_trace(((4, 10), (4,))).covers(((4, 10), (), (4,)))
+    assert make_trace(((4, 10), (), (4,))).covers(((4, 10), (4,)))
+    assert trace_key("training", ((4, 10), ())) == trace_key("training", ((4, 10),))
+
+
+def test_a_trace_may_be_for_steps_without_one_of_its_inputs():
+    trace = make_trace(((4, 10), (), (4, 10), (4,))).without_input(1)
+    assert trace.covers(((4, 10), (4, 10), (4,)))
+    assert trace.covers(((3, 10), (2,)))
+    assert not trace.covers(((4, 10), (4, 10)))
+    assert not trace.covers(((4,),))
+
+
 def test_a_trace_without_shapes_covers_only_steps_without():
     assert make_trace().covers(())
     assert not make_trace().covers(((1,),))
