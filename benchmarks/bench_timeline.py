@@ -37,7 +37,13 @@ MODELS = {
     "1.5b": {"hidden_size": 2048, "num_hidden_layers": 28, "intermediate_size": 5632, "num_attention_heads": 16},
     "8b": {"hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12288, "num_attention_heads": 32},
     "14b": {"hidden_size": 5120, "num_hidden_layers": 45, "intermediate_size": 13824, "num_attention_heads": 40},
+    "8b-head": {
+        **{"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336, "num_attention_heads": 32},
+        **{"num_key_value_heads": 8, "vocab_size": 128_256},
+    },
 }
+"""Sizes of the models; ``8b-head`` has an embedding and a head of 1 GiB each, as Llama 3 has."""
+USUAL = ("1.5b", "8b", "14b")
 RECORDED_ON = 1024 * GIB
 """The device budget of the recorded step: activations have room, however many tokens there are."""
 CHUNKS_RECORDED_ON = 16 * GIB
@@ -224,7 +230,7 @@ LANES = (Lane.COMPUTE, Lane.TO_DEVICE, Lane.TO_HOST, Lane.HOST, Lane.HOST_WORK)
 def main():
     """Prints the table."""
     parser = common.parser(__doc__)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--models", nargs="+", default=list(USUAL), choices=list(MODELS))
     parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384], help="per micro-batch and process")
     parser.add_argument("--accumulation", nargs="+", type=int, default=[1], help="micro-batches per step")
     parser.add_argument("--placement", choices=["host", "auto"], default="host", help="where chunks are at home")
