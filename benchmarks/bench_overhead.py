@@ -123,11 +123,17 @@ def make_steps(device, options):
 
 DEEP_WIDTH = 8
 DEEP_CHUNK = 8 * (DEEP_WIDTH * DEEP_WIDTH + DEEP_WIDTH)  # elements: eight layers
-DEEP_SETTINGS = {
-    "resident": {},
-    "copies": {"placement": "host", "chunk_numel": DEEP_CHUNK, "chunk_budget": 2**30},
-    "moving": {"placement": "host", "chunk_numel": DEEP_CHUNK, "chunk_budget": 8 * 4 * DEEP_CHUNK},
-}
+
+
+def deep_settings(num_layers):
+    """Ways to keep the chunks of so many tiny layers; without room for optimizer states homes stay on the host."""
+    all_copies = int(1.25 * 4 * DEEP_CHUNK * -(-num_layers // 8))
+    at_home = {"placement": "host", "chunk_numel": DEEP_CHUNK}
+    return {
+        "resident": {},
+        "copies": {**at_home, "chunk_budget": all_copies},
+        "moving": {**at_home, "chunk_budget": 8 * 4 * DEEP_CHUNK},
+    }
 
 
 class Deep(torch.nn.Module):
@@ -161,7 +167,7 @@ def measure_deep(device, options):
     """Prints microseconds per module and pass over plain torch for each way to keep chunks; returns them."""
     rows = []
     x = torch.randn(4, DEEP_WIDTH, device=device)
-    for name, settings in DEEP_SETTINGS.items():
+    for name, settings in deep_settings(options.deep).items():
         plain, ours = Deep(options.deep).to(device), Deep(options.deep)
         optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
         made = torch.optim.AdamW(ours.parameters(), lr=1e-3, fused=True)
