@@ -177,7 +177,7 @@ class Executor:
             return static  # everything is at home on the device: there is nothing to follow
         self._tick += 1
         chunk.last_access = self._tick
-        moment = tracer.visit(index, lambda: self._in_use(exclude=chunk))
+        moment = tracer.visit(index, self._in_use, chunk)
         step = tracer.step
         if step is not None:
             self.expect(step, moment)

@@ -193,7 +193,7 @@ class Steps:
 
     def visit_for_update(self, chunk: Chunk) -> None:
         """Notes that the optimizer comes to a chunk, wherever that is at home."""
-        self.tracer.visit(chunk.spec.index, lambda: ())
+        self.tracer.visit(chunk.spec.index, tuple)
         if self.tracer.step is not None and self.tracer.step.is_recorded:
             self._meter.restart()
 

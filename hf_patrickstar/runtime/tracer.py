@@ -3,7 +3,7 @@
 import dataclasses
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from hf_patrickstar.events import Listener, StepDiverged, StepRecorded
 from hf_patrickstar.schedule.known import KnownTraces
@@ -166,12 +166,13 @@ class Tracer:
         self.step = step
         return step
 
-    def visit(self, chunk_index: int, pinned: Callable[[], Iterable[int]]) -> int | None:
+    def visit(self, chunk_index: int, pinned: Callable[..., Iterable[int]], *of: Any) -> int | None:
         """Notes a visit to a chunk.
 
         Args:
             chunk_index: The chunk.
             pinned: Tells which other chunks cannot leave now; asked only while recording.
+            *of: What it is asked with.
 
         Returns:
             The moment, if the step follows its trace.
@@ -184,7 +185,7 @@ class Tracer:
                 self.abandon()
                 return None
             self._close_moment(step)
-            step.visits.append((chunk_index, tuple(pinned())))
+            step.visits.append((chunk_index, tuple(pinned(*of))))
             step.reduced.append([])
             return None
         if step.cursor.advance(chunk_index):
