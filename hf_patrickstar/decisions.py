@@ -162,11 +162,12 @@ class Decisions:
             begin, end = spec.parts_of(tensor.numel, placement.offset_numel)[rank]
             yield tensor, end - begin
 
-    def expected(self, situation: Circumstances, foreseen: StepCost | None) -> str:
+    def expected(self, situation: Circumstances, known: KnownTraces, foreseen: StepCost | None) -> str:
         """What this process will need for model data, and for a step, in one line.
 
         Args:
             situation: What the decisions depended on.
+            known: Traces of a plan, which know activations.
             foreseen: What a step will cost, if that is known.
         """
         ledger, homed = situation.resources.ledger, self.homes.device_homed
@@ -178,6 +179,10 @@ class Decisions:
         if on_host:
             on_host += self.workspace_nbytes
             on_device += self.choice.working_set_nbytes
+        in_step = max((trace.least_nbytes(homed) for trace in known.traces.values()), default=0)
+        if in_step:
+            on_device = sum(chunk.device_nbytes for chunk in self.chunk_nbytes if chunk.chunk_index in homed) + in_step
+        beside = "with" if in_step else "beside"
         room = min(limit.nbytes for limit in ledger.limits(Tier.DEVICE))
         time = ""
         if foreseen is not None:
@@ -186,7 +191,7 @@ class Decisions:
         return (
             f"{_in_words(num)} parameters ({_in_words(num_trained)} trained): model data takes "
             f"{format_nbytes(on_host)} of {format_nbytes(ledger.limit(Tier.HOST))} on the host, and on the device, "
-            f"beside activations, at least {format_nbytes(on_device)} of {format_nbytes(room)}{time}"
+            f"{beside} activations, at least {format_nbytes(on_device)} of {format_nbytes(room)}{time}"
         )
 
     def explain(self, situation: Circumstances) -> None:

@@ -118,7 +118,7 @@ class PatrickStarEngine:
         known = find_traces(model, self._decisions, situation)
         self._rules = self._make_rules()
         self.foreseen = self._decisions.foresee(situation, known, self._rules, fills_margin=self._fills_margin())
-        expected = self._decisions.expected(situation, self.foreseen)
+        expected = self._decisions.expected(situation, known, self.foreseen)
         logger.info("patrickstar: %s", expected)
         self._emit(ModelDecided(expected))
         self._payloads = Payloads(self.resources, self._decisions, self._kernels, self._workers)

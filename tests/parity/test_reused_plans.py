@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import logging
+import re
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_patrickstar import PatrickStarEngine, plan, plan_cache
 from hf_patrickstar.machine import CPU_TIER
 from hf_patrickstar.schedule.known import KnownTraces
-from hf_patrickstar.units import MIB
+from hf_patrickstar.units import MIB, parse_nbytes
 
 pytestmark = pytest.mark.own_streams
 
@@ -118,6 +119,21 @@ def mask_and_number(tokens):
 def test_batches_of_usual_collators_are_those_of_a_plan(more):
     plan_it(LLAMA)
     assert Run(LLAMA, more=more).recorded == [0, 0, 0, 0]
+
+
+def test_a_run_says_what_it_needs_with_the_activations_of_the_plan(caplog):
+    def least(words):
+        (found,) = re.findall(rf"on the device, {words} activations, at least ([\d.]+ \w+) of", caplog.text)
+        caplog.clear()
+        return parse_nbytes(found, "bytes")
+
+    with caplog.at_level(logging.INFO, "hf_patrickstar"):
+        Run(GPT2)
+        chunks = least("beside")
+        plan_it(GPT2)
+        run = Run(GPT2)
+        everything = least("with")
+    assert chunks < everything <= run.stats["device_total_step_peak_nbytes"]
 
 
 def test_where_embeddings_are_looked_up_is_taken_over():
