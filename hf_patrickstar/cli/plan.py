@@ -14,6 +14,7 @@ from hf_patrickstar.cli.plan_search import run_search, showing
 from hf_patrickstar.cli.settings import settings_of
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import MACHINES
+from hf_patrickstar.report.timeline import check_plots
 
 if TYPE_CHECKING:
     from hf_patrickstar.planner.plan import Plan
@@ -88,6 +89,8 @@ def run(options: argparse.Namespace) -> int:
     if options.html:
         given["the timeline of --html"] = str(trace_beside(options.html))
     check_files({option: name for option, name in given.items() if name is not None})
+    if options.png is not None:
+        check_plots()
     # transformers takes seconds to import, and other commands do without.
     from hf_patrickstar.cli.plan_page import write_plan_page, write_plan_picture
     from hf_patrickstar.planner.planning import plan_for_runs

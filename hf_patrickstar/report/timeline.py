@@ -1,5 +1,6 @@
 """A timeline, of the virtual clock or measured, for people: as a trace for Perfetto, and as a picture."""
 
+import importlib.util
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -99,6 +100,16 @@ def draw(timeline: Timeline, title: str = "timeline") -> "Figure":
     return figure
 
 
+def check_plots() -> None:
+    """Makes sure that pictures can be drawn, before the work whose outcome they show.
+
+    Raises:
+        ConfigError: If matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("matplotlib is not installed: pip install 'hf_patrickstar[plots]'")
+
+
 def new_figure(height: float) -> "Figure":
     """An empty figure.
 
@@ -108,11 +119,10 @@ def new_figure(height: float) -> "Figure":
     Raises:
         ConfigError: If matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("matplotlib is not installed: pip install 'hf_patrickstar[plots]'") from error
+    check_plots()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(12, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 from pages import PageReader, check_alone, check_charts
@@ -140,3 +141,10 @@ def test_a_file_that_cannot_be_written_is_named_at_once(option, tmp_path, capsys
     path = tmp_path / "missing" / "file"
     assert main(["plan", MODEL, *TIGHT, option, str(path)]) == 2
     assert re.fullmatch(rf"hf-patrickstar plan: .*'{path}' cannot be written: .*\n", capsys.readouterr().err)
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_at_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("hf_patrickstar.planner.planning.plan_and_record", lambda *_: pytest.fail("it has planned"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["plan", MODEL, *TIGHT, "--png", str(tmp_path / "p.png")]) == 2
+    assert "matplotlib is not installed: pip install 'hf_patrickstar[plots]'\n" in capsys.readouterr().err

@@ -1,8 +1,8 @@
 """Traces and pictures of a timeline say what is in it."""
 
-import builtins
 import itertools
 import json
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -217,14 +217,7 @@ def test_nothing_and_much_can_be_drawn(tmp_path):
 
 
 def test_without_matplotlib_there_is_a_sentence(tmp_path, monkeypatch):
-    real = builtins.__import__
-
-    def importing(name, *arguments, **others):
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *arguments, **others)
-
-    monkeypatch.setattr(builtins, "__import__", importing)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"matplotlib is not installed: pip install 'hf_patrickstar\[plots\]'"):
         write_picture(make_timeline(), tmp_path / "picture.png")
     write_trace(make_timeline(), tmp_path / "trace.json")
