@@ -179,7 +179,8 @@ class Decisions:
         if on_host:
             on_host += self.workspace_nbytes
             on_device += self.choice.working_set_nbytes
-        in_step = max((trace.least_nbytes(homed) for trace in known.traces.values()), default=0)
+        training = [trace for trace in known.traces.values() if trace.kind.is_training]
+        in_step = max((trace.least_nbytes(homed) for trace in training), default=0)
         if in_step:
             on_device = sum(chunk.device_nbytes for chunk in self.chunk_nbytes if chunk.chunk_index in homed) + in_step
         beside = "with" if in_step else "beside"

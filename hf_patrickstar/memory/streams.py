@@ -291,8 +291,9 @@ class DeviceStreams:
     ) -> Copy:
         """See ``Streams``."""
         events = [other.event for other in after if isinstance(other, (StreamTicket, LateTicket))]
-        if self._times is not None:
-            work = self._times.of_work(work)
+        times = self._times
+        if times is not None:
+            work = times.of_work(work)
         return self._make(HostTicket, self._driver.on_host(work, events, otherwise))
 
     def on_tier_of(self, source: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -344,18 +345,20 @@ class DeviceStreams:
         return self._make(StreamTicket, stream.record_event(), lane, self._driver)
 
     def _put(self, lane: WorkLane, source: torch.Tensor, target: torch.Tensor, stream: Stream) -> None:
-        if self._times is None:
+        times = self._times  # a late copy is put here by the host's thread, while the caller's may end the measuring
+        if times is None:
             self._driver.copy(source, target, stream)
             return
-        with self._times.around_copy(lane, stream, source.nbytes):
+        with times.around_copy(lane, stream, source.nbytes):
             self._driver.copy(source, target, stream)
 
     def _make(self, kind: type[_T], *args: Any) -> _T:
         """A ticket, whose waits are measured if the step is."""
-        if self._times is None:
+        times = self._times
+        if times is None:
             return kind(*args)
         ticket: Any = _TIMED[kind](*args)
-        ticket.times = self._times
+        ticket.times = times
         return ticket  # type: ignore[no-any-return]
 
     def _hold(self, source: torch.Tensor, ticket: StreamTicket) -> None:

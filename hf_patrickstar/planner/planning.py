@@ -131,7 +131,9 @@ def _also_without_mask(known: KnownTraces, subject: Subject) -> KnownTraces:
 
     A model needs no more memory then. It may where ``position_ids`` say where sequences begin: without a mask it looks.
     """
-    names = list(subject.make_inputs())
+    known = dataclasses.replace(known, has_padding=subject.has_padding)
+    inputs = subject.make_inputs()
+    names = [name for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.dim()]
     if subject.has_padding or "attention_mask" not in names or "position_ids" in names:
         return known
     place = names.index("attention_mask")

@@ -1,5 +1,6 @@
 """How ``TrainingArguments`` say that a model is trained, in the words of ``plan``."""
 
+import contextlib
 from typing import Any
 
 import torch
@@ -51,8 +52,8 @@ def asked_by(arguments: Any, *, has_optimizer: bool = False) -> dict[str, Any]:
     """
     if not isinstance(arguments, TrainingArguments):
         raise ConfigError(
-            f"arguments: they must be TrainingArguments of transformers, got an object of type "
-            f"{type(arguments).__name__}; pass their values by name instead (batch_size=4, ...)"
+            f"arguments of type {type(arguments).__name__} are not TrainingArguments of transformers; pass their "
+            "values by name instead (batch_size=4, ...)"
         )
     given: Any = arguments
     settings = settings_of(given)
@@ -62,7 +63,7 @@ def asked_by(arguments: Any, *, has_optimizer: bool = False) -> dict[str, Any]:
         "world_size": given.world_size,
         "checkpointing": is_checkpointing(given),
         "dtype": settings.pop("dtype", "auto"),
-        "max_norm": given.max_grad_norm or None,
+        "max_norm": given.max_grad_norm or float("inf"),  # the Trainer computes the norm all the same
         "device_memory": settings.get("device_budget"),
         "host_memory": settings.get("host_budget"),
     }
@@ -72,12 +73,14 @@ def asked_by(arguments: Any, *, has_optimizer: bool = False) -> dict[str, Any]:
 
 
 def _optimizer_of(args: Any) -> str:
-    kind: Any = Trainer.get_optimizer_cls_and_kwargs(args)[0]
-    name = str(kind.__name__)
-    if getattr(torch.optim, name, None) is not kind:
+    kind: Any = None
+    with contextlib.suppress(ImportError, ValueError):  # of a library that is not installed here
+        kind = Trainer.get_optimizer_cls_and_kwargs(args)[0]
+    name = getattr(kind, "__name__", "")
+    if kind is None or getattr(torch.optim, name, None) is not kind:
         raise ConfigError(
-            f"arguments: --optim {getattr(args.optim, 'value', args.optim)} is not in torch.optim, and a plan makes "
+            f"--optim {getattr(args.optim, 'value', args.optim)} is not in torch.optim, and a plan makes "
             "those alone; plan the script that makes it (hf-patrickstar plan ... -- SCRIPT), or pass optimizer='adamw' "
             "for one with two states of each parameter"
         )
-    return name
+    return str(name)

@@ -82,7 +82,9 @@ def measured_lanes(pieces: Sequence[Piece], times: LaneTimes) -> Timeline | None
         return None
     begin = pieces[0].begin_ns
     computed = [Piece(part, *map(times.ns_of, moments)) for part, _, _, moments in pieces]  # type: ignore[arg-type]
-    stops = [stop for stop in times.stops() if begin <= stop.begin_ns]
+    # An evaluation or a save may follow before the next step does. What the host's thread was given may come late.
+    last = max(pieces[-1].end_ns, computed[-1].end_ns)
+    stops = [stop for stop in times.stops() if begin <= stop.begin_ns <= last]
     waits = [
         Wait(since - begin, until - since, _AWAITED[lane], Lane.HOST if is_host else Lane.COMPUTE)
         for lane, since, until, is_host in stops
@@ -91,7 +93,11 @@ def measured_lanes(pieces: Sequence[Piece], times: LaneTimes) -> Timeline | None
     spans = [
         *_spans_of(computed, _blocks(wait for wait in stops if not wait.is_host), Lane.COMPUTE),
         *_spans_of(pieces, _blocks(wait for wait in stops if wait.is_host), Lane.HOST, Lane.HOST),
-        *(_span(work) for work in times.works() if begin <= work.begin_ns),
+        *(
+            _span(work)
+            for work in times.works()
+            if begin <= work.begin_ns and (work.begin_ns <= last or work.lane is WorkLane.HOST_WORK)
+        ),
     ]
     if len(spans) + len(waits) > MOST_SPANS:
         return None

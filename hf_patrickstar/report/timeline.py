@@ -1,6 +1,5 @@
 """A timeline, of the virtual clock or measured, for people: as a trace for Perfetto, and as a picture."""
 
-import importlib.util
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -106,8 +105,12 @@ def check_plots() -> None:
     Raises:
         ConfigError: If matplotlib is not installed.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("matplotlib is not installed: pip install 'hf_patrickstar[plots]'")
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"matplotlib cannot be imported ({error}): pip install 'hf_patrickstar[plots]', or leave the picture out"
+        ) from error
 
 
 def new_figure(height: float) -> "Figure":

@@ -309,6 +309,8 @@ class ModelHooks:
             self._follow_model(frame.stage is Stage.FORWARD)
             inputs = list(_tensors_in((args, kwargs)))
             shapes = input_shapes([tensor.shape for tensor in inputs])
+            if self._manager.tracer.asks_padding and frame.stage is Stage.FORWARD:
+                self._manager.tracer.note_padding(_has_padding(kwargs.get("attention_mask")))
             present = itertools.chain(inputs, self._model.buffers())
             self._phases.before_forward(frame.stage, "" if frame.module is self._model else name, shapes, present)
         except BaseException:
@@ -380,3 +382,8 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def _to(value: Any, device: torch.device) -> Any:
     """Moves every tensor in a value to a device."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
+
+
+def _has_padding(mask: Any) -> bool:
+    """Whether some tokens are masked; it waits for the device, and is asked once."""
+    return isinstance(mask, torch.Tensor) and mask.dim() == 2 and not bool(mask.all())

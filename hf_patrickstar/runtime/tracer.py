@@ -1,6 +1,7 @@
 """Records traces, and follows them once they are there (PatrickStar section 8.1)."""
 
 import dataclasses
+import logging
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -13,6 +14,8 @@ from hf_patrickstar.schedule.trace import Cursor, Shapes, Trace, Visit, trace_ke
 NOTHING_KNOWN = KnownTraces()
 _MOST_DIVERGED_IN_A_ROW = 2
 MOST_VISITS = 200_000
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(slots=True)
@@ -95,6 +98,7 @@ class Tracer:
         traces: The traces, by key.
         version: Another number when a step has been recorded: what follows from the traces is decided anew.
         step: The step that runs, or ``None``.
+        asks_padding: Whether traces of a plan without padding are there that no step has followed yet.
         diverging: Keys of steps whose non-model data is measured although they follow a trace: one has diverged.
     """
 
@@ -110,6 +114,7 @@ class Tracer:
         self.traces: dict[str, Trace] = dict(known.traces)
         self.version = 1 if known.traces else 0
         self.step: Step | None = None
+        self.asks_padding = bool(known.traces) and not known.has_padding
         self.diverging: set[str] = set()
         self._chunk_nbytes = tuple(chunk_nbytes)
         self._gauges = gauges
@@ -249,6 +254,20 @@ class Tracer:
             self.traces.pop(step.key, None)
             in_a_row = 0
         self._diverged_in_a_row[step.key] = in_a_row
+
+    def note_padding(self, has_padding: bool) -> None:
+        """Drops the traces of a plan without padding, if the first batch has some: it may need more memory.
+
+        Args:
+            has_padding: Whether it has.
+        """
+        self.asks_padding = False
+        if has_padding:
+            logger.info(
+                "patrickstar: reuse_plan: the batches of the plan have no padding, and the first one here has; the "
+                "first step is recorded"
+            )
+            self.discard()
 
     def discard(self) -> None:
         """Drops every trace: what was recorded is no longer true, and the next steps are recorded anew."""

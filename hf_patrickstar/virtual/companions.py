@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Pipe
 
 import torch
@@ -40,18 +40,22 @@ class Companions:
         self._num = num
         self._num_threads = num_threads
         self._connections: list[Connection] | None = None  # before the first call
+        self._end: Callable[[], object] | None = None
 
     @contextlib.contextmanager
     def calling(self, call: OperatorCall) -> Iterator[None]:
         """Inside the block all companions make a call, again and again.
 
-        Without companions, or where one has failed, nobody does; the first time a line of the log says so.
+        Without companions, or where one of them refuses the call, nobody does. Where one has failed, nobody does from
+        then on, and a line of the log says so.
         """
-        begun = self._tell(call)
+        has_all = self._tell(call)
+        if not has_all:
+            self._tell(None)  # some may have begun
         try:
             yield
         finally:
-            if begun:
+            if has_all:
                 self._tell(None)
 
     def _tell(self, what: OperatorCall | None) -> bool:
@@ -69,6 +73,8 @@ class Companions:
                 *(type(error).__name__, error),
             )
             self._connections = []
+            if self._end is not None:
+                self._end()  # the others would call the operator for ever
             return False
         return all(answers) and bool(answers)
 
@@ -76,7 +82,7 @@ class Companions:
         environment = {**os.environ, "OMP_NUM_THREADS": str(self._num_threads)}
         found: list[Connection] = []
         processes: list[subprocess.Popen[bytes]] = []
-        weakref.finalize(self, _end, found, processes)
+        self._end = weakref.finalize(self, _end, found, processes)
         for _ in range(self._num):
             here, there = Pipe()
             with there:

@@ -39,7 +39,8 @@ class OperatorTimes:
     """What operators take; see [Note: operators that are timed].
 
     Args:
-        most_nbytes: Bytes of the operands of one operator at most; by default an eighth of the free memory.
+        most_nbytes: Bytes of the operands of one operator at most; by default an eighth of the free memory, which
+            companions share.
         num_threads: Threads of torch while an operator is timed, where the planned process has as many; by default
             those of this process.
         num_companions: Processes that call an operator while it is timed; see [Note: companions]. On an accelerator
@@ -51,7 +52,8 @@ class OperatorTimes:
         self._num_threads = num_threads
         num = 0 if is_accelerator(self._device) else num_companions
         self._companions = Companions(num, num_threads or torch.get_num_threads())
-        self._most_nbytes = available_host_nbytes() // _PART_OF_MEMORY if most_nbytes is None else most_nbytes
+        share = available_host_nbytes() // (_PART_OF_MEMORY * (num + 1))
+        self._most_nbytes = share if most_nbytes is None else most_nbytes
         self._known: dict[Hashable, int | None] = {}
         with _disable_current_modes():
             others = torch.zeros(_OTHERS_NUMEL, device=self._device)

@@ -121,6 +121,23 @@ def test_batches_of_usual_collators_are_those_of_a_plan(more):
     assert Run(LLAMA, more=more).recorded == [0, 0, 0, 0]
 
 
+def padded(tokens):
+    mask = torch.ones_like(tokens)
+    mask[1, -5:] = 0
+    return {"attention_mask": mask}
+
+
+def test_a_first_batch_with_padding_is_not_that_of_a_plan(caplog):
+    """It has a mask of all pairs of tokens, which the plan knows nothing of."""
+    before = Run(LLAMA, more=padded)
+    plan_it(LLAMA)
+    with caplog.at_level(logging.INFO, "hf_patrickstar"):
+        after = Run(LLAMA, more=padded)
+    assert after.recorded[0] > 0
+    assert "the batches of the plan have no padding, and the first one here has" in caplog.text
+    assert_same(after, before)
+
+
 def test_a_run_says_what_it_needs_with_the_activations_of_the_plan(caplog):
     def least(words):
         (found,) = re.findall(rf"on the device, {words} activations, at least ([\d.]+ \w+) of", caplog.text)

@@ -35,7 +35,7 @@ def test_they_are_asked_for_as_by_name(tmp_path):
         batch_size=2,
         num_micro_batches=3,
         checkpointing=True,
-        max_norm=None,
+        max_norm=float("inf"),
         dtype="bf16",
         optimizer="SGD",
         device_memory="1GiB",
@@ -47,7 +47,7 @@ def test_they_are_asked_for_as_by_name(tmp_path):
     assert (found.batch_size, found.num_micro_batches, found.checkpointing) == (2, 3, True)
     assert found.tier(Tier.DEVICE).budget_nbytes == 2**30
     assert found.chunks.numel == 8192
-    assert found.speed.clipped_seconds is None
+    assert found.speed.clipped_seconds is not None, "the Trainer computes the norm all the same"
 
 
 def test_what_is_given_by_name_wins(tmp_path):
@@ -67,15 +67,14 @@ def test_arguments_of_every_class_say_their_precision(tmp_path, kind, flags, dty
 
 
 def test_other_objects_get_a_sentence():
-    with pytest.raises(
-        ConfigError, match="arguments: they must be TrainingArguments of transformers, got an object of type dict"
-    ):
+    with pytest.raises(ConfigError, match="arguments of type dict are not TrainingArguments of transformers"):
         hf_patrickstar.plan(MODEL, "h100", arguments={"batch_size": 1})
 
 
-def test_an_optimizer_that_is_not_of_torch_gets_a_sentence_unless_another_is_named(tmp_path):
-    """torch has an Adafactor, too, which is not that of transformers."""
-    arguments = make(tmp_path, optim="adafactor")
-    with pytest.raises(ConfigError, match=r"--optim adafactor is not in torch\.optim"):
+@pytest.mark.parametrize("optim", ["adafactor", "adamw_bnb_8bit"])
+def test_an_optimizer_that_is_not_of_torch_gets_a_sentence_unless_another_is_named(tmp_path, optim):
+    """torch has an Adafactor, too, which is not that of transformers; bitsandbytes may not be installed."""
+    arguments = make(tmp_path, optim=optim)
+    with pytest.raises(ConfigError, match=rf"--optim {optim} is not in torch\.optim"):
         hf_patrickstar.plan(MODEL, "h100", arguments=arguments, length=16)
     assert hf_patrickstar.plan(MODEL, "h100", arguments=arguments, length=16, optimizer="adamw").fits

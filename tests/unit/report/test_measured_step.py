@@ -79,8 +79,10 @@ TIMES = Times(
         TimedCopy(WorkLane.TO_DEVICE, 120, 160, 8, True),
         TimedCopy(WorkLane.TO_HOST, 400, 520, 16, True),
         TimedCopy(WorkLane.HOST_WORK, 520, 700, 0, True),
+        TimedCopy(WorkLane.TO_DEVICE, 800, 900, 8, True),  # of an evaluation
     ],
     [
+        Stop(WorkLane.TO_DEVICE, 800, 850, False),
         Stop(WorkLane.TO_DEVICE, 130, 160, False),
         Stop(WorkLane.TO_HOST, 450, 480, False),
         Stop(WorkLane.TO_HOST, 205, 225, True),

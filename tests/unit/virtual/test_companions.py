@@ -87,6 +87,29 @@ def test_an_operator_that_refuses_its_operands_is_left_out(started, caplog):
     assert not caplog.records
 
 
+def test_where_one_companion_ends_the_others_do_not_go_on(started):
+    made, (first, second) = started
+    os.kill(second, signal.SIGKILL)
+    with made.calling(product()):
+        assert has_ended(first)
+    del made
+    gc.collect()
+
+
+def test_where_one_companion_refuses_the_others_do_not_go_on(processes, monkeypatch):
+    """Each has memory of its own to find operands in."""
+    made, told = Companions(2, 1), []
+    answer = companions._answer
+    monkeypatch.setattr(companions, "_answer", lambda connection: (told.append(answer(connection)), len(told) != 2)[1])
+    with made.calling(product()):
+        before = [cpu_seconds(process.pid) for process in processes]
+        time.sleep(0.5)
+        assert [cpu_seconds(process.pid) for process in processes] == pytest.approx(before, abs=0.05)
+    assert told == [True] * 4, "both have begun, and have ended when they were told to"
+    del made
+    gc.collect()
+
+
 def test_a_companion_that_has_ended_is_said_once(started, caplog):
     made, pids = started
     os.kill(pids[0], signal.SIGKILL)
