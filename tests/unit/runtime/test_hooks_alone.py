@@ -76,6 +76,7 @@ class Hooked:
             copies=None,
             tensors=self.tensors,
             find=self.find,
+            tracer=types.SimpleNamespace(asks_padding=False),
             steps=types.SimpleNamespace(forecast=fake("note")),
             sharing=types.SimpleNamespace(is_alone=is_alone),
             gradients=gradients,
