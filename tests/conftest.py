@@ -2,6 +2,7 @@ import gc
 import logging
 import os
 import shutil
+import signal
 import tempfile
 
 # Before torch is imported: two shared cores, and spinning threads would steal each other's time.
@@ -10,6 +11,10 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Plans leave files for runs there: each process of tests has a cache of its own.
 CACHE = os.environ["HF_ASSETS_CACHE"] = tempfile.mkdtemp(prefix="hf_patrickstar_cache_")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts programs in the background so; tests interrupt themselves.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch
