@@ -44,6 +44,7 @@ import time
 from typing import NamedTuple
 
 import common
+from peers import HOST_NBYTES
 from transformers import GPT2Config, LlamaConfig
 
 from hf_patrickstar.errors import EngineError
@@ -78,7 +79,10 @@ LLAMAS = {
     **{"175B": (96, 12288), "200B": (110, 12288)},
 }
 """Layers and hidden sizes of Llama-like models: heads of 128, feed-forward of 8/3 of the hidden size, 32,000 tokens."""
-PARTS = {"static": (2, 14, 0), "zero3": (0, 18, 4), "zero3 x 1.5": (0, 27, 4), "fsdp2": (0, 16, 4)}
+PARTS = {
+    **{"static": (2, 14, 0), "zero3": (0, HOST_NBYTES["zero3"], 4)},
+    **{"zero3 x 1.5": (0, HOST_NBYTES["zero3"] * 3 // 2, 4), "fsdp2": (0, HOST_NBYTES["fsdp2"], 4)},
+}
 """Bytes per parameter on the device and on the host, and per parameter of one layer that the device holds beside."""
 
 
