@@ -52,7 +52,7 @@ def plan(
         machine: A known machine, a JSON file of ``hf-patrickstar env --measure --json``, ``"this"`` (which is measured
             for some seconds, in as many processes), or a ``Machine``.
         arguments: ``TrainingArguments`` of the training, those of this package or of transformers: they say what is not
-            given by name below, but for ``task``, ``length`` and ``adapters``.
+            given by name below, setting by setting, but for ``task``, ``length`` and ``adapters``.
         advice: Whether changes are planned, too, and the largest batch and length that fit: ``Plan.changes``,
             ``Plan.largest``. It takes several times as long.
         **asked: How it is trained.
@@ -75,7 +75,10 @@ def plan(
         ConfigError: If an argument makes no sense.
     """
     said = {} if arguments is None else asked_by(arguments, has_optimizer="optimizer" in asked)
-    subject, circumstances = arrange(model, machine, **{**_DEFAULTS, **said, **asked})
+    given: dict[str, Any] = {**_DEFAULTS, **said, **asked}
+    if said and isinstance(given["settings"], Mapping):
+        given["settings"] = {**said["settings"], **given["settings"]}
+    subject, circumstances = arrange(model, machine, **given)
     found, _ = plan_for_runs(subject, circumstances)
     if not advice:
         return found

@@ -54,8 +54,11 @@ def test_what_is_given_by_name_wins(tmp_path):
     arguments = make(
         tmp_path, per_device_train_batch_size=2, patrickstar=True, patrickstar_config={"chunk_numel": 8192}
     )
-    found = hf_patrickstar.plan(MODEL, "h100", arguments=arguments, batch_size=1, length=16, dtype="bf16")
+    found = hf_patrickstar.plan(
+        MODEL, "h100", arguments=arguments, batch_size=1, length=16, dtype="bf16", settings={"prefetch_depth": 1}
+    )
     assert (found.batch_size, found.precision, found.chunks.numel) == (1, "bfloat16", 8192)
+    assert dict(found.settings) == {"dtype": "bf16", "chunk_numel": 8192, "prefetch_depth": 1}
 
 
 @pytest.mark.parametrize("kind", [TrainingArguments, Seq2SeqTrainingArguments, PatrickStarTrainingArguments])
