@@ -48,8 +48,8 @@ from hf_patrickstar.schedule.script import (
     Send,
     ThreadWork,
 )
+from hf_patrickstar.virtual.answers import answer
 from hf_patrickstar.virtual.costs import HostCache, cost_of, touches_of
-from hf_patrickstar.virtual.grouped import GROUPED, grouped_result
 from hf_patrickstar.virtual.note_taker import NoteTaker
 from hf_patrickstar.virtual.tapes import Operator, Tapes
 from hf_patrickstar.virtual.timing import OperatorTimes
@@ -59,13 +59,6 @@ _COPIES = frozenset({_aten.copy_, _aten._to_copy, _aten.clone, _aten._foreach_co
 _ASKS_DEVICE = torch.ops.prim.device.default
 _ASKS = frozenset({_aten._local_scalar_dense, _aten.item, _aten.nonzero, _aten.is_nonzero})
 """Operators that give the host a value."""
-_IN_PLACE = frozenset(
-    {
-        *(_aten.copy_, _aten.fill_, _aten.zero_, _aten._foreach_copy_, _aten._foreach_mul_, _aten._foreach_add_),
-        *(_aten._fused_adamw_, _aten._fused_adam_),
-    }
-)
-"""Operators that change their operands and return nothing new, and need not run on fake tensors."""
 _BY_PLAN = frozenset({LOADS, LOADS_TOGETHER, WAITS_FOR_ARRIVAL})
 """Where the host waits as a plan says, which is no part of a script."""
 _HERE = frozenset(
@@ -524,7 +517,7 @@ class VirtualDriver:
 
 
 class _Operators(OperatorMode):
-    """Tells a driver of every operator, and answers for fake tensors what only values can."""
+    """Tells a driver of every operator, and answers for fake tensors; see [Note: answers for fake tensors]."""
 
     def __init__(self, driver: VirtualDriver) -> None:
         super().__init__()
@@ -534,27 +527,11 @@ class _Operators(OperatorMode):
         if func is _ASKS_DEVICE and isinstance(args[0], FakeTensor):
             return args[0].device  # torch asks twice per operator; through the modes below it would take long
         kwargs = kwargs or {}
-        if getattr(func, "_overloadpacket", None) in _IN_PLACE and all(
-            isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
-        ):
-            result: Any = args[0] if func._schema.returns else None  # there are no bytes to write
-        elif func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            result = _plausible(args[0])
-        elif func is GROUPED.default and isinstance(args[0], FakeTensor):
-            result = grouped_result(*args, **kwargs)  # see [Note: grouped products]
-        else:
-            result = func(*args, **kwargs)
+        result = answer(func, args, kwargs)
         if getattr(func, "_schema", None) is not None:
             self._driver.note_operator(func, args, kwargs, result)
         self._driver.note_results(result)
         return result
-
-
-def _plausible(tensor: torch.Tensor) -> bool | int | float:
-    """A value in place of one that a fake tensor has not: a norm of 1, a finite number, nothing that overflowed."""
-    if tensor.dtype is torch.bool:
-        return False
-    return 1.0 if tensor.is_floating_point() else 1
 
 
 def caller() -> str:

@@ -1,0 +1,139 @@
+"""What operators return for fake tensors, where torch does not know it or takes long to find out.
+
+[Note: answers for fake tensors]
+``FakeTensorMode`` looks up what an operator returns by all its arguments, which takes some 70 microseconds, and several
+hundred where they are new: for a view at another offset, say, and an engine makes a view for each parameter. What a
+view or new memory is like needs no such search. The tensor of the meta device below a fake tensor is asked instead, and
+its answer is made a fake tensor again: the same sizes, strides, type and storage.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.utils._pytree import tree_leaves
+
+from hf_patrickstar.virtual.grouped import GROUPED, grouped_result
+
+_aten = torch.ops.aten
+_META = torch.device("meta")
+_Arguments = Sequence[Any]
+_Named = Mapping[str, Any]
+
+
+def answer(func: Any, args: _Arguments, kwargs: _Named) -> Any:
+    """What an operator returns; see [Note: answers for fake tensors].
+
+    Args:
+        func: The overload that is called, or an operator of higher order.
+        args: Its positional arguments.
+        kwargs: Its named arguments.
+    """
+    known = _ANSWERS.get(func)
+    found = NotImplemented if known is None else known(func, args, kwargs)
+    return func(*args, **kwargs) if found is NotImplemented else found
+
+
+def _changed(func: Any, args: _Arguments, kwargs: _Named) -> Any:
+    """Operators that change their operands and return nothing new: there are no bytes to write."""
+    tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    if not all(isinstance(tensor, FakeTensor) for tensor in tensors):
+        return NotImplemented
+    return args[0] if func._schema.returns else None
+
+
+def _plausible(func: Any, args: _Arguments, kwargs: _Named) -> Any:
+    """A value in place of one that a fake tensor has not: a norm of 1, a finite number, nothing that overflowed."""
+    tensor = args[0]
+    if not isinstance(tensor, FakeTensor):
+        return NotImplemented
+    if tensor.dtype is torch.bool:
+        return False
+    return 1.0 if tensor.is_floating_point() else 1
+
+
+def _grouped(func: Any, args: _Arguments, kwargs: _Named) -> Any:
+    """See [Note: grouped products]."""
+    return grouped_result(*args, **kwargs) if isinstance(args[0], FakeTensor) else NotImplemented
+
+
+def _view(func: Any, args: _Arguments, kwargs: _Named) -> Any:
+    """Another look at the same storage."""
+    tensor = args[0]
+    if type(tensor) is not FakeTensor:
+        return NotImplemented
+    mode = tensor.fake_mode
+    with in_kernel_invocation_manager(mode):
+        result = func(*args, **kwargs)
+    return FakeTensor(mode, result, tensor.fake_device)
+
+
+def _norm(func: Any, args: _Arguments, kwargs: _Named) -> Any:
+    """The norm of all elements."""
+    tensor = args[0]
+    if type(tensor) is not FakeTensor or len(args) > 2 or not tensor.is_floating_point():  # of some dimensions
+        return NotImplemented
+    return _make(tensor.fake_mode, (), kwargs.get("dtype") or tensor.dtype, tensor.fake_device)
+
+
+def _new_empty(func: Any, args: _Arguments, kwargs: _Named) -> Any:
+    """Memory like that of a tensor."""
+    tensor, size = args
+    if type(tensor) is not FakeTensor or kwargs.keys() - _OF_MEMORY or not _is_known(size):
+        return NotImplemented
+    device = kwargs.get("device") or tensor.fake_device
+    return _make(tensor.fake_mode, size, kwargs.get("dtype") or tensor.dtype, device)
+
+
+def _new(func: Any, args: _Arguments, kwargs: _Named) -> Any:
+    """New memory, whatever is in it."""
+    dtype, device, mode = kwargs.get("dtype"), kwargs.get("device"), _mode()
+    if mode is None or dtype is None or kwargs.keys() - _OF_MEMORY or not _is_known(args[0]):
+        return NotImplemented
+    return _make(mode, args[0], dtype, torch.device("cpu") if device is None else device)
+
+
+_OF_MEMORY = frozenset({"dtype", "device", "pin_memory"})
+"""Arguments that say nothing of an order of elements or a layout."""
+
+
+def _mode() -> FakeTensorMode | None:
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return mode if isinstance(mode, FakeTensorMode) else None
+
+
+def _is_known(size: Any) -> bool:
+    return all(type(length) is int and length >= 0 for length in size)
+
+
+def _make(mode: FakeTensorMode, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    if device.type != "cpu":
+        return NotImplemented
+    with in_kernel_invocation_manager(mode):
+        result = torch.empty(size, dtype=dtype, device=_META)
+    return FakeTensor(mode, result, device)
+
+
+def _overloads(*packets: Any) -> list[Any]:
+    return [getattr(packet, name) for packet in packets for name in packet.overloads()]
+
+
+_CHANGES = _overloads(
+    *(_aten.copy_, _aten.fill_, _aten.zero_, _aten.uniform_, _aten.normal_, _aten._foreach_copy_),
+    *(_aten._foreach_mul_, _aten._foreach_add_, _aten._fused_adamw_, _aten._fused_adam_),
+)
+_VIEWS = (
+    *(_aten.as_strided.default, _aten.slice.Tensor, _aten.select.int, _aten.view.default, _aten.expand.default),
+    *(_aten.detach.default, _aten.alias.default),
+)
+_MAKES = _aten.empty.memory_format, _aten.full.default, _aten.zeros.default, _aten.ones.default
+_ANSWERS: dict[Any, Callable[[Any, _Arguments, _Named], Any]] = {
+    **dict.fromkeys(_CHANGES, _changed),
+    **dict.fromkeys(_VIEWS, _view),
+    **dict.fromkeys(_MAKES, _new),
+    _aten.new_empty.default: _new_empty,
+    _aten.linalg_vector_norm.default: _norm,
+    _aten._local_scalar_dense.default: _plausible,
+    GROUPED.default: _grouped,
+}
