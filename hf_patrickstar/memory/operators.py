@@ -1,12 +1,12 @@
 """Which memory an operator of torch touches: for modes that watch operators."""
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 
 class OperatorMode(TorchDispatchMode):
@@ -35,19 +35,34 @@ def without_modes() -> Iterator[None]:
         yield
 
 
-def written_operands(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors among arguments or results of an operator: alone, or in lists, as schemas allow.
+
+    Args:
+        value: An argument, arguments, a result, or results.
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def written_operands(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The operands that an operator writes to.
 
     Args:
-        schema: The schema of the operator.
+        operator: The overload that is called.
         args: Its positional arguments.
         kwargs: Its named arguments.
     """
-    found: list[Any] = []
-    for place, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += tree_leaves(args[place] if place < len(args) else kwargs.get(argument.name))
-    return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+    found: list[torch.Tensor] = []
+    for place, name in _written_places(operator):
+        found += tensors_in(args[place] if place < len(args) else kwargs.get(name))
+    return found
 
 
 def read_operands(written: Sequence[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -59,13 +74,27 @@ def read_operands(written: Sequence[torch.Tensor], args: Sequence[Any], kwargs: 
         kwargs: Its named arguments.
     """
     ids = {id(tensor) for tensor in written}
-    return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and id(leaf) not in ids]
+    return [tensor for tensor in tensors_in((args, kwargs)) if id(tensor) not in ids]
 
 
-def touches_nothing(schema: Any) -> bool:
-    """Whether an operator touches no memory: it looks at it in another way, or asks what is known without it."""
-    is_view = any(argument.alias_info is not None and not argument.alias_info.is_write for argument in schema.arguments)
-    return is_view or schema.name.startswith("prim::")
+@functools.cache
+def _written_places(operator: Any) -> tuple[tuple[int, str], ...]:
+    return tuple(
+        (place, argument.name)
+        for place, argument in enumerate(operator._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+@functools.cache
+def touches_nothing(operator: Any) -> bool:
+    """Whether an operator touches no memory: it looks at it in another way, or asks what is known without it.
+
+    Args:
+        operator: The overload that is called.
+    """
+    infos = [argument.alias_info for argument in operator._schema.arguments]
+    return operator._schema.name.startswith("prim::") or any(info is not None and not info.is_write for info in infos)
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -536,8 +536,8 @@ class _Operators(OperatorMode):
         kwargs = kwargs or {}
         schema = getattr(func, "_schema", None)
         if schema is not None:
-            written = written_operands(schema, args, kwargs)
-            if not touches_nothing(schema):
+            written = written_operands(func, args, kwargs)
+            if not touches_nothing(func):
                 self._driver.note_operator(schema.name, read_operands(written, args, kwargs), written)
         return func(*args, **kwargs)
 

@@ -7,19 +7,19 @@ view or new memory is like needs no such search. The tensor of the meta device b
 its answer is made a fake tensor again: the same sizes, strides, type and storage.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
-from torch.utils._pytree import tree_leaves
 
+from hf_patrickstar.memory.operators import tensors_in
 from hf_patrickstar.virtual.grouped import GROUPED, grouped_result
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
 _Arguments = Sequence[Any]
-_Named = Mapping[str, Any]
+_Named = dict[str, Any]
 
 
 def answer(func: Any, args: _Arguments, kwargs: _Named) -> Any:
@@ -37,8 +37,7 @@ def answer(func: Any, args: _Arguments, kwargs: _Named) -> Any:
 
 def _changed(func: Any, args: _Arguments, kwargs: _Named) -> Any:
     """Operators that change their operands and return nothing new: there are no bytes to write."""
-    tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-    if not all(isinstance(tensor, FakeTensor) for tensor in tensors):
+    if not all(isinstance(tensor, FakeTensor) for tensor in tensors_in((args, kwargs))):
         return NotImplemented
     return args[0] if func._schema.returns else None
 

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from hf_patrickstar.memory.operators import read_operands, storage_key, touches_nothing, written_operands
+from hf_patrickstar.memory.operators import read_operands, storage_key, tensors_in, touches_nothing, written_operands
 from hf_patrickstar.units import MIB
 from hf_patrickstar.virtual.grouped import GROUPED, grouped_flops
 
@@ -74,12 +73,12 @@ def cost_of(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Co
         result: What it returned.
     """
     schema, packet = operator._schema, operator._overloadpacket
-    if touches_nothing(schema) or packet in _IS_FREE or not schema.name.startswith("aten::"):
+    if touches_nothing(operator) or packet in _IS_FREE or not schema.name.startswith("aten::"):
         return None
-    written = written_operands(schema, args, kwargs)
+    written = written_operands(operator, args, kwargs)
     read = read_operands(written, args, kwargs)
     given = {id(tensor) for tensor in (*written, *read)}
-    made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and id(leaf) not in given]
+    made = [tensor for tensor in tensors_in(result) if id(tensor) not in given]
     made_nbytes = _nbytes(made)
     read_nbytes = made_nbytes + _nbytes(read[1:]) if packet in _READS_ROWS else _nbytes(read)
     count = _FLOPS.get(packet)
@@ -125,7 +124,7 @@ def touches_of(operator: Any, args: Any, kwargs: dict[str, Any]) -> list[Touch]:
     packet = operator._overloadpacket
     if packet in _READS_ROWS:
         return []
-    written = written_operands(operator._schema, args, kwargs)
+    written = written_operands(operator, args, kwargs)
     only_read = {id(tensor) for tensor in (args[1] if packet in _ADAMS else ())}
     touches = [_touch(tensor, is_write=False, is_read=True) for tensor in read_operands(written, args, kwargs)]
     is_read = not _writes_over(operator)

@@ -22,11 +22,10 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
 from hf_patrickstar.events import ChunkLoaded, ChunkVisited, Event
 from hf_patrickstar.machine import Machine
-from hf_patrickstar.memory.operators import OperatorMode, read_operands, storage_key, written_operands
+from hf_patrickstar.memory.operators import OperatorMode, read_operands, storage_key, tensors_in, written_operands
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.update import Update
@@ -404,7 +403,7 @@ class VirtualDriver:
         if self._at_work is not None:
             self._at_work.append(Operator(name, cost, tuple(touches_of(operator, args, kwargs))))
             return
-        written = written_operands(operator._schema, args, kwargs)
+        written = written_operands(operator, args, kwargs)
         tensors = [*written, *read_operands(written, args, kwargs)]
         tiers = {self.tier_of(tensor) for tensor in tensors if tensor.numel()}
         if len(tiers) > 1:  # single numbers are arguments of a kernel, wherever they are
@@ -412,16 +411,15 @@ class VirtualDriver:
         if self._is_lookup(packet, args):
             self._look_up(HostWork(name, cost.flops, cost.nbytes), packet, args, result)
         elif len(tiers) > 1 and packet in _COPIES:
-            self._copy_now(tensors, written or list(tree_leaves(result)))
+            self._copy_now(tensors, written or list(tensors_in(result)))
         elif len(tiers) > 1:  # on a device somebody would have copied these first
             target = self.tier_of(written[0]) if written else Tier.DEVICE
             self._copy_over([tensor for tensor in tensors if self.tier_of(tensor) is not target])
             self._work(HostWork(name, cost.flops, cost.nbytes) if target is Tier.HOST else Kernel(name, *cost))
         elif tiers == {Tier.HOST}:
             self._work(HostWork(name, cost.flops, cost.nbytes))
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, torch.Tensor):
-                    self._note(leaf, Tier.HOST)
+            for tensor in tensors_in(result):
+                self._note(tensor, Tier.HOST)
         else:
             place = caller() if packet in _ASKS else ""
             measured = None if self._times is None else self._times.find_ns(operator, args, kwargs)
