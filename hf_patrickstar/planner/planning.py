@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import warnings
 from collections.abc import Mapping
@@ -32,7 +33,7 @@ from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.units import KIB, MIB, format_nbytes, format_need, parse_nbytes
 from hf_patrickstar.virtual.listening import listen
 from hf_patrickstar.virtual.micro_batch import MicroBatch
-from hf_patrickstar.virtual.recording import Recording, record_step
+from hf_patrickstar.virtual.recording import Notes, Recording, record_step
 from hf_patrickstar.virtual.timing import OperatorTimes
 from hf_patrickstar.virtual.training import Training, make_adamw
 from hf_patrickstar.virtual.visits import seconds_of_a_visit
@@ -516,19 +517,19 @@ def _record_quietly(subject: Subject, given: Circumstances, settings: Mapping[st
             num_micro_batches=given.num_micro_batches,
             world_size=given.world_size,
             times=given.times,
-            micro_batch=_micro_batch(subject, given),
+            notes=_notes(subject, given),
         )
 
 
-def _micro_batch(subject: Subject, given: Circumstances) -> MicroBatch | None:
+def _notes(subject: Subject, given: Circumstances) -> Notes | None:
     """What torch tells an engine in a micro-batch; kept for plans of other budgets and machines.
 
-    It is ``None``, and the model runs in every micro-batch, where listening takes longer than it saves: where it is for
-    a single plan of a few micro-batches, and where embeddings are looked up on the CPU, which no notes know.
+    It is ``None``, and the model runs in every micro-batch, where listening takes longer than it saves: for a single
+    plan of a few micro-batches.
     """
     is_measured = given.times is not None
     is_for_one = not can_keep(subject, is_measured=is_measured) and given.num_micro_batches == 1
-    if is_for_one or given.settings.get("cpu_embedding") is True:
+    if is_for_one:
         return None
     settings = {name: value for name, value in given.settings.items() if name not in _OF_CHUNKS}
     same = (settings, given.optimizer, given.num_micro_batches > 1, given.machine.has_accelerator)
@@ -540,4 +541,10 @@ def _micro_batch(subject: Subject, given: Circumstances) -> MicroBatch | None:
         settings,
         given.num_micro_batches,
     )
-    return kept("micro_batches", subject, same, is_measured, lambda: listen(training, given.machine, given.times))
+
+    @functools.cache
+    def find(looked_up: frozenset[int]) -> MicroBatch | None:
+        make = functools.partial(listen, training, given.machine, given.times, looked_up)
+        return kept("micro_batches", subject, (*same, sorted(looked_up)), is_measured, make)
+
+    return find

@@ -4,29 +4,34 @@ import torch
 
 from hf_patrickstar.runtime.chunk import GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.frames import Lookup
-from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.runtime.gradients import Gradients
+from hf_patrickstar.runtime.parameters import Parameters
+from hf_patrickstar.runtime.writes import Writes
 
 
 class CpuEmbeddings:
     """Begins and ends lookups.
 
     Args:
-        manager: The manager of the chunks.
+        parameters: Tells whether a parameter may be used.
+        gradients: Makes way for a value that is needed while a gradient is in its place.
+        writes: Takes over what users wrote to a parameter, and what an embedding writes.
     """
 
-    def __init__(self, manager: ChunkManager) -> None:
-        self._manager = manager
+    def __init__(self, parameters: Parameters, gradients: Gradients, writes: Writes) -> None:
+        self._parameters = parameters
+        self._gradients = gradients
+        self._writes = writes
 
     def begin(self, tensor: ManagedTensor) -> Lookup:
         """Begins to look rows of a parameter up, whose chunk is at home on the host."""
-        manager = self._manager
-        with manager.gradients.lock:
+        with self._gradients.lock:
             if tensor.users == 0:
-                manager.parameters.check_usable(tensor)
-                manager.writes.take_over(tensor)
+                self._parameters.check_usable(tensor)
+                self._writes.take_over(tensor)
             tensor.read_at = tensor.num_writes
             if tensor.gradient is GradientPlace.PARAM:
-                manager.gradients.move_to_list(tensor)
+                self._gradients.move_to_list(tensor)
             tensor.chunk.wait()
             tensor.is_looked_up = True
             leaf = tensor.view(tensor.chunk.param).detach()
@@ -38,4 +43,4 @@ class CpuEmbeddings:
         tensor, leaf, version = lookup
         tensor.lookup_nbytes += nbytes
         if leaf._version != version:
-            self._manager.writes.apply(tensor, leaf.detach(), voids_graphs=False)
+            self._writes.apply(tensor, leaf.detach(), voids_graphs=False)

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from hf_patrickstar.runtime.autograd import Autograd, refuse_reentrant
 from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.runtime.chunk import ManagedTensor
-from hf_patrickstar.runtime.cpu_embeddings import CpuEmbeddings
 from hf_patrickstar.runtime.frames import Frame, current_stage
 from hf_patrickstar.runtime.live_model import LiveModel
 from hf_patrickstar.runtime.live_parameter import RAW, requires_grad, take_raw_grad
@@ -68,7 +67,6 @@ class ModelHooks:
         self._names: dict[torch.nn.Module, str] = {}
         self._parameters, self._phases = manager.parameters, manager.phases
         self._frames = manager.phases.frames
-        self._cpu_embeddings = CpuEmbeddings(manager)
         self._autograd = Autograd(manager.phases, manager.copies)
         self._services = LiveServices(manager, weights, self._frames, self._autograd)
         self._live_model = LiveModel(model, self._services)
@@ -219,7 +217,7 @@ class ModelHooks:
             for lookup in frame.lookups.values():
                 counts = frame.stage is Stage.FORWARD and isinstance(output, torch.Tensor)
                 nbytes = output.numel() * output.element_size() if counts else 0
-                self._cpu_embeddings.end(lookup, nbytes)
+                phases.lookup_end(lookup, nbytes)
             result = _to(output, self._device) if frame.lookups and self._device.type != "cpu" else output
             if frame.autocast is not None:
                 result = self._casting.widen(result)
@@ -273,7 +271,7 @@ class ModelHooks:
 
     def _begin_lookup(self, frame: Frame, tensor: ManagedTensor, args: Any, kwargs: dict[str, Any]) -> Any:
         """Lets an embedding look rows up where its weight is at home: only activations cross the bus."""
-        lookup = frame.lookups[id(tensor.parameter)] = self._cpu_embeddings.begin(tensor)
+        lookup = frame.lookups[id(tensor.parameter)] = self._phases.lookup_begin(tensor)
         if lookup.leaf.requires_grad:
             this, parameter = weakref.ref(self), tensor.parameter
 

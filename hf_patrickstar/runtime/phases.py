@@ -20,9 +20,10 @@ import torch
 from hf_patrickstar.memory.lanes import Copy, Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
+from hf_patrickstar.runtime.cpu_embeddings import CpuEmbeddings
 from hf_patrickstar.runtime.data import Data
 from hf_patrickstar.runtime.executor import Services
-from hf_patrickstar.runtime.frames import Frame, Frames
+from hf_patrickstar.runtime.frames import Frame, Frames, Lookup
 from hf_patrickstar.runtime.live_parameter import requires_grad
 from hf_patrickstar.runtime.operands import Operands, SavedView
 from hf_patrickstar.runtime.order import Phase
@@ -75,6 +76,7 @@ class Phases:
         self._buckets = data.buckets
         self._parameters = parameters
         self._operands = Operands(parameters, services.copies, steps)
+        self._cpu_embeddings = CpuEmbeddings(parameters, data.gradients, data.writes)
         self._streams = streams
         self._overlaps_updates = services.policy.overlaps_updates
         self._last_update: Copy | None = None  # on the host, beside what comes next
@@ -141,6 +143,16 @@ class Phases:
             self.frames.end(frame)
         for tensor in frame.acquired:
             self._parameters.release(tensor)
+
+    @phase
+    def lookup_begin(self, tensor: ManagedTensor) -> Lookup:
+        """An embedding is about to read rows of its weight where that is at home, on the host."""
+        return self._cpu_embeddings.begin(tensor)
+
+    @phase
+    def lookup_end(self, lookup: Lookup, nbytes: int) -> None:
+        """It has read so many bytes."""
+        self._cpu_embeddings.end(lookup, nbytes)
 
     def unwind(self) -> None:
         """Every forward that is open on this thread was interrupted, and ends."""

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.runtime.assembly import Foundation, assemble
 from hf_patrickstar.runtime.chunk import ManagedTensor
-from hf_patrickstar.runtime.frames import Frame
+from hf_patrickstar.runtime.frames import Frame, Lookup
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.parameters import Parameters
 from hf_patrickstar.runtime.phases import Phases
@@ -20,7 +20,17 @@ from hf_patrickstar.schedule.trace import Shapes
 from hf_patrickstar.states import Stage
 from hf_patrickstar.units import ALIGNMENT_NUMEL
 from hf_patrickstar.virtual.driver import VirtualDriver
-from hf_patrickstar.virtual.micro_batch import Acquire, EnterBackward, LeaveForward, MicroBatch, Need, Release, Watched
+from hf_patrickstar.virtual.micro_batch import (
+    Acquire,
+    EnterBackward,
+    LeaveForward,
+    LookedUp,
+    LookUp,
+    MicroBatch,
+    Need,
+    Release,
+    Watched,
+)
 from hf_patrickstar.virtual.note_taker import NoteTaker
 from hf_patrickstar.virtual.playing import Playback
 from hf_patrickstar.virtual.timing import OperatorTimes
@@ -31,7 +41,7 @@ logger = logging.getLogger(__name__)
 _PLENTY_NBYTES = 2**50
 _WITH_ROOM = {
     **{"device_budget": _PLENTY_NBYTES, "host_budget": _PLENTY_NBYTES, "chunk_budget": "auto", "placement": "host"},
-    **{"chunk_numel": ALIGNMENT_NUMEL, "cpu_embedding": False, "overlap_optimizer": False, "debug_evict_all": False},
+    **{"chunk_numel": ALIGNMENT_NUMEL, "overlap_optimizer": False, "debug_evict_all": False},
 }
 """A chunk for every parameter, with room for all of them and for everything else."""
 
@@ -99,6 +109,22 @@ class NotedPhases(Phases):
                 self._taker.note_call(LeaveForward())
             super().after_forward(frame, has_failed=has_failed)
 
+    def lookup_begin(self, tensor: ManagedTensor) -> Lookup:
+        """See ``Phases``."""
+        with self._taker.inside() as is_called:
+            if is_called:
+                self._taker.note_call(LookUp(tensor.spec.index))
+            return super().lookup_begin(tensor)
+
+    def lookup_end(self, lookup: Lookup, nbytes: int) -> None:
+        """See ``Phases``."""
+        with self._taker.inside() as is_called:
+            if is_called:
+                self._taker.note_call(LookedUp(lookup.tensor.spec.index, nbytes))
+            if lookup.leaf._version != lookup.version:  # an embedding with ``max_norm`` has changed its rows
+                self._taker.note_odd()
+            super().lookup_end(lookup, nbytes)
+
     def backward_begin(self) -> None:
         """See ``Phases``."""
         with self._taker.inside() as is_called:
@@ -110,9 +136,7 @@ class NotedPhases(Phases):
         """See ``Phases``."""
         with self._taker.inside() as is_called:
             if is_called:
-                self._taker.note_gradient(tensor, gradient)
-            if is_at_home:
-                self._taker.note_odd()
+                self._taker.note_gradient(tensor, gradient, is_at_home=is_at_home)
             super().gradient_ready(tensor, gradient, is_at_home=is_at_home)
 
     def backward_end(self) -> None:
@@ -143,13 +167,19 @@ class NotedEngine(PatrickStarEngine):
         return manager
 
 
-def listen(training: Training, machine: Machine, times: OperatorTimes | None = None) -> MicroBatch | None:
+def listen(
+    training: Training,
+    machine: Machine,
+    times: OperatorTimes | None = None,
+    looked_up: Collection[int] = (),
+) -> MicroBatch | None:
     """Runs a micro-batch, and notes what torch tells the engine.
 
     Args:
         training: What is trained.
         machine: Where.
         times: What operators take, if the machine is the one at hand; else its rates say it.
+        looked_up: Indices of the weights whose embeddings read their rows at home.
 
     Returns:
         The notes, or ``None`` if an engine that is told them does something else than it did with the model.
@@ -157,7 +187,11 @@ def listen(training: Training, machine: Machine, times: OperatorTimes | None = N
     taker = NoteTaker()
     driver = VirtualDriver(machine, times, taker)
     with FakeTensorMode(), driver.watching():
-        engine = training.make_engine(functools.partial(NotedEngine, taker), driver, settings=_WITH_ROOM)
+        settings = {**_WITH_ROOM, "cpu_embedding": bool(looked_up)}
+        engine = training.make_engine(functools.partial(NotedEngine, taker), driver, settings=settings)
+        for tensor in engine.manager.tensors:
+            if tensor.spec.index not in looked_up:
+                tensor.lookup = "device"
         try:
             return _listen(training, engine, driver, taker)
         finally:

@@ -2,10 +2,11 @@
 
 [Note: micro-batches that are told again]
 Which operators a model calls, which parameters its modules need and when, and what memory its activations take depend
-on the model and its batch alone, not on chunks or budgets. So one micro-batch is run with fake tensors, by an engine
-with a chunk for every parameter and room for all of them (``listening.py``), and all that torch tells that engine is
-noted. Engines of any chunks and budgets are told it again (``playing.py``), which takes a fraction of the time, since
-no operator of the model runs: what they do is what they would have done with the model.
+on the model and its batch, and on which embeddings are looked up at home, but not on chunks or budgets. So one
+micro-batch is run with fake tensors, by an engine with a chunk for every parameter and room for all of them
+(``listening.py``), and all that torch tells that engine is noted. Engines of any chunks and budgets are told it again
+(``playing.py``), which takes a fraction of the time, since no operator of the model runs: what they do is what they
+would have done with the model.
 
 The model runs twice, and the notes of both runs must be equal: what it does the first time alone, or otherwise each
 time, cannot be told again. Then the engine that listened is told its own notes. Only if it does the same to the last
@@ -91,6 +92,30 @@ class Need:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class LookUp:
+    """An embedding begins to read rows of its weight where that is at home.
+
+    Attributes:
+        index: The weight.
+    """
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LookedUp:
+    """It has read them.
+
+    Attributes:
+        index: The weight.
+        nbytes: Bytes of the rows.
+    """
+
+    index: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class LetGo:
     """No tensor looks into the place of a parameter any more.
 
@@ -163,6 +188,7 @@ class Gradient:
         size: Its shape.
         stride: Its strides, in elements.
         offset: Elements before its first one.
+        is_at_home: Whether it was computed on the host, where the parameter is at home.
     """
 
     index: int
@@ -171,6 +197,7 @@ class Gradient:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    is_at_home: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -189,6 +216,8 @@ Note = (
     | Release
     | Watched
     | Need
+    | LookUp
+    | LookedUp
     | LetGo
     | Keep
     | Show

@@ -170,7 +170,7 @@ class NoteTaker:
         if tensor not in self._seen:
             self._seen.append(tensor)
 
-    def note_gradient(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
+    def note_gradient(self, tensor: ManagedTensor, gradient: torch.Tensor, *, is_at_home: bool) -> None:
         """A gradient is finished."""
         self._kept.setdefault(tensor, 0)
         self._count_kept()
@@ -180,7 +180,7 @@ class NoteTaker:
             return
         dtype = str(gradient.dtype).removeprefix("torch.")
         size, stride, offset = tuple(gradient.shape), gradient.stride(), int(gradient.storage_offset())
-        self._add(Gradient(tensor.spec.index, found[0], dtype, size, stride, offset))
+        self._add(Gradient(tensor.spec.index, found[0], dtype, size, stride, offset, is_at_home))
 
     def note_backward_end(self, held: Iterable[ManagedTensor]) -> None:
         """A backward ends; ``held`` are parameters that code in backward has read."""

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from hf_patrickstar.engine import PatrickStarEngine
+from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import ManagedTensor
-from hf_patrickstar.runtime.frames import Frame
+from hf_patrickstar.runtime.frames import Frame, Lookup
 from hf_patrickstar.runtime.operands import SavedView
 from hf_patrickstar.runtime.tracer import Step
 from hf_patrickstar.schedule.script import Begin, Part
@@ -26,6 +27,8 @@ from hf_patrickstar.virtual.micro_batch import (
     LeaveBackward,
     LeaveForward,
     LetGo,
+    LookedUp,
+    LookUp,
     MicroBatch,
     Need,
     Note,
@@ -67,6 +70,7 @@ class Playback:
         self._views: dict[int, torch.Tensor] = {}  # of chunks that somebody looks into
         self._kept: dict[int, list[SavedView]] = {}
         self._acquired: list[ManagedTensor] = []
+        self._lookups: dict[int, Lookup] = {}
         self._frame: Frame | None = None
 
     def run(self) -> Step | None:
@@ -112,6 +116,10 @@ class Playback:
             case Need(index, who):
                 self._parameters.ensure_on_device(self._tensors[index], who)
                 self._look_into(index)
+            case LookUp(index):
+                self._lookups[index] = self._phases.lookup_begin(self._tensors[index])
+            case LookedUp(index, nbytes):
+                self._phases.lookup_end(self._lookups.pop(index), nbytes)
             case LetGo(index):
                 self._views.pop(index, None)
             case Keep(index, num):
@@ -186,7 +194,12 @@ class Playback:
         made = self._made[note.storage]
         if made.dtype is torch.uint8:  # a part of a storage
             made = made.view(getattr(torch, note.dtype)).as_strided(note.size, note.stride, note.offset)
-        self._engine.hooks.store(self._tensors[note.index], made)
+        tensor = self._tensors[note.index]
+        if note.is_at_home:
+            self._driver.take(made, Tier.HOST, "")
+            self._phases.gradient_ready(tensor, made, is_at_home=True)
+        else:
+            self._engine.hooks.store(tensor, made)
 
     def _fail(self) -> None:
         """Ends what is open, as modules do whose forward raises."""

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import BudgetError, EngineError
 from hf_patrickstar.machine import Machine
+from hf_patrickstar.memory.operators import without_modes
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.report.survey import Survey
 from hf_patrickstar.runtime.chunk import Chunk
@@ -29,6 +30,8 @@ from hf_patrickstar.virtual.playing import Playback
 from hf_patrickstar.virtual.timing import OperatorTimes
 from hf_patrickstar.virtual.training import ComputeLoss, Training, make_adamw, tensors_in
 
+Notes = Callable[[frozenset[int]], MicroBatch | None]
+"""Finds what was noted of a micro-batch in which these embeddings are looked up at home, by the index of the weight."""
 _MOST_STEPS = 8
 _TO_DEVICE, _TO_HOST, _SENT = "host_to_device_nbytes", "device_to_host_nbytes", "sent_nbytes"
 
@@ -160,7 +163,7 @@ def record_step(
     num_micro_batches: int = 1,
     world_size: int = 1,
     times: OperatorTimes | None = None,
-    micro_batch: MicroBatch | None = None,
+    notes: Notes | None = None,
 ) -> Recording:
     """Trains with tensors that have no bytes until a step follows plans and chunks have their homes; records that one.
 
@@ -175,8 +178,9 @@ def record_step(
         num_micro_batches: How many make a step.
         world_size: How many processes train together, each on a device of the machine; see [Note: virtual processes].
         times: What operators take, if the machine is the one at hand; else its rates say it.
-        micro_batch: What was noted of a micro-batch of the same training, which then need not run; the recording is the
-            same. An error for want of memory differs in what it advises: only a model that runs foresees all it needs.
+        notes: Finds what was noted of a micro-batch of the same training, which then need not run; the recording is
+            the same. An error for want of memory differs in what it advises: only a model that runs foresees all that
+            it needs.
 
     Raises:
         ConfigError: If the machine has fewer devices than there are processes.
@@ -189,7 +193,7 @@ def record_step(
     with FakeTensorMode(), driver.watching():
         engine = training.make_engine(PatrickStarEngine, driver, world_size)
         try:
-            return _record(engine, training, driver, micro_batch, max_norm)
+            return _record(engine, training, driver, notes, max_norm)
         finally:
             engine.manager.phases.unwind()  # takes the meter's mode off before the modes around it
 
@@ -198,7 +202,7 @@ def _record(
     engine: PatrickStarEngine,
     training: Training,
     driver: VirtualDriver,
-    micro_batch: MicroBatch | None,
+    notes: Notes | None,
     max_norm: float | None,
 ) -> Recording:
     num_to_pass = _num_to_pass(engine)
@@ -207,7 +211,7 @@ def _record(
         driver.begin(engine.manager.chunks)
         if number:
             _update(engine, max_norm, driver)
-        steps = _train(engine, training, driver, micro_batch)
+        steps = _train(engine, training, driver, notes)
         timeline = driver.end()
         is_recorded = engine.stats()["recorded_steps"] > before["recorded_steps"]
         num_to_pass -= not is_recorded and all(step and step.cursor and step.plan for step in steps)
@@ -296,13 +300,13 @@ def _update(engine: PatrickStarEngine, max_norm: float | None, driver: VirtualDr
 
 
 def _train(
-    engine: PatrickStarEngine, training: Training, driver: VirtualDriver, micro_batch: MicroBatch | None
+    engine: PatrickStarEngine, training: Training, driver: VirtualDriver, notes: Notes | None
 ) -> list[Step | None]:
     """Forward and backward of all micro-batches; returns what the engine knows of each."""
     batches = [training.make_inputs() for _ in range(training.num_micro_batches)]  # as the Trainer reads them
     steps: list[Step | None] = []
     for inputs in batches:  # as the Trainer does, which repeats what has no room
-        steps.append(engine.attempt(functools.partial(_run, engine, training, driver, micro_batch, inputs)))
+        steps.append(engine.attempt(functools.partial(_run, engine, training, driver, notes, inputs)))
     return steps
 
 
@@ -310,10 +314,15 @@ def _run(
     engine: PatrickStarEngine,
     training: Training,
     driver: VirtualDriver,
-    micro_batch: MicroBatch | None,
+    notes: Notes | None,
     inputs: Mapping[str, Any],
 ) -> Step | None:
-    """Runs a micro-batch, or tells the engine what one does; no notes know embeddings that are looked up at home."""
-    if micro_batch is None or any(tensor.is_cpu_embedding for tensor in engine.manager.tensors):
+    """Runs a micro-batch, or tells the engine what one does."""
+    looked_up = frozenset(tensor.spec.index for tensor in engine.manager.tensors if tensor.is_cpu_embedding)
+    micro_batch = None
+    if notes is not None:
+        with without_modes():  # a model that is listened to for them costs this engine nothing
+            micro_batch = notes(looked_up)
+    if micro_batch is None:
         return training.run_micro_batch(engine, driver, inputs)
     return Playback(micro_batch, engine, driver, tensors_in(inputs)).run()

@@ -1,7 +1,6 @@
-"""CpuEmbeddings at home: of the manager only what they ask it for is there, and writes that down."""
+"""CpuEmbeddings at home: of the others only what they are asked for is there, and writes that down."""
 
 import contextlib
-import types
 
 import pytest
 import torch
@@ -17,13 +16,9 @@ def make(*, trainable=True, check=None):
     """A chunk whose second tensor is a matrix of three rows, 16 to 21; and what is told."""
     parts, told = Parts(), []
     _, tensor = parts.add_chunk(4, (3, 2), trainable=trainable)
-    manager = types.SimpleNamespace(
-        gradients=Fake(told, "move_to_list"),
-        parameters=Fake(told, check_usable=check),
-        writes=Fake(told, "take_over", "apply"),
-    )
-    manager.gradients.lock = contextlib.nullcontext()
-    return CpuEmbeddings(manager), tensor, told
+    gradients, parameters = Fake(told, "move_to_list"), Fake(told, check_usable=check)
+    gradients.lock = contextlib.nullcontext()
+    return CpuEmbeddings(parameters, gradients, Fake(told, "take_over", "apply")), tensor, told
 
 
 def test_a_leaf_stands_in_for_the_parameter_where_it_is_at_home():

@@ -15,6 +15,7 @@ from hf_patrickstar.errors import EngineError
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.cpu_embeddings import CpuEmbeddings
 from hf_patrickstar.runtime.frames import Frames
 from hf_patrickstar.runtime.hooks import ModelHooks
 from hf_patrickstar.runtime.live_parameter import LiveMixin, released_type
@@ -70,6 +71,8 @@ class Hooked:
         parameters = fake("acquire", "release", "release_held_outside_forward", "check_usable")
         parameters.find = self.find
         gradients = types.SimpleNamespace(lock=contextlib.nullcontext())
+        embeddings = CpuEmbeddings(parameters, gradients, fake("take_over"))
+        phases.lookup_begin, phases.lookup_end = embeddings.begin, embeddings.end
         self.manager = types.SimpleNamespace(
             parameters=parameters,
             phases=phases,
@@ -79,9 +82,7 @@ class Hooked:
             tracer=types.SimpleNamespace(asks_padding=False),
             steps=types.SimpleNamespace(forecast=fake("note")),
             sharing=types.SimpleNamespace(is_alone=is_alone),
-            gradients=gradients,
             gradient_mirrors=fake("follow_recorded"),
-            writes=fake("take_over"),
             has_new_groups=False,
         )
         casting = casting or Casting(CPU, None, None)

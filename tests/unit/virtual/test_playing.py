@@ -1,6 +1,7 @@
 """Engines that are told what torch told another one do what they do with the model, to the last byte and operator."""
 
 import dataclasses
+import functools
 import logging
 import re
 
@@ -43,7 +44,7 @@ def make_training(name="gpt2", checkpointing=False, num_micro_batches=1, change=
     return Training(make, make_inputs, make_optimizer, compute_loss, config, num_micro_batches)
 
 
-def record(training, machine, micro_batch, max_norm=1.0, world_size=1):
+def record(training, machine, notes, max_norm=1.0, world_size=1):
     return record_step(
         training.make_model,
         training.make_inputs,
@@ -54,8 +55,20 @@ def record(training, machine, micro_batch, max_norm=1.0, world_size=1):
         max_norm=max_norm,
         num_micro_batches=training.num_micro_batches,
         world_size=world_size,
-        micro_batch=micro_batch,
+        notes=notes,
     )
+
+
+def noted(training, machine=H100):
+    """Finds notes, which there must be."""
+
+    @functools.cache
+    def find(looked_up):
+        micro_batch = listen(training, machine, looked_up=looked_up)
+        assert micro_batch is not None
+        return micro_batch
+
+    return find
 
 
 def without_addresses(recording):
@@ -77,10 +90,8 @@ def check(how, chunk_nbytes):
     of_step = {key: how.pop(key) for key in ("max_norm", "world_size") if key in how}
     machine = how.pop("machine", H100)
     training = make_training(**how, chunk_budget=chunk_nbytes)
-    micro_batch = listen(training, machine)
-    assert micro_batch is not None
     expected = record(training, machine, None, **of_step)
-    found = record(training, machine, micro_batch, **of_step)
+    found = record(training, machine, noted(training, machine), **of_step)
     left, right = without_addresses(found), without_addresses(expected)
     assert [name for name in left if left[name] != right[name]] == []
     assert found.timeline.duration_ns == pytest.approx(expected.timeline.duration_ns, abs=100)
@@ -119,6 +130,49 @@ def test_frozen_parameters_do_the_same(checkpointing):
     check({"change": freeze, "checkpointing": checkpointing, "placement": "host"}, 80_000)
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"name": "llama"},
+        {"name": "bert", "checkpointing": True},
+        {"name": "t5", "num_micro_batches": 2},
+        {"change": lambda model: model.transformer.wte.requires_grad_(False)},
+    ],
+    ids=["llama", "recomputation", "two micro-batches", "frozen"],
+)
+def test_embeddings_that_are_looked_up_at_home_do_the_same(how):
+    check({"cpu_embedding": True, "placement": "host", **how}, 120_000)
+
+
+def test_lookups_that_are_decided_after_a_step_do_the_same():
+    """One is read at home and its table is too small for it, the other one goes on."""
+
+    def enlarge(model):
+        model.transformer.wpe = torch.nn.Embedding(5000, 32)
+        model.transformer.wte = torch.nn.Embedding(60_000, 32)
+        model.lm_head = torch.nn.Linear(32, 60_000, bias=False)
+        model.config.vocab_size = 60_000
+
+    asked = []
+    training = make_training(change=enlarge, placement="host", chunk_budget=5_000_000, cpu_embedding="auto")
+    notes = noted(training)
+
+    def find(looked_up):
+        asked.append(looked_up)
+        return notes(looked_up)
+
+    found, expected = (without_addresses(record(training, H100, given)) for given in (find, None))
+    assert [name for name in found if found[name] != expected[name]] == []
+    assert len(set(asked)) == 2, "before and after the decision"
+
+
+def test_an_embedding_that_writes_to_its_rows_is_not_told_again():
+    def limit(model):
+        model.transformer.wpe.max_norm = 1.0
+
+    assert listen(make_training(change=limit, placement="host"), H100, looked_up=[1]) is None
+
+
 def test_experts_do_the_same():
     check({"name": "mixtral", "placement": "host"}, 120_000)
 
@@ -127,10 +181,10 @@ def test_experts_do_the_same():
 def test_a_device_that_is_too_small_is_refused_too(device_nbytes):
     """After as many retries, and for the same bytes; what would do is foreseen by a model that runs, better."""
     training = make_training(chunk_budget="auto")
-    micro_batch = listen(training, H100)
+    notes = noted(training)
     training = dataclasses.replace(training, config={**training.config, "device_budget": device_nbytes})
     said = []
-    for given in (micro_batch, None):
+    for given in (notes, None):
         with pytest.raises(BudgetError, match=r"failed 4 times.* device_budget is too small") as caught:
             record(training, H100, given)
         said.append(re.split("at least", str(caught.value))[0])
@@ -141,9 +195,9 @@ def test_chunks_that_leave_the_device_in_a_step_do_the_same(caplog):
     """By their own bytes all chunks fit on the device, and are at home there until activations need the room."""
     training = make_training(chunk_budget="auto", placement="auto", device_budget=2_800_000)
     training = dataclasses.replace(training, make_inputs=lambda make=training.make_inputs: repeated(make(), 4))
-    micro_batch = listen(training, H100)
+    notes = noted(training)
     with caplog.at_level(logging.INFO, "hf_patrickstar"):
-        found, expected = (without_addresses(record(training, H100, given)) for given in (micro_batch, None))
+        found, expected = (without_addresses(record(training, H100, given)) for given in (notes, None))
     assert [name for name in found if found[name] != expected[name]] == []
     left = [record for record in caplog.records if "a step ran out of memory" in record.getMessage()]
     assert len(left) == 2, "one with each recording"
