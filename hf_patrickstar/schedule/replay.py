@@ -47,6 +47,9 @@ class Player:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.clock = Clock()
+        self._works: dict[
+            int, tuple[tuple[HostWork, ...], int]
+        ] = {}  # by their id, which they have while they are here
 
     def kernel(self, work: Kernel) -> None:
         """The host launches an operator on the device."""
@@ -81,11 +84,21 @@ class Player:
         clock.host(machine.operator_ns, "give work to the thread")
         for mark in after:
             clock.follow(Lane.HOST_WORK, mark)
-        launching = machine.operator_ns * len(work.operators)
-        computing = sum(machine.host_ns(operator.flops, operator.nbytes) for operator in work.operators)
-        cost = launching + computing if machine.num_cores == 1 else max(launching, computing)
+        cost = self._work_ns(work.operators)
         chunks = ", ".join(map(str, sorted(work.chunk_indices)))
         return clock.put(Lane.HOST_WORK, cost, f"update chunks {chunks}" if chunks else "add gradients")
+
+    def _work_ns(self, operators: tuple[HostWork, ...]) -> int:
+        """How long the thread works; updates that are alike share their operators, thousands for a large chunk."""
+        known = self._works.get(id(operators))
+        if known is not None:
+            return known[1]
+        machine = self.machine
+        launching = machine.operator_ns * len(operators)
+        computing = sum(machine.host_ns(operator.flops, operator.nbytes) for operator in operators)
+        cost = launching + computing if machine.num_cores == 1 else max(launching, computing)
+        self._works[id(operators)] = operators, cost
+        return cost
 
     def blocking_copy(self, copy: BlockingCopy) -> None:
         """The host makes a copy, and waits for it."""

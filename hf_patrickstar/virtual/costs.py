@@ -139,6 +139,22 @@ def _touch(tensor: torch.Tensor, *, is_write: bool, is_read: bool) -> Touch:
     return Touch(storage_key(tensor), begin, begin + tensor.nbytes, is_write, is_read)
 
 
+class Line(NamedTuple):
+    """A range of memory that is in a cache.
+
+    Attributes:
+        storage: A number of the storage that it is in.
+        begin: Its first byte.
+        end: One after the last.
+        is_written: Whether it was written to, and has yet to come to memory.
+    """
+
+    storage: int
+    begin: int
+    end: int
+    is_written: bool
+
+
 class HostCache:
     """What operators on the host have touched last, and need not fetch from memory again.
 
@@ -152,6 +168,19 @@ class HostCache:
         self._nbytes = nbytes
         self._used = 0
         self._lines: collections.OrderedDict[tuple[int, int, int], bool] = collections.OrderedDict()  # is it written?
+
+    def lines(self) -> list[Line]:
+        """What is there, the oldest first."""
+        return [Line(*key, is_written) for key, is_written in self._lines.items()]
+
+    def fill(self, lines: Iterable[Line]) -> None:
+        """Exchanges what is there.
+
+        Args:
+            lines: What is there instead, the oldest first.
+        """
+        self._lines = collections.OrderedDict((line[:3], line.is_written) for line in lines)
+        self._used = sum(end - begin for _, begin, end in self._lines)
 
     def saved_nbytes(self, touches: Iterable[Touch]) -> int:
         """Bytes of an operator's cost that stay in the cache; what it touches is there from now on.

@@ -50,7 +50,7 @@ from hf_patrickstar.schedule.script import (
 from hf_patrickstar.virtual.answers import answer
 from hf_patrickstar.virtual.costs import HostCache, cost_of, touches_of
 from hf_patrickstar.virtual.note_taker import NoteTaker
-from hf_patrickstar.virtual.tapes import Operator, Tapes
+from hf_patrickstar.virtual.tapes import Charge, Operator, Tapes
 from hf_patrickstar.virtual.timing import OperatorTimes
 
 _aten = torch.ops.aten
@@ -190,8 +190,7 @@ class VirtualDriver:
         self._chunks: dict[int, int] = {}  # the storage of a chunk's home -> its number
         self._num_sent = 0
         self._at_work: list[Operator] | None = None  # of the thread
-        self._cache = HostCache()
-        self._tapes = Tapes()
+        self._tapes = Tapes(HostCache())
         self._looked_up: set[tuple[int, int]] = set()  # storages of indices, and the number of rows at home
         self._is_copying = False  # then the operator that copies is not charged
 
@@ -250,14 +249,15 @@ class VirtualDriver:
         known = [event.copy for event in events if event.copy is not None and event.copy.script is self.script]
         numbers = tuple(copy.number for copy in known if not copy.is_load)
         loads = tuple(copy.chunk_index for copy in known if copy.is_load)
-        operators = self._operators_of(work)
-        entry = ThreadWork(*self._charged(operators), numbers, loads)
+        charge = self._charge(work)
+        chunks = frozenset(self._chunks[storage] for storage in charge.written if storage in self._chunks)
+        entry = ThreadWork(charge.works, chunks, numbers, loads)
         mark = self._player.thread_work(entry, [event.mark for event in events])
         self.script.append(entry)
         return VirtualEvent(self, mark, self._count(-1, to_device=False))
 
-    def _operators_of(self, work: Callable[[], None]) -> list[Operator]:
-        """What work of the thread does; it is not done where it is known. See [Note: updates that are alike]."""
+    def _charge(self, work: Callable[[], None]) -> Charge:
+        """What work of the thread costs; it is not done where that is known. See [Note: updates that are alike]."""
         alike = work.likeness() if isinstance(work, Update) and work.likeness is not None else None
         known = None if alike is None else self._tapes.play(*alike)
         if known is not None:
@@ -271,17 +271,7 @@ class VirtualDriver:
             self._at_work = None
         if alike is not None:
             self._tapes.keep(*alike, operators, self._tiers.__contains__)
-        return operators
-
-    def _charged(self, operators: Iterable[Operator]) -> tuple[tuple[HostWork, ...], frozenset[int]]:
-        """What operators of the thread cost with its cache, and the chunks whose homes they write."""
-        works: list[HostWork] = []
-        written: set[int] = set()
-        for operator in operators:
-            saved = self._cache.saved_nbytes(operator.touches)
-            works.append(HostWork(operator.name, operator.cost.flops, max(operator.cost.nbytes - saved, 0)))
-            written.update(touch.storage for touch in operator.touches if touch.is_write)
-        return tuple(works), frozenset(self._chunks[storage] for storage in written if storage in self._chunks)
+        return self._tapes.charge(operators)
 
     def begin_after(self, work: Any, stream: Any, begin: Callable[[Any], Any]) -> VirtualBegun:
         """See ``Driver``."""
