@@ -68,6 +68,16 @@ def _view(func: Any, args: _Arguments, kwargs: _Named) -> Any:
     return FakeTensor(mode, result, tensor.fake_device)
 
 
+def _single(func: Any, args: _Arguments, kwargs: _Named) -> Any:
+    """A single number of the same type: a copy, or a sum with a number of Python's."""
+    tensor = args[0]
+    if type(tensor) is not FakeTensor or tensor.dim() or not tensor.is_floating_point() or kwargs:
+        return NotImplemented
+    if not all(isinstance(other, (int, float)) for other in args[1:]):
+        return NotImplemented
+    return _make(tensor.fake_mode, (), tensor.dtype, tensor.fake_device)
+
+
 def _norm(func: Any, args: _Arguments, kwargs: _Named) -> Any:
     """The norm of all elements."""
     tensor = args[0]
@@ -132,6 +142,7 @@ _ANSWERS: dict[Any, Callable[[Any, _Arguments, _Named], Any]] = {
     **dict.fromkeys(_VIEWS, _view),
     **dict.fromkeys(_MAKES, _new),
     _aten.new_empty.default: _new_empty,
+    **dict.fromkeys((_aten.add.Tensor, _aten.clone.default), _single),
     _aten.linalg_vector_norm.default: _norm,
     _aten._local_scalar_dense.default: _plausible,
     GROUPED.default: _grouped,

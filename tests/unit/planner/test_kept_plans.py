@@ -159,16 +159,20 @@ def test_a_plan_for_another_budget_runs_no_model(change, runs, place, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("change", "times"),
-    [({"settings": {"cpu_embedding": True}}, None), ({}, OperatorTimes()), ({"num_micro_batches": 2}, OperatorTimes())],
+    ("change", "times", "saves"),
+    [
+        ({"settings": {"cpu_embedding": True}}, None, True),
+        ({}, OperatorTimes(), False),
+        ({"num_micro_batches": 2}, OperatorTimes(), True),
+    ],
     ids=["embeddings on the CPU", "one measured", "several measured"],
 )
-def test_the_model_is_listened_to_where_that_saves_time(change, times, monkeypatch):
+def test_the_model_is_listened_to_where_that_saves_time(change, times, saves, monkeypatch):
     listened, listen = [], planning.listen
     monkeypatch.setattr(planning, "listen", lambda *args: (listened.append(1), listen(*args))[1])
     subject, given = arrange(MODEL, "rtx4090", **{**ARGUMENTS, **change})
     plan_and_record(subject, dataclasses.replace(given, times=times))
-    assert bool(listened) == (given.num_micro_batches > 1)
+    assert bool(listened) == saves
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def make_training(name, calls=True, checkpointing=False, compute_loss=None, **se
     )
 
 
-def record(training, machine, micro_batch=None, max_norm=1.0):
+def record(training, machine, notes=None, max_norm=1.0):
     return record_step(
         training.make_model,
         training.make_inputs,
@@ -97,7 +97,7 @@ def record(training, machine, micro_batch=None, max_norm=1.0):
         make_optimizer=training.make_optimizer,
         compute_loss=training.compute_loss,
         max_norm=max_norm,
-        micro_batch=micro_batch,
+        notes=notes,
     )
 
 
@@ -173,7 +173,7 @@ def test_an_engine_that_is_told_does_the_same(name, settings):
     micro_batch = listen(training, SLOW_BUS)
     assert micro_batch is not None
     max_norm = None if settings else 1.0
-    told, expected = (record(training, SLOW_BUS, given, max_norm) for given in (micro_batch, None))
+    told, expected = (record(training, SLOW_BUS, given, max_norm) for given in (lambda looked_up: micro_batch, None))
     left, right = without_addresses(told), without_addresses(expected)
     assert [field for field in left if left[field] != right[field]] == []
 

@@ -1,5 +1,6 @@
 """Updates that are alike: one calls operators, and the others cost exactly what they would."""
 
+import random
 from unittest import mock
 
 import pytest
@@ -8,35 +9,77 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.memory.operators import storage_key
-from hf_patrickstar.schedule.script import ThreadWork
-from hf_patrickstar.virtual.costs import Cost, Touch
+from hf_patrickstar.schedule.script import HostWork, ThreadWork
+from hf_patrickstar.virtual.costs import Cost, HostCache, Touch
 from hf_patrickstar.virtual.recording import record_step
-from hf_patrickstar.virtual.tapes import Operator, Tapes
+from hf_patrickstar.virtual.tapes import Charge, Operator, Tapes
 
 COST = Cost(0, 8, "float32")
 
 
-def touch(storage, *, begin=0):
-    return Touch(storage, begin, begin + 8, True, True)
+def touch(storage, *, begin=0, nbytes=8, is_write=True):
+    return Touch(storage, begin, begin + nbytes, is_write, True)
+
+
+def memories(num):
+    tensors = [torch.zeros(2) for _ in range(num)]
+    return tensors, list(map(storage_key, tensors))
 
 
 def test_a_tape_is_played_over_the_memory_of_another_update():
-    tapes, (first, second, scratch) = Tapes(), torch.zeros(3, 2).split(1)
-    first, second, scratch = (tensor.clone() for tensor in (first, second, scratch))
-    own, other, shared = map(storage_key, (first, second, scratch))
+    tapes, ((first, second, _scratch), (own, other, shared)) = Tapes(HostCache(0)), memories(3)
     assert tapes.play("a", [second]) is None
     tapes.keep("a", [first], [Operator("x", COST, (touch(own), touch(shared, begin=8)))], {shared}.__contains__)
-    assert tapes.play("a", [second]) == [Operator("x", COST, (touch(other), touch(shared, begin=8)))]
+    assert tapes.play("a", [second]) == Charge((HostWork("x", 0, 8),), frozenset({other, shared}))
     assert tapes.play("b", [second]) is None
 
 
-def test_temporaries_are_new_ones_for_every_update():
-    tapes, first = Tapes(), torch.zeros(2)
+def test_what_a_temporary_leaves_in_the_cache_is_of_no_use_to_the_next_update():
+    cache, ((first,), _) = HostCache(100), memories(1)
+    tapes = Tapes(cache)
     operators = [Operator("x", COST, (touch(7),)), Operator("y", COST, (touch(7), touch(9)))]
     tapes.keep("a", [first], operators, lambda storage: False)
-    found = [[t.storage for operator in tapes.play("a", [first]) for t in operator.touches] for _ in range(2)]
-    assert all(storages[0] == storages[1] != storages[2] for storages in found)
-    assert len({storage for storages in found for storage in storages}) == 4
+    for _ in range(3):
+        assert [work.nbytes for work in tapes.play("a", [first]).works] == [8, 0]
+    assert len({line.storage for line in cache.lines()}) == 6
+
+
+def updates(seed, num):
+    """Updates of a few kinds over memory of their own, and a scratch space that all share, in any order."""
+    rng = random.Random(seed)
+    kinds = [
+        [(rng.randrange(4), rng.randrange(3) * 8, rng.choice([8, 16]), rng.random() < 0.5) for _ in range(6)]
+        for _ in range(2)
+    ]
+    chunks = [memories(2) for _ in range(3)]
+    _kept, (scratch,) = memories(1)
+    for number in range(num):
+        kind = rng.randrange(len(kinds))
+        memory, own = rng.choice(chunks)
+        places = {0: own[0], 1: own[1], 2: scratch, 3: -1000 - number}  # the last one is a temporary
+        operators = [
+            Operator(str(n), COST, (touch(places[place], begin=begin, nbytes=nbytes, is_write=is_write),))
+            for n, (place, begin, nbytes, is_write) in enumerate(kinds[kind])
+        ]
+        yield kind, memory, operators, {scratch}
+
+
+@pytest.mark.parametrize("cache_nbytes", [0, 24, 50, 200])
+@pytest.mark.parametrize("seed", range(5))
+def test_an_update_costs_what_its_operators_would_whatever_is_in_the_cache(cache_nbytes, seed):
+    """Also where an update finds what another one of the same chunk has left there."""
+    plain, tapes, num_played = Tapes(HostCache(cache_nbytes)), Tapes(HostCache(cache_nbytes)), 0
+    for kind, memory, operators, lasting in updates(seed, 60):
+        expected = plain.charge(operators)
+        found = tapes.play(kind, memory)
+        num_played += found is not None
+        if found is None:
+            found = tapes.charge(operators)
+            tapes.keep(kind, memory, operators, lasting.__contains__)
+        assert found.works == expected.works
+        known = {storage for storage in expected.written if storage > -1000}
+        assert {storage for storage in found.written if storage > -1000} == known
+    assert num_played > 50
 
 
 def record(num_micro_batches, dtype, max_norm):
