@@ -284,12 +284,17 @@ def set_raw_data(parameter: torch.Tensor, value: torch.Tensor) -> None:
         value: Its value from now on.
     """
     with RAW():
-        try:
-            _set_data(parameter, value)
-        except RuntimeError:
-            if parameter.device.type == value.device.type or torch._has_compatible_shallow_copy_type(parameter, value):
-                raise
-            _exchange(parameter, value)
+        set_data_inside(parameter, value)
+
+
+def set_data_inside(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Does what ``set_raw_data`` does, for a caller that has entered ``RAW``."""
+    try:
+        _set_data(parameter, value)
+    except RuntimeError:
+        if parameter.device.type == value.device.type or torch._has_compatible_shallow_copy_type(parameter, value):
+            raise
+        _exchange(parameter, value)
 
 
 def _exchange(parameter: Any, value: torch.Tensor) -> None:

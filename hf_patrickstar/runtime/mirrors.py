@@ -198,7 +198,7 @@ class ValueMirrors:
 
     def has(self, tensor: ManagedTensor) -> bool:
         """Whether a parameter's value is handed out."""
-        return bool(self._mirrors.get(tensor.spec.index))
+        return bool(self._mirrors) and bool(self._mirrors.get(tensor.spec.index))
 
     def has_reusable(self, tensor: ManagedTensor) -> bool:
         """Whether ``hand_out`` can give again what a user has already."""

@@ -26,6 +26,9 @@ class Writes:
         mirrors: Copies of values that users have; they follow each write.
         gradient_mirrors: Copies of gradients that users have.
         watch: Finds writes to copies on the device.
+
+    Attributes:
+        is_handed_out: Tells whether users have copies of a value.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Writes:
         self._gradient_mirrors = gradient_mirrors
         self._watch = watch
         self._lock = values.lock
+        self.is_handed_out = mirrors.has
 
     # Known writes
 
@@ -100,6 +104,11 @@ class Writes:
             tensor.epoch = Epoch()
 
     # Writes without a trace
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether anything on the device is compared with its home when it is released."""
+        return self._watch.is_watching
 
     def sync(self) -> None:
         """Takes over what users wrote without a trace, before values are used."""
