@@ -309,7 +309,7 @@ class ManagedTensor:
     @property
     def is_needed_at_home(self) -> bool:
         """Whether this step still needs the value at home, from which its chunk would be loaded again."""
-        return not self.chunk.is_group and (self.num_saved > 0 or self.users > 0)
+        return (self.num_saved > 0 or self.users > 0) and not self.chunk.is_group
 
     @property
     def state(self) -> TensorState:
@@ -568,6 +568,8 @@ class Chunk:
     @property
     def under_way(self) -> tuple[Copy, ...]:
         """What may still be under way in the ``param`` list: the next copy out of it, or into it, comes after that."""
+        if not self.tickets and self.update is None:
+            return ()
         copies = (ticket for lane, ticket in self.tickets.items() if lane is not WorkLane.HOST_WORK)
         update = self.update
         return (*copies, *(() if update is None else (update,)))

@@ -279,6 +279,8 @@ class Executor:
         Args:
             chunk: The group.
         """
+        if self._is_alone:
+            return
         is_complete = self._buckets.is_complete
         if not is_complete(chunk):
             return

@@ -343,15 +343,12 @@ def requires_grad(parameter: Any) -> bool:
         return bool(_get_requires_grad(parameter))
 
 
-def storage_key(tensor: torch.Tensor) -> int:
-    """The address of a tensor's storage object, which, unlike a data pointer, fake tensors have too.
+storage_key: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+"""The address of a tensor's storage object, which, unlike a data pointer, fake tensors have too.
 
-    Raises:
-        NotImplementedError: If it is of a kind that has no storage: sparse, or a wrapper of ``torch.func``.
-    """
-    # The same as ``untyped_storage()._cdata``, without a new object.
-    address: int = torch._C._storage_address(tensor)  # type: ignore[attr-defined]
-    return address
+It is what ``untyped_storage()._cdata`` is, without a new object. For what has no storage, as sparse tensors and
+wrappers of ``torch.func``, it raises ``NotImplementedError``.
+"""
 
 
 # Calls

@@ -18,6 +18,8 @@ from hf_patrickstar.runtime.steps import Steps
 from hf_patrickstar.runtime.turns import Turns, pauses_s
 from hf_patrickstar.runtime.writes import Writes
 
+_PARAM = GradientPlace.PARAM
+
 
 class Parameters:
     """Finds parameters, and gives them their values.
@@ -150,8 +152,8 @@ class Parameters:
             with self._lock:
                 if self._executor.is_at_rest:
                     type_of = self._guard.type_of if self._turns.others_may_read() else acquired_type
-                    is_handed_out = self._writes.is_handed_out
-                    acquire_idle(tensors, acquired, type_of, is_handed_out, is_recomputed=is_recomputed)
+                    handed_out = self._writes.handed_out()
+                    acquire_idle(tensors, acquired, type_of, handed_out, is_recomputed=is_recomputed)
         for tensor in tensors[len(acquired) - begin :]:
             is_alias = is_recomputed and not requires_grad(tensor.parameter)
             self.acquire(tensor, module_name, is_alias=is_alias)
@@ -193,6 +195,12 @@ class Parameters:
             while self.held_outside_forward:
                 self.release(self.held_outside_forward.pop())
 
+    def find_at_rest(self, tensor: ManagedTensor) -> torch.Tensor | None:
+        """The payload to compute with where ``ensure_on_device`` has nothing to do but to find it, else ``None``."""
+        if tensor.gradient is _PARAM or not self._executor.is_at_rest:
+            return None
+        return tensor.chunk.compute
+
     def ensure_on_device(self, tensor: ManagedTensor, who: str) -> torch.Tensor:
         """The payload to compute with, with this parameter's value; while it is aliased its chunk cannot leave.
 
@@ -208,7 +216,7 @@ class Parameters:
             raise
 
     def _ensure_on_device(self, tensor: ManagedTensor, who: str) -> torch.Tensor:
-        if tensor.gradient is GradientPlace.PARAM and not tensor.chunk.is_group:
+        if tensor.gradient is _PARAM and not tensor.chunk.is_group:
             self._gradients.move_to_list(tensor)
         return self._executor.ensure_on_device(tensor.chunk, who)
 

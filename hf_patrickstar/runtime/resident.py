@@ -23,6 +23,8 @@ from hf_patrickstar.runtime.live_parameter import (
     storage_key,
 )
 
+_PARAM = GradientPlace.PARAM  # a name of the module is found faster than a member of an enum
+
 
 def place_of(tensor: ManagedTensor, chunk: Chunk) -> torch.Tensor | None:
     """The place of a parameter in its chunk, made once for all uses; ``None`` if the chunk is not static.
@@ -34,7 +36,7 @@ def place_of(tensor: ManagedTensor, chunk: Chunk) -> torch.Tensor | None:
         chunk: Its chunk.
     """
     view = chunk.views.get(tensor)
-    if view is None and chunk.compute is not None and chunk.is_static:
+    if view is None and chunk.compute is not None and chunk.is_static and chunk.compute is chunk.param:
         view = tensor.view_copy(chunk.compute)
         if type(view) is type(chunk.compute):  # else it is of a mode that is in force just now
             chunk.views[tensor] = view
@@ -45,7 +47,7 @@ def acquire_idle(
     tensors: Sequence[ManagedTensor],
     acquired: list[ManagedTensor],
     type_of: Callable[[type], type],
-    has_mirrors: Callable[[ManagedTensor], bool],
+    is_handed_out: Callable[[ManagedTensor], bool] | None,
     *,
     is_recomputed: bool,
 ) -> None:
@@ -55,7 +57,7 @@ def acquire_idle(
         tensors: All parameters of the module.
         acquired: Those that have got their values are added to it.
         type_of: The class of a parameter that has its value.
-        has_mirrors: Whether a value is handed out, so that there may be more to do.
+        is_handed_out: Whether users have copies of a value, so that there may be more to do; ``None`` if of none.
         is_recomputed: Whether the forward runs again inside of a backward.
     """
     this = threading.get_ident()
@@ -67,10 +69,10 @@ def acquire_idle(
                 or tensor.is_open
                 or tensor.is_materialized
                 or not tensor.is_bound
-                or tensor.gradient is GradientPlace.PARAM
+                or tensor.gradient is _PARAM
                 or not isinstance(parameter, LiveMixin)
                 or storage_key(parameter) != tensor.placeholder_key
-                or has_mirrors(tensor)
+                or (is_handed_out is not None and is_handed_out(tensor))
                 or (is_recomputed and not requires_grad(parameter))
             ):
                 return

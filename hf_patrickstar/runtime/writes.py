@@ -6,6 +6,8 @@ its use, leaves no trace; ``Watch`` finds it by comparison. Other copies that us
 an assignment (``parameter.data = x``) earlier graphs keep the value that they need, as torch keeps the memory.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from hf_patrickstar.runtime.chunk import MASTER, Epoch, ManagedTensor
@@ -26,9 +28,6 @@ class Writes:
         mirrors: Copies of values that users have; they follow each write.
         gradient_mirrors: Copies of gradients that users have.
         watch: Finds writes to copies on the device.
-
-    Attributes:
-        is_handed_out: Tells whether users have copies of a value.
     """
 
     def __init__(
@@ -45,7 +44,6 @@ class Writes:
         self._gradient_mirrors = gradient_mirrors
         self._watch = watch
         self._lock = values.lock
-        self.is_handed_out = mirrors.has
 
     # Known writes
 
@@ -104,6 +102,10 @@ class Writes:
             tensor.epoch = Epoch()
 
     # Writes without a trace
+
+    def handed_out(self) -> Callable[[ManagedTensor], bool] | None:
+        """What tells whether users have copies of a value, or ``None`` if they have none of any."""
+        return self._mirrors.has if self._mirrors.has_any else None
 
     @property
     def is_watching(self) -> bool:

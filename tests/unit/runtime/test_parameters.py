@@ -50,7 +50,8 @@ def make(*, is_alone=True, trainable=True):
     parts.told = told = []
     parts.device = Device(told)
     writes = Fake(told, "take_over", take_back=lambda tensor: tensor.dematerialize())
-    writes.is_watching, writes.is_handed_out = False, lambda tensor: tensor in parts.handed_out
+    writes.is_watching = False
+    writes.handed_out = lambda: parts.handed_out.__contains__ if parts.handed_out else None
     parts.handed_out = []
     gradients = Fake(told, "move_to_list")
     gradients.lock = contextlib.nullcontext()
