@@ -147,13 +147,14 @@ class Parameters:
             Exception: See ``acquire``.
         """
         begin = len(acquired)
-        is_plain = not torch.is_inference_mode_enabled() and peek_interpreter_stack() is None
-        if is_plain and self._executor.is_at_rest:
+        if peek_interpreter_stack() is None and not torch.is_inference_mode_enabled():
             with self._lock:
                 if self._executor.is_at_rest:
                     type_of = self._guard.type_of if self._turns.others_may_read() else acquired_type
                     handed_out = self._writes.handed_out()
                     acquire_idle(tensors, acquired, type_of, handed_out, is_recomputed=is_recomputed)
+            if len(acquired) - begin == len(tensors):
+                return
         for tensor in tensors[len(acquired) - begin :]:
             is_alias = is_recomputed and not requires_grad(tensor.parameter)
             self.acquire(tensor, module_name, is_alias=is_alias)
@@ -166,6 +167,8 @@ class Parameters:
             with self._lock:
                 if self._executor.is_at_rest and not self._writes.is_watching:
                     num_released = release_unchanged(tensors)
+            if num_released == len(tensors):
+                return
         for tensor in tensors[num_released:]:
             self.release(tensor)
 

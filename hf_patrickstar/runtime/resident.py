@@ -76,9 +76,11 @@ def acquire_idle(
                 or (is_recomputed and not requires_grad(parameter))
             ):
                 return
-            view = place_of(tensor, chunk)
+            view = chunk.views.get(tensor)
             if view is None:
-                return
+                view = place_of(tensor, chunk)
+                if view is None:
+                    return
             tensor.read_at = tensor.num_writes
             set_data_inside(parameter, view)
             parameter.__class__ = type_of(tensor.original_type)  # another thread may use it from now on

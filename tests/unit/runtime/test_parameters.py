@@ -301,6 +301,16 @@ def test_the_engine_knows_its_own_views_of_a_chunk_from_those_of_others():
     assert torch._C._storage_Use_Count(payload.untyped_storage()._cdata) == tensor.chunk.base_use_count
 
 
+def test_what_is_computed_with_is_found_without_a_visit_where_nothing_moves():
+    parts, parameters, tensor = make_resident()
+    assert parameters.find_at_rest(tensor) is tensor.chunk.compute
+    tensor.gradient = GradientPlace.PARAM
+    assert parameters.find_at_rest(tensor) is None
+    tensor.gradient, parts.device.is_at_rest = GradientPlace.NONE, False
+    assert parameters.find_at_rest(tensor) is None
+    assert told(parts) == []
+
+
 def test_a_parameter_that_moved_with_its_chunk_gets_its_value_from_there():
     _, parameters, tensor = make_resident()
     acquired = []
