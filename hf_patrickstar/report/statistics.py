@@ -39,6 +39,9 @@ class Statistics:
         """Takes one event."""
         kind = type(event)
         self._counts[kind] += 1
+        if isinstance(event, GradientStored):  # there are most of these
+            self._nbytes[kind] += event.nbytes
+            return
         self._nbytes[kind] += getattr(event, "nbytes", 0)
         if isinstance(event, ChunkLoaded):
             self._ahead += event.ahead

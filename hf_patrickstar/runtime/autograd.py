@@ -76,7 +76,7 @@ class Autograd:
 
     def _unpack(self, saved: torch.Tensor | SavedView) -> torch.Tensor:
         self.notice_backward()
-        return self._phases.operand_needed(saved)
+        return saved if isinstance(saved, torch.Tensor) else self._phases.operand_needed(saved)
 
     def notice_backward(self) -> None:
         """Begins the phase of a backward, once, and registers a callback for its end."""

@@ -309,7 +309,7 @@ class ManagedTensor:
     @property
     def is_needed_at_home(self) -> bool:
         """Whether this step still needs the value at home, from which its chunk would be loaded again."""
-        return not self.chunk.is_group and (self.num_saved > 0 or self.users > 0)
+        return (self.num_saved > 0 or self.users > 0) and not self.chunk.is_group
 
     @property
     def state(self) -> TensorState:
@@ -338,6 +338,8 @@ class Chunk:
         dtype: The type of ``param``.
         state_dtype: The type of all other lists.
         is_mixed: Whether its values are rounded masters, and gradients are widened for the optimizer.
+        is_group: Whether its copy on the device has the chunks of several ranks; it stays true when the home changes.
+        views: Of a static chunk: the places of its parameters in ``compute``, each made once.
     """
 
     __slots__ = (
@@ -349,6 +351,7 @@ class Chunk:
         "compute",
         "dtype",
         "home",
+        "is_group",
         "is_mixed",
         "last_access",
         "num_computing",
@@ -361,6 +364,7 @@ class Chunk:
         "tensors",
         "tickets",
         "update",
+        "views",
     )
 
     def __init__(self, spec: ChunkSpec, home: Tier, rank: int = 0) -> None:
@@ -368,6 +372,7 @@ class Chunk:
         self.dtype = torch_dtype(spec.types.param)
         self.state_dtype = torch_dtype(spec.types.state)
         self.is_mixed = spec.types.is_mixed
+        self.is_group = spec.world_size > 1
         self.home = home
         self.rank = rank
         self.tensors: list[ManagedTensor] = []
@@ -376,6 +381,7 @@ class Chunk:
         self._param: torch.Tensor
         self.compute: torch.Tensor | None = None
         self.storage: torch.UntypedStorage | None = None
+        self.views: dict[ManagedTensor, torch.Tensor] = {}
         self.base_use_count = 0
         self.last_access = 0
         self.num_computing = 0
@@ -403,6 +409,7 @@ class Chunk:
         """Removes a tensor; its place stays unused."""
         place = self.tensors.index(tensor)
         del self.tensors[place], self._offsets[place]
+        self.views.pop(tensor, None)
         if tensor in self.owned:
             self.owned.remove(tensor)
 
@@ -492,11 +499,6 @@ class Chunk:
         return not self.spec.capacity_numel
 
     @property
-    def is_group(self) -> bool:
-        """Whether its copy on the device has the chunks of several ranks, and so stays true when the home changes."""
-        return self.spec.world_size > 1
-
-    @property
     def is_static(self) -> bool:
         """Whether modules compute with its payload at home, so that it never moves."""
         return self.home is Tier.DEVICE and not self.is_group
@@ -534,6 +536,7 @@ class Chunk:
         assert self.storage is not None
         payload, key = self.compute, self.storage._cdata
         self.compute, self.storage = None, None
+        self.views.clear()
         return payload, key
 
     @property
@@ -545,7 +548,7 @@ class Chunk:
         """
         if self.storage is None:
             return False
-        return torch._C._storage_Use_Count(self.storage._cdata) > self.base_use_count
+        return torch._C._storage_Use_Count(self.storage._cdata) > self.base_use_count + len(self.views)
 
     @property
     def is_in_use(self) -> bool:
@@ -565,6 +568,8 @@ class Chunk:
     @property
     def under_way(self) -> tuple[Copy, ...]:
         """What may still be under way in the ``param`` list: the next copy out of it, or into it, comes after that."""
+        if not self.tickets and self.update is None:
+            return ()
         copies = (ticket for lane, ticket in self.tickets.items() if lane is not WorkLane.HOST_WORK)
         update = self.update
         return (*copies, *(() if update is None else (update,)))

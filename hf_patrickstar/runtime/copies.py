@@ -33,6 +33,10 @@ class Copies:
         streams: How bytes cross.
         emit: Told of every event.
         watch: Takes over what was written to a copy that is dropped.
+
+    Attributes:
+        find: Finds the chunk whose compute payload has a storage, by the key of that, or ``None``.
+        moves: Whether any chunk is not computed with where it is at home.
     """
 
     def __init__(self, chunks: list[Chunk], pool: PayloadPool, streams: Streams, emit: Listener, watch: Watch) -> None:
@@ -43,7 +47,8 @@ class Copies:
         self._watch = watch
         self._by_storage: dict[int, Chunk] = {}  # chunks that can be computed with, in the order in which they came
         self._stale: set[int] = set()  # chunks whose copies are from before the last change of their homes
-        self._moves = False
+        self.find = self._by_storage.get
+        self.moves = False
         self.note_chunks()
 
     # Which there are
@@ -64,15 +69,6 @@ class Copies:
     def by_age(self) -> list[Chunk]:
         """The chunks with a copy, the one visited longest ago first."""
         return sorted(self, key=lambda chunk: chunk.last_access)
-
-    @property
-    def moves(self) -> bool:
-        """Whether any chunk is not computed with where it is at home."""
-        return self._moves
-
-    def find(self, storage_key: int) -> Chunk | None:
-        """The chunk whose compute payload has this storage."""
-        return self._by_storage.get(storage_key)
 
     def unused(self, exclude: Chunk | None = None) -> list[Chunk]:
         """Chunks whose copies nobody computes with or looks into: these can leave."""
@@ -273,7 +269,7 @@ class Copies:
         for chunk in self._chunks:
             if chunk.is_static and chunk.compute is None:
                 self._by_storage[chunk.set_compute(chunk.param)] = chunk
-        self._moves = any(not (chunk.is_static or chunk.is_retired) for chunk in self._chunks)
+        self.moves = any(not (chunk.is_static or chunk.is_retired) for chunk in self._chunks)
 
     # Inside
 

@@ -157,6 +157,14 @@ class Executor:
             ledger.is_cautious = False
             ledger.reserved_nbytes = visits[max(step.cursor.moment if moment is None else moment, 0)].non_model_nbytes
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether every chunk is computed with where it is at home, and nobody has to be told of visits."""
+        if self._copies.moves or self._gradients.used_ahead:
+            return False
+        step = self._tracer.step
+        return step is None or step.cursor is not None
+
     def ensure_on_device(self, chunk: Chunk, who: str) -> torch.Tensor:
         """The payload to compute with: a visit to the chunk.
 
@@ -271,6 +279,8 @@ class Executor:
         Args:
             chunk: The group.
         """
+        if self._is_alone:
+            return
         is_complete = self._buckets.is_complete
         if not is_complete(chunk):
             return

@@ -96,8 +96,11 @@ class Frames(threading.local):
         return None
 
 
+_FORWARD, _BACKWARD, _EVALUATION = Stage.FORWARD, Stage.BACKWARD, Stage.EVALUATION
+
+
 def current_stage() -> Stage:
     """The stage of a forward that begins now."""
     if _current_graph_task_id() != -1:
-        return Stage.BACKWARD
-    return Stage.FORWARD if torch.is_grad_enabled() else Stage.EVALUATION
+        return _BACKWARD
+    return _FORWARD if torch.is_grad_enabled() else _EVALUATION

@@ -32,9 +32,17 @@ from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace,
 from hf_patrickstar.runtime.gradient_ring import GradientRing, most_nbytes
 from hf_patrickstar.runtime.live_parameter import take_raw_grad
 from hf_patrickstar.runtime.reclaim import Reclaim
+from hf_patrickstar.runtime.resident import place_of
 from hf_patrickstar.runtime.values import Values
 
-_NOWHERE = frozenset({GradientPlace.NONE, GradientPlace.CONSUMED, GradientPlace.INCOMPLETE})
+# A name of the module is found faster than a member of an enum.
+_NONE, _PARAM, _LIST, _ZERO = GradientPlace.NONE, GradientPlace.PARAM, GradientPlace.LIST, GradientPlace.ZERO
+_KEPT, _CONSUMED, _INCOMPLETE = (
+    GradientPlace.KEPT,
+    GradientPlace.CONSUMED,
+    GradientPlace.INCOMPLETE,
+)  # found faster here
+_NOWHERE = frozenset({_NONE, _CONSUMED, _INCOMPLETE})
 
 
 class Gradients:
@@ -109,9 +117,9 @@ class Gradients:
         with self.lock:
             self.make_ready(tensor)
             tensor.chunk.wait()
-            if tensor.gradient is GradientPlace.PARAM:
+            if tensor.gradient is _PARAM:
                 return tensor.view(tensor.chunk.param)
-            if tensor.gradient is GradientPlace.LIST:
+            if tensor.gradient is _LIST:
                 return tensor.view(tensor.chunk.lists[GRADIENT])
             return None
 
@@ -123,17 +131,17 @@ class Gradients:
     @staticmethod
     def is_absent(tensor: ManagedTensor) -> bool:
         """Whether there is none of a parameter, nor was one before the last step."""
-        return tensor.gradient is GradientPlace.NONE and tensor.deferred_gradient is None
+        return tensor.gradient is _NONE and tensor.deferred_gradient is None
 
     def make_ready(self, tensor: ManagedTensor) -> None:
         """Brings a gradient that is elsewhere to a place at home, where the optimizer finds it."""
         if tensor.deferred_gradient is not None:
             self.place_deferred(tensor)
-        if tensor.gradient is GradientPlace.ZERO and tensor.is_owned:
+        if tensor.gradient is _ZERO and tensor.is_owned:
             self._write_zero(tensor)
-        elif tensor.gradient is GradientPlace.KEPT:
-            self.attempts.note_before(tensor.spec.index, GradientPlace.KEPT)
-            kept, tensor.kept, tensor.gradient = tensor.kept, None, GradientPlace.NONE
+        elif tensor.gradient is _KEPT:
+            self.attempts.note_before(tensor.spec.index, _KEPT)
+            kept, tensor.kept, tensor.gradient = tensor.kept, None, _NONE
             assert kept is not None
             self.put(tensor, tensor.own(kept))
 
@@ -151,7 +159,7 @@ class Gradients:
         elif tensor.is_looked_up:
             # What its uses on either device contribute is added up in the parameter's type, as autograd does.
             tensor.deferred_gradient = gradient.to(tensor.chunk.home_device)
-        elif tensor.is_needed_at_home and tensor.gradient is GradientPlace.NONE and not self.accumulate:
+        elif tensor.is_needed_at_home and tensor.gradient is _NONE and not self.accumulate:
             tensor.deferred_gradient = gradient
         else:
             self.add(tensor, gradient)
@@ -164,19 +172,19 @@ class Gradients:
         self._is_after_step = False
         if self.used_ahead:
             self.check_unused(f"another gradient of '{tensor.spec.name}' comes", tensor.chunk.spec.index)
-        if tensor.gradient is GradientPlace.CONSUMED:
-            tensor.gradient = GradientPlace.NONE if self._keeps is False else GradientPlace.INCOMPLETE
-        if tensor.gradient is GradientPlace.INCOMPLETE:
+        if tensor.gradient is _CONSUMED:
+            tensor.gradient = _NONE if self._keeps is False else _INCOMPLETE
+        if tensor.gradient is _INCOMPLETE:
             return
-        if tensor.gradient is GradientPlace.ZERO:
-            tensor.gradient = GradientPlace.NONE  # and zero plus a gradient is that gradient
+        if tensor.gradient is _ZERO:
+            tensor.gradient = _NONE  # and zero plus a gradient is that gradient
         before = tensor.gradient
-        if before is GradientPlace.KEPT:
+        if before is _KEPT:
             self.make_ready(tensor)
-        if tensor.gradient is GradientPlace.PARAM:
+        if tensor.gradient is _PARAM:
             self.move_to_list(tensor)
         has_master = tensor.chunk.has_list(MASTER)
-        if self.accumulate or tensor.gradient is GradientPlace.LIST or tensor.is_needed_at_home or not has_master:
+        if self.accumulate or tensor.gradient is _LIST or tensor.is_needed_at_home or not has_master:
             self._add_to_list(tensor, gradient)
         else:
             self._write_over_parameter(tensor, gradient)
@@ -184,8 +192,8 @@ class Gradients:
 
     def note_remote(self, tensor: ManagedTensor) -> None:
         """Notes that a gradient was added on the rank that has the parameter at home."""
-        is_lost = tensor.gradient in (GradientPlace.CONSUMED, GradientPlace.INCOMPLETE) and self._keeps is not False
-        tensor.gradient = GradientPlace.INCOMPLETE if is_lost else GradientPlace.REMOTE
+        is_lost = tensor.gradient in (_CONSUMED, _INCOMPLETE) and self._keeps is not False
+        tensor.gradient = _INCOMPLETE if is_lost else GradientPlace.REMOTE
 
     def put(self, tensor: ManagedTensor, own: torch.Tensor) -> None:
         """Replaces a gradient by one that is given; what this rank has of it.
@@ -203,16 +211,16 @@ class Gradients:
             home = self.of(tensor)
             is_wider = own.dtype.itemsize > tensor.chunk.dtype.itemsize
             if home is None and not is_wider:
-                tensor.gradient = GradientPlace.NONE
+                tensor.gradient = _NONE
                 self.add(tensor, own)
                 self._streams.release_in_flight()  # code that has the tensor may write to it next
-            elif home is None or (is_wider and tensor.gradient is not GradientPlace.LIST):
+            elif home is None or (is_wider and tensor.gradient is not _LIST):
                 if home is None:
-                    tensor.gradient = GradientPlace.NONE
+                    tensor.gradient = _NONE
                 else:
                     self.move_to_list(tensor)
                 tensor.view(self._list(tensor.chunk)).copy_(own)
-                tensor.gradient = GradientPlace.LIST
+                tensor.gradient = _LIST
             else:
                 home.copy_(own)
 
@@ -222,9 +230,9 @@ class Gradients:
         Raises:
             EngineError: If a step has consumed it, or torch would have added it to one that a step has consumed.
         """
-        if tensor.gradient is GradientPlace.CONSUMED and self._keeps is not False:
+        if tensor.gradient is _CONSUMED and self._keeps is not False:
             raise EngineError(consumed(tensor, "it is used again: torch would still have it"))
-        if tensor.gradient is GradientPlace.INCOMPLETE:
+        if tensor.gradient is _INCOMPLETE:
             raise EngineError(
                 consumed(tensor, "zero_grad was not called since: torch would have added the next one to it")
             )
@@ -295,12 +303,12 @@ class Gradients:
     def move_to_list(self, tensor: ManagedTensor) -> None:
         """Brings the value back to its place, keeping the gradient in the accumulation list; [Note: gradient reuse]."""
         with self.lock:
-            if tensor.gradient is not GradientPlace.PARAM:
+            if tensor.gradient is not _PARAM:
                 return
             chunk = tensor.chunk
             chunk.wait()
             tensor.view(self._list(chunk)).copy_(tensor.view(chunk.param))
-            tensor.gradient = GradientPlace.LIST
+            tensor.gradient = _LIST
             tensor.gradient_norm = None
             self._values.restore(tensor)
 
@@ -381,7 +389,7 @@ class Gradients:
         self._was_zeroed = True
         if not (self.must_keep or self.accumulate):
             for chunk in chunks:
-                if chunk.has_list(GRADIENT) and not any(t.gradient is GradientPlace.LIST for t in chunk.tensors):
+                if chunk.has_list(GRADIENT) and not any(t.gradient is _LIST for t in chunk.tensors):
                     self._pool.release(chunk.home, chunk.lists.pop(GRADIENT), GRADIENT, keep=False)
 
     def drop(self, tensor: ManagedTensor, *, to_zero: bool = False) -> None:
@@ -393,8 +401,8 @@ class Gradients:
         """
         with self.lock:
             self._note_replaced(tensor)
-            was_there = self.has(tensor) or tensor.gradient is not GradientPlace.NONE
-            if tensor.gradient is GradientPlace.PARAM:
+            was_there = self.has(tensor) or tensor.gradient is not _NONE
+            if tensor.gradient is _PARAM:
                 self._values.restore(tensor)
             self.clear(tensor)
             if to_zero and was_there:
@@ -411,11 +419,11 @@ class Gradients:
     @staticmethod
     def make_zero(tensor: ManagedTensor) -> None:
         """Makes all zeros the gradient of a parameter that has no other, here or where the parameter is at home."""
-        tensor.gradient = GradientPlace.ZERO if tensor.is_owned else GradientPlace.REMOTE
+        tensor.gradient = _ZERO if tensor.is_owned else GradientPlace.REMOTE
 
     def clear(self, tensor: ManagedTensor) -> None:
         """Forgets a gradient whose place holds the value again, or is about to."""
-        tensor.gradient = GradientPlace.NONE
+        tensor.gradient = _NONE
         tensor.gradient_norm = None
         tensor.deferred_gradient = None
         tensor.kept = None
@@ -430,13 +438,13 @@ class Gradients:
             keeps: Whether it was left in the accumulation list.
         """
         tensor.gradient_norm = None  # of before it was multiplied
-        if keeps and tensor.gradient is not GradientPlace.PARAM:
+        if keeps and tensor.gradient is not _PARAM:
             return
         self.clear(tensor)
         if handed_out is not None:
-            tensor.kept, tensor.gradient = handed_out, GradientPlace.KEPT
+            tensor.kept, tensor.gradient = handed_out, _KEPT
         else:
-            tensor.gradient = GradientPlace.CONSUMED
+            tensor.gradient = _CONSUMED
 
     def _note_replaced(self, tensor: ManagedTensor) -> None:
         """Learns that somebody replaces or drops a gradient; after a step everybody does, by ``zero_grad``."""
@@ -453,13 +461,14 @@ class Gradients:
         if chunk.home is Tier.DEVICE:
             for copy in chunk.under_way:  # of a group, from a home on the device
                 copy.join()
-            tensor.view(chunk.param).copy_(gradient)
+            place = place_of(tensor, chunk)
+            (tensor.view(chunk.param) if place is None else place).copy_(gradient)
         else:
             home = tensor.view(chunk.param)
             if not self._streams.copies_beside(gradient, home):
                 chunk.wait()  # the host writes to the home, which a copy may be reading
             chunk.note(self._streams.to_host(gradient, home, chunk.under_way))
-        tensor.gradient = GradientPlace.PARAM
+        tensor.gradient = _PARAM
         self._emit(GradientStored(chunk.spec.index, tensor.spec.index, tensor.take_crossing()))
 
     def _write_zero(self, tensor: ManagedTensor) -> None:
@@ -467,10 +476,10 @@ class Gradients:
         chunk.wait()
         in_list = self.accumulate or not chunk.has_list(MASTER)
         tensor.view(self._list(chunk) if in_list else chunk.param).zero_()
-        tensor.gradient = GradientPlace.LIST if in_list else GradientPlace.PARAM
+        tensor.gradient = _LIST if in_list else _PARAM
 
     def _add_to_list(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
-        chunk, is_first, norm = tensor.chunk, tensor.gradient is GradientPlace.NONE, None
+        chunk, is_first, norm = tensor.chunk, tensor.gradient is _NONE, None
         place = tensor.view(self._list(chunk))
         if self._leaves_beside(chunk, gradient) and gradient.stride() == place.stride():
             if self.records_norms and self.completes_step:
@@ -485,7 +494,7 @@ class Gradients:
                 place.copy_(gradient)
             else:
                 place.add_(self._streams.on_tier_of(gradient, place))
-        tensor.gradient = GradientPlace.LIST
+        tensor.gradient = _LIST
         tensor.gradient_norm = norm
         self._emit(GradientStored(chunk.spec.index, tensor.spec.index, tensor.take_crossing()))
 

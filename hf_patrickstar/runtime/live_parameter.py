@@ -284,12 +284,17 @@ def set_raw_data(parameter: torch.Tensor, value: torch.Tensor) -> None:
         value: Its value from now on.
     """
     with RAW():
-        try:
-            _set_data(parameter, value)
-        except RuntimeError:
-            if parameter.device.type == value.device.type or torch._has_compatible_shallow_copy_type(parameter, value):
-                raise
-            _exchange(parameter, value)
+        set_data_inside(parameter, value)
+
+
+def set_data_inside(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Does what ``set_raw_data`` does, for a caller that has entered ``RAW``."""
+    try:
+        _set_data(parameter, value)
+    except RuntimeError:
+        if parameter.device.type == value.device.type or torch._has_compatible_shallow_copy_type(parameter, value):
+            raise
+        _exchange(parameter, value)
 
 
 def _exchange(parameter: Any, value: torch.Tensor) -> None:
@@ -338,15 +343,12 @@ def requires_grad(parameter: Any) -> bool:
         return bool(_get_requires_grad(parameter))
 
 
-def storage_key(tensor: torch.Tensor) -> int:
-    """The address of a tensor's storage object, which, unlike a data pointer, fake tensors have too.
+storage_key: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+"""The address of a tensor's storage object, which, unlike a data pointer, fake tensors have too.
 
-    Raises:
-        NotImplementedError: If it is of a kind that has no storage: sparse, or a wrapper of ``torch.func``.
-    """
-    # The same as ``untyped_storage()._cdata``, without a new object.
-    address: int = torch._C._storage_address(tensor)  # type: ignore[attr-defined]
-    return address
+It is what ``untyped_storage()._cdata`` is, without a new object. For what has no storage, as sparse tensors and
+wrappers of ``torch.func``, it raises ``NotImplementedError``.
+"""
 
 
 # Calls

@@ -200,6 +200,11 @@ class ValueMirrors:
         """Whether a parameter's value is handed out."""
         return bool(self._mirrors.get(tensor.spec.index))
 
+    @property
+    def has_any(self) -> bool:
+        """Whether any value is handed out."""
+        return bool(self._mirrors)
+
     def has_reusable(self, tensor: ManagedTensor) -> bool:
         """Whether ``hand_out`` can give again what a user has already."""
         return bool(self._reusable(tensor))

@@ -95,7 +95,9 @@ class Operands:
                 f"parameter '{tensor.spec.name}' was changed {by_whom} between this forward and its backward; call "
                 "backward before the change"
             )
-        payload = self._parameters.ensure_on_device(tensor, f"the backward of a use of '{tensor.spec.name}'")
+        payload = self._parameters.find_at_rest(tensor)
+        if payload is None:
+            payload = self._parameters.ensure_on_device(tensor, f"the backward of a use of '{tensor.spec.name}'")
         view = payload.as_strided(saved.size, saved.stride, saved.offset)
         # With create_graph autograd keeps the operands of this backward, without saved-tensors hooks: give it a copy.
         return view.clone() if torch.is_grad_enabled() else view

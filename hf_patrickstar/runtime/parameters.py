@@ -12,10 +12,13 @@ from hf_patrickstar.errors import DeviceMemoryError, EngineError
 from hf_patrickstar.runtime.chunk import MASTER, Chunk, GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.guard import Guard
-from hf_patrickstar.runtime.live_parameter import requires_grad
+from hf_patrickstar.runtime.live_parameter import acquired_type, requires_grad
+from hf_patrickstar.runtime.resident import acquire_idle, release_unchanged
 from hf_patrickstar.runtime.steps import Steps
 from hf_patrickstar.runtime.turns import Turns, pauses_s
 from hf_patrickstar.runtime.writes import Writes
+
+_PARAM = GradientPlace.PARAM
 
 
 class Parameters:
@@ -128,6 +131,47 @@ class Parameters:
         tensor.users += 1
         tensor.threads.append(threading.get_ident())
 
+    def acquire_all(
+        self, tensors: Sequence[ManagedTensor], module_name: str, acquired: list[ManagedTensor], *, is_recomputed: bool
+    ) -> None:
+        """Gives the parameters of a module their values: what ``acquire`` does for each, in order.
+
+        Args:
+            tensors: The parameters.
+            module_name: Who asks, for errors.
+            acquired: Each is added to it as soon as it has its value.
+            is_recomputed: Whether the forward runs again inside of a backward. Of a frozen parameter checkpointing
+                would keep the object, which has no value later: it is an alias, and its chunk stays.
+
+        Raises:
+            Exception: See ``acquire``.
+        """
+        begin = len(acquired)
+        if peek_interpreter_stack() is None and not torch.is_inference_mode_enabled():
+            with self._lock:
+                if self._executor.is_at_rest:
+                    type_of = self._guard.type_of if self._turns.others_may_read() else acquired_type
+                    handed_out = self._writes.handed_out()
+                    acquire_idle(tensors, acquired, type_of, handed_out, is_recomputed=is_recomputed)
+            if len(acquired) - begin == len(tensors):
+                return
+        for tensor in tensors[len(acquired) - begin :]:
+            is_alias = is_recomputed and not requires_grad(tensor.parameter)
+            self.acquire(tensor, module_name, is_alias=is_alias)
+            acquired.append(tensor)
+
+    def release_all(self, tensors: Sequence[ManagedTensor]) -> None:
+        """Ends one acquisition of each of the parameters of a module, in order."""
+        num_released = 0
+        if peek_interpreter_stack() is None:
+            with self._lock:
+                if self._executor.is_at_rest and not self._writes.is_watching:
+                    num_released = release_unchanged(tensors)
+            if num_released == len(tensors):
+                return
+        for tensor in tensors[num_released:]:
+            self.release(tensor)
+
     def _is_held_elsewhere(self) -> bool:
         """Whether another thread holds a parameter, and may let go of it."""
         this = threading.get_ident()
@@ -154,6 +198,12 @@ class Parameters:
             while self.held_outside_forward:
                 self.release(self.held_outside_forward.pop())
 
+    def find_at_rest(self, tensor: ManagedTensor) -> torch.Tensor | None:
+        """The payload to compute with where ``ensure_on_device`` has nothing to do but to find it, else ``None``."""
+        if tensor.gradient is _PARAM or not self._executor.is_at_rest:
+            return None
+        return tensor.chunk.compute
+
     def ensure_on_device(self, tensor: ManagedTensor, who: str) -> torch.Tensor:
         """The payload to compute with, with this parameter's value; while it is aliased its chunk cannot leave.
 
@@ -169,7 +219,7 @@ class Parameters:
             raise
 
     def _ensure_on_device(self, tensor: ManagedTensor, who: str) -> torch.Tensor:
-        if tensor.gradient is GradientPlace.PARAM and not tensor.chunk.is_group:
+        if tensor.gradient is _PARAM and not tensor.chunk.is_group:
             self._gradients.move_to_list(tensor)
         return self._executor.ensure_on_device(tensor.chunk, who)
 

@@ -24,7 +24,6 @@ from hf_patrickstar.runtime.cpu_embeddings import CpuEmbeddings
 from hf_patrickstar.runtime.data import Data
 from hf_patrickstar.runtime.executor import Services
 from hf_patrickstar.runtime.frames import Frame, Frames, Lookup
-from hf_patrickstar.runtime.live_parameter import requires_grad
 from hf_patrickstar.runtime.operands import Operands, SavedView
 from hf_patrickstar.runtime.order import Phase
 from hf_patrickstar.runtime.parameters import Parameters
@@ -127,22 +126,17 @@ class Phases:
             self._end_turn(frame)
 
     @phase
-    def before_module(self, frame: Frame, own: Iterable[ManagedTensor], name: str) -> None:
+    def before_module(self, frame: Frame, own: Sequence[ManagedTensor], name: str) -> None:
         """A module is about to compute with its own parameters."""
-        is_recomputed = frame.stage is Stage.BACKWARD
-        for tensor in own:
-            # Of a frozen one checkpointing would keep the object, which has no value later: its chunk stays.
-            is_alias = is_recomputed and not requires_grad(tensor.parameter)
-            self._parameters.acquire(tensor, name, is_alias=is_alias)
-            frame.acquired.append(tensor)
+        self._parameters.acquire_all(own, name, frame.acquired, is_recomputed=frame.stage is Stage.BACKWARD)
 
     @phase
     def after_module(self, frame: Frame) -> None:
         """A module has computed; its chunks may leave, unless somebody looks into them."""
         if frame.replaced:
             self.frames.end(frame)
-        for tensor in frame.acquired:
-            self._parameters.release(tensor)
+        if frame.acquired:
+            self._parameters.release_all(frame.acquired)
 
     @phase
     def lookup_begin(self, tensor: ManagedTensor) -> Lookup:

@@ -33,6 +33,11 @@ class Watch:
         if compute is not None and tensor not in self._watched:
             self._watched[tensor] = Fingerprint(self._values, tensor, tensor.view_copy(compute))
 
+    @property
+    def is_watching(self) -> bool:
+        """Whether it watches anything."""
+        return bool(self._watched)
+
     def watches(self, chunk: Chunk) -> bool:
         """Whether something may write to the copy of a chunk without a trace."""
         return bool(self._watched) and any(tensor in self._watched for tensor in chunk.tensors)

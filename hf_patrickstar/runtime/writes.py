@@ -6,6 +6,8 @@ its use, leaves no trace; ``Watch`` finds it by comparison. Other copies that us
 an assignment (``parameter.data = x``) earlier graphs keep the value that they need, as torch keeps the memory.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from hf_patrickstar.runtime.chunk import MASTER, Epoch, ManagedTensor
@@ -100,6 +102,15 @@ class Writes:
             tensor.epoch = Epoch()
 
     # Writes without a trace
+
+    def handed_out(self) -> Callable[[ManagedTensor], bool] | None:
+        """What tells whether users have copies of a value, or ``None`` if they have none of any."""
+        return self._mirrors.has if self._mirrors.has_any else None
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether anything on the device is compared with its home when it is released."""
+        return self._watch.is_watching
 
     def sync(self) -> None:
         """Takes over what users wrote without a trace, before values are used."""

@@ -160,6 +160,29 @@ def test_what_is_at_home_on_the_device_is_visited_only_while_a_step_is_recorded(
     assert (parts.count("chunk_hits"), parts.moved()) == (0, [])
 
 
+@pytest.mark.parametrize(
+    ("homes", "changes", "is_at_rest"),
+    [
+        ([Tier.DEVICE, Tier.DEVICE], "", True),
+        ([Tier.DEVICE, Tier.HOST], "", False),
+        ([Tier.DEVICE, Tier.DEVICE], "updated ahead", False),
+        ([Tier.DEVICE, Tier.DEVICE], "recorded", False),
+        ([Tier.DEVICE, Tier.DEVICE], "followed", True),
+    ],
+)
+def test_nothing_is_to_be_done_for_a_visit_where_all_is_at_home_and_nobody_counts(homes, changes, is_at_rest):
+    parts = make(homes=homes, device_nbytes=192)
+    if changes == "updated ahead":
+        parts.gradients.used_ahead = {0}
+    if changes in ("recorded", "followed"):
+        parts.tracer.begin("training")
+        visit(parts, 0, 1)
+    if changes == "followed":
+        parts.tracer.finish()
+        parts.tracer.begin("training")
+    assert parts.executor.is_at_rest is is_at_rest
+
+
 def test_a_static_chunk_is_visited_if_others_move():
     parts = make(homes=[Tier.DEVICE, Tier.HOST], device_nbytes=96)
     step = follow(parts, [0, 1])

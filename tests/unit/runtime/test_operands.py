@@ -21,6 +21,9 @@ class Parameters:
     def find(self, parameter):
         return next((tensor for tensor in self.parts.tensors if tensor.parameter is parameter), None)
 
+    def find_at_rest(self, tensor):
+        return None
+
     def ensure_on_device(self, tensor, who):
         self.asked.append(who)
         if tensor.chunk.compute is None:

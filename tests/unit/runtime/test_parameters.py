@@ -10,9 +10,10 @@ import torch
 from unit.runtime.parts import Fake, OneOfTwo, Parts
 
 from hf_patrickstar.errors import BudgetError, DeviceMemoryError, EngineError
+from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime import parameters as module
 from hf_patrickstar.runtime.chunk import GradientPlace
-from hf_patrickstar.runtime.live_parameter import raw_data
+from hf_patrickstar.runtime.live_parameter import ReleasedMixin, raw_data, set_raw_data
 from hf_patrickstar.runtime.parameters import Parameters
 from hf_patrickstar.runtime.turns import Turns
 
@@ -24,6 +25,8 @@ class Device:
         errors: What is raised next.
         modes: Whether inference mode, gradients and a function transform were on, each time.
     """
+
+    is_at_rest = False
 
     def __init__(self, told):
         self.told, self.errors, self.modes = told, [], []
@@ -47,6 +50,9 @@ def make(*, is_alone=True, trainable=True):
     parts.told = told = []
     parts.device = Device(told)
     writes = Fake(told, "take_over", take_back=lambda tensor: tensor.dematerialize())
+    writes.is_watching = False
+    writes.handed_out = lambda: parts.handed_out.__contains__ if parts.handed_out else None
+    parts.handed_out = []
     gradients = Fake(told, "move_to_list")
     gradients.lock = contextlib.nullcontext()
     steps = Fake(told, "give_up")
@@ -154,6 +160,167 @@ def test_a_parameter_may_be_acquired_beside_an_alias():
     assert tensor.is_materialized
     parameters.release(tensor)
     assert told(parts)[-1] == ("take_back", "t0")
+
+
+# Those of a module together
+
+
+def make_resident():
+    """Parameters that answer, in chunks that are computed with where they are at home."""
+    parts, parameters, tensor = make()
+    for chunk in parts.chunks:
+        chunk.home = Tier.DEVICE
+        chunk.set_compute(chunk.param)
+    for each in parts.tensors:
+        each.bind(None)
+    parts.device.is_at_rest = True
+    return parts, parameters, tensor
+
+
+def state_of(tensor):
+    return tensor.users, tensor.chunk.num_computing, tensor.is_materialized, len(tensor.threads), tensor.read_at
+
+
+@pytest.mark.parametrize("is_at_rest", [True, False])
+def test_a_module_gets_its_parameters_and_gives_them_back_as_one_by_one(is_at_rest):
+    parts, parameters, _ = make_resident()
+    parts.device.is_at_rest = is_at_rest
+    acquired = []
+    for _ in range(2):
+        parameters.acquire_all(parts.tensors[:3], "layer", acquired, is_recomputed=False)
+        assert acquired == parts.tensors[:3]
+        values = [raw_data(tensor.parameter).tolist() for tensor in parts.tensors]
+        assert values[:3] == [[0, 1], [16, 17], [32, 33]]
+        assert values[3] == [pytest.approx(float("nan"), nan_ok=True)] * 2
+        assert [state_of(tensor) for tensor in acquired] == [(1, 2, True, 1, 0), (1, 2, True, 1, 0), (1, 1, True, 1, 0)]
+        assert not any(isinstance(tensor.parameter, ReleasedMixin) for tensor in acquired)
+        parameters.release_all(acquired)
+        assert [state_of(tensor) for tensor in acquired] == [(0, 0, False, 0, 0)] * 3
+        assert all(isinstance(tensor.parameter, ReleasedMixin) for tensor in acquired)
+        assert all(raw_data(tensor.parameter).isnan().all() for tensor in acquired)
+        acquired.clear()
+    assert bool(told(parts)) is not is_at_rest
+    assert not any(chunk.is_in_use for chunk in parts.chunks)
+
+
+def hand_out(parts, tensor):
+    parts.handed_out.append(tensor)
+
+
+def put_gradient(parts, tensor):
+    tensor.gradient = GradientPlace.PARAM
+
+
+def assign(parts, tensor):
+    set_raw_data(tensor.parameter, torch.ones(2))
+
+
+def use(parts, tensor):
+    parts.parameters.acquire(tensor, "another module")
+    told(parts)
+
+
+@pytest.mark.parametrize(
+    ("change", "also"),
+    [(hand_out, ["take_over"]), (put_gradient, ["take_over", "move_to_list"]), (assign, ["take_over"]), (use, [])],
+)
+def test_a_parameter_that_there_is_more_to_do_for_is_acquired_by_itself_with_those_after_it(change, also):
+    parts, parameters, _ = make_resident()
+    change(parts, parts.tensors[1])
+    acquired = []
+    parameters.acquire_all(parts.tensors[:3], "layer", acquired, is_recomputed=False)
+    assert acquired == parts.tensors[:3]
+    assert told(parts) == [*((name, "t1") for name in also), ("load", 0), ("take_over", "t2"), ("load", 1)]
+
+
+def test_of_a_frozen_parameter_that_is_recomputed_only_the_chunk_stays():
+    parts, parameters, tensor = make_resident()
+    tensor.parameter.requires_grad_(False)
+    acquired = []
+    parameters.acquire_all(parts.tensors[:2], "layer", acquired, is_recomputed=True)
+    assert [(each.is_materialized, each.users) for each in acquired] == [(False, 1), (True, 1)]
+    parameters.release_all(acquired)
+    assert not tensor.chunk.is_in_use
+
+
+def write(tensor):
+    with torch.no_grad():
+        tensor.parameter.add_(1)
+
+
+def reassign(tensor):
+    torch._C.TensorBase.data.__set__(tensor.parameter, torch.ones(2, dtype=torch.bfloat16))
+
+
+def narrow(tensor):
+    torch._C.TensorBase.data.__set__(tensor.parameter, raw_data(tensor.parameter)[:1])
+
+
+@pytest.mark.parametrize("change", [write, reassign, narrow])
+def test_what_was_written_to_while_a_module_had_it_is_taken_back_by_itself_with_those_after_it(change):
+    parts, parameters, _ = make_resident()
+    acquired = []
+    parameters.acquire_all(parts.tensors[:3], "layer", acquired, is_recomputed=False)
+    change(parts.tensors[1])
+    parameters.release_all(acquired)
+    assert told(parts) == [("take_back", "t1"), ("take_back", "t2")]
+    assert [tensor.users for tensor in acquired] == [0, 0, 0]
+
+
+def test_nothing_is_released_together_while_something_is_watched():
+    parts, parameters, _ = make_resident()
+    acquired = []
+    parameters.acquire_all(parts.tensors[:2], "layer", acquired, is_recomputed=False)
+    parameters._writes.is_watching = True
+    parameters.release_all(acquired)
+    assert told(parts) == [("take_back", "t0"), ("take_back", "t1")]
+
+
+def test_what_another_thread_holds_too_stays_until_that_releases_it():
+    _, parameters, tensor = make_resident()
+    acquired = []
+    parameters.acquire_all([tensor], "layer", acquired, is_recomputed=False)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(parameters.acquire, tensor, "code that reads").result()
+        parameters.release_all(acquired)
+        assert (tensor.users, tensor.is_materialized) == (1, True)
+        pool.submit(parameters.release, tensor).result()
+    assert (tensor.users, tensor.is_materialized, tensor.threads) == (0, False, [])
+
+
+def test_the_engine_knows_its_own_views_of_a_chunk_from_those_of_others():
+    _, parameters, tensor = make_resident()
+    acquired = []
+    parameters.acquire_all([tensor], "layer", acquired, is_recomputed=False)
+    kept = raw_data(tensor.parameter)
+    parameters.release_all(acquired)
+    assert tensor.chunk.is_aliased
+    del kept
+    assert not tensor.chunk.is_aliased
+    payload, _ = tensor.chunk.clear_compute()
+    assert torch._C._storage_Use_Count(payload.untyped_storage()._cdata) == tensor.chunk.base_use_count
+
+
+def test_what_is_computed_with_is_found_without_a_visit_where_nothing_moves():
+    parts, parameters, tensor = make_resident()
+    assert parameters.find_at_rest(tensor) is tensor.chunk.compute
+    tensor.gradient = GradientPlace.PARAM
+    assert parameters.find_at_rest(tensor) is None
+    tensor.gradient, parts.device.is_at_rest = GradientPlace.NONE, False
+    assert parameters.find_at_rest(tensor) is None
+    assert told(parts) == []
+
+
+def test_a_parameter_that_moved_with_its_chunk_gets_its_value_from_there():
+    _, parameters, tensor = make_resident()
+    acquired = []
+    parameters.acquire_all([tensor], "layer", acquired, is_recomputed=False)
+    parameters.release_all(acquired)
+    tensor.chunk.clear_compute()
+    tensor.chunk.param = tensor.chunk.param + 5
+    tensor.chunk.set_compute(tensor.chunk.param)
+    parameters.acquire_all([tensor], "layer", acquired, is_recomputed=False)
+    assert raw_data(tensor.parameter).tolist() == [5, 6]
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,9 @@ def make(*, step=None, factor=None, num_micro_batches=2, homes=(Tier.HOST,), ove
     gradients.take_unstored = lambda tensor: None
     buckets = fake("buckets", "store", abandon="left", finish="left")
     buckets.unreduced, buckets.found = "unreduced", {0}
-    parameters = fake("parameters", "acquire", "release", "check_gradient", "release_held_outside_forward")
+    parameters = fake(
+        "parameters", "release_all", "check_gradient", "release_held_outside_forward", acquire_all=acquire
+    )
     parameters.tensors = parts.tensors
     parameters.by_index = dict(enumerate(parts.tensors))
     data = types.SimpleNamespace(
@@ -87,7 +89,16 @@ def make(*, step=None, factor=None, num_micro_batches=2, homes=(Tier.HOST,), ove
 def told(parts):
     """What was told since the last call; tensors by their names."""
     found, parts.told[:] = list(parts.told), []
-    return [(name, *(getattr(getattr(it, "spec", None), "name", it) for it in arguments)) for name, *arguments in found]
+    return [(name, *map(word, arguments)) for name, *arguments in found]
+
+
+def word(it):
+    return [word(item) for item in it] if isinstance(it, list) else getattr(getattr(it, "spec", None), "name", it)
+
+
+def acquire(tensors, name, acquired, *, is_recomputed):
+    """What a module is given: all that it asks for."""
+    acquired += tensors
 
 
 def frame_of(stage, **settings):
@@ -183,36 +194,28 @@ def test_the_turn_ends_even_if_the_end_of_the_forward_fails():
     assert told(parts)[-1] == ("turns.give_up",)
 
 
-@pytest.mark.parametrize(
-    ("stage", "aliases"), [(FORWARD, [False, False]), (EVALUATION, [False, False]), (BACKWARD, [False, True])]
-)
-def test_a_module_has_its_parameters_until_it_has_computed(stage, aliases):
-    """Of a frozen one only the chunk stays where backward recomputes."""
+@pytest.mark.parametrize(("stage", "is_recomputed"), [(FORWARD, False), (EVALUATION, False), (BACKWARD, True)])
+def test_a_module_has_its_parameters_until_it_has_computed(stage, is_recomputed):
     parts, phases = make()
-    first, second = parts.tensors
-    second.parameter.requires_grad_(False)
     frame = frame_of(stage)
-    phases.before_module(frame, iter([first, second]), "layer")
-    assert told(parts) == [
-        ("parameters.acquire", "t0", "layer", aliases[0]),
-        ("parameters.acquire", "t1", "layer", aliases[1]),
-    ]
+    phases.before_module(frame, parts.tensors, "layer")
+    assert told(parts) == [("parameters.acquire_all", ["t0", "t1"], "layer", ["t0", "t1"], is_recomputed)]
     phases.after_module(frame)
-    assert told(parts) == [("parameters.release", "t0"), ("parameters.release", "t1")]
+    assert told(parts) == [("parameters.release_all", ["t0", "t1"])]
 
 
 def test_what_a_module_got_before_an_error_is_released():
-    def acquire(tensor, name, *, is_alias):
-        if tensor.spec.index == 1:
-            raise EngineError("no room")
+    def acquire_one(tensors, name, acquired, *, is_recomputed):
+        acquired.append(tensors[0])
+        raise EngineError("no room")
 
-    parts, phases = make(parameters={"acquire": acquire})
+    parts, phases = make(parameters={"acquire_all": acquire_one})
     frame = frame_of(FORWARD)
     with pytest.raises(EngineError, match="no room"):
         phases.before_module(frame, parts.tensors, "layer")
     told(parts)
     phases.after_module(frame)
-    assert told(parts) == [("parameters.release", "t0")]
+    assert told(parts) == [("parameters.release_all", ["t0"])]
 
 
 def test_parameters_that_copies_stood_in_for_are_put_back():
@@ -232,8 +235,8 @@ def test_every_forward_that_was_interrupted_ends_innermost_first():
     phases.unwind()
     assert told(parts) == [
         ("steps.abandon_step",),
-        ("parameters.release", "t1"),
-        ("parameters.release", "t0"),
+        ("parameters.release_all", ["t1"]),
+        ("parameters.release_all", ["t0"]),
         ("turns.give_up",),
     ]
     assert (phases.frames.stack, left) == ([], [(None, None, None)])
@@ -377,7 +380,7 @@ def test_an_update_begins_without_copies_of_what_it_will_change():
     phases.update_begin([parts.chunks[2], parts.chunks[0]])
     assert told(parts) == [
         ("steps.abandon_step",),
-        ("parameters.release", "t0"),
+        ("parameters.release_all", ["t0"]),
         ("copies.invalidate", parts.chunks[2]),
         ("copies.invalidate", parts.chunks[0]),
         ("steps.begin_update", [2, 0], 0),
