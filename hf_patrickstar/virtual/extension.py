@@ -7,9 +7,9 @@ stack, the places are found where its notes go from one block in the middle to t
 block are inserted as often as blocks are missing. What notes say of parameters, modules and memory of a block is said
 relative to the block; all else belongs to the beginning or to the end of the stack.
 
-Nothing is taken on trust. The notes of five blocks, made of those of four, must be those of a run of five; and a forward
-of the whole model must be what the extended notes begin with, note by note (``listening.py``), since code may ask for
-the number of a block. Backward is what autograd has kept of that forward. If anything differs the model is run in full.
+Nothing is taken on trust. The notes of five blocks, made of those of four, must be those of a run of five. A forward of
+the whole model must be what the extended notes begin with, note by note (``listening.py``), since code may ask for the
+number of a block; backward is what autograd has kept of that forward. If anything differs the model is run in full.
 """
 
 import bisect
@@ -22,6 +22,8 @@ from typing import Any
 
 from hf_patrickstar.virtual.micro_batch import Acquire, Allocate, EnterForward, Free, Gradient, Need, Note
 
+FEW_BLOCKS = 4
+"""Blocks of a stack that notes are extended from."""
 Names = Mapping[int, str]
 """The parameters of a model by their index."""
 
@@ -140,14 +142,16 @@ class _Loop:
         return after - before == sign * self.sign * self.length and self.is_about(before) and self.is_about(after)
 
 
-def extend(notes: Sequence[Note], names: Names, stack: Stack, num_blocks: int) -> tuple[tuple[Note, ...], Names]:
+def extend(
+    notes: Sequence[Note], names: Names, stacks: Sequence[Stack], num_blocks: Sequence[int]
+) -> tuple[tuple[Note, ...], Names]:
     """Notes of a model with more blocks; see [Note: blocks that repeat].
 
     Args:
-        notes: Those of a model with as many as ``stack`` says, at least four.
+        notes: Those of a model with as many as the stacks say, at least four in each.
         names: The parameters of that model.
-        stack: Which blocks.
-        num_blocks: How many are wanted.
+        stacks: Which blocks.
+        num_blocks: How many are wanted in each stack.
 
     Returns:
         Its notes, and its parameters.
@@ -155,7 +159,10 @@ def extend(notes: Sequence[Note], names: Names, stack: Stack, num_blocks: int) -
     Raises:
         IrregularError: If the notes do not repeat with the blocks.
     """
-    return _Extension(notes, names, stack).to(num_blocks)
+    notes = tuple(notes)
+    for stack, num in zip(stacks, num_blocks, strict=True):
+        notes, names = _Extension(notes, names, stack).to(num)
+    return notes, names
 
 
 class _Extension:
@@ -187,15 +194,19 @@ class _Extension:
                     storages = tuple(made[storage] for storage in note.others)
                     yield self._parsed_name(dataclasses.replace(note, others=()), note, None, note.name, storages)
                 elif hasattr(note, "index"):
-                    fixed, storages = dataclasses.replace(note, index=0), ()
-                    if isinstance(note, Gradient):
-                        fixed, storages = dataclasses.replace(fixed, storage=0), (made[note.storage],)
-                    who = note.who if isinstance(note, (Acquire, Need)) else ""
-                    yield self._parsed_name(fixed, note, self._place_of(note.index), who, storages)
+                    yield self._parsed_use(note, made)
                 else:
                     yield _Parsed(note, note)
         except KeyError as error:
             raise IrregularError(f"storage {error} was not allocated in this micro-batch") from error
+
+    def _parsed_use(self, note: Any, made: Mapping[int, tuple[int, int]]) -> _Parsed:
+        """A note of a parameter."""
+        fixed, storages = dataclasses.replace(note, index=0), ()
+        if isinstance(note, Gradient):
+            fixed, storages = dataclasses.replace(fixed, storage=0), (made[note.storage],)
+        who = note.who if isinstance(note, (Acquire, Need)) else ""
+        return self._parsed_name(fixed, note, self._place_of(note.index), who, storages)
 
     def _parsed_name(
         self,
@@ -245,7 +256,7 @@ class _Extension:
                     if (both[0] is None) is not (both[1] is None):
                         raise IrregularError("memory of a block stays, and that of another one does not")
                     if both[0] is not None and both[1] is not None:
-                        pairs.append((both[0], both[1])[:: loop.sign])
+                        pairs.append((both[0], both[1]) if loop.sign > 0 else (both[1], both[0]))
         return pairs
 
     def _find_loops(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -280,9 +291,9 @@ class _Extension:
         """Whether a note says of a block what another one says of the block that came before."""
         if before.fixed != after.fixed or len(before.storages) != len(after.storages):
             return False
-        blocks = [pair for pair in zip(before.blocks(), after.blocks(), strict=True) if pair[0] is not None]
-        if any(others != mine + sign for mine, others in blocks):
-            return False
+        for mine, other in zip(before.blocks(), after.blocks(), strict=True):
+            if mine is not None and other != mine + sign:
+                return False
         return all(
             mine[1] == others[1] and self._home((mine[0], others[0]), sign, loops) is not None
             for mine, others in zip(before.storages, after.storages, strict=True)
@@ -374,7 +385,9 @@ class _Extension:
         last = self._parsed[position + loop.length].storages
         places = [(first[0], last[0]) for first, last in zip(mine, last, strict=True)]
         ranks = [rank for _, rank in mine]
-        return [(self._found_in_loop(place, loop, turn, num_added), rank) for place, rank in zip(places, ranks, strict=True)]
+        return [
+            (self._found_in_loop(place, loop, turn, num_added), rank) for place, rank in zip(places, ranks, strict=True)
+        ]
 
     def _found_in_loop(self, places: tuple[int, int], loop: _Loop, turn: int, num_added: int) -> int:
         """The same for a note of a loop, of which the places are known that the first and the last turn mean."""
