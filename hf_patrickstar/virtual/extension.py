@@ -202,7 +202,8 @@ class _Extension:
 
     def _parsed_use(self, note: Any, made: Mapping[int, tuple[int, int]]) -> _Parsed:
         """A note of a parameter."""
-        fixed, storages = dataclasses.replace(note, index=0), ()
+        storages: tuple[tuple[int, int], ...] = ()
+        fixed = dataclasses.replace(note, index=0)
         if isinstance(note, Gradient):
             fixed, storages = dataclasses.replace(fixed, storage=0), (made[note.storage],)
         who = note.who if isinstance(note, (Acquire, Need)) else ""
