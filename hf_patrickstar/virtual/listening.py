@@ -207,13 +207,22 @@ def _listen_to_few(
 
 def _with_blocks(training: Training, stacks: Sequence[Stack], num_blocks: int) -> Training:
     """A training of a model with so many blocks in each stack."""
+    whole: list[torch.nn.Parameter] = []
 
     def make_model() -> torch.nn.Module:
         model = training.make_model()
+        whole[:] = model.parameters()
         cut(model, stacks, num_blocks)
         return model
 
-    return dataclasses.replace(training, make_model=make_model)
+    def make_optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        left = set(map(id, parameters))
+        optimizer = training.make_optimizer(iter(whole))  # that of a script knows its model's parameters by their order
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) in left]
+        return optimizer
+
+    return dataclasses.replace(training, make_model=make_model, make_optimizer=make_optimizer)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from models import IDS, VOCAB
 from test_playing import compute_loss, make_training
 from test_recording import SMALL
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -152,6 +153,7 @@ def check_fallback(training, caplog):
     expected = listen_in_full(training)
     with runs() as made, caplog.at_level(logging.INFO, "hf_patrickstar"):
         found = listen(training, H100)
+    assert not _get_current_dispatch_mode_stack()
     assert made[-1] == made[-2], "all blocks, twice"
     assert found == expected
     return caplog.text
@@ -189,6 +191,20 @@ def freeze_first(model):
 
 def test_so_are_those_of_blocks_after_frozen_ones():
     check_extended(training_of(lambda: freeze_first(gpt2(DEPTH + 3))))
+
+
+def test_an_optimizer_may_know_parameters_by_their_order():
+    """As that of a script, which is copied."""
+
+    def make_optimizer(parameters):
+        with FakeTensorMode():
+            names = [name for name, _ in llama(DEPTH).named_parameters()]
+        found = list(zip(names, parameters, strict=True))
+        matrices = [parameter for name, parameter in found if "norm" not in name]
+        rest = [parameter for name, parameter in found if "norm" in name]
+        return torch.optim.AdamW([{"params": matrices}, {"params": rest, "weight_decay": 0.0}], fused=True)
+
+    check_extended(dataclasses.replace(training_of(lambda: llama(DEPTH)), make_optimizer=make_optimizer))
 
 
 # Where blocks differ
