@@ -131,6 +131,14 @@ class _Loop:
         """Whether a note is at most one block away from these two."""
         return self.begin - self.length <= position < self.end + self.length
 
+    def is_about_both(self, first: int, second: int) -> bool:
+        """Whether that is so for two notes."""
+        return self.is_about(first) and self.is_about(second)
+
+    def touches(self, first: int, second: int) -> bool:
+        """Whether one of two notes is one of these two blocks."""
+        return self.contains(first) or self.contains(second)
+
     def covers(self, before: int, after: int, sign: int) -> bool:
         """Whether two notes are of two blocks that follow each other here, in the same place.
 
@@ -275,7 +283,12 @@ class _Extension:
                 raise IrregularError(f"blocks differ: {self._parsed[first].note}, {self._parsed[second].note}")
 
     def _is_in_a_loop(self, first: int, second: int) -> bool:
-        return any(loop.covers(first, second, 1) for loop in self._loops)
+        """Whether a loop is known that two notes of blocks that follow each other are of."""
+        return any(
+            # The notes of the first and the last block may be more, or fewer.
+            loop.covers(first, second, 1) or (loop.touches(first, second) and loop.is_about_both(first, second))
+            for loop in self._loops
+        )
 
     def _repeats(self, loop: _Loop) -> bool:
         """Whether the notes of two blocks are the same, relative to the block."""
@@ -310,10 +323,10 @@ class _Extension:
         """
         alike = self._parsed[places[0]].fixed == self._parsed[places[1]].fixed
         for loop in loops if alike else ():
-            first, second = map(loop.contains, places)
-            if loop.covers(*places, sign) and (first or second):
+            is_inside = loop.contains(places[0]) and loop.contains(places[1])
+            if loop.covers(*places, sign) and loop.touches(*places):
                 return loop
-            if first is not second and all(map(loop.is_about, places)):
+            if not is_inside and loop.touches(*places) and loop.is_about_both(*places):
                 return loop  # the notes of the first and the last block may be more, or fewer
         return None
 

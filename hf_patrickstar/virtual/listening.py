@@ -220,6 +220,7 @@ def _with_blocks(training: Training, stacks: Sequence[Stack], num_blocks: int) -
         optimizer = training.make_optimizer(iter(whole))  # that of a script knows its model's parameters by their order
         for group in optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) in left]
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
         return optimizer
 
     return dataclasses.replace(training, make_model=make_model, make_optimizer=make_optimizer)

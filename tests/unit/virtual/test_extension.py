@@ -19,6 +19,7 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MixtralConfig,
+    PhiConfig,
     Qwen2Config,
     T5Config,
     T5ForConditionalGeneration,
@@ -76,6 +77,11 @@ def bert(depth):
 def mixtral(depth, **changes):
     sizes = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, **changes}
     return AutoModelForCausalLM.from_config(MixtralConfig(**sizes, num_hidden_layers=depth))
+
+
+def phi(depth):
+    """Attention and the rest of a block are beside each other."""
+    return AutoModelForCausalLM.from_config(PhiConfig(**SIZES, num_hidden_layers=depth, use_cache=False))
 
 
 def gemma2(depth, **changes):
@@ -159,7 +165,7 @@ def check_fallback(training, caplog):
     return caplog.text
 
 
-KINDS = {"gpt2": gpt2, "llama": llama, "tied qwen2": tied_qwen2, "bert": bert, "mixtral": mixtral, "t5": t5}
+KINDS = {"gpt2": gpt2, "llama": llama, "tied qwen2": tied_qwen2, "bert": bert, "mixtral": mixtral, "phi": phi, "t5": t5}
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
@@ -200,9 +206,11 @@ def test_an_optimizer_may_know_parameters_by_their_order():
         with FakeTensorMode():
             names = [name for name, _ in llama(DEPTH).named_parameters()]
         found = list(zip(names, parameters, strict=True))
-        matrices = [parameter for name, parameter in found if "norm" not in name]
-        rest = [parameter for name, parameter in found if "norm" in name]
-        return torch.optim.AdamW([{"params": matrices}, {"params": rest, "weight_decay": 0.0}], fused=True)
+        matrices = [parameter for name, parameter in found if "norm" not in name and "layers.9." not in name]
+        norms = [parameter for name, parameter in found if "norm" in name]
+        last = [parameter for name, parameter in found if "norm" not in name and "layers.9." in name]
+        groups = {"params": matrices}, {"params": norms, "weight_decay": 0.0}, {"params": last, "lr": 0.01}
+        return torch.optim.AdamW(groups, fused=True)
 
     check_extended(dataclasses.replace(training_of(lambda: llama(DEPTH)), make_optimizer=make_optimizer))
 
