@@ -391,7 +391,7 @@ def changed(change):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda notes: notes.insert(notes.index(Acquire(3, "h.1.a")) + 1, LetGo(0)),
+        lambda notes: notes.insert(notes.index(Acquire(5, "h.2.a")) + 1, LetGo(0)),
         lambda notes: notes.remove(LetGo(5)),
         lambda notes: notes.insert(0, Free(90)),
         lambda notes: notes.insert(notes.index(LeaveForward()), LetGo(3)),
