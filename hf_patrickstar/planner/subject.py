@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import difflib
 import inspect
+import os
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -211,7 +212,7 @@ def _find_config(text: str) -> PretrainedConfig:
         )
     path = pathlib.Path(text)
     kind, colon, settings = text.partition(":")
-    if path.exists():
+    if os.path.exists(text):  # a pathlib.Path raises where a text is too long for a name
         return _from_hub(
             text,
             "the file or directory cannot be read as a configuration of transformers; give one that has a config.json",

@@ -1,8 +1,11 @@
 """Runs a micro-batch with an engine that is listened to; see [Note: micro-batches that are told again]."""
 
+import contextlib
+import dataclasses
 import functools
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,10 +19,12 @@ from hf_patrickstar.runtime.frames import Frame, Lookup
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.parameters import Parameters
 from hf_patrickstar.runtime.phases import Phases
+from hf_patrickstar.schedule.script import Begin, Part
 from hf_patrickstar.schedule.trace import Shapes
 from hf_patrickstar.states import Stage
 from hf_patrickstar.units import ALIGNMENT_NUMEL
 from hf_patrickstar.virtual.driver import VirtualDriver
+from hf_patrickstar.virtual.extension import FEW_BLOCKS, IrregularError, Names, Stack, extend
 from hf_patrickstar.virtual.micro_batch import (
     Acquire,
     EnterBackward,
@@ -28,11 +33,13 @@ from hf_patrickstar.virtual.micro_batch import (
     LookUp,
     MicroBatch,
     Need,
+    Note,
     Release,
     Watched,
 )
 from hf_patrickstar.virtual.note_taker import NoteTaker
 from hf_patrickstar.virtual.playing import Playback
+from hf_patrickstar.virtual.stacks import cut, find_stacks
 from hf_patrickstar.virtual.timing import OperatorTimes
 from hf_patrickstar.virtual.training import Training, drop_gradients, tensors_in
 
@@ -171,60 +178,151 @@ def listen(
     training: Training,
     machine: Machine,
     times: OperatorTimes | None = None,
-    looked_up: Collection[int] = (),
+    looked_up: Collection[str] = (),
 ) -> MicroBatch | None:
-    """Runs a micro-batch, and notes what torch tells the engine.
+    """Runs a micro-batch, and notes what torch tells the engine; see [Note: blocks that repeat], too.
 
     Args:
         training: What is trained.
         machine: Where.
         times: What operators take, if the machine is the one at hand; else its rates say it.
-        looked_up: Indices of the weights whose embeddings read their rows at home.
+        looked_up: Names of the weights whose embeddings read their rows at home.
 
     Returns:
         The notes, or ``None`` if an engine that is told them does something else than it did with the model.
     """
+    listening = functools.partial(_listening, machine, times, looked_up)
+    with FakeTensorMode():
+        stacks = find_stacks(training.make_model())
+    if stacks:
+        try:
+            return _listen_to_few(training, stacks, listening)
+        except Exception as error:  # code that counts on all blocks may raise anything
+            logger.info("patrickstar: blocks repeat, but the model is run with all of them: %r", error)
+    with listening(training) as listener:
+        return listener.note_twice()
+
+
+def _listen_to_few(
+    training: Training, stacks: Sequence[Stack], listening: "Callable[[Training], AbstractContextManager[_Listener]]"
+) -> MicroBatch:
+    """The notes, made of those of a few blocks.
+
+    Raises:
+        IrregularError: If they are not those of all blocks.
+    """
+    with listening(_with_blocks(training, stacks, FEW_BLOCKS)) as listener:
+        found, names = listener.note_twice(), listener.names
+    if found is None:
+        raise IrregularError("a model with few blocks cannot be told again")
+    few = [dataclasses.replace(stack, num_blocks=FEW_BLOCKS) for stack in stacks]
+    more, more_names = extend(found.notes, names, few, [FEW_BLOCKS + 1] * len(few))
+    with listening(_with_blocks(training, stacks, FEW_BLOCKS + 1)) as listener:
+        noted = listener.note()
+        if noted is None or noted.notes != more or listener.names != more_names:
+            raise IrregularError(f"{FEW_BLOCKS + 1} blocks do something else than {FEW_BLOCKS}, extended by one")
+    notes, names = extend(found.notes, names, few, [stack.num_blocks for stack in stacks])
+    with listening(training) as listener:
+        if listener.names != names or listener.note_forward() != notes[: notes.index(Begin(Part.BACKWARD))]:
+            raise IrregularError("the forward of all blocks does something else than those of a few, extended")
+    return MicroBatch(notes)
+
+
+def _with_blocks(training: Training, stacks: Sequence[Stack], num_blocks: int) -> Training:
+    """A training of a model with so many blocks in each stack."""
+    whole: list[torch.nn.Parameter] = []
+
+    def make_model() -> torch.nn.Module:
+        model = training.make_model()
+        whole[:] = model.parameters()
+        cut(model, stacks, num_blocks)
+        return model
+
+    def make_optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        left = set(map(id, parameters))
+        optimizer = training.make_optimizer(iter(whole))  # that of a script knows its model's parameters by their order
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) in left]
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        return optimizer
+
+    return dataclasses.replace(training, make_model=make_model, make_optimizer=make_optimizer)
+
+
+@contextlib.contextmanager
+def _listening(
+    machine: Machine, times: OperatorTimes | None, looked_up: Collection[str], training: Training
+) -> Iterator["_Listener"]:
+    """Inside of it an engine is listened to."""
     taker = NoteTaker()
     driver = VirtualDriver(machine, times, taker)
     with FakeTensorMode(), driver.watching():
         settings = {**_WITH_ROOM, "cpu_embedding": bool(looked_up)}
         engine = training.make_engine(functools.partial(NotedEngine, taker), driver, settings=settings)
         for tensor in engine.manager.tensors:
-            if tensor.spec.index not in looked_up:
+            if tensor.spec.name not in looked_up:
                 tensor.lookup = "device"
         try:
-            return _listen(training, engine, driver, taker)
+            _count_placeholders(engine)
+            yield _Listener(training, engine, driver, taker)
         finally:
             engine.manager.phases.unwind()  # takes the meter's mode off before the modes around it
 
 
-def _listen(
-    training: Training, engine: PatrickStarEngine, driver: VirtualDriver, taker: NoteTaker
-) -> MicroBatch | None:
-    _count_placeholders(engine)
-    first, found = None, None
-    for _ in range(2):  # what a model does the first time alone, or otherwise each time, cannot be told again
-        engine.manager.tracer.discard()
-        drop_gradients(engine)
-        inputs = training.make_inputs()
-        leaves = tensors_in(inputs)
-        driver.begin(engine.manager.chunks)
-        taker.begin(leaves, engine.model.buffers(), engine.manager.tensors, engine.resources.pool.owns)
-        training.run_micro_batch(engine, driver, inputs)
-        first, found = found, taker.end()
-    if found is None or found != first:
-        logger.info("patrickstar: the model does what cannot be told again, and is run each time")
+class _Listener:
+    """Listens to an engine."""
+
+    def __init__(self, training: Training, engine: PatrickStarEngine, driver: VirtualDriver, taker: NoteTaker) -> None:
+        self._training = training
+        self._engine = engine
+        self._driver = driver
+        self._taker = taker
+        self._leaves: list[torch.Tensor] = []
+        self.names: Names = {index: tensor.spec.name for index, tensor in engine.manager.by_index.items()}
+
+    def note(self) -> MicroBatch | None:
+        """Notes a micro-batch."""
+        inputs = self._begin()
+        self._training.run_micro_batch(self._engine, self._driver, inputs)
+        return self._taker.end()
+
+    def note_forward(self) -> Sequence[Note] | None:
+        """Notes a micro-batch up to its backward."""
+        inputs = self._begin()
+        self._driver.begin_part(Part.FORWARD)
+        loss = self._training.compute_loss(self._engine.model, inputs)
+        found = self._taker.end()
+        del loss  # which lives until then, and so does what backward needs
+        return None if found is None else found.notes
+
+    def note_twice(self) -> MicroBatch | None:
+        """Notes a micro-batch; ``None`` if one is not like the other, or if notes are not all that it does."""
+        first, found = self.note(), self.note()  # what a model does the first time alone cannot be told again
+        if found is None or found != first:
+            logger.info("patrickstar: the model does what cannot be told again, and is run each time")
+            return None
+        script, tracer = tuple(self._driver.script), self._engine.manager.tracer
+        traces = dict(tracer.traces)
+        self._clear()
+        Playback(found, self._engine, self._driver, self._leaves).run()
+        if tuple(self._driver.script) == script and tracer.traces == traces:
+            return found
+        logger.info("patrickstar: what was noted of the model is not all that it does, and it is run each time")
         return None
-    script, tracer = tuple(driver.script), engine.manager.tracer
-    traces = dict(tracer.traces)
-    tracer.discard()
-    drop_gradients(engine)
-    driver.begin(engine.manager.chunks)
-    Playback(found, engine, driver, leaves).run()
-    if tuple(driver.script) == script and tracer.traces == traces:
-        return found
-    logger.info("patrickstar: what was noted of the model is not all that it does, and it is run each time")
-    return None
+
+    def _begin(self) -> Mapping[str, Any]:
+        """Begins to note a micro-batch, and makes it."""
+        inputs = self._training.make_inputs()
+        self._clear()
+        self._leaves = tensors_in(inputs)
+        engine = self._engine
+        self._taker.begin(self._leaves, engine.model.buffers(), engine.manager.tensors, engine.resources.pool.owns)
+        return inputs
+
+    def _clear(self) -> None:
+        self._engine.manager.tracer.discard()
+        drop_gradients(self._engine)
+        self._driver.begin(self._engine.manager.chunks)
 
 
 def _count_placeholders(engine: PatrickStarEngine) -> None:

@@ -10,7 +10,7 @@ would have done with the model.
 
 The model runs twice, and the notes of both runs must be equal: what it does the first time alone, or otherwise each
 time, cannot be told again. Then the engine that listened is told its own notes. Only if it does the same to the last
-byte and operator are they used.
+byte and operator are they used. A model whose blocks repeat does so with a few of them; see [Note: blocks that repeat].
 """
 
 import dataclasses

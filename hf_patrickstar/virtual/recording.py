@@ -30,8 +30,8 @@ from hf_patrickstar.virtual.playing import Playback
 from hf_patrickstar.virtual.timing import OperatorTimes
 from hf_patrickstar.virtual.training import ComputeLoss, Training, make_adamw, tensors_in
 
-Notes = Callable[[frozenset[int]], MicroBatch | None]
-"""Finds what was noted of a micro-batch in which these embeddings are looked up at home, by the index of the weight."""
+Notes = Callable[[frozenset[str]], MicroBatch | None]
+"""Finds what was noted of a micro-batch in which these embeddings are looked up at home, by the name of the weight."""
 _MOST_STEPS = 8
 _TO_DEVICE, _TO_HOST, _SENT = "host_to_device_nbytes", "device_to_host_nbytes", "sent_nbytes"
 
@@ -318,7 +318,7 @@ def _run(
     inputs: Mapping[str, Any],
 ) -> Step | None:
     """Runs a micro-batch, or tells the engine what one does."""
-    looked_up = frozenset(tensor.spec.index for tensor in engine.manager.tensors if tensor.is_cpu_embedding)
+    looked_up = frozenset(tensor.spec.name for tensor in engine.manager.tensors if tensor.is_cpu_embedding)
     micro_batch = None
     if notes is not None:
         with without_modes():  # a model that is listened to for them costs this engine nothing

@@ -77,6 +77,11 @@ def test_the_usual_length_is_what_a_model_has_positions_for():
     assert find("llama:", length=None).length == 512
 
 
+def test_a_text_may_be_longer_than_a_name_of_a_file():
+    settings = ",".join(["num_hidden_layers=2"] * 20)
+    assert find(f"llama:{settings}").config.num_hidden_layers == 2
+
+
 @pytest.mark.parametrize(
     ("model", "changes", "message"),
     [

@@ -170,7 +170,7 @@ def test_an_embedding_that_writes_to_its_rows_is_not_told_again():
     def limit(model):
         model.transformer.wpe.max_norm = 1.0
 
-    assert listen(make_training(change=limit, placement="host"), H100, looked_up=[1]) is None
+    assert listen(make_training(change=limit, placement="host"), H100, looked_up=["transformer.wpe.weight"]) is None
 
 
 def test_experts_do_the_same():
