@@ -120,7 +120,7 @@ def _make(mode: FakeTensorMode, size: Sequence[int], dtype: torch.dtype, device:
     if device.type != "cpu":
         return NotImplemented
     with in_kernel_invocation_manager(mode):
-        result = torch.empty(size, dtype=dtype, device=_META)
+        result = _aten.empty.memory_format(size, dtype=dtype, device=_META)
     return FakeTensor(mode, result, device)
 
 

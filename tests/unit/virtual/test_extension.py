@@ -29,7 +29,7 @@ from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.planner.adapters import with_adapters
 from hf_patrickstar.planner.fake import as_fake
 from hf_patrickstar.schedule.script import Begin, Part
-from hf_patrickstar.virtual import listening
+from hf_patrickstar.virtual import listening, stacks
 from hf_patrickstar.virtual.extension import IrregularError, Stack, extend
 from hf_patrickstar.virtual.listening import listen
 from hf_patrickstar.virtual.micro_batch import (
@@ -50,6 +50,7 @@ from hf_patrickstar.virtual.training import Training, make_adamw
 
 H100 = MACHINES["h100"]
 DEPTH = 12
+SHALLOW = 7
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, **IDS}
 LLAMA = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 32}
 T5 = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_heads": 2, "decoder_start_token_id": 0}
@@ -165,24 +166,34 @@ def check_fallback(training, caplog):
     return caplog.text
 
 
+@pytest.fixture
+def shallow(monkeypatch):
+    """Stacks of fewer blocks are cut, too, for tests that are about something else than depth."""
+    monkeypatch.setattr(stacks, "LEAST_BLOCKS", SHALLOW - 1)
+
+
+def test_extended_notes_of_many_blocks_are_those_of_all_blocks():
+    check_extended(training_of(lambda: llama(32), checkpointing=True))
+
+
 KINDS = {"gpt2": gpt2, "llama": llama, "tied qwen2": tied_qwen2, "bert": bert, "mixtral": mixtral, "phi": phi, "t5": t5}
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
-def test_extended_notes_are_those_of_all_blocks(make, checkpointing):
-    check_extended(training_of(lambda: make(DEPTH), checkpointing))
+def test_extended_notes_are_those_of_all_blocks(make, checkpointing, shallow):
+    check_extended(training_of(lambda: make(SHALLOW), checkpointing))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("make", [gpt2, llama, bert], ids=["gpt2", "llama", "bert"])
-def test_so_are_those_of_adapters(make, checkpointing):
-    check_extended(training_of(lambda: make(DEPTH), checkpointing, WITH_ADAPTERS))
+def test_so_are_those_of_adapters(make, checkpointing, shallow):
+    check_extended(training_of(lambda: make(SHALLOW), checkpointing, WITH_ADAPTERS))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
-def test_so_are_those_of_kinds_that_alternate(checkpointing):
-    check_extended(training_of(lambda: gemma2(2 * DEPTH + 1, use_cache=False), checkpointing))
+def test_so_are_those_of_kinds_that_alternate(checkpointing, shallow):
+    check_extended(training_of(lambda: gemma2(2 * SHALLOW + 1, use_cache=False), checkpointing))
 
 
 def test_so_are_those_of_some_micro_batches_of_a_step_and_of_a_cpu():
@@ -241,8 +252,8 @@ def test_a_loss_that_counts_blocks_is_run(caplog):
     assert "5 blocks do something else than 4, extended by one" in text
 
 
-def test_a_cache_for_all_layers_of_the_configuration_is_made_in_full(caplog):
-    text = check_fallback(training_of(lambda: gemma2(2 * DEPTH)), caplog)
+def test_a_cache_for_all_layers_of_the_configuration_is_made_in_full(caplog, shallow):
+    text = check_fallback(training_of(lambda: gemma2(2 * SHALLOW)), caplog)
     assert "blocks repeat, but the model is run with all of them: IrregularError('blocks differ" in text
 
 
