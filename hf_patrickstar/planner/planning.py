@@ -31,6 +31,7 @@ from hf_patrickstar.schedule.bounds import ADAM, bounds_of
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.units import KIB, MIB, format_nbytes, format_need, parse_nbytes
+from hf_patrickstar.virtual.driver import VirtualDriver
 from hf_patrickstar.virtual.listening import listen
 from hf_patrickstar.virtual.micro_batch import MicroBatch
 from hf_patrickstar.virtual.recording import Notes, Recording, record_step
@@ -370,7 +371,7 @@ def _refusal(subject: Subject, given: Circumstances) -> Plan:
 
 def _refusal_by_memory(subject: Subject, given: Circumstances, *, is_short: bool) -> Plan:
     """The least memory that would do, with all chunks at home on the host; ``is_short``: what there is was refused."""
-    with FakeTensorMode():
+    with FakeTensorMode(), VirtualDriver(given.machine).watching():  # which answers what an initialisation asks
         numel = sum(parameter.numel() for parameter in subject.make_model().parameters())
     # Room for copies of all parameters, and less than chunks with optimizer states would need to live on the device.
     asked = PatrickStarConfig.from_any(dict(given.settings)).chunk_budget

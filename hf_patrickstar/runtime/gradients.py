@@ -37,11 +37,7 @@ from hf_patrickstar.runtime.values import Values
 
 # A name of the module is found faster than a member of an enum.
 _NONE, _PARAM, _LIST, _ZERO = GradientPlace.NONE, GradientPlace.PARAM, GradientPlace.LIST, GradientPlace.ZERO
-_KEPT, _CONSUMED, _INCOMPLETE = (
-    GradientPlace.KEPT,
-    GradientPlace.CONSUMED,
-    GradientPlace.INCOMPLETE,
-)  # found faster here
+_KEPT, _CONSUMED, _INCOMPLETE = GradientPlace.KEPT, GradientPlace.CONSUMED, GradientPlace.INCOMPLETE
 _NOWHERE = frozenset({_NONE, _CONSUMED, _INCOMPLETE})
 
 

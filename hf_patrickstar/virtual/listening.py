@@ -192,7 +192,7 @@ def listen(
         The notes, or ``None`` if an engine that is told them does something else than it did with the model.
     """
     listening = functools.partial(_listening, machine, times, looked_up)
-    with FakeTensorMode():
+    with FakeTensorMode(), VirtualDriver(machine).watching():  # which answers what an initialisation asks of values
         stacks = find_stacks(training.make_model())
     if stacks:
         try:

@@ -324,6 +324,13 @@ def test_images_are_counted_as_images(capsys):
     assert "token" not in out
 
 
+def test_images_that_do_not_fit_are_refused(capsys):
+    """Although the model's initialisation asks for values, which no tensor has."""
+    vit = "vit:num_hidden_layers=2,hidden_size=64,num_attention_heads=2,intermediate_size=64,image_size=32,patch_size=4"
+    assert main(["plan", vit, "--batch-size", "64", "--no-advice", "--device-memory", "1MiB"]) == 1
+    assert "does not fit" in capsys.readouterr().out
+
+
 COMMAND = ["plan", MODEL, "--batch-size", "2", "--no-advice", "--host-memory", "64MiB"]
 
 
