@@ -133,6 +133,8 @@ def row_of(recording, machine, name, num_tokens, timeline=None):
         "over_lower_bound": timeline.duration_ns / bounds.lower_ns,
         "clipped_bound_s": bounds.clipped_ns / 1e9,
         "over_clipped_bound": timeline.duration_ns / bounds.clipped_ns,
+        "unclipped_bound_s": bounds.unclipped_ns / 1e9,
+        "over_unclipped_bound": timeline.duration_ns / bounds.unclipped_ns,
         "serial_s": bounds.serial_ns / 1e9,
         "busy_s": {lane.value: nanoseconds / 1e9 for lane, nanoseconds in timeline.busy_ns().items()},
         "critical_s": {lane.value: nanoseconds / 1e9 for lane, nanoseconds in timeline.critical_ns().items()},
@@ -140,8 +142,8 @@ def row_of(recording, machine, name, num_tokens, timeline=None):
     }
 
 
-def show(row):
-    """Prints one line of the table."""
+def show(row, bound="clipped"):
+    """Prints one line of the table; ``bound`` is what stands beside the lower bound."""
     head = f"{row['machine']:>8} {row['model']:>5} {row['tokens']:>7}{row['accumulation']:>4}{row['processes']:>5}"
     if "refused" in row:
         print(f"{head}  does not fit: {row['refused']}")
@@ -151,7 +153,7 @@ def show(row):
     waits = "; ".join(f"{place} {seconds:.2f} s" for place, seconds in longest)
     print(
         f"{head}{row['seconds']:>9.2f}{row['lower_bound_s']:>8.2f}{row['over_lower_bound']:>6.2f}x"
-        f"{row['clipped_bound_s']:>8.2f}{row['over_clipped_bound']:>6.2f}x{row['serial_s']:>8.2f}{busy}  "
+        f"{row[f'{bound}_bound_s']:>10.2f}{row[f'over_{bound}_bound']:>6.2f}x{row['serial_s']:>8.2f}{busy}  "
         f"{row['binding']}; {waits}"
     )
 
@@ -257,10 +259,11 @@ def main():
             machine.check_processes(options.processes)
     homes = "all chunks at home on the host" if options.placement == "host" else "chunks at home where it is fastest"
     is_early = options.updates == "backward"
+    bound = "unclipped" if is_early else "clipped"
     print(f"simulated: virtual time of one process, {homes}, clipping {'off' if is_early else 'on'}")
     print(
         f"{'machine':>8} {'model':>5} {'tokens':>7}{'acc':>4}{'proc':>5}{'seconds':>9}"
-        f"{'lower':>8}{'ratio':>7}{'clipped':>8}{'ratio':>7}{'serial':>8}"
+        f"{'lower':>8}{'ratio':>7}{bound:>10}{'ratio':>7}{'serial':>8}"
         f"{'dev':>6}{'in':>6}{'out':>6}{'host':>6}{'thread':>8}  what binds; the longest waits of the host"
     )
     rows = []
@@ -282,7 +285,7 @@ def main():
                 rows.append(row_of(recording, machine, name, num_tokens, recording.timeline))
             else:
                 rows.append(row_of(recording, machine, name, num_tokens))
-            show(rows[-1])
+            show(rows[-1], bound)
             if options.traces is not None and "refused" not in rows[-1]:
                 draw(recording, machine, pathlib.Path(options.traces), rows[-1])
         print(f"{name} with {num} x {num_tokens} tokens, {num_processes} processes: recorded in {recorded:.0f} s")
