@@ -70,14 +70,14 @@ def record(name, num_tokens, num_micro_batches, num_processes, machine=None, **s
         max_norm=None if config.get("overlap_optimizer") == "backward" else 1.0,
         num_micro_batches=num_micro_batches,
         world_size=num_processes,
-        micro_batch=listened(name, num_tokens, num_micro_batches),
+        notes=functools.partial(listened, name, num_tokens, num_micro_batches),
     )
 
 
 @functools.cache
-def listened(name, num_tokens, num_micro_batches):
+def listened(name, num_tokens, num_micro_batches, looked_up):
     """What torch tells an engine in a micro-batch, which is the same on every machine."""
-    return listen(training_of(name, num_tokens, num_micro_batches), MACHINES["h100"])
+    return listen(training_of(name, num_tokens, num_micro_batches), MACHINES["h100"], looked_up=looked_up)
 
 
 def training_of(name, num_tokens, num_micro_batches):
