@@ -546,6 +546,7 @@ def _notes(subject: Subject, given: Circumstances) -> Notes | None:
     @functools.cache
     def find(looked_up: frozenset[str]) -> MicroBatch | None:
         make = functools.partial(listen, training, given.machine, given.times, looked_up)
-        return kept("micro_batches", subject, (*same, sorted(looked_up)), is_measured, make)
+        with subject.undisturbed():  # an engine has its model already, which may have to run
+            return kept("micro_batches", subject, (*same, sorted(looked_up)), is_measured, make)
 
     return find

@@ -17,7 +17,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -77,6 +77,17 @@ class ScriptSubject(Subject):
             setattr(self.trainer, name, as_fake(module))
         self.trainer.model = self.trainer.model_wrapped = model
         return model  # type: ignore[no-any-return]
+
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """See ``Subject``: the trainer has the models again that it had."""
+        names = ("model", "model_wrapped", *self.others)
+        before = {name: getattr(self.trainer, name) for name in names}
+        try:
+            yield
+        finally:
+            for name, module in before.items():
+                setattr(self.trainer, name, module)
 
     def make_inputs(self) -> dict[str, Any]:
         """Makes a micro-batch of the script's shapes, with ``batch_size`` sequences of ``length`` tokens."""

@@ -1,6 +1,7 @@
 """What is planned: a model that is only a configuration, and the shapes of its batches."""
 
 import ast
+import contextlib
 import copy
 import dataclasses
 import difflib
@@ -90,6 +91,10 @@ class Subject:
         if self.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return model  # type: ignore[no-any-return]
+
+    def undisturbed(self) -> contextlib.AbstractContextManager[None]:
+        """Inside of it more models may be made, and the one that was made before is used again after it."""
+        return contextlib.nullcontext()
 
     def make_inputs(self) -> dict[str, torch.Tensor]:
         """Makes a micro-batch as data collators of transformers do; of tokens with the mask that tokenizers give."""

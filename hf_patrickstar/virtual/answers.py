@@ -4,7 +4,8 @@
 ``FakeTensorMode`` looks up what an operator returns by all its arguments, which takes some 70 microseconds, and several
 hundred where they are new: for a view at another offset, say, and an engine makes a view for each parameter. What a
 view or new memory is like needs no such search. The tensor of the meta device below a fake tensor is asked instead, and
-its answer is made a fake tensor again: the same sizes, strides, type and storage.
+its answer is made a fake tensor again: the same sizes, strides, type and storage. Of a few fake tensors torch knows the
+value, and of their views: it is asked about these.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,7 +61,7 @@ def _grouped(func: Any, args: _Arguments, kwargs: _Named) -> Any:
 def _view(func: Any, args: _Arguments, kwargs: _Named) -> Any:
     """Another look at the same storage."""
     tensor = args[0]
-    if type(tensor) is not FakeTensor:
+    if type(tensor) is not FakeTensor or tensor.constant is not None:
         return NotImplemented
     mode = tensor.fake_mode
     with in_kernel_invocation_manager(mode):
@@ -71,7 +72,9 @@ def _view(func: Any, args: _Arguments, kwargs: _Named) -> Any:
 def _single(func: Any, args: _Arguments, kwargs: _Named) -> Any:
     """A single number of the same type: a copy, or a sum with a number of Python's."""
     tensor = args[0]
-    if type(tensor) is not FakeTensor or tensor.dim() or not tensor.is_floating_point() or kwargs:
+    if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.dim() or kwargs:
+        return NotImplemented
+    if not tensor.is_floating_point():
         return NotImplemented
     if not all(isinstance(other, (int, float)) for other in args[1:]):
         return NotImplemented
