@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,11 +62,9 @@ class ChunkRehomed:
     nbytes: int
 
 
-class GradientStored(NamedTuple):
-    """A gradient reached the home of its chunk. ``nbytes`` crossed from device to host (0 if nothing crossed).
-
-    There is one for each parameter and backward: a tuple is made faster than a dataclass.
-    """
+@dataclasses.dataclass(frozen=True, slots=True)
+class GradientStored:
+    """A gradient reached the home of its chunk. ``nbytes`` crossed from device to host (0 if nothing crossed)."""
 
     chunk_index: int
     tensor_index: int

@@ -35,7 +35,7 @@ def without_modes() -> Iterator[None]:
         yield
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_among(value: Any) -> Iterator[torch.Tensor]:
     """The tensors among arguments or results of an operator: alone, or in lists, as schemas allow.
 
     Args:
@@ -45,10 +45,10 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from tensors_in(item)
+            yield from tensors_among(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from tensors_in(item)
+            yield from tensors_among(item)
 
 
 def written_operands(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -61,7 +61,7 @@ def written_operands(operator: Any, args: Sequence[Any], kwargs: dict[str, Any])
     """
     found: list[torch.Tensor] = []
     for place, name in _written_places(operator):
-        found += tensors_in(args[place] if place < len(args) else kwargs.get(name))
+        found += tensors_among(args[place] if place < len(args) else kwargs.get(name))
     return found
 
 
@@ -74,7 +74,7 @@ def read_operands(written: Sequence[torch.Tensor], args: Sequence[Any], kwargs: 
         kwargs: Its named arguments.
     """
     ids = {id(tensor) for tensor in written}
-    return [tensor for tensor in tensors_in((args, kwargs)) if id(tensor) not in ids]
+    return [tensor for tensor in tensors_among((args, kwargs)) if id(tensor) not in ids]
 
 
 @functools.cache

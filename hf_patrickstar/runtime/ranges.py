@@ -36,8 +36,6 @@ def phase(function: Callable[_P, _T]) -> Callable[_P, _T]:
         function: A method of ``Phases``.
     """
     what = function.__name__
-    if function.__code__.co_argcount == 2 and not function.__code__.co_kwonlyargcount:
-        return _phase_of_one(function)
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -45,19 +43,5 @@ def phase(function: Callable[_P, _T]) -> Callable[_P, _T]:
             return function(*args, **kwargs)
         with named(what):
             return function(*args, **kwargs)
-
-    return call
-
-
-def _phase_of_one(function: Any) -> Any:
-    """A phase that is told one thing, as the frequent ones are: without lists of arguments it takes half the time."""
-    what = function.__name__
-
-    @functools.wraps(function)
-    def call(self: Any, one: Any) -> Any:
-        if not _profiler_enabled():
-            return function(self, one)
-        with named(what):
-            return function(self, one)
 
     return call

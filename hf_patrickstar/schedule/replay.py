@@ -47,9 +47,8 @@ class Player:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.clock = Clock()
-        self._works: dict[
-            int, tuple[tuple[HostWork, ...], int]
-        ] = {}  # by their id, which they have while they are here
+        # How long operators take, by the id of their tuple, which nothing else has while the tuple is here.
+        self._works: dict[int, tuple[tuple[HostWork, ...], int]] = {}
 
     def kernel(self, work: Kernel) -> None:
         """The host launches an operator on the device."""

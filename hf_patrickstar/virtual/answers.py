@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
-from hf_patrickstar.memory.operators import tensors_in
+from hf_patrickstar.memory.operators import tensors_among
 from hf_patrickstar.virtual.grouped import GROUPED, grouped_result
 
 _aten = torch.ops.aten
@@ -38,7 +38,7 @@ def answer(func: Any, args: _Arguments, kwargs: _Named) -> Any:
 
 def _changed(func: Any, args: _Arguments, kwargs: _Named) -> Any:
     """Operators that change their operands and return nothing new: there are no bytes to write."""
-    if not all(isinstance(tensor, FakeTensor) for tensor in tensors_in((args, kwargs))):
+    if not all(isinstance(tensor, FakeTensor) for tensor in tensors_among((args, kwargs))):
         return NotImplemented
     return args[0] if func._schema.returns else None
 

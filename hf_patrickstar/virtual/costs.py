@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from hf_patrickstar.memory.operators import read_operands, storage_key, tensors_in, touches_nothing, written_operands
+from hf_patrickstar.memory.operators import read_operands, storage_key, tensors_among, touches_nothing, written_operands
 from hf_patrickstar.units import MIB
 from hf_patrickstar.virtual.grouped import GROUPED, grouped_flops
 
@@ -78,7 +78,7 @@ def cost_of(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Co
     written = written_operands(operator, args, kwargs)
     read = read_operands(written, args, kwargs)
     given = {id(tensor) for tensor in (*written, *read)}
-    made = [tensor for tensor in tensors_in(result) if id(tensor) not in given]
+    made = [tensor for tensor in tensors_among(result) if id(tensor) not in given]
     made_nbytes = _nbytes(made)
     read_nbytes = made_nbytes + _nbytes(read[1:]) if packet in _READS_ROWS else _nbytes(read)
     count = _FLOPS.get(packet)

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_patrickstar.events import ChunkLoaded, ChunkVisited, Event
 from hf_patrickstar.machine import Machine
-from hf_patrickstar.memory.operators import OperatorMode, read_operands, storage_key, tensors_in, written_operands
+from hf_patrickstar.memory.operators import OperatorMode, read_operands, storage_key, tensors_among, written_operands
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.update import Update
@@ -401,14 +401,14 @@ class VirtualDriver:
         if self._is_lookup(packet, args):
             self._look_up(HostWork(name, cost.flops, cost.nbytes), packet, args, result)
         elif len(tiers) > 1 and packet in _COPIES:
-            self._copy_now(tensors, written or list(tensors_in(result)))
+            self._copy_now(tensors, written or list(tensors_among(result)))
         elif len(tiers) > 1:  # on a device somebody would have copied these first
             target = self.tier_of(written[0]) if written else Tier.DEVICE
             self._copy_over([tensor for tensor in tensors if self.tier_of(tensor) is not target])
             self._work(HostWork(name, cost.flops, cost.nbytes) if target is Tier.HOST else Kernel(name, *cost))
         elif tiers == {Tier.HOST}:
             self._work(HostWork(name, cost.flops, cost.nbytes))
-            for tensor in tensors_in(result):
+            for tensor in tensors_among(result):
                 self._note(tensor, Tier.HOST)
         else:
             place = caller() if packet in _ASKS else ""

@@ -49,22 +49,6 @@ def test_a_phase_is_a_range_with_its_own_name():
     assert ["aten::add" in [child.name for child in event.cpu_children] for event in found] == [True, True]
 
 
-class PhasesOfOne:
-    @phase
-    def after_module(self, number):
-        """Doc."""
-        return torch.ones(1).add(number).item()
-
-
-def test_a_phase_that_is_told_one_thing_is_such_a_range_too():
-    with torch.autograd.profiler.profile(use_kineto=False) as profile:
-        assert PhasesOfOne().after_module(3) == 4
-    (found,) = [event for event in profile.function_events if event.name == "patrickstar: after_module"]
-    assert "aten::add" in [child.name for child in found.cpu_children]
-    assert PhasesOfOne().after_module(1) == 2
-    assert (PhasesOfOne.after_module.__name__, PhasesOfOne.after_module.__doc__) == ("after_module", "Doc.")
-
-
 def test_a_phase_is_the_method_without_a_profiler():
     assert Phases().before_module(3, is_last=False) == 3
     assert (Phases.before_module.__name__, Phases.before_module.__doc__) == ("before_module", "Doc.")
