@@ -25,6 +25,7 @@ from hf_patrickstar.schedule.simulator import repeated_plans
 from hf_patrickstar.schedule.trace import Trace
 from hf_patrickstar.units import format_need
 from hf_patrickstar.virtual.driver import VirtualDriver
+from hf_patrickstar.virtual.garbage import rare_collections
 from hf_patrickstar.virtual.micro_batch import MicroBatch
 from hf_patrickstar.virtual.playing import Playback
 from hf_patrickstar.virtual.timing import OperatorTimes
@@ -191,7 +192,8 @@ def record_step(
     training = Training(make_model, make_inputs, make_optimizer or make_adamw, compute_loss, config, num_micro_batches)
     driver = VirtualDriver(machine, times)
     with FakeTensorMode(), driver.watching():
-        engine = training.make_engine(PatrickStarEngine, driver, world_size)
+        with rare_collections():
+            engine = training.make_engine(PatrickStarEngine, driver, world_size)
         try:
             return _record(engine, training, driver, notes, max_norm)
         finally:
@@ -210,7 +212,8 @@ def _record(
         before = engine.stats()
         driver.begin(engine.manager.chunks)
         if number:
-            _update(engine, max_norm, driver)
+            with rare_collections():
+                _update(engine, max_norm, driver)
         steps = _train(engine, training, driver, notes)
         timeline = driver.end()
         is_recorded = engine.stats()["recorded_steps"] > before["recorded_steps"]
@@ -325,4 +328,5 @@ def _run(
             micro_batch = notes(looked_up)
     if micro_batch is None:
         return training.run_micro_batch(engine, driver, inputs)
-    return Playback(micro_batch, engine, driver, tensors_in(inputs)).run()
+    with rare_collections():
+        return Playback(micro_batch, engine, driver, tensors_in(inputs)).run()

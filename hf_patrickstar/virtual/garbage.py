@@ -1,0 +1,26 @@
+"""How often Python looks for cycles of objects while an engine is told what happens.
+
+[Note: rare collections]
+An engine of fake tensors makes some hundred thousand small objects for one plan, and Python looks for cycles among them
+after every few hundred: a fifth of the time. Next to none of them are in cycles. While a model runs Python goes on as
+usual: a cycle may hold activations, and when they are freed decides how much memory a plan counts.
+"""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+_RARELY = 20_000
+"""New objects between two collections; Python's own number is some hundred."""
+
+
+@contextlib.contextmanager
+def rare_collections() -> Iterator[None]:
+    """Lets Python collect rarely; see [Note: rare collections]. No model may run inside."""
+    usual = gc.get_threshold()
+    if usual[0]:  # 0: the caller has switched collections off
+        gc.set_threshold(max(usual[0], _RARELY), *usual[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
