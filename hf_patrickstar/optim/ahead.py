@@ -9,9 +9,12 @@ relies on the promise only
 
 - in steps that follow a plan, whose predecessor neither clipped nor scaled gradients, nor read one, nor used a
   parameter or its state between its last gradients and ``step()``, other than in modules that compute;
-- in the last micro-batch of a step, for Adam and AdamW, in one process, for chunks at home on the host;
+- in the last micro-batch of a step, for Adam and AdamW, for chunks at home on the host;
 - for a chunk that the plan does not visit again in this step, and of which the program has no tensor (``p.data``, a
   view) that it could read or write meanwhile.
+
+With several processes each updates its own parts of a group when their averages are at home, and nothing is carried
+over to the next step. A part whose gradient this process has not computed, but others may have, waits for ``step()``.
 
 The host launches the kernels of a backward long before the device has run them, so at that moment nobody can see how
 much of the host's time is left until ``step()``. So the plan of the step names the chunks (``Plan.ahead``): the rates
@@ -56,32 +59,30 @@ class UpdatesAhead:
         self._optimizers = optimizers
         self._step: Step | None = None
         self._relies = False
-        self._arrived: dict[int, set[int]] = {}  # by chunk, the tensors whose gradients were stored in this step
+        self._arrived: dict[int, set[int]] = {}  # by chunk, the tensors whose gradients came home in this step
         self._due: frozenset[int] = frozenset()  # chunks that the plan has updated in this backward
         self._said = ""
         manager.values.on_use = manager.gradients.note_use
 
     @torch.no_grad()
-    def note(self, tensor: ManagedTensor) -> None:
-        """Is told that a gradient was stored; updates chunks whose gradients are complete.
-
-        Args:
-            tensor: Whose gradient it is.
-        """
+    def update_complete(self) -> None:
+        """Updates chunks whose gradients are complete; called when a gradient was stored."""
         step = self._manager.tracer.step
         if step is not self._step:
             self._begin(step)
+        gradients = self._manager.gradients
+        come, gradients.arrived = gradients.arrived, []
         if not self._relies or step is None or step.is_diverged:
             return
-        chunk = tensor.chunk
-        index = chunk.spec.index
-        arrived = self._arrived.setdefault(index, set())
-        arrived.add(tensor.spec.index)
-        if len(arrived) < len(chunk.tensors):
-            return
-        if index in self._due and self._can_update(chunk, step):
-            with held_back():  # the update is counted, handed over and noted, or none of these
-                self._update(chunk)
+        for tensor in come:
+            chunk = tensor.chunk
+            arrived = self._arrived.setdefault(chunk.spec.index, set())
+            arrived.add(tensor.spec.index)
+            if len(arrived) < len(chunk.owned):
+                continue
+            if chunk.spec.index in self._due and self._can_update(chunk, step):
+                with held_back():  # the update is counted, handed over and noted, or none of these
+                    self._update(chunk)
 
     def _begin(self, step: Step | None) -> None:
         self._step = step
@@ -133,7 +134,7 @@ class UpdatesAhead:
             and not tensor.is_needed_at_home
             and not (needs_norm and tensor.gradient_norm is None)
             and tensor.spec.index in optimizer.group_numbers
-            for tensor in chunk.tensors
+            for tensor in chunk.owned
         )
         assert step.cursor is not None
         is_visited = step.cursor.next_visit(chunk.spec.index) is not None
@@ -163,7 +164,7 @@ class UpdatesAhead:
 
 def update_in_backward(
     manager: ChunkManager, optimizers: Sequence[ChunkedOptimizer]
-) -> Callable[[ManagedTensor], None]:
+) -> Callable[[], None]:
     """Lets chunks be updated as soon as their gradients are complete; see [Note: updates in backward].
 
     Args:
@@ -171,14 +172,12 @@ def update_in_backward(
         optimizers: The optimizers of the engine; the list may grow.
 
     Returns:
-        What is to be called with each parameter whose gradient was stored.
+        What is to be called when a gradient was stored.
     """
     if manager.steps.policy.updates_ahead:
-        return UpdatesAhead(manager, optimizers).note
-    if not manager.sharing.is_alone:
-        logger.info("patrickstar: overlap_optimizer='backward': chunks are updated by step(), in several processes")
+        return UpdatesAhead(manager, optimizers).update_complete
     return _do_nothing
 
 
-def _do_nothing(tensor: ManagedTensor) -> None:
+def _do_nothing() -> None:
     """Where nothing runs beside computation, nothing is gained."""

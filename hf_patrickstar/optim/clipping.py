@@ -37,7 +37,7 @@ def total_norm(manager: ChunkManager, items: Iterable[ManagedTensor | torch.Tens
                 norms[num_places] = norm if inverse_scale is None else norm / inverse_scale.to(norm.device)
                 num_places += 1
             continue
-        if item.chunk.spec.index not in gradients.used_ahead:
+        if not (item.is_owned and item.chunk.spec.index in gradients.used_ahead):
             gradients.check_complete(item)
             if not gradients.has(item):
                 continue

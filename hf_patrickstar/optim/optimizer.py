@@ -259,12 +259,12 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         for batch in in_batches(chunks, self.kernel.batch_numel):
             for chunk in batch:
                 phases.before_update(chunk)
+                if chunk.spec.index in gradients.used_ahead:
+                    phases.chunk_updated(chunk, self.group_numbers, keeps=keeps)  # what other processes have of it
             batch = [chunk for chunk in batch if chunk.spec.index not in gradients.used_ahead]
-            if not batch:
-                continue
-            if self.kernel.runs_beside and batch[0].home is Tier.DEVICE:
+            if batch and self.kernel.runs_beside and batch[0].home is Tier.DEVICE:
                 later.append(batch)  # the host computes the others beside, while it launches the kernels of these
-            else:
+            elif batch:
                 self._update_batch(batch, factor, factors, keeps=keeps)
         for batch in later:
             self._update_batch(batch, factor, factors, keeps=keeps)

@@ -68,7 +68,7 @@ class MovePolicy:
             evict_all=config.debug_evict_all,
             has_plans=is_alone or not config.debug_evict_all,
             overlaps_updates=bool(config.overlap_optimizer),
-            updates_ahead=config.overlap_optimizer == "backward" and is_alone and has_streams,
+            updates_ahead=config.overlap_optimizer == "backward" and has_streams,
         )
 
 
@@ -362,6 +362,8 @@ class Executor:
     def _gather(self, index: int) -> None:
         """Takes part in a gather, whether or not this process needs it."""
         chunk, what = self._chunks[index], f"gathers group {index}"
+        if self._gradients.used_ahead:
+            self._gradients.check_unused(f"a process needs chunk {index}", index)
         self._gradients.bring_values_back(chunk)
         if chunk.compute is None:
             if self._pool.room(Tier.DEVICE) < chunk.copy_nbytes:
@@ -385,7 +387,7 @@ class Executor:
             if tensor.chunk.home is Tier.HOST:
                 tensor.crossing_nbytes += gradient.nbytes
             self._gradient_mirrors.sync_one(tensor)
-            self._gradients.add(tensor, gradient)
+            self._gradients.arrive(tensor, gradient)
             self._gradient_mirrors.drop(tensor)
 
     # Inside

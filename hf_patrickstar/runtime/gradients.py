@@ -66,6 +66,7 @@ class Gradients:
         used_ahead: Chunks that were updated in backward, before the step was called for.
         records_norms: Whether norms are computed as gradients arrive: somebody has asked for one.
         completes_step: Whether the micro-batch that runs is the last one of its step.
+        arrived: Parameters whose gradients, or averages over processes, came home in this backward; any user empties it.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Gradients:
         self.was_touched = False
         self.awaits_step = False
         self.used_ahead: set[int] = set()
+        self.arrived: list[ManagedTensor] = []
 
     # Finding them
 
@@ -158,7 +160,12 @@ class Gradients:
         elif tensor.is_needed_at_home and tensor.gradient is _NONE and not self.accumulate:
             tensor.deferred_gradient = gradient
         else:
-            self.add(tensor, gradient)
+            self.arrive(tensor, gradient)
+
+    def arrive(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
+        """Adds what a backward has computed, and notes that it is there; see ``add``."""
+        self.add(tensor, gradient)
+        self.arrived.append(tensor)
 
     def add(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
         """Adds a gradient to what is there; an attempt that fails before it is there has not counted it.
@@ -279,6 +286,7 @@ class Gradients:
         if self.used_ahead:
             self.check_unused(what)
         self.was_touched |= self.awaits_step
+        self.arrived.clear()
 
     def note_use(self, tensor: ManagedTensor) -> None:
         """Learns that the value of a parameter, or what the optimizer keeps of it, is used, and not by a module.

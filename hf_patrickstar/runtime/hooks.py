@@ -71,7 +71,7 @@ class ModelHooks:
         self._services = LiveServices(manager, weights, self._frames, self._autograd)
         self._live_model = LiveModel(model, self._services)
         self._is_attached = False
-        self.on_gradient: Callable[[ManagedTensor], None] = _ignore
+        self.on_gradient: Callable[[], None] = _do_nothing
 
     # Attach and detach
 
@@ -359,10 +359,10 @@ class ModelHooks:
             gradient: The gradient of one backward.
         """
         self._phases.gradient_ready(tensor, gradient)
-        self.on_gradient(tensor)
+        self.on_gradient()
 
 
-def _ignore(tensor: ManagedTensor) -> None:
+def _do_nothing() -> None:
     """Nobody updates chunks in backward."""
 
 

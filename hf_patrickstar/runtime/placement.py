@@ -240,13 +240,16 @@ class Placement:
     def ahead(self, trace: Trace, capacities: Sequence[int], prefetch_depth: int) -> Ahead:
         """What a step does in backward for the next one, by the rates of the machine.
 
+        Several processes carry nothing over: a gather sends parts that all of them have updated, and when each has
+        done so differs.
+
         Args:
             trace: The visits of the micro-batch.
             capacities: Bytes for moving chunks at each of them.
             prefetch_depth: How many chunks are loaded ahead.
         """
         works = self._works(self._at_home_on_device())
-        return plan_ahead(trace, capacities, works, self._rules.machine, prefetch_depth)
+        return plan_ahead(trace, capacities, works, self._rules.machine, 0 if self._has_groups else prefetch_depth)
 
     def _works(self, at_home: frozenset[int]) -> list[ChunkWork]:
         """What a step does with each chunk if these are at home on the device."""

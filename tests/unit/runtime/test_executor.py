@@ -23,7 +23,7 @@ def make(num_chunks=3, *, homes=None, device_nbytes=48, collectives=None, **sett
     fakes = {
         "placement": Fake([], leave_margin=False),
         "forecast": NoForecast(),
-        "gradients": Fake(told, "bring_values_back", "add", "check_unused"),
+        "gradients": Fake(told, "bring_values_back", "arrive", "check_unused"),
         "gradient_mirrors": Fake(told, "sync_one", "drop"),
         "buckets": Fake(told),
         "watch": Fake([], "collect"),
@@ -393,7 +393,7 @@ def test_an_average_goes_home_after_what_was_written_to_its_mirror(home, crossin
     parts = make(homes=[home])
     tensor, gradient = parts.tensors[0], torch.ones(4, dtype=torch.bfloat16)
     parts.executor.take_home([Average(tensor, gradient)])
-    assert parts.told == [("sync_one", tensor), ("add", tensor, gradient), ("drop", tensor)]
+    assert parts.told == [("sync_one", tensor), ("arrive", tensor, gradient), ("drop", tensor)]
     assert tensor.crossing_nbytes == crossing
 
 
@@ -575,7 +575,7 @@ def test_averages_that_a_reduction_brings_go_home():
     parts = make_group(buckets=Fake([], reduce=lambda chunk: [Average(chunk.tensors[1], gradient)]))
     parts.executor.perform([Collective(REDUCE, 0)])
     tensor = parts.tensors[1]
-    assert parts.told == [("sync_one", tensor), ("add", tensor, gradient), ("drop", tensor)]
+    assert parts.told == [("sync_one", tensor), ("arrive", tensor, gradient), ("drop", tensor)]
 
 
 # Chunks for the next step
