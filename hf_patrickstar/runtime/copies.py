@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -60,6 +60,11 @@ class Copies:
     def __iter__(self) -> Iterator[Chunk]:
         """The chunks with a copy."""
         return (chunk for chunk in self._by_storage.values() if not chunk.is_static)
+
+    @property
+    def computable(self) -> Iterable[Chunk]:
+        """The chunks that can be computed with: those with a copy, and those that are at home on the device."""
+        return self._by_storage.values()
 
     def __len__(self) -> int:
         """How many there are."""

@@ -394,9 +394,8 @@ class Executor:
 
     def _in_use(self, exclude: Chunk) -> Iterable[int]:
         """Indices of the chunks that could not leave the device now."""
-        for chunk in self._chunks:
-            if chunk is not exclude and chunk.is_in_use:
-                yield chunk.spec.index
+        found = self._copies.computable
+        return sorted(chunk.spec.index for chunk in found if chunk is not exclude and chunk.is_in_use)
 
     def _evict_everything(self, exclude: Chunk) -> None:
         for chunk in self._copies.unused(exclude):
