@@ -66,7 +66,8 @@ class Gradients:
         used_ahead: Chunks that were updated in backward, before the step was called for.
         records_norms: Whether norms are computed as gradients arrive: somebody has asked for one.
         completes_step: Whether the micro-batch that runs is the last one of its step.
-        arrived: Parameters whose gradients, or averages over processes, came home in this backward; any user empties it.
+        arrived: Parameters whose gradients, or averages over processes, came home in this backward, until the updates
+            in backward take them over.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""``overlap_optimizer="backward"`` in several processes: each updates its parts before ``step()``, with the same bits."""
+"""``overlap_optimizer="backward"`` in several processes: each updates its own parts early, with the same bits."""
 
 from unittest import mock
 
@@ -45,7 +45,8 @@ def train_and_count(rank, name, settings, is_tight, kwargs):
 @pytest.mark.parametrize(("name", "settings", "is_tight", "kwargs"), CASES.values(), ids=CASES)
 def test_the_bits_are_those_of_one_process(pair, name, settings, is_tight, kwargs, streams):
     with pair.over(streams):
-        for num_updated, stats, _ in pair.run(train_and_count, name, {**BACKWARD, **settings}, is_tight, {**kwargs, "steps": 5}):
+        how = {**kwargs, "steps": 5}
+        for num_updated, stats, _ in pair.run(train_and_count, name, {**BACKWARD, **settings}, is_tight, how):
             assert num_updated > 0
             assert stats["steps"] == 5
 
@@ -82,7 +83,7 @@ def use_the_head_again(rank):
     share = float(rank == 0)
     model = prepared("gpt2")
     with (
-        mock.patch("hf_patrickstar.schedule.pace.share_beside_backward", lambda *args: share),
+        mock.patch("hf_patrickstar.schedule.pace.share_beside_backward", return_value=share),
         engaged(model, tight(model, BACKWARD)) as engine,
     ):
         train_together(engine, hf_loss("gpt2"), steps=3)
