@@ -162,9 +162,7 @@ class UpdatesAhead:
                 tensor.gradient_norm = norm
 
 
-def update_in_backward(
-    manager: ChunkManager, optimizers: Sequence[ChunkedOptimizer]
-) -> Callable[[], None]:
+def update_in_backward(manager: ChunkManager, optimizers: Sequence[ChunkedOptimizer]) -> Callable[[], None]:
     """Lets chunks be updated as soon as their gradients are complete; see [Note: updates in backward].
 
     Args:
