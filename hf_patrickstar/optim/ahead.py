@@ -14,7 +14,9 @@ relies on the promise only
   view) that it could read or write meanwhile.
 
 With several processes each updates its own parts of a group when their averages are at home, and nothing is carried
-over to the next step. A part whose gradient this process has not computed, but others may have, waits for ``step()``.
+over to the next step. A process that has not computed all gradients of its parts of a group leaves them to ``step()``,
+and no process updates in the backward of a forward in which one of them has left its trace. One that leaves it in
+backward may need a group that others have updated: that is an error, too.
 
 The host launches the kernels of a backward long before the device has run them, so at that moment nobody can see how
 much of the host's time is left until ``step()``. So the plan of the step names the chunks (``Plan.ahead``): the rates
@@ -72,7 +74,7 @@ class UpdatesAhead:
             self._begin(step)
         gradients = self._manager.gradients
         come, gradients.arrived = gradients.arrived, []
-        if not self._relies or step is None or step.is_diverged:
+        if not self._relies or step is None or step.is_diverged or step.diverged_anywhere:
             return
         for tensor in come:
             chunk = tensor.chunk
@@ -155,7 +157,8 @@ class UpdatesAhead:
         update = optimizer.kernel.prepare([chunk], optimizer.group_numbers, None)
         with named("update", index), gradients.lock:
             manager.phases.update([chunk], update, may_run_beside=True)
-            manager.phases.chunk_updated(chunk, optimizer.group_numbers, keeps=False)
+            own = {tensor.spec.index for tensor in chunk.owned}  # step() settles those of other processes
+            manager.phases.chunk_updated(chunk, own.intersection(optimizer.group_numbers), keeps=False)
             manager.copies.outdate(chunk)
             gradients.used_ahead.add(index)
             for tensor, norm in zip(chunk.tensors, norms, strict=True):

@@ -260,7 +260,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             for chunk in batch:
                 phases.before_update(chunk)
                 if chunk.spec.index in gradients.used_ahead:
-                    phases.chunk_updated(chunk, self.group_numbers, keeps=keeps)  # what other processes have of it
+                    phases.chunk_updated(chunk, self.group_numbers, keeps=keeps)  # settles what other processes own
             batch = [chunk for chunk in batch if chunk.spec.index not in gradients.used_ahead]
             if batch and self.kernel.runs_beside and batch[0].home is Tier.DEVICE:
                 later.append(batch)  # the host computes the others beside, while it launches the kernels of these

@@ -262,6 +262,8 @@ class Steps:
         ending = Ending(phase, step is not None and step.is_diverged, sorted(indices), is_recorded)
         while (ended := self.order.end(ending)).collectives:
             self.executor.perform(ended.collectives)
+        if step is not None:
+            step.diverged_anywhere |= ended.is_diverged
         if step is not None and phase is not Phase.FORWARD:
             step.is_diverged = ended.is_diverged  # anywhere: traces are recorded anew by all or by none
         return ended.indices

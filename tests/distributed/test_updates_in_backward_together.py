@@ -19,6 +19,7 @@ CASES = {
     "dropped after forward": ("gpt2", {"reshard_after_forward": True}, True, {}),
     "recomputation": ("llama", {}, True, {"checkpointing": True}),
     "accumulation": ("gpt2", {}, True, {"accumulation": 2}),
+    "micro-batches and parts of others": ("gpt2", {}, True, {"accumulation": 2, "max_norm": float("inf")}),
     "norms of micro-batches": ("llama", {}, True, {"accumulation": 2, "max_norm": float("inf")}),
     "on demand": ("gpt2", {"prefetch_depth": 0}, True, {}),
     "tied weights": ("t5", {}, True, {}),
@@ -124,3 +125,29 @@ def step_once_more(rank):
 def test_the_step_uses_the_gradients_that_other_processes_have_updated_with(pair):
     with pair.over("simulated:1"):
         pair.run(step_once_more)
+
+
+def leave_the_trace(rank, how):
+    """Rank 1 computes two layers in the other order in one forward."""
+    model = prepared("gpt2")
+    settings = {**BACKWARD, "overlap_optimizer": how, "reshard_after_forward": True}
+    with engaged(model, tight(model, settings, extra_nbytes=2**16)) as engine:
+        train_together(engine, hf_loss("gpt2"), steps=3)
+        layers = model.transformer.h._modules
+        in_order = dict(layers)
+        if rank == 1:
+            layers["0"], layers["1"] = layers["1"], layers["0"]
+        loss = hf_loss("gpt2")(model, 3, 0, rank)
+        layers.update(in_order)
+        engine.backward(loss)
+        assert not engine.manager.gradients.used_ahead
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        assert engine.stats()["diverged_steps"] == rank
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_a_process_that_leaves_its_trace_in_forward_breaks_no_promise(pair):
+    with pair.over("simulated:1"):
+        (expected, _), (found, _) = (pair.run(leave_the_trace, how) for how in (True, "backward"))
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
