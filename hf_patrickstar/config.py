@@ -104,10 +104,11 @@ class PatrickStarConfig:
             machine without an accelerator both are the same. ``"backward"`` lets chunks be updated in backward already,
             as soon as their gradients are complete (with several processes, their averages), where gradients are not
             clipped (``--max_grad_norm 0``). It is a promise: between the last backward of a step and ``step()`` nothing
-            reads or changes gradients, parameters, or states and settings of the optimizer, no step is left out, and
-            what processes compute in backward does not differ from one to the other. A program that does otherwise from
-            its first step on is noticed, and its chunks are updated by ``step()``; what breaks the promise later is an
-            error. A micro-batch that runs out of device memory after an update is not repeated.
+            reads or changes gradients, parameters, or states and settings of the optimizer, and no step is left out. A
+            program that does so from its first step on is noticed, and its chunks are updated by ``step()``; what
+            breaks the promise later is an error. So it is with several processes if one of them needs, in backward
+            alone, other chunks than in the steps before. A micro-batch that runs out of device memory after an update
+            is not repeated.
         keep_gradients: Whether gradients stay after the optimizer's step until ``zero_grad``, as in torch: ``True``
             keeps them beside the values, 4 bytes per trainable parameter; ``False`` lets the step consume them, as if
             ``zero_grad`` followed; ``"auto"`` keeps them, where the host has room, until the first call of

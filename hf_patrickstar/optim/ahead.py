@@ -153,7 +153,7 @@ class UpdatesAhead:
         if not gradients.used_ahead:
             optimizer.groups_ahead = GroupsBefore(optimizer.param_groups)
         chunk.wait_for_reader()
-        norms = [tensor.gradient_norm for tensor in chunk.tensors]
+        norms = [tensor.gradient_norm for tensor in chunk.owned]
         update = optimizer.kernel.prepare([chunk], optimizer.group_numbers, None)
         with named("update", index), gradients.lock:
             manager.phases.update([chunk], update, may_run_beside=True)
@@ -161,7 +161,7 @@ class UpdatesAhead:
             manager.phases.chunk_updated(chunk, own.intersection(optimizer.group_numbers), keeps=False)
             manager.copies.outdate(chunk)
             gradients.used_ahead.add(index)
-            for tensor, norm in zip(chunk.tensors, norms, strict=True):
+            for tensor, norm in zip(chunk.owned, norms, strict=True):
                 tensor.gradient_norm = norm
 
 
