@@ -15,7 +15,7 @@ from its other two, which agree, so an optimizer that has not asked for it does 
 import dataclasses
 import functools
 import threading
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import AT_HOME, Kernel, settings_of
 from hf_patrickstar.optim.workers import SMALL_NUMEL, HostWorkers
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor, round_masters
-from hf_patrickstar.runtime.update import Update
+from hf_patrickstar.runtime.update import Likeness, Update
 from hf_patrickstar.units import ALIGNMENT_NUMEL, align
 
 EXP_AVG = "exp_avg"
@@ -87,21 +87,27 @@ def _named(segments: Sequence[_Segment]) -> str:
     return f"'{first}' (chunk {chunk})" + ("" if same else f" to '{last}' (chunk {last_chunk})")
 
 
-def _likeness(
-    segments: Sequence[_Segment], coefficient: torch.Tensor | None, keeps: bool
-) -> tuple[Hashable, Sequence[torch.Tensor]]:
-    """What decides which operators an update calls, and the memory that it works with; see ``Update``."""
-    memory: dict[int, tuple[int, torch.Tensor]] = {}
+def _likeness(segments: Sequence[_Segment], coefficient: torch.Tensor | None, keeps: bool) -> Likeness:
+    """What decides which operators an update of segments calls; ranges are counted from the first in each chunk."""
+    memory: dict[int, tuple[int, torch.Tensor, int]] = {}
+    first: dict[int, int] = {}
     alike = []
+
+    def place_of(tensor: torch.Tensor, begin: int) -> int:
+        return memory.setdefault(id(tensor), (len(memory), tensor, begin * tensor.itemsize))[0]
+
     for segment in segments:
-        tensors = [segment.step, *segment.payloads.values()]
-        if coefficient is not None:
-            tensors.append(coefficient)
-        places = tuple(memory.setdefault(id(tensor), (len(memory), tensor))[0] for tensor in tensors)
-        sizes = tuple((tensor.numel(), tensor.dtype, tensor.device) for tensor in tensors)
+        begin = first.setdefault(id(segment.chunk), segment.start)
+        numbers = [segment.step] if coefficient is None else [segment.step, coefficient]
+        payloads = segment.payloads.values()
+        places = tuple([place_of(number, 0) for number in numbers] + [place_of(payload, begin) for payload in payloads])
+        sizes = tuple((tensor.dtype, tensor.device) for tensor in (*numbers, *payloads))
         settings = repr(sorted(segment.options.items()))
-        alike.append((segment.start, segment.stop, segment.place, tuple(segment.payloads), places, sizes, settings))
-    return (tuple(alike), coefficient is None, keeps), [tensor for _, tensor in memory.values()]
+        alike.append(
+            (segment.start - begin, segment.stop - begin, segment.place, tuple(segment.payloads), places, sizes, settings)
+        )
+    key = tuple(alike), coefficient is None, keeps
+    return Likeness(key, [(tensor, begin) for _, tensor, begin in memory.values()])
 
 
 def _restore(segments: Iterable[_Segment]) -> None:
@@ -191,6 +197,7 @@ class AdamKernel(Kernel):
             functools.partial(self._count, indices, -1),
             functools.partial(_restore, joined),
             functools.partial(_likeness, joined, coefficient, keeps),
+            functools.partial(self._parts, joined, coefficient, keeps),
         )
 
     def _count(self, indices: Iterable[int], num: int) -> None:
@@ -202,14 +209,24 @@ class AdamKernel(Kernel):
 
     def _update_all(self, joined: Sequence[_Segment], coefficient: torch.Tensor | None, keeps: bool) -> None:
         numel = sum(segment.numel for segment in joined)
-        work = functools.partial(self._update_tile, coefficient=coefficient, keeps=keeps)
         if joined and self._is_on_host(joined[0]) and self._workers.suits(joined[0].payloads["param"], numel):
             num = self._workers.num
             tile_numel = min(self._tile_numel, max(align(-(-numel // num)), SMALL_NUMEL))
-            self._workers.submit(functools.partial(work, num=num), self._tiles(joined, tile_numel, num)).wait()
+            work = functools.partial(self._update_tile, num=num, coefficient=coefficient, keeps=keeps)
+            self._workers.submit(work, self._tiles(joined, tile_numel, num)).wait()
         else:
-            for tile in self._tiles(joined, self._tile_numel, 1):
-                work(0, tile, num=1)
+            for part in self._parts(joined, coefficient, keeps):
+                part()
+
+    def _parts(
+        self, joined: Sequence[_Segment], coefficient: torch.Tensor | None, keeps: bool
+    ) -> Iterator[Update]:
+        """The update as one thread does it: tile by tile."""
+        for tile in self._tiles(joined, self._tile_numel, 1):
+            yield Update(
+                functools.partial(self._update_tile, 0, tile, num=1, coefficient=coefficient, keeps=keeps),
+                likeness=functools.partial(_likeness, tile, coefficient, keeps),
+            )
 
     def _update_tile(
         self,

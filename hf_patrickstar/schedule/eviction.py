@@ -1,6 +1,8 @@
 """Which chunk leaves a full device. Pure decisions: numbers go in, the index of a chunk comes out."""
 
-from collections.abc import Iterable
+import heapq
+import math
+from collections.abc import Collection, Iterable
 
 from hf_patrickstar.schedule.trace import Cursor
 
@@ -31,9 +33,78 @@ class Chooser:
         Returns:
             The index of the victim.
         """
+        return min((self.rank(index, last, cursor, is_diverged), index) for index, last in chunks)[1]
+
+    def rank(self, index: int, last_access: int, cursor: Cursor | None, is_diverged: bool = False) -> float:
+        """The place of a chunk in the order in which chunks leave, the lowest first; only a visit to it changes it.
+
+        Args:
+            index: The chunk.
+            last_access: When it was visited last.
+            cursor: See ``choose``.
+            is_diverged: See ``choose``.
+        """
         if self.name == "belady" and cursor is not None:
-            visits = [(cursor.next_visit(index), -index) for index, _ in chunks]
-            return -max((float("inf") if moment is None else moment, place) for moment, place in visits)[1]
+            moment = cursor.next_visit(index)
+            return -math.inf if moment is None else -moment
         if self.name == "lru" or (self.name == "belady" and is_diverged):
-            return min((last, index) for index, last in chunks)[1]
-        return min(index for index, _ in chunks)
+            return last_access
+        return 0
+
+
+class EvictionQueue:
+    """The chunks on the device while a plan is made, in the order in which ``Chooser.choose`` lets them leave.
+
+    Since only a visit changes a rank, each visit puts one entry into a heap. Entries of before stay there until they
+    come to the top.
+
+    Args:
+        chooser: Has the policy.
+        cursor: The place in the trace that is planned.
+    """
+
+    def __init__(self, chooser: Chooser, cursor: Cursor) -> None:
+        self._chooser = chooser
+        self._cursor = cursor
+        self._ranks: dict[int, float] = {}
+        self._heap: list[tuple[float, int]] = []
+
+    def visit(self, index: int, moment: int) -> None:
+        """Notes a chunk that is on the device from now on.
+
+        Args:
+            index: The chunk.
+            moment: When it was visited last.
+        """
+        rank = self._chooser.rank(index, moment, self._cursor)
+        if self._ranks.get(index) != rank:
+            self._ranks[index] = rank
+            heapq.heappush(self._heap, (rank, index))
+
+    def remove(self, index: int) -> None:
+        """Notes a chunk that has left."""
+        del self._ranks[index]
+
+    def pop(self, in_use: Collection[int]) -> int | None:
+        """Removes the chunk that leaves next.
+
+        Args:
+            in_use: Chunks that cannot leave now.
+
+        Returns:
+            Its index, or ``None`` if all that are there are in use.
+        """
+        passed = []
+        victim = None
+        while self._heap and victim is None:
+            rank, index = entry = heapq.heappop(self._heap)
+            if self._ranks.get(index) != rank:
+                continue
+            if index in in_use:
+                passed.append(entry)
+            else:
+                victim = index
+                self.remove(index)
+        for entry in passed:
+            heapq.heappush(self._heap, entry)
+        return victim

@@ -1,7 +1,8 @@
 """Which chunks live in the device margin, optimizer states and all (PatrickStar section 8.2)."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import heapq
+from collections.abc import Callable, Iterable, Sequence
 
 from hf_patrickstar.schedule.placement import ChunkBytes
 from hf_patrickstar.schedule.trace import StepKind, Trace
@@ -99,23 +100,48 @@ def fill_margin(
         for moment, visit in enumerate(trace.visits):
             first[visit.chunk_index] = min(moment, first.get(visit.chunk_index, moment))
     needs = needed_nbytes(traces, frozenset() if copies_stay else kept, unusable_nbytes)
-    need = [nbytes for nbytes, _ in needs]
+    highest = _Highest([nbytes for nbytes, _ in needs])
+    moments: dict[int, list[int]] = {}  # at which each chunk is in use
+    for moment, (_, indices) in enumerate(needs):
+        for index in indices:
+            moments.setdefault(index, []).append(moment)
     homed: list[int] = []
     taken = 0
     for chunk in sorted(chunks, key=lambda chunk: (first.get(chunk.chunk_index, len(needs)), chunk.chunk_index)):
         index = chunk.chunk_index
         if chunk.on_host or index in kept:
             continue
-        after = [
-            nbytes - (chunk.param_nbytes if index in indices and not copies_stay else 0)
-            for nbytes, (_, indices) in zip(need, needs, strict=True)
-        ]
-        if taken + chunk.device_nbytes + max(after, default=0) + prefetch_nbytes > device_nbytes:
+        if not copies_stay:
+            highest.lower(moments.get(index, ()), chunk.param_nbytes)
+        if taken + chunk.device_nbytes + highest.value + prefetch_nbytes > device_nbytes:
             break
         homed.append(index)
         taken += chunk.device_nbytes
-        need = after
     return tuple(homed)
+
+
+class _Highest:
+    """The highest of numbers of which some become lower."""
+
+    def __init__(self, values: list[int]) -> None:
+        self._values = values
+        self._heap = [(-value, place) for place, value in enumerate(values)]
+        heapq.heapify(self._heap)
+
+    @property
+    def value(self) -> int:
+        """The highest; 0 if there are none."""
+        while self._heap:
+            known, place = -self._heap[0][0], self._heap[0][1]
+            if known == self._values[place]:
+                return known
+            heapq.heapreplace(self._heap, (-self._values[place], place))
+        return 0
+
+    def lower(self, places: Iterable[int], amount: int) -> None:
+        """Lowers the numbers of some places."""
+        for place in places:
+            self._values[place] -= amount
 
 
 def plan_margin(

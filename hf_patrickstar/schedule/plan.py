@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from hf_patrickstar.errors import BudgetError
-from hf_patrickstar.schedule.eviction import Chooser
+from hf_patrickstar.schedule.eviction import Chooser, EvictionQueue
 from hf_patrickstar.schedule.trace import Cursor, Trace
 from hf_patrickstar.units import format_need
 
@@ -207,6 +207,9 @@ class _Draft:
         """The first pass. ``done_before`` has, by moment, chunks that leave even if there is room."""
         trace, sizes = self.trace, self.trace.chunk_nbytes
         cursor = Cursor(trace, dropped_after)
+        queue = EvictionQueue(chooser, cursor)
+        for index, last in self.resident.items():
+            queue.visit(index, last)
         used = sum(sizes[index] for index in self.resident)
         held: list[int] = []  # done, but a module around the visited one still computes with them
         for moment, visit in enumerate(trace.visits):
@@ -218,20 +221,19 @@ class _Draft:
             for done in finished:
                 if done in self.resident and done not in held:
                     del self.resident[done]
+                    queue.remove(done)
                     used -= sizes[done]
                     self.leave[moment].append(done)
             need = sizes[index] if moves and index not in self.resident else 0
             while used + need > self.capacities[moment]:
-                in_use = (index, *visit.pinned)
-                leaving = sorted(item for item in self.resident.items() if item[0] not in in_use)
-                if not leaving:
+                victim = queue.pop((index, *visit.pinned))
+                if victim is None:
                     raise BudgetError(
                         f"moment {moment} of trace '{trace.key}': chunk {index} and the chunks in use "
                         f"({list(visit.pinned)}) need {format_need(used + need)}, "
                         f"{format_need(max(self.capacities[moment], 0))} are there beside non-model data of "
                         f"{format_need(visit.non_model_nbytes)}; raise the budget or use smaller chunks"
                     )
-                victim = chooser.choose(leaving, cursor)
                 del self.resident[victim]
                 used -= sizes[victim]
                 self.evict[moment].append(victim)
@@ -240,6 +242,7 @@ class _Draft:
                 used += need
             if moves:
                 self.resident[index] = moment
+                queue.visit(index, moment)
             self.used.append(used)
 
     def load_ahead(self, depth: int) -> None:

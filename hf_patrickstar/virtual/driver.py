@@ -28,7 +28,7 @@ from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.operators import OperatorMode, read_operands, storage_key, tensors_among, written_operands
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
-from hf_patrickstar.runtime.update import Update
+from hf_patrickstar.runtime.update import Likeness, Update
 from hf_patrickstar.schedule.clock import Lane, Mark, Timeline
 from hf_patrickstar.schedule.replay import LOADS, LOADS_TOGETHER, WAITS_FOR_ARRIVAL, Player, Simple
 from hf_patrickstar.schedule.script import (
@@ -259,19 +259,27 @@ class VirtualDriver:
     def _charge(self, work: Callable[[], None]) -> Charge:
         """What work of the thread costs; it is not done where that is known. See [Note: updates that are alike]."""
         alike = work.likeness() if isinstance(work, Update) and work.likeness is not None else None
-        known = None if alike is None else self._tapes.play(*alike)
-        if known is not None:
-            return known
+        known = None if alike is None else self._tapes.play(alike)
+        return self._tapes.charge(self._operators_of(work, alike)) if known is None else known
+
+    def _operators_of(self, work: Callable[[], None], alike: Likeness | None) -> list[Operator]:
+        """What work of the thread does, which is kept if other work may be like it."""
         operators: list[Operator] = []
-        self._at_work = operators
-        try:
-            with torch.no_grad():
-                work()
-        finally:
-            self._at_work = None
+        if isinstance(work, Update) and work.parts is not None:
+            for part in work.parts():
+                likeness = None if part.likeness is None else part.likeness()
+                known = None if likeness is None else self._tapes.recall(likeness)
+                operators += self._operators_of(part, likeness) if known is None else known
+        else:
+            self._at_work = operators
+            try:
+                with torch.no_grad():
+                    work()
+            finally:
+                self._at_work = None
         if alike is not None:
-            self._tapes.keep(*alike, operators, self._tiers.__contains__)
-        return self._tapes.charge(operators)
+            self._tapes.keep(alike, operators, self._tiers.__contains__)
+        return operators
 
     def begin_after(self, work: Any, stream: Any, begin: Callable[[Any], Any]) -> VirtualBegun:
         """See ``Driver``."""

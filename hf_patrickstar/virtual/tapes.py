@@ -4,7 +4,8 @@
 An update of a chunk calls the same operators, on ranges of the same sizes, as that of any chunk that is laid out alike;
 with tensors that have no bytes, nothing else tells them apart. What the first one did is kept as a tape: each operator
 with the ranges that it touched. For the others the tape is played over their own memory, so that it costs exactly what
-the update would have.
+the update would have. An update of which no other is like it is put together from tapes of its parts: the tiles of
+large chunks are alike.
 
 What an operator costs depends on what the cache still has. A large chunk has thousands of operators, and the cache
 holds the last few ranges. So what a tape came to is kept, too, by what was in the cache before: which of the update's
@@ -15,9 +16,8 @@ and what is in the cache afterwards.
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
-
 from hf_patrickstar.memory.operators import storage_key
+from hf_patrickstar.runtime.update import Likeness
 from hf_patrickstar.schedule.script import HostWork
 from hf_patrickstar.virtual.costs import Cost, HostCache, Line, Touch
 
@@ -55,9 +55,16 @@ class _Outcome(NamedTuple):
     lines: tuple[tuple[Hashable, Line], ...]
 
 
+class _Place(NamedTuple):
+    """Memory of an update: a storage, and the byte from which ranges in it are counted."""
+
+    storage: int
+    begin: int
+
+
 class _Tape(NamedTuple):
     operators: list[Operator]
-    own: list[int]  # storages of the update that was recorded
+    own: list[_Place]  # memory of the update that was recorded
     lasting: frozenset[int]  # storages that other updates use too, for example scratch space
     written: frozenset[int]
     outcomes: dict[Hashable, _Outcome]
@@ -89,18 +96,17 @@ class Tapes:
             written.update(touch.storage for touch in operator.touches if touch.is_write)
         return Charge(tuple(works), frozenset(written))
 
-    def play(self, likeness: Hashable, memory: Sequence[torch.Tensor]) -> Charge | None:
+    def play(self, likeness: Likeness) -> Charge | None:
         """What an update costs that is like one that was recorded; ``None`` if none was.
 
         Args:
-            likeness: What updates are alike in.
-            memory: What it works with, in an order that is the same for updates that are alike.
+            likeness: What updates are alike in, and what this one works with.
         """
-        tape = self._tapes.get(likeness)
+        tape = self._tapes.get(likeness.key)
         if tape is None:
             return None
-        own = list(map(storage_key, memory))
-        names: dict[int, Hashable] = {**{storage: storage for storage in tape.lasting}, **_places(own)}
+        own = _places(likeness)
+        names = _names(tape, own)
         before = self._cache.lines()
         state = tuple(_seen(line, names) for line in before)
         outcome = tape.outcomes.get(state)
@@ -109,54 +115,60 @@ class Tapes:
             outcome = tape.outcomes[state] = _Outcome(works, tuple(_sources(self._cache.lines(), names, before)))
         else:
             self._cache.fill(self._line(*each, own, before) for each in outcome.lines)
-        played = dict(zip(tape.own, own, strict=True))
+        played = {known.storage: place.storage for known, place in zip(tape.own, own, strict=True)}
         return Charge(outcome.works, frozenset(played.get(storage, storage) for storage in tape.written))
 
-    def keep(
-        self,
-        likeness: Hashable,
-        memory: Sequence[torch.Tensor],
-        operators: list[Operator],
-        is_lasting: Callable[[int], bool],
-    ) -> None:
+    def recall(self, likeness: Likeness) -> list[Operator] | None:
+        """What an update does that is like one that was recorded; ``None`` if none was. It costs nothing yet.
+
+        Args:
+            likeness: See ``play``.
+        """
+        tape = self._tapes.get(likeness.key)
+        return None if tape is None else self._over(tape, _places(likeness))
+
+    def keep(self, likeness: Likeness, operators: list[Operator], is_lasting: Callable[[int], bool]) -> None:
         """Keeps what an update did.
 
         Args:
             likeness: See ``play``.
-            memory: See ``play``.
             operators: What it did.
             is_lasting: Tells whether a storage stays when the update has ended.
         """
-        own = list(map(storage_key, memory))
+        own = _places(likeness)
+        storages = {place.storage for place in own}
+        if len(storages) < len(own):
+            return  # nobody could tell from which byte a range is counted
         touches = [touch for operator in operators for touch in operator.touches]
-        lasting = frozenset(
-            storage for storage in {touch.storage for touch in touches}.difference(own) if is_lasting(storage)
-        )
-        known = lasting.union(own)
+        others = {touch.storage for touch in touches} - storages
+        lasting = frozenset(storage for storage in others if is_lasting(storage))
+        known = lasting | storages
         written = frozenset(touch.storage for touch in touches if touch.is_write and touch.storage in known)
-        self._tapes[likeness] = _Tape(operators, own, lasting, written, {})
+        self._tapes[likeness.key] = _Tape(operators, own, lasting, written, {})
 
-    def _over(self, tape: _Tape, own: Sequence[int]) -> list[Operator]:
+    def _over(self, tape: _Tape, own: Sequence[_Place]) -> list[Operator]:
         """The operators of a tape, over other memory."""
-        found = {**{storage: storage for storage in tape.lasting}, **dict(zip(tape.own, own, strict=True))}
+        found = {storage: _Place(storage, 0) for storage in tape.lasting}
+        for known, place in zip(tape.own, own, strict=True):
+            found[known.storage] = _Place(place.storage, place.begin - known.begin)
 
-        def find(storage: int) -> int:
+        def over(touch: Touch) -> Touch:
+            storage, begin, end, is_write, is_read = touch
             if storage not in found:
-                found[storage] = self._new_temporary()
-            return found[storage]
+                found[storage] = _Place(self._new_temporary(), 0)
+            target, shift = found[storage]
+            return Touch(target, begin + shift, end + shift, is_write, is_read)
 
-        return [
-            operator._replace(touches=tuple(touch._replace(storage=find(touch.storage)) for touch in operator.touches))
-            for operator in tape.operators
-        ]
+        return [Operator(name, cost, tuple(map(over, touches))) for name, cost, touches in tape.operators]
 
-    def _line(self, source: Hashable, line: Line, own: Sequence[int], before: Sequence[Line]) -> Line:
+    def _line(self, source: Hashable, line: Line, own: Sequence[_Place], before: Sequence[Line]) -> Line:
         """A line of an outcome, over an update's own memory."""
         match source:
-            case "own", int(place):
-                return line._replace(storage=own[place])
-            case "before", int(place):
-                return before[place]
+            case "own", int(number):
+                storage, begin = own[number]
+                return Line(storage, line.begin + begin, line.end + begin, line.is_written)
+            case "before", int(number):
+                return before[number]
             case "new":
                 return line._replace(storage=self._new_temporary())
         return line  # of lasting memory
@@ -166,22 +178,31 @@ class Tapes:
         return -self._num_temporaries
 
 
-def _places(own: Sequence[int]) -> Mapping[int, Hashable]:
-    return {storage: ("own", place) for place, storage in enumerate(own)}
+def _places(likeness: Likeness) -> list[_Place]:
+    return [_Place(storage_key(tensor), begin) for tensor, begin in likeness.memory]
 
 
-def _seen(line: Line, names: Mapping[int, Hashable]) -> tuple[Hashable, int, int, bool]:
+def _names(tape: _Tape, own: Sequence[_Place]) -> Mapping[int, tuple[Hashable, int]]:
+    """What an update's memory is called, by storage, and the byte from which ranges in it are counted."""
+    lasting = {storage: (storage, 0) for storage in tape.lasting}
+    return {**lasting, **{place.storage: (("own", number), place.begin) for number, place in enumerate(own)}}
+
+
+def _seen(line: Line, names: Mapping[int, tuple[Hashable, int]]) -> tuple[Hashable, int, int, bool]:
     """What of a line makes a difference to an update: where it is, if the update touches that memory, and its size."""
-    name = names.get(line.storage)
-    begin = 0 if name is None else line.begin
+    name, first = names.get(line.storage, (None, line.begin))
+    begin = line.begin - first
     return name, begin, begin + line.end - line.begin, line.is_written
 
 
 def _sources(
-    after: Iterable[Line], names: Mapping[int, Hashable], before: Sequence[Line]
+    after: Iterable[Line], names: Mapping[int, tuple[Hashable, int]], before: Sequence[Line]
 ) -> Iterable[tuple[Hashable, Line]]:
-    """Lines after an update, each with where it comes from."""
+    """Lines after an update, each with where it comes from; those of its own memory count from where that begins."""
     places = {(line.storage, line.begin, line.end): ("before", place) for place, line in enumerate(before)}
     for line in after:
-        source = names.get(line.storage) or places.get((line.storage, line.begin, line.end), "new")
-        yield source, line
+        if line.storage in names:
+            name, first = names[line.storage]
+            yield name, line._replace(begin=line.begin - first, end=line.end - first)
+        else:
+            yield places.get((line.storage, line.begin, line.end), "new"), line

@@ -5,6 +5,7 @@ import functools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_patrickstar.schedule.eviction import Chooser, EvictionQueue
 from hf_patrickstar.schedule.simulator import simulate
 from hf_patrickstar.schedule.trace import Cursor, Trace, Visit
 
@@ -69,3 +70,31 @@ def test_traces_survive_json_and_a_cursor_sees_the_next_visit(rows):
             future = [place for place in range(moment + 1, 2 * len(order)) if order[place % len(order)] == other]
             assert cursor.next_visit(other) == (future[0] if future else None)
     assert not cursor.advance(0), "past the end"
+
+
+@settings(deadline=None, max_examples=200, derandomize=True, database=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.sets(st.integers(0, 6), max_size=3), st.booleans()), max_size=30),
+    st.sampled_from(["belady", "lru", "list_order"]),
+    st.sets(st.integers(0, 6)),
+    st.sets(st.integers(0, 6)),
+)
+def test_a_queue_lets_leave_what_the_policy_chooses(rows, policy, dropped, first):
+    """Chunks come by visits, some more leave for other reasons, and some are in use when room is needed."""
+    cursor = Cursor(Trace("t", (SIZE,) * 7, tuple(Visit(chunk) for chunk, _, _ in rows)), frozenset(dropped))
+    chooser = Chooser(policy)
+    there, queue = {index: index - 7 for index in first}, EvictionQueue(chooser, cursor)
+    for index, last in there.items():
+        queue.visit(index, last)
+    for moment, (chunk, in_use, leaves) in enumerate(rows):
+        cursor.advance(chunk)
+        if leaves and there:
+            gone = min(there)
+            del there[gone]
+            queue.remove(gone)
+        free = [item for item in there.items() if item[0] not in in_use]
+        victim = queue.pop(in_use)
+        assert victim == (chooser.choose(free, cursor) if free else None)
+        there.pop(victim, None)
+        there[chunk] = moment
+        queue.visit(chunk, moment)
