@@ -15,11 +15,13 @@ from hf_patrickstar.cli.settings import settings_of
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.report.timeline import check_plots
+from hf_patrickstar.virtual.garbage import no_collections, objects_set_aside
 
 if TYPE_CHECKING:
     from hf_patrickstar.planner.plan import Plan
     from hf_patrickstar.planner.planning import Circumstances
     from hf_patrickstar.planner.subject import Subject
+    from hf_patrickstar.virtual.recording import Recording
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,16 +93,28 @@ def run(options: argparse.Namespace) -> int:
     check_files({option: name for option, name in given.items() if name is not None})
     if options.png is not None:
         check_plots()
-    # transformers takes seconds to import, and other commands do without.
+    with no_collections():  # transformers takes seconds to import, and other commands do without
+        from hf_patrickstar.planner.planning import plan_for_runs
+    with objects_set_aside():
+        subject, circumstances = arrange_from(options) if options.script else _arrange(options)
+        if options.search is not None:
+            return run_search(options, subject, circumstances)
+        plan, recording = plan_for_runs(subject, circumstances)
+        return _tell(options, subject, circumstances, plan, recording)
+
+
+def _tell(
+    options: argparse.Namespace,
+    subject: "Subject",
+    circumstances: "Circumstances",
+    plan: "Plan",
+    recording: "Recording | None",
+) -> int:
+    """Prints a plan and what was tried beside it, and writes the files that were asked for."""
     from hf_patrickstar.cli.plan_page import write_plan_page, write_plan_picture
-    from hf_patrickstar.planner.planning import plan_for_runs
     from hf_patrickstar.planner.screen import changes_of, describe, describe_changes, largest_of
 
-    subject, circumstances = arrange_from(options) if options.script else _arrange(options)
-    if options.search is not None:
-        return run_search(options, subject, circumstances)
     words = in_words_of_the_script if options.script else str
-    plan, recording = plan_for_runs(subject, circumstances)
     print(describe(plan), flush=True)  # the changes take several times as long
     if not options.no_advice:
         plan = _with_tried(plan, subject, circumstances, words)

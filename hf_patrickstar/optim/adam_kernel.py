@@ -103,9 +103,8 @@ def _likeness(segments: Sequence[_Segment], coefficient: torch.Tensor | None, ke
         places = tuple([place_of(number, 0) for number in numbers] + [place_of(payload, begin) for payload in payloads])
         sizes = tuple((tensor.dtype, tensor.device) for tensor in (*numbers, *payloads))
         settings = repr(sorted(segment.options.items()))
-        alike.append(
-            (segment.start - begin, segment.stop - begin, segment.place, tuple(segment.payloads), places, sizes, settings)
-        )
+        where = segment.start - begin, segment.stop - begin, segment.place, tuple(segment.payloads)
+        alike.append((where, places, sizes, settings))
     key = tuple(alike), coefficient is None, keeps
     return Likeness(key, [(tensor, begin) for _, tensor, begin in memory.values()])
 
@@ -218,9 +217,7 @@ class AdamKernel(Kernel):
             for part in self._parts(joined, coefficient, keeps):
                 part()
 
-    def _parts(
-        self, joined: Sequence[_Segment], coefficient: torch.Tensor | None, keeps: bool
-    ) -> Iterator[Update]:
+    def _parts(self, joined: Sequence[_Segment], coefficient: torch.Tensor | None, keeps: bool) -> Iterator[Update]:
         """The update as one thread does it: tile by tile."""
         for tile in self._tiles(joined, self._tile_numel, 1):
             yield Update(

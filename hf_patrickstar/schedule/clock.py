@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import enum
 from collections.abc import Sequence
+from typing import NamedTuple
 
 
 class Lane(enum.StrEnum):
@@ -25,8 +26,7 @@ class Lane(enum.StrEnum):
     REDUCTIONS = "reductions"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """A piece of work.
 
     Attributes:
@@ -49,8 +49,7 @@ class Span:
         return self.end_ns - self.begin_ns
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """A point in a lane: when it comes, and the span that ends there (-1 for the beginning)."""
 
     time_ns: int = 0

@@ -72,9 +72,9 @@ def cost_of(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Co
         kwargs: Its named arguments.
         result: What it returned.
     """
-    schema, packet = operator._schema, operator._overloadpacket
-    if touches_nothing(operator) or packet in _IS_FREE or not schema.name.startswith("aten::"):
+    if _costs_nothing(operator):
         return None
+    packet = operator._overloadpacket
     written = written_operands(operator, args, kwargs)
     read = read_operands(written, args, kwargs)
     given = {id(tensor) for tensor in (*written, *read)}
@@ -87,6 +87,12 @@ def cost_of(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Co
     if packet in _ADAMS:
         written_nbytes -= _nbytes(args[1])  # gradients, which change only where the kernel unscales them
     return Cost(flops, read_nbytes + written_nbytes + made_nbytes, _dtype_of((*read, *written, *made)))
+
+
+@functools.cache
+def _costs_nothing(operator: Any) -> bool:
+    is_known = operator._schema.name.startswith("aten::")
+    return touches_nothing(operator) or operator._overloadpacket in _IS_FREE or not is_known
 
 
 @functools.cache

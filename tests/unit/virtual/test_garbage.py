@@ -6,9 +6,11 @@ import pytest
 import torch
 from models import make_batch, make_model
 
+from hf_patrickstar.cli import plan
+from hf_patrickstar.cli.main import main
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
-from hf_patrickstar.virtual.garbage import rare_collections
+from hf_patrickstar.virtual.garbage import no_collections, objects_set_aside, rare_collections
 from hf_patrickstar.virtual.recording import record_step
 
 
@@ -39,6 +41,48 @@ def test_they_become_no_more_often_than_the_caller_wants(number):
     with rare_collections():
         assert gc.get_threshold() == (number, 10, 10)
     assert gc.get_threshold() == (number, 10, 10)
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_none_are_made_while_libraries_are_loaded(is_enabled):
+    if not is_enabled:
+        gc.disable()
+    try:
+        with no_collections():
+            assert not gc.isenabled()
+        assert gc.isenabled() == is_enabled
+    finally:
+        gc.enable()
+
+
+@pytest.fixture
+def unfrozen():
+    gc.unfreeze()
+    yield
+    assert not gc.get_freeze_count()
+
+
+@pytest.mark.usefixtures("unfrozen")
+def test_objects_are_set_aside_inside_alone():
+    with objects_set_aside():
+        assert gc.get_freeze_count() > 1000
+        with objects_set_aside():
+            pass
+        assert gc.get_freeze_count() > 1000, "the outer block goes on"
+    assert not gc.get_freeze_count()
+
+
+@pytest.mark.usefixtures("unfrozen")
+def test_the_command_plans_with_the_objects_of_libraries_set_aside(monkeypatch):
+    seen = []
+
+    def tell(options, subject, circumstances, plan, recording):
+        seen.append((gc.get_freeze_count() > 1000, gc.isenabled()))
+        return 1
+
+    monkeypatch.setattr(plan, "_tell", tell)
+    assert main(["plan", "gpt2:n_layer=2,n_embd=32,n_head=2", "--device-memory", "1GiB"]) == 1
+    assert seen == [(True, True)]
 
 
 def test_a_model_runs_with_collections_as_usual_and_an_optimizer_with_rare_ones(monkeypatch):

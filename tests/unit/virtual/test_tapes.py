@@ -84,13 +84,13 @@ def updates(seed, num):
     for number in range(num):
         kind = rng.randrange(len(kinds))
         memory, own = rng.choice(chunks)
-        first = [rng.randrange(3) * 8, rng.randrange(3) * 8, 0, 0]
+        base = [rng.randrange(3) * 8, rng.randrange(3) * 8, 0, 0]
         places = {0: own[0], 1: own[1], 2: scratch, 3: -1000 - number}  # the last one is a temporary
         operators = [
-            Operator(str(n), COST, (touch(places[place], begin=first[place] + begin, nbytes=nbytes, is_write=is_write),))
-            for n, (place, begin, nbytes, is_write) in enumerate(kinds[kind])
+            Operator(str(n), COST, (touch(places[place], begin=base[place] + begin, nbytes=nbytes, is_write=writes),))
+            for n, (place, begin, nbytes, writes) in enumerate(kinds[kind])
         ]
-        yield Likeness(kind, list(zip(memory, first[:2], strict=True))), operators, {scratch}
+        yield Likeness(kind, list(zip(memory, base[:2], strict=True))), operators, {scratch}
 
 
 @pytest.mark.parametrize("cache_nbytes", [0, 24, 50, 200])
