@@ -41,6 +41,7 @@ from hf_patrickstar.states import TensorState
 MASTER = "master"
 GRADIENT = "grad"
 """Names of chunk lists: parameters as the optimizer has them, and gradients that accumulate."""
+_use_count = torch._C._storage_Use_Count
 
 
 def round_masters(masters: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
@@ -483,7 +484,7 @@ class Chunk:
             return False  # to get at them is to wait for it; but its own views of them count as users
         payloads = [self._lists[name] for name in names if type(self._lists.get(name)) is torch.Tensor]
         # The list itself is one user of its storage, and the object that is made here to ask for it another.
-        return any(torch._C._storage_Use_Count(payload.untyped_storage()._cdata) > 2 for payload in payloads)
+        return any(_use_count(payload.untyped_storage()._cdata) > 2 for payload in payloads)
 
     def wait_for_update(self) -> None:
         """Waits until the optimizer has written the home; the first who waits gets the error of an update."""
@@ -527,7 +528,7 @@ class Chunk:
         """
         self.compute = payload
         self.storage = payload.untyped_storage()
-        self.base_use_count = torch._C._storage_Use_Count(self.storage._cdata)
+        self.base_use_count = _use_count(self.storage._cdata)
         return self.storage._cdata
 
     def clear_compute(self) -> tuple[torch.Tensor, int]:
@@ -548,12 +549,15 @@ class Chunk:
         """
         if self.storage is None:
             return False
-        return torch._C._storage_Use_Count(self.storage._cdata) > self.base_use_count + len(self.views)
+        return _use_count(self.storage._cdata) > self.base_use_count + len(self.views)
 
     @property
     def is_in_use(self) -> bool:
         """Whether a module computes with it, or a tensor aliases it; then it cannot leave."""
-        return self.num_computing > 0 or self.is_aliased
+        if self.num_computing:
+            return True
+        storage = self.storage  # as ``is_aliased``: a recorded visit asks every chunk
+        return storage is not None and _use_count(storage._cdata) > self.base_use_count + len(self.views)
 
     @property
     def can_rehome(self) -> bool:
