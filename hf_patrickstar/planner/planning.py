@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -479,15 +479,9 @@ def _record_within(subject: Subject, given: Circumstances, device_nbytes: int, *
 
 
 def _record(subject: Subject, given: Circumstances, **settings: Any) -> Recording:
-    level = transformers.logging.get_verbosity()
-    before = {name: logging.getLogger(name).level for name in _LOGGERS}
-    transformers.logging.set_verbosity_error()
-    for name, quiet in _LOGGERS.items():
-        logging.getLogger(name).setLevel(quiet)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the model's code, about nothing that a plan could change
-            return _record_quietly(subject, given, settings)
+        with _quiet(), masks_of_batches(has_padding=subject.has_padding, is_packed=subject.is_packed):
+            return _record_with(subject, given, settings)
     except PatrickStarError:
         raise
     except Exception as error:  # what a model's code raises may be anything
@@ -499,27 +493,43 @@ def _record(subject: Subject, given: Circumstances, **settings: Any) -> Recordin
             f"model '{subject.name}': it cannot be planned, because {whose} on tensors without values "
             f"({type(error).__name__}: {said}). Try another {others}, --task or length"
         ) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Lets the model and the engine say and show nothing that is about a training which does not take place."""
+    level, has_bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
+    before = {name: logging.getLogger(name).level for name in _LOGGERS}
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    for name, quiet in _LOGGERS.items():
+        logging.getLogger(name).setLevel(quiet)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the model's code, about nothing that a plan could change
+            yield
     finally:
         transformers.logging.set_verbosity(level)
+        if has_bars:
+            transformers.logging.enable_progress_bar()
         for name, usual in before.items():
             logging.getLogger(name).setLevel(usual)
 
 
-def _record_quietly(subject: Subject, given: Circumstances, settings: Mapping[str, Any]) -> Recording:
-    with masks_of_batches(has_padding=subject.has_padding, is_packed=subject.is_packed):
-        return record_step(
-            subject.make_model,
-            subject.make_inputs,
-            given.machine_of_model(),
-            config={**given.settings, **settings},
-            make_optimizer=subject.find_optimizer(given.optimizer),
-            compute_loss=subject.compute_loss,
-            max_norm=given.max_norm,
-            num_micro_batches=given.num_micro_batches,
-            world_size=given.world_size,
-            times=given.times,
-            notes=_notes(subject, given),
-        )
+def _record_with(subject: Subject, given: Circumstances, settings: Mapping[str, Any]) -> Recording:
+    return record_step(
+        subject.make_model,
+        subject.make_inputs,
+        given.machine_of_model(),
+        config={**given.settings, **settings},
+        make_optimizer=subject.find_optimizer(given.optimizer),
+        compute_loss=subject.compute_loss,
+        max_norm=given.max_norm,
+        num_micro_batches=given.num_micro_batches,
+        world_size=given.world_size,
+        times=given.times,
+        notes=_notes(subject, given),
+    )
 
 
 def _notes(subject: Subject, given: Circumstances) -> Notes | None:

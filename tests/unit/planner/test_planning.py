@@ -11,6 +11,7 @@ import re
 
 import pytest
 import torch
+import transformers
 from pages import PageReader
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -91,12 +92,27 @@ def test_experts_are_planned_in_every_type(dtype, caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize("has_bars", [True, False])
+def test_no_bar_tells_of_chunks_that_nobody_allocates(has_bars, monkeypatch, capsys):
+    """Bars of the planner itself are others; those of libraries are afterwards as they were."""
+    monkeypatch.setattr("hf_patrickstar.checkpoint.progress.PROGRESS_AFTER_S", 0)
+    bars = transformers.logging
+    was_enabled = bars.is_progress_bar_enabled()
+    (bars.enable_progress_bar if has_bars else bars.disable_progress_bar)()
+    try:
+        plan(MODEL, "rtx4090", length=17 + has_bars)  # none that was kept
+        assert "chunks" not in capsys.readouterr().err
+        assert bars.is_progress_bar_enabled() == has_bars
+    finally:
+        (bars.enable_progress_bar if was_enabled else bars.disable_progress_bar)()
+
+
 def test_torch_does_not_log_what_is_told_in_a_sentence(monkeypatch, caplog):
     def fail(*args):
         logging.getLogger("torch._subclasses.fake_tensor").error("a traceback")
         raise RuntimeError("no shape")
 
-    monkeypatch.setattr("hf_patrickstar.planner.planning._record_quietly", fail)
+    monkeypatch.setattr("hf_patrickstar.planner.planning._record_with", fail)
     with pytest.raises(ConfigError, match="no shape"):
         plan(MOE, "h100", length=16)
     assert not caplog.records
