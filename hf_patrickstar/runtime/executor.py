@@ -18,6 +18,7 @@ from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.copies import Copies
 from hf_patrickstar.runtime.gradient_mirrors import GradientMirrors
 from hf_patrickstar.runtime.gradients import Gradients
+from hf_patrickstar.runtime.in_use import ChunksInUse
 from hf_patrickstar.runtime.order import Collective, Order, Subject
 from hf_patrickstar.runtime.ranges import named
 from hf_patrickstar.runtime.reclaim import Reclaim
@@ -135,6 +136,7 @@ class Executor:
         self._copies = services.copies
         self._reclaim = services.reclaim
         self._tracer = services.tracer
+        self._in_use = ChunksInUse(services.copies, services.tracer)
         self._gradients = gradients
         self._gradient_mirrors = gradient_mirrors
         self._buckets = buckets
@@ -185,7 +187,7 @@ class Executor:
             return static  # everything is at home on the device: there is nothing to follow
         self._tick += 1
         chunk.last_access = self._tick
-        moment = tracer.visit(index, self._in_use, chunk)
+        moment = tracer.visit(index, self._in_use.at_visit, chunk)
         step = tracer.step
         if step is not None:
             self.expect(step, moment)
@@ -371,10 +373,12 @@ class Executor:
             self._reclaim.make_room_for(chunk, chunk.copy_nbytes, f"gathering group {index}")
             with self._copies.loaded_by_others(chunk, ahead=chunk is not self._needed) as payload:
                 chunk.arrival = self._collectives.all_gather(payload, what)
+            self._in_use.note(chunk)
             return
         if chunk.arrival is not None:
             self._copies.wait(chunk)
         chunk.arrival = self._collectives.all_gather(chunk.compute, what)
+        self._in_use.note(chunk)
 
     def _reduce(self, index: int) -> None:
         """Takes part in a reduction."""
@@ -391,11 +395,6 @@ class Executor:
             self._gradient_mirrors.drop(tensor)
 
     # Inside
-
-    def _in_use(self, exclude: Chunk) -> Iterable[int]:
-        """Indices of the chunks that could not leave the device now."""
-        found = self._copies.computable
-        return sorted(chunk.spec.index for chunk in found if chunk is not exclude and chunk.is_in_use)
 
     def _evict_everything(self, exclude: Chunk) -> None:
         for chunk in self._copies.unused(exclude):

@@ -145,13 +145,13 @@ class Reclaim:
         return has_left
 
     def _choose(self, exclude: Chunk | None) -> Chunk | None:
-        unused = {chunk.spec.index: chunk for chunk in self._copies.unused(exclude)}
-        if not unused:
-            return None
         step = self._tracer.step
-        candidates = sorted((index, chunk.last_access) for index, chunk in unused.items())
         cursor, is_diverged = (step.cursor, step.is_diverged) if step is not None else (None, True)
-        return unused[self._chooser.choose(candidates, cursor, is_diverged)]
+        chunks = {chunk.spec.index: chunk for chunk in self._copies if chunk is not exclude}
+        candidates = [(index, chunk.last_access) for index, chunk in chunks.items()]
+        order = self._chooser.in_order(candidates, cursor, is_diverged)
+        # Whether a chunk is in use is asked in that order, since it takes longest.
+        return next((chunks[index] for index in order if not chunks[index].is_in_use), None)
 
     def _await_gathers(self, exclude: Chunk | None) -> bool:
         """Waits for gathers that this process had no need of, which still look into copies; whether there were any."""

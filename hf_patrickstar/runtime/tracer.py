@@ -124,6 +124,7 @@ class Tracer:
         self._emit = emit
         self._diverged_in_a_row: dict[str, int] = {}
         self._interrupted: list[Step | None] = []
+        self._num_begun = 0
         self._chunk_order: Mapping[int, int] = {}
         self._order_version = -1  # the version that it was made for
 
@@ -132,6 +133,11 @@ class Tracer:
         """A number that is the same on processes with traces of the same steps."""
         text = repr(sorted((key, trace.shapes) for key, trace in self.traces.items()))
         return zlib.crc32(text.encode())
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where recording is: how many steps have begun so far, nested ones too, and how many visits this one has."""
+        return self._num_begun, 0 if self.step is None else len(self.step.visits)
 
     @property
     def chunk_order(self) -> Mapping[int, int]:
@@ -161,6 +167,7 @@ class Tracer:
             chunk_indices: The chunks that it will visit, in order, if that is known. A trace of others is dropped: the
                 step is recorded anew, and does not diverge.
         """
+        self._num_begun += 1
         key = trace_key(kind, shapes)
         step = Step(key, shapes, dropped_after)
         trace = self.traces.get(key)

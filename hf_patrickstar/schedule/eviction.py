@@ -2,7 +2,7 @@
 
 import heapq
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 from hf_patrickstar.schedule.trace import Cursor
 
@@ -33,7 +33,25 @@ class Chooser:
         Returns:
             The index of the victim.
         """
-        return min((self.rank(index, last, cursor, is_diverged), index) for index, last in chunks)[1]
+        return next(self.in_order(chunks, cursor, is_diverged))
+
+    def in_order(
+        self, chunks: Iterable[tuple[int, int]], cursor: Cursor | None, is_diverged: bool = False
+    ) -> Iterator[int]:
+        """The chunks in the order in which they leave; what comes first is known without sorting all.
+
+        Args:
+            chunks: See ``choose``.
+            cursor: See ``choose``.
+            is_diverged: See ``choose``.
+
+        Yields:
+            Indices.
+        """
+        heap = [(self.rank(index, last, cursor, is_diverged), index) for index, last in chunks]
+        heapq.heapify(heap)
+        while heap:
+            yield heapq.heappop(heap)[1]
 
     def rank(self, index: int, last_access: int, cursor: Cursor | None, is_diverged: bool = False) -> float:
         """The place of a chunk in the order in which chunks leave, the lowest first; only a visit to it changes it.
