@@ -216,11 +216,12 @@ def _record(
                 _update(engine, max_norm, driver)
         steps = _train(engine, training, driver, notes)
         timeline = driver.end()
-        is_recorded = engine.stats()["recorded_steps"] > before["recorded_steps"]
+        after = engine.stats()
+        is_recorded = after["recorded_steps"] > before["recorded_steps"]
         num_to_pass -= not is_recorded and all(step and step.cursor and step.plan for step in steps)
         if num_to_pass < 0:
             return _note(engine, driver, steps, timeline, before)
-    raise _refusal(engine, steps)
+    raise _refusal(engine, steps, is_repeated=after["retries"] > before["retries"])
 
 
 def _num_to_pass(engine: PatrickStarEngine) -> int:
@@ -232,8 +233,13 @@ def _num_to_pass(engine: PatrickStarEngine) -> int:
     return 2 if engine.config.overlap_optimizer == "backward" else 0
 
 
-def _refusal(engine: PatrickStarEngine, steps: Sequence[Step | None]) -> Exception:
-    """Why no step followed plans, after so many."""
+def _refusal(engine: PatrickStarEngine, steps: Sequence[Step | None], *, is_repeated: bool) -> Exception:
+    """Why no step followed plans, after so many; ``is_repeated``: whether the last one ran out of memory at first."""
+    if is_repeated:  # and was recorded anew, which is no more careful than its operators are small
+        return BudgetError(
+            f"every step runs out of memory within {format_need(engine.ledger.limit(Tier.DEVICE))} of the device, and "
+            "would be done twice; give a little more device memory, or smaller batches"
+        )
     if all(step and step.cursor for step in steps):  # they would follow their traces, for which there are no plans
         return BudgetError(
             f"there is no plan for a step within {format_need(engine.ledger.limit(Tier.DEVICE))} of the device, and "
