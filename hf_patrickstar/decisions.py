@@ -184,15 +184,21 @@ class Decisions:
         if in_step:
             on_device = sum(chunk.device_nbytes for chunk in self.chunk_nbytes if chunk.chunk_index in homed) + in_step
         beside = "with" if in_step else "beside"
-        room = min(limit.nbytes for limit in ledger.limits(Tier.DEVICE))
-        time = ""
+        limits = [limit.nbytes for limit in ledger.limits(Tier.DEVICE)]
+        room = limits[0] if in_step else min(limits)  # the second limit is that of chunks alone
+        time = short = ""
         if foreseen is not None:
             name = situation.resources.machine.name
             time = f", and about {format_seconds(foreseen.seconds)} per step by the rates of '{name}'"
+        if in_step and on_device > room:  # no refusal: nobody knows whether inputs will be as large
+            short = (
+                ". A step with inputs as large as those that were planned has no room: use smaller or shorter batches, "
+                "activation checkpointing (--gradient_checkpointing), or a larger device_budget"
+            )
         return (
             f"{_in_words(num)} parameters ({_in_words(num_trained)} trained): model data takes "
             f"{format_nbytes(on_host)} of {format_nbytes(ledger.limit(Tier.HOST))} on the host, and on the device, "
-            f"{beside} activations, at least {format_nbytes(on_device)} of {format_nbytes(room)}{time}"
+            f"{beside} activations, at least {format_nbytes(on_device)} of {format_nbytes(room)}{time}{short}"
         )
 
     def explain(self, situation: Circumstances) -> None:

@@ -163,6 +163,29 @@ def test_seconds_are_expected_where_a_plan_left_traces(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("kept_traces")
+@pytest.mark.parametrize("more_nbytes", [0, 2**22])
+def test_a_run_says_beforehand_that_steps_as_planned_have_no_room(more_nbytes, tmp_path, capsys):
+    """They are no reason to refuse it: its inputs may be smaller, as they are here."""
+    tracer = run_with_lanes(tmp_path).manager.tracer
+    capsys.readouterr()
+    traces = {
+        key: dataclasses.replace(
+            trace,
+            visits=tuple(
+                dataclasses.replace(visit, non_model_nbytes=visit.non_model_nbytes + more_nbytes)
+                for visit in trace.visits
+            ),
+        )
+        for key, trace in tracer.traces.items()
+    }
+    plan_cache.keep_traces(KnownTraces(tracer.known.key, traces, {}))
+    engine = run_with_lanes(tmp_path)
+    expected = next(line for line in said(capsys.readouterr().out) if "model data takes" in line)
+    assert ("as large as those that were planned has no room" in expected) == bool(more_nbytes)
+    assert engine.stats()["steps"] == 3
+
+
+@pytest.mark.usefixtures("kept_traces")
 def test_no_seconds_are_expected_without_lanes(tmp_path, capsys):
     config = {**tight(), "device_budget": 2**22, "host_budget": 2**28}
     trainer, _ = train("gpt2", tmp_path, config, max_steps=3)
