@@ -13,7 +13,7 @@ from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.frames import Frame, Lookup
 from hf_patrickstar.runtime.operands import SavedView
 from hf_patrickstar.runtime.tracer import Step
-from hf_patrickstar.schedule.script import Begin, Part
+from hf_patrickstar.schedule.script import Begin, Kernel, Part
 from hf_patrickstar.states import Stage
 from hf_patrickstar.virtual.driver import VirtualDriver
 from hf_patrickstar.virtual.micro_batch import (
@@ -102,7 +102,15 @@ class Playback:
         return step
 
     def _tell(self, note: Note) -> None:
-        match note:
+        match note:  # the most frequent first
+            case Kernel():
+                self._driver.play(note)
+            case Allocate(storages):
+                for storage, nbytes in storages:
+                    self._allocate(storage, nbytes)
+            case Free(storage):
+                self._made.pop(storage, None)
+                self._meter.remove(self._counted.pop(storage, 0))
             case Acquire(index, who):
                 # Nobody computes with the parameter: its chunk is in use all the same.
                 self._parameters.acquire(self._tensors[index], who, is_alias=True)
@@ -128,12 +136,6 @@ class Playback:
                 self._kept[index] = [SavedView(tensor, *args) for _ in range(num)]
             case Show(index):
                 self._meter.record(self._tensors[index].placeholder)
-            case Allocate(storages):
-                for storage, nbytes in storages:
-                    self._allocate(storage, nbytes)
-            case Free(storage):
-                self._made.pop(storage, None)
-                self._meter.remove(self._counted.pop(storage, 0))
             case Gradient():
                 self._store(note)
             case EnterForward() | LeaveForward() | EnterBackward() | LeaveBackward():
