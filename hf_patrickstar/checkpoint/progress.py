@@ -1,13 +1,26 @@
 """Progress of work that may take long: shown where the progress of transformers is shown."""
 
+import contextlib
+import contextvars
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tqdm.auto import tqdm
 
 PROGRESS_AFTER_S = 2
 """Seconds after which progress is shown; of work that is done earlier nothing is seen."""
+_are_hidden = contextvars.ContextVar("_are_hidden", default=False)
+
+
+@contextlib.contextmanager
+def no_bars() -> Iterator[None]:
+    """Hides the bars of this package inside of the block: what an engine in virtual time does takes no time."""
+    token = _are_hidden.set(True)
+    try:
+        yield
+    finally:
+        _are_hidden.reset(token)
 
 
 def shown(items: Iterable[Any], what: str, unit: str, *, is_first: bool, total: int | None = None) -> Any:
@@ -25,7 +38,7 @@ def shown(items: Iterable[Any], what: str, unit: str, *, is_first: bool, total: 
     Returns:
         A ``tqdm`` bar: an iterable, and a context manager that has ``update``.
     """
-    is_hidden = not (is_first and _are_bars_enabled())
+    is_hidden = _are_hidden.get() or not (is_first and _are_bars_enabled())
     return tqdm(items, desc=what, unit=unit, total=total, delay=PROGRESS_AFTER_S, disable=is_hidden)
 
 

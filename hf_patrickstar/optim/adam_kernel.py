@@ -88,7 +88,7 @@ def _named(segments: Sequence[_Segment]) -> str:
 
 
 def _likeness(segments: Sequence[_Segment], coefficient: torch.Tensor | None, keeps: bool) -> Likeness:
-    """What decides which operators an update of segments calls; ranges are counted from the first in each chunk."""
+    """Identifies what an update of segments does. Ranges in a chunk's payloads are counted from its first segment."""
     memory: dict[int, tuple[int, torch.Tensor, int]] = {}
     first: dict[int, int] = {}
     alike = []

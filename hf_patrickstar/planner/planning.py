@@ -13,6 +13,7 @@ import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 
+from hf_patrickstar.checkpoint.progress import no_bars
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import BudgetError, ConfigError, EngineError, PatrickStarError
 from hf_patrickstar.integrations.launched import measure_launched, threads_of_each
@@ -497,21 +498,18 @@ def _record(subject: Subject, given: Circumstances, **settings: Any) -> Recordin
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Lets the model and the engine say and show nothing that is about a training which does not take place."""
-    level, has_bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
+    """Silences what the model and the engine say of the training, which does not take place."""
+    level = transformers.logging.get_verbosity()
     before = {name: logging.getLogger(name).level for name in _LOGGERS}
     transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     for name, quiet in _LOGGERS.items():
         logging.getLogger(name).setLevel(quiet)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), no_bars():
             warnings.simplefilter("ignore")  # of the model's code, about nothing that a plan could change
             yield
     finally:
         transformers.logging.set_verbosity(level)
-        if has_bars:
-            transformers.logging.enable_progress_bar()
         for name, usual in before.items():
             logging.getLogger(name).setLevel(usual)
 

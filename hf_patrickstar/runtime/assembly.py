@@ -18,6 +18,7 @@ from hf_patrickstar.runtime.executor import Executor, MovePolicy, Services
 from hf_patrickstar.runtime.forecast import Forecast
 from hf_patrickstar.runtime.gradient_mirrors import GradientMirrors
 from hf_patrickstar.runtime.gradients import Gradients
+from hf_patrickstar.runtime.in_use import ChunksInUse
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.mirrors import MirrorUsers, ValueMirrors
 from hf_patrickstar.runtime.order import make_order
@@ -120,7 +121,8 @@ def assemble(
     if given.collectives.world_size > 1:
         buckets = GroupBuckets(chunks, pool, streams, given.collectives, reclaim)
     # What happens when.
-    services = Services(chunks, pool, meter, given.collectives, order, copies, reclaim, tracer, given.policy)
+    in_use = ChunksInUse(copies, tracer, values)
+    services = Services(chunks, pool, meter, given.collectives, order, copies, reclaim, tracer, in_use, given.policy)
     executor = Executor(services, gradients, gradient_mirrors, buckets, emit)
     steps = Steps(services, executor, forecast, placement, given.num_micro_batches)
     data = Data(originals, values, mirrors, gradient_mirrors, watch, gradients, writes, buckets)

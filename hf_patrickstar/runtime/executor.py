@@ -86,6 +86,7 @@ class Services:
         copies: The copies on the device.
         reclaim: Makes room for them.
         tracer: Records steps, and follows them.
+        in_use: Knows which chunks cannot leave at a visit that is recorded.
         policy: How copies come and go.
     """
 
@@ -97,6 +98,7 @@ class Services:
     copies: Copies
     reclaim: Reclaim
     tracer: Tracer
+    in_use: ChunksInUse
     policy: MovePolicy
 
 
@@ -136,7 +138,7 @@ class Executor:
         self._copies = services.copies
         self._reclaim = services.reclaim
         self._tracer = services.tracer
-        self._in_use = ChunksInUse(services.copies, services.tracer)
+        self._in_use = services.in_use
         self._gradients = gradients
         self._gradient_mirrors = gradient_mirrors
         self._buckets = buckets

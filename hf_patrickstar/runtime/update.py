@@ -12,12 +12,12 @@ def _do_nothing() -> None:
 
 
 class Likeness(NamedTuple):
-    """What updates are alike in.
+    """Identifies updates that do the same over other memory.
 
     Attributes:
         key: Equal for updates that call the same operators on ranges of the same sizes.
-        memory: What the update works with, in an order that updates of one key share. Each tensor comes with the byte
-            from which its ranges are counted.
+        memory: The tensors that the update works with, in an order that updates of one key share. Each comes with the
+            number of bytes after its beginning from which ranges are counted.
     """
 
     key: Hashable
@@ -33,9 +33,9 @@ class Update:
         take_back: Takes back what was counted when the update was prepared, because it fails or is not done.
         restore: Writes values from their masters, over gradients that stand in their places.
         likeness: Tells which updates do the same over other memory; ``None`` if nobody knows. A simulation runs only
-            one of them.
-        parts: The updates that it consists of, in order; ``None`` if it does not. A simulation runs only those of its
-            parts that are not like others.
+            the first one of a key.
+        parts: The updates that it consists of where one thread does it, in order; ``None`` if it is not divided. A
+            simulation runs only the first part of each key.
     """
 
     run: Callable[[], None]

@@ -32,10 +32,12 @@ class Values:
         lock: Held while values or gradients change their places.
         version: Counts changes of values.
         on_use: Told of every parameter whose value is read or written here, and so not by a module that computes.
+        num_looks: How often a value was handed out that may be a chunk's own memory.
     """
 
     def __init__(self, sharing: Sharing, streams: Streams, originals: Originals, emit: Listener) -> None:
         self.version = 0
+        self.num_looks = 0
         self.on_use: Callable[[ManagedTensor], None] = _ignore
         self.sharing = sharing
         self.originals = originals
@@ -63,6 +65,7 @@ class Values:
     def own_part(self, tensor: ManagedTensor, dtype: torch.dtype) -> torch.Tensor:
         """What this rank has of a parameter's value, in a type; in place where that is possible."""
         self.on_use(tensor)
+        self.num_looks += 1
         chunk = tensor.chunk
         chunk.wait()
         if dtype == chunk.dtype and tensor.gradient is not GradientPlace.PARAM:
@@ -89,6 +92,7 @@ class Values:
         With several processes all must call it, for the same parameter.
         """
         self.on_use(tensor)
+        self.num_looks += 1
         chunk = tensor.chunk
         dtype = chunk.dtype
         with as_it_is():

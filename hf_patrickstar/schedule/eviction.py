@@ -22,28 +22,15 @@ class Chooser:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def choose(self, chunks: Iterable[tuple[int, int]], cursor: Cursor | None, is_diverged: bool = False) -> int:
-        """Chooses the chunk to evict.
-
-        Args:
-            chunks: Index and last access of every chunk that may leave; not empty.
-            cursor: The place in the trace that the step follows, or ``None``.
-            is_diverged: Whether the step has left its trace.
-
-        Returns:
-            The index of the victim.
-        """
-        return next(self.in_order(chunks, cursor, is_diverged))
-
     def in_order(
         self, chunks: Iterable[tuple[int, int]], cursor: Cursor | None, is_diverged: bool = False
     ) -> Iterator[int]:
         """The chunks in the order in which they leave; what comes first is known without sorting all.
 
         Args:
-            chunks: See ``choose``.
-            cursor: See ``choose``.
-            is_diverged: See ``choose``.
+            chunks: Index and last access of every chunk that may leave.
+            cursor: The place in the trace that the step follows, or ``None``.
+            is_diverged: Whether the step has left its trace.
 
         Yields:
             Indices.
@@ -59,8 +46,8 @@ class Chooser:
         Args:
             index: The chunk.
             last_access: When it was visited last.
-            cursor: See ``choose``.
-            is_diverged: See ``choose``.
+            cursor: See ``in_order``.
+            is_diverged: See ``in_order``.
         """
         if self.name == "belady" and cursor is not None:
             moment = cursor.next_visit(index)
@@ -71,7 +58,7 @@ class Chooser:
 
 
 class EvictionQueue:
-    """The chunks on the device while a plan is made, in the order in which ``Chooser.choose`` lets them leave.
+    """The chunks on the device while a plan is made, in the order in which ``Chooser.in_order`` lets them leave.
 
     Since only a visit changes a rank, each visit puts one entry into a heap. Entries of before stay there until they
     come to the top.
@@ -107,7 +94,7 @@ class EvictionQueue:
         """Removes the chunk that leaves next.
 
         Args:
-            in_use: Chunks that cannot leave now.
+            in_use: Chunks that cannot leave now; the one that is visited is among them.
 
         Returns:
             Its index, or ``None`` if all that are there are in use.

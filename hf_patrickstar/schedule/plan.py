@@ -137,7 +137,8 @@ def make_plan(
         trace: The visits of the step.
         capacities: Bytes for moving chunks at each moment.
         chooser: Chooses victims.
-        resident: Chunks on the device when the step begins, each with a negative number that orders the last visits.
+        resident: Chunks on the device when the step begins, each with a negative number that orders the last visits;
+            none of ``static``.
         dropped_after: Chunks whose device copies are void after the step.
         static: Chunks that are computed with where they are at home, and never move.
         prefetch_depth: The most loads that may be started before the chunk of the first of them is visited.

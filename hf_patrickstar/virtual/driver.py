@@ -498,6 +498,7 @@ class VirtualDriver:
         self.clock.wait_for_all("the beginning")
         self._begin = (self.clock.now_ns, len(self.clock.spans))
         self.script, self._num_sent = [], 0
+        self._player.forget()
 
     def begin_part(self, part: Part) -> None:
         """A part of the step begins."""

@@ -31,7 +31,7 @@ def rare_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
-    """Lets Python not collect: libraries are loaded, and what that makes stays."""
+    """Switches collections off inside of the block, in which libraries are loaded."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -43,7 +43,10 @@ def no_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def objects_set_aside() -> Iterator[None]:
-    """Leaves the objects that are there out of collections inside of the block, unless the caller does so already."""
+    """Leaves the objects that are there out of collections inside of the block, unless the caller does so already.
+
+    What code inside of the block has set aside (``gc.freeze``) is collected again after it, too.
+    """
     is_first = not gc.get_freeze_count()
     if is_first:
         gc.freeze()

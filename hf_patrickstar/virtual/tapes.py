@@ -3,9 +3,10 @@
 [Note: updates that are alike]
 An update of a chunk calls the same operators, on ranges of the same sizes, as that of any chunk that is laid out alike;
 with tensors that have no bytes, nothing else tells them apart. What the first one did is kept as a tape: each operator
-with the ranges that it touched. For the others the tape is played over their own memory, so that it costs exactly what
-the update would have. An update of which no other is like it is put together from tapes of its parts: the tiles of
-large chunks are alike.
+with the ranges that it touched. For the others the tape is played over their own memory, and costs what the update
+would have. The first update of its kind is put together from tapes of its parts, since the tiles of large chunks are
+alike, too. Memory that an update takes and gives back is new each time that a tape is played; torch may give it out
+again, and then it may still be in the cache. torch's Adam that is not fused has such temporaries.
 
 What an operator costs depends on what the cache still has. A large chunk has thousands of operators, and the cache
 holds the last few ranges. So what a tape came to is kept, too, by what was in the cache before: which of the update's
@@ -102,10 +103,9 @@ class Tapes:
         Args:
             likeness: What updates are alike in, and what this one works with.
         """
-        tape = self._tapes.get(likeness.key)
-        if tape is None:
+        tape, own = self._tapes.get(likeness.key), _places(likeness)
+        if tape is None or own is None:
             return None
-        own = _places(likeness)
         names = _names(tape, own)
         before = self._cache.lines()
         state = tuple(_seen(line, names) for line in before)
@@ -124,8 +124,8 @@ class Tapes:
         Args:
             likeness: See ``play``.
         """
-        tape = self._tapes.get(likeness.key)
-        return None if tape is None else self._over(tape, _places(likeness))
+        tape, own = self._tapes.get(likeness.key), _places(likeness)
+        return None if tape is None or own is None else self._over(tape, own)
 
     def keep(self, likeness: Likeness, operators: list[Operator], is_lasting: Callable[[int], bool]) -> None:
         """Keeps what an update did.
@@ -136,9 +136,9 @@ class Tapes:
             is_lasting: Tells whether a storage stays when the update has ended.
         """
         own = _places(likeness)
+        if own is None:
+            return
         storages = {place.storage for place in own}
-        if len(storages) < len(own):
-            return  # nobody could tell from which byte a range is counted
         touches = [touch for operator in operators for touch in operator.touches]
         others = {touch.storage for touch in touches} - storages
         lasting = frozenset(storage for storage in others if is_lasting(storage))
@@ -178,8 +178,13 @@ class Tapes:
         return -self._num_temporaries
 
 
-def _places(likeness: Likeness) -> list[_Place]:
-    return [_Place(storage_key(tensor), begin) for tensor, begin in likeness.memory]
+def _places(likeness: Likeness) -> list[_Place] | None:
+    """The memory of an update; ``None`` if tensors share a storage: nobody could tell from where a range is counted."""
+    places = [
+        _Place(storage_key(tensor), begin + int(tensor.storage_offset()) * tensor.itemsize)
+        for tensor, begin in likeness.memory
+    ]
+    return places if len({place.storage for place in places}) == len(places) else None
 
 
 def _names(tape: _Tape, own: Sequence[_Place]) -> Mapping[int, tuple[Hashable, int]]:
@@ -189,7 +194,7 @@ def _names(tape: _Tape, own: Sequence[_Place]) -> Mapping[int, tuple[Hashable, i
 
 
 def _seen(line: Line, names: Mapping[int, tuple[Hashable, int]]) -> tuple[Hashable, int, int, bool]:
-    """What of a line makes a difference to an update: where it is, if the update touches that memory, and its size."""
+    """What of a line makes a difference to an update: where it is in memory that the update knows, and its size."""
     name, first = names.get(line.storage, (None, line.begin))
     begin = line.begin - first
     return name, begin, begin + line.end - line.begin, line.is_written

@@ -28,6 +28,7 @@ from hf_patrickstar.runtime.data import Data
 from hf_patrickstar.runtime.executor import Executor, MovePolicy, Services
 from hf_patrickstar.runtime.forecast import Forecast
 from hf_patrickstar.runtime.gradient_mirrors import GradientMirrors
+from hf_patrickstar.runtime.in_use import ChunksInUse
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.order import make_order
 from hf_patrickstar.runtime.parameters import Parameters
@@ -318,7 +319,8 @@ class Parts(Process):
     def services(self):
         return Services(
             *(self.chunks, self.pool, self.others, self.collectives, self.order),
-            *(self.copies, self.reclaim, self.tracer, self.policy),
+            *(self.copies, self.reclaim, self.tracer),
+            *(ChunksInUse(self.copies, self.tracer, self.values), self.policy),
         )
 
     @functools.cached_property

@@ -3,7 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
+from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.runtime.in_use import ChunksInUse
 from hf_patrickstar.runtime.tracer import Tracer
 
@@ -14,6 +17,7 @@ class Asked:
     def __init__(self, index):
         self.spec = SimpleNamespace(index=index)
         self.is_held = False
+        self.arrival = None
         self.num_asked = 0
 
     @property
@@ -34,8 +38,13 @@ def tracer():
 
 
 @pytest.fixture
-def in_use(chunks, tracer):
-    return ChunksInUse(SimpleNamespace(computable=chunks), tracer)
+def values():
+    return SimpleNamespace(num_looks=0)
+
+
+@pytest.fixture
+def in_use(chunks, tracer, values):
+    return ChunksInUse(SimpleNamespace(computable=chunks), tracer, values)
 
 
 def visit(tracer, in_use, chunk):
@@ -90,3 +99,68 @@ def test_a_chunk_that_is_gathered_for_others_is_asked(chunks, tracer, in_use):
     assert visit(tracer, in_use, chunks[1]) == [9]
     chunks[9].is_held = False
     assert visit(tracer, in_use, chunks[2]) == []
+
+
+def test_a_gather_that_is_under_way_may_begin_later_to_look_into_its_chunk(chunks, tracer, in_use):
+    tracer.begin("training")
+    visit(tracer, in_use, chunks[0])
+    chunks[9].arrival = object()
+    in_use.note(chunks[9])
+    assert visit(tracer, in_use, chunks[1]) == []
+    chunks[9].is_held = True
+    assert visit(tracer, in_use, chunks[2]) == [9]
+    chunks[9].is_held, chunks[9].arrival = False, None
+    assert visit(tracer, in_use, chunks[3]) == []
+
+
+def test_all_are_asked_where_somebody_has_looked_into_a_chunk(chunks, tracer, in_use, values):
+    tracer.begin("training")
+    visit(tracer, in_use, chunks[0])
+    chunks[9].is_held = True
+    values.num_looks += 1
+    assert visit(tracer, in_use, chunks[1]) == [9]
+    num_asked = chunks[49].num_asked
+    assert visit(tracer, in_use, chunks[2]) == [9]
+    assert chunks[49].num_asked == num_asked
+
+
+class Averages(nn.Module):
+    """Moves some parameters towards others in the middle of its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.slow, self.fast = (nn.ModuleList([nn.Linear(16, 16) for _ in range(6)]) for _ in range(2))
+        self.slow.requires_grad_(False)
+
+    def forward(self, x):
+        for layer in (*self.slow, *self.fast):
+            x = torch.tanh(layer(x))
+        with torch.no_grad():
+            for ours, theirs in zip(self.slow.parameters(), self.fast.parameters(), strict=True):
+                ours.mul_(0.9).add_(theirs, alpha=0.1)
+        for layer in self.slow:
+            x = x + layer(x)
+        return x.sum()
+
+
+@pytest.mark.parametrize("settings", [{"device_budget": 2**20}, {}])
+def test_no_chunk_that_is_in_use_is_missed_where_forward_writes_to_parameters(settings, monkeypatch):
+    at_visit, seen = ChunksInUse.at_visit, []
+
+    def compared(self, visited):
+        every = [chunk for chunk in self._copies.computable if chunk is not visited and chunk.is_in_use]
+        found = at_visit(self, visited)
+        assert found == sorted(chunk.spec.index for chunk in every)
+        seen.append(found)
+        return found
+
+    monkeypatch.setattr(ChunksInUse, "at_visit", compared)
+    model = Averages()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    config = {"chunk_numel": 400, "host_budget": 2**24, **settings}
+    engine = PatrickStarEngine(model, config, optimizer, device=torch.device("cpu"))
+    for num_rows in (3, 5):
+        model(torch.ones(num_rows, 16)).backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    assert any(seen)
