@@ -375,12 +375,12 @@ class Executor:
             self._reclaim.make_room_for(chunk, chunk.copy_nbytes, f"gathering group {index}")
             with self._copies.loaded_by_others(chunk, ahead=chunk is not self._needed) as payload:
                 chunk.arrival = self._collectives.all_gather(payload, what)
-            self._in_use.note(chunk)
+            self._in_use.add(chunk)
             return
         if chunk.arrival is not None:
             self._copies.wait(chunk)
         chunk.arrival = self._collectives.all_gather(chunk.compute, what)
-        self._in_use.note(chunk)
+        self._in_use.add(chunk)
 
     def _reduce(self, index: int) -> None:
         """Takes part in a reduction."""

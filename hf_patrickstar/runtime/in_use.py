@@ -31,8 +31,8 @@ class ChunksInUse:
         self._asked: dict[int, Chunk] = {}  # at the next visit, by index
         self._next = (-1, 0, 0)  # the step, the visit and the number of looks for which these are all
 
-    def note(self, chunk: Chunk) -> None:
-        """Notes a chunk that may be in use from now on, although nobody visits it."""
+    def add(self, chunk: Chunk) -> None:
+        """Adds a chunk that may be in use from now on, although nobody visits it."""
         self._asked[chunk.spec.index] = chunk
 
     def at_visit(self, visited: Chunk) -> list[int]:

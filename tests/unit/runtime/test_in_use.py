@@ -95,7 +95,7 @@ def test_a_chunk_that_is_gathered_for_others_is_asked(chunks, tracer, in_use):
     tracer.begin("training")
     visit(tracer, in_use, chunks[0])
     chunks[9].is_held = True
-    in_use.note(chunks[9])
+    in_use.add(chunks[9])
     assert visit(tracer, in_use, chunks[1]) == [9]
     chunks[9].is_held = False
     assert visit(tracer, in_use, chunks[2]) == []
@@ -105,7 +105,7 @@ def test_a_gather_that_is_under_way_may_begin_later_to_look_into_its_chunk(chunk
     tracer.begin("training")
     visit(tracer, in_use, chunks[0])
     chunks[9].arrival = object()
-    in_use.note(chunks[9])
+    in_use.add(chunks[9])
     assert visit(tracer, in_use, chunks[1]) == []
     chunks[9].is_held = True
     assert visit(tracer, in_use, chunks[2]) == [9]
