@@ -164,3 +164,24 @@ def test_no_chunk_that_is_in_use_is_missed_where_forward_writes_to_parameters(se
         engine.optimizer.step()
         engine.optimizer.zero_grad()
     assert any(seen)
+
+
+def test_a_step_of_training_asks_all_once(monkeypatch):
+    at_visit, places = ChunksInUse.at_visit, []
+
+    def counted(self, visited):
+        places.append(self._next != (*self._tracer.place, self._values.num_looks))
+        return at_visit(self, visited)
+
+    monkeypatch.setattr(ChunksInUse, "at_visit", counted)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+    config = {"chunk_numel": 300, "placement": "host", "device_budget": 2**14, "host_budget": 2**24}
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = PatrickStarEngine(model, config, optimizer, device=torch.device("cpu"))
+    for _ in range(2):
+        model(torch.ones(3, 16)).sum().backward()
+        engine.optimizer.clip_grad_norm_(None, 1.0)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    assert len(places) > 12
+    assert sum(places) == engine.stats()["recorded_steps"] - 1, "beside that of the update, which visits nothing"

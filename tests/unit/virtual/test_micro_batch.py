@@ -1,0 +1,34 @@
+"""Notes of a micro-batch as they are kept for later plans."""
+
+import pickle
+import typing
+
+from hf_patrickstar.schedule.script import Begin, BlockingCopy, HostWork, Kernel, Part
+from hf_patrickstar.virtual import micro_batch as module
+from hf_patrickstar.virtual.micro_batch import MicroBatch
+
+NOTES = (
+    *(Begin(Part.FORWARD), module.EnterForward("", ((2, 8),), (0,), (5,)), module.Allocate(((7, 64), (8, 1)))),
+    *(module.Acquire(1, "h.0"), Kernel("mm", 10, 20, "bfloat16"), Kernel("mm", 10, 20, "bfloat16", measured_ns=3)),
+    *(HostWork("mm", 10, 20), BlockingCopy(4, True, False, "place"), module.Keep(1, 2), module.LetGo(1)),
+    *(module.Release(1, True), module.Free(7), module.LookUp(2), module.LookedUp(2, 16), module.Show(3)),
+    *(module.LeaveForward(), Begin(Part.BACKWARD), module.EnterBackward(), module.Need(1, "backward")),
+    *(module.Watched(1), module.Gradient(1, 8, "bfloat16", (2, 3), (3, 1), 0), module.LeaveBackward()),
+)
+
+
+def test_every_kind_of_note_is_read_back_as_it_was_written():
+    assert {type(note) for note in NOTES} == set(typing.get_args(module.Note))
+    found = pickle.loads(pickle.dumps(MicroBatch(NOTES)))
+    assert found.notes == NOTES
+    assert [type(note) for note in found.notes] == [type(note) for note in NOTES], "equal fields are not equal notes"
+    assert type(found.notes[0].part) is Part
+    assert pickle.loads(pickle.dumps(MicroBatch(()))) == MicroBatch(())
+
+
+def test_notes_that_are_equal_are_written_once():
+    once, often = (pickle.dumps(MicroBatch(NOTES * num)) for num in (1, 100))
+    found = pickle.loads(often)
+    assert found == MicroBatch(NOTES * 100)
+    assert found.notes[4] is found.notes[4 + len(NOTES)]
+    assert len(often) < len(once) + 8 * 100 * len(NOTES) + 100
