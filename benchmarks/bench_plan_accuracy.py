@@ -3,7 +3,8 @@
 Each model is planned as ``hf-patrickstar plan --machine this`` does it: for the machine at hand, measured first, with
 operators that are timed. Then the engine trains it on the CPU tier, in the same budgets. A dispatch mode measures
 activations: in a plan those of tensors without bytes. Two processes have a thread each, and measure the machine and
-their link together; one of them plans.
+their link together; one of them plans. Cores that are shared change their speed within minutes, so planning, with
+operators that are timed anew, and training take turns, and the median of their ratios counts.
 """
 
 import dataclasses
@@ -111,39 +112,65 @@ def plan_cell(cell, machine, times):
     }
 
 
-def compare(cell, machine, times, steps):
-    """One row: a plan beside a run. Of several processes the first one plans; ``None`` on the others."""
+def compare(cell, machine, steps, rounds):
+    """One row: plans beside runs. Of several processes the first one plans; ``None`` on the others."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    found = [plan_cell(cell, machine, times) if is_first else None]
-    if dist.is_initialized():
-        dist.broadcast_object_list(found)
-    budget, planned = found[0]
-    row = {**cell, "device_budget": budget, "fits": planned is not None}
-    if planned is None:
-        return row if is_first else None
-    measured = train(*arrange_cell(cell, machine, budget), steps)
-    ratios = {key: planned[key] / measured[key] if measured[key] else float(planned[key] == 0) for key in planned}
-    return {**row, "planned": planned, "measured": measured, "planned_to_measured": ratios} if is_first else None
+    pairs = []
+    for _ in range(rounds):
+        times = time_operators(cell["processes"])
+        found = [plan_cell(cell, machine, times) if is_first else None]
+        if dist.is_initialized():
+            dist.broadcast_object_list(found)
+        budget, planned = found[0]
+        if planned is None:
+            return {**cell, "device_budget": budget, "fits": False} if is_first else None
+        pairs.append((planned, train(*arrange_cell(cell, machine, budget), steps)))
+    ratios = {
+        key: statistics.median(ratio(planned[key], measured[key]) for planned, measured in pairs) for key in planned
+    }
+    return (
+        {
+            **{**cell, "device_budget": budget, "fits": True, "rounds": rounds},
+            "planned": summary(planned for planned, _ in pairs),
+            "measured": summary(measured for _, measured in pairs),
+            "planned_to_measured": ratios,
+        }
+        if is_first
+        else None
+    )
 
 
-def compare_all(cells, steps):
+def ratio(planned, measured):
+    """One figure by the other."""
+    return planned / measured if measured else float(planned == 0)
+
+
+def summary(figures):
+    """What all rounds have found: the median of seconds, and bytes, of which each round has found the same."""
+    figures = list(figures)
+    others = [{key: value for key, value in found.items() if key != "seconds"} for found in figures]
+    assert all(found == others[0] for found in others), others
+    return {**others[0], "seconds": statistics.median(found["seconds"] for found in figures)}
+
+
+def compare_all(cells, steps, rounds):
     """Measures the machine; prints the rows and returns them with it."""
     measure = measure_together if dist.is_initialized() else measure_machine
     machine = measure(visit=seconds_of_a_visit)
     machine = dataclasses.replace(machine, name="this machine")
-    times, rows = time_operators(dist.get_world_size() if dist.is_initialized() else 1), []
+    rows = []
     for cell in cells:
-        rows.append(compare(cell, machine, times, steps))
+        rows.append(compare(cell, machine, steps, rounds))
         if rows[-1] is not None:
             show(rows[-1])
     return dataclasses.asdict(machine), rows
 
 
-def compare_together(rank, cells, steps, directory):
+def compare_together(rank, cells, steps, rounds, directory):
     """The same in one of two processes; the first one writes what it has found."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{directory}/store")
-    found = compare_all(cells, steps)
+    found = compare_all(cells, steps, rounds)
     if rank == 0:
         (pathlib.Path(directory) / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -167,6 +194,7 @@ def main():
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--processes", type=int, nargs="+", choices=(1, 2), default=[1, 2])
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     options.device = "cpu"
     print("planned over measured")
@@ -177,10 +205,12 @@ def main():
         grid = itertools.product(options.models, SHAPES, SHARES)
         cells = [dict(zip(names, (model, *shape, share, processes), strict=True)) for model, shape, share in grid]
         if processes == 1:
-            machine, rows = compare_all(cells, options.steps)
+            machine, rows = compare_all(cells, options.steps, options.rounds)
         else:
             with tempfile.TemporaryDirectory() as directory:
-                torch.multiprocessing.spawn(compare_together, (cells, options.steps, directory), nprocs=2)
+                torch.multiprocessing.spawn(
+                    compare_together, (cells, options.steps, options.rounds, directory), nprocs=2
+                )
                 machine, rows = json.loads((pathlib.Path(directory) / "found.json").read_text())
         result[f"processes_{processes}"] = {"machine": machine, "rows": rows}
     common.finish("bench_plan_accuracy", options, result)

@@ -22,6 +22,7 @@ from hf_patrickstar.memory.pinning import make_pinning
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import make_streams, seconds_of, synchronize
 from hf_patrickstar.memory.tiers import Tier, available_host_nbytes, total_host_nbytes
+from hf_patrickstar.report.sweeps import SWEPT_NBYTES, Sweeps
 from hf_patrickstar.units import KIB, MIB
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -201,18 +202,24 @@ class _Measurement:
         return 3 * self._nbytes / self._median(_CPU, lambda: one.add_(other))
 
     def _operator(self) -> float:
-        """As models call operators: by modules, and by autograd."""
+        """As models call operators: by modules, and by autograd; see [Note: cold caches]."""
+        sweeps = Sweeps(self._device, min(SWEPT_NBYTES, self._nbytes))
+        inputs = torch.zeros(1, 1, device=self._device, requires_grad=True)
+        passes, counts = [], []
+        for make in (torch.nn.Identity, _make_block):
+            model = sweeps.between(make() for _ in range(_BLOCKS)).to(self._device)
+            passes.append(functools.partial(_pass_through, model, inputs))
+            with _Counting() as counting:
+                passes[-1]()
+            counts.append(counting.num_operators)
+        # What stands around the blocks takes time, too: it is measured without them, in turns.
+        seconds = self._repeated(lambda: self._host_seconds(passes[1], sweeps) - self._host_seconds(passes[0], sweeps))
+        return max(seconds, _LEAST_S) / (counts[1] - counts[0])
+
+    def _host_seconds(self, work: Callable[[], object], sweeps: Sweeps) -> float:
         wait = functools.partial(synchronize, self._device) if is_accelerator(self._device) else (lambda: None)
-        blocks = [(torch.nn.Linear(1, 1), torch.nn.GELU(), torch.nn.LayerNorm(1)) for _ in range(_BLOCKS)]
-        model = torch.nn.Sequential(*(module for block in blocks for module in block)).to(self._device)
-        inputs = torch.zeros(1, 1, device=self._device)
-
-        def work() -> None:
-            torch.autograd.grad(model(inputs).sum(), list(model.parameters()))
-
-        with _Counting() as counting:
-            work()
-        return self._median(_CPU, work, wait) / counting.num_operators
+        sweeps.seconds = 0.0
+        return seconds_of(_CPU, work, wait) - sweeps.seconds
 
     def _kernel(self) -> float:
         if is_accelerator(self._device):
@@ -251,11 +258,22 @@ class _Measurement:
     ) -> float:
         """Seconds of work, after it was done once."""
         work()
-        since, found = time.perf_counter(), [seconds_of(device, work, before)]
-        while len(found) < self._effort.repetitions and time.perf_counter() - since < self._effort.seconds:
-            found.append(seconds_of(device, work, before))
-        median = statistics.median(found)
+        median = self._repeated(lambda: seconds_of(device, work, before))
         return median if math.isfinite(median) and median > 0 else _LEAST_S
+
+    def _repeated(self, measure: Callable[[], float]) -> float:
+        since, found = time.perf_counter(), [measure()]
+        while len(found) < self._effort.repetitions and time.perf_counter() - since < self._effort.seconds:
+            found.append(measure())
+        return statistics.median(found)
+
+
+def _make_block() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.GELU(), torch.nn.LayerNorm(1))
+
+
+def _pass_through(model: torch.nn.Module, inputs: torch.Tensor) -> None:
+    torch.autograd.grad(model(inputs).sum(), [inputs, *model.parameters()])
 
 
 def _product(device: torch.device, rows: int, dtype: str) -> Callable[[], object]:

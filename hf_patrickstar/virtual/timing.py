@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten
 from hf_patrickstar.memory.accelerator import find_device, is_accelerator
 from hf_patrickstar.memory.streams import seconds_of
 from hf_patrickstar.memory.tiers import available_host_nbytes
+from hf_patrickstar.report.sweeps import SWEPT_NBYTES
 from hf_patrickstar.virtual.calls import Operand, OperatorCall, as_they_are
 from hf_patrickstar.virtual.companions import Companions
 
@@ -29,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 _PART_OF_MEMORY = 8
 _REPETITIONS = 5
-_OTHERS_NUMEL = 2**23
 _MOST_SECONDS = 0.5
 """An operator that has taken as long is not timed once more."""
 _NS = 1_000_000_000
@@ -56,7 +56,7 @@ class OperatorTimes:
         self._most_nbytes = share if most_nbytes is None else most_nbytes
         self._known: dict[Hashable, int | None] = {}
         with _disable_current_modes():
-            others = torch.zeros(_OTHERS_NUMEL, device=self._device)
+            others = torch.zeros(SWEPT_NBYTES // torch.float32.itemsize, device=self._device)
             self._forget = lambda: others.add_(1.0)
             nothing = torch.zeros(0, device=self._device)
             self._call_s = self._median(lambda: nothing.add_(1.0))

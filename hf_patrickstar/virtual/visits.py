@@ -11,9 +11,10 @@ from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.events import ChunkVisited, Event, Listener
 from hf_patrickstar.memory.accelerator import find_device, is_accelerator
 from hf_patrickstar.memory.streams import synchronize
+from hf_patrickstar.report.sweeps import Sweeps
 from hf_patrickstar.runtime.collectives import Collectives
 
-_NUM_LAYERS = 100
+_NUM_LAYERS = 32
 _WIDTH = 8
 _CHUNK_NUMEL = 8 * _WIDTH * (_WIDTH + 1)
 _NUM_STEPS = 9
@@ -33,14 +34,15 @@ class _Alone:
 def seconds_of_a_visit() -> float:
     """Measures how much longer a deep model of tiny layers takes with the engine, per visit to a chunk.
 
-    Each chunk is loaded once in a step, by the plan. The model trains with the engine and without it in turns, about a
-    second in all.
+    Each chunk is loaded once in a step, by the plan. The model trains with the engine and without it in turns, a few
+    seconds in all; see [Note: cold caches].
 
     Returns:
         Seconds of the host; the median of some steps.
     """
     device = find_device(None)
-    plain, ours = _make_model().to(device), _make_model()
+    sweeps = Sweeps(device)
+    plain, ours = _make_model(sweeps).to(device), _make_model(sweeps)
     num_visits = 0
 
     def count(event: Event) -> None:
@@ -55,9 +57,9 @@ def seconds_of_a_visit() -> float:
     try:
         differences = []
         for number in range(_NUM_WARMUP + _NUM_STEPS):
-            own = _seconds(device, plain, functools.partial(plain.zero_grad, set_to_none=True))
+            own = _seconds(device, plain, sweeps, functools.partial(plain.zero_grad, set_to_none=True))
             num_visits = 0
-            over = _seconds(device, ours, functools.partial(_end_step, engine))
+            over = _seconds(device, ours, sweeps, functools.partial(_end_step, engine))
             if number >= _NUM_WARMUP:
                 differences.append((over - own) / max(num_visits, 1))
     finally:
@@ -71,17 +73,17 @@ def _end_step(engine: PatrickStarEngine) -> None:
         optimizer.zero_grad()
 
 
-def _make_model() -> torch.nn.Module:
-    return torch.nn.Sequential(*(torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(_NUM_LAYERS)))
+def _make_model(sweeps: Sweeps) -> torch.nn.Module:
+    return sweeps.between(torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(_NUM_LAYERS))
 
 
-def _seconds(device: torch.device, model: torch.nn.Module, end_step: Callable[[], object]) -> float:
-    """Seconds of the host for forward and backward; what ends the step is left out."""
+def _seconds(device: torch.device, model: torch.nn.Module, sweeps: Sweeps, end_step: Callable[[], object]) -> float:
+    """Seconds of the host for forward and backward, without sweeps; what ends the step is left out."""
     inputs = torch.ones(1, _WIDTH, device=device)
     if is_accelerator(device):
         synchronize(device)
-    begin = time.perf_counter()
+    sweeps.seconds, begin = 0.0, time.perf_counter()
     model(inputs).sum().backward()
-    seconds = time.perf_counter() - begin
+    seconds = time.perf_counter() - begin - sweeps.seconds
     end_step()
     return seconds

@@ -11,7 +11,7 @@ import torch
 from hf_patrickstar.machine import find_machine
 from hf_patrickstar.memory.simulation import SimulatedDriver
 from hf_patrickstar.memory.streams import DeviceStreams
-from hf_patrickstar.report import measure
+from hf_patrickstar.report import measure, sweeps
 from hf_patrickstar.report.measure import DTYPES, Effort, cpu_name, measure_machine
 
 TINY = Effort(nbytes=2**16, most_rows=128, calls=5, repetitions=2, seconds=0.05)
@@ -48,15 +48,28 @@ def assert_counted(num_operators):
     assert num_operators == round(num_operators) >= 6 * measure._BLOCKS
 
 
-def test_figures_are_work_by_time(quarter):
-    machine = measure_machine(SLOW)
+@pytest.fixture
+def blocks(quarter, monkeypatch):
+    """Names of figures for ``progress``: blocks of operators take half a second more than what stands around them."""
+    monkeypatch.setattr(sweeps.time, "perf_counter", lambda: 0.0)
+
+    def set_timer(names):
+        for name in names:
+            quarter.seconds = itertools.cycle([0.75, 0.25] if name == "operator_s" else [0.25])
+            yield name
+
+    return set_timer
+
+
+def test_figures_are_work_by_time(quarter, blocks):
+    machine = measure_machine(SLOW, blocks)
     assert machine.flops == dict.fromkeys(DTYPES, 2 * 256**3 / 0.25)
     assert machine.host_flops == machine.flops["float32"]
     assert machine.device_bandwidth == 2 * 4_000 / 0.25, "read and written"
     assert machine.to_device_bandwidth == machine.to_host_bandwidth == machine.pageable_bandwidth == 4_000 / 0.25
     assert machine.host_bandwidth == 3 * 4_000 / 0.25, "two read and one written"
     assert machine.copy_latency_s == 0.25
-    assert_counted(0.25 / machine.operator_s)
+    assert_counted(0.5 / machine.operator_s)
     assert machine.kernel_s == 1e-9, "one element takes as long as none"
     assert machine.num_devices == 1
     assert machine.num_cores == torch.get_num_threads()
@@ -162,15 +175,15 @@ def accelerator(monkeypatch):
         yield waited
 
 
-def test_an_accelerator(accelerator, quarter):
-    machine = measure_machine(SLOW)
+def test_an_accelerator(accelerator, quarter, blocks):
+    machine = measure_machine(SLOW, blocks)
     assert machine.name == "Fake 1000"
     assert machine.device_nbytes == 99_000 != machine.host_nbytes
     assert machine.to_device_bandwidth == machine.to_host_bandwidth == 2_000 / 0.25, "an eighth of what is free"
     assert machine.host_flops == machine.flops["float32"] == 2 * 256**3 / 0.25
     assert machine.kernel_s == 0.25 / 10
-    assert_counted(0.25 / machine.operator_s)
-    assert len(accelerator) == SLOW.repetitions, "launches are timed with an empty queue"
+    assert_counted(0.5 / machine.operator_s)
+    assert len(accelerator) == 2 * SLOW.repetitions, "launches are timed with an empty queue"
 
 
 # In earnest

@@ -3,8 +3,10 @@
 import itertools
 
 import pytest
+import torch
 
 from hf_patrickstar.report.measure import Effort, measure_machine
+from hf_patrickstar.report.sweeps import Sweeps
 from hf_patrickstar.virtual import visits
 from hf_patrickstar.virtual.visits import seconds_of_a_visit
 
@@ -20,13 +22,26 @@ def test_it_is_the_difference_by_the_number_of_visits(monkeypatch):
     now = itertools.count()
     monkeypatch.setattr(visits.time, "perf_counter", lambda: float(next(now)))
     numbers = iter([1.0, 3.0] * 100)
-    monkeypatch.setattr(visits, "_seconds", lambda device, model, end_step: _step(model, end_step, next(numbers)))
+    monkeypatch.setattr(
+        visits, "_seconds", lambda device, model, swept, end_step: _step(model, end_step, next(numbers))
+    )
     found = seconds_of_a_visit()
     assert 2.0 / (4 * visits._NUM_LAYERS) < found < 2.0 / (2 * visits._NUM_LAYERS), "forward and backward of each layer"
 
 
+def test_sweeps_of_the_caches_are_left_out(monkeypatch):
+    """Each look at the clock is a second later: a sweep takes one, and so does all that is before and after one."""
+    now = itertools.count()
+    swept = Sweeps(torch.device("cpu"), nbytes=64)
+    model = visits._make_model(swept)
+    monkeypatch.setattr(visits.time, "perf_counter", lambda: float(next(now)))
+    num_sweeps = 2 * visits._NUM_LAYERS
+    assert visits._seconds(torch.device("cpu"), model, swept, lambda: None) == num_sweeps + 1
+    assert swept.seconds == num_sweeps
+
+
 def _step(model, end_step, seconds):
-    model(visits.torch.ones(1, visits._WIDTH)).sum().backward()
+    model(torch.ones(1, visits._WIDTH)).sum().backward()
     end_step()
     return seconds
 
