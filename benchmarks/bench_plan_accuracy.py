@@ -125,32 +125,20 @@ def compare(cell, machine, steps, rounds):
         if planned is None:
             return {**cell, "device_budget": budget, "fits": False} if is_first else None
         pairs.append((planned, train(*arrange_cell(cell, machine, budget), steps)))
-    ratios = {
-        key: statistics.median(ratio(planned[key], measured[key]) for planned, measured in pairs) for key in planned
+    if not is_first:
+        return None
+    return {
+        **{**cell, "device_budget": budget, "fits": True, "rounds": rounds},
+        "planned": {key: statistics.median_low(found[key] for found, _ in pairs) for key in planned},
+        "measured": {key: statistics.median_low(found[key] for _, found in pairs) for key in planned},
+        "planned_to_measured": {key: ratio(key, pairs) for key in planned},
     }
-    return (
-        {
-            **{**cell, "device_budget": budget, "fits": True, "rounds": rounds},
-            "planned": summary(planned for planned, _ in pairs),
-            "measured": summary(measured for _, measured in pairs),
-            "planned_to_measured": ratios,
-        }
-        if is_first
-        else None
-    )
 
 
-def ratio(planned, measured):
-    """One figure by the other."""
-    return planned / measured if measured else float(planned == 0)
-
-
-def summary(figures):
-    """What all rounds have found: the median of seconds, and bytes, of which each round has found the same."""
-    figures = list(figures)
-    others = [{key: value for key, value in found.items() if key != "seconds"} for found in figures]
-    assert all(found == others[0] for found in others), others
-    return {**others[0], "seconds": statistics.median(found["seconds"] for found in figures)}
+def ratio(key, pairs):
+    """Planned by measured: the median of seconds, and of bytes the ratio that is farthest from 1."""
+    ratios = [planned[key] / run[key] if run[key] else float(planned[key] == 0) for planned, run in pairs]
+    return statistics.median(ratios) if key == "seconds" else max(ratios, key=lambda found: abs(found - 1))
 
 
 def compare_all(cells, steps, rounds):
