@@ -520,6 +520,11 @@ class _Operators(OperatorMode):
         super().__init__()
         self._driver = driver
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch hides each call from dynamo, which takes as long as an answer; nothing is compiled here."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _ASKS_DEVICE and isinstance(args[0], FakeTensor):
             return args[0].device  # torch asks twice per operator; through the modes below it would take long
