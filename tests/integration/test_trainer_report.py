@@ -89,6 +89,7 @@ def test_the_lanes_of_one_step_are_recorded(trained):
     assert busy[Lane.COMPUTE] + busy[Lane.HOST] <= timeline.duration_ns < 60e9
     parts = {span.what for span in timeline.own_spans if span.lane in (Lane.COMPUTE, Lane.HOST)}
     assert parts == {"forward", "backward", "update"}
+    assert main(["report", str(folder)]) == 0
     html = (folder / "_patrickstar_report.html").read_text(encoding="utf-8")
     assert "measured once" in html
     assert "simulated" not in html
