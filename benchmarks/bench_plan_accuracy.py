@@ -4,7 +4,8 @@ Each model is planned as ``hf-patrickstar plan --machine this`` does it: for the
 operators that are timed. Then the engine trains it on the CPU tier, in the same budgets. A dispatch mode measures
 activations: in a plan those of tensors without bytes. Two processes have a thread each, and measure the machine and
 their link together; one of them plans. Cores that are shared change their speed within minutes, so planning, with
-operators that are timed anew, and training take turns, and the median of their ratios counts.
+operators that are timed anew, and training take turns. Of seconds the median of the ratios of all rounds counts, of
+bytes the ratio that is farthest from 1. The other rates of the machine are measured once, at the beginning.
 """
 
 import dataclasses
@@ -116,7 +117,7 @@ def compare(cell, machine, steps, rounds):
     """One row: plans beside runs. Of several processes the first one plans; ``None`` on the others."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     pairs = []
-    for _ in range(rounds):
+    for _ in range(max(rounds, 1)):
         times = time_operators(cell["processes"])
         found = [plan_cell(cell, machine, times) if is_first else None]
         if dist.is_initialized():
@@ -128,9 +129,9 @@ def compare(cell, machine, steps, rounds):
     if not is_first:
         return None
     return {
-        **{**cell, "device_budget": budget, "fits": True, "rounds": rounds},
-        "planned": {key: statistics.median_low(found[key] for found, _ in pairs) for key in planned},
-        "measured": {key: statistics.median_low(found[key] for _, found in pairs) for key in planned},
+        **cell,
+        **{"device_budget": budget, "fits": True},
+        "rounds": [{"planned": planned, "measured": measured} for planned, measured in pairs],
         "planned_to_measured": {key: ratio(key, pairs) for key in planned},
     }
 

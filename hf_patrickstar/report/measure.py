@@ -202,7 +202,7 @@ class _Measurement:
         return 3 * self._nbytes / self._median(_CPU, lambda: one.add_(other))
 
     def _operator(self) -> float:
-        """As models call operators: by modules, and by autograd; see [Note: cold caches]."""
+        """As models call operators: by modules, and by autograd; see [Note: cold caches] in ``sweeps.py``."""
         sweeps = Sweeps(self._device, min(SWEPT_NBYTES, self._nbytes))
         inputs = torch.zeros(1, 1, device=self._device, requires_grad=True)
         passes, counts = [], []
@@ -212,9 +212,10 @@ class _Measurement:
             with _Counting() as counting:
                 passes[-1]()
             counts.append(counting.num_operators)
-        # What stands around the blocks takes time, too: it is measured without them, in turns.
+        # A pass without blocks is measured in turns with one of blocks, and subtracted. It brings code that both share
+        # back to the caches, so the figure is rather too low than too high.
         seconds = self._repeated(lambda: self._host_seconds(passes[1], sweeps) - self._host_seconds(passes[0], sweeps))
-        return max(seconds, _LEAST_S) / (counts[1] - counts[0])
+        return max(seconds / (counts[1] - counts[0]), _LEAST_S)
 
     def _host_seconds(self, work: Callable[[], object], sweeps: Sweeps) -> float:
         wait = functools.partial(synchronize, self._device) if is_accelerator(self._device) else (lambda: None)

@@ -377,8 +377,11 @@ class VirtualDriver:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside the block operators take time."""
-        with _Operators(self):
+        """Inside the block operators take time; parts of a model that are compiled run as they are written.
+
+        Dynamo would compile what the engine and the modes of operators do in them, too.
+        """
+        with torch.compiler.set_stance("force_eager"), _Operators(self):
             yield
 
     def tier_of(self, tensor: torch.Tensor) -> Tier:
@@ -522,7 +525,11 @@ class _Operators(OperatorMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Whether torch hides each call from dynamo, which takes as long as an answer; nothing is compiled here."""
+        """Torch would wrap ``__torch_dispatch__`` to keep dynamo out of it, at the cost of one more answer per call.
+
+        Nothing is compiled inside of the mode, see ``VirtualDriver.watching``. The name is private to torch: where it
+        has no such method, nothing calls this one.
+        """
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -89,6 +89,22 @@ def test_the_shortest_kernel_of_a_cpu_is_what_one_element_takes_more_than_none(o
     assert machine.kernel_s == pytest.approx(kernel_s)
 
 
+def test_sweeps_are_left_out_of_what_operators_take(monkeypatch):
+    """Each look at the clock is a second later: a sweep takes one, and so does all that is before and after one."""
+    now = itertools.count()
+    monkeypatch.setattr(sweeps.time, "perf_counter", lambda: float(next(now)))
+    swept = sweeps.Sweeps(torch.device("cpu"), nbytes=64)
+    measurement = measure._Measurement(torch.device("cpu"), SLOW)
+
+    def work():
+        for _ in range(3):
+            swept.sweep()
+
+    assert [measurement._host_seconds(work, swept) for _ in range(2)] == [4.0, 4.0]
+    assert swept.seconds == 3.0
+    measurement.close()
+
+
 def test_a_slow_type_is_measured_with_small_matrices(quarter):
     machine = measure_machine(dataclasses.replace(SLOW, seconds=1.0))
     assert machine.flops == dict.fromkeys(DTYPES, 2 * 128**3 / 0.25)
@@ -171,11 +187,14 @@ def accelerator(monkeypatch):
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(measure, name, fake)
+    monkeypatch.setattr(sweeps, "is_accelerator", lambda device: True)
     with driver.watching():
         yield waited
 
 
-def test_an_accelerator(accelerator, quarter, blocks):
+def test_an_accelerator(accelerator, quarter, blocks, monkeypatch):
+    swept = []
+    monkeypatch.setattr(sweeps, "_Interlude", swept.append)
     machine = measure_machine(SLOW, blocks)
     assert machine.name == "Fake 1000"
     assert machine.device_nbytes == 99_000 != machine.host_nbytes
@@ -184,6 +203,7 @@ def test_an_accelerator(accelerator, quarter, blocks):
     assert machine.kernel_s == 0.25 / 10
     assert_counted(0.5 / machine.operator_s)
     assert len(accelerator) == 2 * SLOW.repetitions, "launches are timed with an empty queue"
+    assert not swept, "its host has its caches to itself"
 
 
 # In earnest

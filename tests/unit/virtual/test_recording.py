@@ -1,11 +1,13 @@
 """Engines in virtual time: the pure simulator replays what the engine did, to the nanosecond."""
 
+import contextlib
 import dataclasses
 import types
 from unittest import mock
 
 import pytest
 import torch
+import torch._dynamo
 from models import make_batch, make_model
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from trainers import smallest_budget
@@ -316,6 +318,35 @@ def test_data_that_decides_is_no_step_to_record():
             Fickle, lambda: {"x": torch.zeros(2, 64)}, H100, config={"chunk_budget": 50_000, "placement": "host"}
         )
     assert not _get_current_dispatch_mode_stack(), "no mode of operators stays"
+
+
+def test_dynamo_sees_nothing_of_a_model_with_a_compiled_part():
+    """It would compile what the engine and the modes of operators do in it."""
+
+    class Compiled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))
+            self.part = torch.compile(self.compute, backend="eager")
+
+        def compute(self, layer, x):
+            with contextlib.suppress(ZeroDivisionError):  # where dynamo gives up on a frame, it looks at those below
+                x = layer(x) + x
+            return torch.nn.functional.gelu(x)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = self.part(layer, x)
+            return types.SimpleNamespace(loss=x.sum())
+
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    found = record_step(
+        Compiled, lambda: {"x": torch.zeros(2, 64)}, H100, config={"chunk_budget": 50_000, "placement": "host"}
+    )
+    assert found.timeline.duration_ns
+    assert not counters["frames"]
 
 
 @pytest.mark.parametrize("max_norm", [1.0, None])

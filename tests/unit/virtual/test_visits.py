@@ -36,8 +36,9 @@ def test_sweeps_of_the_caches_are_left_out(monkeypatch):
     model = visits._make_model(swept)
     monkeypatch.setattr(visits.time, "perf_counter", lambda: float(next(now)))
     num_sweeps = 2 * visits._NUM_LAYERS
-    assert visits._seconds(torch.device("cpu"), model, swept, lambda: None) == num_sweeps + 1
-    assert swept.seconds == num_sweeps
+    for _ in range(2):
+        assert visits._seconds(torch.device("cpu"), model, swept, lambda: None) == num_sweeps + 1
+        assert swept.seconds == num_sweeps
 
 
 def _step(model, end_step, seconds):
