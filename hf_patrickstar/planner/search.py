@@ -17,6 +17,8 @@ LENGTH_STEP = 64
 _MOST_BATCH = 2**16
 _MOST_LENGTH = 1_000_000
 _MOST_LAYERS = 2**12
+_PARTS_OF_LAYERS = 64
+"""Of a model with more layers, the answer is right to one part of so many: plans of deep models take minutes."""
 _STATES_NBYTES = 14
 """Bytes of a parameter with its optimizer states, for a first guess."""
 
@@ -41,8 +43,9 @@ class Found:
         answer: Sequences of a micro-batch, tokens of a sequence, layers of the model, or the name of a machine;
             ``None`` if nothing fits.
         plan: The plan of the answer; ``None`` if nothing fits.
-        refused: What was planned and does not fit: the next larger number, or the next cheaper machine; ``None`` if
-            the answer is the largest that the model allows, or the cheapest of all.
+        refused: What was planned and does not fit: the next larger number (of more than 64 layers, one that is larger
+            by a 64th at most), or the next cheaper machine; ``None`` if the answer is the largest that the model
+            allows, or the cheapest of all.
         num_plans: How many plans were made.
         left_out: Machines that were not tried, and why, as in "v100 has no rate for bfloat16".
     """
@@ -64,7 +67,8 @@ def search(goal: Goal | str, subject: Subject, given: Circumstances, progress: P
     """Searches for the largest batch, sequence or model that fits, or for the cheapest machine.
 
     The answer has a plan of its own, and the next larger one was planned and refused. A larger model has more layers
-    and is otherwise the same. Machines are tried in the order of ``BY_PRICE``, with a process on each device.
+    and is otherwise the same; of more than 64 layers, the one that was refused is larger by a 64th at most. Machines
+    are tried in the order of ``BY_PRICE``, with a process on each device.
 
     Args:
         goal: What to search for.
@@ -141,6 +145,7 @@ class _Scale:
         step: What a step is worth.
         most: The most steps.
         largest: The last step ends here.
+        num_parts: Into how many parts sizes are told apart; ``None`` if each step counts.
     """
 
     change: Callable[[int], Subject]
@@ -148,6 +153,11 @@ class _Scale:
     step: int
     most: int
     largest: int
+    num_parts: int | None = None
+
+    def grain(self, steps: int) -> int:
+        """By how many steps sizes differ there that are told apart."""
+        return 1 if self.num_parts is None else max(steps // self.num_parts, 1)
 
     def size(self, steps: int) -> int:
         """The size after so many steps."""
@@ -173,7 +183,7 @@ def _scale_of(goal: Goal, subject: Subject) -> _Scale:
             f"search 'max-model': '{subject.name}' cannot have other layers: give MODEL, with a configuration that has "
             "num_hidden_layers"
         )
-    return _Scale(subject.with_layers, subject.num_layers, 1, _MOST_LAYERS, _MOST_LAYERS)
+    return _Scale(subject.with_layers, subject.num_layers, 1, _MOST_LAYERS, _MOST_LAYERS, _PARTS_OF_LAYERS)
 
 
 class _Search:
@@ -183,7 +193,7 @@ class _Search:
     Sizes between the largest that fits (``low``) and the smallest that does not (``high``) are open. Bytes are about
     linear in the size, and every plan that fits tells how many there are; so the next size to try is where the line
     through the two largest plans meets what the machine has. Where the guess was on the wrong side, the next one is a
-    step beyond it, then two, then four, and the middle where that is nearer.
+    step beyond it, then two, then four, and the middle where that is nearer. Of many layers a step is a 64th of them.
     """
 
     def __init__(self, goal: Goal, scale: _Scale, given: Circumstances, progress: Progress) -> None:
@@ -193,18 +203,18 @@ class _Search:
 
     def run(self) -> Found:
         """Searches."""
-        low, high, stride = 0, self._scale.most + 1, 1
+        low, high, stride, grain = 0, self._scale.most + 1, 1, self._scale.grain
         probe = min(self._scale.first, self._scale.most)
-        while high - low > 1:
+        while high - low > grain(low):
             plan = self._try(probe)
             if plan is not None:
                 # A guess that was too small: beyond it there is more than the line says.
                 low, guess = probe, self._guess_after(probe, plan)
-                probe = max(guess, low + stride)
+                probe = max(guess, low + stride * grain(low))
             else:
                 high = probe
                 guess = self._guess()
-                probe = min(guess, high - stride) if self._fitting else high // 2
+                probe = min(guess, high - stride * grain(high)) if self._fitting else high // 2
             stride *= 2
             is_beyond = not low < probe < high
             if is_beyond:

@@ -31,7 +31,7 @@ def rare_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
-    """Switches collections off inside of the block, in which libraries are loaded."""
+    """Switches collections off inside of the block, in which libraries, or results that were kept, are loaded."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -113,6 +113,25 @@ def test_the_largest_model_has_more_layers_and_the_same_heads():
     assert found.num_plans <= 10
 
 
+@pytest.mark.parametrize("limit", [1, 2, 63, 64, 100, 640, 4000, 70_000])
+def test_many_layers_are_told_apart_by_a_64th(limit, monkeypatch):
+    subject, given = arranged(batch_size=1)
+    plan = plan_if_fits(subject, given)
+    tried = []
+
+    def fake(subject, given):
+        tried.append(subject.num_layers)
+        return plan if subject.num_layers <= limit else None
+
+    monkeypatch.setattr(searching, "plan_if_fits", fake)
+    found = search(Goal.MAX_MODEL, subject, given)
+    assert found.answer <= limit
+    if limit < 2**12:
+        assert limit < found.refused <= found.answer + max(found.answer // 64, 1)
+        assert (found.answer in tried, found.refused in tried) == (True, True)
+    assert len(tried) == len(set(tried)) == found.num_plans < 20
+
+
 def test_nothing_fits_where_one_sequence_is_too_much():
     subject, given = arranged(device_memory=MIB // 2)
     found = search(Goal.MAX_BATCH, subject, given)
