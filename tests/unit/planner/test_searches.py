@@ -33,6 +33,18 @@ def fits(subject, given):
     return plan_if_fits(subject, given) is not None
 
 
+def fit_up_to(limit, size_of, plan, monkeypatch):
+    """Lets whatever is searched through fit up to a limit, with the same plan; returns the sizes that are tried."""
+    tried = []
+
+    def fake(subject, given):
+        tried.append(size_of(subject))
+        return plan if tried[-1] <= limit else None
+
+    monkeypatch.setattr(searching, "plan_if_fits", fake)
+    return tried
+
+
 def test_so_close_to_the_limit_that_no_step_would_follow_a_plan():
     """A batch of 8 has room for what is used at each moment, and none for chunks to be where a plan wants them."""
     subject, given = arranged(batch_size=8)
@@ -84,13 +96,7 @@ def test_the_longest_sequence_need_not_be_a_multiple_of_64():
 def test_shorter_sequences_are_tried_where_64_tokens_do_not_fit(limit, length, monkeypatch):
     subject, given = arranged(length=length, batch_size=1)
     plan = plan_if_fits(with_batch(subject, 1, 8), given)
-    tried = []
-
-    def fake(subject, given):
-        tried.append(subject.length)
-        return plan if subject.length <= limit else None
-
-    monkeypatch.setattr(searching, "plan_if_fits", fake)
+    tried = fit_up_to(limit, lambda subject: subject.length, plan, monkeypatch)
     found = search(Goal.MAX_LENGTH, subject, given)
     assert (found.answer, found.refused) == (limit or None, limit + 1)
     assert len(tried) == len(set(tried)) == found.num_plans
@@ -117,13 +123,7 @@ def test_the_largest_model_has_more_layers_and_the_same_heads():
 def test_many_layers_are_told_apart_by_a_64th(limit, monkeypatch):
     subject, given = arranged(batch_size=1)
     plan = plan_if_fits(subject, given)
-    tried = []
-
-    def fake(subject, given):
-        tried.append(subject.num_layers)
-        return plan if subject.num_layers <= limit else None
-
-    monkeypatch.setattr(searching, "plan_if_fits", fake)
+    tried = fit_up_to(limit, lambda subject: subject.num_layers, plan, monkeypatch)
     found = search(Goal.MAX_MODEL, subject, given)
     assert found.answer <= limit
     if limit < 2**12:
@@ -144,13 +144,7 @@ def test_any_limit_is_found_whatever_plans_say(limit, first, monkeypatch):
     """Bytes that do not tell where the limit is cost plans, not the answer."""
     subject, given = arranged(batch_size=first)
     plan = plan_if_fits(with_batch(subject, 1, 64), given)
-    tried = []
-
-    def fake(subject, given):
-        tried.append(subject.batch_size)
-        return plan if subject.batch_size <= limit else None
-
-    monkeypatch.setattr(searching, "plan_if_fits", fake)
+    tried = fit_up_to(limit, lambda subject: subject.batch_size, plan, monkeypatch)
     found = search(Goal.MAX_BATCH, subject, given)
     assert found.answer == min(limit, 2**16)
     assert found.refused == (limit + 1 if limit < 2**16 else None)
