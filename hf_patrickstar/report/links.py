@@ -57,7 +57,7 @@ def measure_together(
         links: dict[str, float] = {}
         measures = {
             "link_bandwidth": functools.partial(_link_bandwidth, collectives, device, effort),
-            "link_latency_s": functools.partial(_gather_s, collectives, device, effort, ALIGNMENT_NUMEL),
+            "link_latency_s": functools.partial(_latency_s, collectives, device, effort),
             "message_s": functools.partial(_message_s, collectives, effort),
         }
         machine = measure_machine(effort, at_once, visit)
@@ -84,8 +84,27 @@ def _gather_s(collectives: Collectives, device: torch.device, effort: Effort, nu
     return _median(device, lambda: collectives.all_gather(buffer, "what is measured").join(), effort.repetitions)
 
 
+def _latency_s(collectives: Collectives, device: torch.device, effort: Effort) -> float:
+    buffer = torch.ones(collectives.world_size * ALIGNMENT_NUMEL, device=device)
+    return _mean(device, lambda: collectives.all_gather(buffer, "what is measured").join(), effort.calls)
+
+
 def _message_s(collectives: Collectives, effort: Effort) -> float:
-    return _median(_CPU, lambda: collectives.exchange([0], "measures messages"), effort.repetitions)
+    return _mean(_CPU, lambda: collectives.exchange([0], "measures messages"), effort.calls)
+
+
+def _mean(device: torch.device, work: Callable[[], object], calls: int) -> float:
+    """Seconds of work that is done some ten times in a step; in all processes equally often.
+
+    Now and then one process waits long for another. That is no part of a median, and it is one of a step.
+    """
+    work()
+
+    def all_calls() -> None:
+        for _ in range(calls):
+            work()
+
+    return seconds_of(device, all_calls) / calls
 
 
 def _median(device: torch.device, work: Callable[[], object], repetitions: int) -> float:
