@@ -130,7 +130,8 @@ def compare(cell, machine, steps, rounds):
         return None
     return {
         **cell,
-        **{"device_budget": budget, "fits": True},
+        "device_budget": budget,
+        "fits": True,
         "rounds": [{"planned": planned, "measured": measured} for planned, measured in pairs],
         "planned_to_measured": {key: ratio(key, pairs) for key in planned},
     }

@@ -29,7 +29,8 @@ def measure_together(
 
     All processes of the default group call it, and measure each figure at the same time: cores, memory and buses that
     they share are then shared as in training. The figures are medians over the processes. Gathers have the sizes of
-    large chunks, and of the smallest one; messages are those with which the processes agree on what they do.
+    large chunks, and of the smallest one; messages are those with which the processes agree on what they do. Of small
+    gathers and of messages each process takes the mean of many.
 
     Args:
         effort: How much work goes into it.
@@ -80,13 +81,17 @@ def _link_bandwidth(collectives: Collectives, device: torch.device, effort: Effo
 
 def _gather_s(collectives: Collectives, device: torch.device, effort: Effort, numel: int) -> float:
     """Seconds of an all-gather of slices of so many elements."""
-    buffer = torch.ones(collectives.world_size * numel, device=device)
-    return _median(device, lambda: collectives.all_gather(buffer, "what is measured").join(), effort.repetitions)
+    return _median(device, _gathering(collectives, device, numel), effort.repetitions)
 
 
 def _latency_s(collectives: Collectives, device: torch.device, effort: Effort) -> float:
-    buffer = torch.ones(collectives.world_size * ALIGNMENT_NUMEL, device=device)
-    return _mean(device, lambda: collectives.all_gather(buffer, "what is measured").join(), effort.calls)
+    return _mean(device, _gathering(collectives, device, ALIGNMENT_NUMEL), effort.calls)
+
+
+def _gathering(collectives: Collectives, device: torch.device, numel: int) -> Callable[[], object]:
+    """Gathers slices of so many elements, and waits for them."""
+    buffer = torch.ones(collectives.world_size * numel, device=device)
+    return lambda: collectives.all_gather(buffer, "what is measured").join()
 
 
 def _message_s(collectives: Collectives, effort: Effort) -> float:
@@ -94,9 +99,9 @@ def _message_s(collectives: Collectives, effort: Effort) -> float:
 
 
 def _mean(device: torch.device, work: Callable[[], object], calls: int) -> float:
-    """Seconds of work that is done some ten times in a step; in all processes equally often.
+    """Seconds of work that a step does often, the mean of so many calls; in all processes equally often.
 
-    Now and then one process waits long for another. That is no part of a median, and it is one of a step.
+    Now and then one process waits long for another. A step contains such waits, and a median leaves them out.
     """
     work()
 

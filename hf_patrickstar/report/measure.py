@@ -47,7 +47,7 @@ class Effort:
         nbytes: Size of the buffers that are copied and added; it should be more than any cache holds. At most an
             eighth of the free memory is taken for one.
         most_rows: Rows of the largest matrices that are multiplied.
-        calls: Operators on one element that are timed together.
+        calls: Operators on one element, small gathers, or messages that are timed together.
         repetitions: How often each figure is measured; the median counts.
         seconds: When this time has passed, a figure is not measured once more.
     """

@@ -34,9 +34,8 @@ class _Alone:
 def seconds_of_a_visit() -> float:
     """Measures how much longer a deep model of tiny layers takes with the engine, per visit to a chunk.
 
-    Each chunk is loaded once in a step, by the plan. The model trains with the engine and without it in turns, a few
-    seconds in all; see [Note: cold caches] in
-    ``report/sweeps.py``.
+    Each chunk is loaded once in a step, by the plan. The model trains with the engine and without it in turns, two
+    seconds in all; see [Note: cold caches] in ``report/sweeps.py``.
 
     Returns:
         Seconds of the host; the median of some steps.

@@ -6,6 +6,7 @@ import pathlib
 import sys
 
 import pytest
+import torch
 
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.integrations import launched
@@ -56,6 +57,14 @@ def test_links_are_bytes_by_time_in_the_middle_of_both_processes(pair):
     sent = 2**16 // 2
     assert machine.link_bandwidth == (sent / 0.25 + sent / 0.75) / 2
     assert (machine.link_latency_s, machine.message_s) == (0.5 / TINY.calls, 0.5 / TINY.calls), "several at a time"
+
+
+def test_what_a_step_does_often_takes_the_mean(monkeypatch):
+    """One call of four takes long; one more comes before all."""
+    took, seconds = iter([9.0, 1.0, 1.0, 5.0, 1.0]), []
+    monkeypatch.setattr(links, "seconds_of", lambda device, work: (seconds.clear(), work(), sum(seconds))[2])
+    assert links._mean(torch.device("cpu"), lambda: seconds.append(next(took)), 4) == 2.0
+    assert not list(took)
 
 
 def test_this_machine_is_measured_by_processes_of_its_own(monkeypatch, tmp_path):
