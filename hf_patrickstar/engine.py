@@ -152,6 +152,8 @@ class PatrickStarEngine:
         )
 
     def _make_optimizer(self, optimizer: torch.optim.Optimizer, kernel: Kernel, number: int) -> ChunkedOptimizer:
+        if kernel.adds_last_gradient:
+            self.manager.gradients.adders.add(number)
         return ChunkedOptimizer(optimizer, kernel, self.manager, self._emit, number, self.follow_model, self.optimizers)
 
     def follow_model(self) -> bool:

@@ -23,9 +23,10 @@ from torch.optim.adam import adam
 
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.optim.kernel import AT_HOME, Kernel, settings_of
+from hf_patrickstar.optim.kernel import Kernel, settings_of
 from hf_patrickstar.optim.workers import SMALL_NUMEL, HostWorkers
-from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor, round_masters
+from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, ManagedTensor, round_masters
+from hf_patrickstar.runtime.gradient_place import AT_HOME, GradientPlace
 from hf_patrickstar.runtime.update import Likeness, Update
 from hf_patrickstar.units import ALIGNMENT_NUMEL, align
 
@@ -143,6 +144,7 @@ class AdamKernel(Kernel):
     splits_tensors = True
     updates_at_once = False
     runs_beside = True
+    adds_last_gradient = True
 
     def __init__(
         self,
@@ -385,6 +387,8 @@ class AdamKernel(Kernel):
                     gradients.append(torch.mul(gradient, coefficient, out=wide))
                     continue
                 gradient = wide.copy_(gradient)
+                if segment.place is GradientPlace.BOTH:
+                    gradient.add_(segment.of(GRADIENT))
             gradients.append(gradient)
             in_place.append(gradient)
         if coefficient is not None and in_place:

@@ -36,10 +36,10 @@ import torch
 
 from hf_patrickstar.interrupts import held_back
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.optim.kernel import AT_HOME
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.optim.state import GroupsBefore
 from hf_patrickstar.runtime.chunk import Chunk
+from hf_patrickstar.runtime.gradient_place import AT_HOME
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.ranges import named
 from hf_patrickstar.runtime.tracer import Step

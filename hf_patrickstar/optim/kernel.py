@@ -11,13 +11,10 @@ import torch
 
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.chunk import Chunk, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.update import Update
 
 WORKSPACE = "workspace"
-
-AT_HOME = frozenset({GradientPlace.PARAM, GradientPlace.LIST})
-"""A kernel finds gradients in these places."""
 
 
 class Kernel(abc.ABC):
@@ -45,6 +42,9 @@ class Kernel(abc.ABC):
 
     runs_beside: bool
     """Whether an update may run in another thread while the program goes on: it has read everything before."""
+
+    adds_last_gradient: bool = False
+    """Whether an update of a chunk at home on the host adds the last gradient to the sum of those before."""
 
     batch_numel: int
     """Small chunks are updated together if they have at most this many elements; 0 means one by one."""

@@ -10,9 +10,10 @@ import torch
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.optim.kernel import AT_HOME, Kernel, place_state, raw_step
+from hf_patrickstar.optim.kernel import Kernel, place_state, raw_step
 from hf_patrickstar.optim.threads import HostThreads
-from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, ManagedTensor
+from hf_patrickstar.runtime.gradient_place import AT_HOME, GradientPlace
 from hf_patrickstar.runtime.update import Update
 
 OWN_STATE = "optimizer_state"

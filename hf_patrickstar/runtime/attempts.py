@@ -2,7 +2,7 @@
 
 import collections
 
-from hf_patrickstar.runtime.chunk import GradientPlace
+from hf_patrickstar.runtime.gradient_place import GradientPlace
 
 
 class Attempts:

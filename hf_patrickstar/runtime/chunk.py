@@ -14,7 +14,6 @@ kernel that updates has the payloads from ``payloads``.
 
 import bisect
 import dataclasses
-import enum
 import itertools
 import threading
 from collections.abc import Iterable, Sequence
@@ -27,6 +26,7 @@ from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.lanes import Copy, Ticket, WorkLane
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.runtime.gradient_place import OVER_VALUE, GradientPlace
 from hf_patrickstar.runtime.guard import Guard
 from hf_patrickstar.runtime.live_parameter import (
     LiveMixin,
@@ -52,31 +52,6 @@ def round_masters(masters: Sequence[torch.Tensor], places: Sequence[torch.Tensor
         places: The same parts of the ``param`` list.
     """
     torch._foreach_copy_(list(places), list(masters))
-
-
-class GradientPlace(enum.Enum):
-    """Where the gradient of a parameter is.
-
-    ``PARAM``: over the parameter's own place in the ``param`` list (gradient reuse, PatrickStar section 6.2).
-    ``LIST``: in the accumulation list. ``REMOTE``: on the rank that has the
-    parameter at home. ``ZERO``: all zeros, written nowhere yet. ``KEPT``: after a step, in the tensor that a user still
-    refers to. ``CONSUMED``: the step has used it, and it is nowhere now. ``INCOMPLETE``: a gradient came that torch
-    would have added to a consumed one.
-
-    On its way to one of these a gradient is in the buffer of its group (``GroupBuckets``), or in
-    ``ManagedTensor.deferred_gradient`` while the graph still needs the value that it would go over.
-    """
-
-    NONE = "none"
-    PARAM = "param"
-    LIST = "list"
-    REMOTE = "remote"
-    ZERO = "zero"
-    KEPT = "kept"
-    CONSUMED = "consumed"
-    INCOMPLETE = "incomplete"
-
-    __hash__ = object.__hash__  # members are compared by identity; Enum's own is a Python function
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -319,7 +294,7 @@ class ManagedTensor:
             return TensorState.FREE
         if self.users:
             return TensorState.COMPUTE
-        if self.gradient is GradientPlace.PARAM:
+        if self.gradient in OVER_VALUE:
             return TensorState.HOLD_AFTER_BWD
         return TensorState.HOLD_AFTER_FWD if self.num_saved else TensorState.HOLD
 

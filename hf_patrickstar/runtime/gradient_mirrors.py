@@ -3,7 +3,8 @@
 import torch
 
 from hf_patrickstar.runtime.bits import same_bits
-from hf_patrickstar.runtime.chunk import GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.gradient_place import GradientPlace
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.mirrors import SCAN_AT, Mirror, MirrorUsers, Recent
 from hf_patrickstar.runtime.sharing import Held

@@ -1,14 +1,5 @@
 """Where the gradients of parameters are at home, and how they and the values make place for each other.
 
-[Note: gradient reuse]
-With one micro-batch per step the gradient overwrites the parameter's place at home (PatrickStar section 6.2). The
-value is not lost: it is ``master`` rounded to the parameter's type. Whenever somebody needs the value while the
-gradient is there (a second forward before the optimizer's step, say) the gradient moves to an accumulation list and
-the value is written again. So no way of calling forward and backward can lose a gradient or compute with one.
-
-With several processes what comes here is the average that the owner of a parameter gets. A copy on the device never
-holds a gradient, so only a gather, which sends values from home, has to bring them back.
-
 [Note: gradients after the step]
 In torch a gradient stays until ``zero_grad``. A step that leaves gradients where they are needs room for them beside
 the values; nearly everybody calls ``zero_grad`` next, and then it is for nothing. So gradients are kept, in the
@@ -28,7 +19,8 @@ from hf_patrickstar.memory.lanes import Streams
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.attempts import Attempts
-from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, ManagedTensor
+from hf_patrickstar.runtime.gradient_place import OVER_VALUE, GradientPlace
 from hf_patrickstar.runtime.gradient_ring import GradientRing, most_nbytes
 from hf_patrickstar.runtime.live_parameter import take_raw_grad
 from hf_patrickstar.runtime.reclaim import Reclaim
@@ -37,6 +29,7 @@ from hf_patrickstar.runtime.values import Values
 
 # A name of the module is found faster than a member of an enum.
 _NONE, _PARAM, _LIST, _ZERO = GradientPlace.NONE, GradientPlace.PARAM, GradientPlace.LIST, GradientPlace.ZERO
+_BOTH = GradientPlace.BOTH
 _KEPT, _CONSUMED, _INCOMPLETE = GradientPlace.KEPT, GradientPlace.CONSUMED, GradientPlace.INCOMPLETE
 _NOWHERE = frozenset({_NONE, _CONSUMED, _INCOMPLETE})
 
@@ -66,6 +59,7 @@ class Gradients:
         used_ahead: Chunks that were updated in backward, before the step was called for.
         records_norms: Whether norms are computed as gradients arrive: somebody has asked for one.
         completes_step: Whether the micro-batch that runs is the last one of its step.
+        adders: Numbers of the optimizers whose updates add a last gradient to the list; see [Note: the last gradient].
         arrived: Parameters whose gradients, or averages over processes, came home in this backward, until the updates
             in backward take them over.
     """
@@ -84,6 +78,7 @@ class Gradients:
         self.accumulate = accumulate
         self.records_norms = False
         self.completes_step = True
+        self.adders: set[int] = set()
         self.attempts = Attempts()
         self.lock = values.lock
         self.coefficient: torch.Tensor | None = None
@@ -116,6 +111,8 @@ class Gradients:
         with self.lock:
             self.make_ready(tensor)
             tensor.chunk.wait()
+            if tensor.gradient is _BOTH:
+                self.move_to_list(tensor)
             if tensor.gradient is _PARAM:
                 return tensor.view(tensor.chunk.param)
             if tensor.gradient is _LIST:
@@ -138,6 +135,8 @@ class Gradients:
             self.place_deferred(tensor)
         if tensor.gradient is _ZERO and tensor.is_owned:
             self._write_zero(tensor)
+        elif tensor.gradient is _BOTH and tensor.chunk.home is Tier.DEVICE:
+            self.move_to_list(tensor)  # no kernel has scratch space for the sum there
         elif tensor.gradient is _KEPT:
             self.attempts.note_before(tensor.spec.index, _KEPT)
             kept, tensor.kept, tensor.gradient = tensor.kept, None, _NONE
@@ -185,13 +184,15 @@ class Gradients:
         before = tensor.gradient
         if before is _KEPT:
             self.make_ready(tensor)
-        if tensor.gradient is _PARAM:
+        if tensor.gradient in OVER_VALUE:
             self.move_to_list(tensor)
         has_master = tensor.chunk.has_list(MASTER)
-        if self.accumulate or tensor.gradient is _LIST or tensor.is_needed_at_home or not has_master:
+        if self._stays_apart(tensor):
+            self._write_over_parameter(tensor, gradient, _BOTH)
+        elif self.accumulate or tensor.gradient is _LIST or tensor.is_needed_at_home or not has_master:
             self._add_to_list(tensor, gradient)
         else:
-            self._write_over_parameter(tensor, gradient)
+            self._write_over_parameter(tensor, gradient, _PARAM)
         self.attempts.note_placed(tensor.spec.index, before)
 
     def note_remote(self, tensor: ManagedTensor) -> None:
@@ -308,11 +309,15 @@ class Gradients:
     def move_to_list(self, tensor: ManagedTensor) -> None:
         """Brings the value back to its place, keeping the gradient in the accumulation list; [Note: gradient reuse]."""
         with self.lock:
-            if tensor.gradient is not _PARAM:
+            if tensor.gradient not in OVER_VALUE:
                 return
             chunk = tensor.chunk
             chunk.wait()
-            tensor.view(self._list(chunk)).copy_(tensor.view(chunk.param))
+            place, gradient = tensor.view(self._list(chunk)), tensor.view(chunk.param)
+            if tensor.gradient is _BOTH:
+                place.add_(gradient)
+            else:
+                place.copy_(gradient)
             tensor.gradient = _LIST
             tensor.gradient_norm = None
             self._values.restore(tensor)
@@ -407,7 +412,7 @@ class Gradients:
         with self.lock:
             self._note_replaced(tensor)
             was_there = self.has(tensor) or tensor.gradient is not _NONE
-            if tensor.gradient is _PARAM:
+            if tensor.gradient in OVER_VALUE:
                 self._values.restore(tensor)
             self.clear(tensor)
             if to_zero and was_there:
@@ -443,7 +448,7 @@ class Gradients:
             keeps: Whether it was left in the accumulation list.
         """
         tensor.gradient_norm = None  # of before it was multiplied
-        if keeps and tensor.gradient is not _PARAM:
+        if keeps and tensor.gradient not in OVER_VALUE:
             return
         self.clear(tensor)
         if handed_out is not None:
@@ -459,21 +464,34 @@ class Gradients:
 
     # Places
 
-    def _write_over_parameter(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
+    def _stays_apart(self, tensor: ManagedTensor) -> bool:
+        """Whether a gradient that comes is left to the update to add; see [Note: the last gradient]."""
         chunk = tensor.chunk
-        if self.records_norms:
-            tensor.gradient_norm = gradient_norm(gradient, tensor.chunk.state_dtype)
+        return (
+            tensor.gradient is _LIST
+            and self.completes_step
+            and not self.records_norms
+            and chunk.home is Tier.HOST
+            and chunk.is_mixed  # else no update has scratch space for the sum
+            and chunk.spec.optimizer_index in self.adders
+            and not tensor.is_needed_at_home
+            and not self.must_keep
+        )
+
+    def _write_over_parameter(self, tensor: ManagedTensor, gradient: torch.Tensor, place: GradientPlace) -> None:
+        chunk = tensor.chunk
+        tensor.gradient_norm = gradient_norm(gradient, chunk.state_dtype) if self.records_norms else None
         if chunk.home is Tier.DEVICE:
             for copy in chunk.under_way:  # of a group, from a home on the device
                 copy.join()
-            place = place_of(tensor, chunk)
-            (tensor.view(chunk.param) if place is None else place).copy_(gradient)
+            found = place_of(tensor, chunk)
+            (tensor.view(chunk.param) if found is None else found).copy_(gradient)
         else:
             home = tensor.view(chunk.param)
             if not self._streams.copies_beside(gradient, home):
                 chunk.wait()  # the host writes to the home, which a copy may be reading
             chunk.note(self._streams.to_host(gradient, home, chunk.under_way))
-        tensor.gradient = _PARAM
+        tensor.gradient = place
         self._emit(GradientStored(chunk.spec.index, tensor.spec.index, tensor.take_crossing()))
 
     def _write_zero(self, tensor: ManagedTensor) -> None:

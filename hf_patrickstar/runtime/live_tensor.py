@@ -9,8 +9,9 @@ import torch
 
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.runtime.autograd import Autograd, refuse_reentrant
-from hf_patrickstar.runtime.chunk import GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.frames import Frames
+from hf_patrickstar.runtime.gradient_place import GradientPlace
 from hf_patrickstar.runtime.gradients import Gradients, consumed
 from hf_patrickstar.runtime.live_parameter import (
     RAW,

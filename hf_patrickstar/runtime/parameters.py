@@ -9,7 +9,8 @@ from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from hf_patrickstar.errors import DeviceMemoryError, EngineError
-from hf_patrickstar.runtime.chunk import MASTER, Chunk, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedTensor
+from hf_patrickstar.runtime.gradient_place import OVER_VALUE
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.guard import Guard
 from hf_patrickstar.runtime.live_parameter import acquired_type, requires_grad
@@ -17,8 +18,6 @@ from hf_patrickstar.runtime.resident import acquire_idle, release_unchanged
 from hf_patrickstar.runtime.steps import Steps
 from hf_patrickstar.runtime.turns import Turns, pauses_s
 from hf_patrickstar.runtime.writes import Writes
-
-_PARAM = GradientPlace.PARAM
 
 
 class Parameters:
@@ -200,7 +199,7 @@ class Parameters:
 
     def find_at_rest(self, tensor: ManagedTensor) -> torch.Tensor | None:
         """The payload to compute with where ``ensure_on_device`` has nothing to do but to find it, else ``None``."""
-        if tensor.gradient is _PARAM or not self._executor.is_at_rest:
+        if tensor.gradient in OVER_VALUE or not self._executor.is_at_rest:
             return None
         return tensor.chunk.compute
 
@@ -219,7 +218,7 @@ class Parameters:
             raise
 
     def _ensure_on_device(self, tensor: ManagedTensor, who: str) -> torch.Tensor:
-        if tensor.gradient is _PARAM and not tensor.chunk.is_group:
+        if tensor.gradient in OVER_VALUE and not tensor.chunk.is_group:
             self._gradients.move_to_list(tensor)
         return self._executor.ensure_on_device(tensor.chunk, who)
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hf_patrickstar.runtime.chunk import Chunk, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
+from hf_patrickstar.runtime.gradient_place import OVER_VALUE
 from hf_patrickstar.runtime.live_parameter import (
     RAW,
     LiveMixin,
@@ -22,8 +23,6 @@ from hf_patrickstar.runtime.live_parameter import (
     set_data_inside,
     storage_key,
 )
-
-_PARAM = GradientPlace.PARAM  # a name of the module is found faster than a member of an enum
 
 
 def place_of(tensor: ManagedTensor, chunk: Chunk) -> torch.Tensor | None:
@@ -69,7 +68,7 @@ def acquire_idle(
                 or tensor.is_open
                 or tensor.is_materialized
                 or not tensor.is_bound
-                or tensor.gradient is _PARAM
+                or tensor.gradient in OVER_VALUE
                 or not isinstance(parameter, LiveMixin)
                 or storage_key(parameter) != tensor.placeholder_key
                 or (is_handed_out is not None and is_handed_out(tensor))

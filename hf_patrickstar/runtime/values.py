@@ -12,7 +12,8 @@ from hf_patrickstar.events import Listener, ValueRestored
 from hf_patrickstar.memory.lanes import Streams
 from hf_patrickstar.memory.operators import without_modes
 from hf_patrickstar.runtime.bits import differs
-from hf_patrickstar.runtime.chunk import MASTER, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.chunk import MASTER, ManagedTensor
+from hf_patrickstar.runtime.gradient_place import OVER_VALUE
 from hf_patrickstar.runtime.originals import Originals
 from hf_patrickstar.runtime.sharing import Held, Sharing
 
@@ -68,7 +69,7 @@ class Values:
         self.num_looks += 1
         chunk = tensor.chunk
         chunk.wait()
-        if dtype == chunk.dtype and tensor.gradient is not GradientPlace.PARAM:
+        if dtype == chunk.dtype and tensor.gradient not in OVER_VALUE:
             return tensor.view(chunk.param)
         if self.originals.has(tensor, dtype):
             return self.originals.read(tensor).view_as(tensor.view(chunk.param)).to(dtype)
@@ -100,7 +101,7 @@ class Values:
                 return self.read(tensor, dtype).to(self.device)
             is_there = chunk.home_device != self.device and chunk.arrival is None
             # A copy that was made after the gradient came has the gradient in this place.
-            if is_there and chunk.compute is not None and tensor.gradient is not GradientPlace.PARAM:
+            if is_there and chunk.compute is not None and tensor.gradient not in OVER_VALUE:
                 return tensor.view_copy(chunk.compute)
             # Whoever gets it may write to it, which a checkpoint that is being written must not see.
             return self.streams.on_device(self.own_part(tensor, dtype), copy=chunk.reader is not None)
@@ -142,7 +143,7 @@ class Values:
                 self.originals.note_write(tensor, own)
                 if chunk.has_list(MASTER):
                     _write_master(tensor.view(chunk.lists[MASTER]), own)
-                if tensor.gradient is not GradientPlace.PARAM:
+                if tensor.gradient not in OVER_VALUE:
                     _copy(tensor.view(chunk.param), own)
             self._follow(tensor, value)
             tensor.num_writes += voids_graphs
@@ -153,7 +154,7 @@ class Values:
         chunk = tensor.chunk
         if chunk.compute is None or chunk.is_static:
             return
-        if not chunk.is_group and tensor.gradient is not GradientPlace.PARAM:
+        if not chunk.is_group and tensor.gradient not in OVER_VALUE:
             self.refresh_copy(tensor)
         else:
             _copy(tensor.view_copy(chunk.compute), value)

@@ -9,6 +9,7 @@ from together import engaged, hf_loss, prepared, tight, train_together
 
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.optim.ahead import UpdatesAhead
+from hf_patrickstar.runtime.gradients import Gradients
 
 pytestmark = pytest.mark.xdist_group("distributed")
 
@@ -50,6 +51,37 @@ def test_the_bits_are_those_of_one_process(pair, name, settings, is_tight, kwarg
         for num_updated, stats, _ in pair.run(train_and_count, name, {**BACKWARD, **settings}, is_tight, how):
             assert num_updated > 0
             assert stats["steps"] == 5
+
+
+def train_with_two_micro_batches(rank, overlap, *, leaves_apart):
+    """Trains in 16-bit; returns what there is then, and how many last gradients were left to the update to add."""
+    num_apart, stays_apart = 0, Gradients._stays_apart
+
+    def counted(self, tensor):
+        nonlocal num_apart
+        is_apart = leaves_apart and stays_apart(self, tensor)
+        num_apart += is_apart
+        return is_apart
+
+    model = prepared("gpt2")
+    config = tight(model, {**BACKWARD, "overlap_optimizer": overlap, "dtype": "bf16"})
+    with mock.patch.object(Gradients, "_stays_apart", counted), engaged(model, config, accumulation=2) as engine:
+        losses, _ = train_together(engine, hf_loss("gpt2"), accumulation=2)
+        return losses, {key: value.clone() for key, value in model.state_dict().items()}, num_apart
+
+
+def compare_last_gradients(rank, overlap):
+    losses, values, none = train_with_two_micro_batches(rank, overlap, leaves_apart=False)
+    found, found_values, num_apart = train_with_two_micro_batches(rank, overlap, leaves_apart=True)
+    assert found == losses
+    assert all(torch.equal(value, values[key]) for key, value in found_values.items())
+    assert none == 0 < num_apart
+
+
+@pytest.mark.parametrize("overlap", [True, "backward"])
+def test_the_average_of_the_last_micro_batch_is_added_by_the_update(pair, overlap):
+    with pair.over("simulated:1"):
+        pair.run(compare_last_gradients, overlap)
 
 
 def train_until_the_promise_is_broken(rank, name):

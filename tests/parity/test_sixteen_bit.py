@@ -8,6 +8,7 @@ from trainers import smallest_budget
 
 from hf_patrickstar import PatrickStarAccelerator
 from hf_patrickstar.optim import adam_kernel, workers
+from hf_patrickstar.runtime.gradient_place import GradientPlace
 
 LR = 3e-3
 
@@ -140,8 +141,19 @@ def test_bf16_resident():
     assert engine.stats()["host_to_device_nbytes"] == 0
 
 
-def test_bf16_without_clipping():
-    compare("gpt2", "bf16", max_norm=None)
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+@pytest.mark.parametrize("name", ["gpt2", "t5", "llama"])
+def test_bf16_without_clipping(name, accumulation, monkeypatch):
+    """With several micro-batches the update adds the last gradient to the sum of the others."""
+    places, update_tile = set(), adam_kernel.AdamKernel._update_tile
+
+    def noted(self, number, segments, **settings):
+        places.update(segment.place for segment in segments)
+        update_tile(self, number, segments, **settings)
+
+    monkeypatch.setattr(adam_kernel.AdamKernel, "_update_tile", noted)
+    compare(name, "bf16", accumulation=accumulation, max_norm=None)
+    assert (GradientPlace.BOTH in places) is (accumulation > 1)
 
 
 def sgd_two_groups(parameters):

@@ -133,6 +133,7 @@ UNCLIPPED = {
     "a rate that is a tensor": (rates, {"make_optimizer": tensor_rate}),
     "looks": (looks, {}),
     "micro-batches": (micro_batches, {"accumulation": 2}),
+    "micro-batches in 16-bit": (micro_batches, {"accumulation": 2, "dtype": "bf16"}),
     "embeddings on the CPU": (train_for, {"cpu_embedding": True}),
     "embeddings on the CPU, micro-batches": (
         micro_batches,

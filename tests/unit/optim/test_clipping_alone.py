@@ -9,7 +9,7 @@ from unit.spec_builders import BF16, FP32
 
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.optim.clipping import clip_by_norm, clip_by_value, total_norm
-from hf_patrickstar.runtime.chunk import GradientPlace
+from hf_patrickstar.runtime.gradient_place import GradientPlace
 
 
 def make(*chunks, types=BF16, outside=None, **gradients):

@@ -18,7 +18,7 @@ from hf_patrickstar.errors import EngineError
 from hf_patrickstar.events import StepFinished
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.optim.state import StateView
-from hf_patrickstar.runtime.chunk import GradientPlace
+from hf_patrickstar.runtime.gradient_place import GradientPlace
 
 NONE, LIST, CONSUMED = GradientPlace.NONE, GradientPlace.LIST, GradientPlace.CONSUMED
 ZERO, INCOMPLETE = GradientPlace.ZERO, GradientPlace.INCOMPLETE

@@ -3,7 +3,7 @@
 import pytest
 
 from hf_patrickstar.runtime.attempts import Attempts
-from hf_patrickstar.runtime.chunk import GradientPlace
+from hf_patrickstar.runtime.gradient_place import GradientPlace
 
 NONE, LIST, PARAM, ZERO = GradientPlace.NONE, GradientPlace.LIST, GradientPlace.PARAM, GradientPlace.ZERO
 

@@ -8,8 +8,8 @@ from unit.runtime.data_parts import Ticket
 from unit.runtime.parts import Fake, Parts
 
 from hf_patrickstar.errors import EngineError
-from hf_patrickstar.runtime.chunk import GradientPlace
 from hf_patrickstar.runtime.cpu_embeddings import CpuEmbeddings
+from hf_patrickstar.runtime.gradient_place import GradientPlace
 
 
 def make(*, trainable=True, check=None):

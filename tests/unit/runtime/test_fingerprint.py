@@ -5,8 +5,9 @@ import torch
 from unit.runtime.data_parts import Process
 
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.chunk import MASTER, GradientPlace
+from hf_patrickstar.runtime.chunk import MASTER
 from hf_patrickstar.runtime.fingerprint import Fingerprint, checksum_of
+from hf_patrickstar.runtime.gradient_place import GradientPlace
 
 
 class OneOfTwo:

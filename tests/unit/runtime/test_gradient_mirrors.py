@@ -5,8 +5,8 @@ import torch
 from unit.runtime.data_parts import Process, run_together, values_at
 
 from hf_patrickstar.layout.specs import Types
-from hf_patrickstar.runtime.chunk import GradientPlace
 from hf_patrickstar.runtime.gradient_mirrors import GradientMirrors
+from hf_patrickstar.runtime.gradient_place import GradientPlace
 from hf_patrickstar.runtime.mirrors import SCAN_AT
 
 FP16 = Types("float16", "float32")

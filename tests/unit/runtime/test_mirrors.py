@@ -4,7 +4,7 @@ import pytest
 import torch
 from unit.runtime.data_parts import Process, run_together, values_at
 
-from hf_patrickstar.runtime.chunk import GradientPlace
+from hf_patrickstar.runtime.gradient_place import GradientPlace
 from hf_patrickstar.runtime.mirrors import SCAN_AT, Mirror, MirrorUsers
 
 NARROW, WIDE = torch.bfloat16, torch.float32

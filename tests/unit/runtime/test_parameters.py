@@ -12,7 +12,7 @@ from unit.runtime.parts import Fake, OneOfTwo, Parts
 from hf_patrickstar.errors import BudgetError, DeviceMemoryError, EngineError
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime import parameters as module
-from hf_patrickstar.runtime.chunk import GradientPlace
+from hf_patrickstar.runtime.gradient_place import GradientPlace
 from hf_patrickstar.runtime.live_parameter import ReleasedMixin, raw_data, set_raw_data
 from hf_patrickstar.runtime.parameters import Parameters
 from hf_patrickstar.runtime.turns import Turns

@@ -8,7 +8,8 @@ from unit.spec_builders import BF16, FP32
 
 from hf_patrickstar.events import ValueRestored
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.chunk import MASTER, GradientPlace
+from hf_patrickstar.runtime.chunk import MASTER
+from hf_patrickstar.runtime.gradient_place import GradientPlace
 from hf_patrickstar.runtime.values import as_it_is
 
 NARROW, WIDE = torch.bfloat16, torch.float32

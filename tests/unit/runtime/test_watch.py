@@ -5,7 +5,7 @@ import torch
 from unit.runtime.data_parts import Process, values_at
 
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.chunk import GradientPlace
+from hf_patrickstar.runtime.gradient_place import GradientPlace
 
 FINE = 1 + 2**-10
 

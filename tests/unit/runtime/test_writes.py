@@ -4,7 +4,7 @@ import pytest
 import torch
 from unit.runtime.data_parts import Process, values_at
 
-from hf_patrickstar.runtime.chunk import GradientPlace
+from hf_patrickstar.runtime.gradient_place import GradientPlace
 from hf_patrickstar.runtime.live_parameter import raw_data, set_raw_data
 
 NARROW, WIDE = torch.bfloat16, torch.float32
