@@ -73,7 +73,7 @@ def pooled_streams(seed=None):
 
 
 @contextlib.contextmanager
-def _engines_over(make_driver, tile_numel=ALIGNMENT_NUMEL):
+def _engines_over(make_driver, tile_numel=4 * ALIGNMENT_NUMEL):
     def make(device):
         return DeviceStreams(device, make_driver())
 

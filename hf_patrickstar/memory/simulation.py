@@ -472,11 +472,15 @@ class SimulatedDriver:
                 continue
             access = lane.access(extent, number, what, is_write=is_write)
             self._check(known, access)
-            known.accesses = [a for a in known.accesses if not self._is_covered(a, access)]
+            known.accesses = [
+                before
+                for before in known.accesses
+                if before.end <= begin or end <= before.begin or not self._is_covered(before, access)
+            ]
             known.accesses.append(access)
 
     def _is_covered(self, before: _Access, access: _Access) -> bool:
-        """Whether who comes later need be compared with the later one of two accesses alone.
+        """Whether who comes later need be compared with the later one of two accesses that overlap alone.
 
         Work of the host's thread is compared after it was given, with what was touched meanwhile: there an access that
         comes after the work must not hide one that does not.
