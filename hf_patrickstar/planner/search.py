@@ -192,7 +192,8 @@ class _Search:
     [Note: few plans]
     Sizes between the largest that fits (``low``) and the smallest that does not (``high``) are open. Bytes are about
     linear in the size, and every plan that fits tells how many there are; so the next size to try is where the line
-    through the two largest plans meets what the machine has. Where the guess was on the wrong side, the next one is a
+    through the two largest plans meets what the machine has: the device for activations, and of layers also both tiers
+    for model data and activations together. Where the guess was on the wrong side, the next one is a
     step beyond it, then two, then four, and the middle where that is nearer. Of many layers a step is a 64th of them.
     """
 
@@ -240,25 +241,27 @@ class _Search:
         """The largest size that fits if bytes are linear in it; 0 if nothing is known."""
         if not self._fitting:
             return 0
-        size, plan = self._fitting[-1]
-        used, there = self._bytes(plan)
-        before, used_before = 0, 0
-        if len(self._fitting) > 1:
-            before, earlier = self._fitting[-2]
-            used_before = self._bytes(earlier)[0]
-        slope = (used - used_before) / (size - before)
-        return size + int((there - used) / slope) if slope > 0 else 2 * size
+        (before, earlier), (size, plan) = self._fitting[-2] if len(self._fitting) > 1 else (0, None), self._fitting[-1]
+        used = self._bytes(plan)
+        used_before = [(0, 0)] * len(used) if earlier is None else self._bytes(earlier)
+        guesses = []
+        for (now, there), (then, _) in zip(used, used_before, strict=True):
+            slope = (now - then) / (size - before)
+            guesses.append(size + int((there - now) / slope) if slope > 0 else 2 * size)
+        return min(guesses)
 
-    def _bytes(self, plan: Plan) -> tuple[int, int]:
-        """Bytes that grow with the size, and how many of them there may be."""
+    def _bytes(self, plan: Plan) -> list[tuple[int, int]]:
+        """Bytes that grow with the size, and how many of them there may be: on the device, and of a model on both."""
         device, host = plan.tier(Tier.DEVICE), plan.tier(Tier.HOST)
         activations = device.owners["non-model data"]
         assert plan.chunks is not None
         chunks = 2 * plan.chunks.numel
-        if self._goal is Goal.MAX_MODEL:
-            nbytes = _STATES_NBYTES * plan.num_trainable + 2 * (plan.num_parameters - plan.num_trainable)
-            return nbytes // plan.world_size, device.budget_nbytes + host.budget_nbytes - activations - chunks
-        return activations, device.budget_nbytes - device.owners.get(BESIDE, 0) - chunks
+        on_device = activations, device.budget_nbytes - device.owners.get(BESIDE, 0) - chunks
+        if self._goal is not Goal.MAX_MODEL:
+            return [on_device]
+        nbytes = _STATES_NBYTES * plan.num_trainable + 2 * (plan.num_parameters - plan.num_trainable)
+        together = nbytes // plan.world_size + activations
+        return [on_device, (together, device.budget_nbytes + host.budget_nbytes - chunks)]
 
 
 _WORDS = {Goal.MAX_BATCH: "batch", Goal.MAX_LENGTH: "length", Goal.MAX_MODEL: "layers", Goal.CHEAPEST: "machine"}

@@ -119,6 +119,17 @@ def test_the_largest_model_has_more_layers_and_the_same_heads():
     assert found.num_plans <= 10
 
 
+def test_layers_whose_activations_fill_the_device_are_found_in_few_plans():
+    """Model data alone would leave room for a hundred times as many layers, and plans of deep models take minutes."""
+    subject, given = arranged(host_memory="1GiB", device_memory=40 * MIB, length=256, batch_size=4)
+    sizes = []
+    found = search(Goal.MAX_MODEL, subject, given, sizes.append)
+    assert found.answer > 6
+    assert found.refused == found.answer + 1
+    assert max(int(size.split()[1]) for size in sizes) < 2 * found.answer
+    assert found.num_plans <= 8
+
+
 @pytest.mark.parametrize("limit", [1, 2, 63, 64, 100, 640, 4000, 70_000])
 def test_many_layers_are_told_apart_by_a_64th(limit, monkeypatch):
     subject, given = arranged(batch_size=1)
