@@ -198,6 +198,7 @@ class PatrickStarEngine:
             if not any(chunk.tensors and chunk.spec.optimizer_index == number for chunk in self.manager.chunks):
                 self._kernels.pop()
                 self.optimizers.pop()
+                self.manager.gradients.adders.discard(number)
                 self.manager.has_new_groups = False
             raise
         self.manager.placement.allow_margin(self._fills_margin())

@@ -126,8 +126,9 @@ def is_plain_adam(optimizer: torch.optim.Optimizer) -> bool:
 class AdamKernel(Kernel):
     """This kernel runs Adam or AdamW over the lists ``master``, ``exp_avg`` and ``exp_avg_sq``, tile by tile.
 
-    It widens a tile's gradient to fp32 in scratch space, multiplies it with the coefficient, calls torch's own Adam,
-    and rounds the new master into ``param``, all while the tile is in the cache. On the host each worker does so with
+    It widens a tile's gradient to fp32 in scratch space, adds the sum of those before if that is apart, multiplies it
+    with the coefficient, calls torch's own Adam, and rounds the new master into ``param``, all while the tile is in the
+    cache. On the host each worker does so with
     its own tiles and its own part of the scratch space. torch's Adam has no method beside ``step`` that uses
     parameters, so ``lent`` does nothing.
 

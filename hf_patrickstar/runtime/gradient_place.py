@@ -10,10 +10,13 @@ With several processes what comes here is the average that the owner of a parame
 holds a gradient, so only a gather, which sends values from home, has to bring them back.
 
 [Note: the last gradient]
-With several micro-batches the last gradient need not be added to the list in a pass of its own. If its parameter's
-place is free and an update will add both, it goes there, as an only one would. That saves the host a read and a write
-of the list, 8 bytes per parameter. Whatever else reads the gradient adds both first. Norms are those of whole sums, so
-where they are recorded the last gradient is added when it arrives.
+With several micro-batches per step the last gradient need not be added to the list in a pass of its own. It goes over
+the parameter's place, as the only gradient of a step would, and the update adds it to the sum in scratch space. That
+saves the host a read and a write of the list, 8 bytes per parameter. It is done for 16-bit parameters of chunks at home
+on the host that Adam or AdamW updates, if nothing needs the value there any more, gradients are not kept after the
+step, and no norms are recorded, which are those of whole sums (``Gradients._stays_apart``). Whatever else reads the
+gradient, or needs the value, adds both in the list first; so does a further gradient, if this was not the last one
+after all.
 """
 
 import enum
@@ -49,5 +52,8 @@ class GradientPlace(enum.Enum):
 OVER_VALUE = frozenset({GradientPlace.PARAM, GradientPlace.BOTH})
 """A gradient in one of these places is where ``param`` at home had the value."""
 
-AT_HOME = frozenset({GradientPlace.PARAM, GradientPlace.LIST, GradientPlace.BOTH})
-"""A kernel finds gradients in these places."""
+IN_LIST = frozenset({GradientPlace.LIST, GradientPlace.BOTH})
+"""The accumulation list has a gradient in one of these places, or a part of it."""
+
+AT_HOME = OVER_VALUE | IN_LIST
+"""Updates find gradients in these places; in ``BOTH`` only those of kernels with ``adds_last_gradient``."""

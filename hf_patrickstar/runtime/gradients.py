@@ -15,12 +15,13 @@ import torch
 
 from hf_patrickstar.errors import BudgetError, EngineError
 from hf_patrickstar.events import GradientStored, Listener
+from hf_patrickstar.interrupts import held_back
 from hf_patrickstar.memory.lanes import Streams
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.attempts import Attempts
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, ManagedTensor
-from hf_patrickstar.runtime.gradient_place import OVER_VALUE, GradientPlace
+from hf_patrickstar.runtime.gradient_place import IN_LIST, OVER_VALUE, GradientPlace
 from hf_patrickstar.runtime.gradient_ring import GradientRing, most_nbytes
 from hf_patrickstar.runtime.live_parameter import take_raw_grad
 from hf_patrickstar.runtime.reclaim import Reclaim
@@ -59,7 +60,7 @@ class Gradients:
         used_ahead: Chunks that were updated in backward, before the step was called for.
         records_norms: Whether norms are computed as gradients arrive: somebody has asked for one.
         completes_step: Whether the micro-batch that runs is the last one of its step.
-        adders: Numbers of the optimizers whose updates add a last gradient to the list; see [Note: the last gradient].
+        adders: Numbers of the optimizers whose kernels have ``adds_last_gradient``; see [Note: the last gradient].
         arrived: Parameters whose gradients, or averages over processes, came home in this backward, until the updates
             in backward take them over.
     """
@@ -135,8 +136,8 @@ class Gradients:
             self.place_deferred(tensor)
         if tensor.gradient is _ZERO and tensor.is_owned:
             self._write_zero(tensor)
-        elif tensor.gradient is _BOTH and tensor.chunk.home is Tier.DEVICE:
-            self.move_to_list(tensor)  # no kernel has scratch space for the sum there
+        elif tensor.gradient is _BOTH and not self._adds_last(tensor.chunk):
+            self.move_to_list(tensor)
         elif tensor.gradient is _KEPT:
             self.attempts.note_before(tensor.spec.index, _KEPT)
             kept, tensor.kept, tensor.gradient = tensor.kept, None, _NONE
@@ -314,13 +315,14 @@ class Gradients:
             chunk = tensor.chunk
             chunk.wait()
             place, gradient = tensor.view(self._list(chunk)), tensor.view(chunk.param)
-            if tensor.gradient is _BOTH:
-                place.add_(gradient)
-            else:
-                place.copy_(gradient)
-            tensor.gradient = _LIST
-            tensor.gradient_norm = None
-            self._values.restore(tensor)
+            with held_back():  # else a gradient may be added twice, or computed with as the value
+                if tensor.gradient is _BOTH:
+                    place.add_(gradient)
+                else:
+                    place.copy_(gradient)
+                tensor.gradient = _LIST
+                tensor.gradient_norm = None
+                self._values.restore(tensor)
 
     def bring_values_back(self, chunk: Chunk) -> None:
         """Makes a chunk at home hold values: others are about to get it."""
@@ -399,7 +401,7 @@ class Gradients:
         self._was_zeroed = True
         if not (self.must_keep or self.accumulate):
             for chunk in chunks:
-                if chunk.has_list(GRADIENT) and not any(t.gradient is _LIST for t in chunk.tensors):
+                if chunk.has_list(GRADIENT) and not any(t.gradient in IN_LIST for t in chunk.tensors):
                     self._pool.release(chunk.home, chunk.lists.pop(GRADIENT), GRADIENT, keep=False)
 
     def drop(self, tensor: ManagedTensor, *, to_zero: bool = False) -> None:
@@ -466,17 +468,18 @@ class Gradients:
 
     def _stays_apart(self, tensor: ManagedTensor) -> bool:
         """Whether a gradient that comes is left to the update to add; see [Note: the last gradient]."""
-        chunk = tensor.chunk
         return (
             tensor.gradient is _LIST
             and self.completes_step
             and not self.records_norms
-            and chunk.home is Tier.HOST
-            and chunk.is_mixed  # else no update has scratch space for the sum
-            and chunk.spec.optimizer_index in self.adders
+            and self._adds_last(tensor.chunk)
             and not tensor.is_needed_at_home
             and not self.must_keep
         )
+
+    def _adds_last(self, chunk: Chunk) -> bool:
+        """Whether the update of a chunk adds a last gradient: its kernel does, where it has scratch space for sums."""
+        return chunk.home is Tier.HOST and chunk.is_mixed and chunk.spec.optimizer_index in self.adders
 
     def _write_over_parameter(self, tensor: ManagedTensor, gradient: torch.Tensor, place: GradientPlace) -> None:
         chunk = tensor.chunk

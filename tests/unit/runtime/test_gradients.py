@@ -1,6 +1,7 @@
 """Where gradients are, from their arrival to the end of the optimizer's step."""
 
 import itertools
+import signal
 
 import pytest
 import torch
@@ -296,6 +297,39 @@ def test_a_last_gradient_is_consumed_with_its_sum():
     gradients.place(tensor, narrow(1, 6))
     gradients.finish_update(tensor, None, keeps=False)
     assert tensor.gradient is CONSUMED
+
+
+def test_a_sum_stays_when_gradients_of_others_are_zeroed_for_the_first_time():
+    process, gradients, tensor = make(keeps=False)
+    gradients.adders.add(0)
+    for number in (256, 1, 1):
+        gradients.place(tensor, narrow(number, 6))
+    assert tensor.gradient is BOTH, "three micro-batches where one was announced"
+    gradients.note_zeroed(process.chunks)
+    assert has(gradients, tensor) == (LIST, [258.0, 18.0])
+
+
+@pytest.mark.parametrize("moment", [torch.Tensor.add_, torch._foreach_copy_])
+def test_ctrl_c_while_both_are_added_waits_until_the_value_is_back(moment):
+    """Else the last gradient is counted twice, or computed with as the value."""
+    _, gradients, tensor = make_last()
+    gradients.place(tensor, narrow(1, 6))
+
+    class Interrupts(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            if func is moment:
+                signal.raise_signal(signal.SIGINT)
+            return found
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), Interrupts():
+            gradients.move_to_list(tensor)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert has(gradients, tensor) == (LIST, [257.0, 12.0])
+    assert values_at(tensor) == [[0.0, 1.0]] * 2
 
 
 def test_a_chunk_that_moved_to_the_device_has_the_sum_in_its_list():
