@@ -267,6 +267,7 @@ def _listening(
             yield _Listener(training, engine, driver, taker)
         finally:
             engine.manager.phases.unwind()  # takes the meter's mode off before the modes around it
+            taker.let_go()
 
 
 class _Listener:

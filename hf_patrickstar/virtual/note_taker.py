@@ -88,6 +88,13 @@ class NoteTaker:
         assert notes is not None
         return None if self._is_odd else MicroBatch(tuple(notes))
 
+    def let_go(self) -> None:
+        """Lets go of the engine, which could not be collected: what closes its collectives knows the driver, and this."""
+        self.watches = self._owns = _nothing
+        self._live.clear()
+        self._seen.clear()
+        self._kept.clear()
+
     # What the driver tells
 
     def note_work(self, work: Kernel | HostWork | BlockingCopy | Begin) -> None:

@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import gc
 import logging
 import re
+import weakref
 
 import pytest
 import torch
@@ -201,6 +203,24 @@ def test_chunks_that_leave_the_device_in_a_step_do_the_same(caplog):
     assert [name for name in found if found[name] != expected[name]] == []
     left = [record for record in caplog.records if "a step ran out of memory" in record.getMessage()]
     assert len(left) == 2, "one with each recording"
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_nothing_of_an_engine_stays(is_told):
+    """A search makes many plans, and Python looks for cycles among all that is left of those before."""
+    training, models = make_training(placement="host"), []
+
+    def make_model():
+        models.append(training.make_model())
+        return models[-1]
+
+    noted_training = dataclasses.replace(training, make_model=make_model)
+    record(noted_training, H100, noted(noted_training) if is_told else None)
+    left = list(map(weakref.ref, models))
+    models.clear()
+    gc.collect()
+    assert len(left) >= 1 + is_told
+    assert [model() for model in left] == [None] * len(left)
 
 
 def repeated(batch, num):
