@@ -89,7 +89,7 @@ class NoteTaker:
         return None if self._is_odd else MicroBatch(tuple(notes))
 
     def let_go(self) -> None:
-        """Lets go of the engine, which could not be collected: what closes its collectives knows the driver, and this."""
+        """Lets go of the engine: what closes its collectives outlives it, and leads by way of the driver to this."""
         self.watches = self._owns = _nothing
         self._live.clear()
         self._seen.clear()
