@@ -152,9 +152,10 @@ class PatrickStarEngine:
         )
 
     def _make_optimizer(self, optimizer: torch.optim.Optimizer, kernel: Kernel, number: int) -> ChunkedOptimizer:
+        made = ChunkedOptimizer(optimizer, kernel, self.manager, self._emit, number, self.follow_model, self.optimizers)
         if kernel.adds_last_gradient:
             self.manager.gradients.adders.add(number)
-        return ChunkedOptimizer(optimizer, kernel, self.manager, self._emit, number, self.follow_model, self.optimizers)
+        return made
 
     def follow_model(self) -> bool:
         """Adapts the engine to changes of the model or the param groups, as every forward and step does anyway.

@@ -13,6 +13,9 @@ from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.optim import adam_kernel, workers
 from hf_patrickstar.units import ALIGNMENT_NUMEL
 
+TILE_NUMEL = 4 * ALIGNMENT_NUMEL
+"""Updates of the tests' chunks, of some 700 elements, are several pieces of work, but few enough for fast tests."""
+
 
 def streams_of(text):
     """What the option ``--streams`` says, as a context; ``None`` in it where it is that of the engine."""
@@ -37,7 +40,7 @@ def simulated_streams(seed=None):
 
 
 @contextlib.contextmanager
-def delayed_streams(seed=None, tile_numel=ALIGNMENT_NUMEL):
+def delayed_streams(seed=None, tile_numel=TILE_NUMEL):
     """Inside, engines of the CPU tier have a thread of the host that works late; gives the drivers of all."""
     drivers = []
 
@@ -73,12 +76,12 @@ def pooled_streams(seed=None):
 
 
 @contextlib.contextmanager
-def _engines_over(make_driver, tile_numel=4 * ALIGNMENT_NUMEL):
+def _engines_over(make_driver, tile_numel=TILE_NUMEL):
     def make(device):
         return DeviceStreams(device, make_driver())
 
     with (
         mock.patch("hf_patrickstar.resources.make_streams", make),
-        mock.patch.object(adam_kernel, "TILE_NUMEL", tile_numel),  # else all chunks are one piece of work
+        mock.patch.object(adam_kernel, "TILE_NUMEL", tile_numel),
     ):
         yield

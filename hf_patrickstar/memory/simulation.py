@@ -480,7 +480,7 @@ class SimulatedDriver:
             known.accesses.append(access)
 
     def _is_covered(self, before: _Access, access: _Access) -> bool:
-        """Whether who comes later need be compared with the later one of two accesses that overlap alone.
+        """Whether later accesses need to be compared only with ``access``, and not with ``before``, which it overlaps.
 
         Work of the host's thread is compared after it was given, with what was touched meanwhile: there an access that
         comes after the work must not hide one that does not.

@@ -19,8 +19,8 @@ _MOST_LENGTH = 1_000_000
 _MOST_LAYERS = 2**12
 _PARTS_OF_LAYERS = 64
 """Of a model with more layers, the answer is right to one part of so many: plans of deep models take minutes."""
-_STATES_NBYTES = 14
-"""Bytes of a parameter with its optimizer states, for a first guess."""
+_STATES_NBYTES, _SUM_NBYTES = 14, 4
+"""Bytes of a parameter with its optimizer states, and of the sum of its gradients over micro-batches, for guesses."""
 
 Progress = Callable[[str], None]
 
@@ -192,9 +192,10 @@ class _Search:
     [Note: few plans]
     Sizes between the largest that fits (``low``) and the smallest that does not (``high``) are open. Bytes are about
     linear in the size, and every plan that fits tells how many there are; so the next size to try is where the line
-    through the two largest plans meets what the machine has: the device for activations, and of layers also both tiers
-    for model data and activations together. Where the guess was on the wrong side, the next one is a
-    step beyond it, then two, then four, and the middle where that is nearer. Of many layers a step is a 64th of them.
+    through the two largest plans meets what the machine has. Activations have to fit the device; model data of more
+    layers and activations together have to fit both tiers, and the smaller of both sizes counts. Where the guess was on
+    the wrong side, the next one is a step beyond it, then two, then four, and the middle where that is nearer. Of many
+    layers a step is a 64th of them.
     """
 
     def __init__(self, goal: Goal, scale: _Scale, given: Circumstances, progress: Progress) -> None:
@@ -238,7 +239,7 @@ class _Search:
         return self._guess()
 
     def _guess(self) -> int:
-        """The largest size that fits if bytes are linear in it; 0 if nothing is known."""
+        """The largest size that fits if bytes are linear in it, the smaller of both limits; 0 if nothing is known."""
         if not self._fitting:
             return 0
         (before, earlier), (size, plan) = self._fitting[-2] if len(self._fitting) > 1 else (0, None), self._fitting[-1]
@@ -247,21 +248,28 @@ class _Search:
         guesses = []
         for (now, there), (then, _) in zip(used, used_before, strict=True):
             slope = (now - then) / (size - before)
-            guesses.append(size + int((there - now) / slope) if slope > 0 else 2 * size)
-        return min(guesses)
+            if slope > 0:
+                guesses.append(size + int((there - now) / slope))
+        return min(guesses, default=2 * size)
 
     def _bytes(self, plan: Plan) -> list[tuple[int, int]]:
-        """Bytes that grow with the size, and how many of them there may be: on the device, and of a model on both."""
+        """Pairs of bytes that grow with the size and of the bytes that there may be.
+
+        They are those of activations on the device and, if layers are searched for, those of model data and activations
+        on both tiers.
+        """
         device, host = plan.tier(Tier.DEVICE), plan.tier(Tier.HOST)
         activations = device.owners["non-model data"]
         assert plan.chunks is not None
         chunks = 2 * plan.chunks.numel
-        on_device = activations, device.budget_nbytes - device.owners.get(BESIDE, 0) - chunks
+        room = device.budget_nbytes - device.owners.get(BESIDE, 0) - chunks
+        on_device = activations, room
         if self._goal is not Goal.MAX_MODEL:
             return [on_device]
-        nbytes = _STATES_NBYTES * plan.num_trainable + 2 * (plan.num_parameters - plan.num_trainable)
+        states_nbytes = _STATES_NBYTES + (_SUM_NBYTES if plan.num_micro_batches > 1 else 0)
+        nbytes = states_nbytes * plan.num_trainable + 2 * (plan.num_parameters - plan.num_trainable)
         together = nbytes // plan.world_size + activations
-        return [on_device, (together, device.budget_nbytes + host.budget_nbytes - chunks)]
+        return [on_device, (together, room + host.budget_nbytes)]
 
 
 _WORDS = {Goal.MAX_BATCH: "batch", Goal.MAX_LENGTH: "length", Goal.MAX_MODEL: "layers", Goal.CHEAPEST: "machine"}

@@ -256,7 +256,10 @@ def _listening(
     """Inside of it an engine is listened to."""
     taker = NoteTaker()
     driver = VirtualDriver(machine, times, taker)
-    with FakeTensorMode(), driver.watching():
+    with contextlib.ExitStack() as stack:
+        stack.callback(taker.let_go)
+        stack.enter_context(FakeTensorMode())
+        stack.enter_context(driver.watching())
         settings = {**_WITH_ROOM, "cpu_embedding": bool(looked_up)}
         engine = training.make_engine(functools.partial(NotedEngine, taker), driver, settings=settings)
         for tensor in engine.manager.tensors:
@@ -267,7 +270,6 @@ def _listening(
             yield _Listener(training, engine, driver, taker)
         finally:
             engine.manager.phases.unwind()  # takes the meter's mode off before the modes around it
-            taker.let_go()
 
 
 class _Listener:

@@ -89,7 +89,11 @@ class NoteTaker:
         return None if self._is_odd else MicroBatch(tuple(notes))
 
     def let_go(self) -> None:
-        """Lets go of the engine: what closes its collectives outlives it, and leads by way of the driver to this."""
+        """Drops references to the engine.
+
+        ``weakref.finalize`` keeps the function that closes the engine's collectives. These refer to the driver, and the
+        driver to this object: the engine could not be collected.
+        """
         self.watches = self._owns = _nothing
         self._live.clear()
         self._seen.clear()
