@@ -376,6 +376,7 @@ class AdamKernel(Kernel):
         would have to be written to memory, 4 bytes beside the 30 that the update moves for each parameter.
         """
         gradients, in_place, used = [], [], 0
+        narrow, widened, earlier, later = ([] for _ in range(4))
         scales_apart = coefficient is not None and not keeps and segments[0].chunk.home is Tier.HOST
         for segment in segments:
             chunk, is_listed = segment.chunk, segment.place is GradientPlace.LIST
@@ -387,11 +388,18 @@ class AdamKernel(Kernel):
                 if is_listed and coefficient is not None:
                     gradients.append(torch.mul(gradient, coefficient, out=wide))
                     continue
-                gradient = wide.copy_(gradient)
+                narrow.append(gradient)
+                widened.append(wide)
+                gradient = wide
                 if segment.place is GradientPlace.BOTH:
-                    gradient.add_(segment.of(GRADIENT))
+                    earlier.append(segment.of(GRADIENT))
+                    later.append(wide)
             gradients.append(gradient)
             in_place.append(gradient)
+        if widened:
+            torch._foreach_copy_(widened, narrow)
+        if later:
+            torch._foreach_add_(later, earlier)
         if coefficient is not None and in_place:
             torch._foreach_mul_(in_place, coefficient)
         return gradients
