@@ -20,6 +20,7 @@ import time
 import common
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.optimization import Adafactor
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.machine import MACHINES, find_machine
@@ -43,6 +44,11 @@ MODELS = {
     },
 }
 """Sizes of the models; ``8b-head`` has an embedding and a head of 1 GiB each, as Llama 3 has."""
+OPTIMIZERS = {
+    "adamw": make_adamw,
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adafactor": lambda parameters: Adafactor(parameters, lr=1e-3, relative_step=False, scale_parameter=False),
+}
 USUAL = ("1.5b", "8b", "14b")
 RECORDED_ON = 1024 * GIB
 """The device budget of the recorded step: activations have room, however many tokens there are."""
@@ -50,7 +56,7 @@ CHUNKS_RECORDED_ON = 16 * GIB
 """Bytes of chunks on the devices of all processes: less than any of these models needs with its optimizer states."""
 
 
-def record(name, num_tokens, num_micro_batches, num_processes, machine=None, **settings):
+def record(name, num_tokens, num_micro_batches, num_processes, machine=None, optimizer="adamw", **settings):
     """Records a step of a model with so many tokens in each micro-batch of each process.
 
     With a machine it is recorded there, and by default chunks live where that machine has room.
@@ -69,6 +75,7 @@ def record(name, num_tokens, num_micro_batches, num_processes, machine=None, **s
         config=config,
         max_norm=None if config.get("overlap_optimizer") == "backward" else 1.0,
         num_micro_batches=num_micro_batches,
+        make_optimizer=OPTIMIZERS[optimizer],
         world_size=num_processes,
         notes=functools.partial(listened, name, num_tokens, num_micro_batches),
     )
@@ -242,6 +249,10 @@ def main():
         default="beside",
         help="of chunks: beside the next forward, or earlier",
     )
+    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="bounds are those of adamw")
+    parser.add_argument(
+        "--no-overlap", dest="overlap_optimizer", action="store_false", help="update chunks before step() returns"
+    )
     parser.add_argument("--chunk_budget", help="bytes of chunks on the device at most, for --placement auto")
     parser.add_argument("--processes", type=int, help="processes; by default one on every device of the machine")
     parser.add_argument("--machines", nargs="+", default=list(MACHINES), help="known names, or JSON files")
@@ -275,12 +286,14 @@ def main():
     ):
         begin = time.time()
         is_shared = options.placement == "host" and not is_early
-        recording = record(name, num_tokens, num, num_processes) if is_shared else None
+        settings = {"optimizer": options.optimizer}
+        settings |= {} if options.overlap_optimizer else {"overlap_optimizer": False}
+        recording = record(name, num_tokens, num, num_processes, **settings) if is_shared else None
         recorded = time.time() - begin
         for machine in by_processes[num_processes]:
             if not is_shared:
-                settings = {"placement": options.placement, "chunk_budget": options.chunk_budget}
-                settings["overlap_optimizer"] = "backward" if is_early else None
+                settings |= {"placement": options.placement, "chunk_budget": options.chunk_budget}
+                settings |= {"overlap_optimizer": "backward"} if is_early else {}
                 recording = record(name, num_tokens, num, num_processes, machine, **settings)
                 rows.append(row_of(recording, machine, name, num_tokens, recording.timeline))
             else:

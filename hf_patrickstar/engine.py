@@ -147,9 +147,9 @@ class PatrickStarEngine:
 
     def _make_kernel(self, optimizer: torch.optim.Optimizer) -> Kernel:
         prefer_fused, resources = self.device.type != "cpu", self.resources
-        return make_kernel(
-            optimizer, resources.pool, prefer_fused, self._threads, self._workers, has_lanes=resources.has_lanes
-        )
+        overlaps = bool(self.config.overlap_optimizer) and resources.has_streams
+        threads = self._threads, self._workers
+        return make_kernel(optimizer, resources.pool, prefer_fused, *threads, resources.has_lanes, overlaps)
 
     def _make_optimizer(self, optimizer: torch.optim.Optimizer, kernel: Kernel, number: int) -> ChunkedOptimizer:
         made = ChunkedOptimizer(optimizer, kernel, self.manager, self._emit, number, self.follow_model, self.optimizers)

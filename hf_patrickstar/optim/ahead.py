@@ -9,7 +9,7 @@ relies on the promise only
 
 - in steps that follow a plan, whose predecessor neither clipped nor scaled gradients, nor read one, nor used a
   parameter or its state between its last gradients and ``step()``, other than in modules that compute;
-- in the last micro-batch of a step, for Adam and AdamW, for chunks at home on the host;
+- in the last micro-batch of a step, for optimizers that update parameters one by one, for chunks at home on the host;
 - for a chunk that the plan does not visit again in this step, and of which the program has no tensor (``p.data``, a
   view) that it could read or write meanwhile.
 
@@ -115,7 +115,7 @@ class UpdatesAhead:
             return f"the model has {len(self._optimizers)} optimizers"
         optimizer, gradients = self._optimizers[0], self._manager.gradients
         if not optimizer.kernel.runs_beside:
-            return f"{optimizer.class_name} is not Adam or AdamW of torch"
+            return f"{optimizer.class_name} may look at all parameters together"
         if gradients.must_keep:
             return "gradients are kept after step(): call optimizer.zero_grad() after it, and read none"
         if not optimizer.was_left_alone:

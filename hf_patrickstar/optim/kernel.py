@@ -43,6 +43,9 @@ class Kernel(abc.ABC):
     runs_beside: bool
     """Whether an update may run in another thread while the program goes on: it has read everything before."""
 
+    makes_states: bool = False
+    """Whether the first update of a parameter makes its state: it does not run beside the program."""
+
     adds_last_gradient: bool = False
     """Whether an update of a chunk at home on the host adds the last gradient to the sum of those before."""
 

@@ -24,6 +24,7 @@ def make_kernel(
     threads: HostThreads | None = None,
     workers: HostWorkers | None = None,
     has_lanes: bool = False,
+    overlaps: bool = False,
 ) -> "AdamKernel | TorchKernel":
     """The kernel for a user's optimizer.
 
@@ -34,7 +35,8 @@ def make_kernel(
         threads: The threads that torch computes updates on the host with; by default those that it has.
         workers: The threads that compute the updates of Adam on the host; by default as many as torch has.
         has_lanes: Whether a device computes beside the host.
+        overlaps: Whether updates on the host may go on while the program does.
     """
     if is_plain_adam(optimizer):
         return AdamKernel(optimizer, pool, prefer_fused, workers, has_lanes)
-    return TorchKernel(optimizer, pool, not is_one_by_one(optimizer), threads)
+    return TorchKernel(optimizer, pool, not is_one_by_one(optimizer), threads, overlaps)

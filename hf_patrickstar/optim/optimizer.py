@@ -13,6 +13,7 @@ from hf_patrickstar.interrupts import held_back
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.clipping import clip_by_norm, clip_by_value, total_norm
 from hf_patrickstar.optim.kernel import Kernel, in_batches, place_state
+from hf_patrickstar.optim.live_states import peek
 from hf_patrickstar.optim.state import (
     HOOK_NAMES,
     GroupsBefore,
@@ -463,7 +464,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
             tensor = self._manager.find(parameter)
             state = states.get(tensor.spec.index) if tensor is not None and self._updates(tensor) else None
-            state = state or self.inner.state.get(parameter)
+            state = state or peek(self.inner, parameter)
             if state:
                 yield parameter, state
 
@@ -543,16 +544,14 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         if tensor is None:
             self.follow_groups()
         for item in self._tensors if tensor is None else [tensor]:
-            state = self.inner.state.get(item.parameter)
-            if not state or not self._updates(item) or not item.is_owned:
-                continue
-            if has_shapes(item, state):
+            state = peek(self.inner, item.parameter)
+            if state and self._updates(item) and item.is_owned and has_shapes(item, state):
                 self.inner.state.pop(item.parameter)
                 self.kernel.load_tensor_state(item, state)
 
     def _begin_anew(self, tensor: ManagedTensor) -> None:
         """Drops a state that does not have the parameter's shape any more, if this step updates the parameter."""
-        state = self.inner.state.get(tensor.parameter)
+        state = peek(self.inner, tensor.parameter)
         if state and self._manager.gradients.has(tensor) and not has_shapes(tensor, state):
             logger.warning(
                 "patrickstar: parameter '%s' has another shape than its optimizer state, which begins anew",

@@ -52,13 +52,19 @@ class HostThreads:
         self._is_asked = is_asked
 
     @contextlib.contextmanager
-    def inside(self) -> Iterator[None]:
-        """Lets torch compute with these threads in a block, if the user named their number."""
+    def inside(self, usual: int | None = None) -> Iterator[None]:
+        """Lets torch compute with these threads in a block, if the user named their number.
+
+        Args:
+            usual: The threads that torch has otherwise, where the block runs in another thread than the program; by
+                default those that it has now.
+        """
         before = torch.get_num_threads()
-        if self.num in (None, before) or not self._is_asked:
+        num = self.num if self._is_asked else usual
+        if num in (None, before):
             yield
             return
-        torch.set_num_threads(self.num)
+        torch.set_num_threads(num)
         try:
             yield
         finally:

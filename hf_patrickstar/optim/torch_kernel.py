@@ -1,7 +1,10 @@
 """The kernel for any torch optimizer, which runs on the fp32 masters of chunks."""
 
+import collections
 import contextlib
+import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,9 +13,10 @@ import torch
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.optim.kernel import Kernel, place_state, raw_step
+from hf_patrickstar.optim.kernel import Kernel, place_state, raw_step, settings_of
+from hf_patrickstar.optim.live_states import LiveStates, make_live, peek, put
 from hf_patrickstar.optim.threads import HostThreads
-from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, ManagedTensor
+from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, ManagedTensor, round_masters
 from hf_patrickstar.runtime.gradient_place import AT_HOME, GradientPlace
 from hf_patrickstar.runtime.update import Update
 
@@ -20,26 +24,56 @@ OWN_STATE = "optimizer_state"
 """The ledger's owner of state that optimizers allocate themselves."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Work:
+    """What an update does to one parameter.
+
+    Attributes:
+        tensor: The parameter.
+        payloads: The payloads of its chunk at home.
+        group: The number of its param group.
+        is_listed: Whether its gradient is in the accumulation list.
+        state: What the optimizer keeps of it; ``None`` if that is still to be made.
+    """
+
+    tensor: ManagedTensor
+    payloads: Mapping[str, torch.Tensor]
+    group: int
+    is_listed: bool
+    state: dict[str, Any] | None
+
+    def of(self, name: str) -> torch.Tensor:
+        """Its place in one of the lists."""
+        return self.tensor.view(self.payloads[name])
+
+
+def _round(works: Sequence[_Work]) -> None:
+    """Writes values from their masters."""
+    round_masters([work.of(MASTER) for work in works], [work.of("param") for work in works])
+
+
 class TorchKernel(Kernel):
     """This kernel runs the ``step`` of any ``torch.optim.Optimizer`` on fp32 masters.
 
-    An optimizer that treats parameters one by one runs once per chunk. Every chunk sees the values that the optimizer
-    keeps in a group (a counter, say) as they were before the step, so they advance once per step. Any other optimizer
-    runs once on all masters, with all gradients, which takes 4 more bytes per parameter in 16-bit.
+    An optimizer that treats parameters one by one runs once per chunk, if need be beside the program, in the thread of
+    the host: see ``_update_chunk``. Any other optimizer runs once on all masters, with all gradients, which takes 4
+    more bytes per parameter in 16-bit.
 
-    Between steps the optimizer's states are under the model's own parameters, as in torch.
+    Between steps the optimizer's states are under the model's own parameters, as in torch. Whoever reads them waits for
+    an update that is under way (``optim/live_states.py``).
 
     Args:
         optimizer: See ``Kernel``.
         pool: See ``Kernel``. Its ledger also books the optimizer's own state.
         updates_at_once: Whether the optimizer must see all parameters together.
         threads: The threads that torch computes an update with; by default those that it has.
+        overlaps: Whether updates on the host may go on while the program does, if nobody sees it.
     """
 
     list_names = (MASTER,)
     follows_homes = False  # the optimizer keeps tensors of its own where the masters were
     batch_numel = 0  # one by one: an optimizer's step launches what it launches for each parameter anyway
-    runs_beside = False  # it is the user's optimizer, which everybody may look into and change
+    makes_states = True
     splits_tensors = False  # it may look at rows and columns, or at norms
 
     def __init__(
@@ -48,12 +82,19 @@ class TorchKernel(Kernel):
         pool: PayloadPool,
         updates_at_once: bool,
         threads: HostThreads | None = None,
+        overlaps: bool = False,
     ) -> None:
         super().__init__(optimizer, pool)
         self._threads = threads or HostThreads()
         self.updates_at_once = updates_at_once
+        # What sees all parameters together may look at the model, too.
+        self.runs_beside = overlaps and not updates_at_once and make_live(optimizer, self._before_use)
         self._masters: dict[int, torch.nn.Parameter] = {}
-        self._before: list[dict[str, Any]] = []
+        self._updated: dict[int, ManagedTensor] = {}  # by the identity of their parameters
+        self._looked_into: set[int] = set()  # parameters whose state somebody has got
+        self._changed: list[dict[str, Any]] = []  # what an optimizer keeps in its groups (a counter, say), by group
+        self._writes_to_groups = False
+        self._unbooked: collections.deque[ManagedTensor] = collections.deque()
         self._booked: dict[int, int] = {}
         self._over_budget: dict[Tier, int] = {}
 
@@ -65,11 +106,15 @@ class TorchKernel(Kernel):
     def lent(self, tensors: Sequence[ManagedTensor]) -> Iterator[list[ManagedTensor]]:
         """See ``Kernel``."""
         changed: list[ManagedTensor] = []
+        for tensor in tensors:
+            self._before_use(tensor.parameter)
         versions = [self._master(tensor)._version for tensor in tensors]
         with self._swapped(tensors):
             yield changed
         pairs = zip(tensors, versions, strict=True)
         changed += [tensor for tensor, version in pairs if self._master(tensor)._version != version]
+        if not self.updates_at_once:
+            self._masters.clear()  # they would look into the lists of chunks
 
     @contextlib.contextmanager
     def _swapped(self, tensors: Sequence[ManagedTensor], *, is_back: bool = False) -> Iterator[None]:
@@ -103,7 +148,7 @@ class TorchKernel(Kernel):
             factor = present(is_all)
             for tensor in tensors:
                 master = self._master(tensor)
-                master.grad = self._gradient(tensor) if tensor.gradient in AT_HOME else None
+                master.grad = _gradient_at_home(tensor)
                 if master.grad is not None and factor is not None:
                     master.grad.mul_(factor.to(master.grad.device))
 
@@ -126,11 +171,16 @@ class TorchKernel(Kernel):
                     self._master(tensor).grad = None
 
     def begin_step(self) -> None:
-        """See ``Kernel``. Remembers the values of the groups before the step."""
-        self._before = [_without_params(group) for group in self._optimizer.param_groups]
+        """See ``Kernel``."""
+        self._changed = []
 
     def end_step(self) -> None:
         """See ``Kernel``. Raises the budget errors of ``_book_state`` now that no chunk is half updated."""
+        while self._unbooked:
+            self._book_state(self._unbooked.popleft())
+        for group, changed in zip(self._optimizer.param_groups, self._changed, strict=False):
+            group.update(changed)  # not earlier: every chunk sees what was there before the step
+        self._changed = []
         missing, self._over_budget = self._over_budget, {}
         ledger = self._pool.ledger
         for tier, nbytes in sorted(missing.items(), key=lambda item: item[0] is Tier.DEVICE):
@@ -150,54 +200,130 @@ class TorchKernel(Kernel):
         keeps: bool = True,
     ) -> Update:
         """See ``Kernel``."""
-        return Update(functools.partial(self._update_chunks, chunks, groups, coefficient))
+        if self.updates_at_once:
+            return Update(functools.partial(self._finish_chunks, chunks, groups))
+        settings = [settings_of(group) for group in self._optimizer.param_groups]
+        by_chunk: dict[int, list[_Work]] = {}
+        for chunk in chunks:
+            works = self._works_on(chunk, groups)
+            if works:
+                by_chunk[chunk.spec.index] = works
+        coefficient = None if coefficient is None else coefficient.clone()
+        program = threading.get_ident(), torch.get_num_threads()
+        run = functools.partial(self._update_chunks, by_chunk, settings, coefficient, program)
+        return Update(run, restore=functools.partial(_round, [work for works in by_chunk.values() for work in works]))
 
+    def may_run_beside(self, chunks: Sequence[Chunk]) -> bool:
+        """See ``Kernel``.
+
+        The first update of a parameter makes its state, for which there may be no room. Where a state was given to
+        somebody, or the optimizer writes to its groups, the step waits, too.
+        """
+        updated = [tensor for chunk in chunks for tensor in chunk.owned if tensor.gradient in AT_HOME]
+        is_known = all(t.spec.index in self._booked and t.spec.index not in self._looked_into for t in updated)
+        is_live = type(self._optimizer.state) is LiveStates  # it may have been replaced
+        return is_known and is_live and not self._writes_to_groups and super().may_run_beside(chunks)
+
+    def _before_use(self, parameter: Any) -> None:
+        """Somebody gets the state of a parameter, and may keep it: it is never changed beside the program again."""
+        tensor = self._updated.get(id(parameter))
+        if tensor is not None and tensor.parameter is parameter:
+            self.on_use(tensor)
+            tensor.chunk.wait_for_update()
+            self._looked_into.add(tensor.spec.index)
+
+    def _works_on(self, chunk: Chunk, groups: Mapping[int, int]) -> list[_Work]:
+        works, payloads = [], chunk.payloads
+        for tensor in chunk.owned:
+            if tensor.spec.index in groups and tensor.gradient in AT_HOME:
+                self._updated[id(tensor.parameter)] = tensor
+                state = peek(self._optimizer, tensor.parameter)
+                is_listed = tensor.gradient is GradientPlace.LIST
+                works.append(_Work(tensor, payloads, groups[tensor.spec.index], is_listed, state))
+        return works
+
+    @torch.no_grad()
     def _update_chunks(
-        self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None
+        self,
+        by_chunk: Mapping[int, Sequence[_Work]],
+        settings: Sequence[Mapping[str, Any]],
+        coefficient: torch.Tensor | None,
+        program: tuple[int, int],
     ) -> None:
-        with self._threads.inside():
-            for chunk in chunks:
-                self._update_chunk(chunk, groups, coefficient)
+        """Updates chunks.
 
-    def _update_chunk(self, chunk: Chunk, groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
-        work = [t for t in chunk.owned if t.spec.index in groups and t.gradient in AT_HOME]
-        if work and not self.updates_at_once:
-            self._step_on(work, groups, coefficient)
-        for tensor in [t for t in chunk.owned if t.spec.index in groups] if self.updates_at_once else work:
-            if not (self.updates_at_once and tensor.gradient is GradientPlace.PARAM and tensor not in work):
-                tensor.round_master()
+        Args:
+            by_chunk: What is to be done, by chunk.
+            settings: Those of the param groups when the step began.
+            coefficient: See ``prepare``.
+            program: The program's thread, and how many threads torch computes with there.
+        """
+        thread, num_threads = program
+        with self._threads.inside(num_threads):
+            for index, works in by_chunk.items():
+                try:
+                    self._update_chunk(works, settings, coefficient)
+                except Exception as error:
+                    first, last = works[0].tensor.spec.name, works[-1].tensor.spec.name
+                    names = f"'{first}'" + (f" to '{last}'" if last != first else "")
+                    error.add_note(f"while the optimizer updated {names} (chunk {index})")
+                    raise
+                for work in works:
+                    if thread == threading.get_ident():
+                        self._book_state(work.tensor)
+                    else:
+                        self._unbooked.append(work.tensor)  # the program books, and learns what has no room
+
+    def _update_chunk(
+        self, works: Sequence[_Work], settings: Sequence[Mapping[str, Any]], coefficient: torch.Tensor | None
+    ) -> None:
+        """Runs the step of the user's optimizer on the masters of some parameters of a chunk.
+
+        It is the step of another object with the same attributes, and with groups and states of its own: everybody may
+        look into those of the user's optimizer, and change them, while this runs in another thread.
+        """
+        groups: list[dict[str, Any]] = [{**group, "params": []} for group in settings]
+        states: dict[Any, Any] = collections.defaultdict(dict)
+        masters = [torch.nn.Parameter(work.of(MASTER)) for work in works]
+        for work, master in zip(works, masters, strict=True):
+            gradient = self._gradient_of(work)
+            master.grad = gradient if coefficient is None else gradient.mul_(coefficient)
+            groups[work.group]["params"].append(master)
+            if work.state is not None:
+                states[master] = work.state
+        twin = object.__new__(type(self._optimizer))
+        twin.__dict__.update(self._optimizer.__dict__, param_groups=groups, state=states)
+        raw_step(twin)()
+        _round(works)
+        pairs = zip(groups, settings, strict=True)
+        changed = [{k: v for k, v in group.items() if k != "params" and v is not old.get(k)} for group, old in pairs]
+        if any(changed):
+            self._changed, self._writes_to_groups = changed, True
+        for work, master in zip(works, masters, strict=True):
+            if work.state is None and master in states:
+                put(self._optimizer, work.tensor.parameter, states[master])
+
+    def _gradient_of(self, work: _Work) -> torch.Tensor:
+        if work.is_listed:
+            return work.of(GRADIENT)
+        gradient, chunk = work.of("param"), work.tensor.chunk
+        return work.tensor.view(self._scratch[chunk.home]).copy_(gradient) if chunk.is_mixed else gradient
+
+    def _finish_chunks(self, chunks: Sequence[Chunk], groups: Mapping[int, int]) -> None:
+        """Rounds the masters that ``update_at_once`` has changed."""
+        for tensor in (tensor for chunk in chunks for tensor in chunk.owned if tensor.spec.index in groups):
+            tensor.round_master()
             self._book_state(tensor)
-
-    def _step_on(
-        self, work: Sequence[ManagedTensor], groups: Mapping[int, int], coefficient: torch.Tensor | None
-    ) -> None:
-        """Runs the optimizer's step on the masters of some parameters."""
-        param_groups = self._optimizer.param_groups
-        with self._swapped(work):
-            own_params = [group["params"] for group in param_groups]
-            masters: list[list[torch.nn.Parameter]] = [[] for _ in param_groups]
-            try:
-                for tensor in work:
-                    master = self._master(tensor)
-                    gradient = self._gradient(tensor)
-                    master.grad = gradient if coefficient is None else gradient.mul_(coefficient)
-                    masters[groups[tensor.spec.index]].append(master)
-                for group, params, before in zip(param_groups, masters, self._before, strict=True):
-                    group.clear()
-                    group.update(before, params=params)
-                raw_step(self._optimizer)()
-            finally:
-                for group, params in zip(param_groups, own_params, strict=True):
-                    group["params"] = params
-                for tensor in work:
-                    self._master(tensor).grad = None
 
     def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
         """See ``Kernel``."""
-        return dict(self._optimizer.state.get(tensor.parameter, {}))
+        self.on_use(tensor)
+        tensor.chunk.wait_for_update()
+        return dict(peek(self._optimizer, tensor.parameter) or {})
 
     def load_own_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
         """See ``Kernel``."""
+        self.on_use(tensor)
         if state:
             device = tensor.chunk.lists[MASTER].device
             group = self._optimizer.param_groups[0]
@@ -207,6 +333,7 @@ class TorchKernel(Kernel):
         else:
             self._optimizer.state.pop(tensor.parameter, None)
             self._masters.pop(tensor.spec.index, None)
+        self._looked_into.discard(tensor.spec.index)
         self._book_state(tensor)
 
     def _master(self, tensor: ManagedTensor) -> torch.nn.Parameter:
@@ -216,17 +343,9 @@ class TorchKernel(Kernel):
             self._masters[index] = torch.nn.Parameter(tensor.view(tensor.chunk.lists[MASTER]).data)
         return self._masters[index]
 
-    def _gradient(self, tensor: ManagedTensor) -> torch.Tensor:
-        chunk = tensor.chunk
-        if tensor.gradient is GradientPlace.LIST:
-            return tensor.view(chunk.lists[GRADIENT])
-        if not chunk.is_mixed:
-            return tensor.view(chunk.param)
-        return tensor.view(self._scratch[chunk.home]).copy_(tensor.view(chunk.param))
-
     def _book_state(self, tensor: ManagedTensor) -> None:
         """Books the state that the optimizer has allocated for a parameter; its size is not known before."""
-        state = self._optimizer.state.get(tensor.parameter, {})
+        state = peek(self._optimizer, tensor.parameter) or {}
         nbytes = sum(v.numel() * v.dtype.itemsize for v in state.values() if isinstance(v, torch.Tensor))
         difference = nbytes - self._booked.get(tensor.spec.index, 0)
         if difference > 0:
@@ -241,5 +360,9 @@ class TorchKernel(Kernel):
             self._pool.ledger.unbook(tensor.chunk.home, OWN_STATE, -difference)
 
 
-def _without_params(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
+def _gradient_at_home(tensor: ManagedTensor) -> torch.Tensor | None:
+    """The gradient of a parameter that is in a list of its own, or in fp32 over the value."""
+    if tensor.gradient not in AT_HOME:
+        return None
+    chunk = tensor.chunk
+    return tensor.view(chunk.lists[GRADIENT] if tensor.gradient is GradientPlace.LIST else chunk.param)

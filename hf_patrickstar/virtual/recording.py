@@ -228,9 +228,10 @@ def _num_to_pass(engine: PatrickStarEngine) -> int:
     """Steps by plans before the one that counts.
 
     If chunks are updated in backward, its update is the rest of those, and it begins with chunks that the one before
-    has carried over.
+    has carried over. The first update of an optimizer that makes its own states runs beside nothing.
     """
-    return 2 if engine.config.overlap_optimizer == "backward" else 0
+    is_first_other = any(optimizer.kernel.makes_states for optimizer in engine.optimizers)
+    return 2 if engine.config.overlap_optimizer == "backward" else int(is_first_other)
 
 
 def _refusal(engine: PatrickStarEngine, steps: Sequence[Step | None], *, is_repeated: bool) -> Exception:

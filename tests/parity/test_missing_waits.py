@@ -442,7 +442,24 @@ def saving(folder):
 
 
 def torch_kernel(folder):
+    """Somebody reads what the optimizer keeps, right after a step, in a copy and where it is."""
     run = Run(optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    run.train(3)
+    run.keep(*(state["momentum_buffer"] for state in run.optimizer.state_dict()["state"].values()))
+    run.train(2)
+    run.keep(run.optimizer.inner.state[run.parameters[-1]]["momentum_buffer"])
+    run.train()
+    return run.end()
+
+
+def states_that_come_later(folder):
+    """The optimizer makes states while the next forward runs; what is loaded right after the step stays."""
+    run = Run(optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    run.train(3)
+    run.optimizer.param_groups[0]["momentum"] = 0.9
+    empty = {**run.optimizer.state_dict(), "state": {}}
+    run.train(1)
+    run.optimizer.load_state_dict(empty)
     run.train()
     return run.end()
 
@@ -649,6 +666,7 @@ RUNS = {
     "writing in place": writing_in_place,
     "writing while computing": writing_while_computing,
     "torch kernel": torch_kernel,
+    "states that come later": states_that_come_later,
     "all at once": all_at_once,
     "changes of the model": changes_of_the_model,
     "little in flight": little_in_flight,
@@ -678,7 +696,7 @@ WATCHED = (
     ("memory/streams.py", "DeviceStreams", "StreamTicket"),
     *((f"runtime/{name}.py",) for name in ("chunk", "copies", "cpu_embeddings", "executor", "gradients", "manager")),
     *((f"runtime/{name}.py",) for name in ("phases", "reclaim", "values")),
-    *((f"optim/{name}.py",) for name in ("clipping", "kernel", "optimizer", "state")),
+    *((f"optim/{name}.py",) for name in ("clipping", "kernel", "optimizer", "state", "torch_kernel")),
 )
 """Modules that order copies and kernels of one process, some with the classes that do."""
 

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import gc
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -20,12 +21,14 @@ from delayed import DelayedDriver
 from models import make_batch, make_model
 from simulated import streams_of
 from trainers import smallest_budget
+from transformers.optimization import Adafactor
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import DeviceMemoryError, EngineError
 from hf_patrickstar.memory.threads import HostTicket
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.adam_kernel import AdamKernel
+from hf_patrickstar.optim.torch_kernel import TorchKernel
 
 pytestmark = pytest.mark.own_streams
 
@@ -241,13 +244,86 @@ def momentum(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+def adafactor(parameters):
+    """Looks at norms of whole tensors, and keeps rows and columns."""
+    return Adafactor(parameters, lr=1e-2, relative_step=False, scale_parameter=True, beta1=0.9)
+
+
+OTHERS = {
+    "descent": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": momentum,
+    "adafactor": adafactor,
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2),
+}
+"""Optimizers that update parameters one by one, by a kernel of their own."""
+
+
+def halves(parameters):
+    """Some parameters of a chunk are in a group of their own."""
+    parameters = list(parameters)
+    settings = [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.01, "weight_decay": 0.1}]
+    return torch.optim.SGD(settings, lr=0.1, momentum=0.9)
+
+
+def own_states(run):
+    """What is kept of a parameter is read from the user's own optimizer."""
+    inner = run.optimizer.inner
+    for seed in range(4):
+        run.step(seed)
+        run.keep(*(value for p in list(run.model.parameters())[seed::3] for value in inner.state[p].values()))
+    run.keep_state({"state": {id(p): state for p, state in inner.state.items()}})
+
+
+def momentum_later(run):
+    """The optimizer begins to keep something of each parameter when it has had none for some steps."""
+    for seed in range(5):
+        run.step(seed)
+        if seed == 2:
+            run.optimizer.param_groups[0]["momentum"] = 0.9
+    run.keep_state(run.optimizer.state_dict())
+
+
+def replaced_states(run):
+    for seed in range(3):
+        run.step(seed)
+        state = run.optimizer.state_dict()
+        run.step(9)
+        run.optimizer.load_state_dict(state)
+
+
+OTHER_CASES = {
+    **{name: (plain, {"make_optimizer": make_optimizer}) for name, make_optimizer in OTHERS.items()},
+    **{
+        f"{name} in 16-bit": (plain, {"make_optimizer": OTHERS[name], "dtype": "bf16"})
+        for name in ("momentum", "adafactor")
+    },
+    **{
+        f"momentum, {case.__name__.replace('_', ' ')}": (case, {"make_optimizer": momentum})
+        for case in (
+            *(states, states_of_before, own_states, replaced_states, schedule, consumed_gradients, unused_gradients),
+            *(writes, a_second_attempt, detaching, changes_of_the_model),
+        )
+    },
+    "momentum, accumulation": (
+        losses_of_micro_batches,
+        {"make_optimizer": momentum, "accumulation": 2, "dtype": "bf16"},
+    ),
+    "momentum that comes later": (momentum_later, {"make_optimizer": OTHERS["descent"]}),
+    "momentum, groups": (schedule, {"make_optimizer": halves}),
+}
+"""Cases with these optimizers."""
+
 CASES = {
     "plain": (plain, {}),
     "16-bit": (plain, {"dtype": "bf16"}),
     "on demand": (plain, {"prefetch_depth": 0}),
     "far ahead": (plain, {"prefetch_depth": 8}),
     "single tensors": (plain, {"make_optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False)}),
-    "another optimizer": (states, {"make_optimizer": momentum}),
+    **OTHER_CASES,
     "groups": (schedule, {"make_optimizer": groups}),
     "a rate that is a tensor": (fill_rate, {"make_optimizer": tensor_rate}),
     "accumulation": (losses_of_micro_batches, {"accumulation": 2}),
@@ -308,6 +384,115 @@ def gate(monkeypatch):
     monkeypatch.setattr(AdamKernel, "_update_all", update_later)
     yield opened
     opened.set()
+
+
+@pytest.fixture
+def other_gate(monkeypatch):
+    """Updates of other optimizers than Adam wait until it is set."""
+    opened = threading.Event()
+    update = TorchKernel._update_chunks
+
+    def update_later(*args):
+        opened.wait()
+        update(*args)
+
+    monkeypatch.setattr(TorchKernel, "_update_chunks", update_later)
+    opened.set()
+    yield opened
+    opened.set()
+
+
+@pytest.mark.parametrize("make_optimizer", OTHERS.values(), ids=OTHERS)
+def test_a_step_of_another_optimizer_returns_before_chunks_are_updated(late, other_gate, make_optimizer):
+    run = Run(make_optimizer)
+    run.step(0)  # which makes states, and waits
+    run.step(1)
+    run.model.state_dict()
+    other_gate.clear()
+    run.backward(2)
+    run.optimizer.step()
+    assert run.num_under_way == len(run.engine.manager.chunks) > 3
+    other_gate.set()
+    run.end()
+
+
+def test_who_looks_into_the_state_of_another_optimizer_waits_and_is_waited_for(late, other_gate):
+    """The step waits for the chunk of that parameter alone, for good: the tensor may still be in somebody's hands."""
+    run = Run(momentum)
+    first = next(run.model.parameters())
+    raw, chunk = run.optimizer.inner, run.engine.manager.find(first).chunk
+    run.step(0)
+    run.step(1)
+    run.model.state_dict()
+    other_gate.clear()
+    run.backward(2)
+    run.optimizer.step()
+    before = dict.__getitem__(raw.state, first)["momentum_buffer"].clone()
+    threading.Timer(0.05, other_gate.set).start()
+    held = raw.state[first]["momentum_buffer"]
+    assert not torch.equal(held, before), "it was updated first"
+    run.optimizer.zero_grad()
+    run.model.state_dict()
+    other_gate.clear()
+    threading.Timer(0.05, other_gate.set).start()
+    run.backward(3)
+    run.optimizer.step()
+    assert chunk.update is None or chunk.update.is_done
+    assert raw.state[first]["momentum_buffer"] is held
+    run.end()
+
+
+def test_to_go_through_parameters_that_have_a_state_waits_for_nothing(late, other_gate):
+    run = Run(momentum)
+    run.step(0)
+    run.step(1)
+    run.model.state_dict()
+    other_gate.clear()
+    run.backward(2)
+    run.optimizer.step()
+    states = run.optimizer.inner.state
+    assert set(states) == set(states.keys()) == set(run.model.parameters())
+    assert (len(states), next(run.model.parameters()) in states) == (len(list(run.model.parameters())), True)
+    assert run.num_under_way == len(run.engine.manager.chunks)
+    other_gate.set()
+    run.end()
+
+
+def test_where_somebody_holds_the_states_themselves_the_step_waits(late):
+    made = []
+
+    def make_optimizer(parameters):
+        made.append(momentum(parameters))
+        made.append(made[0].state)
+        return made[0]
+
+    run = Run(make_optimizer)
+    for seed in range(3):
+        run.backward(seed)
+        run.optimizer.step()
+        assert run.num_under_way == 0
+        run.optimizer.zero_grad()
+    assert made[0].state is made[1]
+
+
+def test_an_error_of_another_optimizer_names_the_chunk_and_leaves_the_masters(late, monkeypatch):
+    run = Run(momentum, dtype="bf16")
+    for seed in range(2):
+        run.step(seed)
+    before = [value.clone() for value in run.model.state_dict().values()]
+
+    def fail(*_):
+        raise ArithmeticError("too large")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.optim.SGD.step, "__wrapped__", fail)
+        run.backward(2)
+        run.optimizer.step()
+        with pytest.raises(ArithmeticError) as caught:
+            run.model.state_dict()
+    assert re.fullmatch(r"while the optimizer updated '.+' \(chunk \d+\)", caught.value.__notes__[0])
+    run.optimizer.zero_grad()
+    assert_same(before, list(run.model.state_dict().values()))
 
 
 def test_a_step_returns_before_chunks_are_updated(late, gate):

@@ -8,14 +8,14 @@ import threading
 import pytest
 import torch
 from simulated import streams_of
-from test_overlapped_updates import CASES, Run, assert_same, outcome, run_program
+from test_overlapped_updates import CASES, OTHER_CASES, Run, assert_same, outcome, run_program
 
 from hf_patrickstar.optim.adam_kernel import AdamKernel
 
 pytestmark = pytest.mark.own_streams
 
 WORKERS = "hf_patrickstar-update"
-ELSEWHERE = ("another optimizer", "margin")
+ELSEWHERE = (*OTHER_CASES, "margin")
 """Cases that workers compute nothing for: another kernel does, or the thread of the caller, for a device."""
 
 

@@ -11,7 +11,19 @@ import pytest
 import torch
 from models import make_batch, make_model
 from simulated import streams_of
-from test_overlapped_updates import CASES, STREAMS, Run, assert_same, groups, outcome, tensor_rate, tight_budget
+from test_overlapped_updates import (
+    CASES,
+    OTHERS,
+    STREAMS,
+    Run,
+    assert_same,
+    groups,
+    halves,
+    momentum,
+    outcome,
+    tensor_rate,
+    tight_budget,
+)
 from trainers import train
 
 from hf_patrickstar.config import PatrickStarConfig
@@ -132,6 +144,13 @@ UNCLIPPED = {
     "groups": (rates, {"make_optimizer": groups}),
     "a rate that is a tensor": (rates, {"make_optimizer": tensor_rate}),
     "looks": (looks, {}),
+    "momentum": (looks, {"make_optimizer": momentum}),
+    "momentum, micro-batches in 16-bit": (
+        micro_batches,
+        {"make_optimizer": momentum, "accumulation": 2, "dtype": "bf16"},
+    ),
+    "momentum, groups": (rates, {"make_optimizer": halves}),
+    "adafactor": (norms, {"make_optimizer": OTHERS["adafactor"], "dtype": "bf16"}),
     "micro-batches": (micro_batches, {"accumulation": 2}),
     "micro-batches in 16-bit": (micro_batches, {"accumulation": 2, "dtype": "bf16"}),
     "embeddings on the CPU": (train_for, {"cpu_embedding": True}),
@@ -326,6 +345,29 @@ def test_what_breaks_the_promise_is_an_error(breaks):
         assert run.engine.manager.gradients.used_ahead
         with pytest.raises(EngineError, match=r"overlap_optimizer='backward'|consumed by optimizer.step"):
             breaks(run)
+
+
+def test_what_reads_a_state_in_the_users_own_optimizer_breaks_the_promise():
+    with streams_of("simulated:1"):
+        run = UnclippedRun(momentum, overlap_optimizer="backward")
+        train_for(run, 3)
+        run.backward(3)
+        assert run.engine.manager.gradients.used_ahead
+        with pytest.raises(EngineError, match="or its state, is used"):
+            run.optimizer.inner.state[next(run.model.parameters())]
+
+
+def test_where_states_were_read_before_a_step_all_is_updated_by_the_step():
+    """A program that reads them when its first step is over, and between backward and step, may do so again."""
+    with streams_of("simulated:1"):
+        run = UnclippedRun(momentum, overlap_optimizer="backward")
+        for seed in range(4):
+            run.backward(seed)
+            run.note_updates()
+            run.keep(*(len(run.optimizer.inner.state[p]) for p in run.model.parameters()))
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+    assert run.num_ahead == [0, 0, 0, 0]
 
 
 def test_a_second_backward_is_an_error(monkeypatch):
