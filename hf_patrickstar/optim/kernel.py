@@ -26,6 +26,7 @@ class Kernel(abc.ABC):
 
     Attributes:
         on_use: It is told of every parameter whose state is read or written, other than by an update.
+        find: It finds a parameter in chunks, by identity.
     """
 
     list_names: tuple[str, ...]
@@ -56,6 +57,7 @@ class Kernel(abc.ABC):
         self._optimizer = optimizer
         self._pool = pool
         self.on_use: Callable[[ManagedTensor], None] = _ignore
+        self.find: Callable[[torch.Tensor], ManagedTensor | None] = _ignore
         self._scratch: dict[Tier, torch.Tensor] = {}
 
     @abc.abstractmethod
@@ -202,6 +204,9 @@ class Kernel(abc.ABC):
             place.copy_(tensor.own(state[key]))
         self.load_own_state(tensor, state)
 
+    def let_go(self) -> None:  # noqa: B027
+        """Leaves the user's optimizer, which has all states again; by default, does nothing."""
+
     @abc.abstractmethod
     def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
         """Returns this rank's part of a parameter's state, not a copy; it is empty before the first step."""
@@ -228,8 +233,8 @@ def _copy_of(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _ignore(tensor: ManagedTensor) -> None:
-    """Nobody has to know."""
+def _ignore(tensor: object) -> None:
+    """Nobody has to know, and nothing is found."""
 
 
 def in_batches(chunks: Iterable[Chunk], batch_numel: int) -> Iterator[list[Chunk]]:
@@ -265,4 +270,4 @@ def place_state(key: str, value: Any, device: torch.device, group: Mapping[str, 
     if key == "step":
         is_read_by_kernel = group.get("fused") or group.get("capturable")
         return value.to(device if is_read_by_kernel else "cpu", copy=True)
-    return value.to(device, copy=True) if value.dim() else value
+    return value.to(device, copy=True) if value.dim() else value.clone()

@@ -8,13 +8,15 @@ from hf_patrickstar.optim.threads import HostThreads
 from hf_patrickstar.optim.torch_kernel import TorchKernel
 from hf_patrickstar.optim.workers import HostWorkers
 
-_ONE_BY_ONE = ("torch.optim.", "transformers.optimization")
-"""Modules whose optimizers update every parameter independently of the others."""
+_ONE_BY_ONE = ("torch.optim", "transformers.optimization")
+"""Packages whose optimizers update every parameter independently of the others."""
 
 
 def is_one_by_one(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer is known to update every parameter independently; an optimizer of other libraries is not."""
-    return type(optimizer).__module__.startswith(_ONE_BY_ONE) and not isinstance(optimizer, torch.optim.LBFGS)
+    module = type(optimizer).__module__
+    is_known = any(module == package or module.startswith(f"{package}.") for package in _ONE_BY_ONE)
+    return is_known and not isinstance(optimizer, torch.optim.LBFGS)
 
 
 def make_kernel(

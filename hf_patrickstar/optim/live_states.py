@@ -13,7 +13,7 @@ class LiveStates(collections.defaultdict[Any, Any]):
     """``optimizer.state`` of a user's optimizer that updates chunks in another thread.
 
     The state of a parameter is given out, and replaced, after its update has ended. To count keys, or to go through
-    them, waits for nothing.
+    them, waits for nothing: what runs in another thread adds none.
 
     Args:
         default_factory: See ``collections.defaultdict``.
@@ -37,7 +37,7 @@ class LiveStates(collections.defaultdict[Any, Any]):
             before_use(key)
 
     def _settle_all(self) -> None:
-        for key in self:
+        for key in list(self):
             self._settle(key)
 
     def __iter__(self) -> Iterator[Any]:
@@ -101,6 +101,28 @@ class LiveStates(collections.defaultdict[Any, Any]):
         return collections.defaultdict(self.default_factory, self.items())
 
     __copy__ = copy
+
+    def __eq__(self, other: object) -> bool:
+        self._settle_all()
+        return super().__eq__(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = None  # type: ignore[assignment]  # as of any dictionary
+
+    def __repr__(self) -> str:
+        return repr(self.copy())
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
+
+    def __ior__(self, other: Any) -> Any:
+        self.update(other)
+        return self
 
     def __reduce__(self) -> Any:
         return collections.defaultdict, (self.default_factory,), None, None, iter(self.items())

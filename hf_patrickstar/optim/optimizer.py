@@ -81,7 +81,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self.groups_ahead: GroupsBefore | None = None
         # Copies of the groups, since torch's constructor replaces their lists, to which some optimizers (LBFGS) refer.
         super().__init__([{**group, "params": [*group["params"]]} for group in optimizer.param_groups], {})
-        self.kernel = kernel  # not earlier: torch's constructor assigns an empty state
+        self.kernel, kernel.find = kernel, manager.find  # not earlier: torch's constructor assigns an empty state
         self.param_groups = optimizer.param_groups
         self.defaults = optimizer.defaults
         for name in HOOK_NAMES:
@@ -574,12 +574,11 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """
         chosen = [item for item in ([tensor] if tensor else self._manager.tensors) if self._updates(item)]
         own = {}
-        for item in chosen:
-            if item.is_owned:
-                state = self.kernel.tensor_state(item)
-                self.kernel.load_tensor_state(item, {})
-                if state:
-                    own[item.spec.index] = state
+        for item in filter(lambda item: item.is_owned, chosen):
+            state = self.kernel.tensor_state(item)
+            self.kernel.load_tensor_state(item, {})
+            if state:
+                own[item.spec.index] = state
         states = self._manager.sharing.states(own, self._manager.by_index)
         for item in chosen:
             given = states.get(item.spec.index)
@@ -589,6 +588,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 self.inner.state[item.parameter] = {
                     key: place_state(key, value, item.device, group) for key, value in given.items()
                 }
+        if tensor is None:
+            self.kernel.let_go()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; the engine gives its parameters places with optimizer states before the next step."""

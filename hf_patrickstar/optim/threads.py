@@ -51,20 +51,19 @@ class HostThreads:
         self.num = num
         self._is_asked = is_asked
 
-    @contextlib.contextmanager
-    def inside(self, usual: int | None = None) -> Iterator[None]:
-        """Lets torch compute with these threads in a block, if the user named their number.
+    @property
+    def are_those_of_torch(self) -> bool:
+        """Whether torch computes with as many threads anyway."""
+        return not self._is_asked or self.num == torch.get_num_threads()
 
-        Args:
-            usual: The threads that torch has otherwise, where the block runs in another thread than the program; by
-                default those that it has now.
-        """
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Lets torch compute with these threads in a block, if the user named their number."""
         before = torch.get_num_threads()
-        num = self.num if self._is_asked else usual
-        if num in (None, before):
+        if self.num in (None, before) or not self._is_asked:
             yield
             return
-        torch.set_num_threads(num)
+        torch.set_num_threads(self.num)
         try:
             yield
         finally:

@@ -24,6 +24,24 @@ OWN_STATE = "optimizer_state"
 """The ledger's owner of state that optimizers allocate themselves."""
 
 
+_Kinds = tuple[tuple[tuple[str, bool], ...], ...]
+
+
+def _kinds_of(groups: Sequence[Mapping[str, Any]]) -> _Kinds:
+    """Which settings of param groups are something, and which are nothing: that decides what an optimizer keeps.
+
+    SGD keeps a buffer if its momentum is not zero, for example. Rates change in every step and decide nothing.
+
+    Args:
+        groups: The param groups; their parameters do not count.
+    """
+    return tuple(tuple((k, not _is_nothing(v)) for k, v in group.items() if k != "params") for group in groups)
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or (isinstance(value, (int, float)) and value == 0)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Work:
     """What an update does to one parameter.
@@ -90,11 +108,10 @@ class TorchKernel(Kernel):
         # What sees all parameters together may look at the model, too.
         self.runs_beside = overlaps and not updates_at_once and make_live(optimizer, self._before_use)
         self._masters: dict[int, torch.nn.Parameter] = {}
-        self._updated: dict[int, ManagedTensor] = {}  # by the identity of their parameters
         self._looked_into: set[int] = set()  # parameters whose state somebody has got
         self._changed: list[dict[str, Any]] = []  # what an optimizer keeps in its groups (a counter, say), by group
         self._writes_to_groups = False
-        self._unbooked: collections.deque[ManagedTensor] = collections.deque()
+        self._begun: dict[int, _Kinds] = {}  # the settings with which an update has made the states of parameters
         self._booked: dict[int, int] = {}
         self._over_budget: dict[Tier, int] = {}
 
@@ -109,12 +126,14 @@ class TorchKernel(Kernel):
         for tensor in tensors:
             self._before_use(tensor.parameter)
         versions = [self._master(tensor)._version for tensor in tensors]
-        with self._swapped(tensors):
-            yield changed
-        pairs = zip(tensors, versions, strict=True)
-        changed += [tensor for tensor, version in pairs if self._master(tensor)._version != version]
-        if not self.updates_at_once:
-            self._masters.clear()  # they would look into the lists of chunks
+        try:
+            with self._swapped(tensors):
+                yield changed
+            pairs = zip(tensors, versions, strict=True)
+            changed += [tensor for tensor, version in pairs if self._master(tensor)._version != version]
+        finally:
+            if not self.updates_at_once:
+                self._masters.clear()  # they would look into the lists of chunks
 
     @contextlib.contextmanager
     def _swapped(self, tensors: Sequence[ManagedTensor], *, is_back: bool = False) -> Iterator[None]:
@@ -176,8 +195,6 @@ class TorchKernel(Kernel):
 
     def end_step(self) -> None:
         """See ``Kernel``. Raises the budget errors of ``_book_state`` now that no chunk is half updated."""
-        while self._unbooked:
-            self._book_state(self._unbooked.popleft())
         for group, changed in zip(self._optimizer.param_groups, self._changed, strict=False):
             group.update(changed)  # not earlier: every chunk sees what was there before the step
         self._changed = []
@@ -202,32 +219,39 @@ class TorchKernel(Kernel):
         """See ``Kernel``."""
         if self.updates_at_once:
             return Update(functools.partial(self._finish_chunks, chunks, groups))
-        settings = [settings_of(group) for group in self._optimizer.param_groups]
+        twin = self._make_twin()
         by_chunk: dict[int, list[_Work]] = {}
         for chunk in chunks:
             works = self._works_on(chunk, groups)
             if works:
                 by_chunk[chunk.spec.index] = works
         coefficient = None if coefficient is None else coefficient.clone()
-        program = threading.get_ident(), torch.get_num_threads()
-        run = functools.partial(self._update_chunks, by_chunk, settings, coefficient, program)
+        run = functools.partial(self._update_chunks, by_chunk, twin, coefficient, threading.get_ident())
         return Update(run, restore=functools.partial(_round, [work for works in by_chunk.values() for work in works]))
 
     def may_run_beside(self, chunks: Sequence[Chunk]) -> bool:
         """See ``Kernel``.
 
-        The first update of a parameter makes its state, for which there may be no room. Where a state was given to
-        somebody, or the optimizer writes to its groups, the step waits, too.
+        The first update of a parameter, and one with settings of another kind, may make states: somebody may go through
+        those that there are, and there may be no room. Where a state was given to somebody, the optimizer writes to its
+        groups, or it is to compute with more threads than the program, the step waits, too.
         """
-        updated = [tensor for chunk in chunks for tensor in chunk.owned if tensor.gradient in AT_HOME]
-        is_known = all(t.spec.index in self._booked and t.spec.index not in self._looked_into for t in updated)
+        updated = [tensor.spec.index for chunk in chunks for tensor in chunk.owned if tensor.gradient in AT_HOME]
+        kinds = _kinds_of(self._optimizer.param_groups)
+        is_known = all(self._begun.get(index) == kinds and index not in self._looked_into for index in updated)
         is_live = type(self._optimizer.state) is LiveStates  # it may have been replaced
-        return is_known and is_live and not self._writes_to_groups and super().may_run_beside(chunks)
+        is_free = is_known and is_live and not self._writes_to_groups and self._threads.are_those_of_torch
+        return is_free and super().may_run_beside(chunks)
+
+    def let_go(self) -> None:
+        """See ``Kernel``. The user's optimizer gets an ordinary dictionary of states."""
+        if type(self._optimizer.state) is LiveStates:
+            self._optimizer.state = self._optimizer.state.copy()
 
     def _before_use(self, parameter: Any) -> None:
         """Somebody gets the state of a parameter, and may keep it: it is never changed beside the program again."""
-        tensor = self._updated.get(id(parameter))
-        if tensor is not None and tensor.parameter is parameter:
+        tensor = self.find(parameter) if isinstance(parameter, torch.Tensor) else None
+        if tensor is not None:
             self.on_use(tensor)
             tensor.chunk.wait_for_update()
             self._looked_into.add(tensor.spec.index)
@@ -236,52 +260,60 @@ class TorchKernel(Kernel):
         works, payloads = [], chunk.payloads
         for tensor in chunk.owned:
             if tensor.spec.index in groups and tensor.gradient in AT_HOME:
-                self._updated[id(tensor.parameter)] = tensor
                 state = peek(self._optimizer, tensor.parameter)
                 is_listed = tensor.gradient is GradientPlace.LIST
                 works.append(_Work(tensor, payloads, groups[tensor.spec.index], is_listed, state))
         return works
 
+    def _make_twin(self) -> torch.optim.Optimizer:
+        """Another object with the same attributes, and with settings of its own.
+
+        Everybody may look into the user's optimizer, and change it, while an update runs in another thread.
+        """
+        twin = object.__new__(type(self._optimizer))
+        twin.__dict__.update(self._optimizer.__dict__)
+        twin.param_groups = [settings_of(group) for group in self._optimizer.param_groups]
+        twin.state = {}  # type: ignore[assignment]
+        return twin
+
     @torch.no_grad()
     def _update_chunks(
         self,
         by_chunk: Mapping[int, Sequence[_Work]],
-        settings: Sequence[Mapping[str, Any]],
+        twin: torch.optim.Optimizer,
         coefficient: torch.Tensor | None,
-        program: tuple[int, int],
+        program: int,
     ) -> None:
         """Updates chunks.
 
         Args:
             by_chunk: What is to be done, by chunk.
-            settings: Those of the param groups when the step began.
+            twin: The user's optimizer as it was when the step began, without parameters.
             coefficient: See ``prepare``.
-            program: The program's thread, and how many threads torch computes with there.
+            program: The program's thread.
         """
-        thread, num_threads = program
-        with self._threads.inside(num_threads):
+        settings, is_beside = twin.param_groups, program != threading.get_ident()
+        with self._threads.inside():
             for index, works in by_chunk.items():
                 try:
-                    self._update_chunk(works, settings, coefficient)
+                    self._update_chunk(works, twin, settings, coefficient)
                 except Exception as error:
                     first, last = works[0].tensor.spec.name, works[-1].tensor.spec.name
                     names = f"'{first}'" + (f" to '{last}'" if last != first else "")
                     error.add_note(f"while the optimizer updated {names} (chunk {index})")
                     raise
-                for work in works:
-                    if thread == threading.get_ident():
-                        self._book_state(work.tensor)
-                    else:
-                        self._unbooked.append(work.tensor)  # the program books, and learns what has no room
+                for work in () if is_beside else works:
+                    self._book_state(work.tensor)
+                    self._begun[work.tensor.spec.index] = _kinds_of(settings)
 
     def _update_chunk(
-        self, works: Sequence[_Work], settings: Sequence[Mapping[str, Any]], coefficient: torch.Tensor | None
+        self,
+        works: Sequence[_Work],
+        twin: torch.optim.Optimizer,
+        settings: Sequence[Mapping[str, Any]],
+        coefficient: torch.Tensor | None,
     ) -> None:
-        """Runs the step of the user's optimizer on the masters of some parameters of a chunk.
-
-        It is the step of another object with the same attributes, and with groups and states of its own: everybody may
-        look into those of the user's optimizer, and change them, while this runs in another thread.
-        """
+        """Runs the step of the user's optimizer on the masters of some parameters of a chunk."""
         groups: list[dict[str, Any]] = [{**group, "params": []} for group in settings]
         states: dict[Any, Any] = collections.defaultdict(dict)
         masters = [torch.nn.Parameter(work.of(MASTER)) for work in works]
@@ -291,8 +323,7 @@ class TorchKernel(Kernel):
             groups[work.group]["params"].append(master)
             if work.state is not None:
                 states[master] = work.state
-        twin = object.__new__(type(self._optimizer))
-        twin.__dict__.update(self._optimizer.__dict__, param_groups=groups, state=states)
+        twin.param_groups, twin.state = groups, states  # type: ignore[assignment]
         raw_step(twin)()
         _round(works)
         pairs = zip(groups, settings, strict=True)
@@ -334,6 +365,7 @@ class TorchKernel(Kernel):
             self._optimizer.state.pop(tensor.parameter, None)
             self._masters.pop(tensor.spec.index, None)
         self._looked_into.discard(tensor.spec.index)
+        self._begun.pop(tensor.spec.index, None)
         self._book_state(tensor)
 
     def _master(self, tensor: ManagedTensor) -> torch.nn.Parameter:

@@ -3,6 +3,7 @@
 Each case runs with updates at once, then over simulated streams and with a real thread that begins late.
 """
 
+import collections
 import contextlib
 import functools
 import gc
@@ -257,6 +258,8 @@ OTHERS = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
     "amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
     "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "adafactor of torch": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "muon": lambda p: torch.optim.Muon([x for x in p if x.dim() == 2], lr=1e-2),
     "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2),
 }
 """Optimizers that update parameters one by one, by a kernel of their own."""
@@ -282,9 +285,37 @@ def momentum_later(run):
     """The optimizer begins to keep something of each parameter when it has had none for some steps."""
     for seed in range(5):
         run.step(seed)
+        states = run.optimizer.inner.state
+        run.keep(len(states), len(run.optimizer.state), *(len(state) for _, state in list(states.items())))
         if seed == 2:
             run.optimizer.param_groups[0]["momentum"] = 0.9
     run.keep_state(run.optimizer.state_dict())
+
+
+def loaded_first(run):
+    """A state from before the first step has nothing of any parameter."""
+    run.optimizer.load_state_dict(run.optimizer.state_dict())
+    for seed in range(3):
+        run.step(seed)
+        run.keep(len(run.optimizer.inner.state))
+        run.keep(run.engine.ledger.owners(Tier.HOST).get("optimizer_state", 0))
+
+
+def loaded_and_kept(run):
+    """What a state was loaded from belongs to the program."""
+    for seed in range(3):
+        run.step(seed)
+        state = run.optimizer.state_dict()
+        run.optimizer.load_state_dict(state)
+        run.step(seed)
+        run.keep_state(state)
+
+
+def dropped_states(run):
+    for seed in range(3):
+        run.step(seed)
+        run.optimizer.inner.state = collections.defaultdict(dict)
+        run.keep(len(run.optimizer.inner.state))
 
 
 def replaced_states(run):
@@ -304,14 +335,15 @@ OTHER_CASES = {
     **{
         f"momentum, {case.__name__.replace('_', ' ')}": (case, {"make_optimizer": momentum})
         for case in (
-            *(states, states_of_before, own_states, replaced_states, schedule, consumed_gradients, unused_gradients),
-            *(writes, a_second_attempt, detaching, changes_of_the_model),
+            *(states, states_of_before, own_states, replaced_states, loaded_first, dropped_states, schedule),
+            *(consumed_gradients, unused_gradients, writes, a_second_attempt, detaching, changes_of_the_model),
         )
     },
     "momentum, accumulation": (
         losses_of_micro_batches,
         {"make_optimizer": momentum, "accumulation": 2, "dtype": "bf16"},
     ),
+    "a state that was loaded": (loaded_and_kept, {"make_optimizer": OTHERS["nadam"]}),
     "momentum that comes later": (momentum_later, {"make_optimizer": OTHERS["descent"]}),
     "momentum, groups": (schedule, {"make_optimizer": halves}),
 }
@@ -411,7 +443,8 @@ def test_a_step_of_another_optimizer_returns_before_chunks_are_updated(late, oth
     other_gate.clear()
     run.backward(2)
     run.optimizer.step()
-    assert run.num_under_way == len(run.engine.manager.chunks) > 3
+    chunks = {run.engine.manager.by_index[index].chunk.spec.index for index in run.optimizer.group_numbers}
+    assert run.num_under_way == len(chunks) > 3
     other_gate.set()
     run.end()
 
@@ -456,6 +489,25 @@ def test_to_go_through_parameters_that_have_a_state_waits_for_nothing(late, othe
     assert run.num_under_way == len(run.engine.manager.chunks)
     other_gate.set()
     run.end()
+
+
+def test_an_optimizer_that_is_to_have_more_threads_than_the_program_waits(late):
+    """Torch has one number of threads for all new ones, which the program may begin meanwhile."""
+    run = Run(momentum, host_threads=torch.get_num_threads() + 1)
+    for seed in range(3):
+        run.step(seed, lambda run: run.keep(run.num_under_way))
+        assert run.found[-1] == 0
+
+
+def test_a_detached_optimizer_has_an_ordinary_dictionary(late):
+    run = Run(momentum)
+    run.step(0)
+    inner = run.optimizer.inner
+    assert type(inner.state) is not collections.defaultdict
+    run.step(1)
+    run.engine.detach()
+    assert type(inner.state) is collections.defaultdict
+    assert len(inner.state) == len(list(run.model.parameters()))
 
 
 def test_where_somebody_holds_the_states_themselves_the_step_waits(late):

@@ -179,6 +179,7 @@ class OwnSGD(torch.optim.SGD):
         (torch.optim.AdamW, AdamKernel, False),
         (torch.optim.Adam, AdamKernel, False),
         (torch.optim.SGD, TorchKernel, False),
+        (torch.optim.Adafactor, TorchKernel, False),
         (torch.optim.LBFGS, TorchKernel, True),
         (OwnSGD, TorchKernel, True),
     ],

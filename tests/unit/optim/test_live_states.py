@@ -3,6 +3,7 @@
 import collections
 import copy
 import gc
+import operator
 import pickle
 
 import pytest
@@ -44,6 +45,11 @@ USES = {
     "a copy": (copy.copy, ["a", "b"]),
     "a deep copy": (copy.deepcopy, ["a", "b"]),
     "a pickle": (pickle.dumps, ["a", "b"]),
+    "a comparison": (lambda states: (states == {"a": 1}, states != {"a": 1}), ["a", "b", "a", "b"]),
+    "text": (repr, ["a", "b"]),
+    "a union": (lambda states: states | {"c": 1}, ["a", "b"]),
+    "a union from the left": (lambda states: {"c": 1} | states, ["a", "b"]),
+    "a union in place": (lambda states: operator.ior(states, {"a": {}}) is states, ["a"]),
 }
 
 
@@ -53,7 +59,7 @@ def test_it_is_told_before_a_state_is_given_out_or_replaced(use, keys):
     expected, found = use(ordinary), use(states)
     assert told.keys == keys
     assert states == ordinary
-    if use is not pickle.dumps:
+    if use not in (pickle.dumps, repr):
         assert found == expected
         assert type(found) is type(expected), "copies are ordinary"
 
