@@ -292,7 +292,8 @@ class TorchKernel(Kernel):
             coefficient: See ``prepare``.
             program: The program's thread.
         """
-        settings, is_beside = twin.param_groups, program != threading.get_ident()
+        settings, kinds = twin.param_groups, _kinds_of(twin.param_groups)
+        is_beside = program != threading.get_ident()
         with self._threads.inside():
             for index, works in by_chunk.items():
                 try:
@@ -304,7 +305,7 @@ class TorchKernel(Kernel):
                     raise
                 for work in () if is_beside else works:
                     self._book_state(work.tensor)
-                    self._begun[work.tensor.spec.index] = _kinds_of(settings)
+                    self._begun[work.tensor.spec.index] = kinds
 
     def _update_chunk(
         self,
