@@ -226,7 +226,8 @@ class TorchKernel(Kernel):
             if works:
                 by_chunk[chunk.spec.index] = works
         coefficient = None if coefficient is None else coefficient.clone()
-        run = functools.partial(self._update_chunks, by_chunk, twin, coefficient, threading.get_ident())
+        program = threading.get_ident(), torch.get_num_threads()
+        run = functools.partial(self._update_chunks, by_chunk, twin, coefficient, program)
         return Update(run, restore=functools.partial(_round, [work for works in by_chunk.values() for work in works]))
 
     def may_run_beside(self, chunks: Sequence[Chunk]) -> bool:
@@ -282,7 +283,7 @@ class TorchKernel(Kernel):
         by_chunk: Mapping[int, Sequence[_Work]],
         twin: torch.optim.Optimizer,
         coefficient: torch.Tensor | None,
-        program: int,
+        program: tuple[int, int],
     ) -> None:
         """Updates chunks.
 
@@ -290,10 +291,13 @@ class TorchKernel(Kernel):
             by_chunk: What is to be done, by chunk.
             twin: The user's optimizer as it was when the step began, without parameters.
             coefficient: See ``prepare``.
-            program: The program's thread.
+            program: The program's thread, and with how many threads torch computes there.
         """
         settings, kinds = twin.param_groups, _kinds_of(twin.param_groups)
-        is_beside = program != threading.get_ident()
+        thread, num_threads = program
+        is_beside = thread != threading.get_ident()
+        if is_beside and torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)  # reductions have other bits with another number
         with self._threads.inside():
             for index, works in by_chunk.items():
                 try:

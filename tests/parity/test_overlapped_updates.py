@@ -499,6 +499,25 @@ def test_an_optimizer_that_is_to_have_more_threads_than_the_program_waits(late):
         assert run.found[-1] == 0
 
 
+def test_an_update_computes_with_as_many_threads_as_the_program_has_then(late, monkeypatch):
+    seen, update, before = set(), TorchKernel._update_chunk, torch.get_num_threads()
+
+    def note(*args):
+        seen.add((threading.current_thread().name.rpartition("_")[0], torch.get_num_threads()))
+        update(*args)
+
+    run = Run(adafactor)
+    try:
+        for num in (1, 1, 2, 3):
+            torch.set_num_threads(num)
+            monkeypatch.setattr(TorchKernel, "_update_chunk", note)
+            run.step(num)
+            run.model.state_dict()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {("", 1), *(("hf_patrickstar-host", num) for num in (1, 2, 3))}
+
+
 def test_a_detached_optimizer_has_an_ordinary_dictionary(late):
     run = Run(momentum)
     run.step(0)
