@@ -101,15 +101,17 @@ class PatrickStarConfig:
         overlap_optimizer: Whether the chunks of the host are updated while the next forward runs on an accelerator:
             ``step()`` settles what it does and returns, and what needs a chunk waits for its update. The results have
             the same bits. ``False`` updates all of them before ``step()`` returns, which is slower. On a machine
-            without an accelerator both are the same. So they are for optimizers that may look at all parameters
-            together: all but those of ``torch.optim`` (without ``LBFGS``) and transformers' ``Adafactor``.
-            ``"backward"`` lets chunks be updated in backward already, as soon as their gradients are complete (with
-            several processes, their averages), where gradients are not clipped (``--max_grad_norm 0``). It is a
-            promise: between the last backward of a step and ``step()`` nothing reads or changes gradients, parameters,
-            or states and settings of the optimizer, and no step is left out. A program that does so from its first step
-            on is noticed, and its chunks are updated by ``step()``; what breaks the promise later is an error. So it is
-            with several processes if one of them needs, in backward alone, other chunks than in the steps before. A
-            micro-batch that runs out of device memory after an update is not repeated.
+            without an accelerator both are the same. An optimizer that may look at all parameters together always
+            updates before ``step()`` returns; that is every one but those of ``torch.optim`` (without ``LBFGS`` and
+            ``ASGD``) and transformers' ``Adafactor``. So does one other than Adam and AdamW where ``host_threads`` is
+            another number than that of torch's threads. The log says why. ``"backward"`` lets chunks be updated in
+            backward already, as soon as their gradients are complete (with several processes, their averages), where
+            gradients are not clipped (``--max_grad_norm 0``). It is a promise: between the last backward of a step and
+            ``step()`` nothing reads or changes gradients, parameters, or states and settings of the optimizer, and no
+            step is left out. A program that does so from its first step on is noticed, and its chunks are updated by
+            ``step()``; what breaks the promise later is an error. So it is with several processes if one of them needs,
+            in backward alone, other chunks than in the steps before. A micro-batch that runs out of device memory after
+            an update is not repeated.
         keep_gradients: Whether gradients stay after the optimizer's step until ``zero_grad``, as in torch: ``True``
             keeps them beside the values, 4 bytes per trainable parameter; ``False`` lets the step consume them, as if
             ``zero_grad`` followed; ``"auto"`` keeps them, where the host has room, until the first call of

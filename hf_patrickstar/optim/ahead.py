@@ -114,8 +114,8 @@ class UpdatesAhead:
         if len(self._optimizers) != 1:
             return f"the model has {len(self._optimizers)} optimizers"
         optimizer, gradients = self._optimizers[0], self._manager.gradients
-        if not optimizer.kernel.runs_beside:
-            return f"{optimizer.class_name} may look at all parameters together"
+        if optimizer.kernel.waits_because:
+            return optimizer.kernel.waits_because
         if gradients.must_keep:
             return "gradients are kept after step(): call optimizer.zero_grad() after it, and read none"
         if not optimizer.was_left_alone:

@@ -177,6 +177,11 @@ class Kernel(abc.ABC):
             The update. If ``runs_beside``, settings and places may change before it runs.
         """
 
+    @property
+    def waits_because(self) -> str:
+        """Why no update runs beside the program; by default, empty."""
+        return ""
+
     def may_run_beside(self, chunks: Sequence[Chunk]) -> bool:
         """Returns whether an update may go on when the step has returned: nobody looks into states of the chunks."""
         return self.runs_beside and not any(chunk.is_lent(self.list_names) for chunk in chunks)
@@ -223,14 +228,17 @@ class Kernel(abc.ABC):
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a copy of the settings of a param group; schedulers also write to tensors that are settings."""
     settings = {key: value for key, value in group.items() if key != "params"}
-    return {
-        key: tuple(map(_copy_of, value)) if isinstance(value, tuple) else _copy_of(value)
-        for key, value in settings.items()
-    }
+    return {key: _copy_of(value) for key, value in settings.items()}
 
 
 def _copy_of(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copy_of(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [*map(_copy_of, value)] if isinstance(value, list) else tuple(map(_copy_of, value))
+    return value
 
 
 def _ignore(tensor: object) -> None:

@@ -31,6 +31,10 @@ class LiveStates(collections.defaultdict[Any, Any]):
         # The optimizer may outlive the engine, whose memory it would keep.
         self._before_use = None if before_use is None else weakref.WeakMethod(before_use)
 
+    def turn_off(self) -> None:
+        """Nothing is called any more."""
+        self._before_use = None
+
     def _settle(self, key: Any) -> None:
         before_use = None if self._before_use is None else self._before_use()
         if before_use is not None:
@@ -104,6 +108,8 @@ class LiveStates(collections.defaultdict[Any, Any]):
 
     def __eq__(self, other: object) -> bool:
         self._settle_all()
+        if isinstance(other, LiveStates):
+            other._settle_all()
         return super().__eq__(other)
 
     def __ne__(self, other: object) -> bool:
@@ -159,7 +165,12 @@ def _num_references(owner: Any) -> int:
     return sys.getrefcount(owner.state)
 
 
-def make_live(optimizer: torch.optim.Optimizer, before_use: Callable[[Any], None]) -> bool:
+def _is_held(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody holds the dictionary of states beside the optimizer."""
+    return _num_references(optimizer) > _num_references(_Owner())
+
+
+def make_live(optimizer: torch.optim.Optimizer, before_use: Callable[[Any], None]) -> LiveStates | None:
     """Gives an optimizer ``LiveStates`` in place of the dictionary that it has.
 
     Args:
@@ -167,10 +178,38 @@ def make_live(optimizer: torch.optim.Optimizer, before_use: Callable[[Any], None
         before_use: See ``LiveStates``.
 
     Returns:
-        Whether it has them. It does not if somebody else holds the dictionary too, who would read it without a wait.
+        What it has now. ``None`` if somebody else holds the dictionary too, who would read it without a wait; then it
+        stays.
     """
     is_known = type(optimizer.state) in (collections.defaultdict, LiveStates)  # those of another engine before
-    if not is_known or _num_references(optimizer) > _num_references(_Owner()):
-        return False
-    optimizer.state = LiveStates(optimizer.state.default_factory, optimizer.state, before_use)
-    return True
+    if not is_known or _is_held(optimizer):
+        return None
+    made = LiveStates(optimizer.state.default_factory, optimizer.state, before_use)
+    optimizer.state = made
+    return made
+
+
+def make_ordinary(optimizer: torch.optim.Optimizer) -> None:
+    """Undoes ``make_live``; a dictionary that somebody holds stays, and calls nothing any more."""
+    states = optimizer.state
+    assert isinstance(states, LiveStates)
+    states.turn_off()
+    del states
+    if not _is_held(optimizer):
+        optimizer.state = optimizer.state.copy()  # type: ignore[attr-defined]
+
+
+def without_states(optimizer: torch.optim.Optimizer) -> Any:
+    """Another optimizer with the same attributes, and with an empty dictionary of states of the kind that it has.
+
+    ``copy.copy`` would read all states.
+
+    Args:
+        optimizer: A user's optimizer.
+    """
+    found = object.__new__(type(optimizer))
+    kind: Any = collections.defaultdict if type(optimizer.state) is LiveStates else type(optimizer.state)
+    is_default = issubclass(kind, collections.defaultdict)
+    states = kind(optimizer.state.default_factory) if is_default else kind()  # type: ignore[attr-defined]
+    found.__dict__.update(optimizer.__dict__, state=states)
+    return found

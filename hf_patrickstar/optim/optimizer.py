@@ -13,7 +13,7 @@ from hf_patrickstar.interrupts import held_back
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.clipping import clip_by_norm, clip_by_value, total_norm
 from hf_patrickstar.optim.kernel import Kernel, in_batches, place_state
-from hf_patrickstar.optim.live_states import peek
+from hf_patrickstar.optim.live_states import peek, without_states
 from hf_patrickstar.optim.state import (
     HOOK_NAMES,
     GroupsBefore,
@@ -178,9 +178,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def _as_ordinary(self) -> torch.optim.Optimizer:
         """The user's optimizer with copies of its states, over the model's own parameters."""
-        ordinary = copy.copy(self.inner)
-        states = self._all_states()
-        ordinary.state = type(self.inner.state)(self.inner.state.default_factory)  # type: ignore[attr-defined]
+        ordinary, states = without_states(self.inner), self._all_states()
         for parameter, state in self._by_parameter(states):
             ordinary.state[parameter] = {key: value for key, value in state.items() if key != MASTER}
         return ordinary

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,14 +15,18 @@ from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel, place_state, raw_step, settings_of
-from hf_patrickstar.optim.live_states import LiveStates, make_live, peek, put
+from hf_patrickstar.optim.live_states import make_live, make_ordinary, peek, put, without_states
 from hf_patrickstar.optim.threads import HostThreads
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, ManagedTensor, round_masters
 from hf_patrickstar.runtime.gradient_place import AT_HOME, GradientPlace
 from hf_patrickstar.runtime.update import Update
 
+logger = logging.getLogger(__name__)
+
 OWN_STATE = "optimizer_state"
 """The ledger's owner of state that optimizers allocate themselves."""
+_READS_DEFAULTS = (torch.optim.ASGD,)
+"""Optimizers whose numbers depend on ``torch.set_default_dtype`` at the moment of the update."""
 
 
 _Kinds = tuple[tuple[tuple[str, bool], ...], ...]
@@ -39,6 +44,8 @@ def _kinds_of(groups: Sequence[Mapping[str, Any]]) -> _Kinds:
 
 
 def _is_nothing(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return type(value) is torch.Tensor and value.device.type == "cpu" and not value.any()
     return value is None or (isinstance(value, (int, float)) and value == 0)
 
 
@@ -105,15 +112,37 @@ class TorchKernel(Kernel):
         super().__init__(optimizer, pool)
         self._threads = threads or HostThreads()
         self.updates_at_once = updates_at_once
-        # What sees all parameters together may look at the model, too.
-        self.runs_beside = overlaps and not updates_at_once and make_live(optimizer, self._before_use)
+        self._overlaps = overlaps
+        self._states = make_live(optimizer, self._before_use) if overlaps and not updates_at_once else None
         self._masters: dict[int, torch.nn.Parameter] = {}
         self._looked_into: set[int] = set()  # parameters whose state somebody has got
         self._changed: list[dict[str, Any]] = []  # what an optimizer keeps in its groups (a counter, say), by group
-        self._writes_to_groups = False
-        self._begun: dict[int, _Kinds] = {}  # the settings with which an update has made the states of parameters
+        self._goes_beyond = False  # an update has done more than change masters and states that there were
+        self._num_threads: int | None = None  # of the program
+        self._num_threads_beside: int | None = None
+        self._said = ""
+        self._made_with: dict[int, _Kinds] = {}  # the settings with which updates have made the states of parameters
         self._booked: dict[int, int] = {}
         self._over_budget: dict[Tier, int] = {}
+        self.runs_beside = overlaps and not self.waits_because
+
+    @property
+    def waits_because(self) -> str:
+        """See ``Kernel``."""
+        name = type(self._optimizer).__name__
+        if self.updates_at_once:
+            return f"{name} may look at all parameters together"
+        if isinstance(self._optimizer, _READS_DEFAULTS):
+            return f"{name} makes numbers of torch's default type, which the program may change"
+        if self._states is None or self._optimizer.state is not self._states:
+            return f"somebody holds the dictionary of states of {name}, or has replaced it"
+        if self._goes_beyond:
+            return f"{name} writes to its param groups, or makes states when nobody expects it"
+        if not self._threads.are_those_of_torch:
+            return f"host_threads is {self._threads.num}, and torch computes with {torch.get_num_threads()}"
+        if self._num_threads_beside not in (None, self._num_threads):
+            return f"torch computes with {self._num_threads} threads now, and with {self._num_threads_beside} before"
+        return ""
 
     def workspace_numel(self, capacity_numel: int, *, widens: bool = True) -> int:
         """See ``Kernel``. The scratch space has a whole chunk if gradients are widened, else there is none."""
@@ -190,8 +219,13 @@ class TorchKernel(Kernel):
                     self._master(tensor).grad = None
 
     def begin_step(self) -> None:
-        """See ``Kernel``."""
+        """See ``Kernel``. Says why updates are waited for, if they might go on beside the program."""
         self._changed = []
+        self._num_threads = torch.get_num_threads()
+        why = self.waits_because if self._overlaps else ""
+        if why and why != self._said:
+            logger.info("patrickstar: chunks are updated before step() returns, because %s", why)
+        self._said = why
 
     def end_step(self) -> None:
         """See ``Kernel``. Raises the budget errors of ``_book_state`` now that no chunk is half updated."""
@@ -226,7 +260,7 @@ class TorchKernel(Kernel):
             if works:
                 by_chunk[chunk.spec.index] = works
         coefficient = None if coefficient is None else coefficient.clone()
-        program = threading.get_ident(), torch.get_num_threads()
+        program = threading.get_ident(), self._num_threads or torch.get_num_threads()
         run = functools.partial(self._update_chunks, by_chunk, twin, coefficient, program)
         return Update(run, restore=functools.partial(_round, [work for works in by_chunk.values() for work in works]))
 
@@ -234,20 +268,20 @@ class TorchKernel(Kernel):
         """See ``Kernel``.
 
         The first update of a parameter, and one with settings of another kind, may make states: somebody may go through
-        those that there are, and there may be no room. Where a state was given to somebody, the optimizer writes to its
-        groups, or it is to compute with more threads than the program, the step waits, too.
+        those that there are, and there may be no room. Where a state was given to somebody, the step waits, too.
         """
+        if self.waits_because:
+            return False
         updated = [tensor.spec.index for chunk in chunks for tensor in chunk.owned if tensor.gradient in AT_HOME]
         kinds = _kinds_of(self._optimizer.param_groups)
-        is_known = all(self._begun.get(index) == kinds and index not in self._looked_into for index in updated)
-        is_live = type(self._optimizer.state) is LiveStates  # it may have been replaced
-        is_free = is_known and is_live and not self._writes_to_groups and self._threads.are_those_of_torch
-        return is_free and super().may_run_beside(chunks)
+        is_known = all(self._made_with.get(index) == kinds and index not in self._looked_into for index in updated)
+        return is_known and super().may_run_beside(chunks)
 
     def let_go(self) -> None:
         """See ``Kernel``. The user's optimizer gets an ordinary dictionary of states."""
-        if type(self._optimizer.state) is LiveStates:
-            self._optimizer.state = self._optimizer.state.copy()
+        if self._states is not None and self._optimizer.state is self._states:
+            self._states = None
+            make_ordinary(self._optimizer)
 
     def _before_use(self, parameter: Any) -> None:
         """Somebody gets the state of a parameter, and may keep it: it is never changed beside the program again."""
@@ -271,11 +305,9 @@ class TorchKernel(Kernel):
 
         Everybody may look into the user's optimizer, and change it, while an update runs in another thread.
         """
-        twin = object.__new__(type(self._optimizer))
-        twin.__dict__.update(self._optimizer.__dict__)
+        twin = without_states(self._optimizer)
         twin.param_groups = [settings_of(group) for group in self._optimizer.param_groups]
-        twin.state = {}  # type: ignore[assignment]
-        return twin
+        return twin  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def _update_chunks(
@@ -298,10 +330,12 @@ class TorchKernel(Kernel):
         is_beside = thread != threading.get_ident()
         if is_beside and torch.get_num_threads() != num_threads:
             torch.set_num_threads(num_threads)  # reductions have other bits with another number
+        if is_beside:
+            self._num_threads_beside = num_threads
         with self._threads.inside():
             for index, works in by_chunk.items():
                 try:
-                    self._update_chunk(works, twin, settings, coefficient)
+                    self._update_chunk(works, twin, settings, coefficient, is_beside=is_beside)
                 except Exception as error:
                     first, last = works[0].tensor.spec.name, works[-1].tensor.spec.name
                     names = f"'{first}'" + (f" to '{last}'" if last != first else "")
@@ -309,7 +343,7 @@ class TorchKernel(Kernel):
                     raise
                 for work in () if is_beside else works:
                     self._book_state(work.tensor)
-                    self._begun[work.tensor.spec.index] = kinds
+                    self._made_with[work.tensor.spec.index] = kinds
 
     def _update_chunk(
         self,
@@ -317,6 +351,8 @@ class TorchKernel(Kernel):
         twin: torch.optim.Optimizer,
         settings: Sequence[Mapping[str, Any]],
         coefficient: torch.Tensor | None,
+        *,
+        is_beside: bool,
     ) -> None:
         """Runs the step of the user's optimizer on the masters of some parameters of a chunk."""
         groups: list[dict[str, Any]] = [{**group, "params": []} for group in settings]
@@ -329,15 +365,19 @@ class TorchKernel(Kernel):
             if work.state is not None:
                 states[master] = work.state
         twin.param_groups, twin.state = groups, states  # type: ignore[assignment]
-        raw_step(twin)()
+        try:
+            raw_step(twin)()
+        finally:
+            twin.param_groups, twin.state = [], {}  # type: ignore[assignment]  # they look into the lists of the chunk
         _round(works)
         pairs = zip(groups, settings, strict=True)
         changed = [{k: v for k, v in group.items() if k != "params" and v is not old.get(k)} for group, old in pairs]
         if any(changed):
-            self._changed, self._writes_to_groups = changed, True
+            self._changed, self._goes_beyond = changed, True
         for work, master in zip(works, masters, strict=True):
             if work.state is None and master in states:
                 put(self._optimizer, work.tensor.parameter, states[master])
+                self._goes_beyond |= is_beside
 
     def _gradient_of(self, work: _Work) -> torch.Tensor:
         if work.is_listed:
@@ -370,7 +410,7 @@ class TorchKernel(Kernel):
             self._optimizer.state.pop(tensor.parameter, None)
             self._masters.pop(tensor.spec.index, None)
         self._looked_into.discard(tensor.spec.index)
-        self._begun.pop(tensor.spec.index, None)
+        self._made_with.pop(tensor.spec.index, None)
         self._book_state(tensor)
 
     def _master(self, tensor: ManagedTensor) -> torch.nn.Parameter:

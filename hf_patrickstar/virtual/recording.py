@@ -230,8 +230,8 @@ def _num_to_pass(engine: PatrickStarEngine) -> int:
     If chunks are updated in backward, its update is the rest of those, and it begins with chunks that the one before
     has carried over. The first update of an optimizer that makes its own states runs beside nothing.
     """
-    is_first_other = any(optimizer.kernel.makes_states for optimizer in engine.optimizers)
-    return 2 if engine.config.overlap_optimizer == "backward" else int(is_first_other)
+    makes_states = any(optimizer.kernel.makes_states for optimizer in engine.optimizers)
+    return 2 if engine.config.overlap_optimizer == "backward" else int(makes_states)
 
 
 def _refusal(engine: PatrickStarEngine, steps: Sequence[Step | None], *, is_repeated: bool) -> Exception:

@@ -5,9 +5,12 @@ Each case runs with updates at once, then over simulated streams and with a real
 
 import collections
 import contextlib
+import copy
 import functools
 import gc
+import logging
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -263,6 +266,8 @@ OTHERS = {
     "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2),
 }
 """Optimizers that update parameters one by one, by a kernel of their own."""
+OVERLAPPING = {name: make for name, make in OTHERS.items() if name != "asgd"}
+"""Those whose numbers do not depend on what the program says meanwhile."""
 
 
 def halves(parameters):
@@ -311,6 +316,21 @@ def loaded_and_kept(run):
         run.keep_state(state)
 
 
+def settings_changed_in_place(run):
+    for seed in range(4):
+        run.step(seed)
+        betas = run.optimizer.param_groups[0]["betas"]
+        betas[0] *= 0.5
+
+
+def a_momentum_that_is_a_tensor(run):
+    for seed in range(5):
+        run.step(seed)
+        run.keep(len(run.optimizer.inner.state))
+        if seed == 2:
+            run.optimizer.param_groups[0]["momentum"].fill_(0.9)
+
+
 def dropped_states(run):
     for seed in range(3):
         run.step(seed)
@@ -344,6 +364,14 @@ OTHER_CASES = {
         {"make_optimizer": momentum, "accumulation": 2, "dtype": "bf16"},
     ),
     "a state that was loaded": (loaded_and_kept, {"make_optimizer": OTHERS["nadam"]}),
+    "settings changed in place": (
+        settings_changed_in_place,
+        {"make_optimizer": lambda p: torch.optim.NAdam(p, lr=1e-2, betas=[0.9, 0.99])},
+    ),
+    "a momentum that is a tensor": (
+        a_momentum_that_is_a_tensor,
+        {"make_optimizer": lambda p: torch.optim.SGD(p, lr=0.1, momentum=torch.tensor(0.0))},
+    ),
     "momentum that comes later": (momentum_later, {"make_optimizer": OTHERS["descent"]}),
     "momentum, groups": (schedule, {"make_optimizer": halves}),
 }
@@ -434,7 +462,7 @@ def other_gate(monkeypatch):
     opened.set()
 
 
-@pytest.mark.parametrize("make_optimizer", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("make_optimizer", OVERLAPPING.values(), ids=OVERLAPPING)
 def test_a_step_of_another_optimizer_returns_before_chunks_are_updated(late, other_gate, make_optimizer):
     run = Run(make_optimizer)
     run.step(0)  # which makes states, and waits
@@ -499,12 +527,53 @@ def test_an_optimizer_that_is_to_have_more_threads_than_the_program_waits(late):
         assert run.found[-1] == 0
 
 
+def test_a_program_that_copies_its_optimizer_goes_on_as_before(late, other_gate):
+    run = Run(OTHERS["rmsprop"])
+    for seed in range(2):
+        run.step(seed)
+        assert len(pickle.loads(pickle.dumps(run.optimizer)).state) == len(copy.deepcopy(run.optimizer).state) > 3
+    other_gate.clear()
+    run.backward(2)
+    run.optimizer.step()
+    assert run.num_under_way == len(run.engine.manager.chunks)
+    other_gate.set()
+    run.end()
+
+
+def two_engines(streams, overlap):
+    """One optimizer over two models that each have an engine; what it keeps is read after every step."""
+    with streams_of(streams):
+        models = [make_model("gpt2").train() for _ in range(2)]
+        made = torch.optim.SGD([{"params": model.parameters()} for model in models], lr=0.1, momentum=0.9)
+        config = {"placement": "host", "chunk_numel": 700, "chunk_budget": tight_budget("gpt2")}
+        config["overlap_optimizer"] = overlap
+        engines = [PatrickStarEngine(model, config, made) for model in models]
+        found = []
+        for seed in range(4):
+            for model, engine in zip(models, engines, strict=True):
+                torch.manual_seed(seed)
+                model(**make_batch("gpt2", seed=seed)).loss.backward()
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+            if seed > 1:
+                found += [made.state[p]["momentum_buffer"].clone() for model in models for p in model.parameters()]
+        engines[0].detach()
+        engines[1].detach()
+        assert type(made.state) is collections.defaultdict
+        return found + [value.clone() for model in models for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("streams", STREAMS)
+def test_two_engines_over_one_optimizer(streams):
+    assert_same(two_engines("threads", False), two_engines(streams, True))
+
+
 def test_an_update_computes_with_as_many_threads_as_the_program_has_then(late, monkeypatch):
     seen, update, before = set(), TorchKernel._update_chunk, torch.get_num_threads()
 
-    def note(*args):
+    def note(*args, **settings):
         seen.add((threading.current_thread().name.rpartition("_")[0], torch.get_num_threads()))
-        update(*args)
+        update(*args, **settings)
 
     run = Run(adafactor)
     try:
@@ -515,7 +584,7 @@ def test_an_update_computes_with_as_many_threads_as_the_program_has_then(late, m
             run.model.state_dict()
     finally:
         torch.set_num_threads(before)
-    assert seen == {("", 1), *(("hf_patrickstar-host", num) for num in (1, 2, 3))}
+    assert seen == {("", 1), ("hf_patrickstar-host", 1), ("", 2), ("", 3)}
 
 
 def test_a_detached_optimizer_has_an_ordinary_dictionary(late):
@@ -529,7 +598,8 @@ def test_a_detached_optimizer_has_an_ordinary_dictionary(late):
     assert len(inner.state) == len(list(run.model.parameters()))
 
 
-def test_where_somebody_holds_the_states_themselves_the_step_waits(late):
+def test_where_somebody_holds_the_states_themselves_the_step_waits_and_says_so_once(late, caplog):
+    caplog.set_level(logging.INFO, "hf_patrickstar")
     made = []
 
     def make_optimizer(parameters):
@@ -544,6 +614,11 @@ def test_where_somebody_holds_the_states_themselves_the_step_waits(late):
         assert run.num_under_way == 0
         run.optimizer.zero_grad()
     assert made[0].state is made[1]
+    said = [record.getMessage() for record in caplog.records if "before step() returns" in record.getMessage()]
+    assert said == [
+        "patrickstar: chunks are updated before step() returns, because somebody holds the dictionary of states of SGD, "
+        "or has replaced it"
+    ]
 
 
 def test_an_error_of_another_optimizer_names_the_chunk_and_leaves_the_masters(late, monkeypatch):
