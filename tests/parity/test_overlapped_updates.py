@@ -616,8 +616,8 @@ def test_where_somebody_holds_the_states_themselves_the_step_waits_and_says_so_o
     assert made[0].state is made[1]
     said = [record.getMessage() for record in caplog.records if "before step() returns" in record.getMessage()]
     assert said == [
-        "patrickstar: chunks are updated before step() returns, because somebody holds the dictionary of states of SGD, "
-        "or has replaced it"
+        "patrickstar: chunks are updated before step() returns, because somebody holds the dictionary of states "
+        "of SGD, or has replaced it"
     ]
 
 

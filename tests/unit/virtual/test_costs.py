@@ -158,8 +158,8 @@ def nbytes_of_a_tile(is_listed):
         total += cost(operator, *args, **kwargs).nbytes - saved(cache, operator, *args, **kwargs)
 
     options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.0, "eps": 1e-8}
-    saved(cache, aten.copy_.default, scratch, torch.zeros(64))  # as of the tile before
-    kept = []  # else the next tile is in the same memory
+    kept = [torch.zeros(64)]  # else the next tile is in the same memory
+    saved(cache, aten.copy_.default, scratch, kept[0])  # as of the tile before
     for _ in range(2):
         total = 0
         param = torch.zeros(numel, dtype=torch.bfloat16)
@@ -174,5 +174,5 @@ def nbytes_of_a_tile(is_listed):
         saved(cache, aten.neg.default, step[0])
         run(aten._fused_adamw_.default, *([t] for t in lists), [], step, **options, amsgrad=False, maximize=False)
         run(aten._foreach_copy_.default, [param], [lists[0]])
-        kept += [param, *lists]
+        kept += [param, *step, *lists]
     return total
