@@ -462,15 +462,20 @@ def other_gate(monkeypatch):
     opened.set()
 
 
+def take_a_step_that_waits(run, gate):
+    """Two steps, of which the first makes states, and a third one whose updates begin when the gate opens."""
+    run.step(0)
+    run.step(1)
+    run.model.state_dict()
+    gate.clear()
+    run.backward(2)
+    run.optimizer.step()
+
+
 @pytest.mark.parametrize("make_optimizer", OVERLAPPING.values(), ids=OVERLAPPING)
 def test_a_step_of_another_optimizer_returns_before_chunks_are_updated(late, other_gate, make_optimizer):
     run = Run(make_optimizer)
-    run.step(0)  # which makes states, and waits
-    run.step(1)
-    run.model.state_dict()
-    other_gate.clear()
-    run.backward(2)
-    run.optimizer.step()
+    take_a_step_that_waits(run, other_gate)
     chunks = {run.engine.manager.by_index[index].chunk.spec.index for index in run.optimizer.group_numbers}
     assert run.num_under_way == len(chunks) > 3
     other_gate.set()
@@ -482,12 +487,7 @@ def test_who_looks_into_the_state_of_another_optimizer_waits_and_is_waited_for(l
     run = Run(momentum)
     first = next(run.model.parameters())
     raw, chunk = run.optimizer.inner, run.engine.manager.find(first).chunk
-    run.step(0)
-    run.step(1)
-    run.model.state_dict()
-    other_gate.clear()
-    run.backward(2)
-    run.optimizer.step()
+    take_a_step_that_waits(run, other_gate)
     before = dict.__getitem__(raw.state, first)["momentum_buffer"].clone()
     threading.Timer(0.05, other_gate.set).start()
     held = raw.state[first]["momentum_buffer"]
@@ -505,12 +505,7 @@ def test_who_looks_into_the_state_of_another_optimizer_waits_and_is_waited_for(l
 
 def test_to_go_through_parameters_that_have_a_state_waits_for_nothing(late, other_gate):
     run = Run(momentum)
-    run.step(0)
-    run.step(1)
-    run.model.state_dict()
-    other_gate.clear()
-    run.backward(2)
-    run.optimizer.step()
+    take_a_step_that_waits(run, other_gate)
     states = run.optimizer.inner.state
     assert set(states) == set(states.keys()) == set(run.model.parameters())
     assert (len(states), next(run.model.parameters()) in states) == (len(list(run.model.parameters())), True)
