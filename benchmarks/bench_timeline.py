@@ -270,6 +270,8 @@ def main():
             machine.check_processes(options.processes)
     homes = "all chunks at home on the host" if options.placement == "host" else "chunks at home where it is fastest"
     is_early = options.updates == "backward"
+    if is_early and not options.overlap_optimizer:
+        parser.error("--updates backward is an overlap: leave --no-overlap out")
     bound = "unclipped" if is_early else "clipped"
     print(f"simulated: virtual time of one process, {homes}, clipping {'off' if is_early else 'on'}")
     print(

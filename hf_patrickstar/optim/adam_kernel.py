@@ -144,7 +144,6 @@ class AdamKernel(Kernel):
     follows_homes = True
     splits_tensors = True
     updates_at_once = False
-    runs_beside = True
     adds_last_gradient = True
 
     def __init__(

@@ -41,9 +41,6 @@ class Kernel(abc.ABC):
     updates_at_once: bool
     """Whether a step must see all parameters and gradients together."""
 
-    runs_beside: bool
-    """Whether an update may run in another thread while the program goes on: it has read everything before."""
-
     makes_states: bool = False
     """Whether the first update of a parameter makes its state: it does not run beside the program."""
 
@@ -179,8 +176,13 @@ class Kernel(abc.ABC):
 
     @property
     def waits_because(self) -> str:
-        """Why no update runs beside the program; by default, empty."""
+        """Why no update may run in another thread while the program goes on; empty, as by default, if one may."""
         return ""
+
+    @property
+    def runs_beside(self) -> bool:
+        """Whether an update may run in another thread while the program goes on: it has read everything before."""
+        return not self.waits_because
 
     def may_run_beside(self, chunks: Sequence[Chunk]) -> bool:
         """Returns whether an update may go on when the step has returned: nobody looks into states of the chunks."""

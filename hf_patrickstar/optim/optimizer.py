@@ -81,7 +81,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self.groups_ahead: GroupsBefore | None = None
         # Copies of the groups, since torch's constructor replaces their lists, to which some optimizers (LBFGS) refer.
         super().__init__([{**group, "params": [*group["params"]]} for group in optimizer.param_groups], {})
-        self.kernel, kernel.find = kernel, manager.find  # not earlier: torch's constructor assigns an empty state
+        self.kernel = kernel  # not earlier: torch's constructor assigns an empty state
+        kernel.find = manager.find
         self.param_groups = optimizer.param_groups
         self.defaults = optimizer.defaults
         for name in HOOK_NAMES:
@@ -572,7 +573,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """
         chosen = [item for item in ([tensor] if tensor else self._manager.tensors) if self._updates(item)]
         own = {}
-        for item in filter(lambda item: item.is_owned, chosen):
+        for item in [item for item in chosen if item.is_owned]:
             state = self.kernel.tensor_state(item)
             self.kernel.load_tensor_state(item, {})
             if state:

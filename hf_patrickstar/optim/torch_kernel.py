@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -80,8 +81,8 @@ def _round(works: Sequence[_Work]) -> None:
 class TorchKernel(Kernel):
     """This kernel runs the ``step`` of any ``torch.optim.Optimizer`` on fp32 masters.
 
-    An optimizer that treats parameters one by one runs once per chunk, if need be beside the program, in the thread of
-    the host: see ``_update_chunk``. Any other optimizer runs once on all masters, with all gradients, which takes 4
+    An optimizer that treats parameters one by one runs once per chunk, and may do so in another thread, beside the
+    program: see ``_make_twin``. Any other optimizer runs once on all masters, with all gradients, which takes 4
     more bytes per parameter in 16-bit.
 
     Between steps the optimizer's states are under the model's own parameters, as in torch. Whoever reads them waits for
@@ -113,7 +114,8 @@ class TorchKernel(Kernel):
         self._threads = threads or HostThreads()
         self.updates_at_once = updates_at_once
         self._overlaps = overlaps
-        self._states = make_live(optimizer, self._before_use) if overlaps and not updates_at_once else None
+        made = make_live(optimizer, self._before_use) if overlaps and not updates_at_once else None
+        self._states = None if made is None else weakref.ref(made)  # else a failed engine would hold them
         self._masters: dict[int, torch.nn.Parameter] = {}
         self._looked_into: set[int] = set()  # parameters whose state somebody has got
         self._changed: list[dict[str, Any]] = []  # what an optimizer keeps in its groups (a counter, say), by group
@@ -124,17 +126,18 @@ class TorchKernel(Kernel):
         self._made_with: dict[int, _Kinds] = {}  # the settings with which updates have made the states of parameters
         self._booked: dict[int, int] = {}
         self._over_budget: dict[Tier, int] = {}
-        self.runs_beside = overlaps and not self.waits_because
 
     @property
     def waits_because(self) -> str:
         """See ``Kernel``."""
         name = type(self._optimizer).__name__
+        if not self._overlaps:
+            return "overlap_optimizer is off, or no device computes beside the host"
         if self.updates_at_once:
             return f"{name} may look at all parameters together"
         if isinstance(self._optimizer, _READS_DEFAULTS):
             return f"{name} makes numbers of torch's default type, which the program may change"
-        if self._states is None or self._optimizer.state is not self._states:
+        if self._states is None or self._optimizer.state is not self._states():
             return f"somebody holds the dictionary of states of {name}, or has replaced it"
         if self._goes_beyond:
             return f"{name} writes to its param groups, or makes states when nobody expects it"
@@ -222,8 +225,8 @@ class TorchKernel(Kernel):
         """See ``Kernel``. Says why updates are waited for, if they might go on beside the program."""
         self._changed = []
         self._num_threads = torch.get_num_threads()
-        why = self.waits_because if self._overlaps else ""
-        if why and why != self._said:
+        why = self.waits_because
+        if why and why != self._said and self._overlaps:
             logger.info("patrickstar: chunks are updated before step() returns, because %s", why)
         self._said = why
 
@@ -270,7 +273,7 @@ class TorchKernel(Kernel):
         The first update of a parameter, and one with settings of another kind, may make states: somebody may go through
         those that there are, and there may be no room. Where a state was given to somebody, the step waits, too.
         """
-        if self.waits_because:
+        if not self.runs_beside:
             return False
         updated = [tensor.spec.index for chunk in chunks for tensor in chunk.owned if tensor.gradient in AT_HOME]
         kinds = _kinds_of(self._optimizer.param_groups)
@@ -279,8 +282,7 @@ class TorchKernel(Kernel):
 
     def let_go(self) -> None:
         """See ``Kernel``. The user's optimizer gets an ordinary dictionary of states."""
-        if self._states is not None and self._optimizer.state is self._states:
-            self._states = None
+        if self._states is not None and self._optimizer.state is self._states():
             make_ordinary(self._optimizer)
 
     def _before_use(self, parameter: Any) -> None:

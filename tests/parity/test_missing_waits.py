@@ -453,7 +453,7 @@ def torch_kernel(folder):
 
 
 def states_that_come_later(folder):
-    """The optimizer makes states while the next forward runs; what is loaded right after the step stays."""
+    """The optimizer begins to keep states after some steps; what is loaded right after that step takes their place."""
     run = Run(optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
     run.train(3)
     run.optimizer.param_groups[0]["momentum"] = 0.9

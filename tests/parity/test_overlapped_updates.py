@@ -28,7 +28,7 @@ from trainers import smallest_budget
 from transformers.optimization import Adafactor
 
 from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.errors import DeviceMemoryError, EngineError
+from hf_patrickstar.errors import BudgetError, DeviceMemoryError, EngineError
 from hf_patrickstar.memory.threads import HostTicket
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.adam_kernel import AdamKernel
@@ -533,6 +533,18 @@ def test_a_program_that_copies_its_optimizer_goes_on_as_before(late, other_gate)
     assert run.num_under_way == len(run.engine.manager.chunks)
     other_gate.set()
     run.end()
+
+
+def test_after_an_engine_that_could_not_be_made_another_one_overlaps(late):
+    """Somebody may still hold the error, and with it what there was of the first engine."""
+    model = make_model("gpt2").train()
+    made = momentum(model.parameters())
+    config = {"placement": "host", "chunk_numel": 700}
+    with pytest.raises(BudgetError) as held:
+        PatrickStarEngine(model, {**config, "chunk_budget": 64}, made)
+    engine = PatrickStarEngine(model, {**config, "chunk_budget": tight_budget("gpt2")}, made)
+    assert engine.optimizer.kernel.waits_because == ""
+    assert held.value.__traceback__ is not None
 
 
 def two_engines(streams, overlap):

@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 
-from hf_patrickstar.optim.live_states import LiveStates, make_live, peek, put
+from hf_patrickstar.optim.live_states import LiveStates, make_live, make_ordinary, peek, put, without_states
 
 
 class Told:
@@ -116,6 +116,39 @@ def test_another_one_takes_its_place():
     first.keys.clear()
     assert len(optimizer.state[parameter]) == 1
     assert (first.keys, second.keys) == ([], [parameter])
+
+
+def test_it_can_be_undone():
+    (optimizer, parameter), told = make_optimizer(), Told()
+    make_live(optimizer, told.before_use)
+    make_ordinary(optimizer)
+    assert type(optimizer.state) is collections.defaultdict
+    assert optimizer.state[parameter].keys() == {"momentum_buffer"}
+    assert told.keys == []
+
+
+def test_one_that_somebody_holds_tells_nothing_any_more():
+    (optimizer, parameter), told = make_optimizer(), Told()
+    held = make_live(optimizer, told.before_use)
+    make_ordinary(optimizer)
+    assert optimizer.state is held
+    assert len(held[parameter]) == 1
+    assert told.keys == []
+
+
+@pytest.mark.parametrize("kind", [LiveStates, collections.defaultdict, collections.OrderedDict])
+def test_an_optimizer_without_states_reads_none(kind):
+    (optimizer, _), told = make_optimizer(), Told()
+    optimizer.mark = "mine"
+    if kind is LiveStates:
+        make_live(optimizer, told.before_use)
+    elif kind is collections.OrderedDict:
+        optimizer.state = kind(optimizer.state)
+    found = without_states(optimizer)
+    assert type(found.state) is (collections.defaultdict if kind is LiveStates else kind)
+    assert (len(found.state), len(optimizer.state), found.mark) == (0, 1, "mine")
+    assert type(found) is torch.optim.SGD
+    assert told.keys == []
 
 
 def test_a_dictionary_that_somebody_holds_stays():

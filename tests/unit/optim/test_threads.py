@@ -119,6 +119,14 @@ def test_torch_has_the_threads_that_were_asked_for_inside_of_a_block_alone(threa
     assert torch.get_num_threads() == 1
 
 
+@pytest.mark.parametrize(
+    ("threads", "are_those"),
+    [(HostThreads(3), True), (HostThreads(3, is_asked=True), False), (HostThreads(1, is_asked=True), True)],
+)
+def test_only_a_number_that_was_asked_for_differs_from_that_of_torch(threads, are_those):
+    assert threads.are_those_of_torch is are_those
+
+
 @pytest.mark.parametrize(("threads", "inside"), [(HostThreads(3), 1), (HostThreads(3, is_asked=True), 3)])
 def test_another_optimizer_than_adam_computes_in_threads_of_torch_that_were_asked_for(threads, inside):
     class Seen(torch.optim.SGD):
