@@ -1,5 +1,10 @@
 """Training scripts of other people, in the shape of those of transformers, TRL and Accelerate."""
 
+import pathlib
+
+PLAIN_EXIT = pathlib.Path(__file__).parent / "plain_exit"
+"""What is put in front of ``PYTHONPATH`` where several processes of plain torch have to end without an abort."""
+
 HEAD = """
 import dataclasses
 import json
@@ -27,8 +32,6 @@ def tell(trainer):
     size = trainer.accelerator.num_processes
     if trainer.is_world_process_zero():
         print(json.dumps({"losses": losses, "total": total, "is_chunked": is_chunked, "size": size}), flush=True)
-    if torch.distributed.is_initialized():  # else threads of gloo may end a plain process that exits by an abort
-        torch.distributed.destroy_process_group()
 """
 
 CLM = (

@@ -1,6 +1,5 @@
 """Data and messages between the processes that train one model together; only this module uses torch.distributed."""
 
-import atexit
 import contextlib
 import pickle
 import threading
@@ -19,6 +18,7 @@ from hf_patrickstar.memory.lanes import Ticket
 from hf_patrickstar.runtime.arrival import Arrival, announce
 from hf_patrickstar.runtime.averages import average, without_repeats
 from hf_patrickstar.runtime.complaints import complain
+from hf_patrickstar.runtime.departure import leave_at_exit
 from hf_patrickstar.runtime.liveness import Liveness, Member, describe_self
 from hf_patrickstar.runtime.tickets import DeviceTicket, GlooTicket, Users
 from hf_patrickstar.runtime.vigil import Patience, Vigil
@@ -149,7 +149,7 @@ class Collectives:
             raise CollectiveError(complain("connects", rank, world_size, "", error)) from error
         collectives = cls(rank, world_size, device, data, control, emit, reductions, reduce_dtype)
         if is_gloo:
-            atexit.register(_leave)
+            leave_at_exit(_destroy_groups)
         collectives._introduce(patience)
         return collectives
 
@@ -557,11 +557,8 @@ def _arrivals() -> Any:
     return dist.PrefixStore("hf_patrickstar/arrival", dist.distributed_c10d._get_default_store())
 
 
-def _leave() -> None:
-    """Destroys the process groups that are left when Python ends.
-
-    Otherwise threads of gloo that a broadcast has used may still run when the process exits, which then aborts.
-    """
+def _destroy_groups() -> None:
+    """Destroys the process groups that are left."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

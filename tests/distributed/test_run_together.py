@@ -6,7 +6,7 @@ import pathlib
 import subprocess
 import sys
 
-from stock_scripts import write_stock_scripts
+from stock_scripts import PLAIN_EXIT, write_stock_scripts
 
 TESTS = pathlib.Path(__file__).parents[1]
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -16,17 +16,18 @@ def test_two_processes_train_a_stock_script_together(tmp_path):
     write_stock_scripts(tmp_path)
     words = ["--use_cpu", "--max_steps", "2", "--logging_steps", "1", "--report_to", "none", "--save_strategy", "no"]
     words += ["--per_device_train_batch_size", "2", "--learning_rate", "5e-3", "--disable_tqdm", "true"]
-    search = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": search}
+    search = [str(TESTS.parent), str(TESTS)]
+    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     results = []
-    for launched in (
-        [*LAUNCH, "clm.py", "--output_dir", "plain", *words],
-        [*LAUNCH, "-m", "hf_patrickstar", "run", "clm.py", "--output_dir", "chunked", *words, "--patrickstar"],
+    chunked = [*LAUNCH, "-m", "hf_patrickstar", "run", "clm.py", "--output_dir", "chunked", *words, "--patrickstar"]
+    for launched, folders in (
+        ([*LAUNCH, "clm.py", "--output_dir", "plain", *words], [str(PLAIN_EXIT), *search]),
+        (chunked, search),
     ):
         done = subprocess.run(
             [sys.executable, *launched],
             cwd=tmp_path,
-            env={**os.environ, **quiet},
+            env={**os.environ, **quiet, "PYTHONPATH": os.pathsep.join(folders)},
             capture_output=True,
             text=True,
             timeout=170,
