@@ -35,20 +35,30 @@ def without_modes() -> Iterator[None]:
         yield
 
 
-def tensors_among(value: Any) -> Iterator[torch.Tensor]:
+def tensors_among(value: Any) -> list[torch.Tensor]:
     """The tensors among arguments or results of an operator: alone, or in lists, as schemas allow.
 
     Args:
         value: An argument, arguments, a result, or results.
     """
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_among(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_among(item)
+        return [value]
+    found: list[torch.Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[torch.Tensor]) -> None:
+    # Called once for a list and not for each of its items: modes ask at every operator.
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return
+    for item in value:
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, (tuple, list, dict)):
+            _collect(item, found)
 
 
 def written_operands(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -74,7 +84,10 @@ def read_operands(written: Sequence[torch.Tensor], args: Sequence[Any], kwargs: 
         kwargs: Its named arguments.
     """
     ids = {id(tensor) for tensor in written}
-    return [tensor for tensor in tensors_among((args, kwargs)) if id(tensor) not in ids]
+    found: list[torch.Tensor] = []
+    _collect(args, found)
+    _collect(kwargs, found)
+    return [tensor for tensor in found if id(tensor) not in ids] if ids else found
 
 
 @functools.cache

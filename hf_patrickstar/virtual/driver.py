@@ -412,7 +412,7 @@ class VirtualDriver:
         if self._is_lookup(packet, args):
             self._look_up(HostWork(name, cost.flops, cost.nbytes), packet, args, result)
         elif len(tiers) > 1 and packet in _COPIES:
-            self._copy_now(tensors, written or list(tensors_among(result)))
+            self._copy_now(tensors, written or tensors_among(result))
         elif len(tiers) > 1:  # on a device somebody would have copied these first
             target = self.tier_of(written[0]) if written else Tier.DEVICE
             self._copy_over([tensor for tensor in tensors if self.tier_of(tensor) is not target])
