@@ -3,7 +3,7 @@
 import pathlib
 
 PLAIN_EXIT = pathlib.Path(__file__).parent / "plain_exit"
-"""What is put in front of ``PYTHONPATH`` where several processes of plain torch have to end without an abort."""
+"""A folder to put in front of ``PYTHONPATH`` where several processes of plain torch have to end without an abort."""
 
 HEAD = """
 import dataclasses

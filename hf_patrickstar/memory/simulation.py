@@ -397,7 +397,7 @@ class SimulatedDriver:
         Raises:
             RaceError: If nothing orders it after what it needs, or it has operands on both tiers.
         """
-        with self.lock:  # what runs meanwhile is unseen on its own, and modes see operators alone
+        with self.lock:  # work that runs here takes modes off itself, and nothing else here is an operator
             self.find_lost()
             touched = [(t, False) for t in read if self._knows(t)] + [(t, True) for t in written if self._knows(t)]
             tiers = {self._tier_of(tensor) for tensor, _ in touched} - {None}

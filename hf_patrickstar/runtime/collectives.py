@@ -148,8 +148,7 @@ class Collectives:
         except RuntimeError as error:
             raise CollectiveError(complain("connects", rank, world_size, "", error)) from error
         collectives = cls(rank, world_size, device, data, control, emit, reductions, reduce_dtype)
-        if is_gloo:
-            leave_at_exit(_destroy_groups)
+        leave_at_exit(_destroy_groups if is_gloo else None)  # messages go over gloo in any case
         collectives._introduce(patience)
         return collectives
 

@@ -4,17 +4,22 @@ import os
 import subprocess
 import sys
 
+import pytest
 from processes import ENVIRONMENT
+
+pytestmark = pytest.mark.xdist_group("distributed")
 
 SCRIPT = """
 import os, sys
+from datetime import timedelta
 import torch
 import torch.distributed as dist
 from hf_patrickstar.runtime.collectives import Collectives
 
 
 def talk(rank, store):
-    dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+    timeout = timedelta(seconds=50)
+    dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2, timeout=timeout)
     collectives = Collectives.connect(None, torch.device("cpu"))
     sys.setswitchinterval(1000)  # the thread that has run the collective gets Python only where this one waits
     dist.all_gather([torch.zeros(1), torch.zeros(1)], torch.ones(1))

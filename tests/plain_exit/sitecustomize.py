@@ -1,4 +1,4 @@
-"""Python imports this when it starts: processes of plain torch end after the threads of gloo have run.
+"""Python imports this when it starts: processes of plain torch give the threads of gloo time to end.
 
 They abort now and then otherwise; ``hf_patrickstar/runtime/departure.py`` says why.
 """
@@ -9,6 +9,6 @@ import time
 
 @atexit.register
 def run_other_threads():
-    """Lets go of Python's lock some times."""
+    """Lets go of Python's lock several times."""
     for _ in range(20):
         time.sleep(0.005)
