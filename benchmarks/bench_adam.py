@@ -13,7 +13,7 @@ masters of this package must be those of torch, bit for bit.
 
 The engine's step has a millisecond or two that do not grow with the model, and a small ``--numel`` shows those rather
 than the update. A model that is trained in chunks has more parameters than the default. All updates together take
-14 GiB of memory, and with DeepSpeed 16.
+13 GiB of memory, and more with DeepSpeed.
 
     python benchmarks/bench_adam.py [--dtype bf16] [--numel 67108864] [--threads 1 2] [--rounds 15]
 """
