@@ -7,9 +7,9 @@ CPU, if DeepSpeed is installed; both compute in bf16 without autocast, in one pr
 the result says so, and that is no failure. Under this package and DeepSpeed the largest model is loaded in bf16, since
 its fp32 values beside its chunks would be more than most hosts have.
 
-With ``--virtual`` the same training under this package is recorded in virtual time too, and its time and the planned
-peak of the device stand beside what was measured. The rates are those of the known machine that has the device, or they
-are measured if none has it.
+``--record FILE`` trains nothing: it records the same training under this package in virtual time, on any machine, and
+writes it to a file. A run with ``--plan FILE`` reads it, and puts its time at the rates of ``--rates``, and the planned
+peak of the device, beside what was measured.
 
 ``--shares`` measures the CPU tier instead: step time against plain torch where copies of chunks may be some shares of
 the parameters' bytes, with ``overlap_optimizer`` and without. A GPT-2 trains on the same batches under all of them in
@@ -18,9 +18,10 @@ is done when the step returns, with either setting.)
 """
 
 import contextlib
-import dataclasses
-import gc
 import itertools
+import json
+import pathlib
+import pickle
 import resource
 import statistics
 import time
@@ -32,11 +33,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.errors import EngineError
-from hf_patrickstar.machine import ACCELERATOR, machine_of
-from hf_patrickstar.memory.accelerator import device_name, is_accelerator
-from hf_patrickstar.memory.tiers import available_host_nbytes
-from hf_patrickstar.report.measure import measure_machine
+from hf_patrickstar.errors import PatrickStarError
+from hf_patrickstar.integrations.trainer_lanes import LaneWatch
+from hf_patrickstar.machine import find_machine, machine_of
+from hf_patrickstar.memory.accelerator import device_name
+from hf_patrickstar.memory.tiers import DEVICE_SHARE, available_host_nbytes
 from hf_patrickstar.virtual.recording import record_step
 
 MAX_NORM = 1.0
@@ -55,7 +56,7 @@ MORE = {
 KINDS = ("patrickstar", "plain", "fsdp2", "zero3")
 FROM_BF16 = ("patrickstar", "zero3")
 """Kinds that make fp32 masters themselves, so that a model may be loaded in bf16."""
-SETTINGS = {"dtype": "bf16"}
+SETTINGS = '{"dtype": "bf16"}'
 
 
 def config_of(size, length):
@@ -89,10 +90,10 @@ def make_llama(size, length, dtype):
     return model.train()
 
 
-def make_our_step(model, device):
-    """The step of the engine, and a function that gives its figures."""
+def make_our_step(model, device, settings):
+    """The step of the engine, and a function that gives its figures after one more step."""
     engine = PatrickStarEngine(
-        model, SETTINGS, torch.optim.AdamW(model.parameters(), fused=True, **peers.ADAMW), device=device
+        model, settings, torch.optim.AdamW(model.parameters(), fused=True, **peers.ADAMW), device=device
     )
 
     def step(batch):
@@ -107,7 +108,21 @@ def make_our_step(model, device):
         engine.optimizer.zero_grad()
         return loss
 
-    return step, engine.stats
+    def figures(one_more_step):
+        stats = {key: value for key, value in engine.stats().items() if isinstance(value, (int, float, str))}
+        watch = LaneWatch(engine)
+        watch.begin_step()
+        one_more_step()
+        return {"stats": stats, "busy_shares": busy_shares(watch.begin_step())}
+
+    return step, figures
+
+
+def busy_shares(timeline):
+    """Which part of a step each lane worked; ``None`` if the step was recorded, or had too much in it."""
+    if timeline is None:
+        return None
+    return {str(lane): busy / timeline.duration_ns for lane, busy in timeline.busy_ns().items() if busy}
 
 
 def make_plain_step(model, device):
@@ -124,15 +139,19 @@ def make_plain_step(model, device):
         optimizer.zero_grad()
         return loss.detach()
 
-    return step, dict
+    return step, lambda one_more_step: {}
+
+
+def make_batch(number, options, device):
+    """The micro-batch of a step."""
+    return common.make_batch(number, options.batch_size, options.length, MORE[options.size]["vocab_size"], device)
 
 
 def measure(step, device, options):
     """Seconds and losses of steps; those of the warm-up, in which the engine records, are not timed."""
-    vocabulary = MORE[options.size]["vocab_size"]
     seconds, losses = [], []
     for number in range(options.warmup + options.steps):
-        batch = common.make_batch(number, options.batch_size, options.length, vocabulary, device)
+        batch = make_batch(number, options, device)
         if number == options.warmup and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         common.synchronize(device)
@@ -161,27 +180,30 @@ def train(options, device):
         return {**result, "fits": False, "why": why}
     model = make_llama(options.size, options.length, dtype)
     make = {
-        "patrickstar": make_our_step,
+        "patrickstar": lambda model, device: make_our_step(model, device, options.settings),
         "plain": make_plain_step,
         "fsdp2": lambda model, device: peers.make_fsdp2_step(model, device, MAX_NORM),
         "zero3": lambda model, device: peers.make_zero3_step(model, device, MAX_NORM, options.batch_size),
     }[options.kind]
     try:
-        step, stats = make(model, device)
+        step, figures = make(model, device)
         seconds, losses = measure(step, device, options)
     except RuntimeError as error:
         if options.kind == "patrickstar" or not is_shortage(error):
             raise
         return {**result, "fits": False, "why": str(error).splitlines()[0]}
+    peaks = {}
+    if device.type == "cuda":  # before one more step, whose lanes are measured
+        peaks["device_peak_nbytes"] = torch.cuda.max_memory_allocated(device)
+        peaks["device_reserved_peak_nbytes"] = torch.cuda.max_memory_reserved(device)
     # ru_maxrss is in KiB on Linux.
     return result | {
         "seconds_per_step": seconds,
         "tokens_per_second": options.batch_size * options.length / statistics.median(seconds),
         "losses": losses,
         "host_peak_nbytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "device_peak_nbytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-        "device_reserved_peak_nbytes": torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None,
-        "stats": {key: value for key, value in stats().items() if isinstance(value, (int, float, str))},
+        **peaks,
+        **figures(lambda: step(make_batch(0, options, device))),
     }
 
 
@@ -190,26 +212,12 @@ def is_shortage(error):
     return isinstance(error, torch.OutOfMemoryError) or "CUDA error: out of memory" in str(error)
 
 
-def find_rates(device):
-    """The known machine that has the device, or one with measured rates; and which of both it is."""
-    if is_accelerator(device):
-        machine = machine_of(device_name(device))
-        if machine is not ACCELERATOR:
-            return machine, "known"
-    return measure_machine(), "measured"
+def record(options):
+    """Records the training in virtual time, and writes it to a file.
 
-
-def simulate(options, device, found):
-    """The same training in virtual time, with the budgets of the engine that trained.
-
-    Args:
-        options: Those of the benchmark.
-        device: Where it trained.
-        found: What was measured.
+    The device has the bytes that ``device_budget="auto"`` takes of an empty one, unless the settings say otherwise.
     """
-    gc.collect()  # what trained is in cycles, and rates are measured in memory that is free
-    machine, rates = find_rates(device)
-    budgets = {name: found["stats"][f"{name}_nbytes"] for name in ("device_budget", "host_budget")}
+    machine = find_machine(options.machine)
 
     def make_model():
         config = config_of(options.size, options.length)
@@ -221,13 +229,36 @@ def simulate(options, device, found):
         tokens = torch.zeros((options.batch_size, options.length), dtype=torch.long)
         return {"input_ids": tokens, "labels": tokens}
 
-    recording = record_step(make_model, make_inputs, machine, config={**SETTINGS, **budgets}, max_norm=MAX_NORM)
-    virtual_s = recording.timeline.duration_ns / 1e9
+    config = {"device_budget": int(machine.device_nbytes * DEVICE_SHARE), **options.settings}
+    recording = record_step(make_model, make_inputs, machine, config=config, max_norm=MAX_NORM)
+    path = pathlib.Path(options.record)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(pickle.dumps(recording))
+    print(f"{path}: {recording.timeline.duration_ns / 1e9:.4f} s per step on {machine.name}")
+
+
+def simulate(options, device, found):
+    """The training that was recorded beforehand, at other rates, with the bytes of the device of the one that ran.
+
+    Args:
+        options: Those of the benchmark.
+        device: Where it trained.
+        found: What was measured.
+    """
+    recording = pickle.loads(pathlib.Path(options.plan).read_bytes())
+    machine = find_machine(options.rates) if options.rates else machine_of(device_name(device))
+    nbytes = found["stats"]["device_budget_nbytes"]
+    try:
+        timeline = recording.on(machine, nbytes)
+    except PatrickStarError as error:  # it was recorded with more memory of the device; what was measured took long
+        return {"simulation_error": str(error)}
+    simulated_s = timeline.duration_ns / 1e9
     return {
-        "virtual_seconds_per_step": virtual_s,
-        "virtual_over_measured": virtual_s / statistics.median(found["seconds_per_step"]),
+        "simulated_seconds_per_step": simulated_s,
+        "simulated_over_measured": simulated_s / statistics.median(found["seconds_per_step"]),
+        "simulated_busy_shares": busy_shares(timeline),
+        "simulated_on": machine.name,
         "planned_device_peak_nbytes": recording.device_nbytes,
-        "virtual_machine": {**dataclasses.asdict(machine), "rates": rates},
     }
 
 
@@ -288,7 +319,11 @@ def main():
     parser.add_argument("--repeats", type=int, default=2, help="for --shares")
     parser.add_argument("--size", choices=list(SIZES), default="3b")
     parser.add_argument("--kind", choices=KINDS, default="patrickstar")
-    parser.add_argument("--virtual", action="store_true", help="for --kind patrickstar: virtual time beside measured")
+    parser.add_argument("--settings", type=json.loads, default=SETTINGS, metavar="JSON", help="for --kind patrickstar")
+    parser.add_argument("--record", metavar="FILE", help="record the training in virtual time instead of training")
+    parser.add_argument("--machine", default="h100", help="for --record: a known machine, or a JSON file of rates")
+    parser.add_argument("--plan", metavar="FILE", help="for --kind patrickstar: what --record has written")
+    parser.add_argument("--rates", help="for --plan: a machine, likewise; by default a known one with this device")
     parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--warmup", type=int, default=3)
@@ -298,8 +333,9 @@ def main():
         options.device = "cpu"
         compare_shares(options)
         return
-    if options.virtual and options.kind != "patrickstar":
-        parser.error(f"--virtual is for --kind patrickstar, not for {options.kind}")
+    if options.record:
+        record(options)
+        return
     run_kind(options, torch.device(options.device))
 
 
@@ -322,16 +358,9 @@ def run_kind(options, device):
         f"{name}: {result['tokens_per_second']:.0f} tokens per second, {seconds:.4f} s per step, losses "
         f"{losses[0]:.4f} to {losses[-1]:.4f}"
     )
-    if options.virtual:
-        try:
-            result |= simulate(options, device, result)
-        except EngineError as error:
-            common.finish(name, options, {**result, "virtual_error": str(error)})  # what was measured took long
-            raise SystemExit(f"{name}: there is no virtual time: {error}") from error
-        print(
-            f"{name}: in virtual time {result['virtual_seconds_per_step']:.4f} s per step, "
-            f"{result['virtual_over_measured']:.2f} of what was measured, at {result['virtual_machine']['rates']} rates"
-        )
+    if options.plan and "stats" in result:
+        result |= simulate(options, device, result)
+        print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in result.items() if key.startswith("simul")))
     common.finish(name, options, result)
 
 

@@ -99,7 +99,7 @@ def finish(name: str, options: argparse.Namespace, result: dict) -> None:
 def machine(device: str) -> dict:
     """Hardware, versions and commit; results that were written before are no change of what runs."""
     what_runs = ("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)benchmarks/results")
-    commit = _git("describe", "--always") or "unknown"
+    commit = _git("describe", "--always") or os.environ.get("COMMIT", "unknown")
     deepspeed = package_version("deepspeed")
     hardware = torch.cuda.get_device_name(device) if device.startswith("cuda") else _processor()
     return {
@@ -123,7 +123,10 @@ def package_version(name: str) -> str | None:
 
 
 def _git(*words: str) -> str:
-    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    try:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:  # git is not installed; a copy of the sources without it is measured all the same
+        return ""
 
 
 def _processor() -> str:

@@ -56,7 +56,7 @@ def process_group(device):
     os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"})  # for DeepSpeed
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device.index or 0)  # a device without an index is refused
     torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -92,7 +92,7 @@ def make_fsdp2_step(model, device, max_norm):
         optimizer.zero_grad()
         return loss.detach()
 
-    def figures():
+    def figures(one_more_step):
         return {
             "sharded_modules": sum(isinstance(module, FSDPModule) for module in model.modules()),
             "parameters_on": " ".join(sorted({parameter.device.type for parameter in model.parameters()})),
@@ -126,7 +126,7 @@ def make_zero3_step(model, device, max_norm, batch_size):
         engine.step()
         return loss.detach()
 
-    return step, lambda: {"optimizer": type(engine.basic_optimizer).__name__}
+    return step, lambda one_more_step: {"optimizer": type(engine.basic_optimizer).__name__}
 
 
 def zero3_config(is_bf16, batch_size, max_norm, adamw, is_pinned=False):

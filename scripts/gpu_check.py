@@ -1,11 +1,17 @@
-"""Checks the package on a GPU and writes one JSON file with the outcome of every part.
+"""Checks the package on a GPU, in stages that fit into minutes, and writes what came of every part at once.
 
-A part is a command of its own with a limit of time. A part that fails, hangs or cannot start is reported, and the
-others run all the same. Exit code 0: every part passed or was skipped for a reason that the record names; 1: a part did
-not pass; 2: this machine has no accelerator, and nothing was run or written.
+Stage ``one`` tells whether the package works on this device (smoke, all tests that need a GPU, overhead, races, rates),
+stage ``two`` how fast it is beside plain torch and FSDP2. Stage ``plan`` needs no device: it makes the plans whose time
+stage two compares with what it measures. ``--rehearse`` runs all three on the CPU tier with tiny sizes.
+
+A part is a command of its own with a limit of time, and all parts together have another one. A part that fails, hangs
+or cannot start is reported, and the others run all the same. The record (JSON) and the log of a stage are written after
+every part, to ``$OUT`` if that is set and else to ``benchmarks/results``; git is not needed. Exit code 0: every part
+passed, or was skipped for a reason that the record names; 1: a part did not pass; 2: this machine has no accelerator.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -13,42 +19,54 @@ import os
 import pathlib
 import platform
 import re
-import shutil
 import signal
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import xml.etree.ElementTree
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
+from typing import TextIO
 
+BEGIN_S = time.monotonic()
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-SHORT_S = 465.0
-"""Seconds for all parts of the short form, whose own limits add up to more; the rest of eight minutes is for starting
-and writing."""
-TAIL_CHARS = 4000
-OFFLOAD = "offload"
-"""The table of models that are too large for the device, and what the names of its parts begin with."""
-SIZES = ("3b", "8b")
-KINDS = ("patrickstar", "plain", "fsdp2", "zero3")
-FIGURES = (
-    "tokens_per_second",
-    "device_peak_nbytes",
-    "planned_device_peak_nbytes",
-    "host_peak_nbytes",
-    "virtual_seconds_per_step",
-    "virtual_over_measured",
-)
-VIRTUAL = "virtual_against_measured"
-"""The part that has the time of steps in virtual time beside measured ones; its rows are also on the first level."""
+SECONDS = {"plan": 300.0, "one": 285.0, "two": 420.0}
+"""Seconds for all parts of a stage; a start of the machine, stage one and stage two fit into fifteen minutes."""
+REHEARSAL_S = 240.0
+LEAST_S = 15.0
+"""A part that has less time left is not begun: that much is gone before Python has imported torch."""
+TAIL_CHARS = {True: 700, False: 1700}
+"""What the console shows of a part: of one that is fine, and of one that is not."""
+KEPT_CHARS = 6000
 ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONFAULTHANDLER": "1",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # runs are compared bit for bit
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    "GLOO_SOCKET_IFNAME": "lo",  # the name of the machine may lead nowhere
+    "NCCL_SOCKET_IFNAME": "lo",
 }
+PACKAGES = (
+    *("torch", "transformers", "accelerate", "datasets", "peft", "trl", "numpy", "safetensors", "nvidia-ml-py"),
+    *("pytest", "pytest-xdist", "hypothesis"),
+)
+OVERHEAD = {
+    # The device is busy all the time there: a smaller model would measure the host, which is what --deep is for.
+    "bf16": "--layers 12 --hidden 2048 --batch_size 8 --length 1024 --steps 10 --repeats 1 --limit 1.05",
+    "fp32": "--layers 12 --hidden 1024 --batch_size 8 --length 512 --steps 10 --repeats 1 --limit 1.05",
+}
+TINY_OVERHEAD = "--layers 2 --hidden 64 --batch_size 2 --length 16 --steps 2 --repeats 1 --limit 99"
+TINY_OFFLOAD = "--size tiny --batch_size 2 --length 16 --warmup 3 --steps 2"
+OFFLOAD = (
+    ("3b_plain", "plain", "--size 3b --warmup 2 --steps 4", {}, 70),
+    ("3b_24GiB", "patrickstar", "--size 3b --warmup 3 --steps 4", {"device_budget": "24GiB"}, 110),
+    ("3b_fsdp2", "fsdp2", "--size 3b --warmup 1 --steps 3", {}, 110),
+    ("3b_auto", "patrickstar", "--size 3b --warmup 3 --steps 4", {}, 90),
+    ("8b_auto", "patrickstar", "--size 8b --warmup 3 --steps 3", {}, 200),  # the host just suffices: the last one
+)
+"""Stage two: name, way to train, words for ``bench_offload.py``, settings of the engine, and the limit in seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,241 +78,283 @@ class Part:
         command: What is run; ``{output}`` stands for a file that the command may write its own JSON to, ``{junit}`` for
             one that pytest writes its report to.
         limit_s: The most seconds that it may take.
-        environment: Environment variables beside those of all parts.
-        needs: A program without which the part is skipped.
+        environment: Environment variables beside those of all parts, likewise.
         races: Whether a report of a race in its output is a failure, whatever its exit code is.
+        skip: Why it is not run here; empty if it is.
     """
 
     name: str
     command: tuple[str, ...]
     limit_s: float
-    environment: dict[str, str] = dataclasses.field(default_factory=dict)
-    needs: str | None = None
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     races: bool = False
+    skip: str = ""
 
 
-def pytest_part(name: str, paths: Sequence[str], limit_s: float, **settings) -> Part:
-    """A part that runs tests."""
-    options = ("-m", "gpu", "-p", "no:cacheprovider", "--junitxml", "{junit}")
-    return Part(name, (sys.executable, "-m", "pytest", *paths, *options), limit_s, **settings)
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where parts run and leave what later ones read.
+
+    Attributes:
+        device: The device.
+        folder: A folder for results of parts. Plans are in a folder of their own in it, which can be carried to a
+            machine without the rest.
+        is_rehearsal: Whether sizes are tiny.
+    """
+
+    device: str
+    folder: pathlib.Path
+    is_rehearsal: bool
+
+    @property
+    def plans(self) -> pathlib.Path:
+        """Where plans are."""
+        return self.folder / "plans"
+
+    def file(self, name: str) -> pathlib.Path:
+        """What a part has written."""
+        return self.folder / f"{name}.json"
 
 
-def short_parts() -> list[Part]:
-    """The parts of the short form, the most telling first."""
-    sanitized = ("tests/gpu/test_gpu_races.py", "-k", "gpt2 and plain")
-    overhead = ("--layers", "12", "--hidden", "1024", "--batch_size", "8", "--length", "512", "--steps", "10")
-    written = ("--output", "{output}")
-    parts = [
-        pytest_part("parity", ["tests/gpu/test_gpu_parity.py"], 150),
-        pytest_part("budgets", ["tests/gpu/test_gpu_budgets.py"], 60),
-        pytest_part("recovery", ["tests/gpu/test_gpu_recovery.py"], 60),
-        pytest_part("races", ["tests/gpu/test_gpu_races.py"], 60),
-        # torch's own sanitizer knows streams and events: it finds uses of memory that no event orders.
-        pytest_part("races_streams", sanitized, 60, environment={"TORCH_CUDA_SANITIZER": "1"}, races=True),
-    ]
-    for dtype in ("fp32", "bf16"):
-        command = (sys.executable, "benchmarks/bench_overhead.py", "--device", "cuda", "--dtype", dtype, *overhead)
-        # The part fails above 1.05; its result says whether the aim of 1.02 is met.
-        parts.append(Part(f"overhead_{dtype}", (*command, "--repeats", "2", "--limit", "1.05", *written), 60))
-    virtual = (sys.executable, "benchmarks/bench_virtual.py", "--device", "cuda", "--dtype", "bf16", *overhead)
-    parts.append(Part(VIRTUAL, (*virtual, *written), 90))
-    memory = pytest_part("memory", sanitized, 75, needs="compute-sanitizer")
-    tool = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")
-    parts.append(dataclasses.replace(memory, name="races_memory", command=(*tool, *memory.command)))
-    return parts
+HERE = Place("cuda:0", ROOT / "build" / "gpu_check", False)
+REHEARSAL = Place("cpu", ROOT / "build" / "gpu_rehearsal", True)
 
 
-def long_parts() -> list[Part]:
-    """What the long form runs beside: the offload benchmark, under the engine and other ways to train the models."""
-    parts = []
-    for size in SIZES:
-        for kind in KINDS:
-            words = ("--size", size, "--kind", kind, *(("--virtual",) if kind == "patrickstar" else ()))
-            command = (sys.executable, "benchmarks/bench_offload.py", "--device", "cuda", *words)
-            parts.append(Part(f"{OFFLOAD}_{size}_{kind}", (*command, "--output", "{output}"), 900))
-    return parts
-
-
-def offload_table(records: dict[str, dict]) -> list[dict]:
-    """The offload benchmark at a glance: a row for each model and way to train it.
+def parts_of(stage: str, place: Place, machine: str = "h100") -> list[Part]:
+    """The parts of a stage, the most telling first; those of stage two read what the stages before have left.
 
     Args:
-        records: What came of the parts.
-
-    Returns:
-        Rows; ``None`` stands for what is not known: the part has not passed, does not fit, or does not tell.
+        stage: ``one``, ``two`` or ``plan``.
+        place: Where they run.
+        machine: For stage ``plan``: whose rates and sizes plans are made for.
     """
-    rows = []
-    for size in SIZES:
-        for kind in KINDS:
-            record = records.get(f"{OFFLOAD}_{size}_{kind}")
-            if record is None:
-                continue
-            result = record.get("result", {})
-            seconds = result.get("seconds_per_step")
-            rows.append(
-                {
-                    **{"size": size, "kind": kind, "outcome": record["outcome"], "fits": result.get("fits")},
-                    "skipped": result.get("skipped"),
-                    "seconds_per_step": statistics.median(seconds) if seconds else None,
-                    **{name: result.get(name) for name in FIGURES},
-                }
-            )
-    return rows
+    if stage == "one":
+        return stage_one(place)
+    parts, rates = [], place.file("rates")
+    for name, kind, words, settings, limit_s in OFFLOAD:
+        if place.is_rehearsal:
+            words, settings = TINY_OFFLOAD, dict.fromkeys(settings, "1MiB")
+        plan, is_ours = place.plans / name, kind == "patrickstar"
+        command = [sys.executable, "benchmarks/bench_offload.py", "--device", place.device, *words.split()]
+        command += ["--kind", kind, "--settings", json.dumps({"dtype": "bf16", **settings})]
+        if stage == "plan":
+            if is_ours:
+                parts.append(Part(name, (*command, "--record", str(plan), "--machine", machine), 100))
+            continue
+        if is_ours and plan.exists():
+            command += ["--plan", str(plan), *(["--rates", str(rates)] if rates.exists() else [])]
+        parts.append(Part(name, (*command, "--output", "{output}"), limit_s))
+    return parts
 
 
-def run_part(part: Part, limit_s: float) -> dict:
+def stage_one(place: Place) -> list[Part]:
+    """The parts of stage one."""
+    here, python = {"GPU_TESTS_DEVICE": place.device}, sys.executable
+    tests = ("-m", "gpu", "-p", "no:cacheprovider", "-o", "timeout=60", "-rfEs", "--tb=short", "--junitxml", "{junit}")
+    pytest = (python, "-m", "pytest", *tests)
+    measured, workers = "tests/gpu/test_measure_cuda.py", "2" if place.is_rehearsal else "4"
+    growing = {} if place.is_rehearsal else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    numel = ("--numel", str(2**20 if place.is_rehearsal else 2**28))
+    smoke = (python, "scripts/gpu_smoke.py", "--device", place.device, *numel, "--output", "{output}")
+    races = ("tests/gpu/test_gpu_races.py", "-k", "gpt2 and plain")
+    no_streams = "torch's sanitizer needs the streams of CUDA" if place.is_rehearsal else ""
+    overhead = {
+        f"overhead_{dtype}": Part(
+            f"overhead_{dtype}",
+            (
+                *(python, "benchmarks/bench_overhead.py", "--device", place.device, "--dtype", dtype),
+                *(TINY_OVERHEAD if place.is_rehearsal else words).split(),
+                *("--output", "{output}"),
+            ),
+            40,
+        )
+        for dtype, words in OVERHEAD.items()
+    }
+    return [
+        Part("smoke", smoke, 75),
+        # Engines of a training have segments that grow; in these processes others take memory first.
+        Part("tests", (*pytest, "tests/gpu", "--ignore", measured, "-n", workers), 130, {**here, **growing}),
+        overhead["overhead_bf16"],
+        # torch's own sanitizer knows streams and events: it finds uses of memory that no event orders.
+        Part("races", (*pytest, *races), 45, {**here, "TORCH_CUDA_SANITIZER": "1"}, races=True, skip=no_streams),
+        Part("rates", (*pytest, measured), 45, {**here, "MACHINE_JSON": "{output}"}),
+        overhead["overhead_fp32"],
+    ]
+
+
+def run_part(part: Part, limit_s: float, place: Place, log: TextIO) -> dict:
     """Runs a part.
 
     Args:
         part: The part.
         limit_s: The most seconds that it may take now.
+        place: Where it leaves what it writes.
+        log: What it prints is added to this file.
 
     Returns:
         What came of it. ``outcome`` is ``passed``, ``failed``, ``timed out`` or ``skipped``, and ``why`` says why.
     """
-    if part.needs is not None and shutil.which(part.needs) is None:
-        return {"outcome": "skipped", "why": f"{part.needs} is not installed", "seconds": 0.0}
-    if limit_s <= 0:
-        return {"outcome": "failed", "why": "no time was left for it", "seconds": 0.0}
-    with tempfile.TemporaryDirectory() as folder:
-        files = {name: os.path.join(folder, name) for name in ("output", "junit")}
-        command = [word.format(**files) if word in ("{output}", "{junit}") else word for word in part.command]
-        begin = time.monotonic()
-        code, text = run_command(command, {**os.environ, **ENVIRONMENT, **part.environment}, limit_s)
-        record = {"seconds": round(time.monotonic() - begin, 2), "limit_s": round(limit_s, 2), "exit_code": code}
-        record |= judge(part, code, text)
-        readers = {"tests": (read_junit, files["junit"]), "result": (read_json, files["output"])}
-        for key, (read, file) in readers.items():
-            if os.path.exists(file):
-                try:
-                    record[key] = read(file)
-                except (ValueError, xml.etree.ElementTree.ParseError) as error:
-                    record |= {
-                        "outcome": "failed",
-                        "why": f"what it wrote is no {'JSON' if key == 'result' else 'report'}",
-                    }
-                    text += f"\n{error}"
-    reason = skipped_for(record)
-    if reason:
-        record |= {"outcome": "skipped", "why": reason}
-    if record["outcome"] not in ("passed", "skipped"):
-        record["tail"] = text[-TAIL_CHARS:]
-    return record
+    files = {"{output}": place.file(part.name), "{junit}": place.folder / f"{part.name}.xml"}
+    for file in files.values():
+        file.unlink(missing_ok=True)
+    words = {name: str(file) for name, file in files.items()}
+    environment = {**os.environ, **ENVIRONMENT, **part.environment}
+    environment = {key: words.get(value, value) for key, value in environment.items()}
+    log.write(f"\n===== {part.name}\n")
+    log.flush()
+    begin, place_in_log = time.monotonic(), log.tell()
+    code = run_command([words.get(word, word) for word in part.command], environment, limit_s, log)
+    record = {"seconds": round(time.monotonic() - begin, 1), "limit_s": round(limit_s, 1), "exit_code": code}
+    with open(log.name, errors="replace") as written:
+        written.seek(place_in_log)
+        text = written.read()
+    record |= judge(part, code, text)
+    readers = {"result": (json.loads, "{output}"), "tests": (read_junit, "{junit}")}
+    for key, (read, name) in readers.items():
+        if files[name].exists():
+            try:
+                record[key] = read(files[name].read_text())
+            except (ValueError, xml.etree.ElementTree.ParseError) as error:
+                record |= {"outcome": "failed", "why": f"{files[name]} cannot be read: {error}"}
+    return {**record, "tail": text[-KEPT_CHARS:]}
 
 
-def run_command(command: list[str], environment: dict[str, str], limit_s: float) -> tuple[int | None, str]:
-    """The exit code of a command, ``None`` if it took too long, and what it wrote."""
-    with tempfile.TemporaryFile("w+", errors="replace") as written:
-        try:
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=written, stderr=subprocess.STDOUT, start_new_session=True
-            )
-        except OSError as error:
-            return 127, str(error)
-        try:
-            code = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
-            os.killpg(process.pid, signal.SIGKILL)  # it, and whatever it has started
-            process.wait()
-        written.seek(0)
-        return code, written.read()
+def run_command(command: list[str], environment: dict[str, str], limit_s: float, log: TextIO) -> int | str:
+    """The exit code of a command, or why there is none."""
+    try:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    except OSError as error:
+        return str(error)
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return "timed out"
+    finally:  # it, and whatever it has started
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, number)
+                    process.wait(3)
 
 
-def judge(part: Part, code: int | None, text: str) -> dict:
+def judge(part: Part, code: int | str, text: str) -> dict:
     """The outcome of a command."""
-    if code is None:
-        return {"outcome": "timed out", "why": "it took longer than its limit"}
+    if code == "timed out":
+        return {"outcome": code, "why": "it took longer than its limit"}
     if part.races and re.search(r"CSAN detected|possible data race", text):
         return {"outcome": "failed", "why": "the sanitizer has found a race"}
-    if code:
-        return {"outcome": "failed", "why": f"exit code {code}"}
-    return {"outcome": "passed", "why": ""}
+    return {"outcome": "failed", "why": f"exit code {code}"} if code != 0 else {"outcome": "passed", "why": ""}
 
 
-def skipped_for(record: dict) -> str:
-    """Why a command that passed has measured nothing, by its own word; empty if it has."""
-    result = record.get("result")
-    return result.get("skipped") or "" if record["outcome"] == "passed" and isinstance(result, dict) else ""
-
-
-def read_junit(path: str) -> dict:
-    """How many tests there were, and the first line of each failure."""
-    root = xml.etree.ElementTree.parse(path).getroot()
-    counts = {"passed": 0, "failed": 0, "skipped": 0}
-    failures = {}
-    for case in root.iter("testcase"):
+def read_junit(text: str) -> dict:
+    """How many tests there were, the first line of each failure, and why others were skipped."""
+    found: dict = {"passed": 0, "failed": {}, "skipped": {}}
+    for case in xml.etree.ElementTree.fromstring(text).iter("testcase"):
         bad = [child for child in case if child.tag in ("failure", "error")]
-        kind = "failed" if bad else "skipped" if case.find("skipped") is not None else "passed"
-        counts[kind] += 1
-        if bad:
-            failures[case.get("name", "?")] = (bad[0].get("message") or "").strip().split("\n")[0][:300]
-    return {**counts, "failures": failures}
+        why = [child.get("message", "").strip().split("\n")[0][:300] for child in (*bad, *case.findall("skipped"))]
+        if why:
+            found["failed" if bad else "skipped"][case.get("name", "?")] = why[0]
+        else:
+            found["passed"] += 1
+    return found
 
 
-def read_json(path: str) -> object:
-    """What a benchmark has written."""
-    return json.loads(pathlib.Path(path).read_text())
-
-
-def run_parts(parts: Sequence[Part], total_s: float | None) -> dict[str, dict]:
-    """Runs one part after the other, whatever comes of each; what is not run in time has failed.
+def run_stage(stage: str, parts: Iterable[Part], deadline_s: float, place: Place, folder: pathlib.Path) -> bool:
+    """Runs one part after the other, whatever comes of each, and writes the record and the log after every one.
 
     Args:
-        parts: The parts.
-        total_s: Seconds for all together; ``None`` for each part's own limit alone.
+        stage: Its name.
+        parts: Its parts.
+        deadline_s: When all have to be done, by ``time.monotonic``; a part that finds too little time left has failed.
+        place: Where they run.
+        folder: Where the record and the log go.
+
+    Returns:
+        Whether every part passed or was skipped.
     """
-    deadline = time.monotonic() + (float("inf") if total_s is None else total_s)
-    records = {}
-    for part in parts:
-        record = run_part(part, min(part.limit_s, deadline - time.monotonic()))
-        records[part.name] = record
-        why = f" ({record['why']})" if record["why"] else ""
-        print(f"gpu_check: {part.name}: {record['outcome']}{why}, {record['seconds']:.0f} s", file=sys.stderr)
-    return records
+    begin, machine, records = time.monotonic(), describe_machine(needs_device(stage, place)), {}
+    name = re.sub(r"\W+", "_", str(machine["device"])).strip("_").lower()
+    target = folder / f"gpu_check_{stage}_{name}.json"
+    for each in (folder, place.plans):
+        each.mkdir(parents=True, exist_ok=True)
+    head = {"check": "gpu_check", "stage": stage, "is_rehearsal": place.is_rehearsal}
+    head["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+    def is_ok() -> bool:
+        return all(record["outcome"] in ("passed", "skipped") for record in records.values())
+
+    def write() -> None:
+        seconds = round(time.monotonic() - begin, 1)
+        record = {**head, "ok": is_ok(), "seconds": seconds, **machine, "parts": records}
+        target.write_text(json.dumps(record, indent=1) + "\n")
+
+    with open(target.with_suffix(".log"), "w", errors="replace") as log:
+        for part in parts:
+            left = deadline_s - time.monotonic()
+            records[part.name] = {"outcome": "begun", "why": "the check ended before the part", "seconds": 0.0}
+            write()
+            if part.skip:
+                records[part.name] |= {"outcome": "skipped", "why": part.skip}
+            elif left < LEAST_S:
+                records[part.name] |= {"outcome": "failed", "why": "no time was left for it"}
+            else:
+                records[part.name] = run_part(part, min(part.limit_s, left), place, log)
+            write()
+            show(part.name, records[part.name])
+    print(f"gpu_check: stage {stage} {'ok' if is_ok() else 'failed'}, written to {target}", flush=True)
+    return is_ok()
 
 
-def describe_machine() -> dict:
-    """Hardware, versions and commit."""
-    import torch
+def show(name: str, record: Mapping) -> None:
+    """Prints what came of a part."""
+    is_fine = record["outcome"] in ("passed", "skipped")
+    why = f" ({record['why']})" if record["why"] else ""
+    print(f"== {name}: {record['outcome']}{why} in {record['seconds']} s")
+    print(record.get("tail", "")[-TAIL_CHARS[is_fine] :].strip(), flush=True)
 
-    device: dict[str, object] = {"name": "none"}
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        device = {
-            "name": properties.name,
-            "count": torch.cuda.device_count(),
-            "memory_nbytes": properties.total_memory,
-            "capability": f"{properties.major}.{properties.minor}",
-        }
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
-    names = ("transformers", "accelerate", "datasets", "numpy", "safetensors", "nvidia-ml-py", "pytest", "deepspeed")
-    for name in names:
-        try:
+
+def describe_machine(asks_device: bool) -> dict:
+    """Hardware, versions and commit; the device is asked through NVML, so that this process takes none of it."""
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
-    try:
-        host_nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        host_nbytes = None
+    found: dict = {"device": "cpu"}
+    if asks_device:
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+            found = {
+                "device": pynvml.nvmlDeviceGetName(handle),
+                "num_devices": pynvml.nvmlDeviceGetCount(),
+                "device_nbytes": int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+                "driver": pynvml.nvmlSystemGetDriverVersion(),
+            }
+        except Exception as error:  # no library, no rights, a device that NVML does not know
+            found = {"device": "unknown", "nvml": str(error)}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {
-        "hardware": {"device": device, "cores": cores, "host_nbytes": host_nbytes},
-        "versions": versions,
-        "driver": ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "commit": ask("git", "describe", "--always", "--dirty", "--abbrev=40") or os.environ.get("COMMIT", "unknown"),
-    }
+    with contextlib.suppress(ValueError, OSError, AttributeError):
+        found["host_nbytes"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {**found, "cores": cores, "versions": versions, "commit": os.environ["COMMIT"]}
 
 
-def ask(*command: str) -> str:
-    """The first line that a command writes; empty if there is none."""
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip().split("\n")[0] if not done.returncode else ""
+def find_commit(place: Place) -> str:
+    """The commit by git, or else the one that the plans were made of, which are carried to machines without git."""
+    words = ("git", "describe", "--always", "--dirty", "--abbrev=40")
+    kept = place.plans / "commit"
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20)
+        return done.stdout.strip()
+    return os.environ.get("COMMIT") or (kept.read_text() if kept.exists() else "unknown")
+
+
+def needs_device(stage: str, place: Place) -> bool:
+    """Whether a stage runs on an accelerator."""
+    return stage != "plan" and not place.is_rehearsal
 
 
 def why_not() -> str:
@@ -303,67 +363,46 @@ def why_not() -> str:
         import torch
     except ImportError as error:
         return f"torch cannot be imported: {error}"
-    if not torch.cuda.is_available():
-        return "torch finds no accelerator on this machine; run it on one with a GPU"
-    return ""
-
-
-def finish(records: dict[str, dict], seconds: float, form: str, target: pathlib.Path | None) -> bool:
-    """Writes the record and says what came of it; returns whether every part passed or was skipped."""
-    machine = describe_machine()
-    is_ok = all(record["outcome"] in ("passed", "skipped") for record in records.values())
-    record = {
-        "check": "gpu_check",
-        "ok": is_ok,
-        "form": form,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "seconds": round(seconds, 1),
-        **machine,
-        "parts": records,
-        OFFLOAD: offload_table(records),
-        VIRTUAL: records.get(VIRTUAL, {}).get("result", {}).get("rows"),
-    }
-    if target is None:
-        words = re.sub(r"\W+", "_", str(machine["hardware"]["device"]["name"])).strip("_").lower()
-        target = RESULTS / f"gpu_check{'_long' if form == 'long' else ''}_{words}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(record, indent=2) + "\n")
-    bad = [
-        f"{name} {part['outcome']}" for name, part in records.items() if part["outcome"] not in ("passed", "skipped")
-    ]
-    print(f"gpu_check: {', '.join(bad) or 'every part passed or was skipped'}; written to {target}", file=sys.stderr)
-    print(json.dumps({"gpu_check": "ok" if is_ok else "failed", "written": str(target)}))
-    return is_ok
+    return "" if torch.cuda.is_available() else "torch finds no accelerator on this machine; run it on one with a GPU"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the check; returns the exit code."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--long", action="store_true", help="also the offload benchmark, which takes up to two hours")
+    options.add_argument("--stage", choices=list(SECONDS), default="one", help="by default 'one'")
+    options.add_argument("--rehearse", action="store_true", help="all stages with tiny sizes on the CPU tier")
+    options.add_argument("--seconds", type=float, help=f"for all parts; by default {SECONDS}")
     options.add_argument("--only", nargs="+", metavar="PART", help="these parts alone")
     options.add_argument("--dry-run", action="store_true", help="say what would be run, on any machine")
-    options.add_argument("--output", type=pathlib.Path, help="the JSON file; by default one in benchmarks/results")
+    options.add_argument("--output", type=pathlib.Path, help="the folder of the record and the log")
+    options.add_argument("--machine", default="h100", help="for stage plan: a known machine, or a JSON file of rates")
     chosen = options.parse_args(arguments)
-    parts = short_parts() + (long_parts() if chosen.long else [])
+    place = REHEARSAL if chosen.rehearse else HERE
+    os.environ["COMMIT"] = find_commit(place)
+    stages = list(SECONDS) if chosen.rehearse else [chosen.stage]
     if chosen.only:
-        unknown = sorted(set(chosen.only) - {part.name for part in parts})
+        known = [part.name for stage in stages for part in parts_of(stage, place)]
+        unknown = sorted(set(chosen.only) - set(known))
         if unknown:
-            options.error(f"no part is called {', '.join(unknown)}; there are {', '.join(p.name for p in parts)}")
-        parts = [part for part in parts if part.name in chosen.only]
+            options.error(f"no part is called {', '.join(unknown)}; there are {', '.join(dict.fromkeys(known))}")
     if chosen.dry_run:
-        for part in parts:
+        for part in (part for stage in stages for part in parts_of(stage, place, chosen.machine)):
             words = [f"{key}={value}" for key, value in part.environment.items()]
             print(f"{part.name} ({part.limit_s:g} s): {' '.join([*words, *part.command])}")
         return 0
-    reason = why_not()
+    on_device = needs_device(chosen.stage, place)
+    reason = why_not() if on_device else ""
     if reason:
         print(f"gpu_check: {reason}", file=sys.stderr)
         return 2
-    begin = time.monotonic()
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    short = [part for part in parts if not part.name.startswith(OFFLOAD)]
-    records = run_parts(short, SHORT_S) | run_parts([part for part in parts if part not in short], None)
-    is_ok = finish(records, time.monotonic() - begin, "long" if chosen.long else "short", chosen.output)
+    folder = os.environ.get("OUT") or (ROOT / "benchmarks" / "results" if on_device else place.folder)
+    deadline_s, is_ok = BEGIN_S + (chosen.seconds or (REHEARSAL_S if chosen.rehearse else SECONDS[chosen.stage])), True
+    for stage in stages:
+        parts = parts_of(stage, place, chosen.machine)  # now, since it depends on what the stages before have left
+        parts = [part for part in parts if not chosen.only or part.name in chosen.only]
+        is_ok &= run_stage(stage, parts, deadline_s, place, pathlib.Path(chosen.output or folder))
+        if stage == "plan":
+            (place.plans / "commit").write_text(os.environ["COMMIT"])
     return 0 if is_ok else 1
 
 

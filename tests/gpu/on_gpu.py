@@ -10,14 +10,18 @@ differs where plain torch repeats itself is a bug.
 import contextlib
 import functools
 import gc
+import os
 
+import pytest
 import torch
 from models import make_batch, make_model
 from reference import rounded
 
 from hf_patrickstar import PatrickStarEngine
 
-DEVICE = "cuda"
+DEVICE = os.environ.get("GPU_TESTS_DEVICE", "cuda:0")
+"""``cpu`` rehearses the tests on the CPU tier (``scripts/gpu_check.py --rehearse``)."""
+needs_cuda = pytest.mark.skipif(not DEVICE.startswith("cuda"), reason="asks CUDA for what a CPU does not have")
 STEPS = 3
 MIB = 2**20
 LOSS_TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}
@@ -75,6 +79,17 @@ def adamw(parameters):
 def free():
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def synchronize():
+    if DEVICE != "cpu":
+        torch.cuda.synchronize()
+
+
+def occupy(cycles):
+    """Keeps the compute stream busy, so that the host runs ahead of it."""
+    if DEVICE != "cpu":
+        torch.cuda._sleep(cycles)
 
 
 def run_engine(name, config, max_norm=None, checkpointing=False):
@@ -162,7 +177,8 @@ def warm_up():
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x = torch.randn(64, 64, device=DEVICE, dtype=dtype, requires_grad=True)
         torch.nn.functional.linear(x, x, x[0]).sum().backward()
-    torch.cuda.synchronize()
+        torch.mm(x, x).sum().backward()  # a product without bias may have another workspace
+    synchronize()
 
 
 def capped(name, itemsize):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from models import make_batch, make_model
-from on_gpu import DEVICE, MIB, STEPS, adamw, batch_of, capped, free
+from on_gpu import DEVICE, MIB, STEPS, adamw, batch_of, capped, free, needs_cuda
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.memory.tiers import Tier
@@ -11,6 +11,7 @@ from hf_patrickstar.memory.tiers import Tier
 pytestmark = pytest.mark.gpu
 
 
+@needs_cuda
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_steps_that_follow_their_plan_stay_within_the_device_budget(name, at_home_on_host):
     model = make_model(name).train()
@@ -32,6 +33,7 @@ def test_steps_that_follow_their_plan_stay_within_the_device_budget(name, at_hom
     free()
 
 
+@needs_cuda
 def test_page_locked_memory_is_booked_as_what_is_taken(at_home_on_host, caplog):
     """Whichever way it was had; see the line of the log."""
     free()

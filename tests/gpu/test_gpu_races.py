@@ -1,6 +1,6 @@
 """Races on a GPU: copies that are slow, and homes that change while copies out of them wait.
 
-``scripts/gpu_check.sh`` runs some of these under torch's stream sanitizer and under compute-sanitizer too.
+``scripts/gpu_check.py`` runs some of these under torch's stream sanitizer, too.
 """
 
 import random
@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 from models import make_model
-from on_gpu import DEVICE, adamw, assert_same, batch_of, capped, free, repeats_itself, run_engine, run_reference
+from on_gpu import DEVICE, adamw, assert_same, batch_of, capped, free, occupy, repeats_itself, run_engine, run_reference
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.memory.streams import AcceleratorDriver
@@ -28,7 +28,7 @@ def test_loads_in_flight_survive_a_change_on_the_host(at_home_on_host, exact):
         other = {key: torch.zeros_like(value) for key, value in model.state_dict().items()}
         with torch.no_grad():
             if busy:
-                torch.cuda._sleep(200_000_000)
+                occupy(200_000_000)
             logits = model(**batch).logits
             model.load_state_dict(other)
         outputs.append(logits.cpu())
@@ -45,7 +45,7 @@ def slow_copies(monkeypatch):
         with self.inside(stream):
             if not target.is_cpu:
                 target.fill_(float("nan"))
-            torch.cuda._sleep(chance.randrange(5_000_000))
+            occupy(chance.randrange(5_000_000))
             target.copy_(source, non_blocking=True)
 
     monkeypatch.setattr(AcceleratorDriver, "copy", copy)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from models import make_model
-from on_gpu import DEVICE, STEPS, adamw, assert_same, batch_of, capped, free, repeats_itself, run_reference
+from on_gpu import DEVICE, STEPS, adamw, assert_same, batch_of, capped, free, needs_cuda, repeats_itself, run_reference
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.memory.tiers import Tier
@@ -28,6 +28,7 @@ class Greedy(torch.autograd.Function):
         return gradient
 
 
+@needs_cuda
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_out_of_memory_in_the_thread_of_autograd(accumulation, at_home_on_host, exact):
     is_exact = repeats_itself(run_reference, "gpt2", torch.float32)
@@ -54,6 +55,7 @@ def test_out_of_memory_in_the_thread_of_autograd(accumulation, at_home_on_host, 
     assert_same(([], results[1][0]), ([], results[0][0]), is_exact)
 
 
+@needs_cuda
 def test_memory_in_pieces_costs_no_budget(at_home_on_host):
     """The message is torch's own, so what is read from it is what this version says."""
     model = make_model("gpt2").train()

@@ -1,17 +1,31 @@
-"""The rates of a CUDA device are in the order in which they are on every one."""
+"""``hf-patrickstar env --measure`` on a device: rates are in the order in which they are on every one."""
+
+import os
 
 import pytest
-import torch
+from on_gpu import DEVICE, needs_cuda
 
-from hf_patrickstar.report.measure import Effort, measure_machine
-from hf_patrickstar.units import MIB
+from hf_patrickstar.cli.env import env
+from hf_patrickstar.machine import find_machine
 
 pytestmark = pytest.mark.gpu
 
 
-def test_rates_of_a_device():
-    machine = measure_machine(Effort(nbytes=256 * MIB, seconds=0.3))
-    assert machine.name == torch.cuda.get_device_name()
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory):
+    """Is kept in the file that ``scripts/gpu_check.py`` names."""
+    file = os.environ.get("MACHINE_JSON") or str(tmp_path_factory.mktemp("rates") / "machine.json")
+    env(measure=True, json_file=file)
+    return find_machine(file)
+
+
+def test_what_was_measured_is_a_machine(machine):
+    assert machine.has_accelerator == (DEVICE != "cpu")
+    assert machine.num_cores >= 1
+
+
+@needs_cuda
+def test_rates_of_a_device(machine):
     assert machine.flops["bfloat16"] > machine.flops["float32"] > machine.host_flops
     assert machine.device_bandwidth > machine.host_bandwidth
     assert machine.device_bandwidth > machine.to_device_bandwidth > machine.pageable_bandwidth

@@ -1,0 +1,207 @@
+"""First contact with a GPU: each check stands alone, prints a line of JSON at once, and hides no other.
+
+``scripts/gpu_check.py --only smoke`` runs it in a process of its own, since the engine has to be the first that takes
+memory of the device: only then ``expandable_segments`` is set, as in a training. Exit code 1: a check has failed.
+"""
+
+import argparse
+import json
+import logging
+import os
+import pathlib
+import sys
+import time
+import traceback
+
+import torch
+from models import make_batch, make_model
+
+import hf_patrickstar.decisions
+from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar.memory.accelerator import device_name, is_accelerator, lock_pages, memory_info, used_nbytes
+from hf_patrickstar.memory.pinning import TorchPinning, make_pinning
+from hf_patrickstar.memory.streams import make_streams
+from hf_patrickstar.optim.adam_kernel import TILE_NUMEL
+from hf_patrickstar.optim.workers import HostWorkers
+
+CHECKS = []
+HUGE_PAGES = pathlib.Path("/sys/kernel/mm/transparent_hugepage")
+FILES = ("/proc/version", "/proc/meminfo", HUGE_PAGES / "enabled", HUGE_PAGES / "shmem_enabled", HUGE_PAGES / "defrag")
+ADAMW = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8, "amsgrad": False}
+
+
+def check(*, needs_device):
+    """Makes a function a check: it gets the device and how many elements to work on, and returns what it has found."""
+
+    def note(function):
+        CHECKS.append((function, needs_device))
+        return function
+
+    return note
+
+
+def run(function, device, numel):
+    """What a check has found, or the error that it has ended with."""
+    begin = time.perf_counter()
+    try:
+        found = {"outcome": "passed", **function(device, numel)}
+    except Exception as error:
+        found = {"outcome": "failed", "error": f"{type(error).__name__}: {error}"[:600]}
+        found["where"] = traceback.format_exc()[-900:]
+    return {"check": function.__name__, "seconds": round(time.perf_counter() - begin, 2), **found}
+
+
+@check(needs_device=False)
+def engine_first(device, numel):
+    """A few steps whose chunks move; nothing has taken memory of the device before."""
+    hf_patrickstar.decisions.UNMEASURED_SHARE = 0.0  # the model is tiny, and what libraries take is not
+    model = make_model("gpt2").train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+    settings = {"chunk_numel": 2048, "placement": "host", "cpu_embedding": False, "chunk_budget": 120_000}
+    engine = PatrickStarEngine(model, settings, optimizer, device=device)
+    batch, losses = {key: value.to(device) for key, value in make_batch("gpt2", seed=0).items()}, []
+    for _ in range(4):
+        loss = model(**batch).loss
+        loss.backward()
+        engine.optimizer.clip_grad_norm_(model.parameters(), 1.0)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        losses.append(loss.item())
+    stats = engine.stats()
+    pinned = [chunk.param.is_pinned() for chunk in engine.manager.chunks] if is_accelerator(device) else []
+    engine.detach()
+    if not losses[-1] < losses[0] or not stats["chunk_evictions"]:
+        raise RuntimeError(f"losses {losses}, {stats['chunk_evictions']} evictions")
+    return {"losses": losses, "loads": stats["chunk_loads"], "evictions": stats["chunk_evictions"], "pinned": pinned}
+
+
+@check(needs_device=False)
+def machine(device, numel):
+    """What is here."""
+    texts = {str(file): pathlib.Path(file).read_text().split("\n")[0] for file in FILES if pathlib.Path(file).exists()}
+    found = {"torch": torch.__version__, "threads": torch.get_num_threads(), "cores": len(os.sched_getaffinity(0))}
+    if is_accelerator(device):
+        found |= {"name": device_name(device), "free_and_total": memory_info(device)}
+    return {**found, **texts}
+
+
+@check(needs_device=True)
+def memory_of_others(device, numel):
+    """NVML tells the bytes that anybody has taken."""
+    ask = used_nbytes(device)
+    return {"used_nbytes": ask(), "asked": ask.__qualname__}
+
+
+@check(needs_device=True)
+def pinning(device, numel):
+    """Rates of locking and of copies each way, and whether copies are asynchronous, for both kinds of locked memory."""
+    ours, how = make_pinning(device)
+    found, nbytes = {"how": how}, 4 * numel
+    for name, source in (("ours", ours), ("torch", TorchPinning())):
+        begin = time.perf_counter()
+        host = source.empty(nbytes, dtype=torch.uint8)
+        found[f"{name}_lock_gb_s"] = nbytes / (time.perf_counter() - begin) / 1e9
+        there = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        for way, (target, origin) in {"to_device": (there, host), "to_host": (host, there)}.items():
+            target.copy_(origin, non_blocking=True)
+            torch.accelerator.synchronize(device)
+            begin = time.perf_counter()
+            target.copy_(origin, non_blocking=True)
+            is_back = time.perf_counter() - begin
+            torch.accelerator.synchronize(device)
+            seconds = time.perf_counter() - begin
+            found[f"{name}_{way}_gb_s"] = nbytes / seconds / 1e9
+            found[f"{name}_{way}_is_asynchronous"] = is_back < seconds / 4
+        del host, there, target, origin
+    torch.zeros(8, device=device).add_(1)
+    torch.accelerator.synchronize(device)
+    return found
+
+
+@check(needs_device=True)
+def refused_lock(device, numel):
+    """The error of a lock that is refused is not raised by the next kernel."""
+    try:
+        lock_pages(device, 4096, 4096)  # an address that no program has
+        said = "accepted"
+    except RuntimeError as error:
+        said = str(error)
+    torch.zeros(8, device=device).add_(1)
+    torch.accelerator.synchronize(device)
+    return {"said": said}
+
+
+@check(needs_device=True)
+def streams(device, numel):
+    """A copy that is waited for has arrived, and lanes have times."""
+    lanes = make_streams(device)
+    times = lanes.begin_timing()
+    source, target = torch.ones(numel, pin_memory=True), torch.zeros(numel, device=device)
+    torch.cuda._sleep(50_000_000)
+    ticket = lanes.fetch(source, target)
+    is_early = ticket.is_done
+    ticket.join()
+    if float(target.mean()) != 1.0:
+        raise RuntimeError("the target was read before the copy was done")
+    return {"was_done_at_once": is_early, "works": len(times.works()), "stops": len(times.stops())}
+
+
+@check(needs_device=False)
+def adam_on_the_host(device, numel):
+    """Adam on all cores, and what the launch of a kernel takes meanwhile: workers hold Python's lock between tiles."""
+    workers, step, x = HostWorkers(), torch.tensor(1.0), torch.zeros(8, device=device)
+    lists = [torch.zeros(numel) for _ in range(4)]
+    found = {"workers": workers.num, "launch_us_alone": launch_us(x, lambda number: number < 20_000)}
+    for factor in (1, 4):
+        tile_numel = factor * TILE_NUMEL
+
+        def update(_, at, end=tile_numel):
+            tile = [[values[at : at + end]] for values in lists]
+            torch._fused_adamw_(*tile, [], [step], maximize=False, **ADAMW)
+
+        workers.submit(update, range(0, numel, tile_numel)).wait()
+        begin = time.perf_counter()
+        workers.submit(update, range(0, numel, tile_numel)).wait()
+        name = f"tiles_of_{tile_numel}"
+        found[f"{name}_g_parameters_s"] = numel / (time.perf_counter() - begin) / 1e9
+        ticket = workers.submit(update, range(0, numel, tile_numel))
+        found[f"{name}_launch_us"] = launch_us(x, lambda _, ticket=ticket: not ticket.is_done)
+        ticket.wait()
+    return found
+
+
+def launch_us(x, goes_on):
+    """Microseconds of the host for one kernel."""
+    number, begin = 0, time.perf_counter()
+    while goes_on(number):
+        x.add_(1)
+        number += 1
+    seconds = time.perf_counter() - begin
+    if is_accelerator(x.device):
+        torch.accelerator.synchronize(x.device)
+    return seconds / max(number, 1) * 1e6
+
+
+def main():
+    """Runs all checks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda:0", help="'cpu' rehearses the checks that need no device")
+    parser.add_argument("--numel", type=int, default=2**28, help="elements to copy and to update")
+    parser.add_argument("--output", type=pathlib.Path, help="write what was found to this JSON file after every check")
+    options = parser.parse_args()
+    logging.basicConfig(level="INFO", stream=sys.stderr)
+    device, found = torch.device(options.device), []
+    for function, needs_device in CHECKS:
+        if needs_device and not is_accelerator(device):
+            record = {"check": function.__name__, "outcome": "skipped", "why": "needs a CUDA device"}
+        else:
+            record = run(function, device, options.numel)
+        found.append(record)
+        print(json.dumps(record, default=str), flush=True)
+        if options.output:
+            options.output.write_text(json.dumps(found, default=str))
+    return int(any(record["outcome"] == "failed" for record in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
