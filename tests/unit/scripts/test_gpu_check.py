@@ -4,8 +4,10 @@ import importlib.util
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -13,179 +15,208 @@ import hf_patrickstar
 
 ROOT = pathlib.Path(hf_patrickstar.__file__).parent.parent
 SCRIPT = ROOT / "scripts" / "gpu_check.py"
+JUNIT = """<testsuites><testsuite>
+<testcase name="test_good"/><testcase name="test_left_out"><skipped message="needs more"/></testcase>
+<testcase name="test_bad"><failure message="AssertionError: 1 != 2&#10;more">x</failure></testcase>
+</testsuite></testsuites>"""
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
 def check():
-    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_check"] = module  # dataclasses look it up
-    spec.loader.exec_module(module)
-    return module
+    return load(SCRIPT)
+
+
+@pytest.fixture
+def place(check, tmp_path, monkeypatch):
+    monkeypatch.setenv("COMMIT", "abc")
+    return check.Place("cpu", tmp_path / "state", True)
+
+
+@pytest.fixture
+def run(check, place, tmp_path):
+    """Runs parts as stage one; returns whether all is well, and the record."""
+
+    def run(parts, seconds=100.0):
+        is_ok = check.run_stage("one", parts, time.monotonic() + seconds, place, tmp_path)
+        return is_ok, json.loads((tmp_path / "gpu_check_one_cpu.json").read_text())
+
+    return run
 
 
 def python(text):
     return sys.executable, "-c", text
 
 
-JUNIT = """<testsuites><testsuite>
-<testcase name="test_good"/><testcase name="test_left_out"><skipped/></testcase>
-<testcase name="test_bad"><failure message="AssertionError: 1 != 2&#10;more">x</failure></testcase>
-</testsuite></testsuites>"""
+def writes(text):
+    return python(f"import sys, pathlib; pathlib.Path(sys.argv[1]).write_text({text!r})")
 
 
-@pytest.fixture
-def parts(check):
-    report = f"import sys, pathlib; pathlib.Path(sys.argv[1]).write_text({JUNIT!r}); sys.exit(1)"
-    result = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text('{\"ratio\": 1.5}')"
-    return [
+def test_a_part_that_fails_is_reported_and_hides_no_other(check, run, tmp_path, capsys):
+    parts = [
         check.Part("crashes", python("import os; print('last words', flush=True); os.abort()"), 30),
-        check.Part("tests", (*python(report), "{junit}"), 30),
+        check.Part("tests", (*writes(JUNIT), "{junit}"), 30),
         check.Part("hangs", python("import time; print('begins', flush=True); time.sleep(60)"), 0.5),
         check.Part("is not there", ("/nowhere/program",), 30),
-        check.Part("needs a tool", python("pass"), 30, needs="no-such-tool"),
+        check.Part("is left out", python("raise SystemExit(1)"), 30, skip="needs a tool"),
         check.Part("races", python("print('CSAN detected a possible data race on tensor')"), 30, races=True),
-        check.Part("measures", (*python(result), "{output}"), 30),
+        check.Part("measures", (*writes('{"ratio": 1.5}'), "{output}"), 30),
+        check.Part("writes half", (*writes("{"), "{output}"), 30),
         check.Part("reads", python("import os; assert os.environ['A'] == 'b'"), 30, environment={"A": "b"}),
+        check.Part("is told where", python("import os; open(os.environ['A'], 'w').write('7')"), 30, {"A": "{output}"}),
     ]
-
-
-def test_a_part_that_fails_is_reported_and_hides_no_other(check, parts, tmp_path, capsys):
-    records = check.run_parts(parts, None)
-    assert {name: record["outcome"] for name, record in records.items()} == {
+    is_ok, record = run(parts)
+    found = record["parts"]
+    assert not is_ok
+    assert not record["ok"]
+    assert {name: part["outcome"] for name, part in found.items()} == {
         "crashes": "failed",
-        "tests": "failed",
+        "tests": "passed",
         "hangs": "timed out",
         "is not there": "failed",
-        "needs a tool": "skipped",
+        "is left out": "skipped",
         "races": "failed",
         "measures": "passed",
+        "writes half": "failed",
         "reads": "passed",
+        "is told where": "passed",
     }
-    assert records["crashes"]["tail"] == "last words\n"
-    assert records["hangs"]["tail"] == "begins\n"
-    assert 0.5 <= records["hangs"]["seconds"] < 10
-    assert records["needs a tool"]["why"] == "no-such-tool is not installed"
-    assert records["races"]["why"] == "the sanitizer has found a race"
-    assert records["tests"]["tests"] == {
-        **{"passed": 1, "failed": 1, "skipped": 1},
-        "failures": {"test_bad": "AssertionError: 1 != 2"},
+    assert found["crashes"]["tail"].startswith("last words\n")
+    assert found["hangs"]["tail"] == "begins\n"
+    assert 0.5 <= found["hangs"]["seconds"] < 10
+    assert "nowhere" in found["is not there"]["why"]
+    assert found["is left out"]["why"] == "needs a tool"
+    assert found["races"]["why"] == "the sanitizer has found a race"
+    expected = {
+        "passed": 1,
+        "failed": {"test_bad": "AssertionError: 1 != 2"},
+        "skipped": {"test_left_out": "needs more"},
     }
-    assert records["measures"]["result"] == {"ratio": 1.5}
-    assert not check.finish(records, 3.0, "short", tmp_path / "found.json")
-    written = json.loads((tmp_path / "found.json").read_text())
-    assert not written["ok"]
-    assert written["parts"] == records
-    assert {"hardware", "versions", "commit", "date", "seconds", "virtual_against_measured"} <= written.keys()
-    assert written["virtual_against_measured"] is None
-    assert {"torch", "transformers", "accelerate", "datasets", "python", "cuda"} <= written["versions"].keys()
-    out, err = capsys.readouterr()
-    assert json.loads(out) == {"gpu_check": "failed", "written": str(tmp_path / "found.json")}
-    assert "crashes failed, tests failed, hangs timed out, is not there failed, races failed; written" in err
+    assert found["tests"]["tests"] == expected
+    assert (found["measures"]["result"], found["is told where"]["result"]) == ({"ratio": 1.5}, 7)
+    assert "cannot be read" in found["writes half"]["why"]
+    assert {"device", "cores", "host_nbytes", "versions", "date", "seconds", "stage"} <= record.keys()
+    assert record["commit"] == "abc"
+    assert {"torch", "transformers", "accelerate", "python"} <= record["versions"].keys()
+    log = (tmp_path / "gpu_check_one_cpu.log").read_text()
+    assert log.index("===== crashes") < log.index("last words") < log.index("===== tests")
+    shown = capsys.readouterr().out
+    assert "== hangs: timed out (it took longer than its limit)" in shown
+    assert "stage one failed, written to" in shown
 
 
-def test_a_result_that_is_no_json_is_a_failure_of_its_part(check):
-    text = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text('{')"
-    records = check.run_parts([check.Part("writes", (*python(text), "{output}"), 30)], None)
-    assert records["writes"]["outcome"] == "failed"
-    assert "is no JSON" in records["writes"]["why"]
+def test_results_of_an_earlier_check_are_not_taken_for_those_of_this_one(check, run):
+    run([check.Part("measures", (*writes('{"ratio": 1.5}'), "{output}"), 30)])
+    _, record = run([check.Part("measures", python("pass"), 30)])
+    assert "result" not in record["parts"]["measures"]
 
 
-def test_parts_that_find_no_time_are_not_passed(check, parts):
-    records = check.run_parts([parts[2], parts[-1]], 0.2)
-    assert [record["outcome"] for record in records.values()] == ["timed out", "failed"]
-    assert records["reads"]["why"] == "no time was left for it"
+def test_a_part_that_finds_no_time_has_failed(check, run):
+    parts = [check.Part(name, python("import time; time.sleep(2)"), 30) for name in ("first", "second")]
+    is_ok, record = run(parts, seconds=check.LEAST_S + 1.5)
+    assert not is_ok
+    assert [part["outcome"] for part in record["parts"].values()] == ["passed", "failed"]
+    assert record["parts"]["second"]["why"] == "no time was left for it"
+    assert record["parts"]["first"]["limit_s"] < 17
 
 
-def test_skipped_parts_are_no_failure(check, parts, tmp_path):
-    records = check.run_parts([parts[4], parts[6]], None)
-    assert check.finish(records, 1.0, "short", tmp_path / "found.json")
+def test_what_a_part_has_started_ends_with_it(check, run, tmp_path):
+    child = f"import time; time.sleep(3); open({str(tmp_path / 'late')!r}, 'w')"
+    text = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
+    run([check.Part("starts another", python(text), 1.0)])
+    time.sleep(3)
+    assert not (tmp_path / "late").exists()
 
 
-def test_rows_of_virtual_time_are_on_the_first_level(check, tmp_path):
-    text = 'import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(\'{"rows": [{"virtual_s": 1}]}\')'
-    records = check.run_parts([check.Part(check.VIRTUAL, (*python(text), "{output}"), 30)], None)
-    assert check.finish(records, 1.0, "short", tmp_path / "found.json")
-    assert json.loads((tmp_path / "found.json").read_text())[check.VIRTUAL] == [{"virtual_s": 1}]
+def test_a_check_that_is_killed_leaves_its_record_and_its_log(tmp_path):
+    """As a lease that ends does: the parts before are whole, and the one that ran is named."""
+    text = f"""
+import sys, time; sys.path.insert(0, {str(SCRIPT.parent)!r})
+import os; os.environ["COMMIT"] = "abc"
+import gpu_check as check, pathlib
+place = check.Place("cpu", pathlib.Path({str(tmp_path)!r}) / "state", True)
+command = lambda text: (sys.executable, "-u", "-c", text)
+parts = [check.Part("first", command("print('done')"), 30),
+         check.Part("second", command("import time; print('begun'); time.sleep(30)"), 30)]
+check.run_stage("one", parts, time.monotonic() + 60, place, pathlib.Path({str(tmp_path)!r}))
+"""
+    process = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.DEVNULL, start_new_session=True)
+    log = tmp_path / "gpu_check_one_cpu.log"
+    for _ in range(300):
+        if log.exists() and "begun" in log.read_text():
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    parts = json.loads((tmp_path / "gpu_check_one_cpu.json").read_text())["parts"]
+    assert {name: part["outcome"] for name, part in parts.items()} == {"first": "passed", "second": "begun"}
+    assert "done" in log.read_text()
 
 
-def test_the_offload_benchmark_is_a_table_on_the_first_level(check, tmp_path):
-    measured = {"seconds_per_step": [4.0, 2.0, 3.0], "tokens_per_second": 10.0, "fits": True}
-    measured |= {"device_peak_nbytes": 7, "planned_device_peak_nbytes": 6, "host_peak_nbytes": 9}
-    virtual = {"virtual_seconds_per_step": 1.5, "virtual_over_measured": 0.5}
-    results = {
-        "offload_3b_patrickstar": measured | virtual,
-        "offload_3b_plain": {"fits": False, "why": "out of memory"},
-        "offload_3b_fsdp2": measured,
-        "offload_3b_zero3": {"skipped": "deepspeed is not installed"},
-    }
-    text = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text({!r})"
-    parts = [
-        check.Part(name, (*python(text.format(json.dumps(result))), "{output}"), 30) for name, result in results.items()
-    ]
-    parts.append(check.Part("offload_8b_patrickstar", python("raise SystemExit(3)"), 30))
-    records = check.run_parts(parts, None)
-    skipped = records["offload_3b_zero3"]
-    assert (skipped["outcome"], skipped["why"]) == ("skipped", "deepspeed is not installed")
-    assert not check.finish(records, 1.0, "long", tmp_path / "found.json")
-    table = json.loads((tmp_path / "found.json").read_text())["offload"]
-    unknown = dict.fromkeys(table[0]) | {"size": "3b"}
-    figures = {"tokens_per_second": 10.0, "device_peak_nbytes": 7, "planned_device_peak_nbytes": 6}
-    figures |= {"host_peak_nbytes": 9, "seconds_per_step": 3.0, "fits": True, "outcome": "passed"}
-    assert table == [
-        unknown | figures | virtual | {"kind": "patrickstar"},
-        unknown | {"kind": "plain", "outcome": "passed", "fits": False},
-        unknown | figures | {"kind": "fsdp2"},
-        unknown | {"kind": "zero3", "outcome": "skipped", "skipped": "deepspeed is not installed"},
-        unknown | {"size": "8b", "kind": "patrickstar", "outcome": "failed"},
-    ]
+def test_stages_fit_into_a_quarter_of_an_hour(check):
+    start_s, between_s = 90, 30
+    assert start_s + check.SECONDS["one"] + between_s + check.SECONDS["two"] <= 900 - 45
 
 
-def test_what_fails_is_not_skipped_whatever_it_has_written(check):
-    text = 'import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(\'{"skipped": "no"}\'); sys.exit(3)'
-    records = check.run_parts([check.Part("writes", (*python(text), "{output}"), 30)], None)
-    assert records["writes"]["outcome"] == "failed"
+@pytest.mark.parametrize("is_rehearsal", [False, True])
+def test_every_file_that_is_run_is_there(check, is_rehearsal):
+    place = check.REHEARSAL if is_rehearsal else check.HERE
+    for stage in check.SECONDS:
+        parts = check.parts_of(stage, place)
+        assert len({part.name for part in parts}) == len(parts) > 0
+        for part in parts:
+            for word in part.command:
+                if word.startswith(("tests/", "benchmarks/", "scripts/")):
+                    assert (ROOT / word.split("::")[0]).exists(), word
 
 
-def test_the_virtual_benchmark_moves_what_the_engine_moves(tmp_path):
-    words = "--device cpu --layers 10 --hidden 64 --length 16 --batch_size 1 --chunk_numel 25000 --warmup 2 --steps 2"
-    command = [sys.executable, "benchmarks/bench_virtual.py", *words.split(), "--output", str(tmp_path / "found.json")]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
-    assert len(rows) == 3
-    assert all(row["virtual_s"] > 0 and row["measured_s"] > 0 for row in rows)
-    assert all(row["measured_loads"] == row["virtual_loads"] > 0 for row in rows)
+def test_a_rehearsal_has_the_parts_of_the_check(check):
+    for stage in check.SECONDS:
+        names = [[part.name for part in check.parts_of(stage, place)] for place in (check.HERE, check.REHEARSAL)]
+        assert names[0] == names[1]
 
 
-def test_the_short_form_ends_within_eight_minutes(check):
-    assert check.SHORT_S < 480 - 10
-    names = [part.name for part in check.short_parts()]
-    assert names[:5] == ["parity", "budgets", "recovery", "races", "races_streams"]
-    assert len(set(names)) == len(names)
+def test_every_device_has_an_index(check):
+    """``torch.cuda.set_device`` refuses one without."""
+    for stage in ("one", "two"):
+        for part in check.parts_of(stage, check.HERE):
+            assert "cuda" not in part.command
+            assert "cuda:0" in (*part.command, *part.environment.values())
 
 
-def test_every_file_that_is_run_is_there(check):
-    for part in check.short_parts() + check.long_parts():
-        for word in part.command:
-            if word.startswith(("tests/", "benchmarks/")):
-                assert (ROOT / word).is_file(), word
+def test_stage_two_compares_with_plans_and_rates_that_are_there(check, place):
+    def words(name):
+        return next(part.command for part in check.parts_of("two", place) if part.name == name)
+
+    assert "--plan" not in words("3b_auto")
+    place.plans.mkdir(parents=True)
+    (place.plans / "3b_auto").touch()
+    assert words("3b_auto")[words("3b_auto").index("--plan") + 1] == str(place.plans / "3b_auto")
+    assert "--rates" not in words("3b_auto")
+    place.file("rates").touch()
+    assert words("3b_auto")[words("3b_auto").index("--rates") + 1] == str(place.file("rates"))
+    assert "--plan" not in words("3b_plain")
+    planned = {part.name: part.command for part in check.parts_of("plan", place, "rtx4090")}
+    assert planned["3b_auto"][-4:] == ("--record", str(place.plans / "3b_auto"), "--machine", "rtx4090")
+    own = [part.name for part in check.parts_of("two", place) if "patrickstar" in part.command]
+    assert list(planned) == own
 
 
-def run_script(*arguments):
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
-    return subprocess.run(
-        ["bash", str(ROOT / "scripts" / "gpu_check.sh"), *arguments],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def run_script(*arguments, **environment):
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable, **environment}
+    command = ["bash", str(ROOT / "scripts" / "gpu_check.sh"), *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
 
 
 def test_without_an_accelerator_it_says_so(tmp_path):
-    done = run_script("--output", str(tmp_path / "found.json"))
+    done = run_script("--output", str(tmp_path / "found"))
     assert done.returncode == 2
     assert done.stderr.strip().endswith(
         "gpu_check: torch finds no accelerator on this machine; run it on one with a GPU"
@@ -193,32 +224,60 @@ def test_without_an_accelerator_it_says_so(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_dry_run_says_what_would_be_run(tmp_path):
-    done = run_script("--long", "--dry-run")
+def test_it_writes_to_the_folder_that_the_environment_names_and_needs_no_git(tmp_path):
+    """The rehearsal itself is a part of ``scripts/test.sh``; its smoke is the part that needs no other."""
+    (tmp_path / "bin").mkdir()
+    for tool in ("bash", "dirname", "env"):
+        (tmp_path / "bin" / tool).symlink_to(subprocess.check_output(["which", tool], text=True).strip())
+    done = run_script("--rehearse", "--only", "smoke", OUT=str(tmp_path / "out"), PATH=str(tmp_path / "bin"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads((tmp_path / "out" / "gpu_check_one_cpu.json").read_text())
+    assert record["is_rehearsal"]
+    outcomes = {found["check"]: found["outcome"] for found in record["parts"]["smoke"]["result"]}
+    assert outcomes["engine_first"] == outcomes["adam_on_the_host"] == "passed"
+    assert outcomes["pinning"] == "skipped"
+
+
+def test_a_dry_run_says_what_would_be_run():
+    done = run_script("--stage", "two", "--dry-run")
     assert done.returncode == 0, done.stderr
-    for words in ("parity (150 s):", "TORCH_CUDA_SANITIZER=1", "compute-sanitizer", "bench_offload.py"):
+    for words in ("3b_fsdp2 (110 s):", "--size 8b", '"device_budget": "24GiB"'):
         assert words in done.stdout
-    for size in ("3b", "8b"):
-        for words in ("patrickstar --virtual", "plain", "fsdp2", "zero3"):
-            assert f"--size {size} --kind {words} --output" in done.stdout
 
 
-def test_a_part_that_is_unknown(tmp_path):
-    done = run_script("--only", "parity", "speed")
+def test_a_part_that_is_unknown():
+    done = run_script("--only", "smoke", "speed")
     assert done.returncode == 2
-    assert "no part is called speed; there are parity, budgets" in done.stderr
+    assert "no part is called speed; there are smoke, tests" in done.stderr
 
 
-@pytest.mark.parametrize("kind", ["patrickstar", "plain"])
-def test_the_offload_benchmark_runs_on_a_tiny_model(kind, tmp_path):
-    """On the CPU tier, so that the first run on a GPU does not stumble over the benchmark itself."""
-    words = ("--device cpu --size tiny --batch_size 2 --length 16 --warmup 1 --steps 2 --kind", kind, "--output")
-    command = [sys.executable, "benchmarks/bench_offload.py", *" ".join(words).split(), str(tmp_path / "found.json")]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+def test_a_benchmark_writes_its_result_where_there_is_no_git(tmp_path):
+    text = (
+        "import argparse, common; common.finish('x', argparse.Namespace(device='cpu', output='found.json'), {'y': 1})"
+    )
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}/benchmarks", "PATH": str(tmp_path), "COMMIT": "abc"}
+    done = subprocess.run(
+        [sys.executable, "-c", text], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["fits"]
-    assert found["tokens_per_second"] > 0
-    assert len(found["losses"]) == 3
-    assert found["losses"][0] == pytest.approx(5.545, abs=0.2), "as of a model that knows nothing of 256 tokens"
+    assert (found["y"], found["commit"]) == (1, "abc")
+
+
+def test_peers_name_the_index_of_the_device(monkeypatch):
+    """``torch.cuda.set_device`` refuses a device without one."""
+    import torch
+
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import peers
+
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(torch._utils._get_device_index(device)))
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **kwargs: None)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "0")  # what is set is taken back
+    for device in ("cuda", "cuda:1"):
+        with peers.process_group(torch.device(device)):
+            pass
+    assert chosen == [0, 1]
