@@ -19,5 +19,5 @@ status=0
     tests/integration/test_{engine,events,evict_all,recovery,tensor_states}.py \
     tests/live/test_live_{changes,gradients,writing}.py || status=$?
 # What a GPU would be asked, with tiny sizes on the CPU tier.
-.venv/bin/python scripts/gpu_check.py --rehearse || status=$?
+.venv/bin/python scripts/gpu_check.py --rehearse --seconds 900 || status=$?
 exit "$status"

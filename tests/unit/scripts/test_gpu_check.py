@@ -37,16 +37,16 @@ def check():
 @pytest.fixture
 def place(check, tmp_path, monkeypatch):
     monkeypatch.setenv("COMMIT", "abc")
-    return check.Place("cpu", tmp_path / "state", True)
+    return check.Place("cpu", tmp_path / "state", False)
 
 
 @pytest.fixture
 def run(check, place, tmp_path):
-    """Runs parts as stage one; returns whether all is well, and the record."""
+    """Runs parts as a stage that needs no device; returns whether all is well, and the record."""
 
     def run(parts, seconds=100.0):
-        is_ok = check.run_stage("one", parts, time.monotonic() + seconds, place, tmp_path)
-        return is_ok, json.loads((tmp_path / "gpu_check_one_cpu.json").read_text())
+        is_ok = check.run_stage("plan", parts, time.monotonic() + seconds, place, tmp_path)
+        return is_ok, json.loads((tmp_path / "gpu_check_plan_cpu.json").read_text())
 
     return run
 
@@ -105,11 +105,11 @@ def test_a_part_that_fails_is_reported_and_hides_no_other(check, run, tmp_path, 
     assert {"device", "cores", "host_nbytes", "versions", "date", "seconds", "stage"} <= record.keys()
     assert record["commit"] == "abc"
     assert {"torch", "transformers", "accelerate", "python"} <= record["versions"].keys()
-    log = (tmp_path / "gpu_check_one_cpu.log").read_text()
+    log = (tmp_path / "gpu_check_plan_cpu.log").read_text()
     assert log.index("===== crashes") < log.index("last words") < log.index("===== tests")
     shown = capsys.readouterr().out
     assert "== hangs: timed out (it took longer than its limit)" in shown
-    assert "stage one failed, written to" in shown
+    assert "stage plan failed, written to" in shown
 
 
 def test_results_of_an_earlier_check_are_not_taken_for_those_of_this_one(check, run):
@@ -145,17 +145,17 @@ place = check.Place("cpu", pathlib.Path({str(tmp_path)!r}) / "state", True)
 command = lambda text: (sys.executable, "-u", "-c", text)
 parts = [check.Part("first", command("print('done')"), 30),
          check.Part("second", command("import time; print('begun'); time.sleep(30)"), 30)]
-check.run_stage("one", parts, time.monotonic() + 60, place, pathlib.Path({str(tmp_path)!r}))
+check.run_stage("plan", parts, time.monotonic() + 60, place, pathlib.Path({str(tmp_path)!r}))
 """
     process = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.DEVNULL, start_new_session=True)
-    log = tmp_path / "gpu_check_one_cpu.log"
+    log = tmp_path / "gpu_check_plan_cpu.log"
     for _ in range(300):
         if log.exists() and "begun" in log.read_text():
             break
         time.sleep(0.1)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    parts = json.loads((tmp_path / "gpu_check_one_cpu.json").read_text())["parts"]
+    parts = json.loads((tmp_path / "gpu_check_plan_cpu.json").read_text())["parts"]
     assert {name: part["outcome"] for name, part in parts.items()} == {"first": "passed", "second": "begun"}
     assert "done" in log.read_text()
 
