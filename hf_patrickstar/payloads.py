@@ -16,6 +16,7 @@ from hf_patrickstar.optim.workers import HostWorkers, WorkTicket
 from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor, torch_dtype
 from hf_patrickstar.schedule.placement import ChunkBytes
+from hf_patrickstar.units import format_nbytes
 
 _PART_NUMEL = 2**21
 """Elements that a worker fills with zeros before it takes the next part: a few milliseconds of work."""
@@ -53,9 +54,13 @@ class Payloads:
         try:
             with self._zeros():
                 specs = decisions.choice.layout.chunks
-                for spec in shown(specs, "Allocating chunks", "chunks", is_first=self._rank == 0):
+                bar = shown(specs, "Allocating chunks", "chunks", is_first=self._rank == 0)
+                for spec in bar:
                     home = Tier.DEVICE if spec.index in decisions.homes.device_homed else Tier.HOST
                     chunks.append(self._make_chunk(spec, home))
+                    locked_nbytes = 0 if bar.disable else self._pool.pinned_nbytes
+                    if locked_nbytes:
+                        bar.set_postfix_str(f"{format_nbytes(locked_nbytes)} page-locked", refresh=False)
                 self.reserve(chunks)
         except PatrickStarError:
             chunks.clear()

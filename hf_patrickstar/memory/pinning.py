@@ -5,11 +5,17 @@ size, and keeps what was freed, which is memory that nobody has booked. Newer ve
 version cannot, the engine has the driver lock pages of its own.
 """
 
+import concurrent.futures
+import contextlib
 import mmap
+import os
+import sys
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
+from hf_patrickstar.cores import cpu_quota, usable_cores
 from hf_patrickstar.memory.accelerator import (
     allocator_settings,
     configure_allocator,
@@ -18,12 +24,19 @@ from hf_patrickstar.memory.accelerator import (
     lock_pages,
     unlock_pages,
 )
+from hf_patrickstar.memory.pages import advise_huge_pages
 from hf_patrickstar.units import MIB
 
 _ROUND_UP_TO = "pinned_max_round_threshold_mb"
 _KEEP_UP_TO = "pinned_max_cached_size_mb"
 _LARGEST_PROBE_MB = 64
 _PAGE_NBYTES = mmap.PAGESIZE
+_WIPE_ON_FORK = 18
+"""``MADV_WIPEONFORK`` of Linux, for which Python has no name."""
+_PART_NBYTES = 32 * MIB
+"""Bytes of which a thread touches the pages before it takes the next part: some milliseconds of work."""
+_MOST_THREADS = 8
+"""More of them would wait for memory, and processes that share a machine touch pages at the same time."""
 
 
 class Pinning(Protocol):
@@ -72,13 +85,17 @@ class TorchPinning:
 
 
 class _LockedPages(mmap.mmap):
-    """Pages that are unlocked when no tensor looks into them any more; processes that are forked share them."""
+    """Pages that the process that has locked them unlocks when no tensor looks into them any more.
 
-    locked: tuple[torch.device, int] | None = None
+    They are private, since shared ones are huge on few systems. A forked process has zeros of its own there: Linux
+    would copy locked pages for it at once, and were they missing, freeing them would free what lies there instead.
+    """
 
-    def __del__(self) -> None:
-        if self.locked is not None:
-            unlock_pages(*self.locked)
+    locked: tuple[int, torch.device, int] | None = None
+
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:  # a program that ends has no ``sys``
+        if self.locked is not None and not is_ending() and self.locked[0] == os.getpid():
+            unlock_pages(*self.locked[1:])
 
 
 class PagePinning:
@@ -101,16 +118,28 @@ class PagePinning:
         if not nbytes:
             return torch.empty(numel, dtype=dtype, device="cpu")
         try:
-            pages = _LockedPages(-1, nbytes)
+            pages = _LockedPages(-1, nbytes, flags=mmap.MAP_PRIVATE)
         except OSError as error:
             raise RuntimeError(f"cannot pin {nbytes} bytes: {error}") from error
+        with contextlib.suppress(OSError):  # a system that does not know the advice copies the pages
+            pages.madvise(_WIPE_ON_FORK)
         buffer = torch.frombuffer(pages, dtype=dtype, count=numel)
+        advise_huge_pages(buffer)
+        _touch(buffer)
         lock_pages(self._device, buffer.data_ptr(), nbytes)
-        pages.locked = (self._device, buffer.data_ptr())
+        pages.locked = (os.getpid(), self._device, buffer.data_ptr())
         return buffer
 
     def empty_cache(self) -> None:
         """Nothing is kept."""
+
+
+def _touch(buffer: torch.Tensor) -> None:
+    """Has the system give all pages of a buffer, to several threads; the driver would ask for one after the other."""
+    parts = buffer.view(torch.uint8).split(_PART_NBYTES)
+    num = max(1, int(min(len(parts), _MOST_THREADS, len(usable_cores()), cpu_quota())))
+    with concurrent.futures.ThreadPoolExecutor(num, "hf_patrickstar-touch") as threads:
+        list(threads.map(lambda part: part[::_PAGE_NBYTES].zero_(), parts))
 
 
 def make_pinning(device: torch.device) -> tuple[Pinning, str]:

@@ -1,9 +1,11 @@
 """What is asked of torch's allocators, with stand-ins for what only a machine with an accelerator has."""
 
+import contextlib
 import types
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from hf_patrickstar.memory import accelerator
 from hf_patrickstar.memory.accelerator import (
@@ -12,6 +14,7 @@ from hf_patrickstar.memory.accelerator import (
     device_name,
     grow_segments,
     is_fragmented,
+    lock_pages,
 )
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -151,3 +154,33 @@ DEVICE = torch.device("xpu", 1)
 def test_an_accelerator_has_the_name_that_its_driver_knows(module, name, monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     assert device_name(DEVICE) == name
+
+
+# Locked pages
+
+
+class RefusingDriver(TorchFunctionMode):
+    """Locks nothing, and keeps that as its last error, which the next kernel raises and so forgets."""
+
+    def __init__(self):
+        super().__init__()
+        self.last_error = 0
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        self.last_error = 1
+        return self.last_error
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if torch.device((kwargs or {}).pop("device", CPU)) == CUDA and self.last_error:
+            self.last_error = 0
+            raise RuntimeError("CUDA error: invalid argument")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_refused_lock_is_no_error_of_the_next_kernel(monkeypatch):
+    with RefusingDriver() as driver:
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+        monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+        with pytest.raises(RuntimeError, match="cannot pin 4096 bytes: the driver answers 1"):
+            lock_pages(CUDA, 0, 4096)
+        assert torch.zeros(1, device=CUDA) == 0

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from hf_patrickstar.memory import pages
+from hf_patrickstar.memory import pages, pinning
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pages import advise_huge_pages, new_on_host, zeros_on_host
+from hf_patrickstar.memory.pinning import PagePinning
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.threads import ThreadStreams
 from hf_patrickstar.memory.tiers import Tier
@@ -60,6 +61,14 @@ def test_the_pool_asks_for_them(tier, zero):
     buffer = pool.allocate(tier, 40 * MIB, torch.uint8, "param", zero=zero)
     assert advised_nbytes(buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes) >= 36 * MIB
     assert not zero or not buffer.any()
+
+
+@on_linux
+def test_buffers_that_the_driver_locks_ask_for_them(monkeypatch):
+    monkeypatch.setattr(pinning, "lock_pages", lambda *_: None)
+    monkeypatch.setattr(pinning, "unlock_pages", lambda *_: None)
+    buffer = PagePinning(CPU).empty(40 * MIB, dtype=torch.uint8)
+    assert advised_nbytes(buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes) >= 36 * MIB
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 2 * MIB - 1])
