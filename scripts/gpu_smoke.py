@@ -67,12 +67,15 @@ def engine_first(device, numel):
         engine.optimizer.step()
         engine.optimizer.zero_grad()
         losses.append(loss.item())
-    stats = engine.stats()
-    pinned = [chunk.param.is_pinned() for chunk in engine.manager.chunks] if is_accelerator(device) else []
+    stats, found = engine.stats(), {}
+    if is_accelerator(device):
+        chunks, settings = engine.manager.chunks, torch.cuda.memory._snapshot(device).get("allocator_settings", {})
+        found["pinned"] = f"{sum(chunk.param.is_pinned() for chunk in chunks)} of {len(chunks)} chunks"
+        found["expandable_segments"] = settings.get("expandable_segments")
     engine.detach()
     if not losses[-1] < losses[0] or not stats["chunk_evictions"]:
         raise RuntimeError(f"losses {losses}, {stats['chunk_evictions']} evictions")
-    return {"losses": losses, "loads": stats["chunk_loads"], "evictions": stats["chunk_evictions"], "pinned": pinned}
+    return {"losses": losses, "loads": stats["chunk_loads"], "evictions": stats["chunk_evictions"], **found}
 
 
 @check(needs_device=False)
