@@ -20,3 +20,12 @@ def cpu_quota() -> float:
         return int(quota) / int(period)
     except (OSError, ValueError):
         return float("inf")
+
+
+def own_cores(num_sharers: int) -> int:
+    """How many cores' time this process gets, at least one.
+
+    Args:
+        num_sharers: Processes that share the cores of this one, itself counted.
+    """
+    return max(1, int(min(len(usable_cores()), cpu_quota())) // num_sharers)

@@ -37,6 +37,9 @@ class Machine:
         host_bandwidth: Bytes per second that this device's share of the cores reads and writes in host memory.
         host_flops: Floating-point operations per second of this share of the cores.
         num_cores: Cores of the host, for this device.
+        core_bandwidth: Bytes per second that one core reads and writes while it runs Adam on the host; see
+            ``with_cores``. The default is half of what a core reaches in ``benchmarks/bench_adam.py`` (0.61 ns per
+            parameter of 30 bytes on two cores of an EPYC), since a server's cores are slower when all are busy.
         operator_s: Seconds of the host for one operator: Python, dispatch and launch.
         kernel_s: Seconds that the shortest kernel takes.
         visit_s: Seconds of the host for the engine's own work where a module uses a chunk.
@@ -59,6 +62,7 @@ class Machine:
     host_bandwidth: float
     host_flops: float
     num_cores: int
+    core_bandwidth: float = 12e9
     copy_latency_s: float = 10e-6
     operator_s: float = 6e-6
     kernel_s: float = 2e-6
@@ -165,6 +169,21 @@ class Machine:
             host_flops=self.host_flops / num_processes,
             num_cores=max(self.num_cores // num_processes, 1),
             link_bandwidth=self.link_bandwidth or self.to_host_bandwidth,  # nothing better is known than the bus
+        )
+
+    def with_cores(self, most: int) -> "Machine":
+        """This machine with no more than so many cores, which bound what its host computes and moves.
+
+        Args:
+            most: How many there are.
+        """
+        if most >= self.num_cores:
+            return self
+        return dataclasses.replace(
+            self,
+            host_bandwidth=min(self.host_bandwidth, most * self.core_bandwidth),
+            host_flops=self.host_flops * most / self.num_cores,
+            num_cores=most,
         )
 
     @property

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.cores import own_cores
 from hf_patrickstar.events import Listener
 from hf_patrickstar.machine import ACCELERATOR, CPU_TIER, Machine, machine_of
 from hf_patrickstar.memory.accelerator import can_pin_memory, device_name, find_device, grow_segments, is_accelerator
@@ -142,18 +143,26 @@ class Resources:
 
 def _choose_machine(config: PatrickStarConfig, device: torch.device, collectives: Collectives) -> Machine:
     """The machine of the settings, or the one that seems to be here; the same on all processes."""
-    machine = config.machine if isinstance(config.machine, Machine) else _find_machine(device, collectives)
+    if isinstance(config.machine, Machine):
+        return _part(config.machine, collectives)
+    return _find_machine(device, collectives) if is_accelerator(device) else _part(CPU_TIER, collectives)
+
+
+def _part(machine: Machine, collectives: Collectives) -> Machine:
     is_part = machine.num_devices >= collectives.world_size
     return machine if is_part else machine.shared_by(collectives.world_size)
 
 
 def _find_machine(device: torch.device, collectives: Collectives) -> Machine:
-    if not is_accelerator(device):
-        return CPU_TIER
+    """The known machine with this device, with no more cores than the process has that has the fewest."""
     name = device_name(device)
     machine = machine_of(name)
-    checksums = collectives.exchange([zlib.crc32(machine.name.encode())], "compares devices")
-    if len({tuple(row) for row in checksums}) > 1:
+    own = [zlib.crc32(machine.name.encode()), own_cores(collectives.num_core_sharers)]
+    checksums, cores = zip(*collectives.exchange(own, "compares devices and cores"), strict=True)
+    if len(set(checksums)) > 1:
         machine, name = ACCELERATOR, f"{name}; other processes have other devices"
-    logger.info("patrickstar: machine=auto: decisions follow the rates of '%s' (%s)", machine.name, name)
-    return machine
+    machine = _part(machine, collectives)
+    bounded = machine.with_cores(min(cores))
+    bound = "" if bounded is machine else f", bounded by {bounded.num_cores} cores of {machine.num_cores}"
+    logger.info("patrickstar: machine=auto: decisions follow the rates of '%s' (%s)%s", machine.name, name, bound)
+    return bounded

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
-from hf_patrickstar.cores import usable_cores
+from hf_patrickstar.cores import own_cores
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import Machine, find_machine
 from hf_patrickstar.memory.accelerator import num_accelerators
@@ -91,4 +91,4 @@ def _run(command: list[str], environment: dict[str, str]) -> "subprocess.Complet
 
 def threads_of_each(num_processes: int) -> int:
     """Threads of torch in each of several processes that share the cores of this one; ``OMP_NUM_THREADS`` says else."""
-    return int(os.environ.get("OMP_NUM_THREADS") or max(len(usable_cores()) // num_processes, 1))
+    return int(os.environ.get("OMP_NUM_THREADS") or own_cores(num_processes))

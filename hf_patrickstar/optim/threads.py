@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 import psutil
 import torch
 
-from hf_patrickstar.cores import cpu_quota, usable_cores
+from hf_patrickstar.cores import own_cores, usable_cores
 
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")
 """Variables that ``torchrun`` and ``accelerate launch`` set for the processes that they start."""
@@ -90,8 +90,7 @@ def choose_threads(
     if setting != "auto":
         return HostThreads(int(setting), is_asked=True), f"host_threads={setting}: as asked"
     told, now = environment.get(_NUM_THREADS), torch.get_num_threads()
-    num_cores = len(usable_cores())
-    num = max(1, int(min(num_cores, cpu_quota())) // max(num_sharers, 1))
+    num_cores, num = len(usable_cores()), own_cores(num_sharers)
     if told is None and (num_sharers < 2 or now <= num):
         return HostThreads(), f"host_threads=auto: {now}, as torch has chosen"
     if told is None:

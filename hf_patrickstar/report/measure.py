@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_patrickstar.cores import own_cores
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.accelerator import can_pin_memory, device_name, find_device, is_accelerator, memory_info
 from hf_patrickstar.memory.lanes import Copy
@@ -82,8 +83,8 @@ def measure_machine(
 ) -> Machine:
     """Measures the compute device of this machine, its host, and the bus between them.
 
-    The host is what this process computes with: as many cores as torch uses threads (``OMP_NUM_THREADS``), and all of
-    the memory. Links between devices are not measured: it is a machine of one device.
+    The host is what this process computes with: as many cores as torch uses threads (``OMP_NUM_THREADS``), but no more
+    than the process gets, and all of the memory. Links between devices are not measured: it is a machine of one device.
 
     Without an accelerator both ends are CPU memory. ``to_device_bandwidth`` is then that of the copy thread, which
     brings chunks in ahead; ``pageable_bandwidth`` that of copies on demand; ``device_nbytes`` all memory.
@@ -111,13 +112,15 @@ def measure_machine(
                 if products[name] == "float32":
                     raise
     figures.setdefault("host_flops", flops["float32"])
+    num_cores = min(torch.get_num_threads(), own_cores(1))
     return Machine(
         name=device_name(device) if is_accelerator(device) else cpu_name(),
         flops=flops,
         device_nbytes=memory_info(device)[1] if is_accelerator(device) else total_host_nbytes(),
         host_nbytes=total_host_nbytes(),
         has_accelerator=is_accelerator(device),
-        num_cores=torch.get_num_threads(),
+        num_cores=num_cores,
+        core_bandwidth=figures["host_bandwidth"] / num_cores,
         **figures,  # type: ignore[arg-type]
     )
 

@@ -34,7 +34,7 @@ class Autograd:
         self._phases = phases
         self._copies = copies
         self._graph_tasks: set[int] = set()  # backwards that have begun: threads may have one each
-        self._lock = threading.Lock()
+        self._beginnings: dict[int, threading.RLock] = {}
 
     @contextlib.contextmanager
     def kept_as_numbers(self) -> Iterator[None]:
@@ -83,17 +83,20 @@ class Autograd:
         task = _current_graph_task_id()
         if task == -1 or task in self._graph_tasks:
             return
-        with self._lock:  # the thread of a CUDA device and the caller's may come at once
-            is_new = task not in self._graph_tasks
-            self._graph_tasks.add(task)
-        if is_new:
+        # The threads of a device and of the CPU may come at once: neither may touch a chunk before it has begun.
+        # Each backward has a lock of its own: it may wait for the turn of another one, inside of which others begin.
+        with self._beginnings.setdefault(task, threading.RLock()):
+            if task in self._graph_tasks:
+                return
             self._phases.backward_begin()
 
             def end() -> None:
                 self._graph_tasks.discard(task)
+                del self._beginnings[task]
                 self._phases.backward_end()
 
             torch.autograd.Variable._execution_engine.queue_callback(end)
+            self._graph_tasks.add(task)
 
 
 def refuse_reentrant(what: str) -> None:

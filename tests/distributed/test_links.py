@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from hf_patrickstar import cores
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.integrations import launched
 from hf_patrickstar.integrations.launched import measure_launched, threads_of_each
@@ -98,9 +99,9 @@ def test_devices_that_are_not_here_are_a_sentence(monkeypatch):
         measure_launched(2)
 
 
-@pytest.mark.parametrize(("said", "cores", "threads"), [(None, 8, 4), (None, 1, 1), ("3", 8, 3)])
-def test_processes_share_cores_unless_the_environment_says_else(monkeypatch, said, cores, threads):
-    monkeypatch.setattr(launched, "usable_cores", lambda: frozenset(range(cores)))
+@pytest.mark.parametrize(("said", "num_cores", "threads"), [(None, 8, 4), (None, 1, 1), ("3", 8, 3)])
+def test_processes_share_cores_unless_the_environment_says_else(monkeypatch, said, num_cores, threads):
+    monkeypatch.setattr(cores, "usable_cores", lambda: frozenset(range(num_cores)))
     if said is None:
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     else:

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from hf_patrickstar import cores
-from hf_patrickstar.cores import cpu_quota, usable_cores
+from hf_patrickstar.cores import cpu_quota, own_cores, usable_cores
 
 
 def test_cores_are_those_that_the_process_may_run_on(monkeypatch):
@@ -23,3 +23,10 @@ def test_the_quota_is_read(monkeypatch, tmp_path, text, num):
     assert cpu_quota() == math.inf
     (tmp_path / "cpu.max").write_text(text)
     assert cpu_quota() == num
+
+
+@pytest.mark.parametrize(("quota", "sharers", "num"), [(math.inf, 1, 16), (math.inf, 3, 5), (6.5, 2, 3), (0.5, 1, 1)])
+def test_processes_share_cores_and_the_quota(monkeypatch, quota, sharers, num):
+    monkeypatch.setattr(cores, "usable_cores", lambda: frozenset(range(16)))
+    monkeypatch.setattr(cores, "cpu_quota", lambda: quota)
+    assert own_cores(sharers) == num

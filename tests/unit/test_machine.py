@@ -149,7 +149,8 @@ def test_a_file_is_read_back_equal(name, tmp_path):
 
 
 def test_a_file_needs_no_suffix_and_not_every_field(tmp_path):
-    fields = {key: value for key, value in json.loads(ROUND.to_json()).items() if key not in ("kernel_s", "operator_s")}
+    left_out = ("kernel_s", "operator_s", "core_bandwidth")
+    fields = {key: value for key, value in json.loads(ROUND.to_json()).items() if key not in left_out}
     path = tmp_path / "machine"
     path.write_text(json.dumps(fields))
     assert find_machine(str(path)) == dataclasses.replace(ROUND, kernel_s=2e-6, operator_s=6e-6)
@@ -264,6 +265,20 @@ def test_the_part_of_one_of_several_processes():
     assert (part.link_bandwidth, part.to_device_bandwidth) == (whole.to_host_bandwidth, whole.to_device_bandwidth)
     assert MACHINES["8xh100"].shared_by(2).link_bandwidth == MACHINES["8xh100"].link_bandwidth
     assert MACHINES["rtx4090"].shared_by(64).num_cores == 1
+
+
+def test_fewer_cores_bound_what_the_host_does():
+    whole = MACHINES["h100"]
+    part = whole.with_cores(16)
+    assert (part.num_cores, part.host_flops) == (16, whole.host_flops / 3)
+    assert part.host_bandwidth == 16 * whole.core_bandwidth < whole.host_bandwidth
+    assert part.with_cores(16) is part
+    assert whole.with_cores(47).host_bandwidth == whole.host_bandwidth, "so many are enough for the memory"
+
+
+@pytest.mark.parametrize("name", sorted(MACHINES))
+def test_more_cores_change_nothing(name):
+    assert MACHINES[name].with_cores(64) is MACHINES[name]
 
 
 @pytest.mark.parametrize("value", [0, 1, None, "yes"])

@@ -241,6 +241,17 @@ def test_a_chunk_is_cut_into_as_many_tiles_as_there_are_workers(in_workers, call
     assert sorted(numels(calls)) == [[128], [256], [256]]
 
 
+@pytest.mark.parametrize(("num", "has_lanes", "tile"), [(9, True, 128), (9, False, 64), (8, True, 64)])
+def test_many_workers_beside_a_device_have_larger_tiles(num, has_lanes, tile, in_workers, calls, monkeypatch):
+    """Each tile holds Python's lock for a while, which the thread that launches kernels needs."""
+    monkeypatch.setattr(module, "TILE_NUMEL", 64)
+    parts = make((64 * 2 * num,), workers=in_workers(num), has_lanes=has_lanes)
+    assert parts.kernel.workspace_numel(64 * 2 * num, widens=False) == tile * num
+    give(parts, t0=1)
+    update(parts)
+    assert numels(calls) == [[tile]] * (64 * 2 * num // tile)
+
+
 def test_small_chunks_are_given_to_workers_together(in_workers, calls, names):
     parts = make((64,), (64,), (64,), (64,), types=FP32, workers=in_workers(2))
     give(parts, t0=1, t1=1, t2=1, t3=1)
@@ -529,7 +540,7 @@ def test_sums_of_gradients_are_multiplied_in_scratch_space_of_the_host_alone():
 
 def test_the_tile_of_a_gpu_may_be_smaller_than_those_of_all_workers():
     kernel = AdamKernel(make().optimizer, None, True, HostWorkers(48), has_lanes=True)
-    assert kernel.workspace_numel(2**30) == 48 * 2**19
+    assert kernel.workspace_numel(2**30) == 48 * 2**20
 
 
 def test_scratch_space_is_booked_where_chunks_live_and_given_back():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from unit.optim.updates import give, make_parts
 
+from hf_patrickstar import cores
 from hf_patrickstar.optim import threads as module
 from hf_patrickstar.optim.adam_kernel import AdamKernel
 from hf_patrickstar.optim.kernels import make_kernel
@@ -28,8 +29,9 @@ def _one_thread():
 @pytest.fixture
 def machine(monkeypatch):
     """A machine with 16 cores and no limit."""
-    monkeypatch.setattr(module, "usable_cores", lambda: frozenset(range(16)))
-    monkeypatch.setattr(module, "cpu_quota", lambda: math.inf)
+    for user in (cores, module):
+        monkeypatch.setattr(user, "usable_cores", lambda: frozenset(range(16)))
+    monkeypatch.setattr(cores, "cpu_quota", lambda: math.inf)
 
 
 @pytest.fixture
@@ -55,7 +57,7 @@ def test_one_thread_by_the_launcher_becomes_the_cores_of_the_process(machine, en
 
 
 def test_a_limit_of_the_cgroup_counts(machine, monkeypatch):
-    monkeypatch.setattr(module, "cpu_quota", lambda: 6.5)
+    monkeypatch.setattr(cores, "cpu_quota", lambda: 6.5)
     assert choose(FROM_TORCHRUN)[0].num == 3
 
 
@@ -95,7 +97,7 @@ def test_threads_of_torch_that_are_no_more_than_the_share_of_the_process_stay(ma
 
 def test_a_limit_of_the_cgroup_is_shared_where_nobody_has_set_a_number(machine, torch_threads, monkeypatch):
     torch_threads(16)
-    monkeypatch.setattr(module, "cpu_quota", lambda: 6.5)
+    monkeypatch.setattr(cores, "cpu_quota", lambda: 6.5)
     assert choose({})[0].num == 3
 
 

@@ -72,9 +72,18 @@ def test_figures_are_work_by_time(quarter, blocks):
     assert_counted(0.5 / machine.operator_s)
     assert machine.kernel_s == 1e-9, "one element takes as long as none"
     assert machine.num_devices == 1
+    assert machine.core_bandwidth == machine.host_bandwidth / machine.num_cores
     assert machine.num_cores == torch.get_num_threads()
     assert machine.host_nbytes == machine.device_nbytes > 0
     assert machine.name == cpu_name()
+
+
+def test_threads_beyond_the_cores_of_the_process_are_none(quarter, monkeypatch):
+    monkeypatch.setattr(measure.torch, "get_num_threads", lambda: 8)
+    for cores, num in ((3, 3), (9, 8)):
+        monkeypatch.setattr(measure, "own_cores", lambda num_sharers, cores=cores: cores // num_sharers)
+        machine = measure_machine(SLOW)
+        assert (machine.num_cores, machine.core_bandwidth) == (num, machine.host_bandwidth / num)
 
 
 @pytest.mark.parametrize(("one", "none", "kernel_s"), [(0.5, 0.2, 0.03), (0.2, 0.5, 1e-9)])

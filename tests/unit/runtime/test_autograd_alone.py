@@ -1,5 +1,6 @@
 """What autograd tells the phases of a step, which only write it down: operands kept and needed, a backward's ends."""
 
+import threading
 import types
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from unit.runtime.data_parts import InBackward
 from unit.runtime.parts import Fake, Parts
 
+from hf_patrickstar.runtime import autograd as module
 from hf_patrickstar.runtime.autograd import Autograd
 from hf_patrickstar.runtime.chunk import Epoch
 from hf_patrickstar.runtime.live_parameter import LiveMixin
@@ -21,11 +23,12 @@ class Address(SavedView):
         self.value = value
 
 
-def make(*, is_in_chunk=lambda key: None):
+def make(*, is_in_chunk=lambda key: None, backward_begin=None):
     """What listens to autograd, and what phases are told; backward gets ten times what was kept."""
     told = []
     phases = Fake(
-        *(told, "backward_begin", "backward_end"),
+        *(told, "backward_end"),
+        backward_begin=backward_begin,
         operand_saved=lambda operand: Address(operand.detach()),
         operand_needed=lambda saved: saved.value * 10 if isinstance(saved, Address) else saved,
     )
@@ -159,6 +162,60 @@ def test_a_backward_that_fails_has_no_end_and_the_next_one_begins():
         InBackward.apply(leaf(), fail).backward()
     assert told == [("backward_begin",)]
     InBackward.apply(leaf(), autograd.notice_backward).backward()
+    assert told == [("backward_begin",), ("backward_begin",), ("backward_end",)]
+
+
+def test_no_thread_goes_on_before_another_has_begun_the_backward(monkeypatch):
+    """Autograd runs CPU embeddings beside a device, each in a thread of its own."""
+    task = []
+    monkeypatch.setattr(module, "_current_graph_task_id", lambda: task[0])  # in the other thread, too
+    other = threading.Thread(target=lambda: (autograd.notice_backward(), told.append(("goes on",))), daemon=True)
+
+    def begin():
+        other.start()
+        other.join(0.1)
+        told.append(("begun",))
+
+    def inside():
+        task.append(torch._C._current_graph_task_id())
+        autograd.notice_backward()
+        other.join()
+
+    autograd, told = make(backward_begin=begin)
+    InBackward.apply(leaf(), inside).backward()
+    assert [name for name, *_ in told] == ["backward_begin", "begun", "goes on", "backward_end"]
+
+
+def test_a_backward_begins_while_another_waits_for_its_turn():
+    """It may be inside of the one that has the turn, which would never end."""
+    this = threading.current_thread()
+    other = threading.Thread(target=lambda: InBackward.apply(leaf(), autograd.notice_backward).backward(), daemon=True)
+
+    def begin():
+        if threading.current_thread() is this:
+            other.start()
+            other.join(10)
+
+    autograd, told = make(backward_begin=begin)
+    InBackward.apply(leaf(), lambda: (autograd.notice_backward(), told.append(("goes on",)))).backward()
+    names = [name for name, *_ in told]
+    assert names == ["backward_begin", "backward_begin", "backward_end", "goes on", "backward_end"]
+
+
+def test_a_backward_that_could_not_begin_is_begun_by_who_comes_next():
+    failures = iter([ValueError("inside")])
+
+    def begin():
+        for failure in failures:
+            raise failure
+
+    def inside():
+        with pytest.raises(ValueError, match="inside"):
+            autograd.notice_backward()
+        autograd.notice_backward()
+
+    autograd, told = make(backward_begin=begin)
+    InBackward.apply(leaf(), inside).backward()
     assert told == [("backward_begin",), ("backward_begin",), ("backward_end",)]
 
 
