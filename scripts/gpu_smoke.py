@@ -155,7 +155,7 @@ def adam_on_the_host(device, numel):
     workers, step, x = HostWorkers(), torch.tensor(1.0), torch.zeros(8, device=device)
     lists = [torch.zeros(numel) for _ in range(4)]
     found = {"workers": workers.num, "launch_us_alone": launch_us(x, lambda number: number < 20_000)}
-    for factor in (1, 4):
+    for factor in (1, 2, 4):
         tile_numel = factor * TILE_NUMEL
 
         def update(_, at, end=tile_numel):

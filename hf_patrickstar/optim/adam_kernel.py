@@ -37,12 +37,12 @@ TILE_NUMEL = 2**19
 
 The tile's lists are in the cache of common CPUs when its gradient was widened, and smaller ones pay for more calls.
 """
-_MANY = 8
-"""Beside a device, more workers than these have tiles that are twice as large.
+_MANY_WORKERS = 8
+"""More workers than this have tiles of twice the size while an accelerator computes the next forward.
 
-A tile holds Python's lock for some 20 us of the 1.3 ms that it takes where 16 cores share 192 GB/s: together a quarter
-of the time, in which the next forward launches no kernel. In tiles that are twice as large it is an eighth, and their
-four fp32 lists fill 16 MiB; four times as large ones would need more cache than many cores have.
+An update of a tile holds Python's lock for some 20 us. Sixteen workers that share 192 GB/s would hold it for a quarter of
+the time, in which forward launches no kernel; with tiles of twice the size, for an eighth. The four fp32 lists of such a
+tile take 16 MiB; tiles of four times the size would need more cache than many cores have.
 """
 _DEVICE_TILE_NUMEL = 2**24
 
@@ -165,7 +165,7 @@ class AdamKernel(Kernel):
         self._has_lanes = has_lanes
         self._workers = workers or HostWorkers()
         self._tile_numel = TILE_NUMEL
-        self._worker_tile_numel = TILE_NUMEL * (2 if has_lanes and self._workers.num > _MANY else 1)
+        self._worker_tile_numel = TILE_NUMEL * (2 if has_lanes and self._workers.num > _MANY_WORKERS else 1)
         self.batch_numel = self._workers.num * self._tile_numel
         self._prefer_fused = prefer_fused
         self._steps: dict[int, int | torch.Tensor] = {}  # tensors once somebody has seen them, and may write to them
