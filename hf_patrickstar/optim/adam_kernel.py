@@ -40,9 +40,9 @@ The tile's lists are in the cache of common CPUs when its gradient was widened, 
 _MANY_WORKERS = 8
 """More workers than this have tiles of twice the size while an accelerator computes the next forward.
 
-An update of a tile holds Python's lock for some 20 us. Sixteen workers that share 192 GB/s would hold it for a quarter of
-the time, in which forward launches no kernel; with tiles of twice the size, for an eighth. The four fp32 lists of such a
-tile take 16 MiB; tiles of four times the size would need more cache than many cores have.
+An update of a tile holds Python's lock for some 20 us. Sixteen workers that share 192 GB/s would hold it for a quarter
+of the time, in which forward launches no kernel; with tiles of twice the size, for an eighth. The four fp32 lists of
+such a tile take 16 MiB; tiles of four times the size would need more cache than many cores have.
 """
 _DEVICE_TILE_NUMEL = 2**24
 
