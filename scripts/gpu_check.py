@@ -231,12 +231,11 @@ def run_command(command: list[str], environment: dict[str, str], limit_s: float,
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
         return "timed out"
-    finally:  # it, and whatever it has started
+    finally:  # it, and whatever it has started and left
         for number in (signal.SIGTERM, signal.SIGKILL):
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                    os.killpg(process.pid, number)
-                    process.wait(3)
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, number)
+                process.wait(3)
 
 
 def judge(part: Part, code: int | str, text: str) -> dict:

@@ -127,11 +127,17 @@ def test_a_part_that_finds_no_time_has_failed(check, run):
     assert record["parts"]["first"]["limit_s"] < 17
 
 
-def test_what_a_part_has_started_ends_with_it(check, run, tmp_path):
-    child = f"import time; time.sleep(3); open({str(tmp_path / 'late')!r}, 'w')"
-    text = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
-    run([check.Part("starts another", python(text), 1.0)])
-    time.sleep(3)
+@pytest.mark.parametrize("ends", ["time.sleep(60)", "pass"], ids=["hangs", "ends"])
+def test_what_a_part_has_started_ends_with_it(check, run, tmp_path, ends):
+    child = (
+        f"import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open({str(tmp_path / 'begun')!r}, 'w')"
+    )
+    child += f"; time.sleep(4); open({str(tmp_path / 'late')!r}, 'w')"
+    text = f"import os, subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}])\n"
+    text += f"while not os.path.exists({str(tmp_path / 'begun')!r}): time.sleep(0.01)\n{ends}"
+    run([check.Part("starts another", python(text), 1.5)])
+    time.sleep(4)
+    assert (tmp_path / "begun").exists()
     assert not (tmp_path / "late").exists()
 
 
