@@ -25,6 +25,7 @@ import pickle
 import resource
 import statistics
 import time
+import traceback
 
 import bench_overhead
 import common
@@ -33,7 +34,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.errors import PatrickStarError
+from hf_patrickstar.cores import own_cores
 from hf_patrickstar.integrations.trainer_lanes import LaneWatch
 from hf_patrickstar.machine import find_machine, machine_of
 from hf_patrickstar.memory.accelerator import device_name
@@ -113,7 +114,7 @@ def make_our_step(model, device, settings):
         watch = LaneWatch(engine)
         watch.begin_step()
         one_more_step()
-        return {"stats": stats, "busy_shares": busy_shares(watch.begin_step())}
+        return {"stats": stats, "busy_shares": busy_shares(watch.begin_step()), "reasons": engine.reasons}
 
     return step, figures
 
@@ -158,9 +159,12 @@ def measure(step, device, options):
         begin = time.perf_counter()
         loss = step(batch)
         common.synchronize(device)
+        taken = time.perf_counter() - begin
         if number >= options.warmup:
-            seconds.append(time.perf_counter() - begin)
+            seconds.append(taken)
         losses.append(loss.item())
+        # At once: there may be no time for the rest.
+        print(f"step {number}: {taken:.4f} s, loss {losses[-1]:.4f}", flush=True)
     return seconds, losses
 
 
@@ -196,15 +200,25 @@ def train(options, device):
     if device.type == "cuda":  # before one more step, whose lanes are measured
         peaks["device_peak_nbytes"] = torch.cuda.max_memory_allocated(device)
         peaks["device_reserved_peak_nbytes"] = torch.cuda.max_memory_reserved(device)
+        peaks["page_locked_by_torch_peak_nbytes"] = torch.cuda.host_memory_stats().get("allocated_bytes.peak")
     # ru_maxrss is in KiB on Linux.
-    return result | {
+    result |= {
         "seconds_per_step": seconds,
         "tokens_per_second": options.batch_size * options.length / statistics.median(seconds),
         "losses": losses,
         "host_peak_nbytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         **peaks,
-        **figures(lambda: step(make_batch(0, options, device))),
     }
+    return result | found_or_error("figures", lambda: figures(lambda: step(make_batch(0, options, device))))
+
+
+def found_or_error(what, find):
+    """What a function has found, or its error: nothing that comes after it may cost what was measured before."""
+    try:
+        return find()
+    except Exception as error:
+        traceback.print_exc()
+        return {f"{what}_error": f"{type(error).__name__}: {error}"}
 
 
 def is_shortage(error):
@@ -215,7 +229,8 @@ def is_shortage(error):
 def record(options):
     """Records the training in virtual time, and writes it to a file.
 
-    The device has the bytes that ``device_budget="auto"`` takes of an empty one, unless the settings say otherwise.
+    The device has the bytes that ``device_budget="auto"`` takes of an empty one, unless the settings say otherwise. On
+    a device with fewer bytes the plan has no time.
     """
     machine = find_machine(options.machine)
 
@@ -246,18 +261,16 @@ def simulate(options, device, found):
         found: What was measured.
     """
     recording = pickle.loads(pathlib.Path(options.plan).read_bytes())
-    machine = find_machine(options.rates) if options.rates else machine_of(device_name(device))
-    nbytes = found["stats"]["device_budget_nbytes"]
-    try:
-        timeline = recording.on(machine, nbytes)
-    except PatrickStarError as error:  # it was recorded with more memory of the device; what was measured took long
-        return {"simulation_error": str(error)}
+    is_measured = options.rates is not None and pathlib.Path(options.rates).exists()
+    machine = find_machine(options.rates) if is_measured else machine_of(device_name(device)).with_cores(own_cores(1))
+    timeline = recording.on(machine, found["stats"]["device_budget_nbytes"])
     simulated_s = timeline.duration_ns / 1e9
     return {
         "simulated_seconds_per_step": simulated_s,
         "simulated_over_measured": simulated_s / statistics.median(found["seconds_per_step"]),
         "simulated_busy_shares": busy_shares(timeline),
-        "simulated_on": machine.name,
+        "simulated_on": f"{machine.name}, {'measured' if is_measured else 'known'} rates",
+        "planned_homes": recording.reasons[-1],
         "planned_device_peak_nbytes": recording.device_nbytes,
     }
 
@@ -323,7 +336,7 @@ def main():
     parser.add_argument("--record", metavar="FILE", help="record the training in virtual time instead of training")
     parser.add_argument("--machine", default="h100", help="for --record: a known machine, or a JSON file of rates")
     parser.add_argument("--plan", metavar="FILE", help="for --kind patrickstar: what --record has written")
-    parser.add_argument("--rates", help="for --plan: a machine, likewise; by default a known one with this device")
+    parser.add_argument("--rates", metavar="FILE", help="for --plan: rates; without it those of the known device")
     parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--warmup", type=int, default=3)
@@ -358,8 +371,8 @@ def run_kind(options, device):
         f"{name}: {result['tokens_per_second']:.0f} tokens per second, {seconds:.4f} s per step, losses "
         f"{losses[0]:.4f} to {losses[-1]:.4f}"
     )
-    if options.plan and "stats" in result:
-        result |= simulate(options, device, result)
+    if options.plan and options.kind == "patrickstar":
+        result |= found_or_error("simulation", lambda: simulate(options, device, result))
         print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in result.items() if key.startswith("simul")))
     common.finish(name, options, result)
 

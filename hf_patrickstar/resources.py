@@ -154,7 +154,7 @@ def _part(machine: Machine, collectives: Collectives) -> Machine:
 
 
 def _find_machine(device: torch.device, collectives: Collectives) -> Machine:
-    """The known machine with this device, with no more cores than the process has that has the fewest."""
+    """The known machine with this device, limited to the cores of the process that has the fewest."""
     name = device_name(device)
     machine = machine_of(name)
     own = [zlib.crc32(machine.name.encode()), own_cores(collectives.num_core_sharers)]

@@ -30,6 +30,9 @@ from typing import TextIO
 
 BEGIN_S = time.monotonic()
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+MACHINE = ROOT / "benchmarks" / "machines" / "h100_16_cores.json"
+"""What plans are made for: an H100 in a part of a host. It has less memory than the device says, since a plan for more
+than a run gets has no time there."""
 SECONDS = {"plan": 300.0, "one": 285.0, "two": 420.0}
 """Seconds for all parts of a stage; a start of the machine, stage one and stage two fit into fifteen minutes."""
 REHEARSAL_S = 240.0
@@ -38,6 +41,8 @@ LEAST_S = 15.0
 TAIL_CHARS = {True: 700, False: 1700}
 """What the console shows of a part: of one that is fine, and of one that is not."""
 KEPT_CHARS = 6000
+LOGGED_CHARS = 1_500_000
+"""The most of a part in the log; a folder may take files up to a size alone."""
 ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")])),
     "PYTHONUNBUFFERED": "1",
@@ -50,7 +55,7 @@ ENVIRONMENT = {
 }
 PACKAGES = (
     *("torch", "transformers", "accelerate", "datasets", "peft", "trl", "numpy", "safetensors", "nvidia-ml-py"),
-    *("pytest", "pytest-xdist", "hypothesis"),
+    *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis"),
 )
 OVERHEAD = {
     # The device is busy all the time there: a smaller model would measure the host, which is what --deep is for.
@@ -60,11 +65,11 @@ OVERHEAD = {
 TINY_OVERHEAD = "--layers 2 --hidden 64 --batch_size 2 --length 16 --steps 2 --repeats 1 --limit 99"
 TINY_OFFLOAD = "--size tiny --batch_size 2 --length 16 --warmup 3 --steps 2"
 OFFLOAD = (
-    ("3b_plain", "plain", "--size 3b --warmup 2 --steps 4", {}, 70),
-    ("3b_24GiB", "patrickstar", "--size 3b --warmup 3 --steps 4", {"device_budget": "24GiB"}, 110),
+    ("3b_plain", "plain", "--size 3b --warmup 2 --steps 3", {}, 70),
+    ("3b_24GiB", "patrickstar", "--size 3b --warmup 3 --steps 3", {"device_budget": "24GiB"}, 110),
     ("3b_fsdp2", "fsdp2", "--size 3b --warmup 1 --steps 3", {}, 110),
-    ("3b_auto", "patrickstar", "--size 3b --warmup 3 --steps 4", {}, 90),
-    ("8b_auto", "patrickstar", "--size 8b --warmup 3 --steps 3", {}, 200),  # the host just suffices: the last one
+    ("3b_auto", "patrickstar", "--size 3b --warmup 3 --steps 3", {}, 90),
+    ("8b_auto", "patrickstar", "--size 8b --warmup 3 --steps 2", {}, 200),  # the host just suffices: the last one
 )
 """Stage two: name, way to train, words for ``bench_offload.py``, settings of the engine, and the limit in seconds."""
 
@@ -120,7 +125,7 @@ HERE = Place("cuda:0", ROOT / "build" / "gpu_check", False)
 REHEARSAL = Place("cpu", ROOT / "build" / "gpu_rehearsal", True)
 
 
-def parts_of(stage: str, place: Place, machine: str = "h100") -> list[Part]:
+def parts_of(stage: str, place: Place, machine: str = str(MACHINE)) -> list[Part]:
     """The parts of a stage, the most telling first; those of stage two read what the stages before have left.
 
     Args:
@@ -141,8 +146,8 @@ def parts_of(stage: str, place: Place, machine: str = "h100") -> list[Part]:
             if is_ours:
                 parts.append(Part(name, (*command, "--record", str(plan), "--machine", machine), 100))
             continue
-        if is_ours and plan.exists():
-            command += ["--plan", str(plan), *(["--rates", str(rates)] if rates.exists() else [])]
+        if is_ours:
+            command += ["--plan", str(plan), "--rates", str(rates)]
         parts.append(Part(name, (*command, "--output", "{output}"), limit_s))
     return parts
 
@@ -150,8 +155,10 @@ def parts_of(stage: str, place: Place, machine: str = "h100") -> list[Part]:
 def stage_one(place: Place) -> list[Part]:
     """The parts of stage one."""
     here, python = {"GPU_TESTS_DEVICE": place.device}, sys.executable
-    tests = ("-m", "gpu", "-p", "no:cacheprovider", "-o", "timeout=100", "-rfEs", "--tb=short", "--junitxml", "{junit}")
+    tests = ("-m", "gpu", "-p", "no:cacheprovider", "-vv", "-rfEs", "--tb=short", "--junitxml", "{junit}")
     pytest = (python, "-m", "pytest", *tests)
+    # Less than the limit of the part, so that a test that hangs is named.
+    most = {seconds: () if place.is_rehearsal else ("-o", f"timeout={seconds}") for seconds in (30, 45, 60)}
     measured, workers = "tests/gpu/test_measure_cuda.py", "2" if place.is_rehearsal else "4"
     growing = {} if place.is_rehearsal else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     numel = ("--numel", str(2**20 if place.is_rehearsal else 2**28))
@@ -173,11 +180,18 @@ def stage_one(place: Place) -> list[Part]:
     return [
         Part("smoke", smoke, 75),
         # Engines of a training have segments that grow; in these processes others take memory first.
-        Part("tests", (*pytest, "tests/gpu", "--ignore", measured, "-n", workers), 130, {**here, **growing}),
+        Part("tests", (*pytest, *most[60], "tests/gpu", "--ignore", measured, "-n", workers), 130, {**here, **growing}),
         overhead["overhead_bf16"],
         # torch's own sanitizer knows streams and events: it finds uses of memory that no event orders.
-        Part("races", (*pytest, *races), 45, {**here, "TORCH_CUDA_SANITIZER": "1"}, races=True, skip=no_streams),
-        Part("rates", (*pytest, measured), 60, {**here, "MACHINE_JSON": "{output}"}),
+        Part(
+            "races",
+            (*pytest, *most[30], *races),
+            45,
+            {**here, "TORCH_CUDA_SANITIZER": "1"},
+            races=True,
+            skip=no_streams,
+        ),
+        Part("rates", (*pytest, *most[45], measured), 60, {**here, "MACHINE_JSON": "{output}"}),
         overhead["overhead_fp32"],
     ]
 
@@ -208,6 +222,10 @@ def run_part(part: Part, limit_s: float, place: Place, log: TextIO) -> dict:
     with open(log.name, errors="replace") as written:
         written.seek(place_in_log)
         text = written.read()
+    if len(text) > LOGGED_CHARS:
+        log.truncate(place_in_log)
+        log.seek(place_in_log)
+        log.write(f"{text[: LOGGED_CHARS // 2]}\n[...]\n{text[-LOGGED_CHARS // 2 :]}")
     record |= judge(part, code, text)
     readers = {"result": (json.loads, "{output}"), "tests": (read_junit, "{junit}")}
     for key, (read, name) in readers.items():
@@ -260,7 +278,9 @@ def read_junit(text: str) -> dict:
     return found
 
 
-def run_stage(stage: str, parts: Iterable[Part], deadline_s: float, place: Place, folder: pathlib.Path) -> bool:
+def run_stage(
+    stage: str, parts: Iterable[Part], deadline_s: float, place: Place, folder: pathlib.Path, *, is_whole: bool = True
+) -> bool:
     """Runs one part after the other, whatever comes of each, and writes the record and the log after every one.
 
     Args:
@@ -269,16 +289,17 @@ def run_stage(stage: str, parts: Iterable[Part], deadline_s: float, place: Place
         deadline_s: When all have to be done, by ``time.monotonic``; a part that finds too little time left has failed.
         place: Where they run.
         folder: Where the record and the log go.
+        is_whole: Whether these are all of its parts; else the record does not take the place of one of all.
 
     Returns:
         Whether every part passed or was skipped.
     """
     begin, machine, records = time.monotonic(), describe_machine(needs_device(stage, place)), {}
     name = re.sub(r"\W+", "_", str(machine["device"])).strip("_").lower()
-    target = folder / f"gpu_check_{stage}_{name}.json"
+    target = folder / f"gpu_check_{stage}_{name}{'' if is_whole else '_only'}.json"
     for each in (folder, place.plans):
         each.mkdir(parents=True, exist_ok=True)
-    head = {"check": "gpu_check", "stage": stage, "is_rehearsal": place.is_rehearsal}
+    head = {"check": "gpu_check", "stage": stage, "is_whole": is_whole, "is_rehearsal": place.is_rehearsal}
     head["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
     def is_ok() -> bool:
@@ -287,7 +308,9 @@ def run_stage(stage: str, parts: Iterable[Part], deadline_s: float, place: Place
     def write() -> None:
         seconds = round(time.monotonic() - begin, 1)
         record = {**head, "ok": is_ok(), "seconds": seconds, **machine, "parts": records}
-        target.write_text(json.dumps(record, indent=1) + "\n")
+        new = target.with_suffix(".new")
+        new.write_text(json.dumps(record, indent=1) + "\n")
+        new.replace(target)  # whoever ends this process leaves a whole record
 
     with open(target.with_suffix(".log"), "w", errors="replace") as log:
         for part in parts:
@@ -299,9 +322,9 @@ def run_stage(stage: str, parts: Iterable[Part], deadline_s: float, place: Place
             elif left < LEAST_S:
                 records[part.name] |= {"outcome": "failed", "why": "no time was left for it"}
             else:
-                # A rehearsal is no measurement: a machine that does other work has time until the end.
-                limit_s = left if place.is_rehearsal else min(part.limit_s, left)
-                records[part.name] = run_part(part, limit_s, place, log)
+                # A rehearsal is no measurement: a machine that does other work has more time.
+                limit_s = max(part.limit_s, 150) if place.is_rehearsal else part.limit_s
+                records[part.name] = run_part(part, min(limit_s, left), place, log)
             write()
             show(part.name, records[part.name])
     print(f"gpu_check: stage {stage} {'ok' if is_ok() else 'failed'}, written to {target}", flush=True)
@@ -345,12 +368,12 @@ def describe_machine(asks_device: bool) -> dict:
 
 def find_commit(place: Place) -> str:
     """The commit by git, or else the one that the plans were made of, which are carried to machines without git."""
-    words = ("git", "describe", "--always", "--dirty", "--abbrev=40")
+    words = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     kept = place.plans / "commit"
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20)
         return done.stdout.strip()
-    return os.environ.get("COMMIT") or (kept.read_text() if kept.exists() else "unknown")
+    return os.environ.get("COMMIT") or (f"{kept.read_text()} (of the plans)" if kept.exists() else "unknown")
 
 
 def needs_device(stage: str, place: Place) -> bool:
@@ -376,7 +399,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--only", nargs="+", metavar="PART", help="these parts alone")
     options.add_argument("--dry-run", action="store_true", help="say what would be run, on any machine")
     options.add_argument("--output", type=pathlib.Path, help="the folder of the record and the log")
-    options.add_argument("--machine", default="h100", help="for stage plan: a known machine, or a JSON file of rates")
+    options.add_argument("--machine", default=str(MACHINE), help="for stage plan: a known machine, or a file of rates")
     chosen = options.parse_args(arguments)
     place = REHEARSAL if chosen.rehearse else HERE
     os.environ["COMMIT"] = find_commit(place)
@@ -403,7 +426,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parts = [part for part in parts if not chosen.only or part.name in chosen.only]
         if not parts:
             continue
-        is_ok &= run_stage(stage, parts, deadline_s, place, pathlib.Path(chosen.output or folder))
+        target = pathlib.Path(chosen.output or folder)
+        is_ok &= run_stage(stage, parts, deadline_s, place, target, is_whole=not chosen.only)
         if stage == "plan":
             (place.plans / "commit").write_text(os.environ["COMMIT"])
     return 0 if is_ok else 1

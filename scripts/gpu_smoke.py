@@ -5,6 +5,7 @@ memory of the device: only then ``expandable_segments`` is set, as in a training
 """
 
 import argparse
+import concurrent.futures
 import json
 import logging
 import os
@@ -18,7 +19,15 @@ from models import make_batch, make_model
 
 import hf_patrickstar.decisions
 from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.memory.accelerator import device_name, is_accelerator, lock_pages, memory_info, used_nbytes
+from hf_patrickstar.memory.accelerator import (
+    device_name,
+    is_accelerator,
+    lock_pages,
+    memory_info,
+    unlock_pages,
+    used_nbytes,
+)
+from hf_patrickstar.memory.pages import new_on_host
 from hf_patrickstar.memory.pinning import TorchPinning, make_pinning
 from hf_patrickstar.memory.streams import make_streams
 from hf_patrickstar.optim.adam_kernel import TILE_NUMEL
@@ -99,7 +108,7 @@ def memory_of_others(device, numel):
 def pinning(device, numel):
     """Rates of locking and of copies each way, and whether copies are asynchronous, for both kinds of locked memory."""
     ours, how = make_pinning(device)
-    found, nbytes = {"how": how}, 4 * numel
+    found, nbytes = {"how": how, **locking(device, numel)}, 4 * numel
     for name, source in (("ours", ours), ("torch", TorchPinning())):
         begin = time.perf_counter()
         host = source.empty(nbytes, dtype=torch.uint8)
@@ -118,6 +127,23 @@ def pinning(device, numel):
         del host, there, target, origin
     torch.zeros(8, device=device).add_(1)
     torch.accelerator.synchronize(device)
+    return found
+
+
+def locking(device, nbytes):
+    """What locking of pages takes that have been touched, by one thread and by four at once."""
+    buffers = [new_on_host(nbytes, dtype=torch.uint8, device=torch.device("cpu")) for _ in range(8)]
+    begin = time.perf_counter()
+    for buffer in buffers:
+        buffer.zero_()
+    found = {"touch_gb_s": 8 * nbytes / (time.perf_counter() - begin) / 1e9}
+    for threads, part in ((1, buffers[:4]), (4, buffers[4:])):
+        begin = time.perf_counter()
+        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda buffer: lock_pages(device, buffer.data_ptr(), buffer.nbytes), part))
+        found[f"lock_by_{threads}_gb_s"] = 4 * nbytes / (time.perf_counter() - begin) / 1e9
+    for buffer in buffers:
+        unlock_pages(device, buffer.data_ptr())
     return found
 
 
@@ -144,7 +170,7 @@ def streams(device, numel):
     ticket = lanes.fetch(source, target)
     is_early = ticket.is_done
     ticket.join()
-    if float(target.mean()) != 1.0:
+    if not target.eq(1).all():
         raise RuntimeError("the target was read before the copy was done")
     return {"was_done_at_once": is_early, "works": len(times.works()), "stops": len(times.stops())}
 

@@ -18,6 +18,6 @@ status=0
 .venv/bin/python -m pytest -n 2 --dist loadgroup --streams simulated:1 -k "integration or poisoned" \
     tests/integration/test_{engine,events,evict_all,recovery,tensor_states}.py \
     tests/live/test_live_{changes,gradients,writing}.py || status=$?
-# What a GPU would be asked, with tiny sizes on the CPU tier.
+# The check of a GPU, with tiny sizes on the CPU tier.
 .venv/bin/python scripts/gpu_check.py --rehearse --seconds 900 || status=$?
 exit "$status"

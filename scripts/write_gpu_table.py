@@ -22,7 +22,11 @@ NONE = "No record has been committed yet.\n"
 def read_records(folder: pathlib.Path) -> list[dict]:
     """The records of stages that ran on a device."""
     records = [json.loads(path.read_text()) for path in sorted(folder.glob("gpu_check_*.json"))]
-    return [record for record in records if record["stage"] in ("one", "two") and not record["is_rehearsal"]]
+    return [
+        record
+        for record in records
+        if record["stage"] in ("one", "two") and record["is_whole"] and not record["is_rehearsal"]
+    ]
 
 
 def table(records: Iterable[Mapping]) -> str:
@@ -42,7 +46,8 @@ def table(records: Iterable[Mapping]) -> str:
         parts = {name: part for record in found for name, part in record["parts"].items()}
         passed = sum(part["outcome"] == "passed" for part in parts.values())
         rates = [rate_of(parts.get(name)) for name in RATES.values()]
-        lines.append([device, found[-1]["date"][:10], commit[:7], f"{passed} of {len(parts)}", *rates])
+        short = f"{commit[:7]}{commit[40:]}"  # "-dirty" stays
+        lines.append([device, found[-1]["date"][:10], short, f"{passed} of {len(parts)}", *rates])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

@@ -261,7 +261,7 @@ def lock_pages(device: torch.device, address: int, nbytes: int) -> None:
     with torch.get_device_module(device).device(device):
         failed = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
     if failed:
-        # The refusal stays the runtime's last error, which the next kernel raises and clears, so that one is run here.
+        # The refusal stays the last error of the CUDA runtime until a kernel raises it: run one here, to clear it.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=device)
         raise RuntimeError(f"cannot pin {nbytes} bytes: the driver answers {failed} (memory lock limit?)")

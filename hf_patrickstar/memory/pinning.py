@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from hf_patrickstar.cores import cpu_quota, usable_cores
+from hf_patrickstar.cores import own_cores
 from hf_patrickstar.memory.accelerator import (
     allocator_settings,
     configure_allocator,
@@ -87,8 +87,9 @@ class TorchPinning:
 class _LockedPages(mmap.mmap):
     """Pages that the process that has locked them unlocks when no tensor looks into them any more.
 
-    They are private, since shared ones are huge on few systems. A forked process has zeros of its own there: Linux
-    would copy locked pages for it at once, and were they missing, freeing them would free what lies there instead.
+    The pages are private, since few systems make shared pages huge. A forked process reads zeros there. Otherwise Linux
+    would copy all locked pages at the fork, or, if it left them out, freeing the buffer in the forked process would
+    free what that process has put there since.
     """
 
     locked: tuple[int, torch.device, int] | None = None
@@ -137,7 +138,7 @@ class PagePinning:
 def _touch(buffer: torch.Tensor) -> None:
     """Has the system give all pages of a buffer, to several threads; the driver would ask for one after the other."""
     parts = buffer.view(torch.uint8).split(_PART_NBYTES)
-    num = max(1, int(min(len(parts), _MOST_THREADS, len(usable_cores()), cpu_quota())))
+    num = min(len(parts), _MOST_THREADS, own_cores(1))
     with concurrent.futures.ThreadPoolExecutor(num, "hf_patrickstar-touch") as threads:
         list(threads.map(lambda part: part[::_PAGE_NBYTES].zero_(), parts))
 

@@ -92,7 +92,7 @@ class Autograd:
 
             def end() -> None:
                 self._graph_tasks.discard(task)
-                del self._beginnings[task]
+                self._beginnings.pop(task, None)
                 self._phases.backward_end()
 
             torch.autograd.Variable._execution_engine.queue_callback(end)

@@ -102,6 +102,7 @@ def test_a_part_that_fails_is_reported_and_hides_no_other(check, run, tmp_path, 
     assert found["tests"]["tests"] == expected
     assert (found["measures"]["result"], found["is told where"]["result"]) == ({"ratio": 1.5}, 7)
     assert "cannot be read" in found["writes half"]["why"]
+    assert record["is_whole"]
     assert {"device", "cores", "host_nbytes", "versions", "date", "seconds", "stage"} <= record.keys()
     assert record["commit"] == "abc"
     assert {"torch", "transformers", "accelerate", "python"} <= record["versions"].keys()
@@ -197,22 +198,36 @@ def test_every_device_has_an_index(check):
             assert "cuda:0" in (*part.command, *part.environment.values())
 
 
-def test_stage_two_compares_with_plans_and_rates_that_are_there(check, place):
+def test_stage_two_compares_with_what_the_stages_before_have_left(check, place):
     def words(name):
         return next(part.command for part in check.parts_of("two", place) if part.name == name)
 
-    assert "--plan" not in words("3b_auto")
-    place.plans.mkdir(parents=True)
-    (place.plans / "3b_auto").touch()
-    assert words("3b_auto")[words("3b_auto").index("--plan") + 1] == str(place.plans / "3b_auto")
-    assert "--rates" not in words("3b_auto")
-    place.file("rates").touch()
-    assert words("3b_auto")[words("3b_auto").index("--rates") + 1] == str(place.file("rates"))
+    for option, path in (("--plan", place.plans / "3b_auto"), ("--rates", place.file("rates"))):
+        assert words("3b_auto")[words("3b_auto").index(option) + 1] == str(path)
+    assert "rates" in [part.name for part in check.parts_of("one", place)], "what stage one leaves"
     assert "--plan" not in words("3b_plain")
     planned = {part.name: part.command for part in check.parts_of("plan", place, "rtx4090")}
     assert planned["3b_auto"][-4:] == ("--record", str(place.plans / "3b_auto"), "--machine", "rtx4090")
     own = [part.name for part in check.parts_of("two", place) if "patrickstar" in part.command]
     assert list(planned) == own
+
+
+def test_a_part_that_writes_without_end_leaves_a_short_log(check, run, tmp_path):
+    _, record = run([check.Part("talks", python("print('begin', 'x' * 4_000_000, 'end')"), 30)])
+    log = tmp_path / "gpu_check_plan_cpu.log"
+    assert log.stat().st_size < 2_000_000
+    assert "begin x" in log.read_text()
+    assert log.read_text().endswith("x end\n")
+    assert record["parts"]["talks"]["tail"].endswith("x end\n")
+
+
+def test_without_git_the_commit_is_that_of_the_plans(check, place, monkeypatch, tmp_path):
+    monkeypatch.delenv("COMMIT")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert check.find_commit(place) == "unknown"
+    place.plans.mkdir(parents=True)
+    (place.plans / "commit").write_text("0123")
+    assert check.find_commit(place) == "0123 (of the plans)"
 
 
 def run_script(*arguments, **environment):
@@ -237,8 +252,9 @@ def test_it_writes_to_the_folder_that_the_environment_names_and_needs_no_git(tmp
         (tmp_path / "bin" / tool).symlink_to(subprocess.check_output(["which", tool], text=True).strip())
     done = run_script("--rehearse", "--only", "smoke", OUT=str(tmp_path / "out"), PATH=str(tmp_path / "bin"))
     assert done.returncode == 0, done.stdout + done.stderr
-    record = json.loads((tmp_path / "out" / "gpu_check_one_cpu.json").read_text())
+    record = json.loads((tmp_path / "out" / "gpu_check_one_cpu_only.json").read_text())
     assert record["is_rehearsal"]
+    assert not record["is_whole"], "it takes the place of no record of all parts"
     outcomes = {found["check"]: found["outcome"] for found in record["parts"]["smoke"]["result"]}
     assert outcomes["engine_first"] == outcomes["adam_on_the_host"] == "passed"
     assert outcomes["pinning"] == "skipped"

@@ -95,7 +95,8 @@ def test_simulated_time_of_a_plan_that_was_carried_along_stands_beside_measured_
     at_other_rates, printed = run(tmp_path / "found.json", f"{words} --rates {tmp_path / 'slow.json'}")
     simulated_s, measured_s = found["simulated_seconds_per_step"], sorted(found["seconds_per_step"])[1]
     assert found["simulated_over_measured"] == pytest.approx(simulated_s / measured_s)
-    assert (found["simulated_on"], at_other_rates["simulated_on"]) == ("accelerator", "slow")
+    assert found["simulated_on"] == "accelerator, known rates"
+    assert at_other_rates["simulated_on"] == "slow, measured rates"
     assert at_other_rates["simulated_seconds_per_step"] > 10 * simulated_s > 0
     assert 0 < found["planned_device_peak_nbytes"] <= 2**20 == found["stats"]["device_budget_nbytes"]
     assert found["simulated_busy_shares"]["compute"] > 0
@@ -115,7 +116,21 @@ def test_a_plan_of_a_larger_device_does_not_cost_what_was_measured(tmp_path):
         ("-c", PROGRAM.format(before)),
     )
     assert found["tokens_per_second"] > 0
-    assert found["simulation_error"] == "too small"
+    assert found["simulation_error"] == "BudgetError: too small"
+
+
+def test_what_cannot_be_measured_afterwards_does_not_cost_what_was(tmp_path):
+    before = """
+import hf_patrickstar.integrations.trainer_lanes as lanes
+def fail(self): raise RuntimeError("no lanes")
+lanes.LaneWatch.begin_step = fail
+"""
+    words = f"--kind patrickstar --plan {tmp_path / 'missing'}"
+    found, printed = run(tmp_path / "found.json", words, ("-c", PROGRAM.format(before)))
+    assert found["tokens_per_second"] > 0
+    assert found["figures_error"] == "RuntimeError: no lanes"
+    assert "missing" in found["simulation_error"]
+    assert printed.count("step ") >= 4, "every step is printed when it is done"
 
 
 class Unfit:

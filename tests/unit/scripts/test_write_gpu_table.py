@@ -18,10 +18,13 @@ def script():
     return module
 
 
+COMMIT = "0123456789" * 4
+
+
 def record(stage, parts, **others):
     return {
-        **{"stage": stage, "device": "NVIDIA X", "date": "2026-11-26T10:00:00+00:00", "commit": "0123456789"},
-        **{"is_rehearsal": False, "parts": parts},
+        **{"stage": stage, "device": "NVIDIA X", "date": "2026-11-26T10:00:00+00:00", "commit": COMMIT},
+        **{"is_rehearsal": False, "is_whole": True, "parts": parts},
         **others,
     }
 
@@ -38,8 +41,10 @@ def test_both_stages_of_a_device_and_commit_are_one_row(script):
     assert rows[2] == (
         "| NVIDIA X | 2026-11-26 | 0123456 | 3 of 5 | not run | 12,346 | does not fit | timed out | not run |"
     )
-    rows = script.table([record("one", one), record("one", one, commit="fedcba9876", date="2026-11-27")]).splitlines()
-    assert [row.split(" | ")[2] for row in rows[2:]] == ["0123456", "fedcba9"]
+    rows = script.table(
+        [record("one", one), record("one", one, commit=f"{COMMIT}-dirty", date="2026-11-27")]
+    ).splitlines()
+    assert [row.split(" | ")[2] for row in rows[2:]] == ["0123456", "0123456-dirty"]
 
 
 def test_without_a_record_the_page_says_so(script):
@@ -47,7 +52,8 @@ def test_without_a_record_the_page_says_so(script):
 
 
 def test_what_ran_on_no_device_is_no_row(script, tmp_path):
-    for number, found in enumerate([record("plan", {}), record("one", {}, is_rehearsal=True), record("two", {})]):
+    others = [record("plan", {}), record("one", {}, is_rehearsal=True), record("one", {}, is_whole=False)]
+    for number, found in enumerate([*others, record("two", {})]):
         (tmp_path / f"gpu_check_{number}.json").write_text(script.json.dumps(found))
     assert [found["stage"] for found in script.read_records(tmp_path)] == ["two"]
 
