@@ -141,8 +141,7 @@ def test_threads_touch_all_pages_before_the_driver_locks_them(host, monkeypatch)
         both.wait(timeout=60)
         return zero(part)
 
-    monkeypatch.setattr(pinning, "usable_cores", lambda: frozenset((0, 1)))
-    monkeypatch.setattr(pinning, "cpu_quota", lambda: float("inf"))
+    monkeypatch.setattr(pinning, "own_cores", lambda num_sharers: 2)
     monkeypatch.setattr(torch.Tensor, "zero_", zero_together)
     found = []
     monkeypatch.setattr(pinning, "lock_pages", lambda device, *pages: found.append(are_there(*pages)))
