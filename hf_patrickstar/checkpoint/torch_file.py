@@ -100,7 +100,7 @@ def write_torch(path: str | os.PathLike[str], value: Any, *, piece_numel: int = 
         buffered = io.BufferedWriter(file)  # zipfile ignores how many bytes a raw file has accepted
         writer = PieceWriter(buffered, piece_numel)
         with zipfile.ZipFile(buffered, "w") as archive:
-            archive.writestr(_entry("data.pkl", buffered.tell(), pickled.tell()), pickled.getbuffer())
+            archive.writestr(_entry("data.pkl", buffered.tell(), pickled.tell()), pickled.getvalue())
             archive.writestr(_entry("byteorder", buffered.tell(), 0), sys.byteorder)
             for number, tensor in enumerate(pickler.tensors):
                 entry = _entry(f"data/{number}", buffered.tell(), _nbytes(tensor))

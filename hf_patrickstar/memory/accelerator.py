@@ -95,8 +95,7 @@ def can_pin_memory() -> bool:
 
 def memory_info(device: torch.device) -> tuple[int, int]:
     """Bytes of a device that nobody has taken, and all of its bytes."""
-    info = getattr(torch.accelerator, "get_memory_info", None)  # since torch 2.10
-    free, total = torch.get_device_module(device).mem_get_info(device) if info is None else info(device)
+    free, total = torch.accelerator.get_memory_info(device)
     return int(free), int(total)
 
 

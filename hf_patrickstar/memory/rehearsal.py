@@ -174,6 +174,10 @@ def _in_a_thread(function: Callable[[], int]) -> int | None:
         except Exception as error:
             logger.debug("patrickstar: what a step needs cannot be foreseen: %s", error)
 
+    # torch 2.11 with CUDA but without a device makes a guard in the first thread that enters such a mode, and uses it
+    # even after that thread has ended.
+    with FakeTensorMode():
+        pass
     noise = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, noise.disabled = noise.disabled, True
     thread = threading.Thread(target=run, name="hf_patrickstar forecast")

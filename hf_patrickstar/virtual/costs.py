@@ -47,11 +47,16 @@ class Cost(NamedTuple):
 
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+    return int(sdpa_flop_count(query.shape, *_repeated(query, key, value)))
 
 
 def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kw: Any) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
+    return int(sdpa_backward_flop_count(grad.shape, query.shape, *_repeated(query, key, value)))
+
+
+def _repeated(query: Any, *others: Any) -> list[torch.Size]:
+    """Shapes of keys and values with as many heads as the query has; torch 2.11 counts no others."""
+    return [other.shape[:1] + query.shape[1:2] + other.shape[2:] for other in others]
 
 
 _FLOPS: dict[Any, Callable[..., Any]] = {

@@ -6,7 +6,7 @@ tensor with the keys, the autocast and the backward thread of an accelerator; it
 here knows. Every operator with a tensor of ``sim`` comes to one function, which
 refuses operands of two devices as accelerators do, and computes with the CPU's kernels. So parameters, hooks and
 classes are what they are on an accelerator, values are numbers, and what would be an error on an accelerator is
-``FakeTensorDeviceMismatchError``, or the ``RuntimeError`` that torch raises by itself before.
+``MixedDevicesError``, or the ``RuntimeError`` that torch raises by itself before.
 
 Under ``FakeTensorMode`` a device that is not there works, too. But a parameter is a ``FakeTensor`` then, which cannot
 answer for its value as live parameters do, and nothing that looks at a number could be tested.
@@ -19,7 +19,6 @@ import weakref
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -122,11 +121,15 @@ def _look_into(made, tensor):
 # Operators
 
 
+class MixedDevicesError(RuntimeError):
+    """An operator has tensors of two devices."""
+
+
 def check(op, tensors):
     """Raises if an operator has tensors of two devices.
 
     Raises:
-        FakeTensorDeviceMismatchError: As fake tensors do.
+        MixedDevicesError: If it has.
     """
     if op._schema.name in _COPIES:
         return
@@ -135,7 +138,7 @@ def check(op, tensors):
         tensors = [tensor for tensor in tensors if tensor.dim() or tensor.device.type != "cpu"]
     for tensor in tensors[1:]:
         if tensor.device != tensors[0].device:
-            raise FakeTensorDeviceMismatchError(op, tensors[0].device, tensor.device)
+            raise MixedDevicesError(f"{op}: operands on {tensors[0].device} and {tensor.device}")
 
 
 class _Call:

@@ -2,9 +2,11 @@
 
 import contextlib
 import re
+import traceback
 
 import pytest
 import torch
+import transformers
 from models import MODELS, make_batch, make_model
 
 import hf_patrickstar.resources
@@ -26,6 +28,7 @@ def follow(run, config, kind=BudgetError):
     """Provokes an error, does what it says, and succeeds; returns the message and what was advised."""
     with pytest.raises(kind) as caught:
         run(config)
+    traceback.clear_frames(caught.tb)  # which hold the hooks of torch 2.11's checkpointing in force
     advised = advice_of(caught.value)
     assert advised, f"no advice in: {caught.value}"
     for name, value in advised.items():
@@ -79,6 +82,8 @@ def test_chunk_budget(name, checkpointing, config):
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_device_budget_in_the_first_step(name, checkpointing):
     """Activations count, also those that the step had not come to when it failed."""
+    if name in ("mixtral", "opt") and torch.torch_version.TorchVersion(transformers.__version__) < "5.23":
+        pytest.skip("its forward cannot be run with fake tensors there: opt draws, and mixtral mixes types")
     training = Training(name, checkpointing)
     message, advised = follow(training, {"device_budget": 125_000}, DeviceMemoryError)
     assert message.startswith("device_budget is too small")

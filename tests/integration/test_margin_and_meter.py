@@ -233,6 +233,7 @@ def test_a_step_of_a_plan_measures_others_only_where_copies_move(budget, monkeyp
     assert num_readings[0] <= num_moving + 2, "and one each when the forward begins and when the update drops copies"
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="fake tensors refuse any class of parameters there but torch's")
 def test_fake_tensors_around_a_call_do_not_touch_real_chunks():
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -11,8 +11,8 @@ _OFFLOAD = "Model data is at home on the host where the device has no room; noth
 _FILTER = "It is of DeepSpeed's launcher; Accelerate's own launcher starts the processes."
 _LAUNCHED = (
     "num_processes num_machines machine_rank main_process_ip main_process_port gpu_ids "
-    "rdzv_backend same_network main_training_function debug use_cpu downcast_bf16 enable_cpu_affinity mpirun_config "
-    "tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env command_file commands"
+    "rdzv_backend same_network main_training_function debug use_cpu downcast_bf16 enable_cpu_affinity "
+    "ipex_config mpirun_config tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env command_file commands"
 )
 
 

@@ -99,6 +99,20 @@ def test_a_disk_that_is_full(tmp_path):
         write_torch(tmp_path / "full", {"w": torch.ones(100_000)})
 
 
+def test_an_error_holds_no_view_of_what_was_pickled(tmp_path, monkeypatch):
+    """The collector of CPython 3.12.1 does not survive an error that holds a view of ``BytesIO``."""
+
+    def refuse(archive, entry, data):
+        views.append(isinstance(data, memoryview))
+        raise OSError
+
+    views = []
+    monkeypatch.setattr(zipfile.ZipFile, "writestr", refuse)
+    with pytest.raises(CheckpointError):
+        write_torch(tmp_path / "f", {"w": torch.ones(1)})
+    assert views == [False]
+
+
 def test_other_errors_of_the_disk(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"none/f' cannot be written: No such file or directory; make it writable"

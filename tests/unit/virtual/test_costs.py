@@ -61,9 +61,10 @@ def test_views_and_empty_memory_cost_nothing(operator, args):
     assert cost(operator, *args) is None
 
 
-def test_attention_of_the_cpu_counts_as_that_of_devices():
-    query = torch.zeros(2, 4, 16, 8)
-    found = cost(aten._scaled_dot_product_flash_attention_for_cpu.default, query, query, query)
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_attention_of_the_cpu_counts_as_that_of_devices(key_heads):
+    query, key = torch.zeros(2, 4, 16, 8), torch.zeros(2, key_heads, 16, 8)
+    found = cost(aten._scaled_dot_product_flash_attention_for_cpu.default, query, key, key)
     assert found.flops == 2 * 2 * (2 * 4 * 16 * 16 * 8)
 
 
