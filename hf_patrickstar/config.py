@@ -54,8 +54,8 @@ class PatrickStarConfig:
         machine: The machine by whose rates the engine decides what takes the least time: which embeddings are looked up
             on the CPU, how many chunks live in the device margin, how many are loaded ahead. A name that
             ``hf-patrickstar plan`` knows, a file of ``hf-patrickstar env --measure --json``, or ``"auto"``: the known
-            machine with this device, or an accelerator on PCIe 4. Wrong rates make training slower; results stay the
-            same.
+            machine with this device, or an accelerator on PCIe 4, with the cores that this process gets: each adds at
+            most 12 GB/s and 30 GFLOP/s to the host. Wrong rates make training slower; results stay the same.
         prefetch_depth: How many chunks may be loaded to the compute tier ahead of their use; with 0, each is loaded
             when it is needed. More hides transfer time better where there is room, and never moves more bytes.
             ``"auto"`` takes as many as the bus brings in 20 ms, from 2 to 8.
