@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests with the lowest versions that setup.cfg allows, in build/oldest-3.X. PYTHON chooses the interpreter;
-# arguments go to pytest. The tools of tests have the versions of constraints.txt.
+# arguments go to pytest. The tools of the tests have the versions of constraints.txt.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
@@ -12,9 +12,9 @@ if [ ! -f "$stamp" ] || [ constraints.txt -nt "$stamp" ] || [ setup.cfg -nt "$st
     "$env/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
     names='build|check-wheel-contents|hypothesis|mypy|pytest|pytest-timeout|pytest-xdist|rich|schedulefree'
     mapfile -t tools < <(grep -oE "^($names)==[^ ]+" constraints.txt)
-    "$env/bin/uv" pip install --quiet --python "$env/bin/python" --resolution lowest-direct \
+    "$env/bin/uv" pip install --no-cache --quiet --python "$env/bin/python" --resolution lowest-direct \
         --only-binary :all: --no-binary hf-patrickstar -e '.[peft,plots,trl]' "${tools[@]}"
-    # What another package or a lack of wheels raises is no floor: setup.cfg would promise what nothing tests.
+    # If another package, or a missing wheel, needs a higher version than setup.cfg allows, nothing tests that promise.
     "$env/bin/python" - <<'CHECK'
 import sys
 from importlib.metadata import requires, version
@@ -23,7 +23,8 @@ from packaging.requirements import Requirement
 
 wrong = []
 for requirement in map(Requirement, requires("hf_patrickstar")):
-    if not requirement.marker or any(requirement.marker.evaluate({"extra": name}) for name in ("", "peft", "plots", "trl")):
+    marker, extras = requirement.marker, ("", "peft", "plots", "trl")
+    if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras):
         floor, installed = str(requirement.specifier).removeprefix(">="), version(requirement.name)
         if not f"{installed}.".startswith(f"{floor}."):
             wrong.append(f"setup.cfg allows {requirement}, but the lowest version that can be installed is {installed}")
