@@ -31,8 +31,8 @@ from typing import TextIO
 BEGIN_S = time.monotonic()
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MACHINE = ROOT / "benchmarks" / "machines" / "h100_16_cores.json"
-"""What plans are made for: an H100 in a part of a host. It has less memory than the device says, since a plan for more
-than a run gets has no time there."""
+"""What plans are made for: an H100 with a part of a host. Its memory is less than that of the device, since a plan that
+needs more memory than the run has cannot be timed."""
 SECONDS = {"plan": 300.0, "one": 285.0, "two": 420.0}
 """Seconds for all parts of a stage; a start of the machine, stage one and stage two fit into fifteen minutes."""
 REHEARSAL_S = 240.0
@@ -42,7 +42,7 @@ TAIL_CHARS = {True: 700, False: 1700}
 """What the console shows of a part: of one that is fine, and of one that is not."""
 KEPT_CHARS = 6000
 LOGGED_CHARS = 1_500_000
-"""The most of a part in the log; a folder may take files up to a size alone."""
+"""The most characters of one part in the log, since ``$OUT`` may be a folder that takes no large files."""
 ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")])),
     "PYTHONUNBUFFERED": "1",
@@ -69,7 +69,7 @@ OFFLOAD = (
     ("3b_24GiB", "patrickstar", "--size 3b --warmup 3 --steps 3", {"device_budget": "24GiB"}, 110),
     ("3b_fsdp2", "fsdp2", "--size 3b --warmup 1 --steps 3", {}, 110),
     ("3b_auto", "patrickstar", "--size 3b --warmup 3 --steps 3", {}, 90),
-    ("8b_auto", "patrickstar", "--size 8b --warmup 3 --steps 2", {}, 200),  # the host just suffices: the last one
+    ("8b_auto", "patrickstar", "--size 8b --warmup 3 --steps 2", {}, 200),  # last, since 128 GiB of host just suffice
 )
 """Stage two: name, way to train, words for ``bench_offload.py``, settings of the engine, and the limit in seconds."""
 
@@ -289,7 +289,7 @@ def run_stage(
         deadline_s: When all have to be done, by ``time.monotonic``; a part that finds too little time left has failed.
         place: Where they run.
         folder: Where the record and the log go.
-        is_whole: Whether these are all of its parts; else the record does not take the place of one of all.
+        is_whole: Whether these are all of its parts; otherwise the record gets another name.
 
     Returns:
         Whether every part passed or was skipped.
@@ -310,7 +310,7 @@ def run_stage(
         record = {**head, "ok": is_ok(), "seconds": seconds, **machine, "parts": records}
         new = target.with_suffix(".new")
         new.write_text(json.dumps(record, indent=1) + "\n")
-        new.replace(target)  # whoever ends this process leaves a whole record
+        new.replace(target)  # whatever ends this process, the record is whole
 
     with open(target.with_suffix(".log"), "w", errors="replace") as log:
         for part in parts:
