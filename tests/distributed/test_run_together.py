@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -40,4 +41,6 @@ def test_two_processes_train_a_stock_script_together(tmp_path):
     assert (chunked["size"], chunked["is_chunked"]) == (2, True)
     assert chunked["losses"] == plain["losses"]
     assert done.stderr.count("hf-patrickstar run: puts") == 1, "one process says it"
-    assert "nothing to change: everything lives on the device" in done.stdout + done.stderr
+    # Which advice it is depends on time: a busy machine spends much of it between steps.
+    advice = re.findall(r"nothing to change: everything lives|most worth changing: --", done.stdout + done.stderr)
+    assert len(advice) == 1, "one process gives it"
