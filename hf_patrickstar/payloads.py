@@ -60,7 +60,7 @@ class Payloads:
                     chunks.append(self._make_chunk(spec, home))
                     locked_nbytes = 0 if bar.disable else self._pool.pinned_nbytes
                     if locked_nbytes:
-                        bar.set_postfix_str(f"{format_nbytes(locked_nbytes)} page-locked", refresh=False)
+                        bar.set_postfix_str(f"{format_nbytes(locked_nbytes)} locked", refresh=False)
                 self.reserve(chunks)
         except PatrickStarError:
             chunks.clear()

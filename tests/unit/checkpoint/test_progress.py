@@ -42,6 +42,7 @@ def test_what_takes_long_is_shown(tmp_path, capsys):
 
 @pytest.mark.usefixtures("at_once")
 def test_how_much_is_page_locked_is_shown(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # a bar ends where the terminal does
     monkeypatch.setattr(resources, "can_pin_memory", lambda: True)
     for name in ("lock_pages", "unlock_pages"):
         monkeypatch.setattr(pinning, name, lambda *_: None)
@@ -50,7 +51,7 @@ def test_how_much_is_page_locked_is_shown(capsys, monkeypatch):
     engine = PatrickStarEngine(model, config, torch.optim.SGD(model.parameters()), device="cpu")
     nbytes = engine.resources.pool.pinned_nbytes
     assert nbytes == sum(-(-chunk.param.nbytes // 4096) * 4096 for chunk in engine.manager.chunks) > 0
-    assert f"{format_nbytes(nbytes)} page-locked" in capsys.readouterr().err
+    assert f"{format_nbytes(nbytes)} locked" in capsys.readouterr().err
 
 
 def test_what_is_done_in_two_seconds_is_not(tmp_path, capsys):
