@@ -26,16 +26,18 @@ def total_norm(manager: ChunkManager, items: Iterable[ManagedTensor | torch.Tens
         manager.phases.apply_factor()
     if norm_type == 2.0:
         gradients.records_norms = True
-    norms: dict[int, torch.Tensor] = {}
-    num_places = 0
+    norms: list[torch.Tensor] = []
+    shared: dict[int, torch.Tensor] = {}  # by their places among those of all ranks
+    others: dict[int, torch.Tensor] = {}  # by their places among all; only this rank knows whether there is one
+    num_shared = 0
     manager.gradient_mirrors.sync()
     inverse_scale = gradients.inverse_scale
     for item in items:
         if not isinstance(item, ManagedTensor):
             if item.grad is not None:
                 norm = gradient_norm(item.grad, item.grad.dtype, norm_type)
-                norms[num_places] = norm if inverse_scale is None else norm / inverse_scale.to(norm.device)
-                num_places += 1
+                norms.append(norm if inverse_scale is None else norm / inverse_scale.to(norm.device))
+                others[num_shared + len(others)] = norms[-1]
             continue
         if not (item.is_owned and item.chunk.spec.index in gradients.used_ahead):
             gradients.check_complete(item)
@@ -43,16 +45,20 @@ def total_norm(manager: ChunkManager, items: Iterable[ManagedTensor | torch.Tens
                 continue
         elif norm_type != 2.0 or item.gradient_norm is None:
             gradients.check_unused("a norm of gradients is asked for")
-        place = num_places + (item.chunk.rank if item.is_split else 0)
-        num_places += len(item.parts) if item.is_split else 1  # its norm follows from the norms of its parts
+        place = num_shared + (item.chunk.rank if item.is_split else 0)
+        num_shared += len(item.parts) if item.is_split else 1  # its norm follows from the norms of its parts
         found = _norm_of(manager, item, norm_type)
         if found is not None:
-            norms[place] = found
-    sharing = manager.sharing
-    if not sharing.is_alone:
-        together = sharing.scalars(norms, num_places)
+            norms.append(found)
+            shared[place] = found
+    if not manager.sharing.is_alone:
+        together = torch.zeros(num_shared + len(others), device="cpu")
+        is_shared = torch.tensor([place not in others for place in range(len(together))], dtype=torch.bool)
+        together[is_shared] = manager.sharing.scalars(shared, num_shared)
+        for place, norm in others.items():
+            together[place] = norm
     elif norms:
-        together = _stack(list(norms.values()))
+        together = _stack(norms)
     else:
         return torch.tensor(0.0, device="cpu")
     total = torch.linalg.vector_norm(together, norm_type)

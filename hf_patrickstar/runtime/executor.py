@@ -359,8 +359,8 @@ class Executor:
                 (self._gather if subject is Subject.GATHER else self._reduce)(index)
 
     def _perform_planned(self, subject: Subject, index: int) -> None:
-        collective = Collective(subject, index)
-        self._order.check(collective)
+        collective, chunk = Collective(subject, index), self._chunks[index]
+        self._order.check(collective, chunk.dtype, chunk.spec.chunk_numel)
         self.perform([collective])
 
     def _gather(self, index: int) -> None:

@@ -33,7 +33,8 @@ class GradientMirrors:
     def hand_out(self, tensor: ManagedTensor) -> torch.Tensor:
         """The gradient as an ordinary tensor: the same one as long as somebody refers to it.
 
-        fp16 gradients are handed out in fp32, since who unscales them would lose the small ones otherwise.
+        fp16 gradients are handed out in fp32, since who unscales them would lose the small ones otherwise; with several
+        processes all gradients are.
 
         Args:
             tensor: A parameter that has a gradient.
@@ -47,13 +48,13 @@ class GradientMirrors:
 
     def _copy_of(self, tensor: ManagedTensor, known: Mirror | None) -> Mirror:
         home = self._gradients.of(tensor)
-        dtype = tensor.chunk.dtype if home is None else home.dtype
-        wanted = tensor.chunk.state_dtype if dtype is torch.float16 else dtype
         if self._follows:
             assert home is not None
+            wanted = tensor.chunk.state_dtype if home.dtype is torch.float16 else home.dtype
             value = home.to(self._values.device, wanted, copy=True)
-        else:
-            value = self._values.sharing.tensor(Held(tensor, home, wanted), "the gradient").to(self._values.device)
+        else:  # in fp32: only the rank that has the gradient at home knows whether it is a sum
+            held = Held(tensor, home, tensor.chunk.state_dtype)
+            value = self._values.sharing.tensor(held, "the gradient").to(self._values.device)
         if known is not None:
             known.value.copy_(value)
             return known

@@ -34,6 +34,8 @@ import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
 from hf_patrickstar.errors import CollectiveError
 from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace, common_trace
@@ -41,6 +43,8 @@ from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace, common_trace
 _MOST_SHAPE_NUMBERS = 96
 _BITS = 62
 _NO_LIMIT = 1 << _BITS
+DTYPES = tuple(sorted({found for found in vars(torch).values() if isinstance(found, torch.dtype)}, key=str))
+"""The types of torch; messages name a type by its place here."""
 
 
 class Subject(enum.IntEnum):
@@ -266,14 +270,17 @@ class Order(Protocol):
         """
         ...
 
-    def check(self, collective: Collective) -> None:
+    def check(self, collective: Collective, dtype: torch.dtype, numel: int) -> None:
         """Notes the next collective of the plan, which the caller executes now.
 
         Args:
             collective: The collective.
+            dtype: The type of the data.
+            numel: Elements of the data, of all processes.
 
         Raises:
-            CollectiveError: While debugging, if another process is about to execute another collective.
+            CollectiveError: While debugging, if another process is about to execute another collective, or to send
+                data of another type or size.
         """
         ...
 
@@ -311,7 +318,7 @@ class Order(Protocol):
 
         Args:
             subject: ``READ``, ``NORM``, ``LEAVE``, ``ENTER`` or ``MEET``.
-            payload: What identifies the parameter or call that it is about: four integers at most.
+            payload: What identifies the parameter or call that it is about: five integers at most.
             what: What this process is about to do, as a verb phrase, for warnings and errors.
             is_patient: Whether all processes are known to come; by default as the table of the note says.
 
@@ -327,7 +334,7 @@ class Order(Protocol):
         """Waits for what the reading processes do next, on a process that only follows them.
 
         Returns:
-            ``READ`` or ``LEAVE``, the four integers of the readers' payload, and the ranks of the readers.
+            ``READ`` or ``LEAVE``, the five integers of the readers' payload, and the ranks of the readers.
 
         Raises:
             CollectiveError: If the readers do different things, or no process reads.
@@ -364,7 +371,7 @@ class OwnOrder:
         """Returns what was given."""
         return trace
 
-    def check(self, collective: Collective) -> None:
+    def check(self, collective: Collective, dtype: torch.dtype, numel: int) -> None:
         """Nothing to do."""
 
     def ask(self, collective: Collective, who: str, *, is_in_step: bool) -> tuple[Collective, ...]:
@@ -383,7 +390,7 @@ class OwnOrder:
 
     def follow_readers(self) -> tuple[Subject, list[int], list[int]]:
         """Returns at once: there are no readers."""
-        return Subject.LEAVE, [0, 0, 0, 0], [0]
+        return Subject.LEAVE, [0, 0, 0, 0, 0], [0]
 
 
 class AgreedOrder:
@@ -435,12 +442,13 @@ class AgreedOrder:
         found = self._collectives.exchange_objects(trace.to_json(), f"agrees on the trace '{trace.key}'")
         return common_trace([Trace.from_json(text) for text in found])
 
-    def check(self, collective: Collective) -> None:
+    def check(self, collective: Collective, dtype: torch.dtype, numel: int) -> None:
         """See ``Order``."""
-        what = f"is about to {collective.subject.name.lower()} group {collective.group}, as planned"
         if self._checks_all:
-            rows = self._payloads(Subject.CHECK, collective, what)
-            if not _are_same(tuple(row[:2]) for row in rows):
+            what = f"is about to {collective.subject.name.lower()} group {collective.group}, as planned"
+            what = f"{what} ({numel} elements of {dtype})"
+            rows = self._payloads(Subject.CHECK, [*collective, number_of(dtype), numel], what)
+            if not _are_same(tuple(row[:4]) for row in rows):
                 self._mismatch(what)
         self._note(collective)
 
@@ -484,9 +492,9 @@ class AgreedOrder:
     def _readers(self, messages: list[list[int]], what: str) -> tuple[list[int], list[int]]:
         """The message of the ranks that do not follow, which must be the same on all of them, and these ranks."""
         readers = [rank for rank, row in enumerate(messages) if row[0] != Subject.FOLLOW]
-        if len({tuple(messages[rank][:5]) for rank in readers}) != 1:
+        if len({tuple(messages[rank][:6]) for rank in readers}) != 1:
             self._mismatch(what)
-        return messages[readers[0]][:5], readers
+        return messages[readers[0]][:6], readers
 
     def _payloads(
         self, subject: Subject, payload: Sequence[int], what: str, *, is_patient: bool = True
@@ -540,3 +548,8 @@ def _are_same(values: Iterable[object]) -> bool:
 
 def _checksum(text: str) -> int:
     return zlib.crc32(text.encode())
+
+
+def number_of(dtype: torch.dtype) -> int:
+    """What a type is called in messages."""
+    return DTYPES.index(dtype)

@@ -12,7 +12,7 @@ import torch
 from hf_patrickstar.errors import CheckpointError, CollectiveError
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives
-from hf_patrickstar.runtime.order import Order, Subject
+from hf_patrickstar.runtime.order import DTYPES, Order, Subject, number_of
 
 
 class Held(NamedTuple):
@@ -22,7 +22,7 @@ class Held(NamedTuple):
         tensor: The parameter.
         source: The tensor that this rank has at home, or a function that returns its elements from the first to one
             after the last, flat, on the host; not used on a rank that has no elements.
-        dtype: The type to read it in.
+        dtype: The type to read it in, the same on all ranks that read.
         parts: The elements that each rank has, as (start, stop); by default those of the parameter.
         number: The number that identifies it in messages; by default the parameter's index.
     """
@@ -121,7 +121,8 @@ class Sharing:
         """
         what = _reading(held, name)
         index = held.tensor.spec.index if held.number is None else held.number
-        readers = self._order.agree(Subject.READ, [index, *place, piece_numel], what, is_patient=is_patient)
+        asked = [index, *place, piece_numel, number_of(held.dtype)]
+        readers = self._order.agree(Subject.READ, asked, what, is_patient=is_patient)
         yield from self._pieces(held, place, piece_numel, what, readers)
 
     def serve(self, held_of: Callable[[int], Held]) -> None:
@@ -135,9 +136,9 @@ class Sharing:
             CollectiveError: If a process is gone, or does something else.
         """
         while True:
-            subject, (index, start, stop, piece_numel), readers = self._order.follow_readers()
+            subject, (index, start, stop, piece_numel, dtype), readers = self._order.follow_readers()
             if subject is Subject.READ and index >= 0:
-                held = held_of(index)
+                held = held_of(index)._replace(dtype=DTYPES[dtype])
                 for _ in self._pieces(held, (start, stop), piece_numel, _reading(held, "the value"), readers):
                     pass
             elif subject is Subject.LEAVE and not index:
@@ -318,7 +319,7 @@ def _elements(source: torch.Tensor | Callable[[int, int], torch.Tensor], start: 
 
 
 def _reading(held: Held, name: str) -> str:
-    return f"reads {name} of parameter '{held.tensor.spec.name}'"
+    return f"reads {name} of parameter '{held.tensor.spec.name}' as {held.dtype}"
 
 
 def _arrived(value: torch.Tensor, waits: Sequence[Callable[[], None]]) -> torch.Tensor:

@@ -12,3 +12,15 @@ def pair():
 def four():
     with Workers(4) as workers:
         yield workers
+
+
+@pytest.fixture(scope="session")
+def single():
+    with Workers(1) as workers:
+        yield workers
+
+
+@pytest.fixture(scope="session")
+def three():
+    with Workers(3) as workers:
+        yield workers

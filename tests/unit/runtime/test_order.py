@@ -5,6 +5,7 @@ import threading
 import zlib
 
 import pytest
+import torch
 from unit.runtime import data_parts
 
 from hf_patrickstar.errors import CollectiveError
@@ -75,8 +76,8 @@ class Rank:
         for index in indices:
             self.ask(Subject.REDUCE, index, "its gradients")
 
-    def follow(self, subject, index):
-        self.order.check(Collective(subject, index))
+    def follow(self, subject, index, dtype=torch.float32, numel=8):
+        self.order.check(Collective(subject, index), dtype, numel)
         self.do([Collective(subject, index)])
 
     def end(self, phase=Phase.FORWARD, is_diverged=False, indices=(), is_recorded=False):
@@ -263,7 +264,7 @@ DOINGS = {
     "norm": (lambda rank: rank.order.agree(Subject.NORM, [3], "computes a norm"), "computes a norm"),
     "checks": (
         lambda rank: rank.follow(Subject.REDUCE, 3),
-        "is about to reduce group 3, as planned",
+        "is about to reduce group 3, as planned (8 elements of torch.float32)",
     ),
     "ends": (lambda rank: rank.end(), "has ended its forward"),
 }
@@ -300,7 +301,7 @@ def test_one_process_agrees_with_itself():
     assert order.is_alone
     assert order.begin("training", SHAPES, 7, ROOM, 0) == Beginning(SHAPES, True, ROOM)
     wanted = Collective(Subject.GATHER, 3)
-    order.check(wanted)
+    order.check(wanted, torch.float32, 8)
     assert order.ask(wanted, "layer 3", is_in_step=True) == (wanted,)
     ended = order.end(Ending(Phase.BACKWARD, is_diverged=True, indices=[2, 5]))
     assert (ended.collectives, ended.is_diverged, ended.indices) == ((), True, frozenset({2, 5}))
@@ -327,9 +328,15 @@ def test_plans_are_checked_only_for_debugging():
     assert results == [None, None]
     assert [rank.done for rank in ranks] == [[("gather", 0)], [("gather", 1)]]
     text = disagree(follow, follow, checks_all=True)
-    assert text == "rank 0 is about to gather group 0, as planned; rank 1 is about to gather group 1, as planned"
+    data = "as planned (8 elements of torch.float32)"
+    assert text == f"rank 0 is about to gather group 0, {data}; rank 1 is about to gather group 1, {data}"
     text = disagree(follow, lambda rank: rank.follow(Subject.REDUCE, 0), checks_all=True)  # the group is the same
-    assert text == "rank 0 is about to gather group 0, as planned; rank 1 is about to reduce group 0, as planned"
+    assert text == f"rank 0 is about to gather group 0, {data}; rank 1 is about to reduce group 0, {data}"
+    same = f"rank 0 is about to gather group 0, {data}; rank 1 is about to gather group 0, as planned"
+    text = disagree(follow, lambda rank: rank.follow(Subject.GATHER, 0, torch.bfloat16), checks_all=True)
+    assert text == f"{same} (8 elements of torch.bfloat16)"
+    text = disagree(follow, lambda rank: rank.follow(Subject.GATHER, 0, numel=16), checks_all=True)
+    assert text == f"{same} (16 elements of torch.float32)"
 
 
 def test_checked_plans_that_are_the_same():

@@ -118,7 +118,7 @@ def test_what_is_read_is_told():
         process.sharing.tensor(held_of(0), "the gradient")
         return process.collectives.whats
 
-    assert run_together(2, work) == [["reads the gradient of parameter 't0'"]] * 2
+    assert run_together(2, work) == [[f"reads the gradient of parameter 't0' as {WIDE}"]] * 2
 
 
 def test_who_does_not_want_the_rest_lets_the_others_have_it():
@@ -152,6 +152,7 @@ def test_a_reader_may_have_parts_and_a_number_of_its_own():
             [
                 lambda sharing, held_of: sharing.tensor(held_of(0), "the value"),
                 lambda sharing, held_of: sharing.tensor(held_of(1), "the value"),
+                lambda sharing, held_of: sharing.tensor(held_of(0)._replace(dtype=torch.bfloat16), "the value"),
                 lambda sharing, held_of: list(sharing.parts(held_of(0), (0, 1), 2, "the value")),
                 lambda sharing, held_of: sharing.enter("saves the model"),
                 lambda sharing, held_of: sharing.enter("loads the model"),
