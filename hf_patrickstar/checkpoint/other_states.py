@@ -4,8 +4,10 @@ All processes have the same states, so one process writes them. As in torch, a s
 its parameter in the param groups.
 """
 
+import io
 import json
 import os
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,12 +27,48 @@ OtherStates = dict[str, dict[str, Any]]
 """The states by place, ``<optimizer>.<parameter>``: the optimizer's number, and the parameter's in its groups."""
 
 
-def refusal(key: str, value: Any, owner: str) -> CheckpointError:
-    """The error for a state of ``owner`` that is of no type that can be saved."""
-    return CheckpointError(
-        f"state '{key}' of {owner} is a {type(value).__name__}, which cannot be saved without pickling it; optimizers "
-        "whose state is made of tensors and numbers can be saved"
-    )
+def pickled(value: Any, key: str, owner: str) -> torch.Tensor:
+    """The bytes of a state that is neither a tensor nor a number, as ``torch.save`` writes them.
+
+    Args:
+        value: The state: a projector of GaLore, for example.
+        key: Its name, for errors.
+        owner: What it belongs to, for errors.
+
+    Raises:
+        CheckpointError: If it cannot be pickled.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+    except Exception as error:
+        raise CheckpointError(
+            f"state '{key}' of {owner} is a {type(value).__name__}, which cannot be pickled ({error}); save without "
+            "the optimizer's state (save_only_model of the Trainer)"
+        ) from error
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).clone()
+
+
+def unpickled(data: torch.Tensor, key: str, path: Path) -> Any:
+    """What ``pickled`` was given, with tensors on the host; only of types that ``torch.load`` takes to be safe.
+
+    Args:
+        data: The bytes.
+        key: The name of the state, for errors.
+        path: The file that they were read from, for errors.
+
+    Raises:
+        CheckpointError: If the program has not said that the type is safe.
+    """
+    found = data.numpy().tobytes()
+    try:
+        return torch.load(io.BytesIO(found), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        types = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(found)))
+        raise CheckpointError(
+            f"'{path}': '{key}' is an object of {types}, and types are loaded only if the program says that they are "
+            f"safe; call torch.serialization.add_safe_globals([{types}]) before resuming"
+        ) from error
 
 
 def save_others(directory: str | os.PathLike[str], states: Mapping[str, Mapping[str, Any]]) -> None:
@@ -41,10 +79,11 @@ def save_others(directory: str | os.PathLike[str], states: Mapping[str, Mapping[
         states: The states.
 
     Raises:
-        CheckpointError: If they cannot be written, or one cannot be saved without pickling it.
+        CheckpointError: If they cannot be written, or one cannot be pickled.
     """
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
+    objects: list[str] = []
     for place, state in states.items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
@@ -52,9 +91,11 @@ def save_others(directory: str | os.PathLike[str], states: Mapping[str, Mapping[
             elif isinstance(value, SCALARS):
                 values.setdefault(place, {})[key] = value
             else:
-                raise refusal(key, value, "a parameter that is in no chunk")
+                tensors[f"{place}/{key}"] = pickled(value, key, "a parameter that is in no chunk")
+                objects.append(f"{place}/{key}")
     if tensors or values:
-        write_safetensors(Path(directory) / OTHERS_NAME, tensors, {"format": "pt", "values": json.dumps(values)})
+        metadata = {"format": "pt", "values": json.dumps(values), "objects": json.dumps(objects)}
+        write_safetensors(Path(directory) / OTHERS_NAME, tensors, metadata)
 
 
 def read_others(directory: str | os.PathLike[str]) -> OtherStates:
@@ -71,11 +112,13 @@ def read_others(directory: str | os.PathLike[str]) -> OtherStates:
         return {}
     file = SafetensorsFile(path)
     try:
+        objects = json.loads(file.metadata.get("objects", "[]"))
         states: OtherStates = {str(place): dict(found) for place, found in json.loads(file.metadata["values"]).items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(damaged(f"'{path}' is not a part of a training state: {error}")) from error
     for name, entry in file.entries.items():
         place, _, key = name.rpartition("/")
         numel = torch.Size(entry.shape).numel()
-        states.setdefault(place, {})[key] = file.read(name, 0, numel).view(entry.shape)
+        value = file.read(name, 0, numel).view(entry.shape)
+        states.setdefault(place, {})[key] = unpickled(value, key, path) if name in objects else value
     return states

@@ -3,7 +3,8 @@
 [Note: the format]
 Each of p ranks writes one file ``optimizer-0000r-of-0000p.safetensors``, r from 1 to p, with its own tensors:
 ``exp_avg/<parameter>`` and so on. A tensor is whole, in the parameter's shape, or the flat part of a parameter that is
-spread over ranks. The file's metadata has the range of each part, and the states that are no tensors.
+spread over ranks. The file's metadata has the range of each part, and the states that are no tensors; those that JSON
+cannot hold are bytes of ``torch.save``, whose names are in the metadata.
 
 Rank 0 adds ``optimizer.index.json`` with the files, the shapes of the parameters, and the param groups. Its entry
 ``optimizers`` has the groups again, by optimizer and in torch's order of parameters, with ``null`` for a parameter
@@ -27,7 +28,15 @@ import torch
 
 from hf_patrickstar.checkpoint.background import BackgroundWrite
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL
-from hf_patrickstar.checkpoint.other_states import OTHERS_NAME, SCALARS, OtherStates, read_others, refusal, save_others
+from hf_patrickstar.checkpoint.other_states import (
+    OTHERS_NAME,
+    SCALARS,
+    OtherStates,
+    pickled,
+    read_others,
+    save_others,
+    unpickled,
+)
 from hf_patrickstar.checkpoint.pieces import piece_numel_of
 from hf_patrickstar.checkpoint.progress import shown
 from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile, write_safetensors
@@ -128,7 +137,7 @@ class TrainingState:
             with_index: Whether to write the index too: one rank does, or one on each disk.
 
         Raises:
-            CheckpointError: If it cannot be written, or a state cannot be saved without pickling it.
+            CheckpointError: If it cannot be written, or a state cannot be pickled.
         """
         tensors, metadata, _ = self._collect()
         piece_numel = piece_numel_of(self._manager.chunks)
@@ -144,7 +153,7 @@ class TrainingState:
             with_index: See ``save``.
 
         Raises:
-            CheckpointError: If the index cannot be written, or a state cannot be saved without pickling it.
+            CheckpointError: If the index cannot be written, or a state cannot be pickled.
         """
         if with_index:
             self._save_index(directory)
@@ -190,6 +199,7 @@ class TrainingState:
         chunks: dict[str, Chunk] = {}
         parts: dict[str, list[int]] = {}
         values: dict[str, dict[str, Any]] = {}
+        objects: list[str] = []
         for tensor in self.owned():
             name = tensor.spec.name
             state = dict(self.optimizer.own_state(tensor))
@@ -205,9 +215,12 @@ class TrainingState:
                 elif _is_plain(value):
                     values.setdefault(name, {})[key] = value
                 else:
-                    raise refusal(key, value, f"parameter '{name}'")
+                    tensors[f"{key}/{name}"] = pickled(value, key, f"parameter '{name}'")
+                    chunks[f"{key}/{name}"] = tensor.chunk
+                    objects.append(f"{key}/{name}")
         metadata = {"format": "pt", "rank": str(self.rank), "world_size": str(self._world_size)}
-        return tensors, {**metadata, "parts": json.dumps(parts), "values": json.dumps(values)}, chunks
+        told = {"parts": json.dumps(parts), "values": json.dumps(values), "objects": json.dumps(objects)}
+        return tensors, metadata | told, chunks
 
     # Loading
 
@@ -278,6 +291,7 @@ class TrainingState:
         if not tensor.is_owned:
             return
         saved.check_complete(name, *tensor.part)
+        saved.check_objects(name)
         for key in saved.keys(name) & (needed | {MASTER}):
             shape = saved.shape(key, name)
             if shape != tensor.spec.shape:
@@ -362,6 +376,7 @@ class SavedState:
             raise CheckpointError(damaged(f"'{self.path}' is not the index of a training state: {error}")) from error
         self.others = read_others(directory)
         self.values: dict[str, dict[str, Any]] = {}
+        self._objects: set[str] = set()
         self._pieces: dict[str, dict[str, list[_Piece]]] = {}
         # Files of other machines may be on other disks: a missing file is an error only if its content is needed.
         self._missing = [name for name in names if not (self.path.parent / name).exists()]
@@ -376,6 +391,7 @@ class SavedState:
             }
             for name, values in json.loads(file.metadata["values"]).items():
                 self.values.setdefault(name, {}).update(values)
+            self._objects.update(json.loads(file.metadata.get("objects", "[]")))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(damaged(f"'{file.path}' is not a part of a training state: {error}")) from error
         for entry_name, entry in file.entries.items():
@@ -437,6 +453,16 @@ class SavedState:
                     f"file{missing}. Copy the files of all processes into the directory"
                 )
 
+    def check_objects(self, name: str) -> None:
+        """Makes sure that the objects in a parameter's state can be loaded.
+
+        Raises:
+            CheckpointError: If the program has not said that the type of one is safe.
+        """
+        for key in self.keys(name):
+            if f"{key}/{name}" in self._objects:
+                self.read_whole(key, name)
+
     def read(self, key: str, name: str, start: int, stop: int) -> torch.Tensor:
         """Reads elements of a tensor of a parameter's state into a new flat tensor."""
         pieces = self._overlapping(key, name, start, stop)
@@ -446,6 +472,12 @@ class SavedState:
         values = torch.zeros(stop - start, dtype=dtype, device="cpu")
         self.read_into(key, name, start, values)
         return values
+
+    def read_whole(self, key: str, name: str) -> Any:
+        """Reads a part of a parameter's state that no chunk has a place for: a tensor, or an object."""
+        shape = self.shape(key, name)
+        value = self.read(key, name, 0, torch.Size(shape).numel()).view(shape)
+        return unpickled(value, key, self.path) if f"{key}/{name}" in self._objects else value
 
     def read_into(self, key: str, name: str, start: int, values: torch.Tensor) -> None:
         """Fills ``values`` with elements of a tensor of a parameter's state.
@@ -506,12 +538,10 @@ class Loading:
                     self._manager.values.load(tensor, lambda home: saved.read_into(MASTER, name, start, home))  # noqa: B023
                 elif key in places:
                     saved.read_into(key, name, start, places[key].view(-1))
+                elif tensor.is_split and saved.shape(key, name) == tensor.spec.shape:
+                    state[key] = saved.read(key, name, start, stop)
                 else:
-                    shape = saved.shape(key, name)
-                    is_part = tensor.is_split and shape == tensor.spec.shape
-                    ends = (start, stop) if is_part else (0, torch.Size(shape).numel())
-                    value = saved.read(key, name, *ends)
-                    state[key] = value if is_part else value.view(shape)
+                    state[key] = saved.read_whole(key, name)
             optimizer.load_own_state(tensor, state)
         for group, found in zip(optimizer.param_groups, saved.groups, strict=True):
             _update_group(group, found)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_patrickstar.events import Listener, StepFinished
 from hf_patrickstar.interrupts import held_back
@@ -31,6 +32,9 @@ from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.ranges import named
 
 logger = logging.getLogger(__name__)
+
+_NO_PARAMETER = -1
+"""The position in the groups of what an optimizer keeps under keys that are no parameters."""
 
 
 class ChunkedOptimizer(torch.optim.Optimizer):
@@ -77,6 +81,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._peers = peers
         self._num_steps = 0
         self._collected: dict[int, dict[str, Any]] | None = None
+        # Of parameters that were given another shape: their shape before, and the tensors of their states.
+        self._before_change: Any = WeakIdKeyDictionary()
         self.was_left_alone = False
         self.groups_ahead: GroupsBefore | None = None
         # Copies of the groups, since torch's constructor replaces their lists, to which some optimizers (LBFGS) refer.
@@ -429,15 +435,20 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         return [[self._manager.find(parameter) for parameter in group["params"]] for group in self.param_groups]
 
     def other_states(self) -> dict[int, dict[str, Any]]:
-        """The states of parameters outside of its chunks, by position in its groups; empty before the first step."""
+        """The states of parameters outside of its chunks, by position in its groups; empty before the first step.
+
+        Position -1 has what is kept under keys that are no parameters.
+        """
         others = {id(parameter) for parameter in self._others}
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        return {n: self.inner.state.get(p, {}) for n, p in enumerate(parameters) if id(p) in others}
+        found = {n: self.inner.state.get(p, {}) for n, p in enumerate(parameters) if id(p) in others}
+        return {**found, _NO_PARAMETER: self._own_entries()}
 
     def load_other_states(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Replaces the states of parameters outside of its chunks; one without a given state begins anew."""
         parameters = [(p, group) for group in self.param_groups for p in group["params"]]
-        for number in self.other_states():
+        self._load_own_entries(states.get(_NO_PARAMETER, {}))
+        for number in self.other_states().keys() - {_NO_PARAMETER}:
             parameter, group = parameters[number]
             self.inner.state.pop(parameter, None)
             if states.get(number):
@@ -456,7 +467,17 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._leave_given_up()
         states = self._all_states() if self._collected is None else self._collected
         packed = pack_state(self.param_groups, self._by_parameter(states))
+        packed["state"].update(copy.deepcopy(self._own_entries()))
         return call_hooks(self._optimizer_state_dict_post_hooks, self, packed)
+
+    def _own_entries(self) -> dict[Any, Any]:
+        """What the user's optimizer keeps under keys that are no parameters: a counter of steps, say."""
+        return {key: value for key, value in self.inner.state.items() if not isinstance(key, torch.Tensor)}
+
+    def _load_own_entries(self, entries: Mapping[Any, Any]) -> None:
+        for key in self._own_entries():
+            del self.inner.state[key]
+        self.inner.state.update(entries)
 
     def _by_parameter(self, states: Mapping[int, Any]) -> Iterator[tuple[torch.Tensor, Any]]:
         """The parameters in the groups that have a state, in ``states`` or in the user's optimizer, with that state."""
@@ -501,7 +522,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         for parameter, state in pair_up(self.param_groups, state_dict):
             tensor = self._manager.find(parameter)
             if tensor is not None:
-                check_shapes(tensor, state)
+                check_shapes(tensor, state, self.kernel.list_names)
                 is_own = tensor.is_owned and self._updates(tensor)
                 check_keys(tensor, state, self.kernel.state_places(tensor) if is_own else ())
 
@@ -531,6 +552,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                     self.kernel.load_tensor_state(tensor, state)
             elif state and (tensor is None or tensor.spec.trainable):
                 self.inner.state[parameter] = copy.deepcopy(state)
+        numbers = {number for group in state_dict["param_groups"] for number in group["params"]}
+        own = {key: value for key, value in state_dict["state"].items() if key not in numbers}
+        self._load_own_entries(copy.deepcopy(own))
         call_hooks(self._optimizer_load_state_dict_post_hooks, self)
 
     @torch.no_grad()
@@ -544,19 +568,29 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             self.follow_groups()
         for item in self._tensors if tensor is None else [tensor]:
             state = peek(self.inner, item.parameter)
-            if state and self._updates(item) and item.is_owned and has_shapes(item, state):
+            if state and self._updates(item) and item.is_owned and not self._is_outdated(item, state):
                 self.inner.state.pop(item.parameter)
                 self.kernel.load_tensor_state(item, state)
 
     def _begin_anew(self, tensor: ManagedTensor) -> None:
-        """Drops a state that does not have the parameter's shape any more, if this step updates the parameter."""
+        """Drops a state of before the parameter got another shape, if this step updates the parameter."""
         state = peek(self.inner, tensor.parameter)
-        if state and self._manager.gradients.has(tensor) and not has_shapes(tensor, state):
+        if state and self._manager.gradients.has(tensor) and self._is_outdated(tensor, state):
             logger.warning(
                 "patrickstar: parameter '%s' has another shape than its optimizer state, which begins anew",
                 tensor.spec.name,
             )
             del self.inner.state[tensor.parameter]
+
+    def _is_outdated(self, tensor: ManagedTensor, state: Mapping[str, Any]) -> bool:
+        """Whether a state of the user's optimizer was made for another shape of the parameter.
+
+        Tensors in a state may have any shape, so only those that are kept in chunks show it; of others it is known
+        where the shape has changed while the parameter was in a chunk.
+        """
+        shape, kept = self._before_change.get(tensor.parameter, (tensor.spec.shape, ()))
+        is_of_before = any(value is old for value in state.values() for old in kept)
+        return (is_of_before and shape != tensor.spec.shape) or not has_shapes(tensor, state, self.kernel.list_names)
 
     def _leave_given_up(self) -> None:
         """Gives the user's optimizer the states of parameters that were given another shape."""
@@ -584,9 +618,11 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             if given:
                 number = self.group_numbers.get(item.spec.index)
                 group = self.param_groups[number] if number is not None else {}
-                self.inner.state[item.parameter] = {
-                    key: place_state(key, value, item.device, group) for key, value in given.items()
-                }
+                state = {key: place_state(key, value, item.device, group) for key, value in given.items()}
+                self.inner.state[item.parameter] = state
+                if item.is_given_up:
+                    kept = tuple(value for value in state.values() if isinstance(value, torch.Tensor))
+                    self._before_change[item.parameter] = item.spec.shape, kept
         if tensor is None:
             self.kernel.let_go()
 

@@ -7,7 +7,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from hf_patrickstar.optim.kernel import Kernel, settings_of
-from hf_patrickstar.runtime.chunk import MASTER, ManagedTensor
+from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.manager import ChunkManager
 
 HOOK_NAMES = (
@@ -152,24 +152,29 @@ class ParameterState(MutableMapping[str, Any]):
         return repr(dict(self))
 
 
-def has_shapes(tensor: ManagedTensor, state: Mapping[str, Any]) -> bool:
-    """Whether the tensors of a state have the parameter's shape; see ``check_shapes``."""
+def has_shapes(tensor: ManagedTensor, state: Mapping[str, Any], keys: Iterable[str]) -> bool:
+    """Whether tensors of a state have the parameter's shape; see ``check_shapes``."""
     try:
-        check_shapes(tensor, state)
+        check_shapes(tensor, state, keys)
     except ValueError:
         return False
     return True
 
 
-def check_shapes(tensor: ManagedTensor, state: Mapping[str, Any]) -> None:
-    """Makes sure that the masters and averages in a state have the parameter's shape; other tensors may have any.
+def check_shapes(tensor: ManagedTensor, state: Mapping[str, Any], keys: Iterable[str]) -> None:
+    """Makes sure that the tensors of a state that have places in chunks have the parameter's shape.
+
+    Args:
+        tensor: The parameter.
+        state: Its state.
+        keys: The names of the lists in chunks; other tensors may have any shape.
 
     Raises:
-        ValueError: If they do not.
+        ValueError: If one has another shape.
     """
-    for key, value in state.items():
-        shaped = isinstance(value, torch.Tensor) and key in (MASTER, "exp_avg", "exp_avg_sq")
-        if shaped and tuple(value.shape) != tensor.spec.shape:
+    for key in keys:
+        value = state.get(key)
+        if isinstance(value, torch.Tensor) and tuple(value.shape) != tensor.spec.shape:
             raise ValueError(
                 f"optimizer state '{key}' of parameter '{tensor.spec.name}' has shape {tuple(value.shape)}, "
                 f"the parameter has {tensor.spec.shape}"

@@ -1,6 +1,7 @@
 """Training states on the disk: what is read back, and what is refused before anything changes."""
 
 import json
+import threading
 
 import pytest
 import torch
@@ -228,11 +229,34 @@ def test_states_that_are_no_tensors(tmp_path):
     assert saved.shape("row", "w") == (2,)
 
 
-def test_states_that_would_have_to_be_pickled(tmp_path, monkeypatch):
-    engine = make_engine(Counting)
-    monkeypatch.setattr(Counting, "extra", {1, 2})
+class Projector:
+    def __init__(self, matrix):
+        self.matrix = matrix
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_states_that_are_objects(in_background, tmp_path, monkeypatch):
+    """As torch does it: what is pickled is loaded again if the program says that the type is safe."""
+    engine, other = make_engine(Counting), make_engine(Counting)
+    monkeypatch.setattr(Counting, "extra", Projector(torch.ones(3)))
     train(engine)
-    message = "state 'extra' of parameter '[wb]' is a set, which cannot be saved without pickling it"
+    if in_background:
+        engine.training_state.save_in_background(tmp_path, with_index=True).join()
+    else:
+        engine.training_state.save(tmp_path, with_index=True)
+    with pytest.raises(CheckpointError, match=r"'extra' is .*add_safe_globals\(\[test_training_state\.Projector\]\)"):
+        other.training_state.open(tmp_path)
+    with torch.serialization.safe_globals([Projector]):
+        other.training_state.open(tmp_path).apply()
+    found = next(iter(other.optimizer.inner.state.values()))["extra"]
+    assert torch.equal(found.matrix, torch.ones(3))
+
+
+def test_states_that_cannot_be_pickled(tmp_path, monkeypatch):
+    engine = make_engine(Counting)
+    monkeypatch.setattr(Counting, "extra", threading.Lock())
+    train(engine)
+    message = "state 'extra' of parameter '[wb]' is a lock, which cannot be pickled"
     for save in (engine.training_state.save, engine.training_state.save_in_background):
         with pytest.raises(CheckpointError, match=message):
             save(tmp_path, with_index=False)

@@ -8,6 +8,7 @@ import logging
 import pickle
 import types
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -690,7 +691,7 @@ def test_a_state_of_others_is_taken_over_as_a_copy():
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"count": 1, "last": torch.zeros(2), "exp_avg": torch.zeros(5)}, r"shape \(5,\)"),
+        ({"count": 1, "last": torch.zeros(5)}, r"shape \(5,\)"),
         ({"count": 1}, "has no 'last'"),
     ],
 )
@@ -734,7 +735,8 @@ def test_names_are_those_of_parameters_in_chunks():
 def test_states_outside_of_its_chunks_have_the_places_of_parameters_in_its_groups():
     parts = make((2,), (2,), owners=(0, 1), others=1)
     parts.inner.state[parts.outside[0]] = {"seen": 1}
-    assert parts.optimizer.other_states() == {1: {}, 2: {"seen": 1}}
+    parts.inner.state["steps"] = 5
+    assert parts.optimizer.other_states() == {1: {}, 2: {"seen": 1}, -1: {"steps": 5}}
 
 
 def test_such_states_are_replaced():
@@ -765,7 +767,7 @@ def test_states_from_earlier_use_move_into_chunks():
 def test_a_state_of_another_shape_begins_anew_in_the_step_that_updates_the_parameter(caplog):
     parts = make()
     first = parts.tensors[0].parameter
-    parts.inner.state[first] = {"count": 2, "exp_avg": torch.ones(7)}
+    parts.inner.state[first] = {"count": 2, "last": torch.ones(7)}
     parts.optimizer.take_inner_state()
     parts.optimizer.step()
     assert (parts.kernel.counts, len(parts.inner.state)) == ({}, 1), "without a gradient it stays"
@@ -774,6 +776,33 @@ def test_a_state_of_another_shape_begins_anew_in_the_step_that_updates_the_param
         parts.optimizer.step()
     assert (parts.kernel.counts, parts.inner.state) == ({0: 1}, {})
     assert "'t0' has another shape than its optimizer state" in caplog.text
+
+
+@pytest.mark.parametrize("has_changed", [False, True])
+def test_what_an_optimizer_keeps_in_a_shape_of_its_own_stays_unless_the_parameter_has_another_shape(has_changed):
+    """Whether the shape of the parameter has changed does not show in the shapes of its state."""
+    parts = make()
+    tensor = parts.tensors[0]
+    parts.kernel.load_tensor_state(tensor, {"count": 2, "last": torch.ones(2)})
+    with mock.patch.object(parts.kernel, "tensor_state", return_value={"exp_avg": torch.ones(7)}):
+        tensor.is_given_up = has_changed
+        parts.optimizer.give_back_state(tensor)
+    tensor.is_given_up = False
+    give(parts, t0=3)
+    tensor.spec = dataclasses.replace(tensor.spec, shape=(1, 2)) if has_changed else tensor.spec
+    parts.optimizer._begin_anew(tensor)
+    assert len(parts.inner.state) == (not has_changed)
+
+
+def test_what_is_kept_under_a_name_is_saved_and_loaded():
+    source, target = stepped(), make()
+    source.inner.state["steps"], target.inner.state["other"] = [5], 1
+    found = source.optimizer.state_dict()
+    target.optimizer.load_state_dict(found)
+    assert target.inner.state == {"steps": [5]}
+    assert found["state"]["steps"] is not source.inner.state["steps"]
+    target.optimizer.load_other_states({-1: {"more": 2}})
+    assert target.inner.state == {"more": 2}
 
 
 def test_states_are_given_back_as_ordinary_tensors():

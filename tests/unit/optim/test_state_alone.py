@@ -234,22 +234,26 @@ def test_a_checkpoint_that_is_being_written_goes_first():
 # Shapes and keys
 
 
-def test_masters_and_averages_have_the_parameters_shape():
+LISTS = ("master", "exp_avg", "exp_avg_sq")
+
+
+def test_what_has_a_place_in_chunks_has_the_parameters_shape():
     tensor = make().tensors[1]
     good = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3), "master": torch.zeros(3), "row": torch.zeros(7)}
-    check_shapes(tensor, good)
-    check_shapes(tensor, {})
-    assert has_shapes(tensor, good)
-    assert has_shapes(tensor, {"exp_avg": 5})
+    check_shapes(tensor, good, LISTS)
+    check_shapes(tensor, {}, LISTS)
+    assert has_shapes(tensor, good, LISTS)
+    assert has_shapes(tensor, {"exp_avg": 5}, LISTS)
+    assert has_shapes(tensor, {"exp_avg": torch.zeros(1, 3)}, ["master"]), "it is no average of Adam's"
 
 
-@pytest.mark.parametrize("key", ["master", "exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("key", LISTS)
 def test_another_shape_is_an_error(key):
     tensor = make().tensors[1]
     state = {key: torch.zeros(1, 3)}
     with pytest.raises(ValueError, match=rf"'{key}' of parameter 't1' has shape \(1, 3\), the parameter has \(3,\)"):
-        check_shapes(tensor, state)
-    assert not has_shapes(tensor, state)
+        check_shapes(tensor, state, LISTS)
+    assert not has_shapes(tensor, state, LISTS)
 
 
 def test_a_state_has_every_key_or_none():
