@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hf_patrickstar.memory.accelerator import allocated_nbytes, reserved_nbytes, reset_peak, used_nbytes
+from hf_patrickstar.memory.operators import EngineMode
 from hf_patrickstar.units import MIB
 
 _PATIENCE_S = 1.0
@@ -59,10 +60,6 @@ class Meter:
 
     def remove(self, nbytes: int) -> None:
         """Counts bytes no more that ``add`` has counted."""
-
-    def leave(self) -> bool:
-        """Called when an outermost forward ends; returns whether the meter had to stop with it."""
-        return False
 
     def pause(self) -> None:
         """Stops following new allocations; known ones count until they are freed."""
@@ -143,7 +140,6 @@ class StorageMeter(Meter):
         self._peak = 0
         self._mode = _StorageMode(self)
         self.is_on = False
-        self._is_guest = False
         self._entered_in_inference = False
 
     def live(self, booked: int) -> int:
@@ -159,27 +155,15 @@ class StorageMeter(Meter):
         self._peak = self._total
 
     def start(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Begins to follow; see ``Meter.start``.
-
-        A dispatch mode of the user that is on the stack already may come off before backward has run, and would take
-        this mode with it. Then this mode is a guest, which leaves when the forward ends.
-        """
+        """Begins to follow; see ``Meter.start``."""
         for tensor in tensors:
             self._note(tensor)
         self.is_on = True
         _take_off_the_dead()
         stack = _get_current_dispatch_mode_stack()
         if self._mode not in stack:
-            self._is_guest = not all(mode.is_infra_mode() or isinstance(mode, _StorageMode) for mode in stack)
             self._entered_in_inference = torch.is_inference_mode_enabled()
             self._mode.__enter__()
-
-    def leave(self) -> bool:
-        """Takes the mode off the stack if it is a guest there."""
-        if not self._is_guest or not self.is_on:
-            return False
-        self.stop()
-        return True
 
     def pause(self) -> None:
         """Stops following."""
@@ -267,10 +251,8 @@ def storages_of(tensor: torch.Tensor) -> list[tuple[Any, int, int]]:
     return [(storage, storage._cdata, storage.nbytes())]
 
 
-class _StorageMode(TorchDispatchMode):
+class _StorageMode(EngineMode):
     """Hands the results of every operator to a meter."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, meter: StorageMeter) -> None:
         super().__init__()

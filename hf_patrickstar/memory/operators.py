@@ -1,22 +1,40 @@
-"""Which memory an operator of torch touches: for modes that watch operators."""
+"""Modes that watch operators: the engine's own, those of users, and which memory an operator touches.
+
+[Note: modes of users]
+Under a mode of the user (``TorchDispatchMode``, ``TorchFunctionMode``, ``with torch.device(...)``) the model computes as in
+plain torch. What the engine does meanwhile is no operator of the model: a mode that counts, caches or changes operators
+must neither see it nor change it. So each phase of a step takes the modes of users off this thread until it ends. A mode of
+the engine that is put on meanwhile goes below them: they come off when the user's block ends, which may be earlier.
+"""
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 
-class OperatorMode(TorchDispatchMode):
+class EngineMode(TorchDispatchMode):
+    """A mode of the engine, which sees what the engine does; see [Note: modes of users]."""
+
+    supports_higher_order_operators = True
+
+
+class OperatorMode(EngineMode):
     """A mode that is there before training and after it; the meter's own mode may come and go inside of it.
 
     Attributes:
         sees_all: Whether it also sees what the engine does ``without_modes``.
     """
 
-    supports_higher_order_operators = True
     sees_all = False
 
     @classmethod
@@ -27,12 +45,60 @@ class OperatorMode(TorchDispatchMode):
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """Takes all dispatch modes off but those that see everything."""
-    with _disable_current_modes() as modes, contextlib.ExitStack() as stack:
+    """Takes all modes off but those that see everything."""
+    with without_modes_of_users(), _disable_current_modes() as modes, contextlib.ExitStack() as stack:
         for mode in reversed(modes):
             if isinstance(mode, OperatorMode) and mode.sees_all:
                 stack.enter_context(mode)
         yield
+
+
+def has_modes_of_users() -> bool:
+    """Whether a mode is on in this thread that is not the engine's."""
+    if torch._C._len_torch_function_stack():
+        return True
+    num = torch._C._len_torch_dispatch_stack()
+    return num > 0 and not all(isinstance(torch._C._get_dispatch_stack_at(n), EngineMode) for n in range(num))
+
+
+@contextlib.contextmanager
+def without_modes_of_users() -> Iterator[None]:
+    """Takes the modes of users off; see [Note: modes of users]."""
+    functions = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+    before = _pop_dispatch_modes()
+    _push_dispatch_modes(mode for mode in before if isinstance(mode, EngineMode))
+    try:
+        yield
+    finally:
+        now = _pop_dispatch_modes()
+        _push_dispatch_modes(mode for mode in now if mode not in before)
+        _push_dispatch_modes(mode for mode in before if mode in now or not isinstance(mode, EngineMode))
+        for mode in reversed(functions):
+            torch._C._push_on_torch_function_stack(mode)
+
+
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """What the engine does in the block, or in the function that this decorates, is not seen by modes of users."""
+    if not has_modes_of_users():
+        yield
+        return
+    with without_modes_of_users():
+        yield
+
+
+def _pop_dispatch_modes() -> list[TorchDispatchMode]:
+    """Takes all dispatch modes off but torch's own, which come first; returns them, the innermost last."""
+    stack = _get_current_dispatch_mode_stack()
+    modes = [mode for mode in stack if getattr(mode, "_mode_key", None) is None]
+    for _ in modes:
+        _pop_mode()
+    return modes
+
+
+def _push_dispatch_modes(modes: Iterable[TorchDispatchMode]) -> None:
+    for mode in modes:
+        _push_mode(mode)
 
 
 def tensors_among(value: Any) -> list[torch.Tensor]:

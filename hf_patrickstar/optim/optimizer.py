@@ -11,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_patrickstar.events import Listener, StepFinished
 from hf_patrickstar.interrupts import held_back
+from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.clipping import clip_by_norm, clip_by_value, total_norm
 from hf_patrickstar.optim.kernel import Kernel, in_batches, place_state
@@ -192,6 +193,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     # A step
 
+    @unseen()
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Updates every parameter that has a gradient.
@@ -307,6 +309,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             tensor.chunk.wait_for_reader()
         return gradients.take_factor()
 
+    @unseen()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of the parameters in its groups, and restores values that gradients had overwritten.
 
@@ -316,6 +319,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         self._manager.zero_gradients(parameters, set_to_none=set_to_none)
 
+    @unseen()
     def skip_step(self) -> None:
         """Drops a step: gradients that overflowed are discarded, parameters keep their values."""
         self._manager.gradients.check_unused("the step is skipped")
@@ -327,6 +331,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     # Norm, clipping and unscaling
 
+    @unseen()
     @torch.no_grad()
     def grad_norm(self, parameters: Iterable[torch.Tensor] | None = None, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all gradients together, computed as ``torch.nn.utils.get_total_norm`` does.
@@ -348,6 +353,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         found = {id(parameter): self._manager.find(parameter) or parameter for parameter in parameters}
         return list(found.values())
 
+    @unseen()
     @torch.no_grad()
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | None, max_norm: float, norm_type: float = 2.0
@@ -367,6 +373,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """
         return clip_by_norm(self._manager, self._find(parameters), max_norm, norm_type)
 
+    @unseen()
     @torch.no_grad()
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[torch.Tensor] | None = None) -> None:
         """Clips every element of gradients to ``[-clip_value, clip_value]``.
@@ -377,6 +384,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """
         clip_by_value(self._manager, self._find(parameters), float(clip_value))
 
+    @unseen()
     def unscale(self, inverse_scale: torch.Tensor) -> torch.Tensor:
         """Removes a loss scale from the gradients: if possible only when the next step reads them, else at once.
 
@@ -456,6 +464,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 state = {key: place_state(key, value, device, group) for key, value in states[number].items()}
                 self.inner.state[parameter] = state
 
+    @unseen()
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """The state in torch's own format, with tensors in the parameters' shapes.
 
@@ -526,6 +535,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 is_own = tensor.is_owned and self._updates(tensor)
                 check_keys(tensor, state, self.kernel.state_places(tensor) if is_own else ())
 
+    @unseen()
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
         """Takes over a state in torch's format, from this class or from a stock optimizer of the same kind.
@@ -557,6 +567,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._load_own_entries(copy.deepcopy(own))
         call_hooks(self._optimizer_load_state_dict_post_hooks, self)
 
+    @unseen()
     @torch.no_grad()
     def take_inner_state(self, tensor: ManagedTensor | None = None) -> None:
         """Moves the states that the user's optimizer has from earlier use into chunks.
@@ -598,6 +609,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             if tensor.is_given_up and self._updates(tensor):
                 self.give_back_state(tensor)
 
+    @unseen()
     @torch.no_grad()
     def give_back_state(self, tensor: ManagedTensor | None = None) -> None:
         """Moves states from chunks to the user's optimizer, as ordinary tensors on the devices of the parameters.

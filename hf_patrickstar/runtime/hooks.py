@@ -16,6 +16,7 @@ import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.runtime.autograd import Autograd, refuse_reentrant
 from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.runtime.chunk import ManagedTensor
@@ -295,6 +296,7 @@ class ModelHooks:
     def _cast_inputs(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return self._casting.narrow(args, kwargs)
 
+    @unseen()
     def _enter_outermost(self, frame: Frame, name: str, args: Any, kwargs: dict[str, Any]) -> None:
         if frame.stage is Stage.BACKWARD:
             # Checkpointing needs its own saved-tensors hooks to be innermost, so a recomputation does not enter ours.

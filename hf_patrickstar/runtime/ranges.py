@@ -8,6 +8,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch._C._autograd import _profiler_enabled
 
+from hf_patrickstar.memory.operators import has_modes_of_users, without_modes_of_users
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -32,6 +34,8 @@ def named(what: str, *chunk_indices: int) -> contextlib.AbstractContextManager[A
 def phase(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Makes each call of a method a range that has the name of the method, for example ``patrickstar: before_module``.
 
+    Modes of users do not see what the method does; see [Note: modes of users].
+
     Args:
         function: A method of ``Phases``.
     """
@@ -39,9 +43,10 @@ def phase(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if not _profiler_enabled():
+        is_seen = has_modes_of_users()
+        if not (is_seen or _profiler_enabled()):
             return function(*args, **kwargs)
-        with named(what):
+        with without_modes_of_users() if is_seen else _NOTHING, named(what):
             return function(*args, **kwargs)
 
     return call

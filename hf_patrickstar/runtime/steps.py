@@ -156,12 +156,10 @@ class Steps:
         self.executor.expect(step)
 
     def end_forward(self) -> None:
-        """Ends an outermost forward of training: a step that cannot be measured to its end is not recorded."""
+        """Ends an outermost forward of training."""
         self.end_phase(Phase.FORWARD)
         self.durations.end_forward()
         self.tracer.note_forward_end()
-        if self._meter.leave() and self.tracer.step is not None and self.tracer.step.is_recorded:
-            self.abandon_step()
 
     def end_micro_batch(self) -> None:
         """Ends the step of a micro-batch, inside of its backward."""

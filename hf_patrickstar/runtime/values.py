@@ -210,7 +210,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 @contextmanager
 def as_it_is() -> Iterator[None]:
     """Leaves inference mode, function transforms and whatever else looks on: no meter counts this work."""
-    has_modes = torch._C._len_torch_dispatch_stack() > 0
+    has_modes = torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
     has_modes = has_modes or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     if not (has_modes or torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None):
         yield
