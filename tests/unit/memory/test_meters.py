@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from hf_patrickstar.memory import meters
 from hf_patrickstar.memory.accelerator import used_nbytes
 from hf_patrickstar.memory.meters import AllocatorMeter, StorageMeter, UnmeteredTier
+from hf_patrickstar.memory.operators import unseen
 
 pytestmark = pytest.mark.own_streams  # which modes of operators there are
 
@@ -283,7 +284,6 @@ def test_stopping_twice_or_without_start_does_no_harm():
     meter.stop()
     meter.stop()
     meter.pause()
-    assert meter.leave() is False
 
 
 def test_growth_is_told_after_every_operator_that_adds_to_the_total():
@@ -354,7 +354,7 @@ def test_a_meter_that_is_gone_is_not_told_of_freed_storages():
     del tensor
 
 
-# Guests
+# Beside the modes of users
 
 
 class Counting(TorchDispatchMode):
@@ -369,36 +369,25 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_beside_the_mode_of_another_it_leaves_with_the_forward():
+def test_it_goes_below_the_mode_of_another_and_stays_when_that_goes():
+    """The user's mode comes off when its block ends, before the backward: it takes what is on top off."""
     meter = make_meter()
     with Counting() as other:
-        meter.start(())
+        with unseen():
+            meter.start(())
+            hidden = kib(1)
+        assert (meter.live(0), other.count) == (KIB, 0)
+        assert _get_current_dispatch_mode_stack()[-1] is other
         tensor = kib(1)
-        assert (meter.live(0), other.count) == (KIB, 1)
-        assert meter.leave() is True
+        assert (meter.live(0), other.count) == (2 * KIB, 1)
+    assert len(_get_current_dispatch_mode_stack()) == 1
+    another = kib(1)
+    assert (meter.live(0), other.count) == (3 * KIB, 1)
+    with Counting() as other:
+        with unseen():
+            meter.stop()
         assert _get_current_dispatch_mode_stack() == [other]
-        unseen = kib(2)
-        assert (meter.live(0), other.count) == (KIB, 2)
-        assert meter.leave() is False, "it has left"
-    del tensor, unseen
-
-
-def test_alone_it_stays_for_the_backward():
-    with measuring(make_meter()) as meter:
-        assert meter.leave() is False
-        tensor = kib(1)
-        assert meter.live(0) == KIB
-        assert len(_get_current_dispatch_mode_stack()) == 1
-    del tensor
-
-
-def test_a_guest_once_is_not_a_guest_for_ever():
-    meter = make_meter()
-    with Counting():
-        meter.start(())
-        meter.leave()
-    with measuring(meter):
-        assert meter.leave() is False
+    del hidden, tensor, another
 
 
 def test_a_mode_that_came_later_is_not_taken_off():
@@ -415,12 +404,11 @@ def test_a_mode_that_came_later_is_not_taken_off():
 
 
 def test_the_mode_of_a_meter_that_is_gone_is_taken_off():
-    """An engine that was dropped between backward and step must not make a guest of the next one."""
+    """So it is with that of an engine that was dropped between backward and step."""
     first, second = make_meter(), make_meter()
     first.start(())
     second.start(())
     kept = kib(1)
-    assert second.leave() is False, "another meter's mode is no stranger"
     assert second.live(0) == 1024
     second.stop()
     first.pause()
@@ -445,7 +433,6 @@ def test_a_tier_that_nobody_measures():
     assert (meter.live(0), meter.peak(0), meter.live(10**9), meter.peak(10**9)) == (0, 0, 0, 0)
     meter.restart()
     meter.pause()
-    assert meter.leave() is False
     meter.stop()
     assert (meter.live(0), meter.peak(0)) == (0, 0)
     del kept
@@ -544,7 +531,6 @@ def test_what_others_took_since_the_beginning_counts_from_the_next_start(gpu, cl
     assert (meter.live(150), meter.peak(150)) == (50, 70), "what they gave back is no gain"
     meter.pause()
     meter.stop()
-    assert meter.leave() is False
     assert _get_current_dispatch_mode_stack() == []
 
 
