@@ -270,7 +270,7 @@ class AdamKernel(Kernel):
         if step is None:
             return {}
         if not isinstance(step, torch.Tensor):
-            step = self._steps[tensor.spec.index] = torch.tensor(float(step), device="cpu")
+            step = self._steps[tensor.spec.index] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
         return {"step": step, **places}
 
     def state_places(self, tensor: ManagedTensor) -> dict[str, torch.Tensor]:
@@ -372,7 +372,7 @@ class AdamKernel(Kernel):
     def _make_step(self, options: Mapping[str, Any], num: int, device: torch.device) -> torch.Tensor:
         fused = self._is_fused(options) or options.get("fused")
         # Made by a kernel: torch.tensor would copy from the host, and wait for it.
-        return torch.full((), float(num), device=device if fused else "cpu")
+        return torch.full((), float(num), dtype=torch.float32, device=device if fused else "cpu")
 
     def _gradients(
         self, segments: Sequence[_Segment], number: int, num: int, coefficient: torch.Tensor | None, keeps: bool

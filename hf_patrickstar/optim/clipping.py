@@ -52,7 +52,7 @@ def total_norm(manager: ChunkManager, items: Iterable[ManagedTensor | torch.Tens
             norms.append(found)
             shared[place] = found
     if not manager.sharing.is_alone:
-        together = torch.zeros(num_shared + len(others), device="cpu")
+        together = torch.zeros(num_shared + len(others), dtype=torch.float32, device="cpu")
         is_shared = torch.tensor([place not in others for place in range(len(together))], dtype=torch.bool)
         together[is_shared] = manager.sharing.scalars(shared, num_shared)
         for place, norm in others.items():
@@ -60,7 +60,7 @@ def total_norm(manager: ChunkManager, items: Iterable[ManagedTensor | torch.Tens
     elif norms:
         together = _stack(norms)
     else:
-        return torch.tensor(0.0, device="cpu")
+        return torch.tensor(0.0, dtype=torch.float32, device="cpu")
     total = torch.linalg.vector_norm(together, norm_type)
     return total if inverse_scale is None else total * inverse_scale.to(total.device)
 

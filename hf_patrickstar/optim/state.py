@@ -137,10 +137,10 @@ class ParameterState(MutableMapping[str, Any]):
 
     def _complete(self) -> dict[str, Any]:
         places = {
-            key: torch.zeros(place.shape, device="cpu")
+            key: torch.zeros(place.shape, dtype=torch.float32, device="cpu")
             for key, place in self._kernel.state_places(self._tensor).items()
         }
-        return {"step": torch.tensor(0.0, device="cpu"), **places, **self._read()}
+        return {"step": torch.tensor(0.0, dtype=torch.float32, device="cpu"), **places, **self._read()}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._read())

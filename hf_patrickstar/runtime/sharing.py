@@ -235,7 +235,7 @@ class Sharing:
         """
         what = f"computes the norm of {num} gradients"
         self._order.agree(Subject.NORM, [num], what)
-        vector = torch.zeros(num, device="cpu")
+        vector = torch.zeros(num, dtype=torch.float32, device="cpu")
         places: dict[torch.device, list[int]] = {}
         for place, scalar in found.items():
             places.setdefault(scalar.device, []).append(place)
