@@ -1,12 +1,17 @@
 """Which kernel updates the chunks of an optimizer."""
 
+import logging
+
 import torch
 
+from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.optim.adam_kernel import AdamKernel, is_plain_adam
 from hf_patrickstar.optim.threads import HostThreads
 from hf_patrickstar.optim.torch_kernel import TorchKernel
 from hf_patrickstar.optim.workers import HostWorkers
+
+logger = logging.getLogger(__name__)
 
 _ONE_BY_ONE = ("torch.optim", "transformers.optimization")
 """Packages whose optimizers update every parameter independently of the others."""
@@ -42,3 +47,23 @@ def make_kernel(
     if is_plain_adam(optimizer):
         return AdamKernel(optimizer, pool, prefer_fused, workers, has_lanes)
     return TorchKernel(optimizer, pool, not is_one_by_one(optimizer), threads, overlaps)
+
+
+def check_processes(optimizer: torch.optim.Optimizer) -> None:
+    """Checks an optimizer that may look at all parameters together, where each process has only some of them.
+
+    Raises:
+        ConfigError: If it is known to look at all of them.
+    """
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            f"optimizer: {name} computes with all parameters together, and with several processes each of them updates "
+            "only its own part; train with one process, or use another optimizer"
+        )
+    logger.warning(
+        "patrickstar: %s is not known to update every parameter independently. With several processes each of them "
+        "updates its own parameters: if the optimizer combines parameters, by a norm of all gradients for example, the "
+        "weights are not those of one process",
+        name,
+    )

@@ -417,7 +417,11 @@ class TorchKernel(Kernel):
 
     def _master(self, tensor: ManagedTensor) -> torch.nn.Parameter:
         index = tensor.spec.index
-        if index not in self._masters:
+        if index not in self._masters and not tensor.is_owned:
+            # It stands for what another process updates: it has a shape, no memory, and never a gradient.
+            stand_in = torch.empty(tensor.spec.shape, dtype=tensor.chunk.state_dtype, device="meta")
+            self._masters[index] = torch.nn.Parameter(stand_in)
+        elif index not in self._masters:
             # Not as a view, whose version all parameters of the chunk share.
             self._masters[index] = torch.nn.Parameter(tensor.view(tensor.chunk.lists[MASTER]).data)
         return self._masters[index]

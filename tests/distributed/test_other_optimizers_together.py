@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from integration.test_states_of_any_shape import Frugal
 from together import (
     copy_state,
     differences,
@@ -17,6 +18,9 @@ from together import (
 )
 from transformers.optimization import Adafactor
 
+from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.optim import kernels
 from hf_patrickstar.optim.torch_kernel import TorchKernel
 
 pytestmark = pytest.mark.xdist_group("distributed")
@@ -74,3 +78,59 @@ def test_the_bits_are_those_of_one_process(pair, name, overlap):
 
 def test_on_the_threads_of_the_cpu_tier_nothing_is_beside(pair):
     assert pair.run(train_with, "momentum", {}) == [0, 0]
+
+
+def frugal_reference(projects):
+    model = prepared("gpt2")
+    optimizer, losses = Frugal(model.parameters(), 1e-3, projects=projects), []
+    for first, steps in ((0, 2), (2, 1)):
+        losses += train_alone(model, hf_loss("gpt2"), 2, steps, optimizer=optimizer, first=first)[1]
+    return copy_state(model), optimizer.state_dict()["state"], losses
+
+
+def train_frugally(rank, projects):
+    values, states, losses = on_one_rank(frugal_reference, projects)
+    model = prepared("gpt2")
+    optimizer = Frugal(model.parameters(), 1e-3, projects=projects)
+    with engaged(model, {"chunk_budget": 130_000}, optimizer=optimizer) as engine:
+        found, _ = train_together(engine, hf_loss("gpt2"), 2)
+        engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+        more, _ = train_together(engine, hf_loss("gpt2"), 1, first=2)
+        assert found + more == losses[rank::2]
+        assert differences(values, model.state_dict()) == {}
+        kept = engine.optimizer.state_dict()["state"]
+    assert kept.keys() == states.keys()
+    assert kept["total"] == 3
+    for number in kept.keys() - {"total"}:
+        assert torch.equal(kept[number]["exp_avg"], states[number]["exp_avg"])
+        assert torch.equal(kept[number]["exp_avg_sq"], states[number]["exp_avg_sq"])
+        assert not projects or torch.equal(kept[number]["rotation"].matrix, states[number]["rotation"].matrix)
+
+
+@pytest.mark.parametrize("projects", [False, True], ids=["rows", "objects"])
+def test_states_of_any_shape(pair, projects):
+    pair.run(train_frugally, projects)
+
+
+def refuse(rank):
+    model = prepared("gpt2")
+    with pytest.raises(ConfigError, match="LBFGS computes with all parameters together, and with several processes"):
+        PatrickStarEngine(model, {}, torch.optim.LBFGS(model.parameters()), device="cpu")
+
+
+def test_an_optimizer_that_needs_all_parameters_is_refused(pair):
+    pair.run(refuse)
+
+
+def warn(rank):
+    model = prepared("gpt2")
+    with (
+        mock.patch.object(kernels.logger, "warning") as warning,
+        engaged(model, {}, optimizer=Frugal(model.parameters())),
+    ):
+        (call,) = warning.call_args_list
+        assert "not known to update every parameter independently" in call.args[0]
+
+
+def test_an_optimizer_that_may_need_all_parameters_is_named(pair):
+    pair.run(warn)
