@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._C import _current_graph_task_id
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from hf_patrickstar.errors import EngineError
@@ -32,6 +33,7 @@ class Autograd:
 
     def __init__(self, phases: Phases, copies: Copies) -> None:
         self._phases = phases
+        self._pack = phases.operand_saved
         self._copies = copies
         self._graph_tasks: set[int] = set()  # backwards that have begun: threads may have one each
         self._beginnings: dict[int, threading.RLock] = {}
@@ -48,9 +50,20 @@ class Autograd:
             yield
             return
         others = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        pack, unpack = (self._phases.operand_saved, self._unpack) if others is None else self._around(*others)
+        pack, unpack = (self._pack, self._unpack) if others is None else self._around(*others)
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
+
+    def kept_inside(self) -> contextlib.AbstractContextManager[Any] | None:
+        """The same for a module that runs inside of saved-tensors hooks which its own caller has put on.
+
+        Returns:
+            A context, or ``None`` where no hooks of the user are innermost. Those of torch's checkpointing stay so.
+        """
+        others = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if others is None or others[0] is self._pack or others[0].__module__ in (__name__, checkpoint.__name__):
+            return None
+        return torch.autograd.graph.saved_tensors_hooks(*self._around(*others))
 
     def _around(
         self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]

@@ -35,7 +35,8 @@ class Frame:
         acquired: Parameters that are released when the forward ends.
         lookups: Embeddings that are looked up on the CPU, by the ``id`` of the parameter.
         replaced: Parameters that a copy stands in for: the dictionary of the module, the name, and the parameter.
-        saved_tensors: The context of saved-tensors hooks, if this forward entered it: the outermost one does.
+        saved_tensors: The context of saved-tensors hooks, if this forward entered it: the outermost one does, and one
+            inside of which hooks of the user would be innermost.
         autocast: The context of autocast, if this forward entered it.
         handled: The exception that the caller was handling when the forward began.
         has_turn: Whether the forward took the turn, which then ends with it; see ``Turns``.
@@ -52,7 +53,7 @@ class Frame:
     has_turn: bool = False
 
     def leave_contexts(self) -> None:
-        """Leaves autocast and the hooks on saved tensors, which were entered with the outermost forward."""
+        """Leaves autocast and the hooks on saved tensors."""
         autocast, self.autocast = self.autocast, None
         if autocast is not None:
             autocast.__exit__(None, None, None)

@@ -186,7 +186,7 @@ class ModelHooks:
             handle.remove()
 
     def _attach_module(self, module: torch.nn.Module, own: list[ManagedTensor]) -> list[Any]:
-        phases, frames, name = self._phases, self._frames, self._names[module]
+        phases, frames, autograd, name = self._phases, self._frames, self._autograd, self._names[module]
         # An embedding with a buffer (a scale, for example) computes with it on the device.
         is_embedding = isinstance(module, torch.nn.Embedding) and not any(True for _ in module.buffers())
         is_model, is_root = module is self._model, module in self._roots
@@ -207,6 +207,10 @@ class ModelHooks:
                 self._replace(frame, name)
                 return None
             phases.before_module(frame, own, name)
+            inside = autograd.kept_inside()
+            if inside is not None:
+                inside.__enter__()
+                frame.saved_tensors = inside
             return None
 
         def after(_module: torch.nn.Module, args: Any, output: Any) -> Any:
@@ -214,6 +218,8 @@ class ModelHooks:
             if not stack or stack[-1].module is not _module:
                 return None
             frame = stack.pop()
+            if stack and frame.saved_tensors is not None:
+                frame.leave_contexts()
             phases.after_module(frame)
             for lookup in frame.lookups.values():
                 counts = frame.stage is Stage.FORWARD and isinstance(output, torch.Tensor)

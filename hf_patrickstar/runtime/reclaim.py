@@ -175,6 +175,7 @@ class Reclaim:
             f"{short.subject} for {who}: chunk {chunk.spec.index} needs {format_need(nbytes)}, "
             f"{format_need(max(room, 0))} are free beside non-model data of {format_need(ledger.non_model_nbytes())}, "
             f"and none of the chunks there ({[other.spec.index for other in pinned]}) can leave, because they are in "
-            f"use (computing with: {names or 'none'}; a recomputed segment keeps all of its parameters). "
+            f"use (computing with: {names or 'none'}; a recomputed segment keeps all of its parameters, and "
+            "saved-tensors hooks that a module puts on itself keep those that they return as they are). "
             f"{short.advise(_NEED_LESS + ', or lower chunk_numel')}\n{ledger.table()}"
         )
