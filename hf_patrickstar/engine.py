@@ -26,7 +26,7 @@ from hf_patrickstar.memory.lanes import Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.ahead import update_in_backward
 from hf_patrickstar.optim.kernel import Kernel
-from hf_patrickstar.optim.kernels import check_processes, make_kernel
+from hf_patrickstar.optim.kernels import make_kernel
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.optim.optimizer_set import OptimizerSet
 from hf_patrickstar.optim.threads import choose_threads
@@ -148,11 +148,8 @@ class PatrickStarEngine:
     def _make_kernel(self, optimizer: torch.optim.Optimizer) -> Kernel:
         prefer_fused, resources = self.device.type != "cpu", self.resources
         overlaps = bool(self.config.overlap_optimizer) and resources.has_streams
-        threads = self._threads, self._workers
-        kernel = make_kernel(optimizer, resources.pool, prefer_fused, *threads, resources.has_lanes, overlaps)
-        if kernel.updates_at_once and self.collectives.world_size > 1:
-            check_processes(optimizer)
-        return kernel
+        others = self._threads, self._workers, resources.has_lanes, overlaps, self.collectives.world_size == 1
+        return make_kernel(optimizer, resources.pool, prefer_fused, *others)
 
     def _make_optimizer(self, optimizer: torch.optim.Optimizer, kernel: Kernel, number: int) -> ChunkedOptimizer:
         made = ChunkedOptimizer(optimizer, kernel, self.manager, self._emit, number, self.follow_model, self.optimizers)

@@ -10,8 +10,8 @@ be earlier.
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.utils._python_dispatch import (
@@ -21,6 +21,9 @@ from torch.utils._python_dispatch import (
     _pop_mode,
     _push_mode,
 )
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class EngineMode(TorchDispatchMode):
@@ -86,6 +89,11 @@ def unseen() -> Iterator[None]:
         return
     with without_modes_of_users():
         yield
+
+
+def quietly(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Decorates what works without graphs, and unseen by modes of users."""
+    return unseen()(torch.no_grad()(function))
 
 
 def _pop_dispatch_modes() -> list[TorchDispatchMode]:

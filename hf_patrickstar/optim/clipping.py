@@ -53,7 +53,7 @@ def total_norm(manager: ChunkManager, items: Iterable[ManagedTensor | torch.Tens
             shared[place] = found
     if not manager.sharing.is_alone:
         together = torch.zeros(num_shared + len(others), dtype=torch.float32, device="cpu")
-        is_shared = torch.tensor([place not in others for place in range(len(together))], dtype=torch.bool)
+        is_shared = torch.tensor([place not in others for place in range(len(together))], device="cpu")
         together[is_shared] = manager.sharing.scalars(shared, num_shared)
         for place, norm in others.items():
             together[place] = norm

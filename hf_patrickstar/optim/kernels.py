@@ -32,6 +32,7 @@ def make_kernel(
     workers: HostWorkers | None = None,
     has_lanes: bool = False,
     overlaps: bool = False,
+    is_alone: bool = True,
 ) -> "AdamKernel | TorchKernel":
     """The kernel for a user's optimizer.
 
@@ -43,18 +44,21 @@ def make_kernel(
         workers: The threads that compute the updates of Adam on the host; by default as many as torch has.
         has_lanes: Whether a device computes beside the host.
         overlaps: Whether updates on the host may go on while the program does.
+        is_alone: Whether there is one process, which updates all parameters.
+
+    Raises:
+        ConfigError: If the optimizer needs all parameters, and other processes have some of them.
     """
     if is_plain_adam(optimizer):
         return AdamKernel(optimizer, pool, prefer_fused, workers, has_lanes)
-    return TorchKernel(optimizer, pool, not is_one_by_one(optimizer), threads, overlaps)
+    is_at_once = not is_one_by_one(optimizer)
+    if is_at_once and not is_alone:
+        _check_parts(optimizer)
+    return TorchKernel(optimizer, pool, is_at_once, threads, overlaps)
 
 
-def check_processes(optimizer: torch.optim.Optimizer) -> None:
-    """Checks an optimizer that may look at all parameters together, where each process has only some of them.
-
-    Raises:
-        ConfigError: If it is known to look at all of them.
-    """
+def _check_parts(optimizer: torch.optim.Optimizer) -> None:
+    """Checks an optimizer that may look at all parameters together, where each process has only some of them."""
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_patrickstar.events import Listener, StepFinished
 from hf_patrickstar.interrupts import held_back
-from hf_patrickstar.memory.operators import unseen
+from hf_patrickstar.memory.operators import quietly
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.clipping import clip_by_norm, clip_by_value, total_norm
 from hf_patrickstar.optim.kernel import Kernel, in_batches, place_state
@@ -19,23 +18,24 @@ from hf_patrickstar.optim.live_states import peek, without_states
 from hf_patrickstar.optim.state import (
     HOOK_NAMES,
     GroupsBefore,
+    Outdated,
     StateView,
     call_hooks,
     check_keys,
     check_shapes,
+    entries_of,
     has_hooks,
-    has_shapes,
+    load_entries,
+    load_states_outside,
     pack_state,
     pair_up,
+    states_outside,
 )
 from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedTensor
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.ranges import named
 
 logger = logging.getLogger(__name__)
-
-_NO_PARAMETER = -1
-"""The position in the groups of what an optimizer keeps under keys that are no parameters."""
 
 
 class ChunkedOptimizer(torch.optim.Optimizer):
@@ -82,8 +82,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._peers = peers
         self._num_steps = 0
         self._collected: dict[int, dict[str, Any]] | None = None
-        # Of parameters that were given another shape: their shape before, and the tensors of their states.
-        self._before_change: Any = WeakIdKeyDictionary()
+        self._outdated = Outdated(kernel.list_names)
         self.was_left_alone = False
         self.groups_ahead: GroupsBefore | None = None
         # Copies of the groups, since torch's constructor replaces their lists, to which some optimizers (LBFGS) refer.
@@ -193,8 +192,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     # A step
 
-    @unseen()
-    @torch.no_grad()
+    @quietly
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Updates every parameter that has a gradient.
 
@@ -309,7 +307,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             tensor.chunk.wait_for_reader()
         return gradients.take_factor()
 
-    @unseen()
+    @quietly
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of the parameters in its groups, and restores values that gradients had overwritten.
 
@@ -319,7 +317,6 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         self._manager.zero_gradients(parameters, set_to_none=set_to_none)
 
-    @unseen()
     def skip_step(self) -> None:
         """Drops a step: gradients that overflowed are discarded, parameters keep their values."""
         self._manager.gradients.check_unused("the step is skipped")
@@ -331,8 +328,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     # Norm, clipping and unscaling
 
-    @unseen()
-    @torch.no_grad()
+    @quietly
     def grad_norm(self, parameters: Iterable[torch.Tensor] | None = None, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all gradients together, computed as ``torch.nn.utils.get_total_norm`` does.
 
@@ -353,8 +349,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         found = {id(parameter): self._manager.find(parameter) or parameter for parameter in parameters}
         return list(found.values())
 
-    @unseen()
-    @torch.no_grad()
+    @quietly
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | None, max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
@@ -373,8 +368,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """
         return clip_by_norm(self._manager, self._find(parameters), max_norm, norm_type)
 
-    @unseen()
-    @torch.no_grad()
+    @quietly
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[torch.Tensor] | None = None) -> None:
         """Clips every element of gradients to ``[-clip_value, clip_value]``.
 
@@ -384,7 +378,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """
         clip_by_value(self._manager, self._find(parameters), float(clip_value))
 
-    @unseen()
+    @quietly
     def unscale(self, inverse_scale: torch.Tensor) -> torch.Tensor:
         """Removes a loss scale from the gradients: if possible only when the next step reads them, else at once.
 
@@ -443,28 +437,14 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         return [[self._manager.find(parameter) for parameter in group["params"]] for group in self.param_groups]
 
     def other_states(self) -> dict[int, dict[str, Any]]:
-        """The states of parameters outside of its chunks, by position in its groups; empty before the first step.
-
-        Position -1 has what is kept under keys that are no parameters.
-        """
-        others = {id(parameter) for parameter in self._others}
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        found = {n: self.inner.state.get(p, {}) for n, p in enumerate(parameters) if id(p) in others}
-        return {**found, _NO_PARAMETER: self._own_entries()}
+        """The states of parameters outside of its chunks, and other entries; see ``states_outside``."""
+        return states_outside(self.inner, self._others)
 
     def load_other_states(self, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Replaces the states of parameters outside of its chunks; one without a given state begins anew."""
-        parameters = [(p, group) for group in self.param_groups for p in group["params"]]
-        self._load_own_entries(states.get(_NO_PARAMETER, {}))
-        for number in self.other_states().keys() - {_NO_PARAMETER}:
-            parameter, group = parameters[number]
-            self.inner.state.pop(parameter, None)
-            if states.get(number):
-                device = parameter.device
-                state = {key: place_state(key, value, device, group) for key, value in states[number].items()}
-                self.inner.state[parameter] = state
+        """Replaces ``other_states``; a parameter without a given state begins anew."""
+        load_states_outside(self.inner, self._others, states)
 
-    @unseen()
+    @quietly
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """The state in torch's own format, with tensors in the parameters' shapes.
 
@@ -475,18 +455,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         call_hooks(self._optimizer_state_dict_pre_hooks, self)
         self._leave_given_up()
         states = self._all_states() if self._collected is None else self._collected
-        packed = pack_state(self.param_groups, self._by_parameter(states))
-        packed["state"].update(copy.deepcopy(self._own_entries()))
+        packed = pack_state(self.param_groups, self._by_parameter(states), entries_of(self.inner))
         return call_hooks(self._optimizer_state_dict_post_hooks, self, packed)
-
-    def _own_entries(self) -> dict[Any, Any]:
-        """What the user's optimizer keeps under keys that are no parameters: a counter of steps, say."""
-        return {key: value for key, value in self.inner.state.items() if not isinstance(key, torch.Tensor)}
-
-    def _load_own_entries(self, entries: Mapping[Any, Any]) -> None:
-        for key in self._own_entries():
-            del self.inner.state[key]
-        self.inner.state.update(entries)
 
     def _by_parameter(self, states: Mapping[int, Any]) -> Iterator[tuple[torch.Tensor, Any]]:
         """The parameters in the groups that have a state, in ``states`` or in the user's optimizer, with that state."""
@@ -535,8 +505,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 is_own = tensor.is_owned and self._updates(tensor)
                 check_keys(tensor, state, self.kernel.state_places(tensor) if is_own else ())
 
-    @unseen()
-    @torch.no_grad()
+    @quietly
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
         """Takes over a state in torch's format, from this class or from a stock optimizer of the same kind.
 
@@ -562,13 +531,10 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                     self.kernel.load_tensor_state(tensor, state)
             elif state and (tensor is None or tensor.spec.trainable):
                 self.inner.state[parameter] = copy.deepcopy(state)
-        numbers = {number for group in state_dict["param_groups"] for number in group["params"]}
-        own = {key: value for key, value in state_dict["state"].items() if key not in numbers}
-        self._load_own_entries(copy.deepcopy(own))
+        load_entries(self.inner, state_dict)
         call_hooks(self._optimizer_load_state_dict_post_hooks, self)
 
-    @unseen()
-    @torch.no_grad()
+    @quietly
     def take_inner_state(self, tensor: ManagedTensor | None = None) -> None:
         """Moves the states that the user's optimizer has from earlier use into chunks.
 
@@ -579,29 +545,19 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             self.follow_groups()
         for item in self._tensors if tensor is None else [tensor]:
             state = peek(self.inner, item.parameter)
-            if state and self._updates(item) and item.is_owned and not self._is_outdated(item, state):
+            if state and self._updates(item) and item.is_owned and not self._outdated.has(item, state):
                 self.inner.state.pop(item.parameter)
                 self.kernel.load_tensor_state(item, state)
 
     def _begin_anew(self, tensor: ManagedTensor) -> None:
         """Drops a state of before the parameter got another shape, if this step updates the parameter."""
         state = peek(self.inner, tensor.parameter)
-        if state and self._manager.gradients.has(tensor) and self._is_outdated(tensor, state):
+        if state and self._manager.gradients.has(tensor) and self._outdated.has(tensor, state):
             logger.warning(
                 "patrickstar: parameter '%s' has another shape than its optimizer state, which begins anew",
                 tensor.spec.name,
             )
             del self.inner.state[tensor.parameter]
-
-    def _is_outdated(self, tensor: ManagedTensor, state: Mapping[str, Any]) -> bool:
-        """Whether a state of the user's optimizer was made for another shape of the parameter.
-
-        Tensors in a state may have any shape, so only those that are kept in chunks show it; of others it is known
-        where the shape has changed while the parameter was in a chunk.
-        """
-        shape, kept = self._before_change.get(tensor.parameter, (tensor.spec.shape, ()))
-        is_of_before = any(value is old for value in state.values() for old in kept)
-        return (is_of_before and shape != tensor.spec.shape) or not has_shapes(tensor, state, self.kernel.list_names)
 
     def _leave_given_up(self) -> None:
         """Gives the user's optimizer the states of parameters that were given another shape."""
@@ -609,8 +565,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             if tensor.is_given_up and self._updates(tensor):
                 self.give_back_state(tensor)
 
-    @unseen()
-    @torch.no_grad()
+    @quietly
     def give_back_state(self, tensor: ManagedTensor | None = None) -> None:
         """Moves states from chunks to the user's optimizer, as ordinary tensors on the devices of the parameters.
 
@@ -632,9 +587,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 group = self.param_groups[number] if number is not None else {}
                 state = {key: place_state(key, value, item.device, group) for key, value in given.items()}
                 self.inner.state[item.parameter] = state
-                if item.is_given_up:
-                    kept = tuple(value for value in state.values() if isinstance(value, torch.Tensor))
-                    self._before_change[item.parameter] = item.spec.shape, kept
+                self._outdated.note(item, state)
         if tensor is None:
             self.kernel.let_go()
 

@@ -1,12 +1,14 @@
 """``optimizer.state``: the states of parameters that live in chunks, under the parameters, as in torch."""
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_patrickstar.optim.kernel import Kernel, settings_of
+from hf_patrickstar.optim.kernel import Kernel, place_state, settings_of
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.manager import ChunkManager
 
@@ -16,6 +18,8 @@ HOOK_NAMES = (
     "_optimizer_load_state_dict_post_hooks",
 )
 """The hooks of torch's optimizers."""
+_NO_PARAMETER = -1
+"""The position in the groups of what an optimizer keeps under keys that are no parameters."""
 
 
 def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -181,6 +185,81 @@ def check_shapes(tensor: ManagedTensor, state: Mapping[str, Any], keys: Iterable
             )
 
 
+class Outdated:
+    """Knows which states of a user's optimizer were made for another shape of their parameter.
+
+    Tensors in a state may have any shape, so only those with places in chunks show it. Of others it is known where the
+    shape has changed while the parameter was in a chunk.
+
+    Args:
+        keys: The names of the lists in chunks.
+    """
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._keys = keys
+        self._before: Any = WeakIdKeyDictionary()
+
+    def note(self, tensor: ManagedTensor, state: Mapping[str, Any]) -> None:
+        """Notes the state that a parameter had in a chunk, if somebody has given it another shape since."""
+        if tensor.is_given_up:
+            kept = tuple(value for value in state.values() if isinstance(value, torch.Tensor))
+            self._before[tensor.parameter] = tensor.spec.shape, kept
+
+    def has(self, tensor: ManagedTensor, state: Mapping[str, Any]) -> bool:
+        """Whether a state was made for another shape than the parameter has."""
+        shape, kept = self._before.get(tensor.parameter, (tensor.spec.shape, ()))
+        is_of_before = any(value is old for value in state.values() for old in kept)
+        return (is_of_before and shape != tensor.spec.shape) or not has_shapes(tensor, state, self._keys)
+
+
+def entries_of(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """What a user's optimizer keeps under keys that are no parameters: a counter of steps, say."""
+    return {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+
+
+def load_entries(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Replaces what a user's optimizer keeps under keys that are no parameters by copies of what a state has."""
+    numbers = {number for group in state_dict["param_groups"] for number in group["params"]}
+    found = {key: value for key, value in state_dict["state"].items() if key not in numbers}
+    _replace_entries(optimizer, copy.deepcopy(found))
+
+
+def _replace_entries(optimizer: torch.optim.Optimizer, entries: Mapping[Any, Any]) -> None:
+    for key in entries_of(optimizer):
+        del optimizer.state[key]
+    optimizer.state.update(entries)
+
+
+def states_outside(optimizer: torch.optim.Optimizer, others: Iterable[torch.Tensor]) -> dict[int, dict[str, Any]]:
+    """The states that a user's optimizer keeps itself, by the position of the parameter in its groups.
+
+    Args:
+        optimizer: The optimizer.
+        others: The parameters outside of its chunks. Their states are empty before the first step.
+
+    Returns:
+        The states. Position -1 has what is kept under keys that are no parameters.
+    """
+    ids = {id(parameter) for parameter in others}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    found = {n: optimizer.state.get(p, {}) for n, p in enumerate(parameters) if id(p) in ids}
+    return {**found, _NO_PARAMETER: entries_of(optimizer)}
+
+
+def load_states_outside(
+    optimizer: torch.optim.Optimizer, others: Iterable[torch.Tensor], states: Mapping[int, Mapping[str, Any]]
+) -> None:
+    """Replaces what ``states_outside`` returns; a parameter without a given state begins anew."""
+    _replace_entries(optimizer, states.get(_NO_PARAMETER, {}))
+    parameters = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+    for number in states_outside(optimizer, others).keys() - {_NO_PARAMETER}:
+        parameter, group = parameters[number]
+        optimizer.state.pop(parameter, None)
+        if states.get(number):
+            given = states[number].items()
+            optimizer.state[parameter] = {k: place_state(k, value, parameter.device, group) for k, value in given}
+
+
 def check_keys(tensor: ManagedTensor, state: Mapping[str, Any], needed: Iterable[str]) -> None:
     """Makes sure that a state has every key that its optimizer needs; an empty state is allowed.
 
@@ -246,14 +325,23 @@ def _are_same(value: Any, other: Any) -> bool:
     return bool(value == other)
 
 
-def pack_state(param_groups: Sequence[Mapping[str, Any]], states: Iterable[tuple[torch.Tensor, Any]]) -> dict[str, Any]:
-    """Packs groups and states as ``torch.optim.Optimizer.state_dict`` does, with numbers in place of parameters."""
+def pack_state(
+    param_groups: Sequence[Mapping[str, Any]], states: Iterable[tuple[torch.Tensor, Any]], entries: Mapping[Any, Any]
+) -> dict[str, Any]:
+    """Packs groups and states as ``torch.optim.Optimizer.state_dict`` does, with numbers in place of parameters.
+
+    Args:
+        param_groups: The groups.
+        states: Parameters and their states.
+        entries: What is kept under other keys; it is copied.
+    """
     numbers: dict[int, int] = {}
     groups = []
     for group in param_groups:
         members = [numbers.setdefault(id(parameter), len(numbers)) for parameter in group["params"]]
         groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": members})
-    return {"state": {numbers[id(parameter)]: state for parameter, state in states}, "param_groups": groups}
+    packed = {numbers[id(parameter)]: state for parameter, state in states}
+    return {"state": {**packed, **copy.deepcopy(dict(entries))}, "param_groups": groups}
 
 
 def pair_up(

@@ -419,7 +419,7 @@ class TorchKernel(Kernel):
         index = tensor.spec.index
         if index not in self._masters and not tensor.is_owned:
             # It stands for what another process updates: it has a shape, no memory, and never a gradient.
-            stand_in = torch.empty(tensor.spec.shape, dtype=tensor.chunk.state_dtype, device="meta")
+            stand_in = torch.zeros(tensor.spec.shape, dtype=tensor.chunk.state_dtype, device="meta")
             self._masters[index] = torch.nn.Parameter(stand_in)
         elif index not in self._masters:
             # Not as a view, whose version all parameters of the chunk share.

@@ -304,15 +304,16 @@ def test_states_are_packed_as_torch_does():
     optimizer = torch.optim.SGD(ordinary, lr=1.0)
     last = optimizer.param_groups[1]["params"][0]
     optimizer.state[last] = {"momentum_buffer": 7}
-    packed = pack_state(optimizer.param_groups, [(last, {"momentum_buffer": 7})])
+    optimizer.state["steps"] = 3
+    packed = pack_state(optimizer.param_groups, [(last, {"momentum_buffer": 7})], {"steps": 3})
     assert packed == optimizer.state_dict()
-    assert packed["state"] == {2: {"momentum_buffer": 7}}
+    assert packed["state"] == {2: {"momentum_buffer": 7}, "steps": 3}
     assert [group["params"] for group in packed["param_groups"]] == [[0, 1], [2]]
 
 
 def test_one_parameter_has_one_number():
     (group,) = groups(2)
-    packed = pack_state([group, {"params": group["params"][:1]}], [])
+    packed = pack_state([group, {"params": group["params"][:1]}], [], {})
     assert [found["params"] for found in packed["param_groups"]] == [[0, 1], [0]]
     assert packed["param_groups"][0]["lr"] == 2
 
