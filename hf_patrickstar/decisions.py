@@ -263,7 +263,7 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
     total = sum(align(spec.numel) * (spec.types.itemsize + _state_itemsize(spec, lists)) for spec in tensors)
     total = -(-total // collectives.world_size)
     share, limit = _shares(situation, ledger.limit(Tier.DEVICE), others, ledger.chunk_budget)
-    limit = _agree(situation, tensors, limit)
+    limit = _agree(model, situation, tensors, limit)
     # If everything lived on the device, nothing would be evicted: debug_evict_all needs chunks that move.
     fits = total <= share and not config.debug_evict_all
     embeddings = _choose_embeddings(model, tensors, situation, everything_fits=fits)
@@ -410,7 +410,7 @@ def _state_itemsize(spec: TensorSpec | ChunkSpec, lists: Mapping[int, tuple[str,
     return spec.types.state_itemsize * len(lists_of(spec, lists))
 
 
-def _agree(situation: Circumstances, tensors: list[TensorSpec], limit: int) -> int:
+def _agree(model: torch.nn.Module, situation: Circumstances, tensors: list[TensorSpec], limit: int) -> int:
     """The smallest ``limit`` of all processes; raises if their models or settings differ."""
     collectives = situation.resources.collectives
     settings = {key: value for key, value in situation.config.to_dict().items() if not key.endswith("_budget")}
@@ -418,6 +418,8 @@ def _agree(situation: Circumstances, tensors: list[TensorSpec], limit: int) -> i
     parts = {
         "models": [(spec.name, spec.shape, spec.trainable, spec.optimizer_index) for spec in tensors],
         "types of parameters": [(spec.types.param, spec.types.state) for spec in tensors],
+        "types before training": [(name, parameter.dtype) for name, parameter in model.named_parameters()],
+        "buffers": [(name, buffer.shape, buffer.dtype) for name, buffer in model.named_buffers()],
         "settings": sorted(settings.items()),
         "optimizers": [type(kernel).__name__ for kernel in situation.kernels],
     }

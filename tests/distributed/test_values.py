@@ -306,13 +306,26 @@ def make_different(rank, what):
     model = make_chain(2, depth=3 if what != "models" else 3 + rank)
     if what == "frozen":
         model.layers[rank].requires_grad_(False)
-    config = {**SMALL, "prefetch_depth": rank} if what == "settings" else SMALL
+    if what == "loaded":
+        model.to(torch.bfloat16 if rank else torch.float32)
+    if what == "buffers":
+        model.register_buffer("cache", torch.zeros(4 + rank))
+    config = {**SMALL, "prefetch_depth": rank} if what == "settings" else {**SMALL, "dtype": "fp32"}
     with pytest.raises(ConfigError) as caught:
         PatrickStarEngine(model, config, make_optimizer(model), device="cpu")
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("what", "word"), [("models", "models"), ("frozen", "models"), ("settings", "settings")])
+@pytest.mark.parametrize(
+    ("what", "word"),
+    [
+        ("models", "models"),
+        ("frozen", "models"),
+        ("settings", "settings"),
+        ("loaded", "types before training"),
+        ("buffers", "buffers"),
+    ],
+)
 def test_different_constructions_are_refused(pair, what, word):
     for text in pair.run(make_different, what):
         assert f"the processes have different {word}: rank 1 and rank 0" in text
