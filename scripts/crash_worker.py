@@ -171,7 +171,7 @@ def train(orders: Orders, rank: int, reporter: _Reporter) -> None:
     args = PatrickStarTrainingArguments(
         output_dir=str(directory),
         patrickstar=True,
-        patrickstar_report=False,  # nothing but checkpoints may be left
+        patrickstar_report=False,
         patrickstar_config={
             "chunk_budget": CHUNK_BUDGET,
             "background_save": variant.background,

@@ -77,7 +77,7 @@ def arguments(cls, tmp_path, **kwargs):
         "seed": 7,
     }
     if issubclass(cls, PatrickStarArgumentsMixin):
-        defaults["patrickstar_report"] = False  # tests look at what else is in the directory
+        defaults["patrickstar_report"] = False
     defaults.update(kwargs)
     return cls(**defaults)
 

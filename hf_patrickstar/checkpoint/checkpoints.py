@@ -15,7 +15,7 @@ from hf_patrickstar.checkpoint.origins import origin_of
 from hf_patrickstar.checkpoint.progress import shown
 from hf_patrickstar.checkpoint.read_me import write_read_me
 from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile, streamed_writing
-from hf_patrickstar.checkpoint.storage import StagedDirectory, remove_leftovers
+from hf_patrickstar.checkpoint.storage import StagedDirectory, missing_file, remove_leftovers
 from hf_patrickstar.checkpoint.torch_state import TorchLoading, TorchState, torch_paths
 from hf_patrickstar.checkpoint.training_state import INDEX_NAME, Loading, TrainingState
 from hf_patrickstar.checkpoint.transaction import Checkpoint, Transactions
@@ -191,6 +191,8 @@ class Checkpoints:
     def load(self, directory: str | os.PathLike[str]) -> FoundWeights:
         """Loads what ``save`` saved; the number of processes, chunk size, budgets and devices may differ.
 
+        Without a training state in the directory the optimizer keeps its own, with a warning.
+
         Args:
             directory: The checkpoint's directory.
 
@@ -206,6 +208,12 @@ class Checkpoints:
             staged = StagedDirectory(directory)
             staged.recover()
             remove_leftovers(staged.final.parent)
+            if not (self.state.is_empty or has_training_state(directory) or has_torch_state(directory)):
+                logger.warning(
+                    "patrickstar: '%s' has neither %s nor optimizer.pt: the optimizer keeps the state that it has",
+                    directory,
+                    INDEX_NAME,
+                )
         if self.together(lambda: bool(adapter_directories(self._model, directory))):
             self.check_state(directory)
             self._load_adapters(directory)
@@ -248,6 +256,8 @@ class Checkpoints:
 
         def check() -> None:
             for name, path in adapter_directories(self._model, directory).items():
+                if not (path / _ADAPTER_NAME).is_file():
+                    raise CheckpointError(missing_file(path / _ADAPTER_NAME))
                 file = SafetensorsFile(path / _ADAPTER_NAME)
                 for key, value in get_peft_model_state_dict(self._model, adapter_name=name).items():
                     if key not in file.entries:
@@ -364,17 +374,17 @@ class Checkpoints:
 
 
 def has_training_state(directory: str | os.PathLike[str]) -> bool:
-    """Whether a directory has a training state in this package's format."""
-    return (Path(directory) / INDEX_NAME).is_file()
+    """Whether a directory has a training state in this package's format, or only some files of one."""
+    return any(any(Path(directory).glob(name)) for name in (INDEX_NAME, "optimizer-*.safetensors"))
 
 
 def has_torch_state(directory: str | os.PathLike[str]) -> bool:
-    """Whether a directory has an ``optimizer.pt``."""
-    return torch_paths(directory)[0].is_file()
+    """Whether a directory has an ``optimizer.pt``, or one of a later optimizer."""
+    return any(any(Path(directory).glob(name)) for name in ("optimizer.pt", "optimizer_[0-9]*.pt"))
 
 
 def adapter_directories(model: torch.nn.Module, directory: str | os.PathLike[str]) -> dict[str, Path]:
-    """The directories of a PEFT model's adapters in a checkpoint, by adapter name; empty if it has no adapter files.
+    """The directories of a PEFT model's adapters in a checkpoint, by adapter name; empty if no adapter has its file.
 
     Args:
         model: The model.
@@ -382,7 +392,7 @@ def adapter_directories(model: torch.nn.Module, directory: str | os.PathLike[str
     """
     names = getattr(model, "peft_config", None) or {}
     places = {name: Path(directory) / ("" if name == "default" else name) for name in names}
-    return {name: path for name, path in places.items() if (path / _ADAPTER_NAME).is_file()}
+    return places if any((path / _ADAPTER_NAME).is_file() for path in places.values()) else {}
 
 
 def _value_of(tensor: ManagedTensor, values: Mapping[str, torch.Tensor]) -> torch.Tensor | None:

@@ -71,12 +71,15 @@ def unpickled(data: torch.Tensor, key: str, path: Path) -> Any:
         ) from error
 
 
-def save_others(directory: str | os.PathLike[str], states: Mapping[str, Mapping[str, Any]]) -> None:
+def save_others(directory: str | os.PathLike[str], states: Mapping[str, Mapping[str, Any]]) -> bool:
     """Writes states, if there are any.
 
     Args:
         directory: A directory that exists.
         states: The states.
+
+    Returns:
+        Whether there are any.
 
     Raises:
         CheckpointError: If they cannot be written, or one cannot be pickled.
@@ -93,9 +96,11 @@ def save_others(directory: str | os.PathLike[str], states: Mapping[str, Mapping[
             else:
                 tensors[f"{place}/{key}"] = pickled(value, key, "a parameter that is in no chunk")
                 objects.append(f"{place}/{key}")
-    if tensors or values:
-        metadata = {"format": "pt", "values": json.dumps(values), "objects": json.dumps(objects)}
-        write_safetensors(Path(directory) / OTHERS_NAME, tensors, metadata)
+    if not (tensors or values):
+        return False
+    metadata = {"format": "pt", "values": json.dumps(values), "objects": json.dumps(objects)}
+    write_safetensors(Path(directory) / OTHERS_NAME, tensors, metadata)
+    return True
 
 
 def read_others(directory: str | os.PathLike[str]) -> OtherStates:

@@ -8,8 +8,9 @@ cannot hold are bytes of ``torch.save``, whose names are in the metadata.
 
 Rank 0 adds ``optimizer.index.json`` with the files, the shapes of the parameters, and the param groups. Its entry
 ``optimizers`` has the groups again, by optimizer and in torch's order of parameters, with ``null`` for a parameter
-whose state is in ``optimizer-others.safetensors``. The files do not depend on chunks, budgets or devices, so any number
-of processes can read them with any settings: each process finds the files of its elements, and reads only those.
+whose state is in ``optimizer-others.safetensors``; ``has_others`` says whether that file was written. The files do not
+depend on chunks, budgets or devices, so any number of processes can read them with any settings: each process finds the
+files of its elements, and reads only those.
 
 The format of ``torch.distributed.checkpoint`` is not used: its safetensors writer builds a whole file in memory before
 it writes any, and its own format has a pickled index that only torch reads. Both load into tensors beside the chunks.
@@ -170,6 +171,7 @@ class TrainingState:
             "version": _VERSION,
             "optimizer": self.optimizer.class_name,
             "files": [shard_name(rank, self._world_size) for rank in range(self._world_size)],
+            "has_others": save_others(directory, self.optimizer.other_states()),
             "param_groups": [
                 {**_plain(group), "params": names}
                 for group, names in zip(self.optimizer.param_groups, self.optimizer.named_groups(), strict=True)
@@ -187,7 +189,6 @@ class TrainingState:
             (Path(directory) / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise CheckpointError(describe_failure(Path(directory) / INDEX_NAME, error)) from error
-        save_others(directory, self.optimizer.other_states())
 
     def owned(self) -> Iterator[ManagedTensor]:
         """The parameters with optimizer states of which this rank has a part at home, in the order of chunks."""
@@ -301,6 +302,14 @@ class TrainingState:
                 )
 
 
+def _missing(path: Path) -> str:
+    """The message of an error: a file is missing without which the other files of the state cannot be read."""
+    return (
+        f"{missing_file(path)}; or delete every optimizer-* and {INDEX_NAME} beside it, to go on with optimizer.pt if "
+        "that is there, and otherwise with a new optimizer"
+    )
+
+
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a param group that JSON can hold: numbers, texts, and tuples of them."""
     plain = {key: _simplified(value) for key, value in group.items() if key != "params"}
@@ -370,10 +379,13 @@ class SavedState:
             own_groups = [group["params"] for group in self.groups]  # older files lack it
             self.optimizers: list[list[list[str | None]]] = index.get("optimizers", [own_groups])
             names = [str(name) for name in index["files"]]
+            has_others = bool(index.get("has_others"))  # older files lack it
         except FileNotFoundError as error:
-            raise CheckpointError(missing_file(self.path)) from error
+            raise CheckpointError(_missing(self.path)) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(damaged(f"'{self.path}' is not the index of a training state: {error}")) from error
+        if has_others and not (self.path.parent / OTHERS_NAME).is_file():
+            raise CheckpointError(_missing(self.path.parent / OTHERS_NAME))
         self.others = read_others(directory)
         self.values: dict[str, dict[str, Any]] = {}
         self._objects: set[str] = set()

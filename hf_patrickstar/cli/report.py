@@ -1,4 +1,4 @@
-"""``hf-patrickstar report``: a page of a run, from what it has recorded in its output directory."""
+"""``hf-patrickstar report``: a page of a run, from what it has recorded."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.report.page import write_page
 from hf_patrickstar.report.run_page import SAME, run_page
-from hf_patrickstar.report.run_record import FOLDER, read_run
+from hf_patrickstar.report.run_record import read_run, record_folder
 
 _OF_SPEED = ("seconds", "to_device_nbytes", "to_host_nbytes")
 _NUMBERS = (_OF_SPEED, ("num", "num_on_device"), ("need_nbytes",), ("need_nbytes",))
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> None:
         page = run_page(found, plan, None if found.timeline is None else trace_beside(path).name)
     except KeyError as error:
         raise ConfigError(
-            f"the record of a run in '{pathlib.Path(options.directory) / FOLDER}' lacks {error}, which the page shows: "
+            f"the record of a run in '{record_folder(options.directory)}' lacks {error}, which the page shows: "
             "was it changed by hand? Name the output_dir of another run"
         ) from error
     write_page(page, path, "--html")

@@ -3,9 +3,10 @@
 import contextlib
 import dataclasses
 import functools
+import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from accelerate import Accelerator
 
 from hf_patrickstar.checkpoint.checkpoints import has_training_state
 from hf_patrickstar.checkpoint.found_weights import FoundWeights, find_weights
-from hf_patrickstar.checkpoint.storage import describe_failure, remove_checkpoint
+from hf_patrickstar.checkpoint.storage import describe_failure, missing_file, remove_checkpoint
 from hf_patrickstar.checkpoint.torch_state import torch_paths
 from hf_patrickstar.checkpoint.transaction import Checkpoint
 from hf_patrickstar.engine import PatrickStarEngine
@@ -23,6 +24,9 @@ from hf_patrickstar.integrations.accelerator_optimizers import unwrapped
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.runtime.together import roots_of
 
+logger = logging.getLogger(__name__)
+
+RANDOM_LOST = "random numbers are others than in an uninterrupted run"
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 
@@ -40,6 +44,37 @@ def having(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+def warn_of_missing(directory: str | os.PathLike[str], missing: Mapping[str, str]) -> None:
+    """Warns of files that a checkpoint lacks, although it can be loaded.
+
+    Args:
+        directory: The checkpoint.
+        missing: The files, each with what is lost without it.
+    """
+    names, lost = ", ".join(missing), ", ".join(dict.fromkeys(missing.values()))
+    logger.warning("patrickstar: '%s' lacks %s: %s. To resume exactly, copy them there", directory, names, lost)
+
+
+def note_missing(
+    engine: PatrickStarEngine, directory: str | os.PathLike[str], missing: Mapping[str, str]
+) -> Sequence[Mapping[str, str]]:
+    """Lets the first process warn of the files that any process misses; all processes call it together.
+
+    Args:
+        engine: The engine that loads the checkpoint.
+        directory: See ``warn_of_missing``.
+        missing: What this process misses.
+
+    Returns:
+        What each rank misses.
+    """
+    found: Sequence[Mapping[str, str]] = engine.collectives.exchange_objects(dict(missing), "loads a checkpoint")
+    lost = {name: what for files in found for name, what in files.items()}
+    if lost and engine.collectives.rank == 0:
+        warn_of_missing(directory, lost)
+    return found
 
 
 class AcceleratorCheckpoints(Accelerator):
@@ -176,6 +211,8 @@ class AcceleratorCheckpoints(Accelerator):
                 for engine, state in zip(engines, states, strict=True):
                     engine.checkpoints.together(functools.partial(_check_presence, state))
                     engine.checkpoints.check_state(state)
+            engines[0].checkpoints.together(functools.partial(self._check_others, directory))
+            note_missing(engines[0], directory, self._missing_others(directory))
             if self._load_model_state_pre_hook:  # the hooks get all models, and may load them
                 super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
                 # After the weights: masters have more bits than what a hook may have loaded.
@@ -190,6 +227,25 @@ class AcceleratorCheckpoints(Accelerator):
             for engine, weights, state in zip(engines, found, states, strict=True):
                 engine.checkpoints.load_parts(weights, state)
             super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+
+    def _check_others(self, directory: Path) -> None:
+        """Raises ``CheckpointError`` if a file is missing that Accelerate would miss when the weights are loaded."""
+        kinds = {"optimizer.bin": self._optimizers, "scheduler.bin": self._schedulers}
+        paths = [path for name, items in kinds.items() for path in torch_paths(directory, len(items), name)]
+        for path in paths if self.scaler is None else [*paths, directory / "scaler.pt"]:
+            if not path.is_file():
+                raise CheckpointError(missing_file(path))
+
+    def _missing_others(self, directory: Path) -> dict[str, str]:
+        """Files without which Accelerate goes on in silence, and what is lost then."""
+        paths = torch_paths(directory, len(self._dataloaders), "dl_state_dict.bin")
+        wanted = {
+            path.name: "its data begin anew"
+            for path, loader in zip(paths, self._dataloaders, strict=True)
+            if getattr(loader, "use_stateful_dataloader", False)
+        }
+        wanted[f"random_states_{self.process_index}.pkl"] = RANDOM_LOST
+        return {name: what for name, what in wanted.items() if not (directory / name).is_file()}
 
     def _find_weights(self, engine: PatrickStarEngine, directory: Path, strict: bool) -> FoundWeights:
         """The weights of an engine's models, under the names that parameters have in the engine."""

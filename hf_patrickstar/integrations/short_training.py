@@ -149,7 +149,7 @@ def _change_arguments(task: Task, arguments: Any) -> None:
     if getattr(arguments, "warmup_ratio", None) is not None:
         values["warmup_ratio"] = 0.0
     if hasattr(arguments, "patrickstar"):
-        values["patrickstar"] = task.is_chunked
+        values |= {"patrickstar": task.is_chunked, "patrickstar_report": False}
         if not task.is_chunked:
             arguments.patrickstar_config = None
     set_known(arguments, values)

@@ -67,7 +67,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         ``patrickstar_logging`` selects the figures: by default a console gets at most three, and all other callbacks
         (``report_to``) get all that docs/logs.md lists. Counts and moved bytes are means per optimizer step since the
         last such log; sizes are in bytes. ``log_history`` gets none, so that a resumed run has the same history. With
-        ``patrickstar_report`` they are recorded in the output directory, too.
+        ``patrickstar_report`` they are recorded, too.
 
         Args:
             logs: The values to log.

@@ -8,22 +8,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, TrainOutput, sort_checkpoints
 
 from hf_patrickstar.checkpoint.checkpoints import has_torch_state, has_training_state
 from hf_patrickstar.checkpoint.export import torch_state_dict
 from hf_patrickstar.checkpoint.found_weights import FoundWeights, find_weights
 from hf_patrickstar.checkpoint.storage import remove_checkpoint, remove_leftovers
+from hf_patrickstar.checkpoint.training_state import INDEX_NAME
 from hf_patrickstar.checkpoint.transaction import Checkpoint
 from hf_patrickstar.checkpoint.weight_files import has_weights, load_torch_file
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import CheckpointError
-from hf_patrickstar.integrations.accelerator_checkpoints import get_engine, having
+from hf_patrickstar.integrations.accelerator_checkpoints import (
+    RANDOM_LOST,
+    get_engine,
+    having,
+    note_missing,
+    warn_of_missing,
+)
 from hf_patrickstar.integrations.conversion.checkpoints import check_origin
 
 logger = logging.getLogger(__name__)
 
+_STATE_LOST = "the optimizer and the schedule of learning rates begin anew"
 _URGENT = "checkpoint-is-incomplete.txt"
 """The Trainer puts this file into a checkpoint that it saves because the process is about to be killed."""
 
@@ -224,21 +232,50 @@ class TrainerCheckpoints(_AnyTrainer):
         engine.follow_model()
         checkpoints = engine.checkpoints
         weights = checkpoints.together(lambda: _without_error(found))
-        scheduler = Path(checkpoint or "") / SCHEDULER_NAME
-        has_state = checkpoint is not None and (has_training_state(checkpoint) or has_torch_state(checkpoint))
-        if not (has_state and scheduler.is_file()):  # as the Trainer, load both or none
+        if checkpoint is None or self._begins_anew(engine, checkpoint):
             checkpoints.load_parts(weights)
             return
-        schedule = checkpoints.together(lambda: load_torch_file(scheduler))
+        schedule = checkpoints.together(lambda: load_torch_file(Path(checkpoint) / SCHEDULER_NAME))
         checkpoints.load_parts(weights, checkpoint)
         assert self.lr_scheduler is not None
         self.lr_scheduler.load_state_dict(schedule)
 
+    def _begins_anew(self, engine: PatrickStarEngine, checkpoint: str) -> bool:
+        """Whether optimizer and schedule begin anew: as the Trainer, the engine loads both or none.
+
+        Raises:
+            CheckpointError: If only some processes find both.
+        """
+        found = note_missing(engine, checkpoint, self._missing_files(checkpoint))
+        without = [rank for rank, files in enumerate(found) if _STATE_LOST in files.values()]
+        if 0 < len(without) < len(found):
+            name = next(name for name, what in found[without[0]].items() if what == _STATE_LOST)
+            raise CheckpointError(
+                f"rank {without[0]} finds no {name} in '{checkpoint}', where other ranks find theirs; copy the files "
+                "of the checkpoint to its machine (the Trainer writes them there with save_on_each_node)"
+            )
+        return bool(without)
+
+    def _missing_files(self, checkpoint: str) -> dict[str, str]:
+        """Files that a checkpoint lacks and that the Trainer goes on without, each with what is lost then."""
+        is_alone = self.args.world_size == 1
+        wanted = {
+            SCHEDULER_NAME: _STATE_LOST,
+            "rng_state.pth" if is_alone else f"rng_state_{self.args.process_index}.pth": RANDOM_LOST,
+        }
+        if self.accelerator.scaler is not None:
+            wanted[SCALER_NAME] = "the loss scale begins anew"
+        has_state = has_training_state(checkpoint) or has_torch_state(checkpoint)
+        missing = {} if has_state else {f"{INDEX_NAME} (or {OPTIMIZER_NAME})": _STATE_LOST}
+        return missing | {name: what for name, what in wanted.items() if not (Path(checkpoint) / name).is_file()}
+
     def _load_without_engine(self, checkpoint: str | None) -> None:
         """Loads as the Trainer does, and also from a checkpoint that was saved with ``patrickstar``."""
         optimizer, scheduler = (Path(checkpoint or "") / name for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
-        is_ours = checkpoint is not None and has_training_state(checkpoint) and scheduler.is_file()
-        if not is_ours or optimizer.is_file():
+        is_ours = checkpoint is not None and has_training_state(checkpoint) and not optimizer.is_file()
+        if is_ours and not scheduler.is_file():
+            warn_of_missing(str(checkpoint), {SCHEDULER_NAME: _STATE_LOST})
+        if not is_ours or not scheduler.is_file():
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         assert self.optimizer is not None

@@ -29,8 +29,8 @@ class PatrickStarArgumentsMixin:
             figures, every other callback (those of ``report_to``) gets all of them under the names in docs/logs.md.
             ``"all"``: a console shows all too. ``"off"``: nothing. ``log_history`` never has any. Unless it is
             ``"off"``, a console also shows what is expected before the run, and what the run came to.
-        patrickstar_report: Record in ``output_dir/_patrickstar`` what ``hf-patrickstar report`` shows: about a KiB for
-            each log of a training loss, by one process.
+        patrickstar_report: Record in the cache (``HF_ASSETS_CACHE``) what ``hf-patrickstar report OUTPUT_DIR`` shows:
+            about a KiB for each log of a training loss, by one process. ``output_dir`` gets nothing of it.
 
     Raises:
         ConfigError: If arguments cannot work together.
@@ -57,7 +57,7 @@ class PatrickStarArgumentsMixin:
     patrickstar_report: bool = dataclasses.field(
         default=True,
         metadata={
-            "help": "Record small files in output_dir/_patrickstar that 'hf-patrickstar report' makes a page of. "
+            "help": "Record small files in the cache that 'hf-patrickstar report OUTPUT_DIR' makes a page of. "
             "No effect without --patrickstar."
         },
     )
@@ -163,8 +163,8 @@ class PatrickStarTrainingArguments(PatrickStarArgumentsMixin, TrainingArguments)
             figures, every other callback (those of ``report_to``) gets all of them under the names in docs/logs.md.
             ``"all"``: a console shows all too. ``"off"``: nothing. ``log_history`` never has any. Unless it is
             ``"off"``, a console also shows what is expected before the run, and what the run came to.
-        patrickstar_report: Record in ``output_dir/_patrickstar`` what ``hf-patrickstar report`` shows: about a KiB for
-            each log of a training loss, by one process.
+        patrickstar_report: Record in the cache (``HF_ASSETS_CACHE``) what ``hf-patrickstar report OUTPUT_DIR`` shows:
+            about a KiB for each log of a training loss, by one process. ``output_dir`` gets nothing of it.
 
     Source: the design of ``transformers.TrainingArguments``; the settings are those of PatrickStar sections 6 and 8.
 

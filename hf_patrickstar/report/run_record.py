@@ -1,19 +1,23 @@
-"""What a run leaves in its output directory for a report: small files, written by one process.
+"""What a run leaves for a report: small files, written by one process.
 
 [Note: the record of a run]
-``_patrickstar/run.json`` has what the run is and the latest survey of the engine; it is replaced as a whole, by a
-rename, when the survey has changed. ``_patrickstar/steps.jsonl`` has a line for each log, which is appended by one
-write; a line that a kill has cut short is the last one, and is left out when the file is read. A run that is resumed
-goes on with the file: a line of training makes all earlier lines of the same step and of later ones void. The Trainer
-does not upload names that begin with an underscore.
+The record is a directory in the user's cache, named after the path of the run's output directory: scripts count what is
+in an output directory, or begin only in an empty one. ``run.json`` has what the run is and the latest survey of the
+engine; it is replaced as a whole, by a rename, when the survey has changed. ``steps.jsonl`` has a line for each log,
+which is appended by one write; a line that a kill has cut short is the last one, and is left out when the file is read.
+A run that is resumed goes on with the file: a line of training makes all earlier lines of the same step and of later
+ones void. A new record deletes the oldest where there are too many.
 """
 
+import contextlib
 import dataclasses
+import hashlib
 import json
 import logging
 import math
 import os
 import pathlib
+import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,11 +28,28 @@ from hf_patrickstar.schedule.clock import Timeline
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "_patrickstar"
 RUN = "run.json"
 STEPS = "steps.jsonl"
 FORMAT = 1
 """The version of both files."""
+_FORMER_FOLDER = "_patrickstar"
+"""Where runs of earlier versions have their record, in their output directory."""
+_MOST_RECORDS = 100
+
+
+def record_folder(output_dir: str | os.PathLike[str]) -> pathlib.Path:
+    """The directory of a run's record, which need not exist; see [Note: the record of a run].
+
+    Args:
+        output_dir: The run's output directory.
+
+    Raises:
+        OSError: If the cache cannot be made.
+    """
+    from huggingface_hub import cached_assets_path
+
+    name = hashlib.sha256(os.path.realpath(output_dir).encode()).hexdigest()
+    return cached_assets_path("hf_patrickstar", namespace="runs", subfolder="1") / name
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +85,7 @@ class RunRecorder:
     """
 
     def __init__(self, output_dir: str | os.PathLike[str], about: Mapping[str, Any], *, is_resumed: bool) -> None:
-        self._folder = pathlib.Path(output_dir) / FOLDER
+        self._output_dir = os.path.realpath(output_dir)
         self._about = dict(about)
         self._written = ""
         self._timeline: dict[str, Any] | None = None
@@ -82,15 +103,20 @@ class RunRecorder:
 
     def note_survey(self, survey: Survey) -> None:
         """Writes a survey, if it is another one than the last."""
-        values = {"format": FORMAT, "about": self._about, "survey": survey.to_dict()}
+        values = {
+            "format": FORMAT,
+            "output_dir": self._output_dir,
+            "about": self._about,
+            "survey": survey.to_dict(),
+        }
         text = json.dumps(values if self._timeline is None else {**values, "timeline": self._timeline})
         if not self._is_on or text == self._written:
             return
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            partial = self._folder / f"{RUN}.partial"
+            folder = self._folder()
+            partial = folder / f"{RUN}.partial"
             partial.write_text(text, encoding="utf-8")
-            os.replace(partial, self._folder / RUN)
+            os.replace(partial, folder / RUN)
         except OSError as error:
             self._give_up(error)
         self._written = text
@@ -106,20 +132,35 @@ class RunRecorder:
             return
         line = json.dumps({name: _finite(value) for name, value in values.items()})
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with open(self._folder / STEPS, self._mode, encoding="utf-8") as file:
+            with open(self._folder() / STEPS, self._mode, encoding="utf-8") as file:
                 file.write(f"{self._before}{line}\n")
         except OSError as error:
             self._give_up(error)
         self._mode, self._before = "a", ""
 
+    def _folder(self) -> pathlib.Path:
+        folder = record_folder(self._output_dir)
+        if not folder.is_dir():
+            folder.mkdir(exist_ok=True)
+            _delete_old(folder.parent)
+        return folder
+
     def _give_up(self, error: OSError) -> None:
         self._is_on = False
         logger.warning(
             "patrickstar: '%s' cannot be written (%s): nothing more is recorded for 'hf-patrickstar report'",
-            self._folder,
+            error.filename,
             error.strerror,
         )
+
+
+def _delete_old(place: pathlib.Path) -> None:
+    found = []
+    for path in place.iterdir():
+        with contextlib.suppress(OSError):  # deleted by another process
+            found.append((path.stat().st_mtime, path))
+    for _, path in sorted(found)[:-_MOST_RECORDS]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def read_run(output_dir: str | os.PathLike[str]) -> Run:
@@ -131,13 +172,15 @@ def read_run(output_dir: str | os.PathLike[str]) -> Run:
     Raises:
         ConfigError: If there is no record, or it cannot be read.
     """
-    folder = pathlib.Path(output_dir) / FOLDER
-    path = folder / RUN
-    if not path.is_file():
+    folders = (record_folder(output_dir), pathlib.Path(output_dir) / _FORMER_FOLDER)
+    folder = next((folder for folder in folders if (folder / RUN).is_file()), None)
+    if folder is None:
         raise ConfigError(
-            f"'{output_dir}' has no record of a run ({FOLDER}/{RUN}): name the output_dir of a run with --patrickstar "
-            "that has logged a training loss, and that was not given --patrickstar_report false"
+            f"'{output_dir}' has no record of a run: name the output_dir of a run with --patrickstar that has logged a "
+            "training loss, and that was not given --patrickstar_report false. Records are in the cache of the machine "
+            f"('{folders[0].parent}'): if the run had another one, set HF_ASSETS_CACHE as it was there"
         )
+    path = folder / RUN
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         version, about, survey = values["format"], dict(values["about"]), Survey.from_dict(values["survey"])

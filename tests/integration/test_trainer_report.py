@@ -14,7 +14,7 @@ from transformers import HfArgumentParser
 from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.memory.simulation import SimulatedDriver
-from hf_patrickstar.report.run_record import FOLDER, STEPS, read_run
+from hf_patrickstar.report.run_record import STEPS, read_run, record_folder
 from hf_patrickstar.report.timeline import to_trace
 from hf_patrickstar.schedule.clock import Lane
 
@@ -62,7 +62,7 @@ def test_the_survey_is_that_of_the_engine(trained):
 
 def test_the_record_is_small(trained):
     _, _, found, folder = trained
-    lines = (folder / FOLDER / STEPS).read_text().splitlines()
+    lines = (record_folder(folder) / STEPS).read_text().splitlines()
     assert len(lines) >= len(found.steps)
     assert max(map(len, lines)) < 4096
 
@@ -245,7 +245,7 @@ def test_without_a_report_nothing_is_written(logging, tmp_path):
     for is_wanted in (False, True):
         folder = tmp_path / str(is_wanted)
         train("gpt2", folder, tight(), max_steps=1, patrickstar_logging=logging, patrickstar_report=is_wanted)
-        assert (folder / FOLDER).exists() == is_wanted
+        assert record_folder(folder).exists() == is_wanted
 
 
 def test_the_argument(tmp_path):

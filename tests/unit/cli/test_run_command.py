@@ -15,6 +15,7 @@ from hf_patrickstar.cli import run as run_command
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.integrations import inherited, unchanged
+from hf_patrickstar.report.run_record import record_folder
 
 TESTS = pathlib.Path(__file__).parents[2]
 RUN = ["-m", "hf_patrickstar", "run"]
@@ -115,8 +116,8 @@ def test_command_lines_of_trl_are_the_same_to_the_bit_and_launchers_pass_it_on(t
         expected, got = (load_file(tmp_path / f"{which}-{name}" / "model.safetensors") for which in ("plain", kind))
         assert expected.keys() == got.keys()
         assert all(value.equal(got[key]) for key, value in expected.items()), (kind, name)
-        assert (tmp_path / f"{kind}-{name}" / "_patrickstar").is_dir(), "it trained in chunks"
-    assert not (tmp_path / "plain-sft" / "_patrickstar").exists()
+        assert record_folder(tmp_path / f"{kind}-{name}").is_dir(), "it trained in chunks"
+    assert not record_folder(tmp_path / "plain-sft").exists()
 
 
 def test_check_and_plan_know_stock_scripts(tmp_path):

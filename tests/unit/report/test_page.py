@@ -12,7 +12,7 @@ from hf_patrickstar.report.blocks import Bullets, Cell, Fact, Page, Section, Tab
 from hf_patrickstar.report.page import render, write_page
 from hf_patrickstar.report.plan_page import plan_page
 from hf_patrickstar.report.run_page import run_page, typical
-from hf_patrickstar.report.run_record import Run, RunRecorder
+from hf_patrickstar.report.run_record import Run, RunRecorder, record_folder
 from hf_patrickstar.report.survey import Survey, SurveyedChunk, Tide
 from hf_patrickstar.schedule.clock import Clock, Lane
 from hf_patrickstar.units import MIB
@@ -216,7 +216,7 @@ def test_a_record_that_lacks_something_is_told(about, row, tmp_path, capsys):
     recorder.note_step(row)
     assert main(["report", str(tmp_path)]) == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"hf-patrickstar report: the record of a run in '{tmp_path}/_patrickstar' lacks ")
+    assert err.startswith(f"hf-patrickstar report: the record of a run in '{record_folder(tmp_path)}' lacks ")
     assert err.count("\n") == 1
 
 
