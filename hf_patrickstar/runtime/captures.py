@@ -1,16 +1,8 @@
-"""Tracing, exporting and compiling of live models.
+"""Tracing and exporting of live models: torch's C++ code there does not call ``__torch_function__``.
 
-Torch's C++ code does not call ``__torch_function__``.
 A traced or exported module keeps its parameters and computes with them in C++, where a released parameter is NaN. So
 torch gets an ordinary copy of the model, with the present values in memory of its own. While an engine is attached,
 torch's entry points make that copy; models that are not live pass through unchanged.
-
-[Note: compiled parts]
-A part of a model that is compiled (``torch.compile``, ``module.compile()``) is no copy: dynamo traces the user's Python
-code, and would trace the engine's hooks on its modules, too. What they do to a parameter while dynamo notes what the
-parameter is like is what its guards then fail on. So dynamo skips the whole package: a graph ends where a hook begins,
-the hook runs as it is written, and the next graph begins after it. Of a parameter dynamo notes the tensor that is
-there, placeholder or value, since its guards look at that one.
 """
 
 import copy
@@ -47,7 +39,7 @@ class Capture:
 
 
 def attach(user: Any) -> None:
-    """Lets live models be captured until ``detach``, or as long as the user object lives; dynamo skips the package.
+    """Lets live models be captured until ``detach``, or as long as the user object lives.
 
     Args:
         user: The object that needs this.
@@ -56,11 +48,6 @@ def attach(user: Any) -> None:
         if not isinstance(getattr(owner, name), Capture):
             setattr(owner, name, Capture(getattr(owner, name)))
         getattr(owner, name).users.add(user)
-    # Any optimizer of torch has imported it by now; it takes as long as torch itself to import.
-    from torch._dynamo import trace_rules
-
-    if not trace_rules.check_file(__file__).skipped:
-        trace_rules.add(__package__.partition(".")[0])
 
 
 def detach(user: Any) -> None:
