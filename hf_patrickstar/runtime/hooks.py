@@ -98,7 +98,7 @@ class ModelHooks:
         """Registers hooks of modules that are new, removes those of modules that are gone, and notes what all hold."""
         self._names = {module: name or type(self._model).__name__ for name, module in self._model.named_modules()}
         compiled = {module: calls_of(module) for module in self._names if is_compiled(module)}
-        if compiled != self._compiled:
+        if compiled != self._compiled:  # others have hooks now
             for module in list(self._of_modules):
                 self._detach_module(module)
         inside = {part for module in compiled for part in module.modules() if part is not module}
