@@ -73,11 +73,12 @@ def by_forward(model, **how):
         block.forward = torch.compile(block.forward, **how)
 
 
-def leaves(model, **how):
-    model.words.compile(backend=how["backend"])  # of an embedding torch compiles nothing, and fullgraph refuses that
+def leaves(model, backend, **_):
+    """Not with fullgraph: of a leaf that is compiled in place torch compiles nothing, and fullgraph refuses that."""
+    model.words.compile(backend=backend)
     for block in model.blocks:
-        block.left.compile(**how)
-        block.right = torch.compile(getattr(block.right, "_orig_mod", block.right), **how)
+        block.left.compile(backend=backend)
+        block.right = torch.compile(getattr(block.right, "_orig_mod", block.right), backend=backend)
 
 
 def by_function(model, **how):
