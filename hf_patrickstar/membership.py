@@ -26,7 +26,7 @@ from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.payloads import Payloads
-from hf_patrickstar.runtime.admission import check_values
+from hf_patrickstar.runtime.admission import check_modules, check_values
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.hooks import ModelHooks
@@ -133,6 +133,7 @@ class Membership:
         Raises:
             BudgetError: If there is no room for new parameters; nothing has changed then.
             EngineError: If a new parameter cannot be managed.
+            ConfigError: If a new module cannot, or the model was compiled as a whole.
         """
         if not self._parts.hooks.may_have_changed(is_training) or _is_functional_call():
             return False
@@ -146,6 +147,7 @@ class Membership:
 
     def _compare(self, is_training: bool) -> _Change:
         manager = self._parts.manager
+        check_modules(self._parts.model)
         for swapped in [tensor for tensor in manager.tensors if not tensor.is_ours]:
             manager.writes.give_up_swapped(swapped)
         held = holders(item.inner for item in self._parts.optimizers)

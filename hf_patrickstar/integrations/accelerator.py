@@ -103,8 +103,9 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
         compiler = getattr(getattr(self.state, "dynamo_plugin", None), "backend", None)
         if compiler is not None and compiler != DynamoBackend.NO:
             raise ConfigError(
-                f"Accelerate was configured to compile with {compiler.value}, which traces the engine's hooks away; "
-                "remove the dynamo backend from the accelerate config or from the arguments"
+                f"Accelerate was configured to compile the whole model with {compiler.value}, so that all parameters "
+                "would be on the device at once; remove the dynamo backend from the accelerate config or from the "
+                "arguments, and compile blocks of the model (block.compile() for each)"
             )
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if launched > 1 and self.num_processes == 1:

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 
 from hf_patrickstar.errors import ConfigError, EngineError
+from hf_patrickstar.runtime.compiled import is_compiled
+from hf_patrickstar.runtime.together import roots_of
 
 
 def check_model(model: torch.nn.Module) -> None:
@@ -15,13 +17,35 @@ def check_model(model: torch.nn.Module) -> None:
         model: The model, not yet managed or managed already.
 
     Raises:
-        ConfigError: If it is wrapped, compiled, quantized, sharded, or uses reentrant checkpointing.
+        ConfigError: If it is wrapped, compiled as a whole or to C++ code, quantized, sharded, or uses reentrant
+            checkpointing.
+    """
+    check_modules(model)
+    _check_parameters(model)
+
+
+def check_modules(model: torch.nn.Module) -> None:
+    """Refuses a model with modules that the engine cannot give values to; see ``check_model``.
+
+    Args:
+        model: The model.
+
+    Raises:
+        ConfigError: If there is such a module.
     """
     if isinstance(model, torch.nn.DataParallel):
         raise ConfigError("the model is wrapped in nn.DataParallel; pass the model itself (model.module)")
-    if hasattr(model, "_orig_mod"):
-        raise ConfigError("the model is compiled, which traces the engine's hooks away; pass the model itself")
+    if any(hasattr(root, "_orig_mod") or is_compiled(root) for root in roots_of(model)):
+        raise ConfigError(
+            "the model is compiled as a whole, so that all parameters would be on the device at once; pass the model "
+            "itself, and compile its blocks (block.compile() for each)"
+        )
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            raise ConfigError(
+                f"module '{name}' is compiled by torch.jit to C++ code, which finds no values in the parameters of "
+                "the model; put the module in its place that it was made from"
+            )
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
         if getattr(checkpoint, "keywords", {}).get("use_reentrant"):
             kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
@@ -29,6 +53,9 @@ def check_model(model: torch.nn.Module) -> None:
                 f"module '{name}' uses reentrant checkpointing, which hides the backward of parameters; call "
                 f"model.{kind}_checkpointing_enable({kind}_checkpointing_kwargs={{'use_reentrant': False}})"
             )
+
+
+def _check_parameters(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if is_left_out(parameter):
             continue

@@ -20,6 +20,7 @@ from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.runtime.autograd import Autograd, refuse_reentrant
 from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.compiled import CompiledCall, calls_of, hide_from_dynamo, is_compiled
 from hf_patrickstar.runtime.frames import Frame, current_stage
 from hf_patrickstar.runtime.live_model import LiveModel
 from hf_patrickstar.runtime.live_parameter import RAW, requires_grad, take_raw_grad
@@ -66,6 +67,7 @@ class ModelHooks:
         self._places: list[dict[str, Any]] = []  # where modules keep their parameters and modules
         self._structure: tuple[list[int], list[Any]] = [], []  # at the last look: entries per place, all entries
         self._names: dict[torch.nn.Module, str] = {}
+        self._compiled: dict[torch.nn.Module, Any] = {}  # with what is called; see [Note: compiled parts]
         self._parameters, self._phases = manager.parameters, manager.phases
         self._frames = manager.phases.frames
         self._autograd = Autograd(manager.phases, manager.copies)
@@ -78,6 +80,7 @@ class ModelHooks:
 
     def attach(self) -> None:
         """Registers everything."""
+        hide_from_dynamo()
         self._attach_modules()
         for tensor in self._manager.tensors:
             self._attach_tensor(tensor)
@@ -94,6 +97,12 @@ class ModelHooks:
     def _attach_modules(self) -> None:
         """Registers hooks of modules that are new, removes those of modules that are gone, and notes what all hold."""
         self._names = {module: name or type(self._model).__name__ for name, module in self._model.named_modules()}
+        compiled = {module: calls_of(module) for module in self._names if is_compiled(module)}
+        if compiled != self._compiled:  # others have hooks now
+            for module in list(self._of_modules):
+                self._detach_module(module)
+        inside = {part for module in compiled for part in module.modules() if part is not module}
+        self._compiled = compiled
         held = {module: self._held_by(module) for module in self._names if any(True for _ in module.parameters())}
         for module in [module for module in self._of_modules if module not in held]:
             self._detach_module(module)
@@ -101,7 +110,9 @@ class ModelHooks:
             if module in self._of_modules:
                 self._of_modules[module][0][:] = own  # in place: its hooks refer to this list
             else:
-                self._of_modules[module] = own, self._attach_module(module, own)
+                self._of_modules[module] = own, [] if module in inside else self._attach_module(module, own)
+                self._of_modules[module][1].append(self._attach_filling(module))
+        self._compiled = {module: calls_of(module) for module in compiled}
         self._places = [place for module in self._names for place in (module._parameters, module._modules)]
         self._structure = self._found_structure()
 
@@ -165,7 +176,7 @@ class ModelHooks:
         return self._manager.has_new_groups
 
     def _found_structure(self) -> tuple[list[int], list[Any]]:
-        contents = [place.values() for place in self._places]
+        contents = [*(place.values() for place in self._places), *map(calls_of, self._names)]
         return list(map(len, contents)), list(itertools.chain.from_iterable(contents))
 
     def refresh(self) -> None:
@@ -211,6 +222,8 @@ class ModelHooks:
             if inside is not None:
                 inside.__enter__()
                 frame.saved_tensors = inside
+            if frame.stage is Stage.BACKWARD and _module in self._compiled:
+                self._replace_frozen(frame)
             return None
 
         def after(_module: torch.nn.Module, args: Any, output: Any) -> Any:
@@ -232,22 +245,29 @@ class ModelHooks:
                 self._leave_outermost(frame)
             return None if result is output else result
 
-        handles: list[Any] = [
+        if module._compiled_call_impl is not None:
+            return [CompiledCall(module, before, after)]
+        return [
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             module.register_forward_hook(after, always_call=True),
         ]
+
+    def _attach_filling(self, module: torch.nn.Module) -> Any:
         # torch marks this hook with an attribute, which a bound method cannot carry.
         fill = self._live_model.fill_state_dict
-        handles.append(module.register_state_dict_post_hook(lambda *args: fill(*args)))
-        return handles
+        return module.register_state_dict_post_hook(lambda *args: fill(*args))
+
+    def _computed_by(self, module: torch.nn.Module) -> list[torch.nn.Module]:
+        """The modules with whose parameters a module computes itself, instead of calling them."""
+        if module in self._compiled:
+            return list(module.modules())
+        return [module, module.out_proj] if isinstance(module, torch.nn.MultiheadAttention) else [module]
 
     def _held_by(self, module: torch.nn.Module) -> list[ManagedTensor]:
-        """What a module computes with itself, instead of calling the module that owns it."""
-        parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
-        if isinstance(module, torch.nn.MultiheadAttention):
-            parameters += module.out_proj.parameters()
-        found = [self._parameters.find(parameter) for parameter in parameters]
-        return [tensor for tensor in found if tensor is not None]
+        """What a module computes with itself, each parameter once."""
+        parameters = [parameter for part in self._computed_by(module) for parameter in part._parameters.values()]
+        found = [self._parameters.find(parameter) for parameter in parameters if parameter is not None]
+        return list({id(tensor): tensor for tensor in found if tensor is not None}.values())
 
     def _replace(self, frame: Frame, name: str) -> None:
         """Puts copies in the place of a module's parameters, for a forward under ``torch.func``.
@@ -255,17 +275,30 @@ class ModelHooks:
         There autograd keeps the parameter itself as an operand, which has no value any more when backward uses it, and
         saved-tensors hooks are not possible. The copies belong to the graph, and take memory as long as it lives.
         """
-        places = [frame.module]
-        if isinstance(frame.module, torch.nn.MultiheadAttention):
-            places.append(frame.module.out_proj)
-        for module in places:
-            for key, parameter in list(module._parameters.items()):
+        for places, key, tensor in self._places_of(frame.module):
+            self._parameters.acquire(tensor, name)
+            places[key] = tensor.parameter.clone()
+            self._parameters.release(tensor)
+            frame.replaced.append((places, key, tensor.parameter))
+
+    def _replace_frozen(self, frame: Frame) -> None:
+        """Puts frozen parameters that are aliases in the place of those of a compiled part that is recomputed.
+
+        Checkpointing would keep the objects of frozen ones, so these have no value; dynamo sees their values then.
+        """
+        for places, key, tensor in self._places_of(frame.module):
+            if not tensor.is_materialized and tensor.chunk.compute is not None:
+                value = tensor.view_copy(tensor.chunk.compute)
+                places[key] = torch.nn.Parameter(value, requires_grad=False)
+                frame.replaced.append((places, key, tensor.parameter))
+
+    def _places_of(self, module: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, ManagedTensor]]:
+        """Where what a module computes with is held: a dictionary, the name in it, and the parameter."""
+        for part in self._computed_by(module):
+            for key, parameter in list(part._parameters.items()):
                 tensor = None if parameter is None else self._parameters.find(parameter)
                 if tensor is not None:
-                    self._parameters.acquire(tensor, name)
-                    module._parameters[key] = tensor.parameter.clone()  # type: ignore[assignment]
-                    self._parameters.release(tensor)
-                    frame.replaced.append((module._parameters, key, tensor.parameter))
+                    yield part._parameters, key, tensor
 
     def _looks_up(self, tensor: ManagedTensor) -> bool:
         """Whether an embedding reads its rows at home; not if the user has hooks on the gradient of the weight."""

@@ -174,6 +174,8 @@ class AcquiredMixin(LiveMixin):
     @property
     def grad(self) -> torch.Tensor | None:
         """The gradient of this step so far."""
+        if is_dynamo_tracing():
+            return raw_grad(self)  # type: ignore[arg-type]
         return self._live.get_grad()
 
     @grad.setter
@@ -187,7 +189,7 @@ class ReleasedMixin(LiveMixin):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in WITHOUT_VALUE:
+        if func in WITHOUT_VALUE or is_dynamo_tracing():
             with RAW():
                 return func(*args, **(kwargs or {}))
         own = _OWN_ANSWERS.get(func)
@@ -314,6 +316,11 @@ def _refuse_gradient(_: Any) -> None:
         "backward came to a parameter that was moved to another device after the forward, by an engine that was made "
         "or detached, or by full_parameters(): run the backward before, or the forward again"
     )
+
+
+def is_dynamo_tracing() -> bool:
+    """Whether dynamo is at work on this thread and asks what the tensor is like; see [Note: compiled parts]."""
+    return torch._guards.TracingContext.try_get() is not None
 
 
 def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -76,7 +76,7 @@ def test_models_that_can_be_managed(make):
     ("make", "message"),
     [
         (lambda: torch.nn.DataParallel(make_model()), r"wrapped in nn\.DataParallel; pass .* \(model\.module\)"),
-        (compiled, "the model is compiled"),
+        (compiled, r"the model is compiled as a whole, .*; pass the model itself, and compile its blocks"),
         (functools.partial(checkpointed, True), r"module '1' uses .* model\.gradient_checkpointing_enable\(gradient_"),
         (checkpointed_by_diffusers, r"module '1' uses .* model\.activation_checkpointing_enable\(activation_"),
         (functools.partial(typed, "Params4bit"), r"parameter '1\.weight' is quantized by bitsandbytes \(Params4bit\)"),

@@ -1,0 +1,408 @@
+"""Parts of a model that the user has compiled: the bits, and the graphs, are those of the compiled model in torch."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from hf_patrickstar import BudgetError, ConfigError, initialize_engine
+from hf_patrickstar.runtime.gradient_mirrors import GradientMirrors
+
+WIDTH, VOCABULARY = 16, 40
+MOVING = {"chunk_numel": 1100, "chunk_budget": 5 * 4 * 1100}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    """Uses one value three times, whose gradients a graph adds up in an order of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.left, self.right, self.gate = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        y = self.norm(x)
+        return x + self.left(y).sigmoid() * self.right(y).tanh() * self.gate(y) * self.scale
+
+
+class Model(nn.Module):
+    """Blocks between an embedding and a head."""
+
+    def __init__(self, block=Block):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.call = lambda block, x: block(x)
+        self.is_checkpointed = False
+
+    def forward(self, words):
+        x = self.words(words)
+        for block in self.blocks:
+            if self.is_checkpointed and torch.is_grad_enabled():
+                x = checkpoint(self.call, block, x, use_reentrant=False)
+            else:
+                x = self.call(block, x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), words.flatten())
+
+
+def in_place(model, **how):
+    for block in model.blocks:
+        block.compile(**how)
+
+
+def wrapped(model, **how):
+    model.blocks = nn.ModuleList(torch.compile(getattr(block, "_orig_mod", block), **how) for block in model.blocks)
+
+
+def by_forward(model, **how):
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, **how)
+
+
+def leaves(model, backend, **_):
+    """Not with fullgraph: of a leaf that is compiled in place torch compiles nothing, and fullgraph refuses that."""
+    model.words.compile(backend=backend)
+    for block in model.blocks:
+        block.left.compile(backend=backend)
+        block.right = torch.compile(getattr(block.right, "_orig_mod", block.right), backend=backend)
+
+
+def by_function(model, **how):
+    model.call = torch.compile(model.call, **how)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+class Training:
+    """A bare loop with or without the engine.
+
+    Args:
+        is_managed: Whether there is an engine.
+        make: Makes the model.
+    """
+
+    def __init__(self, is_managed, make=Model):
+        if is_managed:
+            self.model, self.optimizer = initialize_engine(make, MOVING, adamw)
+        else:
+            self.model = make()
+            self.optimizer = adamw([p for p in self.model.parameters() if p.requires_grad])
+        self.is_managed, self.losses, self.num_steps = is_managed, [], 0
+
+    def step(self, num_micro_batches=1):
+        """A step of training, and an evaluation."""
+        for _ in range(num_micro_batches):
+            generator = torch.Generator().manual_seed(self.num_steps)
+            words = torch.randint(0, VOCABULARY, (2, 5 + self.num_steps % 2), generator=generator)
+            self.num_steps += 1
+            self.model.train()
+            loss = self.model(words)
+            self.model.backward(loss) if self.is_managed else loss.backward()
+            self.losses.append(loss.item())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.model.eval()
+        with torch.no_grad():
+            self.losses.append(self.model(words).item())
+
+
+def assert_same(plain, managed):
+    assert managed.losses == plain.losses
+    found = managed.model.state_dict()
+    assert found.keys() == plain.model.state_dict().keys()
+    for key, value in plain.model.state_dict().items():
+        assert torch.equal(found[key].to(value.dtype), value), key
+    assert managed.model.patrickstar_engine.stats()["chunk_loads"]
+
+
+def num_graphs():
+    """How many there are since the last call; none was cut into pieces."""
+    assert not counters["graph_break"]
+    number = counters["stats"]["unique_graphs"]
+    counters.clear()
+    torch._dynamo.reset()
+    return number
+
+
+def frozen(model):
+    for block in model.blocks:
+        block.left.requires_grad_(False)
+
+
+def checkpointed(model):
+    model.is_checkpointed = True
+
+
+def frozen_and_checkpointed(model):
+    frozen(model)
+    checkpointed(model)
+
+
+def in_bf16(model):
+    model.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    ("compile_parts", "change"),
+    [
+        *((way, None) for way in (in_place, wrapped, by_forward, leaves)),
+        *((in_place, change) for change in (frozen, checkpointed, frozen_and_checkpointed, in_bf16)),
+        (wrapped, frozen_and_checkpointed),
+    ],
+)
+def test_a_compiled_part_is_the_graph_of_plain_torch(compile_parts, change, backend):
+    def make():
+        model = Model()
+        if change is not None:
+            change(model)
+        compile_parts(model, backend=backend, fullgraph=True)
+        return model
+
+    pair, graphs = [], []
+    for is_managed in (False, True):
+        pair.append(Training(is_managed, make))
+        for _ in range(4):
+            pair[-1].step()
+        graphs.append(num_graphs())
+    assert_same(*pair)
+    # A frozen parameter has another class where it is recomputed.
+    assert graphs[1] == graphs[0] or (change is frozen_and_checkpointed and graphs[0] < graphs[1] <= 2 * graphs[0])
+
+
+@pytest.mark.parametrize("compile_parts", [in_place, wrapped, by_forward, by_function, leaves])
+def test_parts_can_be_compiled_anew_while_the_model_trains(compile_parts):
+    pair = [Training(False), Training(True)]
+    for training in pair:
+        training.step()
+        compile_parts(training.model, backend="eager")
+        training.step()
+        compile_parts(training.model, backend="aot_eager")
+        training.step(2)
+    assert_same(*pair)
+
+
+def test_a_function_that_calls_a_module_is_compiled_in_pieces():
+    pair = [Training(False), Training(True)]
+    for training in pair:
+        by_function(training.model, backend="eager")
+        for _ in range(3):
+            training.step()
+    assert_same(*pair)
+    assert counters["stats"]["unique_graphs"] > 3
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_functions_of_parameters_are_compiled(backend):
+    @torch.compile(backend=backend)
+    def penalty(weight):
+        return weight.square().sum() + weight.abs().max() * weight.shape[0]
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def gated(x, weight):
+        return torch.sigmoid(x * weight) * x
+
+    class Gated(Block):
+        def forward(self, x):
+            return super().forward(gated(x, self.scale))
+
+    class Penalized(Model):
+        """Parameters of others, while these compute and while they do not."""
+
+        def __init__(self):
+            super().__init__(Gated)
+
+        def forward(self, words):
+            return super().forward(words) + 0.1 * penalty(self.head.weight) + 0.1 * penalty(self.blocks[1].scale)
+
+    pair = [Training(False, Penalized), Training(True, Penalized)]
+    for training in pair:
+        for _ in range(3):
+            training.step()
+            with torch.no_grad():
+                training.losses += [penalty(parameter).item() for parameter in training.model.parameters()]
+    assert_same(*pair)
+
+
+def test_compilation_reads_no_gradient_and_no_value(monkeypatch):
+    """With several processes either is a message to the others, which may compile nothing just then."""
+    read = []
+    monkeypatch.setattr(GradientMirrors, "hand_out", lambda mirrors, tensor: read.append(tensor.spec.name))
+
+    class Reading(Block):
+        """Computes with a parameter of another module."""
+
+        def forward(self, x):
+            return super().forward(x) + self.other[0].weight.sum()
+
+    def make():
+        model = Model(Reading)
+        for block in model.blocks:
+            block.other = [model.head]
+        in_place(model, backend="aot_eager")
+        return model
+
+    training = Training(True, make)
+    training.step(4)
+    assert counters["stats"]["unique_graphs"] > 1
+    assert not read
+
+
+def test_an_error_inside_of_a_compiled_part_leaves_the_engine_usable():
+    class Failing(Block):
+        is_failing = False
+
+        def forward(self, x):
+            if self.is_failing:
+                raise ValueError("as told")
+            return super().forward(x)
+
+    def make():
+        model = Model(Failing)
+        in_place(model, backend="eager")
+        return model
+
+    pair = [Training(False, make), Training(True, make)]
+    for training in pair:
+        training.step()
+        training.model.blocks[2].is_failing = True
+        with pytest.raises(ValueError, match="as told"):
+            training.step()
+        training.model.blocks[2].is_failing = False
+        training.optimizer.zero_grad()
+        training.step()
+    assert_same(*pair)
+
+
+def test_a_model_with_compiled_parts_is_copied_and_given_back():
+    def make():
+        model = Model()
+        in_place(model, backend="eager")
+        model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
+        return model
+
+    pair = [Training(False, make), Training(True, make)]
+    for training in pair:
+        training.step()
+    copied = copy.deepcopy(pair[1].model)
+    assert all(torch.equal(*both) for both in zip(copied.parameters(), pair[0].model.parameters(), strict=True))
+    assert_same(*pair)
+    pair[1].model.patrickstar_engine.detach()
+    words = torch.arange(8).view(2, 4)
+    assert torch.equal(pair[1].model(words), pair[0].model(words))
+    assert torch.equal(copied(words), pair[0].model(words))
+    assert {type(block._compiled_call_impl) for block in pair[1].model.blocks} == {
+        type(block._compiled_call_impl) for block in pair[0].model.blocks
+    }
+
+
+def test_a_part_that_does_not_fit_is_named():
+    def make():
+        model = nn.Sequential(Model().blocks, nn.Linear(WIDTH, WIDTH))
+        model[0].forward = torch.compile(lambda x: model[0][3](model[0][2](x)), backend="eager")
+        return model
+
+    model, _ = initialize_engine(make, {"chunk_numel": 600, "chunk_budget": 3 * 4 * 600}, adamw)
+    with pytest.raises(BudgetError, match=r"chunk_budget is too small for 0: .* none of the chunks there .* can leave"):
+        model(torch.ones(2, WIDTH))
+
+
+# What is refused
+
+
+def as_a_whole(model):
+    return torch.compile(model, backend="eager")
+
+
+def as_a_whole_in_place(model):
+    model.compile(backend="eager")
+    return model
+
+
+def as_a_whole_by_forward(model):
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
+def by_regions(model):
+    from accelerate.utils import compile_regions
+
+    return compile_regions(model, backend="eager")
+
+
+@pytest.mark.parametrize("compile_model", [as_a_whole, as_a_whole_in_place, as_a_whole_by_forward, by_regions])
+def test_a_model_that_is_compiled_as_a_whole_is_refused(compile_model):
+    with pytest.raises(ConfigError, match=r"the model is compiled as a whole.* its blocks \(block\.compile\(\)"):
+        initialize_engine(lambda: compile_model(Model()), MOVING, adamw)
+
+
+@pytest.mark.parametrize("compile_model", [as_a_whole_in_place, as_a_whole_by_forward])
+def test_it_is_refused_later_too(compile_model):
+    training = Training(True)
+    training.step()
+    compile_model(training.model)
+    with pytest.raises(ConfigError, match="the model is compiled as a whole"):
+        training.step()
+
+
+def test_a_wrapper_that_was_made_later_is_compiled_in_pieces():
+    pair = [Training(False), Training(True)]
+    words = torch.arange(8).view(2, 4)
+    for training in pair:
+        training.step()
+        training.losses.append(torch.compile(training.model, backend="eager")(words).item())
+        training.step()
+    assert_same(*pair)
+
+
+def scripted(part):
+    return torch.jit.script(part)  # the engine replaces the function
+
+
+def traced(part):
+    return torch.jit.trace(part, torch.ones(2, WIDTH))
+
+
+@pytest.mark.parametrize("to_code", [scripted, traced])
+def test_parts_in_code_of_torch_jit_are_refused(to_code):
+    def replaced():
+        model = Model()
+        model.blocks[2].gate = to_code(model.blocks[2].gate)
+        return model
+
+    with pytest.raises(ConfigError, match=r"module 'blocks\.2\.gate' is compiled by torch\.jit"):
+        initialize_engine(replaced, MOVING, adamw)
+    training = Training(True)
+    training.step()
+    training.model.blocks[2].gate = to_code(training.model.blocks[2].gate)
+    with pytest.raises(ConfigError, match=r"module 'blocks\.2\.gate' is compiled by torch\.jit"):
+        training.step()
+
+
+def test_parts_in_code_of_torch_jit_without_parameters_work():
+    def make():
+        model = Model()
+        model.head = nn.Sequential(torch.jit.script(nn.GELU()), model.head)
+        return model
+
+    pair = [Training(False, make), Training(True, make)]
+    for training in pair:
+        training.step()
+        training.step()
+    assert_same(*pair)
