@@ -3,11 +3,13 @@
 [Note: turns]
 Between two calls of a model another thread may compute with it, also between a forward and its backward: both threads
 get right values, since chunks come and go for each call. During a call another thread may not: its chunks would evict
-chunks that the call needs. So a thread that begins a call waits for the thread that is inside one. A wait that is too
-long is a mistake of the program (a forward that waits for a thread that runs a part of the same model, for example) and
-raises an error.
+chunks that the call needs. So a thread that begins a call waits for the thread that is inside one. The thread that has
+waited longest is next: one that computes all the time cannot keep the others out. A call that takes too long is a
+mistake of the program (a forward that waits for a thread that runs a part of the same model, for example), and what
+waits for it raises an error.
 """
 
+import collections
 import contextlib
 import re
 import sys
@@ -32,7 +34,7 @@ class Turns:
     """Gives turns to threads; see [Note: turns].
 
     Args:
-        limit_s: Seconds that a thread waits before it gives up.
+        limit_s: Seconds that a thread waits for one call of another thread before it gives up.
     """
 
     def __init__(self, limit_s: float = _LIMIT_S) -> None:
@@ -41,7 +43,9 @@ class Turns:
         self._owner: threading.Thread | None = None
         self._what = ""
         self._depth = 0
-        self._is_backward = False  # autograd runs it, on threads of its own if there is a GPU
+        self._backward: tuple[int, int] | None = None  # its graph task and a thread that runs it: autograd's, on a GPU
+        self._waiting: collections.deque[threading.Thread] = collections.deque()  # those that wait, in order
+        self._since_s = 0.0  # when the turn was taken
         self._num_threads = 0  # as it was found out whether others may read; 0 to find out again
         self._others_read = False
 
@@ -98,34 +102,51 @@ class Turns:
             if owner is not None and (owner is threading.current_thread() or _runs_backward(owner.ident)):
                 return
             self._wait("a backward")
-            self._is_backward = True
+            self._backward = _current_graph_task_id(), threading.get_ident()
 
     def give_up_backward(self) -> None:
         """Ends what ``take_backward`` began."""
         with self._condition:
-            self._is_backward = False
+            self._backward = None
             self._condition.notify_all()
 
     def _wait(self, what: str) -> None:
-        deadline = time.monotonic() + self._limit_s
-        while self._is_busy():
-            self._condition.wait(_LOOK_S)
-            if time.monotonic() > deadline and self._is_busy():
-                whose = "autograd" if self._owner is None else f"thread '{self._owner.name}'"
-                doing = "a backward" if self._owner is None else self._what
-                raise EngineError(
-                    f"thread '{threading.current_thread().name}' cannot begin {what}: {whose} has been inside of "
-                    f"{doing} for {self._limit_s:g} s. One thread at a time can use a model in chunks; begin it after "
-                    "that has ended, or use a copy of the model (copy.deepcopy)"
-                )
+        if self._is_part_of_backward():
+            return
+        this, begin_s = threading.current_thread(), time.monotonic()
+        try:
+            self._waiting.append(this)  # in here: Ctrl-C may raise as soon as it has returned
+            while self._waiting[0] is not this or self._is_busy():
+                self._condition.wait(_LOOK_S)
+                if time.monotonic() - max(begin_s, self._since_s) > self._limit_s and self._is_busy():
+                    self._refuse(what)
+        finally:
+            with contextlib.suppress(ValueError):
+                self._waiting.remove(this)
+            self._condition.notify_all()
+        self._since_s = time.monotonic()
+
+    def _is_part_of_backward(self) -> bool:
+        """Whether this thread is inside of the backward that has the turn, or of another one that this one began."""
+        task, found = _current_graph_task_id(), self._backward
+        return task != -1 and found is not None and (found[0] == task or found[1] == threading.get_ident())
+
+    def _refuse(self, what: str) -> None:
+        whose = "autograd" if self._owner is None else f"thread '{self._owner.name}'"
+        doing = "a backward" if self._owner is None else self._what
+        raise EngineError(
+            f"thread '{threading.current_thread().name}' cannot begin {what}: {whose} has been inside of "
+            f"{doing} for {self._limit_s:g} s. One thread at a time can use a model in chunks; begin it after "
+            "that has ended, or use a copy of the model (copy.deepcopy)"
+        )
 
     def _is_busy(self) -> bool:
         """Whether another thread is inside; one that has died, or whose backward raised, is not."""
         if self._owner is not None and not self._owner.is_alive():
             self._owner, self._depth = None, 0
-        if self._is_backward and not is_backward_elsewhere():
-            self._is_backward = False
-        return self._owner is not None or self._is_backward
+        if self._backward is not None and not is_backward_elsewhere():
+            self._backward = None
+        return self._owner is not None or self._backward is not None
 
 
 def pauses_s() -> tuple[float, ...]:
