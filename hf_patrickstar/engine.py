@@ -41,6 +41,7 @@ from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.assembly import Foundation, assemble
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.executor import MovePolicy
+from hf_patrickstar.runtime.gate import FORWARD, STATE_DICT, Gate
 from hf_patrickstar.runtime.hooks import ModelHooks
 from hf_patrickstar.runtime.live_parameter import set_raw_data
 from hf_patrickstar.runtime.manager import ChunkManager
@@ -130,7 +131,8 @@ class PatrickStarEngine:
         self._first_values = FirstValues(
             self.manager.tensors, self.collectives, self.weights.piece_numel, self._workers
         )
-        self._attach(given)
+        with Gate(model.modules(), FORWARD, STATE_DICT) as gate:
+            self._attach(given, gate)
         for part in (model, *roots_of(model)):
             part.__dict__["patrickstar_engine"] = self
         self._decisions.explain(situation)
@@ -254,10 +256,11 @@ class PatrickStarEngine:
             return False
         return all(kernel.follows_homes for kernel in self._kernels)
 
-    def _attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def _attach(self, optimizers: Sequence[torch.optim.Optimizer], gate: Gate) -> None:
         """Attaches hooks, then moves values into chunks; an error undoes all of it."""
         gradients = [(parameter, parameter.grad) for parameter in self._decisions.parameters]
         try:
+            gate.wait("attach an engine to the model")
             self._first_values.begin(self.model)
             for number, (optimizer, kernel) in enumerate(zip(optimizers, self._kernels, strict=True)):
                 self.optimizers.append(self._make_optimizer(optimizer, kernel, number))
@@ -293,7 +296,7 @@ class PatrickStarEngine:
             for optimizer in self.optimizers:
                 optimizer.take_inner_state()
         except BaseException:
-            self.detach()
+            self._detach()
             self._first_values.give_back()
             for parameter, gradient in gradients:
                 parameter.grad = gradient
