@@ -170,7 +170,8 @@ class PatrickStarEngine:
         Raises:
             BudgetError: If there is no room for new parameters; nothing has changed then.
         """
-        return self._follow_model(True)
+        with self.manager.phases.turns.taken("follow_model()"):
+            return self._follow_model(True)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> ChunkedOptimizer:
         """Adds an optimizer: its parameters move to chunks that have its states, and keep their gradients.
@@ -291,8 +292,8 @@ class PatrickStarEngine:
             if self.config.overlap_optimizer == "backward":
                 self.hooks.on_gradient = update_in_backward(self.manager, self.optimizers)
             self.hooks.attach()
-            self._move_in()
-            self.hooks.bind()
+            with self.manager.gradients.lock:  # other threads may read parameters
+                self._move_in()
             for optimizer in self.optimizers:
                 optimizer.take_inner_state()
         except BaseException:
@@ -477,19 +478,32 @@ class PatrickStarEngine:
             total += sum(tensor.own_numel for tensor in chunk.owned) * per_element
         return total + sum(self.ledger.owners(tier).get(OWN_STATE, 0) for tier in Tier)
 
-    @torch.no_grad()
     def detach(self) -> None:
-        """Removes the engine from the model.
+        """Removes the engine from the model, when no other thread is inside of a forward, a backward or a step.
 
         Every hook is removed; every parameter has its value, its original type and its own storage; the optimizers that
         the user made have their states. Gradients are dropped.
 
         Raises:
-            EngineError: If a parameter is open in ``full_parameters``; nothing is removed.
+            EngineError: If a parameter is open in ``full_parameters``, or another thread has been inside for too long;
+                nothing is removed.
             Exception: What an update that was under way raised; nothing is removed, and the next call removes all.
         """
         if not self._attached:
             return
+        phases = self.manager.phases
+        if phases.frames.stack:
+            phases.unwind()  # a forward of this thread that was interrupted has the turn that others wait for
+        with Gate(self.model.modules(), FORWARD, STATE_DICT) as gate:
+            gate.wait("detach the engine")
+            with phases.turns.taken("detach()"):
+                self._detach()
+
+    @torch.no_grad()
+    def _detach(self) -> None:
+        """Does so for a thread that has the model for itself."""
+        if not self._attached:
+            return  # another thread has done so
         opened = [tensor.spec.name for tensor in self.manager.tensors if tensor.is_open]
         if opened:
             raise EngineError(f"parameter '{opened[0]}' is open in full_parameters(); detach after the block has ended")
@@ -501,6 +515,19 @@ class PatrickStarEngine:
         self._attached = False
         if hasattr(self, "checkpoints"):
             self.checkpoints.close()
+        with self.manager.gradients.lock:  # other threads may read parameters
+            self._give_back_values()
+        for kernel in self._kernels:
+            kernel.release()
+        self._workers.close()
+        self.collectives.close()
+        for part in (self.model, *roots_of(self.model)):
+            for name in ("patrickstar_engine", "backward"):
+                part.__dict__.pop(name, None)
+        if is_half_updated:
+            logger.error("patrickstar: %s", is_half_updated)
+
+    def _give_back_values(self) -> None:
         if hasattr(self, "hooks"):
             self.hooks.detach()
         self.manager.writes.sync()
@@ -516,15 +543,6 @@ class PatrickStarEngine:
         for buffer, device in self._buffer_devices:
             set_raw_data(buffer, buffer.data.to(device))
         self.manager.close()
-        for kernel in self._kernels:
-            kernel.release()
-        self._workers.close()
-        self.collectives.close()
-        for part in (self.model, *roots_of(self.model)):
-            for name in ("patrickstar_engine", "backward"):
-                part.__dict__.pop(name, None)
-        if is_half_updated:
-            logger.error("patrickstar: %s", is_half_updated)
 
     def _is_in_model_file(self, tensor: ManagedTensor) -> bool:
         """Whether saving the model saves a parameter: PEFT saves adapters alone, and some models leave out names."""
@@ -547,7 +565,7 @@ class PatrickStarEngine:
         for buffer in self.model.buffers():
             self._buffer_devices.append((buffer, buffer.device))
             set_raw_data(buffer, buffer.data.to(self.device))
-        self._first_values.move_in(self.model.buffers())
+        self._first_values.move_in(self.model.buffers(), self.hooks.bind)
         self._workers.close()  # a process that is forked before the first update starts threads of its own
 
 

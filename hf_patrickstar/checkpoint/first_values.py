@@ -2,7 +2,7 @@
 
 import logging
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -75,13 +75,15 @@ class FirstValues:
         self._unread.clear()
 
     @torch.no_grad()
-    def move_in(self, buffers: Iterable[torch.Tensor]) -> None:
+    def move_in(self, buffers: Iterable[torch.Tensor], take_in: Callable[[ManagedTensor], None]) -> None:
         """Moves every value into its chunk, and frees the memory that it had before.
 
         Frozen parameters come last: without a master they could not be restored exactly if a later parameter failed.
+        The caller has the lock of ``Values``: threads that read a parameter wait until its memory is gone.
 
         Args:
             buffers: The model's buffers; rank 0 sends its own to all processes.
+            take_in: Makes a parameter answer whose value is in its chunk.
 
         Raises:
             CheckpointError: If a file cannot be read any more.
@@ -100,6 +102,7 @@ class FirstValues:
                     self._filler.finish(tensor, self._value_of(tensor))
                 if tensor.is_owned and tensor.is_rounded:
                     tensor.origin = self._find_origin(tensor, self._value_of(tensor))
+                take_in(tensor)
                 tensor.move_in()
                 self._unread.pop(tensor.spec.index, None)
         finally:

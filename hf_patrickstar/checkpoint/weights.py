@@ -196,6 +196,10 @@ class ChunkWeights:
         Raises:
             EngineError: At the end, if the block gave a parameter another shape; everything else is written.
         """
+        with self._manager.phases.turns.taken("full_parameters()"):
+            yield from self._opened(tensors, writeback, with_grads)
+
+    def _opened(self, tensors: Iterable[ManagedTensor], writeback: bool, with_grads: bool) -> Iterator[None]:
         opened = [tensor for tensor in tensors if not tensor.is_open]
         gradients: dict[int, tuple[torch.Tensor, int]] = {}
         for tensor in opened:

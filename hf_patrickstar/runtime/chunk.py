@@ -34,6 +34,7 @@ from hf_patrickstar.runtime.live_parameter import (
     can_answer,
     released_type,
     set_raw_data,
+    set_raw_grad,
     storage_key,
 )
 from hf_patrickstar.states import TensorState
@@ -195,7 +196,7 @@ class ManagedTensor:
         """Gives up the memory that the parameter had of its own, and its gradient: its value is in the chunk now."""
         self.is_filled = True
         set_raw_data(self.parameter, self.placeholder)
-        self.parameter.grad = None
+        set_raw_grad(self.parameter, None)
 
     def round_master(self) -> None:
         """Writes the value at home from its master; see ``round_masters``."""

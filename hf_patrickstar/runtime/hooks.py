@@ -106,7 +106,9 @@ class ModelHooks:
         self._structure = self._found_structure()
 
     def _detach_module(self, module: torch.nn.Module) -> None:
-        for handle in self._of_modules.pop(module)[1]:
+        own, handles = self._of_modules.pop(module)
+        own.clear()  # a thread that waits for its turn in the hook goes on without
+        for handle in handles:
             handle.remove()
 
     def _attach_tensor(self, tensor: ManagedTensor) -> None:
@@ -128,10 +130,9 @@ class ModelHooks:
         parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
         parameter.requires_grad_(needs_grad)
 
-    def bind(self) -> None:
-        """Lets parameters answer; their values are in chunks now."""
-        for tensor in self._manager.tensors:
-            tensor.bind(LiveTensor(tensor, self._services))
+    def bind(self, tensor: ManagedTensor) -> None:
+        """Lets a parameter answer; its value is in a chunk now."""
+        tensor.bind(LiveTensor(tensor, self._services))
 
     def detach(self) -> None:
         """Removes every hook; the model's attributes are as they were before ``attach``."""
@@ -177,7 +178,7 @@ class ModelHooks:
     def take_in(self, tensor: ManagedTensor) -> None:
         """Lets a new parameter answer, and its gradients arrive."""
         self._attach_tensor(tensor)
-        tensor.bind(LiveTensor(tensor, self._services))
+        self.bind(tensor)
 
     def let_go(self, tensor: ManagedTensor) -> None:
         """Removes the hook of a parameter that is given back."""

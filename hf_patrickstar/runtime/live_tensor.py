@@ -151,8 +151,12 @@ class LiveTensor:
             return _InsideAccess(tensor, services, func)
         if is_inside and (is_graph or (services.frames.stack and not writes and func not in _WITHOUT_GRAPH)):
             return _InsideAccess(tensor, services, func)
+        turns, lock = services.manager.phases.turns, services.manager.gradients.lock
         is_graph = is_graph and not is_inside
-        return _GraphAccess(tensor, services) if is_graph else _ValueAccess(tensor, services, func, writes=writes)
+        with turns.taken("code that computes with a parameter") if is_graph else lock:
+            if not tensor.is_bound:
+                return Access(tensor.parameter)  # it left the chunk while this thread waited, and answers for itself
+            return _GraphAccess(tensor, services) if is_graph else _ValueAccess(tensor, services, func, writes=writes)
 
     def assign(self, value: torch.Tensor) -> None:
         """Takes a value over, and follows the tensor that it came in: in torch both are the same memory from now on.
@@ -162,7 +166,12 @@ class LiveTensor:
         """
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"Variable data has to be a tensor, but got {type(value).__name__}")
-        self.services.manager.writes.assign(self.tensor, value.data)
+        manager = self.services.manager
+        if tuple(value.shape) == self.tensor.spec.shape:
+            manager.writes.assign(self.tensor, value.data)
+            return
+        with manager.phases.turns.taken("an assignment that gives a parameter another shape"):
+            manager.writes.assign(self.tensor, value.data)
 
     def copy_from(self, source: torch.Tensor, is_graph: bool) -> bool:
         """Gives the fp32 master of a 16-bit parameter all bits of what is copied into it."""
@@ -180,8 +189,10 @@ class LiveTensor:
         self.services.manager.watch.add(self.tensor)
 
     def detached_for_state_dict(self) -> torch.Tensor:
-        """The placeholder."""
-        return raw_data(self.tensor.parameter)
+        """The placeholder, marked: the parameter may be an ordinary one when its value is asked for."""
+        placeholder: Any = raw_data(self.tensor.parameter)
+        placeholder.is_placeholder = True
+        return placeholder
 
     def host_value(self) -> torch.Tensor:
         """The value on the host, in the type that the model was loaded in; it may alias the chunk."""

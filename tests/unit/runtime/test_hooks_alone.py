@@ -95,6 +95,10 @@ class Hooked:
     def find(self, parameter):
         return next((tensor for tensor in self.tensors if tensor.parameter is parameter), None)
 
+    def bind(self):
+        for tensor in self.tensors:
+            self.hooks.bind(tensor)
+
     def unwind(self):
         while self.frames.stack:
             self.frames.stack.pop().leave_contexts()
@@ -430,7 +434,7 @@ def make_embedding():
 
 def test_an_embedding_at_home_reads_its_rows_there():
     hooked, tensor = make_embedding()
-    hooked.hooks.bind()
+    hooked.bind()
     found = hooked.model(torch.tensor([2, 0]))
     assert found.tolist() == [[4, 5], [0, 1]]
     assert "before_module" not in [it[0] for it in hooked.take()]
@@ -439,7 +443,7 @@ def test_an_embedding_at_home_reads_its_rows_there():
 
 def test_an_evaluation_counts_no_rows():
     hooked, tensor = make_embedding()
-    hooked.hooks.bind()
+    hooked.bind()
     with torch.no_grad():
         hooked.model(torch.tensor([2, 0]))
     assert tensor.lookup_nbytes == 0
@@ -447,7 +451,7 @@ def test_an_evaluation_counts_no_rows():
 
 def test_the_gradient_of_an_embedding_at_home_is_at_home():
     hooked, tensor = make_embedding()
-    hooked.hooks.bind()
+    hooked.bind()
     result = hooked.model(torch.tensor([2, 2])).sum()
     tensor.unbind()
     hooked.take()
@@ -462,7 +466,7 @@ def test_the_gradient_of_an_embedding_at_home_is_at_home():
 
 def test_a_gradient_at_home_that_comes_after_detach_is_the_parameters_own():
     hooked, tensor = make_embedding()
-    hooked.hooks.bind()
+    hooked.bind()
     result = hooked.model(torch.tensor([1, 1])).sum()
     hooked.hooks.detach()
     tensor.unbind()
@@ -622,7 +626,7 @@ def test_casts_of_inputs_are_removed_too():
 def test_bound_parameters_answer():
     hooked = Hooked(nn.Linear(2, 1))
     assert not isinstance(hooked.model.weight, LiveMixin)
-    hooked.hooks.bind()
+    hooked.bind()
     for tensor in hooked.tensors:
         assert type(tensor.parameter) is released_type(nn.Parameter)
         assert isinstance(tensor.live, LiveTensor)
@@ -683,7 +687,7 @@ def test_a_parameter_that_was_given_up_is_a_change():
 
 def test_a_parameter_whose_class_is_not_the_engines_is_a_change():
     hooked = Hooked()
-    hooked.hooks.bind()
+    hooked.bind()
     assert not hooked.hooks.may_have_changed(False)
     hooked.tensors[1].parameter.__class__ = nn.Parameter
     assert hooked.hooks.may_have_changed(False)
