@@ -528,6 +528,9 @@ class PatrickStarEngine:
             logger.error("patrickstar: %s", is_half_updated)
 
     def _give_back_values(self) -> None:
+        for tensor in self.manager.tensors:
+            if not tensor.is_filled:  # construction failed before its value was moved in
+                tensor.unbind()
         if hasattr(self, "hooks"):
             self.hooks.detach()
         self.manager.writes.sync()
@@ -535,11 +538,10 @@ class PatrickStarEngine:
         for optimizer in self.optimizers:
             optimizer.give_back_state()
         for tensor in self.manager.tensors:
-            # Else construction failed before its value was moved in, or the parameter was given another shape.
             if tensor.is_filled and not tensor.is_given_up:
                 value = self.weights.read(tensor).to(tensor.device)
-                tensor.unbind()
                 set_raw_data(tensor.parameter, value)
+                tensor.unbind()
         for buffer, device in self._buffer_devices:
             set_raw_data(buffer, buffer.data.to(device))
         self.manager.close()

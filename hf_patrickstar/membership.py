@@ -31,7 +31,7 @@ from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.gate import STATE_DICT, Gate
 from hf_patrickstar.runtime.hooks import ModelHooks
-from hf_patrickstar.runtime.live_parameter import raw_grad
+from hf_patrickstar.runtime.live_parameter import raw_grad, set_raw_data
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.shortage import Shortage
 from hf_patrickstar.units import format_need
@@ -337,8 +337,8 @@ class Membership:
                 gradient = manager.read_gradient(tensor, tensor.original_dtype).to(tensor.placeholder.device)
             value = parts.weights.read(tensor).to(tensor.placeholder.device)
             parts.hooks.let_go(tensor)
+            set_raw_data(tensor.parameter, value)
             tensor.unbind()
-            tensor.parameter.data = value
             tensor.parameter.grad = gradient
         manager.remove(tensor)
 

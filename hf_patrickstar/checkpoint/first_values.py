@@ -14,7 +14,9 @@ from hf_patrickstar.checkpoint.progress import shown
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives
+from hf_patrickstar.runtime.live_parameter import raw_data
 from hf_patrickstar.runtime.originals import Origin
+from hf_patrickstar.runtime.turns import wait_for_calls
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +85,7 @@ class FirstValues:
 
         Args:
             buffers: The model's buffers; rank 0 sends its own to all processes.
-            take_in: Makes a parameter answer whose value is in its chunk.
+            take_in: Makes a parameter answer, as its value is in its chunk when anybody can read it.
 
         Raises:
             CheckpointError: If a file cannot be read any more.
@@ -96,13 +98,15 @@ class FirstValues:
             self._collectives.rank == 0,
         )
         try:
+            for tensor in order:
+                take_in(tensor)
+            wait_for_calls()
             self._filler.begin((tensor for tensor in order if self._has_value(tensor)), self._value_of)
             for tensor in shown(order, what, "tensors", is_first=is_first):
                 if self._has_value(tensor):
                     self._filler.finish(tensor, self._value_of(tensor))
                 if tensor.is_owned and tensor.is_rounded:
                     tensor.origin = self._find_origin(tensor, self._value_of(tensor))
-                take_in(tensor)
                 tensor.move_in()
                 self._unread.pop(tensor.spec.index, None)
         finally:
@@ -116,7 +120,7 @@ class FirstValues:
         return tensor.is_owned and (tensor.spec.index in self._unread or not isinstance(tensor.parameter, FakeTensor))
 
     def _value_of(self, tensor: ManagedTensor) -> torch.Tensor:
-        return self._unread.get(tensor.spec.index, tensor.parameter.data)
+        return self._unread.get(tensor.spec.index, raw_data(tensor.parameter))
 
     def _find_origin(self, tensor: ManagedTensor, value: torch.Tensor) -> Origin | None:
         if isinstance(value, DeferredTensor):

@@ -154,7 +154,7 @@ class LiveTensor:
         turns, lock = services.manager.phases.turns, services.manager.gradients.lock
         is_graph = is_graph and not is_inside
         with turns.taken("code that computes with a parameter") if is_graph else lock:
-            if not tensor.is_bound:
+            if tensor.is_open or not tensor.is_bound:
                 return Access(tensor.parameter)  # it left the chunk while this thread waited, and answers for itself
             return _GraphAccess(tensor, services) if is_graph else _ValueAccess(tensor, services, func, writes=writes)
 

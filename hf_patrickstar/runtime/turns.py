@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch._C import _current_graph_task_id
@@ -25,7 +25,18 @@ from hf_patrickstar.errors import EngineError
 _OF_OTHERS = re.compile(r"hf_patrickstar|tqdm|QueueFeederThread|.*\(_pin_memory_loop\)$")
 """Names that begin like this are of threads that do not read parameters."""
 
+_IDLE = (
+    *("threading.py", "thread.py", "queue.py", "selectors.py", "socket.py", "ssl.py", "subprocess.py"),
+    *("live_tensor.py", "live_model.py", "mirrors.py"),
+)
+"""Files whose functions wait for something: those of the standard library may do so for ever, ours for a lock."""
+
+_blocked: dict[int, tuple[int, int]] = {}
+"""Where threads are that something else blocks: ``wait_for_calls`` has waited for them once."""
+
 _LIMIT_S = 60.0
+_CALL_LIMIT_S = 2.0
+_CALL_LOOK_S = 0.001
 _LOOK_S = 0.1
 """Seconds between looks whether the backward of another thread still runs; one that raised does not report it."""
 
@@ -155,6 +166,33 @@ def pauses_s() -> tuple[float, ...]:
     A thread that reads parameters while a module computes with them holds their copies on the device.
     """
     return (0.001, 0.01, 0.1, 1.0, 0.0) if _has_readers() else (0.0,)
+
+
+def wait_for_calls() -> None:
+    """Waits until other threads have ended the calls of torch that they are in; for 2 s at most.
+
+    torch looks at the class of a parameter, lets other threads run, and then reads the value. So a parameter that has
+    become a released one may lose its memory when calls that began before have ended.
+    """
+    this, deadline = threading.current_thread(), time.monotonic() + _CALL_LIMIT_S
+    others = {t.ident for t in threading.enumerate() if t is not this and not _OF_OTHERS.match(t.name)}
+    before = {ident: place for ident, place in _places(others).items() if _blocked.get(ident) != place}
+    while before:
+        if time.monotonic() > deadline:
+            _blocked.update(before)
+            return
+        time.sleep(_CALL_LOOK_S)
+        found = _places(before.keys())
+        before = {ident: place for ident, place in before.items() if found.get(ident) == place}
+
+
+def _places(idents: Collection[int | None]) -> dict[int, tuple[int, int]]:
+    """Where in their Python code threads are, but for those that wait for something."""
+    return {
+        ident: (id(frame), frame.f_lasti)
+        for ident, frame in sys._current_frames().items()
+        if ident in idents and not (frame.f_code.co_filename.endswith(_IDLE) and frame.f_code.co_name != "run")
+    }
 
 
 def _has_readers() -> bool:
