@@ -5,6 +5,7 @@ moves values and attaches hooks, so a construction that fails leaves the model a
 """
 
 import contextlib
+import functools
 import logging
 import os
 import weakref
@@ -15,12 +16,13 @@ import torch
 
 from hf_patrickstar.checkpoint.checkpoints import Checkpoints
 from hf_patrickstar.checkpoint.first_values import FirstValues
+from hf_patrickstar.checkpoint.found_weights import is_in_model_file
 from hf_patrickstar.checkpoint.training_state import TrainingState
 from hf_patrickstar.checkpoint.weights import ChunkWeights
 from hf_patrickstar.config import ConfigSource, PatrickStarConfig
 from hf_patrickstar.decisions import Circumstances, decide, list_names
 from hf_patrickstar.errors import EngineError
-from hf_patrickstar.events import Event, Listener, ModelDecided
+from hf_patrickstar.events import Listener, ModelDecided, both
 from hf_patrickstar.membership import Membership, Parts, check_optimizers, holders
 from hf_patrickstar.memory.lanes import Streams
 from hf_patrickstar.memory.tiers import Tier
@@ -39,7 +41,7 @@ from hf_patrickstar.report.statistics import Statistics
 from hf_patrickstar.report.survey import Survey, take_survey
 from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.assembly import Foundation, assemble
-from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
+from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.executor import MovePolicy
 from hf_patrickstar.runtime.gate import FORWARD, STATE_DICT, Gate
 from hf_patrickstar.runtime.hooks import ModelHooks
@@ -103,7 +105,7 @@ class PatrickStarEngine:
         self._num_micro_batches = max(gradient_accumulation_steps, 1)
         self._statistics = Statistics()
         self.figures = Figures()  # remembers the last log
-        self._emit = self._statistics.record if listener is None else _both(self._statistics.record, listener)
+        self._emit = self._statistics.record if listener is None else both(self._statistics.record, listener)
         self.resources = Resources.find(self.config, device, process_group, self._make_room, self._emit)
         self.device, self.collectives = self.resources.device, self.resources.collectives
         self.ledger = self.resources.ledger
@@ -265,14 +267,9 @@ class PatrickStarEngine:
             self._first_values.begin(self.model)
             for number, (optimizer, kernel) in enumerate(zip(optimizers, self._kernels, strict=True)):
                 self.optimizers.append(self._make_optimizer(optimizer, kernel, number))
-            collectives = self.collectives
-            state = TrainingState(
-                self.manager,
-                OptimizerSet(self.optimizers),
-                collectives.rank,
-                collectives.world_size,
-                self._is_in_model_file,
-            )
+            collectives, is_in_file = self.collectives, functools.partial(is_in_model_file, self.model)
+            process = collectives.rank, collectives.world_size
+            state = TrainingState(self.manager, OptimizerSet(self.optimizers), *process, is_in_file)
             self.checkpoints = Checkpoints(self.model, self.manager, self.weights, state, collectives, self.config)
             casting = self._decisions.precision.casting(self.device)
             self.hooks = ModelHooks(self.model, self.manager, self.weights, self._follow_model, self.device, casting)
@@ -292,8 +289,7 @@ class PatrickStarEngine:
             if self.config.overlap_optimizer == "backward":
                 self.hooks.on_gradient = update_in_backward(self.manager, self.optimizers)
             self.hooks.attach()
-            with self.manager.gradients.lock:  # other threads may read parameters
-                self._move_in()
+            self._move_in()
             for optimizer in self.optimizers:
                 optimizer.take_inner_state()
         except BaseException:
@@ -491,17 +487,15 @@ class PatrickStarEngine:
         """
         if not self._attached:
             return
-        phases = self.manager.phases
-        if phases.frames.stack:
-            phases.unwind()  # a forward of this thread that was interrupted has the turn that others wait for
+        if self.manager.phases.frames.stack:
+            self.manager.phases.unwind()  # a forward of this thread that was interrupted has the turn
         with Gate(self.model.modules(), FORWARD, STATE_DICT) as gate:
             gate.wait("detach the engine")
-            with phases.turns.taken("detach()"):
+            with self.manager.phases.turns.taken("detach()"):
                 self._detach()
 
     @torch.no_grad()
     def _detach(self) -> None:
-        """Does so for a thread that has the model for itself."""
         if not self._attached:
             return  # another thread has done so
         opened = [tensor.spec.name for tensor in self.manager.tensors if tensor.is_open]
@@ -546,18 +540,6 @@ class PatrickStarEngine:
             set_raw_data(buffer, buffer.data.to(device))
         self.manager.close()
 
-    def _is_in_model_file(self, tensor: ManagedTensor) -> bool:
-        """Whether saving the model saves a parameter: PEFT saves adapters alone, and some models leave out names."""
-        names = {tensor.spec.name, *tensor.spec.aliases}
-        roots = roots_of(self.model)
-        for place, root in enumerate(roots):
-            prefix = "" if root is self.model else f"{place}."
-            own = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
-            left_out = getattr(root, "_keys_to_ignore_on_save", None) or ()
-            if not hasattr(root, "peft_config") and not own <= set(left_out):
-                return True
-        return False
-
     def _make_room(self) -> None:
         """Makes room on the compute tier for non-model data."""
         self.manager.reclaim.make_room_for_others(is_step=self.hooks.is_running)
@@ -567,16 +549,9 @@ class PatrickStarEngine:
         for buffer in self.model.buffers():
             self._buffer_devices.append((buffer, buffer.device))
             set_raw_data(buffer, buffer.data.to(self.device))
-        self._first_values.move_in(self.model.buffers(), self.hooks.bind)
+        with self.manager.gradients.lock:  # other threads may read parameters
+            self._first_values.move_in(self.model.buffers(), self.hooks.bind)
         self._workers.close()  # a process that is forked before the first update starts threads of its own
-
-
-def _both(first: Listener, second: Listener) -> Listener:
-    def emit(event: Event) -> None:
-        first(event)
-        second(event)
-
-    return emit
 
 
 def initialize_engine(

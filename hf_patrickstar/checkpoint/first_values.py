@@ -16,7 +16,6 @@ from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.live_parameter import raw_data
 from hf_patrickstar.runtime.originals import Origin
-from hf_patrickstar.runtime.turns import wait_for_calls
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ class FirstValues:
         self._unread.clear()
 
     @torch.no_grad()
-    def move_in(self, buffers: Iterable[torch.Tensor], take_in: Callable[[ManagedTensor], None]) -> None:
+    def move_in(self, buffers: Iterable[torch.Tensor], take_in: Callable[[Sequence[ManagedTensor]], None]) -> None:
         """Moves every value into its chunk, and frees the memory that it had before.
 
         Frozen parameters come last: without a master they could not be restored exactly if a later parameter failed.
@@ -85,7 +84,7 @@ class FirstValues:
 
         Args:
             buffers: The model's buffers; rank 0 sends its own to all processes.
-            take_in: Makes a parameter answer, as its value is in its chunk when anybody can read it.
+            take_in: Makes parameters answer; whoever reads one gets what is in its chunk by then.
 
         Raises:
             CheckpointError: If a file cannot be read any more.
@@ -98,9 +97,7 @@ class FirstValues:
             self._collectives.rank == 0,
         )
         try:
-            for tensor in order:
-                take_in(tensor)
-            wait_for_calls()
+            take_in(order)
             self._filler.begin((tensor for tensor in order if self._has_value(tensor)), self._value_of)
             for tensor in shown(order, what, "tensors", is_first=is_first):
                 if self._has_value(tensor):

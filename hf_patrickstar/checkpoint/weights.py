@@ -14,7 +14,6 @@ from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.live_parameter import raw_data, take_raw_grad
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.sharing import Held
-from hf_patrickstar.runtime.turns import wait_for_calls
 
 
 class _ChunkSource(StreamedSource):
@@ -222,7 +221,7 @@ class ChunkWeights:
             with self._manager.gradients.lock:  # other threads may read parameters
                 for tensor in opened:
                     tensor.answer()
-                wait_for_calls()
+                self._manager.phases.turns.wait_for_calls()
                 for tensor in opened:
                     self._close(tensor, writeback, with_grads, gradients.get(tensor.spec.index))
             if reshaped and writeback:

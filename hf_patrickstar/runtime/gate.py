@@ -2,10 +2,11 @@
 
 [Note: the gate]
 Hooks and turns keep threads apart while an engine is attached. They know nothing of a forward that began before there
-were hooks: it holds the memory of parameters that are about to move, and would go on with NaN. While the gate is closed,
-a forward or a ``state_dict`` of another thread that begins waits until the gate is open again, before torch looks for
-hooks. One that had begun before goes on, through the gate where it calls other modules of the model, and the gate waits
-until it has ended. The stacks of the threads tell which threads are inside. Nothing of this is there otherwise.
+were hooks: it holds the memory of parameters that are about to move, and would go on with NaN. While the gate is
+closed, a forward or a ``state_dict`` of another thread that begins waits until the gate is open again, before torch
+looks for hooks. One that had begun before goes on, through the gate where it calls other modules of the model, and
+``Gate.wait`` waits until it has ended. The stacks of the threads tell which threads are inside. While no gate is closed
+the modules have nothing of it.
 """
 
 import sys

@@ -22,6 +22,7 @@ from hf_patrickstar.runtime.live_parameter import (
 )
 from hf_patrickstar.runtime.turns import Turns
 
+_DATA: Any = AcquiredMixin.data
 _AS_THEY_ARE = WITHOUT_VALUE | {torch.Tensor.data.__set__}  # type: ignore[attr-defined]
 
 
@@ -43,7 +44,7 @@ class Guard:
     def _set_data(self, parameter: Any, value: torch.Tensor) -> None:
         """Assigns ``.data``; of a parameter that another thread computes with, when it has done so."""
         if self._turns.is_computing:
-            AcquiredMixin.data.fset(parameter, value)
+            _DATA.fset(parameter, value)
             return
         with self._turns.taken("an assignment to the data of a parameter"):
             parameter.data = value
@@ -59,7 +60,7 @@ class Guard:
                 "_original": original,
                 "__module__": original.__module__,
                 "__torch_function__": self,
-                "data": property(AcquiredMixin.data.fget, self._set_data),
+                "data": property(_DATA.fget, self._set_data),
             }
             self._types[original] = type(original.__name__, (AcquiredMixin, original), members)
         return self._types[original]

@@ -9,7 +9,7 @@ import itertools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -130,9 +130,11 @@ class ModelHooks:
         parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
         parameter.requires_grad_(needs_grad)
 
-    def bind(self, tensor: ManagedTensor) -> None:
-        """Lets a parameter answer; its value is in a chunk now."""
-        tensor.bind(LiveTensor(tensor, self._services))
+    def bind(self, tensors: Iterable[ManagedTensor]) -> None:
+        """Lets parameters answer; nobody uses the memory that they had when this has returned."""
+        for tensor in tensors:
+            tensor.bind(LiveTensor(tensor, self._services))
+        self._phases.turns.wait_for_calls()
 
     def detach(self) -> None:
         """Removes every hook; the model's attributes are as they were before ``attach``."""
@@ -175,10 +177,11 @@ class ModelHooks:
         self._live_model.refresh(self._hook_ids())
         self._manager.has_new_groups = False
 
-    def take_in(self, tensor: ManagedTensor) -> None:
-        """Lets a new parameter answer, and its gradients arrive."""
-        self._attach_tensor(tensor)
-        self.bind(tensor)
+    def take_in(self, tensors: Iterable[ManagedTensor]) -> None:
+        """Lets new parameters answer, and their gradients arrive."""
+        for tensor in tensors:
+            self._attach_tensor(tensor)
+        self.bind(tensors)
 
     def let_go(self, tensor: ManagedTensor) -> None:
         """Removes the hook of a parameter that is given back."""

@@ -151,12 +151,11 @@ class LiveTensor:
             return _InsideAccess(tensor, services, func)
         if is_inside and (is_graph or (services.frames.stack and not writes and func not in _WITHOUT_GRAPH)):
             return _InsideAccess(tensor, services, func)
-        turns, lock = services.manager.phases.turns, services.manager.gradients.lock
         is_graph = is_graph and not is_inside
-        with turns.taken("code that computes with a parameter") if is_graph else lock:
-            if tensor.is_open or not tensor.is_bound:
-                return Access(tensor.parameter)  # it left the chunk while this thread waited, and answers for itself
+        try:
             return _GraphAccess(tensor, services) if is_graph else _ValueAccess(tensor, services, func, writes=writes)
+        except _HasLeftError:
+            return Access(tensor.parameter)  # which answers for itself now
 
     def assign(self, value: torch.Tensor) -> None:
         """Takes a value over, and follows the tensor that it came in: in torch both are the same memory from now on.
@@ -353,6 +352,16 @@ class _InsideAccess(Access):
             self._manager.parameters.held_outside_forward.append(self._tensor)
 
 
+class _HasLeftError(Exception):
+    """The parameter has left its chunk while this thread waited."""
+
+    @staticmethod
+    def check(tensor: ManagedTensor) -> None:
+        """Raises it if so."""
+        if tensor.is_open or not tensor.is_bound:
+            raise _HasLeftError
+
+
 class _GraphAccess(Access):
     """Between forward and backward, recorded by autograd: the parameter itself, and its operand kept as numbers.
 
@@ -363,9 +372,10 @@ class _GraphAccess(Access):
     def __init__(self, tensor: ManagedTensor, services: LiveServices) -> None:
         self._tensor = tensor
         self._manager = services.manager
-        self._manager.gradients.note_use(tensor)
         self._manager.phases.turns.take("code that computes with a parameter")
         try:
+            _HasLeftError.check(tensor)
+            self._manager.gradients.note_use(tensor)
             self._manager.parameters.acquire(tensor, "code outside of every forward that computes with a parameter")
         except BaseException:
             self._manager.phases.turns.give_up()
@@ -432,7 +442,7 @@ class _ValueAccess(Access):
         self._lock = manager.gradients.lock
         self._lock.acquire()
         try:
-            manager.parameters.check_usable(tensor)
+            _HasLeftError.check(tensor)
             manager.mirrors.sync_unused(but=tensor)
             manager.gradient_mirrors.sync_unused(but=tensor)
             manager.writes.take_over(tensor, keeps_unused=True)

@@ -31,9 +31,6 @@ _IDLE = (
 )
 """Files whose functions wait for something: those of the standard library may do so for ever, ours for a lock."""
 
-_blocked: dict[int, tuple[int, int]] = {}
-"""Where threads are that something else blocks: ``wait_for_calls`` has waited for them once."""
-
 _LIMIT_S = 60.0
 _CALL_LIMIT_S = 2.0
 _CALL_LOOK_S = 0.001
@@ -57,6 +54,7 @@ class Turns:
         self._backward: tuple[int, int] | None = None  # its graph task and a thread that runs it: autograd's, on a GPU
         self._waiting: collections.deque[threading.Thread] = collections.deque()  # those that wait, in order
         self._since_s = 0.0  # when the turn was taken
+        self._blocked: dict[int, tuple[int, int]] = {}  # where threads are that ``wait_for_calls`` waited for in vain
         self._num_threads = 0  # as it was found out whether others may read; 0 to find out again
         self._others_read = False
 
@@ -97,6 +95,21 @@ class Turns:
         if num_threads != self._num_threads:
             self._num_threads, self._others_read = num_threads, _has_readers()
         return self._others_read
+
+    def wait_for_calls(self) -> None:
+        """Waits until other threads have ended the calls of torch that they are in; 2 s at most, and once for each.
+
+        torch looks at the class of a parameter, lets other threads run, and then reads the value. So a parameter that
+        answers from now on may lose its memory when the calls that began before have ended.
+        """
+        this, deadline = threading.current_thread(), time.monotonic() + _CALL_LIMIT_S
+        others = {t.ident for t in threading.enumerate() if t is not this and not _OF_OTHERS.match(t.name)}
+        before = {ident: place for ident, place in _places(others).items() if self._blocked.get(ident) != place}
+        while before and time.monotonic() < deadline:
+            time.sleep(_CALL_LOOK_S)
+            found = _places(before.keys())
+            before = {ident: place for ident, place in before.items() if found.get(ident) == place}
+        self._blocked.update(before)
 
     def give_up(self) -> None:
         """Ends what ``take`` began."""
@@ -166,24 +179,6 @@ def pauses_s() -> tuple[float, ...]:
     A thread that reads parameters while a module computes with them holds their copies on the device.
     """
     return (0.001, 0.01, 0.1, 1.0, 0.0) if _has_readers() else (0.0,)
-
-
-def wait_for_calls() -> None:
-    """Waits until other threads have ended the calls of torch that they are in; for 2 s at most.
-
-    torch looks at the class of a parameter, lets other threads run, and then reads the value. So a parameter that has
-    become a released one may lose its memory when calls that began before have ended.
-    """
-    this, deadline = threading.current_thread(), time.monotonic() + _CALL_LIMIT_S
-    others = {t.ident for t in threading.enumerate() if t is not this and not _OF_OTHERS.match(t.name)}
-    before = {ident: place for ident, place in _places(others).items() if _blocked.get(ident) != place}
-    while before:
-        if time.monotonic() > deadline:
-            _blocked.update(before)
-            return
-        time.sleep(_CALL_LOOK_S)
-        found = _places(before.keys())
-        before = {ident: place for ident, place in before.items() if found.get(ident) == place}
 
 
 def _places(idents: Collection[int | None]) -> dict[int, tuple[int, int]]:

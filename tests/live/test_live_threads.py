@@ -3,15 +3,13 @@
 import contextlib
 import copy
 import threading
-import time
 
 import pytest
 import torch
 from both import Tower, make_ids, train
 from torch import nn
 
-from hf_patrickstar import EngineError, PatrickStarEngine
-from hf_patrickstar.runtime.gate import FORWARD, Gate
+from hf_patrickstar import PatrickStarEngine
 
 CONFIG = {"chunk_budget": 16384, "chunk_numel": 400}
 DEPTH = 6

@@ -64,7 +64,7 @@ class Hooked:
             after_module=self.frames.end,
             unwind=self.unwind,
         )
-        phases.frames, phases.turns = self.frames, fake("take", "give_up")
+        phases.frames, phases.turns = self.frames, fake("take", "give_up", "wait_for_calls")
         self.operands = []
         phases.operand_saved = lambda operand: self.operands.append(operand) or operand.detach()
         phases.operand_needed = lambda operand: operand
@@ -96,8 +96,7 @@ class Hooked:
         return next((tensor for tensor in self.tensors if tensor.parameter is parameter), None)
 
     def bind(self):
-        for tensor in self.tensors:
-            self.hooks.bind(tensor)
+        self.hooks.bind(self.tensors)
 
     def unwind(self):
         while self.frames.stack:
@@ -564,7 +563,7 @@ def test_hooks_that_are_gone_take_no_gradient():
     """Parameters outlive what listens to them, and do not keep it alive."""
     hooked = Hooked(nn.Linear(1, 1, bias=False), [])
     parameter = nn.Parameter(ones(1))
-    hooked.hooks.take_in(managed(0, "new", parameter))
+    hooked.hooks.take_in([managed(0, "new", parameter)])
     parameter.__class__, told = nn.Parameter, hooked.told
     hooked.hooks.detach()
     del hooked
@@ -748,7 +747,7 @@ def test_a_parameter_that_is_taken_in_answers_and_its_gradient_arrives():
     parameter = nn.Parameter(ones(1))
     tensor = managed(1, "new", parameter)
     hooked.tensors.append(tensor)
-    hooked.hooks.take_in(tensor)
+    hooked.hooks.take_in([tensor])
     assert isinstance(tensor.live, LiveTensor)
     parameter.__class__ = nn.Parameter  # it has its own value here
     (parameter * 3).sum().backward()
