@@ -133,7 +133,7 @@ class PatrickStarEngine:
         self._first_values = FirstValues(
             self.manager.tensors, self.collectives, self.weights.piece_numel, self._workers
         )
-        with Gate(model.modules(), FORWARD, STATE_DICT) as gate:
+        with Gate(model.modules(), FORWARD + STATE_DICT) as gate:
             self._attach(given, gate)
         for part in (model, *roots_of(model)):
             part.__dict__["patrickstar_engine"] = self
@@ -489,7 +489,7 @@ class PatrickStarEngine:
             return
         if self.manager.phases.frames.stack:
             self.manager.phases.unwind()  # a forward of this thread that was interrupted has the turn
-        with Gate(self.model.modules(), FORWARD, STATE_DICT) as gate:
+        with Gate(self.model.modules(), FORWARD + STATE_DICT) as gate:
             gate.wait("detach the engine")
             with self.manager.phases.turns.taken("detach()"):
                 self._detach()

@@ -9,6 +9,7 @@ looks for hooks. One that had begun before goes on, through the gate where it ca
 the modules have nothing of it.
 """
 
+import functools
 import sys
 import threading
 import time
@@ -20,8 +21,9 @@ import torch
 
 from hf_patrickstar.errors import EngineError
 
-FORWARD, STATE_DICT = "_call_impl", "state_dict"
-"""What goes through a gate: methods of modules."""
+STATE_DICT = ("state_dict",)
+FORWARD = ("_call_impl", "forward")
+"""What goes through a gate, by the methods of modules: some programs call ``forward`` itself."""
 
 _LIMIT_S = 60.0
 _LOOK_S = 0.002
@@ -32,14 +34,12 @@ class Gate:
 
     Args:
         modules: All modules of the model.
-        ways: Which of ``FORWARD`` and ``STATE_DICT`` are closed.
+        ways: ``FORWARD``, ``STATE_DICT`` or both together: what has to wait.
     """
 
-    def __init__(self, modules: Iterable[torch.nn.Module], *ways: str) -> None:
+    def __init__(self, modules: Iterable[torch.nn.Module], ways: tuple[str, ...]) -> None:
         self._modules = {id(module): module for module in modules}
         self._ways = ways
-        # Somebody may call ``forward`` itself.
-        self._inside = frozenset({*ways, "forward"} if FORWARD in ways else ways)
         self._owner = threading.get_ident()
         self._opened = threading.Event()
         self._before: list[tuple[dict[str, Any], str, Any]] = []
@@ -60,6 +60,7 @@ class Gate:
         self._opened.set()
 
     def _gated(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
         def enter(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != self._owner and not self._is_inside(sys._getframe(1)):
                 self._opened.wait()
@@ -81,11 +82,11 @@ class Gate:
         while inside := self._threads_inside():
             if time.monotonic() > deadline:
                 names = {thread.ident: thread.name for thread in threading.enumerate()}
+                this, other = threading.current_thread().name, names.get(inside[0], inside[0])
                 raise EngineError(
-                    f"thread '{threading.current_thread().name}' cannot {what}: thread "
-                    f"'{names.get(inside[0], inside[0])}' has been inside of a forward or a state_dict of the model "
-                    f"for {limit_s:g} s; begin it after that has ended, or let that thread use a copy of the model "
-                    "(copy.deepcopy)"
+                    f"thread '{this}' cannot {what}: thread '{other}' has been inside of a forward or a state_dict of "
+                    f"the model for {limit_s:g} s; begin it after that has ended, or let that thread use a copy of the "
+                    "model (copy.deepcopy)"
                 )
             time.sleep(_LOOK_S)
 
@@ -95,7 +96,7 @@ class Gate:
 
     def _is_inside(self, frame: FrameType | None) -> bool:
         while frame is not None:
-            if frame.f_code.co_name in self._inside and id(frame.f_locals.get("self")) in self._modules:
+            if frame.f_code.co_name in self._ways and id(frame.f_locals.get("self")) in self._modules:
                 return True
             frame = frame.f_back
         return False

@@ -9,7 +9,8 @@ import torch
 from both import Tower, make_ids, train
 from torch import nn
 
-from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar import EngineError, PatrickStarEngine
+from hf_patrickstar.runtime.gate import Gate
 
 CONFIG = {"chunk_budget": 16384, "chunk_numel": 400}
 DEPTH = 6
@@ -163,3 +164,41 @@ def test_a_change_while_another_thread_uses_the_model(change, function, tmp_path
         change(ours, PatrickStarEngine, tmp_path / "ours")
     for (name, value), found in zip(plain.state_dict().items(), ours.state_dict().values(), strict=True):
         assert torch.equal(value, found), name
+
+
+class Stop(nn.Module):
+    """Stops in its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def forward(self, x):
+        self.begun.set()
+        assert self.may_end.wait(30)
+        return x
+
+
+@pytest.mark.parametrize("is_attached", [False, True])
+def test_a_forward_that_does_not_end_is_named(monkeypatch, is_attached):
+    """What was to be changed is as before, and can be changed later."""
+    monkeypatch.setattr(Gate.wait, "__defaults__", (0.1,))
+    model = make()
+    model.norm = nn.Sequential(model.norm, Stop())
+    stop, plain = model.norm[1], copy.deepcopy(model.state_dict())
+    engine = PatrickStarEngine(model, CONFIG, adamw(model)) if is_attached else None
+    thread = threading.Thread(target=compute, args=(model,), name="demo", daemon=True)
+    thread.start()
+    assert stop.begun.wait(30)
+    change = engine.detach if is_attached else lambda: PatrickStarEngine(model, CONFIG, adamw(model))
+    with pytest.raises(EngineError, match=r"thread 'demo' has been inside of a forward"):
+        change()
+    stop.may_end.set()
+    thread.join(30)
+    if engine is None:
+        assert "patrickstar_engine" not in model.__dict__
+        assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+        engine = PatrickStarEngine(model, CONFIG, adamw(model))
+    train(model, engine.optimizer)
+    engine.detach()
+    assert plain.keys() == model.state_dict().keys()
