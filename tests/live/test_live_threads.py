@@ -76,6 +76,9 @@ class Plain:
     def detach(self):
         pass
 
+    def stats(self):
+        return {"chunk_moves": 100}
+
     def save_checkpoint(self, directory):
         self.saved = copy.deepcopy([self.model.state_dict(), self.optimizer.state_dict()])
 
@@ -145,6 +148,19 @@ def open_parameters(model, make_engine, directory):
                 parameter.mul_(0.5)
 
 
+def move_homes(model, make_engine, directory):
+    """Larger inputs than any before need the device margin, where chunks live meanwhile."""
+    engine = make_engine(model, {"device_budget": 100000, "chunk_numel": 400}, adamw(model))
+    for size in range(1, 6):
+        train(model, engine.optimizer, 3, loss=lambda model, step, size=size: loss_of(model, step, size))
+    assert engine.stats()["chunk_moves"] > 10, engine.stats()["chunk_moves"]
+
+
+def loss_of(model, step, size):
+    ids = make_ids(step, size)
+    return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+
 @pytest.mark.parametrize("function", [compute, read_state, read_parameters])
 @pytest.mark.parametrize(
     "change",
@@ -155,6 +171,7 @@ def open_parameters(model, make_engine, directory):
         save_and_load,
         load_state_dicts,
         open_parameters,
+        move_homes,
     ],
 )
 def test_a_change_while_another_thread_uses_the_model(change, function, tmp_path):

@@ -247,3 +247,32 @@ def test_a_turn_is_of_one_thread():
     with turns.taken("a forward"):
         assert turns.is_computing
         assert in_thread(lambda: turns.is_computing)() is False
+
+
+def test_calls_that_have_begun_are_waited_for_and_threads_that_wait_are_not():
+    turns, may_end, has_ended = Turns(), threading.Event(), []
+    idle = in_thread(lambda: may_end.wait(30))
+
+    def compute():
+        time.sleep(0.2)  # as a call of torch: Python's code stays where it is
+        has_ended.append(True)
+        may_end.wait(30)
+
+    join = in_thread(compute)
+    time.sleep(0.05)
+    turns.wait_for_calls()
+    assert has_ended
+    may_end.set()
+    for each in (idle, join):
+        each()
+
+
+def test_a_thread_that_something_else_blocks_is_waited_for_once(monkeypatch):
+    monkeypatch.setattr("hf_patrickstar.runtime.turns._CALL_LIMIT_S", 0.05)
+    turns = Turns()
+    join = in_thread(lambda: time.sleep(0.5))
+    time.sleep(0.05)
+    turns.wait_for_calls()
+    monkeypatch.setattr("hf_patrickstar.runtime.turns._CALL_LOOK_S", 30)
+    turns.wait_for_calls()
+    join()
