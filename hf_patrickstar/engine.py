@@ -5,6 +5,7 @@ moves values and attaches hooks, so a construction that fails leaves the model a
 """
 
 import contextlib
+import functools
 import logging
 import os
 import weakref
@@ -15,12 +16,13 @@ import torch
 
 from hf_patrickstar.checkpoint.checkpoints import Checkpoints
 from hf_patrickstar.checkpoint.first_values import FirstValues
+from hf_patrickstar.checkpoint.found_weights import is_in_model_file
 from hf_patrickstar.checkpoint.training_state import TrainingState
 from hf_patrickstar.checkpoint.weights import ChunkWeights
 from hf_patrickstar.config import ConfigSource, PatrickStarConfig
 from hf_patrickstar.decisions import Circumstances, decide, list_names
 from hf_patrickstar.errors import EngineError
-from hf_patrickstar.events import Event, Listener, ModelDecided
+from hf_patrickstar.events import Listener, ModelDecided, both
 from hf_patrickstar.membership import Membership, Parts, check_optimizers, holders
 from hf_patrickstar.memory.lanes import Streams
 from hf_patrickstar.memory.tiers import Tier
@@ -39,8 +41,9 @@ from hf_patrickstar.report.statistics import Statistics
 from hf_patrickstar.report.survey import Survey, take_survey
 from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.assembly import Foundation, assemble
-from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
+from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.executor import MovePolicy
+from hf_patrickstar.runtime.gate import FORWARD, STATE_DICT, Gate
 from hf_patrickstar.runtime.hooks import ModelHooks
 from hf_patrickstar.runtime.live_parameter import set_raw_data
 from hf_patrickstar.runtime.manager import ChunkManager
@@ -102,7 +105,7 @@ class PatrickStarEngine:
         self._num_micro_batches = max(gradient_accumulation_steps, 1)
         self._statistics = Statistics()
         self.figures = Figures()  # remembers the last log
-        self._emit = self._statistics.record if listener is None else _both(self._statistics.record, listener)
+        self._emit = self._statistics.record if listener is None else both(self._statistics.record, listener)
         self.resources = Resources.find(self.config, device, process_group, self._make_room, self._emit)
         self.device, self.collectives = self.resources.device, self.resources.collectives
         self.ledger = self.resources.ledger
@@ -130,7 +133,8 @@ class PatrickStarEngine:
         self._first_values = FirstValues(
             self.manager.tensors, self.collectives, self.weights.piece_numel, self._workers
         )
-        self._attach(given)
+        with Gate(model.modules(), FORWARD + STATE_DICT) as gate:
+            self._attach(given, gate)
         for part in (model, *roots_of(model)):
             part.__dict__["patrickstar_engine"] = self
         self._decisions.explain(situation)
@@ -168,7 +172,8 @@ class PatrickStarEngine:
         Raises:
             BudgetError: If there is no room for new parameters; nothing has changed then.
         """
-        return self._follow_model(True)
+        with self.manager.phases.turns.taken("follow_model()"):
+            return self._follow_model(True)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> ChunkedOptimizer:
         """Adds an optimizer: its parameters move to chunks that have its states, and keep their gradients.
@@ -254,21 +259,17 @@ class PatrickStarEngine:
             return False
         return all(kernel.follows_homes for kernel in self._kernels)
 
-    def _attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def _attach(self, optimizers: Sequence[torch.optim.Optimizer], gate: Gate) -> None:
         """Attaches hooks, then moves values into chunks; an error undoes all of it."""
         gradients = [(parameter, parameter.grad) for parameter in self._decisions.parameters]
         try:
+            gate.wait("attach an engine to the model")
             self._first_values.begin(self.model)
             for number, (optimizer, kernel) in enumerate(zip(optimizers, self._kernels, strict=True)):
                 self.optimizers.append(self._make_optimizer(optimizer, kernel, number))
-            collectives = self.collectives
-            state = TrainingState(
-                self.manager,
-                OptimizerSet(self.optimizers),
-                collectives.rank,
-                collectives.world_size,
-                self._is_in_model_file,
-            )
+            collectives, is_in_file = self.collectives, functools.partial(is_in_model_file, self.model)
+            process = collectives.rank, collectives.world_size
+            state = TrainingState(self.manager, OptimizerSet(self.optimizers), *process, is_in_file)
             self.checkpoints = Checkpoints(self.model, self.manager, self.weights, state, collectives, self.config)
             casting = self._decisions.precision.casting(self.device)
             self.hooks = ModelHooks(self.model, self.manager, self.weights, self._follow_model, self.device, casting)
@@ -289,11 +290,10 @@ class PatrickStarEngine:
                 self.hooks.on_gradient = update_in_backward(self.manager, self.optimizers)
             self.hooks.attach()
             self._move_in()
-            self.hooks.bind()
             for optimizer in self.optimizers:
                 optimizer.take_inner_state()
         except BaseException:
-            self.detach()
+            self._detach()
             self._first_values.give_back()
             for parameter, gradient in gradients:
                 parameter.grad = gradient
@@ -474,19 +474,30 @@ class PatrickStarEngine:
             total += sum(tensor.own_numel for tensor in chunk.owned) * per_element
         return total + sum(self.ledger.owners(tier).get(OWN_STATE, 0) for tier in Tier)
 
-    @torch.no_grad()
     def detach(self) -> None:
-        """Removes the engine from the model.
+        """Removes the engine from the model, when no other thread is inside of a forward, a backward or a step.
 
         Every hook is removed; every parameter has its value, its original type and its own storage; the optimizers that
         the user made have their states. Gradients are dropped.
 
         Raises:
-            EngineError: If a parameter is open in ``full_parameters``; nothing is removed.
+            EngineError: If a parameter is open in ``full_parameters``, or another thread has been inside for too long;
+                nothing is removed.
             Exception: What an update that was under way raised; nothing is removed, and the next call removes all.
         """
         if not self._attached:
             return
+        if self.manager.phases.frames.stack:
+            self.manager.phases.unwind()  # a forward of this thread that was interrupted has the turn
+        with Gate(self.model.modules(), FORWARD + STATE_DICT) as gate:
+            gate.wait("detach the engine")
+            with self.manager.phases.turns.taken("detach()"):
+                self._detach()
+
+    @torch.no_grad()
+    def _detach(self) -> None:
+        if not self._attached:
+            return  # another thread has done so
         opened = [tensor.spec.name for tensor in self.manager.tensors if tensor.is_open]
         if opened:
             raise EngineError(f"parameter '{opened[0]}' is open in full_parameters(); detach after the block has ended")
@@ -498,21 +509,8 @@ class PatrickStarEngine:
         self._attached = False
         if hasattr(self, "checkpoints"):
             self.checkpoints.close()
-        if hasattr(self, "hooks"):
-            self.hooks.detach()
-        self.manager.writes.sync()
-        self.manager.discard_gradients()
-        for optimizer in self.optimizers:
-            optimizer.give_back_state()
-        for tensor in self.manager.tensors:
-            # Else construction failed before its value was moved in, or the parameter was given another shape.
-            if tensor.is_filled and not tensor.is_given_up:
-                value = self.weights.read(tensor).to(tensor.device)
-                tensor.unbind()
-                set_raw_data(tensor.parameter, value)
-        for buffer, device in self._buffer_devices:
-            set_raw_data(buffer, buffer.data.to(device))
-        self.manager.close()
+        with self.manager.gradients.lock:  # other threads may read parameters
+            self._give_back_values()
         for kernel in self._kernels:
             kernel.release()
         self._workers.close()
@@ -523,17 +521,24 @@ class PatrickStarEngine:
         if is_half_updated:
             logger.error("patrickstar: %s", is_half_updated)
 
-    def _is_in_model_file(self, tensor: ManagedTensor) -> bool:
-        """Whether saving the model saves a parameter: PEFT saves adapters alone, and some models leave out names."""
-        names = {tensor.spec.name, *tensor.spec.aliases}
-        roots = roots_of(self.model)
-        for place, root in enumerate(roots):
-            prefix = "" if root is self.model else f"{place}."
-            own = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
-            left_out = getattr(root, "_keys_to_ignore_on_save", None) or ()
-            if not hasattr(root, "peft_config") and not own <= set(left_out):
-                return True
-        return False
+    def _give_back_values(self) -> None:
+        for tensor in self.manager.tensors:
+            if not tensor.is_filled:  # construction failed before its value was moved in
+                tensor.unbind()
+        if hasattr(self, "hooks"):
+            self.hooks.detach()
+        self.manager.writes.sync()
+        self.manager.discard_gradients()
+        for optimizer in self.optimizers:
+            optimizer.give_back_state()
+        for tensor in self.manager.tensors:
+            if tensor.is_filled and not tensor.is_given_up:
+                value = self.weights.read(tensor).to(tensor.device)
+                set_raw_data(tensor.parameter, value)
+                tensor.unbind()
+        for buffer, device in self._buffer_devices:
+            set_raw_data(buffer, buffer.data.to(device))
+        self.manager.close()
 
     def _make_room(self) -> None:
         """Makes room on the compute tier for non-model data."""
@@ -544,16 +549,9 @@ class PatrickStarEngine:
         for buffer in self.model.buffers():
             self._buffer_devices.append((buffer, buffer.device))
             set_raw_data(buffer, buffer.data.to(self.device))
-        self._first_values.move_in(self.model.buffers())
+        with self.manager.gradients.lock:  # other threads may read parameters
+            self._first_values.move_in(self.model.buffers(), self.hooks.bind)
         self._workers.close()  # a process that is forked before the first update starts threads of its own
-
-
-def _both(first: Listener, second: Listener) -> Listener:
-    def emit(event: Event) -> None:
-        first(event)
-        second(event)
-
-    return emit
 
 
 def initialize_engine(

@@ -157,3 +157,13 @@ Listener = Callable[[Event], None]
 
 def tell_nobody(event: Event) -> None:
     """A listener that does nothing."""
+
+
+def both(first: Listener, second: Listener) -> Listener:
+    """Two listeners as one."""
+
+    def emit(event: Event) -> None:
+        first(event)
+        second(event)
+
+    return emit

@@ -29,8 +29,9 @@ from hf_patrickstar.payloads import Payloads
 from hf_patrickstar.runtime.admission import check_modules, check_values
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives
+from hf_patrickstar.runtime.gate import STATE_DICT, Gate
 from hf_patrickstar.runtime.hooks import ModelHooks
-from hf_patrickstar.runtime.live_parameter import raw_grad
+from hf_patrickstar.runtime.live_parameter import raw_grad, set_raw_data
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.shortage import Shortage
 from hf_patrickstar.units import format_need
@@ -139,7 +140,10 @@ class Membership:
             return False
         change = self._compare(is_training)
         if change.new or change.gone:
-            self._adapt(change)
+            with Gate(self._parts.model.modules(), STATE_DICT) as gate:
+                gate.wait("change what is in chunks")
+                with self._parts.manager.gradients.lock:  # other threads may read parameters
+                    self._adapt(change)
         elif any(self._parts.manager.by_index[spec.index].spec != spec for spec in change.specs):
             self._rename(change)
         self._parts.hooks.refresh()
@@ -335,8 +339,8 @@ class Membership:
                 gradient = manager.read_gradient(tensor, tensor.original_dtype).to(tensor.placeholder.device)
             value = parts.weights.read(tensor).to(tensor.placeholder.device)
             parts.hooks.let_go(tensor)
+            set_raw_data(tensor.parameter, value)
             tensor.unbind()
-            tensor.parameter.data = value
             tensor.parameter.grad = gradient
         manager.remove(tensor)
 
@@ -351,8 +355,7 @@ class Membership:
         gradient, parameter.grad = parameter.grad, None
         tensor = parts.payloads.make_tensor(spec, parameter, placement.offset_numel)
         chunk.add(tensor)
-        FirstValues([tensor], parts.collectives, parts.weights.piece_numel).move_in(())
-        parts.hooks.take_in(tensor)
+        FirstValues([tensor], parts.collectives, parts.weights.piece_numel).move_in((), parts.hooks.take_in)
         optimizer = self._optimizer_of(tensor)
         if optimizer is not None:
             optimizer.take_inner_state(tensor)

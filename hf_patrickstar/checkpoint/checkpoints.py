@@ -216,7 +216,8 @@ class Checkpoints:
                 )
         if self.together(lambda: bool(adapter_directories(self._model, directory))):
             self.check_state(directory)
-            self._load_adapters(directory)
+            with self._manager.phases.turns.taken("loading adapters"):
+                self._load_adapters(directory)
             return self.load_parts(None, directory)
         found = self.together(lambda: self._find_all(directory))
         return self.load_parts(found, directory)
@@ -314,9 +315,10 @@ class Checkpoints:
         self.wait()
         found = found or FoundWeights({}, [], [])
         loading = self._open(found, state_directory)
-        self._apply(found)
-        if loading is not None:
-            loading.apply()
+        with self._manager.phases.turns.taken("loading a checkpoint"):
+            self._apply(found)
+            if loading is not None:
+                loading.apply()
         self._manager.sharing.meet("loads a checkpoint")  # one process may have a slower disk
         return found
 
@@ -365,7 +367,7 @@ class Checkpoints:
                 continue
             value = value.to(tensor.original_dtype)
             start = tensor.part[0]
-            self._manager.values.load(tensor, lambda home: reader.fill(home, value, start, piece_numel))  # noqa: B023
+            self._manager.load(tensor, lambda home: reader.fill(home, value, start, piece_numel))  # noqa: B023
             tensor.origin = origin_of(value) if tensor.is_rounded else None
         for name, buffer in self._model.named_buffers():
             if name in found.values:

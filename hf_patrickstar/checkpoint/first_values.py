@@ -2,7 +2,7 @@
 
 import logging
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -14,6 +14,7 @@ from hf_patrickstar.checkpoint.progress import shown
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives
+from hf_patrickstar.runtime.live_parameter import raw_data
 from hf_patrickstar.runtime.originals import Origin
 
 logger = logging.getLogger(__name__)
@@ -75,13 +76,15 @@ class FirstValues:
         self._unread.clear()
 
     @torch.no_grad()
-    def move_in(self, buffers: Iterable[torch.Tensor]) -> None:
+    def move_in(self, buffers: Iterable[torch.Tensor], take_in: Callable[[Sequence[ManagedTensor]], None]) -> None:
         """Moves every value into its chunk, and frees the memory that it had before.
 
         Frozen parameters come last: without a master they could not be restored exactly if a later parameter failed.
+        The caller has the lock of ``Values``: threads that read a parameter wait until its memory is gone.
 
         Args:
             buffers: The model's buffers; rank 0 sends its own to all processes.
+            take_in: Makes parameters answer; whoever reads one gets what is in its chunk by then.
 
         Raises:
             CheckpointError: If a file cannot be read any more.
@@ -94,6 +97,7 @@ class FirstValues:
             self._collectives.rank == 0,
         )
         try:
+            take_in(order)
             self._filler.begin((tensor for tensor in order if self._has_value(tensor)), self._value_of)
             for tensor in shown(order, what, "tensors", is_first=is_first):
                 if self._has_value(tensor):
@@ -113,7 +117,7 @@ class FirstValues:
         return tensor.is_owned and (tensor.spec.index in self._unread or not isinstance(tensor.parameter, FakeTensor))
 
     def _value_of(self, tensor: ManagedTensor) -> torch.Tensor:
-        return self._unread.get(tensor.spec.index, tensor.parameter.data)
+        return self._unread.get(tensor.spec.index, raw_data(tensor.parameter))
 
     def _find_origin(self, tensor: ManagedTensor, value: torch.Tensor) -> Origin | None:
         if isinstance(value, DeferredTensor):

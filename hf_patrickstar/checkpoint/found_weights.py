@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_map_only
 from hf_patrickstar.checkpoint.deferred import READING, DeferredTensor, Reader
 from hf_patrickstar.checkpoint.weight_files import deferred_weights, open_weights
 from hf_patrickstar.errors import CheckpointError, PatrickStarError
+from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.together import roots_of
 
 _EXTRA_STATE = "_extra_state"
 
@@ -191,3 +193,16 @@ def shape_mismatch(name: str, value: torch.Tensor, shape: tuple[int, ...]) -> st
         f"{where}: tensor '{name}' has shape {tuple(value.shape)}, in the model it has {shape}; make the model with "
         "the configuration that is beside the weights"
     )
+
+
+def is_in_model_file(model: torch.nn.Module, tensor: ManagedTensor) -> bool:
+    """Whether saving a model saves a parameter: PEFT saves adapters alone, and some models leave out names."""
+    names = {tensor.spec.name, *tensor.spec.aliases}
+    roots = roots_of(model)
+    for place, root in enumerate(roots):
+        prefix = "" if root is model else f"{place}."
+        own = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+        left_out = getattr(root, "_keys_to_ignore_on_save", None) or ()
+        if not hasattr(root, "peft_config") and not own <= set(left_out):
+            return True
+    return False

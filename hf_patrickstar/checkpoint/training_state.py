@@ -547,7 +547,7 @@ class Loading:
             state: dict[str, Any] = dict(saved.values.get(name, {}))
             for key in sorted(saved.keys(name)):
                 if key == MASTER:
-                    self._manager.values.load(tensor, lambda home: saved.read_into(MASTER, name, start, home))  # noqa: B023
+                    self._manager.load(tensor, lambda home: saved.read_into(MASTER, name, start, home))  # noqa: B023
                 elif key in places:
                     saved.read_into(key, name, start, places[key].view(-1))
                 elif tensor.is_split and saved.shape(key, name) == tensor.spec.shape:

@@ -11,6 +11,7 @@ from hf_patrickstar.checkpoint.pieces import piece_numel_of
 from hf_patrickstar.checkpoint.safetensors_file import streamed_writing
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.live_parameter import raw_data, take_raw_grad
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.sharing import Held
 
@@ -196,11 +197,17 @@ class ChunkWeights:
         Raises:
             EngineError: At the end, if the block gave a parameter another shape; everything else is written.
         """
+        with self._manager.phases.turns.taken("full_parameters()"):
+            yield from self._opened(tensors, writeback, with_grads)
+
+    def _opened(self, tensors: Iterable[ManagedTensor], writeback: bool, with_grads: bool) -> Iterator[None]:
         opened = [tensor for tensor in tensors if not tensor.is_open]
         gradients: dict[int, tuple[torch.Tensor, int]] = {}
         for tensor in opened:
-            tensor.open(self.read(tensor))
-            tensor.is_open = True
+            value = self.read(tensor)
+            with self._manager.gradients.lock:
+                tensor.open(value)
+                tensor.is_open = True
             if with_grads and self._manager.gradients.has(tensor):
                 handed = self._manager.read_gradient(tensor, tensor.original_dtype)
                 tensor.parameter.grad = handed
@@ -211,8 +218,12 @@ class ChunkWeights:
             if opened and writeback:
                 self._manager.sharing.meet("leaves full_parameters()")
             reshaped = [tensor.spec.name for tensor in opened if tensor.parameter.shape != tensor.spec.shape]
-            for tensor in opened:
-                self._close(tensor, writeback, with_grads, gradients.get(tensor.spec.index))
+            with self._manager.gradients.lock:  # other threads may read parameters
+                for tensor in opened:
+                    tensor.answer()
+                self._manager.phases.turns.wait_for_calls()
+                for tensor in opened:
+                    self._close(tensor, writeback, with_grads, gradients.get(tensor.spec.index))
             if reshaped and writeback:
                 raise EngineError(
                     f"parameter '{reshaped[0]}' was given another shape inside full_parameters(), which chunks cannot "
@@ -223,9 +234,8 @@ class ChunkWeights:
     def _close(
         self, tensor: ManagedTensor, writeback: bool, with_grads: bool, handed: tuple[torch.Tensor, int] | None
     ) -> None:
-        value, gradient = tensor.parameter.data, tensor.parameter.grad
+        value, gradient = raw_data(tensor.parameter), take_raw_grad(tensor.parameter)
         tensor.is_open = False
-        tensor.parameter.grad = None
         tensor.dematerialize()
         if not writeback or tuple(value.shape) != tensor.spec.shape:
             return

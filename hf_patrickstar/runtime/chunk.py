@@ -34,6 +34,7 @@ from hf_patrickstar.runtime.live_parameter import (
     can_answer,
     released_type,
     set_raw_data,
+    set_raw_grad,
     storage_key,
 )
 from hf_patrickstar.states import TensorState
@@ -184,7 +185,7 @@ class ManagedTensor:
             self.live = live
             self.original_type = type(self.parameter)
             self.parameter.__dict__["_live"] = live
-            self.parameter.__class__ = released_type(self.original_type)
+            self.answer()
 
     @property
     def is_ours(self) -> bool:
@@ -195,7 +196,7 @@ class ManagedTensor:
         """Gives up the memory that the parameter had of its own, and its gradient: its value is in the chunk now."""
         self.is_filled = True
         set_raw_data(self.parameter, self.placeholder)
-        self.parameter.grad = None
+        set_raw_grad(self.parameter, None)
 
     def round_master(self) -> None:
         """Writes the value at home from its master; see ``round_masters``."""
@@ -215,18 +216,22 @@ class ManagedTensor:
         self.is_materialized = True
         self.version = self.parameter._version
 
-    def dematerialize(self) -> None:
-        """Takes the value away; the parameter answers by itself from now on."""
+    def answer(self) -> None:
+        """Lets the parameter answer by itself from now on, if it is bound."""
         if self.is_bound:
             self.parameter.__class__ = released_type(self.original_type)
+
+    def dematerialize(self) -> None:
+        """Takes the value away; the parameter answers by itself from now on."""
+        self.answer()
         set_raw_data(self.parameter, self.placeholder)
         self.is_materialized = False
 
     def open(self, value: torch.Tensor) -> None:
         """Makes it an ordinary parameter for a while, with a value of its own."""
+        set_raw_data(self.parameter, value)
         if self.is_bound:
             self.parameter.__class__ = self.original_type
-        set_raw_data(self.parameter, value)
 
     def unbind(self) -> None:
         """Makes it an ordinary parameter again, for good; it keeps what data it has."""

@@ -22,6 +22,7 @@ from hf_patrickstar.runtime.live_parameter import (
 )
 from hf_patrickstar.runtime.turns import Turns
 
+_DATA: Any = AcquiredMixin.data
 _AS_THEY_ARE = WITHOUT_VALUE | {torch.Tensor.data.__set__}  # type: ignore[attr-defined]
 
 
@@ -40,6 +41,14 @@ class Guard:
         """What torch finds as ``__torch_function__``, of a parameter or of its class."""
         return NOT_OVERRIDDEN if self._turns.is_computing else self._answer
 
+    def _set_data(self, parameter: Any, value: torch.Tensor) -> None:
+        """Assigns ``.data``; of a parameter that another thread computes with, when it has done so."""
+        if self._turns.is_computing:
+            _DATA.fset(parameter, value)
+            return
+        with self._turns.taken("an assignment to the data of a parameter"):
+            parameter.data = value
+
     def type_of(self, original: type) -> type:
         """The class of a guarded parameter.
 
@@ -47,7 +56,12 @@ class Guard:
             original: The class that it had.
         """
         if original not in self._types:
-            members = {"_original": original, "__module__": original.__module__, "__torch_function__": self}
+            members = {
+                "_original": original,
+                "__module__": original.__module__,
+                "__torch_function__": self,
+                "data": property(_DATA.fget, self._set_data),
+            }
             self._types[original] = type(original.__name__, (AcquiredMixin, original), members)
         return self._types[original]
 

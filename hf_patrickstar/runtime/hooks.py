@@ -9,7 +9,7 @@ import itertools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -117,7 +117,9 @@ class ModelHooks:
         self._structure = self._found_structure()
 
     def _detach_module(self, module: torch.nn.Module) -> None:
-        for handle in self._of_modules.pop(module)[1]:
+        own, handles = self._of_modules.pop(module)
+        own.clear()  # a thread that waits for its turn in the hook goes on without
+        for handle in handles:
             handle.remove()
 
     def _attach_tensor(self, tensor: ManagedTensor) -> None:
@@ -139,10 +141,11 @@ class ModelHooks:
         parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
         parameter.requires_grad_(needs_grad)
 
-    def bind(self) -> None:
-        """Lets parameters answer; their values are in chunks now."""
-        for tensor in self._manager.tensors:
+    def bind(self, tensors: Iterable[ManagedTensor]) -> None:
+        """Lets parameters answer; nobody uses the memory that they had when this has returned."""
+        for tensor in tensors:
             tensor.bind(LiveTensor(tensor, self._services))
+        self._phases.turns.wait_for_calls()
 
     def detach(self) -> None:
         """Removes every hook; the model's attributes are as they were before ``attach``."""
@@ -185,10 +188,11 @@ class ModelHooks:
         self._live_model.refresh(self._hook_ids())
         self._manager.has_new_groups = False
 
-    def take_in(self, tensor: ManagedTensor) -> None:
-        """Lets a new parameter answer, and its gradients arrive."""
-        self._attach_tensor(tensor)
-        tensor.bind(LiveTensor(tensor, self._services))
+    def take_in(self, tensors: Iterable[ManagedTensor]) -> None:
+        """Lets new parameters answer, and their gradients arrive."""
+        for tensor in tensors:
+            self._attach_tensor(tensor)
+        self.bind(tensors)
 
     def let_go(self, tensor: ManagedTensor) -> None:
         """Removes the hook of a parameter that is given back."""

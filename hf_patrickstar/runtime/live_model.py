@@ -137,9 +137,14 @@ class LiveModel:
         """Puts values into the state dictionary of one module."""
         for name, parameter in module._parameters.items():
             key = prefix + name
-            tensor = None if parameter is None else self._manager.find(parameter)
-            if tensor is not None and key in state_dict and state_dict[key] is not parameter:
-                state_dict[key] = self._read(tensor)
+            if parameter is None or state_dict.get(key, parameter) is parameter:
+                continue
+            with self._manager.gradients.lock:  # it leaves its chunk before this, or after
+                tensor = self._manager.find(parameter)
+                if tensor is not None:
+                    state_dict[key] = self._read(tensor)
+                elif getattr(state_dict[key], "is_placeholder", False):
+                    state_dict[key] = parameter.detach()
 
     def _read(self, tensor: ManagedTensor) -> torch.Tensor:
         """The value of a parameter; tied names of one ``state_dict`` call share one tensor, as they do in torch."""

@@ -152,7 +152,10 @@ class LiveTensor:
         if is_inside and (is_graph or (services.frames.stack and not writes and func not in _WITHOUT_GRAPH)):
             return _InsideAccess(tensor, services, func)
         is_graph = is_graph and not is_inside
-        return _GraphAccess(tensor, services) if is_graph else _ValueAccess(tensor, services, func, writes=writes)
+        try:
+            return _GraphAccess(tensor, services) if is_graph else _ValueAccess(tensor, services, func, writes=writes)
+        except _HasLeftError:
+            return Access(tensor.parameter)  # which answers for itself now
 
     def assign(self, value: torch.Tensor) -> None:
         """Takes a value over, and follows the tensor that it came in: in torch both are the same memory from now on.
@@ -162,7 +165,12 @@ class LiveTensor:
         """
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"Variable data has to be a tensor, but got {type(value).__name__}")
-        self.services.manager.writes.assign(self.tensor, value.data)
+        manager = self.services.manager
+        if tuple(value.shape) == self.tensor.spec.shape:
+            manager.writes.assign(self.tensor, value.data)
+            return
+        with manager.phases.turns.taken("an assignment that gives a parameter another shape"):
+            manager.writes.assign(self.tensor, value.data)
 
     def copy_from(self, source: torch.Tensor, is_graph: bool) -> bool:
         """Gives the fp32 master of a 16-bit parameter all bits of what is copied into it."""
@@ -180,8 +188,10 @@ class LiveTensor:
         self.services.manager.watch.add(self.tensor)
 
     def detached_for_state_dict(self) -> torch.Tensor:
-        """The placeholder."""
-        return raw_data(self.tensor.parameter)
+        """The placeholder, marked: the parameter may be an ordinary one when its value is asked for."""
+        placeholder: Any = raw_data(self.tensor.parameter)
+        placeholder.is_placeholder = True
+        return placeholder
 
     def host_value(self) -> torch.Tensor:
         """The value on the host, in the type that the model was loaded in; it may alias the chunk."""
@@ -342,6 +352,16 @@ class _InsideAccess(Access):
             self._manager.parameters.held_outside_forward.append(self._tensor)
 
 
+class _HasLeftError(Exception):
+    """The parameter has left its chunk while this thread waited."""
+
+    @staticmethod
+    def check(tensor: ManagedTensor) -> None:
+        """Raises it if so."""
+        if tensor.is_open or not tensor.is_bound:
+            raise _HasLeftError
+
+
 class _GraphAccess(Access):
     """Between forward and backward, recorded by autograd: the parameter itself, and its operand kept as numbers.
 
@@ -352,9 +372,10 @@ class _GraphAccess(Access):
     def __init__(self, tensor: ManagedTensor, services: LiveServices) -> None:
         self._tensor = tensor
         self._manager = services.manager
-        self._manager.gradients.note_use(tensor)
         self._manager.phases.turns.take("code that computes with a parameter")
         try:
+            _HasLeftError.check(tensor)
+            self._manager.gradients.note_use(tensor)
             self._manager.parameters.acquire(tensor, "code outside of every forward that computes with a parameter")
         except BaseException:
             self._manager.phases.turns.give_up()
@@ -421,7 +442,7 @@ class _ValueAccess(Access):
         self._lock = manager.gradients.lock
         self._lock.acquire()
         try:
-            manager.parameters.check_usable(tensor)
+            _HasLeftError.check(tensor)
             manager.mirrors.sync_unused(but=tensor)
             manager.gradient_mirrors.sync_unused(but=tensor)
             manager.writes.take_over(tensor, keeps_unused=True)

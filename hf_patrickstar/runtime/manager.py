@@ -1,6 +1,6 @@
 """What the engine, its optimizers and its checkpoints do with chunks outside of the phases of a step."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -197,6 +197,12 @@ class ChunkManager:
             for chunk in self.chunks:
                 self.copies.invalidate(chunk)
                 chunk.wait_for_reader()
+
+    def load(self, tensor: ManagedTensor, fill: Callable[[torch.Tensor], None]) -> None:
+        """Does what ``Values.load`` does; what another thread has been handed out meanwhile follows at once."""
+        with self._lock:
+            self.values.load(tensor, fill)
+            self.mirrors.refresh(tensor)
 
     def end_loading(self) -> None:
         """Ends ``begin_loading``: graphs of before are void."""

@@ -104,11 +104,13 @@ class Phases:
         self._writes.sync()
         if is_evaluation:
             self._steps.stop_idle_meter()
-            self._placement.prepare(shapes, is_training=False)
+            with self._lock:
+                self._placement.prepare(shapes, is_training=False)
             self._steps.begin_nested_evaluation(name, shapes, present, self._values.version)
         elif self._tracer.step is None:
             self._steps.stop_idle_meter()
-            self._placement.prepare(shapes, is_training=True)
+            with self._lock:
+                self._placement.prepare(shapes, is_training=True)
             self._gradients.completes_step = self._steps.is_last_micro_batch
             self._steps.begin_step(name, shapes, present, self._values.version)
 
@@ -352,7 +354,7 @@ class Phases:
         self._gradients.note_step()
         self._values.version += 1
         num_micro_batches = self._steps.end_update()
-        with named("placement"):
+        with named("placement"), self._lock:
             self._placement.update(self._reclaim, num_micro_batches)
         for tensor in self._parameters.tensors:
             tensor.lookup_nbytes = 0

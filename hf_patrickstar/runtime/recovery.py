@@ -110,11 +110,13 @@ class Recovery:
                 # The frames of the failed attempt hold its activations.
                 traceback.clear_frames(error.__traceback__)
                 if attempt == max_retries:
-                    self._reset()
-                    state.restore()
-                    raise DeviceMemoryError(self._give_up(cause, max_retries)) from error
-            self._reset()
-            in_pieces = self._make_careful(in_pieces)
+                    with self._manager.phases.turns.taken("to undo a micro-batch"):
+                        self._reset()
+                        state.restore()
+                        raise DeviceMemoryError(self._give_up(cause, max_retries)) from error
+            with self._manager.phases.turns.taken("to repeat a micro-batch"):
+                self._reset()
+                in_pieces = self._make_careful(in_pieces)
             self._emit(MicroBatchRepeated(attempt + 1, is_defragmented=in_pieces))
             logger.warning(
                 "patrickstar: out of memory on %s, retry %d of %d with chunks limited to what %s leave%s (%s)",

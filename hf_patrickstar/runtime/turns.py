@@ -3,17 +3,19 @@
 [Note: turns]
 Between two calls of a model another thread may compute with it, also between a forward and its backward: both threads
 get right values, since chunks come and go for each call. During a call another thread may not: its chunks would evict
-chunks that the call needs. So a thread that begins a call waits for the thread that is inside one. A wait that is too
-long is a mistake of the program (a forward that waits for a thread that runs a part of the same model, for example) and
-raises an error.
+chunks that the call needs. So a thread that begins a call waits for the thread that is inside one. The thread that has
+waited longest is next: one that computes all the time cannot keep the others out. A call that takes too long is a
+mistake of the program (a forward that waits for a thread that runs a part of the same model, for example), and what
+waits for it raises an error.
 """
 
+import collections
 import contextlib
 import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch._C import _current_graph_task_id
@@ -23,7 +25,15 @@ from hf_patrickstar.errors import EngineError
 _OF_OTHERS = re.compile(r"hf_patrickstar|tqdm|QueueFeederThread|.*\(_pin_memory_loop\)$")
 """Names that begin like this are of threads that do not read parameters."""
 
+_IDLE = (
+    *("threading.py", "thread.py", "queue.py", "selectors.py", "socket.py", "ssl.py", "subprocess.py"),
+    *("live_tensor.py", "live_model.py", "mirrors.py"),
+)
+"""Files whose functions wait for something: those of the standard library may do so for ever, ours for a lock."""
+
 _LIMIT_S = 60.0
+_CALL_LIMIT_S = 2.0
+_CALL_LOOK_S = 0.001
 _LOOK_S = 0.1
 """Seconds between looks whether the backward of another thread still runs; one that raised does not report it."""
 
@@ -32,7 +42,7 @@ class Turns:
     """Gives turns to threads; see [Note: turns].
 
     Args:
-        limit_s: Seconds that a thread waits before it gives up.
+        limit_s: Seconds that a thread waits for one call of another thread before it gives up.
     """
 
     def __init__(self, limit_s: float = _LIMIT_S) -> None:
@@ -41,7 +51,10 @@ class Turns:
         self._owner: threading.Thread | None = None
         self._what = ""
         self._depth = 0
-        self._is_backward = False  # autograd runs it, on threads of its own if there is a GPU
+        self._backward: tuple[int, int] | None = None  # its graph task and a thread that runs it: autograd's, on a GPU
+        self._waiting: collections.deque[threading.Thread] = collections.deque()  # those that wait, in order
+        self._since_s = 0.0  # when the turn was taken
+        self._blocked: dict[int, tuple[int, int]] = {}  # where threads are that ``wait_for_calls`` waited for in vain
         self._num_threads = 0  # as it was found out whether others may read; 0 to find out again
         self._others_read = False
 
@@ -83,6 +96,21 @@ class Turns:
             self._num_threads, self._others_read = num_threads, _has_readers()
         return self._others_read
 
+    def wait_for_calls(self) -> None:
+        """Waits until other threads have ended the calls of torch that they are in; 2 s at most, and once for each.
+
+        torch looks at the class of a parameter, lets other threads run, and then reads the value. So a parameter that
+        answers from now on may lose its memory when the calls that began before have ended.
+        """
+        this, deadline = threading.current_thread(), time.monotonic() + _CALL_LIMIT_S
+        others = {t.ident for t in threading.enumerate() if t is not this and not _OF_OTHERS.match(t.name)}
+        before = {ident: place for ident, place in _places(others).items() if self._blocked.get(ident) != place}
+        while before and time.monotonic() < deadline:
+            time.sleep(_CALL_LOOK_S)
+            found = _places(before.keys())
+            before = {ident: place for ident, place in before.items() if found.get(ident) == place}
+        self._blocked.update(before)
+
     def give_up(self) -> None:
         """Ends what ``take`` began."""
         with self._condition:
@@ -98,34 +126,51 @@ class Turns:
             if owner is not None and (owner is threading.current_thread() or _runs_backward(owner.ident)):
                 return
             self._wait("a backward")
-            self._is_backward = True
+            self._backward = _current_graph_task_id(), threading.get_ident()
 
     def give_up_backward(self) -> None:
         """Ends what ``take_backward`` began."""
         with self._condition:
-            self._is_backward = False
+            self._backward = None
             self._condition.notify_all()
 
     def _wait(self, what: str) -> None:
-        deadline = time.monotonic() + self._limit_s
-        while self._is_busy():
-            self._condition.wait(_LOOK_S)
-            if time.monotonic() > deadline and self._is_busy():
-                whose = "autograd" if self._owner is None else f"thread '{self._owner.name}'"
-                doing = "a backward" if self._owner is None else self._what
-                raise EngineError(
-                    f"thread '{threading.current_thread().name}' cannot begin {what}: {whose} has been inside of "
-                    f"{doing} for {self._limit_s:g} s. One thread at a time can use a model in chunks; begin it after "
-                    "that has ended, or use a copy of the model (copy.deepcopy)"
-                )
+        if self._is_part_of_backward():
+            return
+        this, begin_s = threading.current_thread(), time.monotonic()
+        try:
+            self._waiting.append(this)  # in here: Ctrl-C may raise as soon as it has returned
+            while self._waiting[0] is not this or self._is_busy():
+                self._condition.wait(_LOOK_S)
+                if time.monotonic() - max(begin_s, self._since_s) > self._limit_s and self._is_busy():
+                    self._refuse(what)
+        finally:
+            with contextlib.suppress(ValueError):
+                self._waiting.remove(this)
+            self._condition.notify_all()
+        self._since_s = time.monotonic()
+
+    def _is_part_of_backward(self) -> bool:
+        """Whether this thread is inside of the backward that has the turn, or of another one that this one began."""
+        task, found = _current_graph_task_id(), self._backward
+        return task != -1 and found is not None and (found[0] == task or found[1] == threading.get_ident())
+
+    def _refuse(self, what: str) -> None:
+        whose = "autograd" if self._owner is None else f"thread '{self._owner.name}'"
+        doing = "a backward" if self._owner is None else self._what
+        raise EngineError(
+            f"thread '{threading.current_thread().name}' cannot begin {what}: {whose} has been inside of "
+            f"{doing} for {self._limit_s:g} s. One thread at a time can use a model in chunks; begin it after "
+            "that has ended, or use a copy of the model (copy.deepcopy)"
+        )
 
     def _is_busy(self) -> bool:
         """Whether another thread is inside; one that has died, or whose backward raised, is not."""
         if self._owner is not None and not self._owner.is_alive():
             self._owner, self._depth = None, 0
-        if self._is_backward and not is_backward_elsewhere():
-            self._is_backward = False
-        return self._owner is not None or self._is_backward
+        if self._backward is not None and not is_backward_elsewhere():
+            self._backward = None
+        return self._owner is not None or self._backward is not None
 
 
 def pauses_s() -> tuple[float, ...]:
@@ -134,6 +179,15 @@ def pauses_s() -> tuple[float, ...]:
     A thread that reads parameters while a module computes with them holds their copies on the device.
     """
     return (0.001, 0.01, 0.1, 1.0, 0.0) if _has_readers() else (0.0,)
+
+
+def _places(idents: Collection[int | None]) -> dict[int, tuple[int, int]]:
+    """Where in their Python code threads are, but for those that wait for something."""
+    return {
+        ident: (id(frame), frame.f_lasti)
+        for ident, frame in sys._current_frames().items()
+        if ident in idents and not (frame.f_code.co_filename.endswith(_IDLE) and frame.f_code.co_name != "run")
+    }
 
 
 def _has_readers() -> bool:

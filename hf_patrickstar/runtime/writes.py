@@ -13,7 +13,7 @@ import torch
 from hf_patrickstar.runtime.chunk import MASTER, Epoch, ManagedTensor
 from hf_patrickstar.runtime.gradient_mirrors import GradientMirrors
 from hf_patrickstar.runtime.gradients import Gradients
-from hf_patrickstar.runtime.live_parameter import raw_data, storage_key
+from hf_patrickstar.runtime.live_parameter import raw_data, set_raw_data, storage_key
 from hf_patrickstar.runtime.mirrors import ValueMirrors
 from hf_patrickstar.runtime.values import Values
 from hf_patrickstar.runtime.watch import Watch
@@ -148,8 +148,8 @@ class Writes:
         """
         self._drop(tensor)
         tensor.is_given_up = True
+        set_raw_data(tensor.parameter, value)
         tensor.unbind()
-        tensor.parameter.data = value
 
     def give_up_swapped(self, tensor: ManagedTensor) -> None:
         """Lets go of a parameter that was exchanged for another tensor (``torch.utils.swap_tensors``).

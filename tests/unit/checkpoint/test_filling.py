@@ -15,6 +15,7 @@ from hf_patrickstar.checkpoint.deferred import DeferredTensor
 from hf_patrickstar.checkpoint.filling import Filling
 from hf_patrickstar.checkpoint.safetensors_file import write_safetensors
 from hf_patrickstar.checkpoint.weight_files import open_weights
+from hf_patrickstar.runtime.live_parameter import raw_data
 
 pytestmark = pytest.mark.usefixtures("no_modes")
 
@@ -193,7 +194,7 @@ def test_memory_is_freed_when_a_parameter_is_moved_in(monkeypatch):
     real = filling.ManagedTensor.move_in
 
     def move_in(self):
-        storage = self.parameter.data.untyped_storage()
+        storage = raw_data(self.parameter).untyped_storage()
         real(self)
         if self.spec.name.endswith("weight"):
             order.append(self.spec.name)

@@ -64,7 +64,7 @@ class Hooked:
             after_module=self.frames.end,
             unwind=self.unwind,
         )
-        phases.frames, phases.turns = self.frames, fake("take", "give_up")
+        phases.frames, phases.turns = self.frames, fake("take", "give_up", "wait_for_calls")
         self.operands = []
         phases.operand_saved = lambda operand: self.operands.append(operand) or operand.detach()
         phases.operand_needed = lambda operand: operand
@@ -94,6 +94,9 @@ class Hooked:
 
     def find(self, parameter):
         return next((tensor for tensor in self.tensors if tensor.parameter is parameter), None)
+
+    def bind(self):
+        self.hooks.bind(self.tensors)
 
     def unwind(self):
         while self.frames.stack:
@@ -430,7 +433,7 @@ def make_embedding():
 
 def test_an_embedding_at_home_reads_its_rows_there():
     hooked, tensor = make_embedding()
-    hooked.hooks.bind()
+    hooked.bind()
     found = hooked.model(torch.tensor([2, 0]))
     assert found.tolist() == [[4, 5], [0, 1]]
     assert "before_module" not in [it[0] for it in hooked.take()]
@@ -439,7 +442,7 @@ def test_an_embedding_at_home_reads_its_rows_there():
 
 def test_an_evaluation_counts_no_rows():
     hooked, tensor = make_embedding()
-    hooked.hooks.bind()
+    hooked.bind()
     with torch.no_grad():
         hooked.model(torch.tensor([2, 0]))
     assert tensor.lookup_nbytes == 0
@@ -447,7 +450,7 @@ def test_an_evaluation_counts_no_rows():
 
 def test_the_gradient_of_an_embedding_at_home_is_at_home():
     hooked, tensor = make_embedding()
-    hooked.hooks.bind()
+    hooked.bind()
     result = hooked.model(torch.tensor([2, 2])).sum()
     tensor.unbind()
     hooked.take()
@@ -462,7 +465,7 @@ def test_the_gradient_of_an_embedding_at_home_is_at_home():
 
 def test_a_gradient_at_home_that_comes_after_detach_is_the_parameters_own():
     hooked, tensor = make_embedding()
-    hooked.hooks.bind()
+    hooked.bind()
     result = hooked.model(torch.tensor([1, 1])).sum()
     hooked.hooks.detach()
     tensor.unbind()
@@ -560,7 +563,7 @@ def test_hooks_that_are_gone_take_no_gradient():
     """Parameters outlive what listens to them, and do not keep it alive."""
     hooked = Hooked(nn.Linear(1, 1, bias=False), [])
     parameter = nn.Parameter(ones(1))
-    hooked.hooks.take_in(managed(0, "new", parameter))
+    hooked.hooks.take_in([managed(0, "new", parameter)])
     parameter.__class__, told = nn.Parameter, hooked.told
     hooked.hooks.detach()
     del hooked
@@ -622,7 +625,7 @@ def test_casts_of_inputs_are_removed_too():
 def test_bound_parameters_answer():
     hooked = Hooked(nn.Linear(2, 1))
     assert not isinstance(hooked.model.weight, LiveMixin)
-    hooked.hooks.bind()
+    hooked.bind()
     for tensor in hooked.tensors:
         assert type(tensor.parameter) is released_type(nn.Parameter)
         assert isinstance(tensor.live, LiveTensor)
@@ -683,7 +686,7 @@ def test_a_parameter_that_was_given_up_is_a_change():
 
 def test_a_parameter_whose_class_is_not_the_engines_is_a_change():
     hooked = Hooked()
-    hooked.hooks.bind()
+    hooked.bind()
     assert not hooked.hooks.may_have_changed(False)
     hooked.tensors[1].parameter.__class__ = nn.Parameter
     assert hooked.hooks.may_have_changed(False)
@@ -744,7 +747,7 @@ def test_a_parameter_that_is_taken_in_answers_and_its_gradient_arrives():
     parameter = nn.Parameter(ones(1))
     tensor = managed(1, "new", parameter)
     hooked.tensors.append(tensor)
-    hooked.hooks.take_in(tensor)
+    hooked.hooks.take_in([tensor])
     assert isinstance(tensor.live, LiveTensor)
     parameter.__class__ = nn.Parameter  # it has its own value here
     (parameter * 3).sum().backward()

@@ -78,6 +78,7 @@ class Alive:
         self.weights = Weights(self.told, needs_all)
         manager = Fake(self.told, "zero_gradients")
         manager.find, manager.values = self.tensors.get, types.SimpleNamespace(version=0)
+        manager.gradients = types.SimpleNamespace(lock=contextlib.nullcontext())
         manager.sharing = Fake(self.told, "enter", "meet")
         manager.sharing.rank = rank
         self.manager = manager

@@ -58,7 +58,7 @@ class Alive:
             return Fake(told, **{**names, **{name: answers[name] for name in names if name in answers}})
 
         self.lock, self.frames = Lock(), Frames()
-        self.parameters = fake("acquire", "release", "check_usable")
+        self.parameters = fake("acquire", "release")
         self.parameters.held_outside_forward = []
         self.mirror = narrow(50, 51)
         gradients = fake("note_read", "drop", has=True)
@@ -206,7 +206,6 @@ def test_a_value_is_looked_at_where_it_is_after_all_writes_are_taken_over():
     one.tensor.num_writes = 3
     access = one.live.access(torch.mul, is_graph=False)
     assert one.take() == [
-        ("check_usable", "t0"),
         *[("sync_unused", "t0")] * 2,
         ("take_over", "t0", True),
         ("look", "t0"),
@@ -227,12 +226,23 @@ def test_the_value_of_a_frozen_parameter_requires_no_gradient():
 
 def test_a_parameter_that_cannot_be_used_leaves_no_lock_behind():
     def refuse(tensor):
-        raise EngineError("open")
+        raise EngineError("lost")
 
-    one = Alive(check_usable=refuse)
-    with pytest.raises(EngineError, match="open"):
+    one = Alive(look=refuse)
+    with pytest.raises(EngineError, match="lost"):
         one.live.access(torch.mul, is_graph=False)
     assert one.lock.num_held == 0
+
+
+@pytest.mark.parametrize("is_graph", [False, True])
+@pytest.mark.parametrize("leave", [lambda tensor: tensor.unbind(), lambda tensor: setattr(tensor, "is_open", True)])
+def test_a_parameter_that_has_left_meanwhile_answers_for_itself(leave, is_graph):
+    one = Alive()
+    leave(one.tensor)
+    access = one.live.access(torch.mul, is_graph=is_graph)
+    assert access.value is one.tensor.parameter
+    assert one.take() == [("take", "code that computes with a parameter"), ("give_up",)] * is_graph
+    assert (one.lock.num_held, one.used) == (0, [])
 
 
 def test_what_a_call_writes_is_written_everywhere():

@@ -13,6 +13,7 @@ from hf_patrickstar.events import MicroBatchRepeated
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.recovery import MAX_RETRIES, Recovery, is_out_of_memory
+from hf_patrickstar.runtime.turns import Turns
 
 CPU = torch.device("cpu")
 RESET = ["unwind", "undo attempt", "forget step"]
@@ -37,7 +38,7 @@ class Manager:
 
         self.ledger = Ledger({Tier.DEVICE: 1000, Tier.HOST: 1000})
         self.gradients = types.SimpleNamespace(used_ahead=frozenset(), attempts=Attempts(log))
-        self.phases = types.SimpleNamespace(unwind=note("unwind"))
+        self.phases = types.SimpleNamespace(unwind=note("unwind"), turns=Turns())
         self.steps = types.SimpleNamespace(abandon_step=note("forget step"))
         self.tracer = types.SimpleNamespace(discard=note("discard trace"))
         self.placement = types.SimpleNamespace(leave_margin=note("leave margin"))

@@ -48,6 +48,71 @@ def test_a_second_thread_waits_for_the_first():
     assert order == ["first", "other"]
 
 
+def test_the_thread_that_has_waited_longest_is_next():
+    turns, order, may_end = Turns(limit_s=5), [], threading.Event()
+
+    def compute_all_the_time():
+        while not may_end.is_set():
+            with turns.taken("the forward of A"):
+                order.append("busy")
+                time.sleep(0.02)
+
+    join = in_thread(compute_all_the_time)
+    while not order:
+        time.sleep(0.001)
+    try:
+        for _ in range(3):
+            begin = len(order)
+            with turns.taken("a step"):
+                order.append("patient")
+            assert order[begin:].index("patient") <= 1
+    finally:
+        may_end.set()
+        join()
+
+
+def test_a_wait_is_for_one_call_at_a_time():
+    """Many short calls of others that came first are no mistake, however long they take together."""
+    turns, order = Turns(limit_s=0.5), []
+
+    def compute(number):
+        with turns.taken("a forward"):
+            time.sleep(0.2)
+            order.append(number)
+
+    joins = []
+    with turns.taken("a forward"):
+        for number in range(4):
+            joins.append(in_thread(lambda number=number: compute(number)))
+            time.sleep(0.05)
+    for join in joins:
+        join()
+    assert order == [0, 1, 2, 3]
+
+
+def test_what_a_backward_begins_does_not_wait_behind_others():
+    turns = Turns(limit_s=5)
+    joins = []
+
+    class TakeTwice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            turns.take_backward()
+            joins.append(in_thread(lambda: turns.take("a forward")))
+            time.sleep(0.05)
+            with turns.taken("a step in a hook"):
+                turns.take_backward()
+            turns.give_up_backward()
+            return gradient
+
+    TakeTwice.apply(torch.ones(2, requires_grad=True)).sum().backward()
+    joins[0]()
+
+
 def test_a_wait_that_is_too_long_names_both_threads():
     turns = Turns(limit_s=0.05)
     with turns.taken("the forward of A"):
@@ -182,3 +247,32 @@ def test_a_turn_is_of_one_thread():
     with turns.taken("a forward"):
         assert turns.is_computing
         assert in_thread(lambda: turns.is_computing)() is False
+
+
+def test_calls_that_have_begun_are_waited_for_and_threads_that_wait_are_not():
+    turns, may_end, has_ended = Turns(), threading.Event(), []
+    idle = in_thread(lambda: may_end.wait(30))
+
+    def compute():
+        time.sleep(0.2)  # as a call of torch: Python's code stays where it is
+        has_ended.append(True)
+        may_end.wait(30)
+
+    join = in_thread(compute)
+    time.sleep(0.05)
+    turns.wait_for_calls()
+    assert has_ended
+    may_end.set()
+    for each in (idle, join):
+        each()
+
+
+def test_a_thread_that_something_else_blocks_is_waited_for_once(monkeypatch):
+    monkeypatch.setattr("hf_patrickstar.runtime.turns._CALL_LIMIT_S", 0.05)
+    turns = Turns()
+    join = in_thread(lambda: time.sleep(0.5))
+    time.sleep(0.05)
+    turns.wait_for_calls()
+    monkeypatch.setattr("hf_patrickstar.runtime.turns._CALL_LOOK_S", 30)
+    turns.wait_for_calls()
+    join()

@@ -1,0 +1,221 @@
+"""What changes a whole model, while another thread computes with it or reads it all the time."""
+
+import contextlib
+import copy
+import threading
+
+import pytest
+import torch
+from both import Tower, make_ids, train
+from torch import nn
+
+from hf_patrickstar import EngineError, PatrickStarEngine
+from hf_patrickstar.runtime.gate import Gate
+
+CONFIG = {"chunk_budget": 16384, "chunk_numel": 400}
+DEPTH = 6
+
+
+def make():
+    torch.manual_seed(0)
+    return Tower(DEPTH)
+
+
+def adamw(model):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+@torch.no_grad()
+def compute(model):
+    assert not model(make_ids()).isnan().any(), "a forward gave NaN"
+
+
+@torch.no_grad()
+def read_state(model):
+    assert not any(value.isnan().any() for value in model.state_dict().values()), "a state_dict had NaN"
+
+
+@torch.no_grad()
+def read_parameters(model):
+    assert not any(value.norm().isnan() for value in model.parameters()), "a parameter was NaN"
+
+
+@contextlib.contextmanager
+def beside(function, model):
+    """Calls a function in a thread, all the time, while the block runs; raises what it raised."""
+    has_ended, begun, errors = threading.Event(), threading.Event(), []
+
+    def run():
+        try:
+            while not has_ended.is_set():
+                function(model)
+                begun.set()
+        except BaseException as error:
+            errors.append(error)
+            begun.set()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    begun.wait(30)
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join(30)
+        if errors:
+            raise errors[0]
+    assert not thread.is_alive()
+
+
+class Plain:
+    """Does in plain torch what an engine does."""
+
+    def __init__(self, model, config, optimizer):
+        self.model, self.optimizer = model, optimizer
+
+    def detach(self):
+        pass
+
+    def stats(self):
+        return {"chunk_moves": 100}
+
+    def save_checkpoint(self, directory):
+        self.saved = copy.deepcopy([self.model.state_dict(), self.optimizer.state_dict()])
+
+    def load_checkpoint(self, directory):
+        self.model.load_state_dict(self.saved[0])
+        self.optimizer.load_state_dict(self.saved[1])
+
+    @contextlib.contextmanager
+    def full_parameters(self):
+        yield
+
+
+def attach_and_detach(model, make_engine, directory):
+    for _ in range(4):
+        engine = make_engine(model, CONFIG, adamw(model))
+        train(model, engine.optimizer)
+        engine.detach()
+
+
+def freeze_and_unfreeze(model, make_engine, directory):
+    model.blocks[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = make_engine(model, CONFIG, optimizer).optimizer
+    for turn in range(4):
+        for block in model.blocks[: 1 + turn]:
+            block.requires_grad_(True)
+        train(model, optimizer)
+        for block in model.blocks[: 1 + turn]:
+            block.requires_grad_(False)
+
+
+def replace_and_reshape(model, make_engine, directory):
+    optimizer = make_engine(model, CONFIG, adamw(model)).optimizer
+    for turn in range(4):
+        block = model.blocks[turn]
+        block.linear.bias = nn.Parameter(torch.full((16,), 0.25))
+        optimizer.add_param_group({"params": [block.linear.bias]})
+        weight = model.embedding.weight
+        weight.data = torch.cat([weight.detach(), torch.full((2, 16), 0.1)])
+        optimizer.state.pop(weight, None)
+        train(model, optimizer)
+
+
+def save_and_load(model, make_engine, directory):
+    engine = make_engine(model, CONFIG, adamw(model))
+    train(model, engine.optimizer)
+    engine.save_checkpoint(directory)
+    for _ in range(4):
+        train(model, engine.optimizer, 2)
+        engine.load_checkpoint(directory)
+
+
+def load_state_dicts(model, make_engine, directory):
+    engine = make_engine(model, CONFIG, adamw(model))
+    saved = copy.deepcopy(model.state_dict())
+    for _ in range(4):
+        train(model, engine.optimizer, 2)
+        model.load_state_dict(saved)
+
+
+def open_parameters(model, make_engine, directory):
+    engine = make_engine(model, CONFIG, adamw(model))
+    for _ in range(4):
+        train(model, engine.optimizer)
+        with engine.full_parameters(), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+
+
+def move_homes(model, make_engine, directory):
+    """Larger inputs than any before need the device margin, where chunks live meanwhile."""
+    engine = make_engine(model, {"device_budget": 100000, "chunk_numel": 400}, adamw(model))
+    for size in range(1, 6):
+        train(model, engine.optimizer, 3, loss=lambda model, step, size=size: loss_of(model, step, size))
+    assert engine.stats()["chunk_moves"] > 10, engine.stats()["chunk_moves"]
+
+
+def loss_of(model, step, size):
+    ids = make_ids(step, size)
+    return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize("function", [compute, read_state, read_parameters])
+@pytest.mark.parametrize(
+    "change",
+    [
+        attach_and_detach,
+        freeze_and_unfreeze,
+        replace_and_reshape,
+        save_and_load,
+        load_state_dicts,
+        open_parameters,
+        move_homes,
+    ],
+)
+def test_a_change_while_another_thread_uses_the_model(change, function, tmp_path):
+    plain, ours = make(), make()
+    change(plain, Plain, tmp_path / "plain")
+    with beside(function, ours):
+        change(ours, PatrickStarEngine, tmp_path / "ours")
+    for (name, value), found in zip(plain.state_dict().items(), ours.state_dict().values(), strict=True):
+        assert torch.equal(value, found), name
+
+
+class Stop(nn.Module):
+    """Stops in its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def forward(self, x):
+        self.begun.set()
+        assert self.may_end.wait(30)
+        return x
+
+
+@pytest.mark.parametrize("is_attached", [False, True])
+def test_a_forward_that_does_not_end_is_named(monkeypatch, is_attached):
+    """What was to be changed is as before, and can be changed later."""
+    monkeypatch.setattr(Gate.wait, "__defaults__", (0.1,))
+    model = make()
+    model.norm = nn.Sequential(model.norm, Stop())
+    stop, plain = model.norm[1], copy.deepcopy(model.state_dict())
+    engine = PatrickStarEngine(model, CONFIG, adamw(model)) if is_attached else None
+    thread = threading.Thread(target=compute, args=(model,), name="demo", daemon=True)
+    thread.start()
+    assert stop.begun.wait(30)
+    change = engine.detach if is_attached else lambda: PatrickStarEngine(model, CONFIG, adamw(model))
+    with pytest.raises(EngineError, match=r"thread 'demo' has been inside of a forward"):
+        change()
+    stop.may_end.set()
+    thread.join(30)
+    if engine is None:
+        assert "patrickstar_engine" not in model.__dict__
+        assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+        engine = PatrickStarEngine(model, CONFIG, adamw(model))
+    train(model, engine.optimizer)
+    engine.detach()
+    assert plain.keys() == model.state_dict().keys()
