@@ -13,7 +13,7 @@ import torch
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import BudgetError, ConfigError, EngineError
 from hf_patrickstar.layout.embedding import EmbeddingChoice, choose_embeddings
-from hf_patrickstar.layout.packing import ChunkSpec, Layout
+from hf_patrickstar.layout.packing import ChunkSpec, Layout, branches_nbytes
 from hf_patrickstar.layout.search import ChunkSizeChoice, fixed_layout, search_layout
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec, collect_specs
 from hf_patrickstar.memory.accelerator import is_accelerator
@@ -278,8 +278,10 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
     def need_at(device_nbytes: int, chunk_nbytes: int | None) -> int:
         share, limit = _shares(situation, int(device_nbytes * usable), others, chunk_nbytes)
         fits = total <= share and not config.debug_evict_all
-        found = choose(limit, fits, others).working_set_nbytes
-        return total + device_workspace if fits and not _can_move_homes(situation) else found
+        if fits and not _can_move_homes(situation):
+            return total + device_workspace
+        choice = choose(limit, fits, others)
+        return choice.working_set_nbytes + branches_nbytes(choice.layout.chunks)
 
     nbytes = chunk_bytes(choice.layout.chunks, lists, situation.resources.pool, embeddings)
     homes = plan_homes(

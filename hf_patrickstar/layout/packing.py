@@ -130,6 +130,14 @@ class Layout:
         return largest
 
 
+def branches_nbytes(chunks: Iterable[ChunkSpec]) -> int:
+    """Bytes that other processes may need on the device of one that computes in another branch; 0 with one process.
+
+    All processes take part in what one of them asks for: a group that is gathered, and another one that is reduced.
+    """
+    return 2 * max((chunk.nbytes for chunk in chunks if chunk.world_size > 1), default=0)
+
+
 def gradients_nbytes(chunks: Iterable[ChunkSpec | Group]) -> int:
     """See ``Layout.gradients_nbytes``."""
     sizes = sorted(chunk.nbytes for chunk in chunks if chunk.trainable and chunk.world_size > 1)

@@ -51,6 +51,12 @@ class ChunkSizeChoice:
         )
 
 
+_BRANCHES = (
+    " Where data leads the processes down different branches of the model they need more, since all take part in what "
+    "one of them gathers: the error of the first such step says how much."
+)
+
+
 def check_fits(
     layout: Layout,
     modules: Sequence[ModuleSpec],
@@ -88,6 +94,7 @@ def check_fits(
             f"{format_need(need - gradients)} on the compute device at once{beside}, {format_need(device_nbytes)} are "
             f"available for chunks. Its parameters alone are {format_need(own)}. "
             + short.advise(f"lower chunk_numel (now {layout.chunk_numel}; 'auto' searches for one that fits)")
+            + (_BRANCHES if world_size > 1 else "")
         )
     return need
 

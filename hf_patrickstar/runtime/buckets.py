@@ -14,14 +14,11 @@ import torch
 from hf_patrickstar.memory.lanes import Streams, Ticket
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
+from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING, Chunk, ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.gradient_mirrors import GradientMirrors
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.reclaim import Reclaim
-
-GRADIENTS = "gradients"
-STAGING = "staging"
 
 
 class Average(NamedTuple):
@@ -316,7 +313,7 @@ class GroupBuckets:
             with self._pool.ledger.one_reading():
                 if self._pool.room(Tier.DEVICE) < chunk.copy_nbytes:
                     self.let_go()
-                self._reclaim.make_room(chunk.copy_nbytes)
+                self._reclaim.make_room_for_gradients(chunk)
                 numel = chunk.spec.capacity_numel
                 self._buffers[index] = self._pool.allocate(Tier.DEVICE, numel, chunk.dtype, GRADIENTS)
             self._stored[index] = set()

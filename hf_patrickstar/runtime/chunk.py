@@ -42,6 +42,9 @@ from hf_patrickstar.states import TensorState
 MASTER = "master"
 GRADIENT = "grad"
 """Names of chunk lists: parameters as the optimizer has them, and gradients that accumulate."""
+GRADIENTS = "gradients"
+STAGING = "staging"
+"""Owners of buffers on the device: gradients of groups until they are reduced, and scratch space to reduce them in."""
 _use_count = torch._C._storage_Use_Count
 
 

@@ -166,7 +166,7 @@ class Collectives:
         # The number that rank 0 drew keeps the keys apart from those of every other connection over this store.
         store = dist.PrefixStore(f"hf_patrickstar/liveness/{told[0][1]}", dist.distributed_c10d._get_default_store())
         self._liveness = Liveness(self.rank, members, store, patience.answer_s)
-        self._vigil = Vigil(self.rank, self._liveness, store, patience, self._hang_up)
+        self._vigil = Vigil(self.rank, self._liveness, store, patience, self._hang_up, looks=True)
 
     def all_gather(self, buffer: torch.Tensor, what: str) -> Ticket:
         """Starts an all-gather, which fills the slices of the other ranks.
@@ -425,7 +425,7 @@ class Collectives:
 
         def wait() -> None:
             with self._naming(what):
-                work.wait()
+                self._wait(work, what)
 
         return wait
 
@@ -484,6 +484,8 @@ class Collectives:
 
     def close(self) -> None:
         """Destroys the groups that ``connect`` made; the group for data stays."""
+        if self._vigil is not None:
+            self._vigil.close()
         made = [group for group in (self.control, self._reductions) if group not in (None, self._group)]
         self.control, self._reductions = None, self._group
         self._last_reduction = None
@@ -529,7 +531,8 @@ class Collectives:
         if self._vigil is not None and self._vigil.verdict:
             raise CollectiveError(f"{what}: {self._vigil.verdict}")
         try:
-            yield
+            with contextlib.nullcontext() if self._vigil is None else self._vigil.watched(what):
+                yield
         except (CollectiveError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:

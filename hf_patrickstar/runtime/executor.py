@@ -310,6 +310,8 @@ class Executor:
             if step is not None and step.plan is not None:
                 self.reduce_due(step)  # the others do these before they hear of what no plan has
             self.ask(Subject.GATHER, chunk.spec.index, who)
+            while chunk.compute is None:  # it left for what another process asked for at the same time
+                self.ask(Subject.GATHER, chunk.spec.index, who)
         self._needed = None
         if not is_followed or self._is_short():
             self._meet_others(chunk, who)

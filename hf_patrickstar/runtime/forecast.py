@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.layout.packing import branches_nbytes
 from hf_patrickstar.memory.meters import Meter, UnmeteredTier
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.rehearsal import Rehearsal
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.casting import Casting
-from hf_patrickstar.runtime.chunk import Chunk
+from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING, Chunk
 from hf_patrickstar.runtime.tracer import Tracer
 from hf_patrickstar.shortage import Shortage
 
@@ -90,6 +91,10 @@ class Forecast:
         static = sum(
             payload.nbytes for chunk in self._chunks if chunk.home is Tier.DEVICE for payload in chunk.payloads.values()
         )
+        # What is held of gradients is a part of the need, unless more groups wait than it has room for.
+        owners = ledger.owners(Tier.DEVICE)
+        waiting = branches_nbytes(chunk.spec for chunk in self._chunks)
+        counted = min(owners.get(GRADIENTS, 0), waiting) + owners.get(STAGING, 0)
         others = self._non_model_nbytes()
         explained = self._need_at(ledger.budget(Tier.DEVICE), ledger.chunk_budget)
         if explained is not None and in_use_nbytes > explained:
@@ -103,7 +108,7 @@ class Forecast:
             if need is None:
                 device_nbytes += device_nbytes // 8
                 continue
-            booked = max(booked, fixed - static + need)
+            booked = max(booked, fixed - static - counted + need)
             if booked + others <= device_nbytes and (chunk_nbytes is None or booked <= chunk_nbytes):
                 break
             device_nbytes = max(device_nbytes, booked + others)

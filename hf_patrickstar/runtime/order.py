@@ -26,6 +26,8 @@ others come at all:
 | `BEGIN` of training: its batch may take long | no |
 | `GATHER`, `REDUCE`, `CHECK`, `END` of a step: all have begun it | no |
 | `READ`, `LEAVE`, `FOLLOW` while the model is saved, `MEET`: all have entered, and a disk may be slow | no |
+
+Where it says no, a process still gives up if all others wait as well, one of them in a collective of the user's.
 """
 
 import dataclasses

@@ -83,6 +83,21 @@ class Reclaim:
         if nbytes and room < nbytes:
             raise DeviceMemoryError(self._too_small(nbytes, room, chunk, who))
 
+    def make_room_for_gradients(self, chunk: Chunk) -> None:
+        """Frees the bytes of a buffer for the gradients of a group.
+
+        Args:
+            chunk: The group; its copy may leave.
+
+        Raises:
+            DeviceMemoryError: If there are not as many.
+        """
+        self.make_room(chunk.copy_nbytes)
+        room = self._pool.room(Tier.DEVICE, cautious=False)
+        if room < chunk.copy_nbytes:
+            who = f"the gradients of group {chunk.spec.index}"
+            raise DeviceMemoryError(self._too_small(chunk.copy_nbytes, room, None, who))
+
     def make_room_for_others(self, *, is_step: bool) -> None:
         """Makes room for what is not chunks, and was just allocated.
 
@@ -166,13 +181,14 @@ class Reclaim:
         if self._ledger.available(Tier.DEVICE, cautious=cautious) < 0:
             self._pool.trim()
 
-    def _too_small(self, nbytes: int, room: int, chunk: Chunk, who: str) -> str:
+    def _too_small(self, nbytes: int, room: int, chunk: Chunk | None, who: str) -> str:
         ledger = self._ledger
         pinned = [other for other in self._copies if other is not chunk]
         names = ", ".join(sorted(self._forecast.names_in_use()))
         short = self._forecast.shortage(nbytes + sum(other.copy_nbytes for other in pinned))
         return (
-            f"{short.subject} for {who}: chunk {chunk.spec.index} needs {format_need(nbytes)}, "
+            f"{short.subject} for {who}: {'it' if chunk is None else f'chunk {chunk.spec.index}'} needs "
+            f"{format_need(nbytes)}, "
             f"{format_need(max(room, 0))} are free beside non-model data of {format_need(ledger.non_model_nbytes())}, "
             f"and none of the chunks there ({[other.spec.index for other in pinned]}) can leave, because they are in "
             f"use (computing with: {names or 'none'}; a recomputed segment keeps all of its parameters, and "

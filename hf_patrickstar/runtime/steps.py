@@ -9,8 +9,7 @@ from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.buckets import GRADIENTS
-from hf_patrickstar.runtime.chunk import Chunk
+from hf_patrickstar.runtime.chunk import GRADIENTS, Chunk
 from hf_patrickstar.runtime.durations import Durations
 from hf_patrickstar.runtime.executor import Executor, Services
 from hf_patrickstar.runtime.forecast import Forecast

@@ -16,20 +16,33 @@ looks into the store from time to time. A rank that ends a wait for data like th
 which may be those of the default group: collectives under way there would never end either.
 
 ``Order`` decides which waits may end like this. A short wait does none of it.
+
+A rank that waits for others which may be slow gives up after ``process_wait_s`` only if it knows that waiting is in
+vain: every other rank waits too, and at least one of them in a collective that the user called on this rank not, such
+as ``dist.all_gather`` in a branch that only some ranks take. A rank that is inside of such a call cannot say so itself.
+So each rank has a thread that looks where the rank is (``Vigil.look``). If the rank is inside of the same collective at
+two looks, the thread writes into the store which one it is and for how long, again at each look. A rank that computes
+writes nothing, and is waited for. The thread also reads whether another rank gave up: then it logs the reason, and
+closes the connections of the rank, which ends a collective of the default group.
+
+The thread gives up too, for waits of the rank that torch cannot interrupt (``Vigil.watched``).
 """
 
 import contextlib
 import json
 import logging
 import math
+import sys
 import threading
 import time
-from collections.abc import Callable
+import types
+import weakref
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from hf_patrickstar.errors import CollectiveError
-from hf_patrickstar.runtime.callers import find_caller
+from hf_patrickstar.runtime.callers import find_caller, find_collective
 from hf_patrickstar.runtime.liveness import ANSWER_S, Liveness, Store
 
 logger = logging.getLogger(__name__)
@@ -39,6 +52,8 @@ _T = TypeVar("_T")
 _WARN_S = 10.0
 _LIMIT_S = 60.0
 STORE_PATIENCE_S = 3.0
+_END_S = 1.0
+"""Seconds that the thread that looks may take to end; it may be inside of a call to a store that is gone."""
 _GAVE_UP = "gave up"
 
 
@@ -71,7 +86,8 @@ class _Wait(NamedTuple):
     """What a rank waits for.
 
     Attributes:
-        number: The number of the message, the same on all ranks; 0 for data.
+        number: The number of the message, the same on all ranks; 0 for data. In a collective that the user called, the
+            milliseconds that the rank has been inside of it, as a negative number.
         what: What the rank is about to do, as a verb phrase.
         caller: The line of the user's code.
     """
@@ -84,8 +100,62 @@ class _Wait(NamedTuple):
     def is_data(self) -> bool:
         return not self.number
 
+    @property
+    def is_of_user(self) -> bool:
+        return self.number < 0
+
     def __str__(self) -> str:
         return f"{self.what} (called at {self.caller})" if self.caller else self.what
+
+
+_Waits: TypeAlias = dict[int, _Wait | None]
+"""What each of the others waits for."""
+
+
+class _Stay:
+    """A wait that has become long.
+
+    Args:
+        wait: What the rank waits for.
+        limit_s: Seconds until the rank gives up in any case.
+        warn_s: Seconds until it warns.
+
+    Attributes:
+        is_in_vain: Whether all other ranks wait, and some of them inside of a collective that the user called.
+    """
+
+    def __init__(self, wait: _Wait, limit_s: float, warn_s: float) -> None:
+        self.wait = wait
+        self.limit_s = limit_s
+        self.warn_s = warn_s
+        self.is_in_vain = False
+        self._before: dict[int, int] = {}
+
+    def note(self, waits: _Waits | None, least_s: float) -> None:
+        """Notes what the others wait for, and finds out whether this rank waits in vain.
+
+        Args:
+            waits: What the others wait for, if that is known.
+            least_s: Seconds that each must have been inside of its collective. It must also have said so again since
+                the last call: what it wrote before may be old.
+        """
+        known = list((waits or {}).values())
+        inside = {rank: wait.number for rank, wait in (waits or {}).items() if wait is not None and wait.is_of_user}
+        before, self._before = self._before, inside
+        self.is_in_vain = bool(inside) and None not in known
+        for rank, number in inside.items():
+            self.is_in_vain &= number <= -1000 * least_s and rank in before and number < before[rank]
+
+
+class _Watched:
+    """A wait that torch cannot interrupt, from its begin on."""
+
+    def __init__(self, what: str, thread: int, due_s: float) -> None:
+        self.what = what
+        self.thread = thread
+        self.begin = time.monotonic()
+        self.due_s = due_s
+        self.stay: _Stay | None = None
 
 
 class Vigil:
@@ -97,13 +167,21 @@ class Vigil:
         store: Where ranks write what they wait for.
         patience: How long to wait.
         hang_up: Closes this rank's connections for messages; called with true, those for data too.
+        looks: Whether to start the thread that looks where this rank is.
 
     Attributes:
         verdict: Why these ranks cannot go on together; empty until a rank gave up.
     """
 
     def __init__(
-        self, rank: int, liveness: Liveness, store: Store, patience: Patience, hang_up: Callable[[bool], None]
+        self,
+        rank: int,
+        liveness: Liveness,
+        store: Store,
+        patience: Patience,
+        hang_up: Callable[[bool], None],
+        *,
+        looks: bool = False,
     ) -> None:
         self.verdict = ""
         self._rank = rank
@@ -116,6 +194,13 @@ class Vigil:
         self._patient_warn_s = patience.warn_s
         self._num_messages = 0
         self._is_store_gone = False
+        self._thread = threading.get_ident()  # the thread that has talked to the others last
+        self._pause_s = patience.warn_s / 4
+        self._watched: _Watched | None = None
+        self._place: tuple[str, str] | None = None  # the user's collective that this rank is in, and the user's line
+        self._place_begin = 0.0
+        self._is_told = False
+        self.close = _look_from_time_to_time(self, self._pause_s) if looks else lambda: None
 
     def wait(self, work: Any, what: str, *, is_message: bool = False, is_patient: bool = True) -> None:
         """Waits until a collective of gloo is complete.
@@ -131,10 +216,47 @@ class Vigil:
             RuntimeError: If the collective failed.
         """
         self._num_messages += is_message
+        self._thread = threading.get_ident()
+        self._watched = None  # this thread watches itself
         if not _is_over(work, self._notice):
             begin = time.monotonic() - self._notice_s
             wait = _Wait(self._num_messages if is_message else 0, what, find_caller())
-            self._stay(work, wait, begin, math.inf if is_patient else self._patience.limit_s)
+            self._stay(work, self._begin_stay(wait, math.inf if is_patient else self._patience.limit_s), begin)
+
+    @contextlib.contextmanager
+    def watched(self, what: str) -> Iterator[None]:
+        """Lets the thread that looks where this rank is end waits inside of the block, which are for data.
+
+        Args:
+            what: What this rank is about to do, as a verb phrase.
+        """
+        self._thread = threading.get_ident()
+        self._watched = watched = _Watched(what, self._thread, self._patience.warn_s)
+        try:
+            yield
+        finally:
+            self._watched = None
+            if watched.stay is not None:
+                self._put(self._key(self._rank), "")
+
+    def look(self) -> None:
+        """Looks where this rank is, tells the others, and may give up for it; for another thread, from time to time."""
+        frames, now = sys._current_frames(), time.monotonic()
+        if self._watched is not None:
+            self._look_at(self._watched, now, frames)
+        threads = dict.fromkeys((self._thread, threading.main_thread().ident))
+        inside = next((frames[thread] for thread in threads if thread and find_collective(frames.get(thread))), None)
+        place = (f"is inside {find_collective(inside)}", find_caller(inside)) if inside is not None else None
+        if place != self._place:
+            if self._place is not None:
+                self._put(self._place_key(self._rank), "")
+            self._place, self._place_begin = place, now
+        elif place is not None:
+            inside_ms = math.ceil(1000 * (now - self._place_begin))
+            self._put(self._place_key(self._rank), json.dumps(_Wait(-inside_ms, *place)))
+            if not self._is_told and self.ask():
+                self._is_told = True
+                logger.error("patrickstar: rank %d %s meanwhile: %s", self._rank, _Wait(-1, *place), self.verdict)
 
     def ask(self) -> str:
         """Looks into the store whether a rank gave up.
@@ -148,32 +270,57 @@ class Vigil:
 
     # Inside
 
-    def _stay(self, work: Any, wait: _Wait, begin: float, limit_s: float) -> None:
-        """Goes on with a wait that has become long."""
+    def _begin_stay(self, wait: _Wait, limit_s: float) -> _Stay:
         self._put(self._key(self._rank), json.dumps(wait))
-        pause_s = self._patience.warn_s
-        warn_s, due_s = (pause_s if limit_s < math.inf else self._patient_warn_s), pause_s
-        is_over = False
+        return _Stay(wait, limit_s, self._patience.warn_s if limit_s < math.inf else self._patient_warn_s)
+
+    def _stay(self, work: Any, stay: _Stay, begin: float) -> None:
+        """Goes on with a wait that has become long."""
+        due_s, is_over = self._patience.warn_s, False
         try:
             while not (is_over := _is_over(work, _timeout(begin + due_s - time.monotonic()))):
-                if self.ask():
-                    raise CollectiveError(f"{wait.what}: {self.verdict}")
-                if due_s >= limit_s:
-                    raise CollectiveError(self._give_up(wait))
-                if due_s >= warn_s:
-                    self._warn(wait, due_s, limit_s)
-                    warn_s = math.inf
-                due_s = min(due_s + pause_s, limit_s)
+                self._check(stay, due_s)
+                due_s = min(due_s + self._patience.warn_s, stay.limit_s)
         finally:
             if not is_over:  # also after an interrupt
-                self._hang_up(wait.is_data)
+                self._hang_up(stay.wait.is_data)
             self._put(self._key(self._rank), "")
 
-    def _warn(self, wait: _Wait, waited_s: float, limit_s: float) -> None:
-        if limit_s < math.inf:
+    def _look_at(self, watched: _Watched, now: float, frames: dict[int, types.FrameType]) -> None:
+        """Does the same, in the thread that looks, for a wait that torch cannot interrupt."""
+        waited_s = now - watched.begin
+        if watched.stay is None and waited_s >= self._notice_s:
+            wait = _Wait(0, watched.what, find_caller(frames.get(watched.thread)))
+            watched.stay = self._begin_stay(wait, math.inf)
+        elif watched.stay is not None and waited_s >= watched.due_s:
+            watched.due_s += self._patience.warn_s
+            try:
+                self._check(watched.stay, waited_s)
+            except CollectiveError:  # the wait fails as soon as the connections are closed, and finds the verdict
+                self._hang_up(True)
+        if self._watched is not watched:  # it has ended meanwhile
+            self._put(self._key(self._rank), "")
+
+    def _check(self, stay: _Stay, waited_s: float) -> None:
+        """Raises an error if a rank gave up, or this one gives up now; warns if it is time to."""
+        if self.ask():
+            raise CollectiveError(f"{stay.wait.what}: {self.verdict}")
+        waits = self._try(self._read_waits, None)
+        if stay.limit_s == math.inf:
+            stay.note(waits, self._patience.limit_s / 2)
+        # Later than a rank that gives up in any case: that one leaves the connections for data open.
+        limit_s = self._patience.limit_s + self._patience.warn_s if stay.is_in_vain else stay.limit_s
+        if waited_s >= limit_s:
+            raise CollectiveError(self._give_up(stay, waits, waited_s))
+        if waited_s >= stay.warn_s:
+            self._warn(stay, waited_s, waits)
+            stay.warn_s = math.inf
+
+    def _warn(self, stay: _Stay, waited_s: float, waits: _Waits | None) -> None:
+        if stay.limit_s < math.inf:
             ending = (
                 "All processes must call it together; where they do not, this one gives up after "
-                f"{limit_s:g} s (process_wait_s)"
+                f"{stay.limit_s:g} s (process_wait_s)"
             )
         else:
             ending = "It goes on waiting, until the timeout of the process group (ddp_timeout)"
@@ -181,31 +328,43 @@ class Vigil:
         logger.warning(
             "patrickstar: rank %d %s and has waited for %.2g s: %s. %s",
             self._rank,
-            wait,
+            stay.wait,
             waited_s,
-            self._describe_others(wait),
+            self._describe_others(stay.wait, waits),
             ending,
         )
 
-    def _give_up(self, wait: _Wait) -> str:
+    def _give_up(self, stay: _Stay, waits: _Waits | None, waited_s: float) -> str:
         """Writes the reason into the store, before other ranks see that the connections are closed."""
+        if stay.is_in_vain:
+            remedy = (
+                "Each waits for the other. A collective in a step, such as dist.all_gather, must be called by all "
+                "processes: move it out of the branch that only some of them take; where the others were only busy, "
+                "raise process_wait_s. "
+            )
+        else:
+            remedy = (
+                "This must be called by all processes together (Trainer.save_model and engine.full_parameters too); "
+                "where the others were only busy, raise process_wait_s. "
+            )
         self.verdict = (
-            f"rank {self._rank} gave up after {self._patience.limit_s:g} s: it {wait}, and "
-            f"{self._describe_others(wait)}. This must be called by all processes together "
-            "(Trainer.save_model and engine.full_parameters too); where the others were only busy, raise "
-            "process_wait_s. The processes are not in the same place any more: restart from the last checkpoint"
+            f"rank {self._rank} gave up after {waited_s:.3g} s: it {stay.wait}, and "
+            f"{self._describe_others(stay.wait, waits)}. {remedy}The processes are not in the same place any more: "
+            "restart from the last checkpoint"
         )
         self._put(_GAVE_UP, self.verdict)
+        if stay.is_in_vain:
+            time.sleep(3 * self._pause_s)  # the others log it; what torch says of closed connections has no reason
+            self._hang_up(True)
         return self.verdict
 
-    def _describe_others(self, own: _Wait) -> str:
+    def _describe_others(self, own: _Wait, waits: _Waits | None) -> str:
         """Which ranks have not come, and what ranks do that wait for something else."""
         ended = self._liveness.find_ended()
-        waits = self._try(self._read_waits, None)
         if waits is None:
             texts = [*ended.values(), "the store where the ranks met is gone, so that nothing is known of the others"]
             return "; ".join(texts)
-        absent = [rank for rank, wait in waits.items() if wait is None and rank not in ended]
+        absent = [rank for rank, wait in waits.items() if (wait is None or wait.is_of_user) and rank not in ended]
         texts = list(ended.values())
         if absent:
             is_one = len(absent) == 1
@@ -221,15 +380,19 @@ class Vigil:
     def _key(self, rank: int) -> str:
         return f"{rank} waits"
 
+    def _place_key(self, rank: int) -> str:
+        return f"{rank} is inside"
+
     def _put(self, key: str, value: str) -> None:
         self._try(lambda: self._store.set(key, value), None)
 
     def _read(self, key: str) -> str:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
-    def _read_waits(self) -> dict[int, _Wait | None]:
-        """What each of the others waits for."""
-        texts = {rank: self._read(self._key(rank)) for rank in self._liveness.others}
+    def _read_waits(self) -> _Waits:
+        texts = {
+            rank: self._read(self._key(rank)) or self._read(self._place_key(rank)) for rank in self._liveness.others
+        }
         return {rank: _Wait(*json.loads(text)) if text else None for rank, text in texts.items()}
 
     def _try(self, action: Callable[[], _T], otherwise: _T) -> _T:
@@ -268,3 +431,23 @@ def _is_over(work: Any, timeout: timedelta) -> bool:
             return False
         work.wait()  # raises if it failed; it may also have completed just now
     return True
+
+
+def _look_from_time_to_time(vigil: Vigil, pause_s: float) -> Callable[[], object]:
+    """Starts the thread that looks where a rank is; returns what ends it, which also happens when Python ends."""
+    found, is_closed = weakref.ref(vigil), threading.Event()
+
+    def run() -> None:
+        while not is_closed.wait(pause_s) and (own := found()) is not None:
+            own.look()
+            del own
+
+    thread = threading.Thread(target=run, name="hf_patrickstar-lookout", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        is_closed.set()
+        if thread is not threading.current_thread():
+            thread.join(_END_S)
+
+    return weakref.finalize(vigil, end)

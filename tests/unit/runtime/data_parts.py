@@ -113,6 +113,9 @@ class Room:
     def make_room(self, nbytes):
         self.asked.append(nbytes)
 
+    def make_room_for_gradients(self, chunk):
+        self.asked.append(chunk.copy_nbytes)
+
 
 class Process:
     """One process with the parts below its chunks.

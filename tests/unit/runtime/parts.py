@@ -102,14 +102,12 @@ class Others:
         nbytes: Those that are there now.
         peak_nbytes: The most since ``restart``; by default as many as there are.
         floor_nbytes: Those that stay.
-        has_to_leave: What ``leave`` answers.
         num_readings: How often it was asked what is there now.
         told: What it was told.
     """
 
     def __init__(self, nbytes=0):
         self.nbytes, self.peak_nbytes, self.floor_nbytes = nbytes, None, 0
-        self.has_to_leave = False
         self.num_readings = 0
         self.told = []
 
@@ -128,10 +126,6 @@ class Others:
 
     def start(self, tensors):
         self.told.append(("start", len(tuple(tensors))))
-
-    def leave(self):
-        self.told.append("leave")
-        return self.has_to_leave
 
     def pause(self):
         self.told.append("pause")

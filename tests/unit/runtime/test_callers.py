@@ -1,12 +1,13 @@
 """Which line of the user's a call comes from."""
 
 import runpy
+import sys
 import threading
 
 import pytest
 import torch
 
-from hf_patrickstar.runtime.callers import find_caller
+from hf_patrickstar.runtime.callers import find_caller, find_collective
 
 
 def in_library(name, text, **scope):
@@ -68,3 +69,46 @@ def test_a_thread_of_a_library_has_no_line():
     thread.start()
     thread.join()
     assert found == [""]
+
+
+# Collectives of the user's
+
+
+def nested(*modules):
+    """What ``find_collective`` finds where functions of these modules call each other, the outermost first."""
+    found = []
+
+    def innermost():
+        found.append(find_collective(sys._getframe(1)))
+
+    call = innermost
+    for name, function in reversed(modules):
+        scope = {"__name__": name, "call": call}
+        exec(f"def {function}():\n    call()", scope)
+        call = scope[function]
+    call()
+    return found[0]
+
+
+C10D = "torch.distributed.distributed_c10d"
+LOGGER = ("torch.distributed.c10d_logger", "wrapper")
+
+
+@pytest.mark.parametrize(
+    ("modules", "expected"),
+    [
+        ([LOGGER, (C10D, "all_gather")], "torch.distributed.all_gather"),
+        (
+            [LOGGER, (C10D, "broadcast_object_list"), LOGGER, (C10D, "broadcast")],
+            "torch.distributed.broadcast_object_list",
+        ),
+        ([("accelerate.utils.operations", "gather"), (C10D, "all_gather")], "torch.distributed.all_gather"),
+        ([(C10D, "barrier"), ("hf_patrickstar.memory.meters", "watch")], "torch.distributed.barrier"),
+        ([("hf_patrickstar.runtime.collectives", "exchange"), (C10D, "all_gather")], ""),
+        ([("torch.distributed.checkpoint.filesystem", "write")], ""),
+        ([(C10D, "barrier"), ("train", "compute")], ""),
+        ([("torch.nn.modules.module", "_call_impl")], ""),
+    ],
+)
+def test_a_collective_that_a_thread_is_inside_of(modules, expected):
+    assert nested(*modules) == expected

@@ -318,18 +318,6 @@ def test_the_step_that_an_evaluation_interrupted_goes_on(is_known, state, told_m
 # What ends
 
 
-@pytest.mark.parametrize(("is_known", "has_to_leave", "goes_on"), [(0, 0, 1), (0, 1, 0), (1, 1, 1)])
-def test_a_step_that_cannot_be_measured_to_its_end_is_not_recorded(is_known, has_to_leave, goes_on):
-    parts = make()
-    if is_known:
-        record(parts, 0)
-    begin(parts)
-    parts.tracer.visit(0, tuple)
-    parts.others.has_to_leave = has_to_leave
-    parts.steps.end_forward()
-    assert (parts.tracer.step is not None) == goes_on
-
-
 def test_the_end_of_a_forward_is_recorded():
     parts = make()
     record(parts, 0, 1)

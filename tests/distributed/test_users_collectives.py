@@ -1,0 +1,190 @@
+"""Collectives of the user's that only some processes call, while the others wait for a message of the engine."""
+
+import contextlib
+import logging
+import re
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import Workers
+from test_branches import DROPPED, chain_loss, make_chain
+from together import make_optimizer, train_together
+
+from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar.errors import CollectiveError
+
+pytestmark = pytest.mark.xdist_group("distributed")
+
+LIMIT_S = 1.5
+
+
+def make_engine(route=None, limit_s=LIMIT_S):
+    dist.barrier()  # a process that is still importing torch has not come, either
+    model = make_chain(2, 4, route)
+    config = {**DROPPED, "process_wait_s": limit_s}
+    return PatrickStarEngine(model, config, make_optimizer(model), device="cpu")
+
+
+@contextlib.contextmanager
+def logged():
+    texts = []
+
+    class Keeper(logging.Handler):
+        def emit(self, record):
+            texts.append(record.getMessage())
+
+    keeper = Keeper(logging.WARNING)
+    logging.getLogger("hf_patrickstar").addHandler(keeper)
+    try:
+        yield texts
+    finally:
+        logging.getLogger("hf_patrickstar").removeHandler(keeper)
+
+
+def all_gather(x):
+    dist.all_gather([torch.empty_like(x) for _ in range(2)], x.detach())
+
+
+def all_reduce(x):
+    dist.all_reduce(x.detach().clone())
+
+
+def barrier(x):
+    dist.barrier()
+
+
+def broadcast(x):
+    dist.broadcast(x.detach().clone(), 0)
+
+
+def objects(x):
+    dist.all_gather_object([None, None], "text")
+
+
+CALLS = (all_gather, all_reduce, barrier, broadcast, objects)
+NAMES = {objects: "all_gather_object"}
+
+
+def on_rank_one(step, rank):
+    return [0, 1, 2, 3] if rank == 1 else [0, 2, 3]
+
+
+def call_on_rank_one(rank, model, call, place):
+    """Lets a layer that only rank 1 uses call something."""
+    if rank == 1 and place == "forward":
+        model.layers[1].register_forward_hook(lambda *_: call(torch.ones(3)))
+    elif rank == 1 and place == "backward":
+        model.layers[1].register_full_backward_hook(lambda *_: call(torch.ones(3)))
+
+
+def learn(model, step, rank, call, place):
+    loss = chain_loss(model, step, 0, rank)
+    if rank == 1 and place == "between":
+        call(loss)
+    loss.backward()
+
+
+def call_in_a_branch(rank, call, place, num_steps):
+    """Some steps in which all is well; then one in which only rank 1 calls something."""
+    engine = make_engine(on_rank_one)
+    train_together(engine, chain_loss, num_steps)
+    call_on_rank_one(rank, engine.model, call, place)
+    with logged() as texts, pytest.raises(RuntimeError) as caught:
+        learn(engine.model, num_steps, rank, call, place)
+    return type(caught.value), str(caught.value), texts
+
+
+@pytest.mark.parametrize("num_steps", [0, 2])
+@pytest.mark.parametrize(
+    ("call", "place"),
+    [*((call, "forward") for call in CALLS), (all_gather, "backward"), (barrier, "backward"), (all_reduce, "between")],
+)
+def test_both_end_by_name(call, place, num_steps):
+    with Workers(2) as workers:
+        (kind, text, _), (_, other, told) = workers.run(call_in_a_branch, call, place, num_steps, timeout=30)
+    assert kind is CollectiveError
+    name = NAMES.get(call, call.__name__)
+    expected = (
+        rf"rank 1 is inside torch\.distributed\.{name} \(called at {re.escape(__file__)}:\d+ in {call.__name__}: "
+    )
+    assert re.search(expected, text), text
+    assert re.search(r"rank 0 gave up after [\d.]+ s: it .*Each waits for the other", text)
+    assert re.search(r"it .* \(called at .*test_(branches|users_collectives)\.py:\d+ in ", text), text
+    assert any(text[text.index("rank 0 gave up") :] in line for line in told), (other, told)
+
+
+# Waiting that is right
+
+SLOW_S = 2.5 * LIMIT_S
+
+
+def be_slow(x):
+    time.sleep(SLOW_S)
+
+
+class Slow(torch.utils.data.Dataset):
+    """Data that takes long."""
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        time.sleep(SLOW_S)
+        return index
+
+
+def be_slow_on_rank_one(rank, place, num_steps):
+    engine = make_engine(on_rank_one)
+    train_together(engine, chain_loss, num_steps)
+    call_on_rank_one(rank, engine.model, be_slow, place)
+    if rank == 1 and place == "data":
+        list(torch.utils.data.DataLoader(Slow()))
+    learn(engine.model, num_steps, rank, be_slow, place)
+    all_gather(torch.ones(3))
+    engine.detach()
+
+
+@pytest.mark.parametrize("num_steps", [0, 2])
+@pytest.mark.parametrize("place", ["data", "forward", "between", "backward"])
+def test_a_slow_process_is_waited_for(pair, place, num_steps):
+    pair.run(be_slow_on_rank_one, place, num_steps)
+
+
+def wait_for_a_slow_one(rank):
+    """Ranks 1 and 2 meet, and rank 2 comes late; rank 0 waits for both in its step."""
+    group = dist.new_group([1, 2])
+    engine = make_engine(lambda step, rank: [0, 1, 2, 3] if rank else [0, 2, 3])
+
+    def meet(*_):
+        if rank == 2:
+            time.sleep(SLOW_S)
+        if rank:
+            dist.barrier(group)
+
+    engine.model.layers[1].register_forward_hook(meet)
+    train_together(engine, chain_loss, 1)
+    engine.detach()
+
+
+def test_a_collective_of_some_is_waited_for(three):
+    three.run(wait_for_a_slow_one)
+
+
+def take_long_in_a_collective(rank):
+    """The same, but all call it, and one comes late."""
+    engine = make_engine()
+
+    def meet(*_):
+        if rank == 1:
+            time.sleep(SLOW_S)
+        all_gather(torch.ones(3))
+
+    engine.model.layers[1].register_forward_hook(meet)
+    train_together(engine, chain_loss, 2)
+    engine.detach()
+
+
+def test_a_collective_of_all_is_waited_for(pair):
+    pair.run(take_long_in_a_collective)
