@@ -271,9 +271,7 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
     choice = choose(limit, fits, others)
     widens = situation.num_micro_batches == 1
     workspace = _workspace_nbytes(situation, choice, widens)
-    device_workspace = workspace if widens else 0
-
-    usable = ledger.usable(Tier.DEVICE)
+    device_workspace, usable = workspace if widens else 0, ledger.usable(Tier.DEVICE)
 
     def need_at(device_nbytes: int, chunk_nbytes: int | None) -> int:
         share, limit = _shares(situation, int(device_nbytes * usable), others, chunk_nbytes)
