@@ -135,6 +135,7 @@ class PatrickStarEngine:
         )
         with Gate(model.modules(), FORWARD + STATE_DICT) as gate:
             self._attach(given, gate)
+        self.hooks.note_structure()  # without the gate
         for part in (model, *roots_of(model)):
             part.__dict__["patrickstar_engine"] = self
         self._decisions.explain(situation)

@@ -4,10 +4,10 @@ All processes have the same states, so one process writes them. As in torch, a s
 its parameter in the param groups.
 """
 
+import contextlib
 import io
 import json
 import os
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,11 +63,16 @@ def unpickled(data: torch.Tensor, key: str, path: Path) -> Any:
     found = data.numpy().tobytes()
     try:
         return torch.load(io.BytesIO(found), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        types = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(found)))
+    except Exception as error:
+        types = []
+        with contextlib.suppress(Exception):
+            types = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(found))
+        if not types:
+            raise CheckpointError(damaged(f"'{path}': '{key}' cannot be loaded: {error}")) from error
+        names = ", ".join(types)
         raise CheckpointError(
-            f"'{path}': '{key}' is an object of {types}, and types are loaded only if the program says that they are "
-            f"safe; call torch.serialization.add_safe_globals([{types}]) before resuming"
+            f"'{path}': '{key}' is an object of {names}, and types are loaded only if the program says that they are "
+            f"safe; call torch.serialization.add_safe_globals([{names}]) before resuming"
         ) from error
 
 
@@ -122,7 +127,7 @@ def read_others(directory: str | os.PathLike[str]) -> OtherStates:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(damaged(f"'{path}' is not a part of a training state: {error}")) from error
     for name, entry in file.entries.items():
-        place, _, key = name.rpartition("/")
+        place, _, key = name.partition("/")
         numel = torch.Size(entry.shape).numel()
         value = file.read(name, 0, numel).view(entry.shape)
         states.setdefault(place, {})[key] = unpickled(value, key, path) if name in objects else value

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from hf_patrickstar.memory.accelerator import allocated_nbytes, reserved_nbytes, reset_peak, used_nbytes
 from hf_patrickstar.memory.operators import EngineMode
@@ -163,7 +163,7 @@ class StorageMeter(Meter):
         stack = _get_current_dispatch_mode_stack()
         if self._mode not in stack:
             self._entered_in_inference = torch.is_inference_mode_enabled()
-            self._mode.__enter__()
+            _push_mode(self._mode)  # not as a block: it may end in another order
 
     def pause(self) -> None:
         """Stops following."""
@@ -179,7 +179,7 @@ class StorageMeter(Meter):
         stack = _get_current_dispatch_mode_stack()
         is_inside = torch.is_inference_mode_enabled() != self._entered_in_inference
         if stack and stack[-1] is self._mode and not is_inside:
-            self._mode.__exit__(None, None, None)
+            _pop_mode()
 
     def record(self, results: Any) -> None:
         """See ``Meter``."""
@@ -275,4 +275,5 @@ def _take_off_the_dead() -> None:
     """Takes modes of meters that are gone off this thread, where they are innermost."""
     stack = _get_current_dispatch_mode_stack()
     while stack and isinstance(stack[-1], _StorageMode) and stack[-1].is_dead:
-        stack.pop().__exit__(None, None, None)
+        stack.pop()
+        _pop_mode()

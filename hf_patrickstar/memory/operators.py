@@ -91,6 +91,29 @@ def unseen() -> Iterator[None]:
         yield
 
 
+def with_modes_of_users(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Lets a function of the user run under the modes that are on now, where the engine calls it ``quietly``."""
+    if not has_modes_of_users():
+        return function
+    functions = torch.overrides._get_current_function_mode_stack()
+    dispatch = [mode for mode in _get_current_dispatch_mode_stack() if not isinstance(mode, EngineMode)]
+
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with contextlib.ExitStack() as stack:
+            for mode in functions:
+                torch._C._push_on_torch_function_stack(mode)
+                stack.callback(torch._C._pop_torch_function_stack)
+            _push_dispatch_modes(dispatch)
+            stack.callback(_take_off, dispatch)
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _take_off(modes: Sequence[TorchDispatchMode]) -> None:
+    _push_dispatch_modes(mode for mode in _pop_dispatch_modes() if mode not in modes)
+
+
 def quietly(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Decorates what works without graphs, and unseen by modes of users."""
     return unseen()(torch.no_grad()(function))

@@ -10,7 +10,7 @@ import torch
 
 from hf_patrickstar.events import Listener, StepFinished
 from hf_patrickstar.interrupts import held_back
-from hf_patrickstar.memory.operators import quietly
+from hf_patrickstar.memory.operators import quietly, with_modes_of_users
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.clipping import clip_by_norm, clip_by_value, total_norm
 from hf_patrickstar.optim.kernel import Kernel, in_batches, place_state
@@ -192,7 +192,6 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     # A step
 
-    @quietly
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Updates every parameter that has a gradient.
 
@@ -208,8 +207,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             EngineError: If a gradient is incomplete, because torch would have added it to one that a step has consumed.
         """
         with self._manager.phases.turns.taken("optimizer.step()"):
-            return self._step(closure)
+            return self._step(None if closure is None else with_modes_of_users(closure))
 
+    @quietly
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None and not self.kernel.updates_at_once:

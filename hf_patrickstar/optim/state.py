@@ -1,12 +1,12 @@
 """``optimizer.state``: the states of parameters that live in chunks, under the parameters, as in torch."""
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_patrickstar.optim.kernel import Kernel, place_state, settings_of
 from hf_patrickstar.runtime.chunk import ManagedTensor
@@ -197,18 +197,18 @@ class Outdated:
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._keys = keys
-        self._before: Any = WeakIdKeyDictionary()
+        self._before: dict[int, tuple[tuple[int, ...], list[weakref.ref[torch.Tensor]]]] = {}
 
     def note(self, tensor: ManagedTensor, state: Mapping[str, Any]) -> None:
         """Notes the state that a parameter had in a chunk, if somebody has given it another shape since."""
         if tensor.is_given_up:
-            kept = tuple(value for value in state.values() if isinstance(value, torch.Tensor))
-            self._before[tensor.parameter] = tensor.spec.shape, kept
+            kept = [weakref.ref(value) for value in state.values() if isinstance(value, torch.Tensor)]
+            self._before[id(tensor.parameter)] = tensor.spec.shape, kept
 
     def has(self, tensor: ManagedTensor, state: Mapping[str, Any]) -> bool:
         """Whether a state was made for another shape than the parameter has."""
-        shape, kept = self._before.get(tensor.parameter, (tensor.spec.shape, ()))
-        is_of_before = any(value is old for value in state.values() for old in kept)
+        shape, kept = self._before.get(id(tensor.parameter), (tensor.spec.shape, []))
+        is_of_before = any(value is old() for value in state.values() for old in kept)
         return (is_of_before and shape != tensor.spec.shape) or not has_shapes(tensor, state, self._keys)
 
 

@@ -61,7 +61,9 @@ class Autograd:
             A context, or ``None`` where no hooks of the user are innermost. Those of torch's checkpointing stay so.
         """
         others = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if others is None or others[0] is self._pack or others[0].__module__ in (__name__, checkpoint.__name__):
+        if others is None or others[0] is self._pack:
+            return None
+        if getattr(others[0], "__module__", None) in (__name__, checkpoint.__name__):  # methods in C have none
             return None
         return torch.autograd.graph.saved_tensors_hooks(*self._around(*others))
 

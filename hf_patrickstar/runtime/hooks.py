@@ -98,7 +98,9 @@ class ModelHooks:
         """Registers hooks of modules that are new, removes those of modules that are gone, and notes what all hold."""
         self._names = {module: name or type(self._model).__name__ for name, module in self._model.named_modules()}
         compiled = {module: calls_of(module) for module in self._names if is_compiled(module)}
+        lists = {}
         if compiled != self._compiled:  # others have hooks now
+            lists = {module: own for module, (own, _) in self._of_modules.items()}
             for module in list(self._of_modules):
                 self._detach_module(module)
         inside = {part for module in compiled for part in module.modules() if part is not module}
@@ -110,10 +112,16 @@ class ModelHooks:
             if module in self._of_modules:
                 self._of_modules[module][0][:] = own  # in place: its hooks refer to this list
             else:
-                self._of_modules[module] = own, [] if module in inside else self._attach_module(module, own)
+                here = lists.get(module, [])  # a hook that is running goes on with this list
+                here[:] = own
+                self._of_modules[module] = here, [] if module in inside else self._attach_module(module, here)
                 self._of_modules[module][1].append(self._attach_filling(module))
-        self._compiled = {module: calls_of(module) for module in compiled}
         self._places = [place for module in self._names for place in (module._parameters, module._modules)]
+        self.note_structure()
+
+    def note_structure(self) -> None:
+        """Notes what the model is like now; ``may_have_changed`` compares it."""
+        self._compiled = {module: calls_of(module) for module in self._compiled}
         self._structure = self._found_structure()
 
     def _detach_module(self, module: torch.nn.Module) -> None:

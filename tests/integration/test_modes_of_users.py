@@ -216,3 +216,52 @@ def test_selective_activation_checkpointing():
 def test_selective_activation_checkpointing_under_a_mode():
     plain, chunked = assert_same(change=checkpoint_selectively, step=Operators, update=lambda: torch.device("meta"))
     assert len(plain) == len(chunked)
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.LBFGS])
+def test_a_closure_runs_under_the_modes_of_its_caller(optimizer_class):
+    found = []
+    for is_chunked in (False, True):
+        model = make_model("gpt2").train()
+        optimizer, engine, seen = optimizer_class(model.parameters(), lr=0.1), None, []
+        if is_chunked:
+            engine = PatrickStarEngine(model, {"chunk_numel": 2048}, optimizer, device="cpu")
+            optimizer = engine.optimizer
+        torch.manual_seed(0)
+
+        def closure(model=model, optimizer=optimizer, seen=seen):
+            seen.append(torch.empty(1).device.type)
+            with torch.device("cpu"):
+                optimizer.zero_grad()
+                loss = model(**make_batch("gpt2", 2), use_cache=False).loss
+                loss.backward()
+            return loss
+
+        with torch.device("meta"), Operators() as mode:
+            loss = optimizer.step(closure)
+        products = sum(name == "aten.addmm.default" for name in mode.seen)
+        found.append((loss.item(), seen, products, {k: v.clone() for k, v in model.state_dict().items()}))
+        if engine is not None:
+            engine.detach()
+    (expected, places, num_products, weights), (loss, own_places, own_num_products, own_weights) = found
+    assert (loss, own_places, own_num_products) == (expected, places, num_products)
+    assert set(places) == {"meta"}
+    assert num_products > 0
+    for name, value in weights.items():
+        assert torch.equal(own_weights[name], value), name
+
+
+def test_hooks_that_are_methods_of_torch():
+    def put_on(model):
+        for block in model.transformer.h:
+            block.forward = with_hooks(block.forward)
+
+    def with_hooks(forward):
+        @functools.wraps(forward)
+        def call(*args, **kwargs):
+            with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.bfloat16, torch.Tensor.float):
+                return forward(*args, **kwargs)
+
+        return call
+
+    assert_same(change=put_on)
