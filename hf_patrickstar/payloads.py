@@ -10,6 +10,7 @@ from hf_patrickstar.decisions import Decisions, chunk_bytes, lists_of, widened_b
 from hf_patrickstar.errors import PatrickStarError
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import TensorSpec
+from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.optim.workers import HostWorkers, WorkTicket
@@ -43,6 +44,7 @@ class Payloads:
         self._workers = workers
         self._zeroing: list[WorkTicket] = []
 
+    @unseen()
     def allocate(self) -> list[Chunk]:
         """Allocates every payload at its home, and gives every parameter its place in a chunk; no value is moved yet.
 

@@ -22,6 +22,7 @@ from hf_patrickstar.checkpoint.transaction import Checkpoint, Transactions
 from hf_patrickstar.checkpoint.weights import ChunkWeights
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import CheckpointError
+from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.manager import ChunkManager
@@ -84,6 +85,7 @@ class Checkpoints:
         """Waits until the background threads of this process have ended; see ``Transactions.close``."""
         self._transactions.close()
 
+    @unseen()
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Saves weights and training state; all processes call it together.
 
@@ -98,6 +100,7 @@ class Checkpoints:
             self._save_weights(checkpoint.path)
             self.end_state(checkpoint)
 
+    @unseen()
     def begin_state(self, checkpoint: Checkpoint) -> None:
         """Starts a thread in each process that saves its part of the training state; the model may be saved meanwhile.
 
@@ -112,6 +115,7 @@ class Checkpoints:
             with_index = self._collectives.rank in checkpoint.makers
             checkpoint.write = self.state.save_in_background(checkpoint.path, with_index=with_index)
 
+    @unseen()
     def end_state(self, checkpoint: Checkpoint, paths: Sequence[Path] | None = None) -> None:
         """Writes the training state in torch's format, if the settings ask for it; all processes call it together.
 
@@ -133,6 +137,7 @@ class Checkpoints:
         if write.error is not None:
             raise write.error
 
+    @unseen()
     def save_state(
         self, directory: str | os.PathLike[str], *, is_maker: bool, paths: Sequence[Path] | None = None
     ) -> None:
@@ -188,6 +193,7 @@ class Checkpoints:
 
     # Loading
 
+    @unseen()
     def load(self, directory: str | os.PathLike[str]) -> FoundWeights:
         """Loads what ``save`` saved; the number of processes, chunk size, budgets and devices may differ.
 
@@ -222,6 +228,7 @@ class Checkpoints:
         found = self.together(lambda: self._find_all(directory))
         return self.load_parts(found, directory)
 
+    @unseen()
     def load_weights(self, path: str | os.PathLike[str]) -> FoundWeights:
         """Loads weights alone; all processes call it together.
 
@@ -299,6 +306,7 @@ class Checkpoints:
                 raise CheckpointError(f"rank {rank} cannot load the checkpoint: {text}")
         return result
 
+    @unseen()
     def load_parts(
         self, found: FoundWeights | None, state_directory: str | os.PathLike[str] | None = None
     ) -> FoundWeights:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from hf_patrickstar.memory.lanes import Streams
+from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.data import Data
 from hf_patrickstar.runtime.executor import Services
@@ -137,6 +138,7 @@ class ChunkManager:
             elif parameter.grad is not None:
                 parameter.grad.detach_().zero_()
 
+    @unseen()
     def discard_gradients(self, tensors: Iterable[ManagedTensor] | None = None, *, to_zero: bool = False) -> None:
         """Drops gradients; parameters that were overwritten get their value back from ``master``.
 
