@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import BudgetError, ConfigError, EngineError
@@ -419,7 +420,7 @@ def _agree(model: torch.nn.Module, situation: Circumstances, tensors: list[Tenso
         "models": [(spec.name, spec.shape, spec.trainable, spec.optimizer_index) for spec in tensors],
         "types of parameters": [(spec.types.param, spec.types.state) for spec in tensors],
         "types before training": [(name, parameter.dtype) for name, parameter in model.named_parameters()],
-        "buffers": [(name, buffer.shape, buffer.dtype) for name, buffer in model.named_buffers()],
+        "buffers": [(name, _outline(buffer)) for name, buffer in model.named_buffers()],
         "settings": sorted(settings.items()),
         "optimizers": [type(kernel).__name__ for kernel in situation.kernels],
     }
@@ -433,6 +434,10 @@ def _agree(model: torch.nn.Module, situation: Circumstances, tensors: list[Tenso
                 "must make the same model, with the same parameters frozen, and be given the same settings"
             )
     return min(row[0] for row in rows)
+
+
+def _outline(buffer: torch.Tensor) -> tuple[Any, ...]:
+    return (buffer.dtype,) if is_lazy(buffer) else (buffer.dtype, buffer.shape)
 
 
 def _taken_by_others(situation: Circumstances, parameters: list[torch.nn.Parameter]) -> int:

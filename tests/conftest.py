@@ -21,6 +21,7 @@ import torch
 import transformers
 from processes import Workers
 from simulated import streams_of
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 
 def pytest_addoption(parser):
@@ -32,6 +33,15 @@ def pytest_addoption(parser):
         "'delayed[:SEED]' (a real thread of the host begins its work late), or 'pooled[:SEED]' (so do the workers that "
         "it shares updates with, where there are several)",
     )
+
+
+@pytest.fixture(autouse=True)
+def _modes():
+    """No mode watches operators of the next test; an engine that was dropped after an error has one on this thread."""
+    yield
+    for mode in _get_current_dispatch_mode_stack():
+        if getattr(mode, "_mode_key", None) is None:
+            _pop_mode()
 
 
 @pytest.fixture(autouse=True)
@@ -55,13 +65,6 @@ def _log_levels():
     finally:
         package.setLevel(logging.NOTSET)
         transformers.logging.set_verbosity(level)
-
-
-@pytest.fixture
-def no_modes():
-    """No mode watches operators; an engine that was dropped after an error has one until it is collected."""
-    with torch.utils._python_dispatch._disable_current_modes():
-        yield
 
 
 def pytest_configure(config):

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from hf_patrickstar.memory.accelerator import allocated_nbytes, reserved_nbytes, reset_peak, used_nbytes
-from hf_patrickstar.memory.operators import EngineMode
+from hf_patrickstar.memory.operators import EngineMode, pop_dispatch_modes, push_dispatch_modes
 from hf_patrickstar.units import MIB
 
 _PATIENCE_S = 1.0
@@ -272,8 +272,8 @@ class _StorageMode(EngineMode):
 
 
 def _take_off_the_dead() -> None:
-    """Takes modes of meters that are gone off this thread, where they are innermost."""
+    """Takes modes of meters that are gone off this thread."""
     stack = _get_current_dispatch_mode_stack()
-    while stack and isinstance(stack[-1], _StorageMode) and stack[-1].is_dead:
-        stack.pop()
-        _pop_mode()
+    if any(isinstance(mode, _StorageMode) and mode.is_dead for mode in stack):
+        modes = pop_dispatch_modes()
+        push_dispatch_modes(mode for mode in modes if not (isinstance(mode, _StorageMode) and mode.is_dead))

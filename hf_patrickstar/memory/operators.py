@@ -69,14 +69,14 @@ def has_modes_of_users() -> bool:
 def without_modes_of_users() -> Iterator[None]:
     """Takes the modes of users off; see [Note: modes of users]."""
     functions = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
-    before = _pop_dispatch_modes()
-    _push_dispatch_modes(mode for mode in before if isinstance(mode, EngineMode))
+    before = pop_dispatch_modes()
+    push_dispatch_modes(mode for mode in before if isinstance(mode, EngineMode))
     try:
         yield
     finally:
-        now = _pop_dispatch_modes()
-        _push_dispatch_modes(mode for mode in now if mode not in before)
-        _push_dispatch_modes(mode for mode in before if mode in now or not isinstance(mode, EngineMode))
+        now = pop_dispatch_modes()
+        push_dispatch_modes(mode for mode in now if mode not in before)
+        push_dispatch_modes(mode for mode in before if mode in now or not isinstance(mode, EngineMode))
         for mode in reversed(functions):
             torch._C._push_on_torch_function_stack(mode)
 
@@ -103,7 +103,7 @@ def with_modes_of_users(function: Callable[_P, _T]) -> Callable[_P, _T]:
             for mode in functions:
                 torch._C._push_on_torch_function_stack(mode)
                 stack.callback(torch._C._pop_torch_function_stack)
-            _push_dispatch_modes(dispatch)
+            push_dispatch_modes(dispatch)
             stack.callback(_take_off, dispatch)
             return function(*args, **kwargs)
 
@@ -111,7 +111,7 @@ def with_modes_of_users(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def _take_off(modes: Sequence[TorchDispatchMode]) -> None:
-    _push_dispatch_modes(mode for mode in _pop_dispatch_modes() if mode not in modes)
+    push_dispatch_modes(mode for mode in pop_dispatch_modes() if mode not in modes)
 
 
 def quietly(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -119,7 +119,7 @@ def quietly(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return unseen()(torch.no_grad()(function))
 
 
-def _pop_dispatch_modes() -> list[TorchDispatchMode]:
+def pop_dispatch_modes() -> list[TorchDispatchMode]:
     """Takes all dispatch modes off but torch's own, which come first; returns them, the innermost last."""
     stack = _get_current_dispatch_mode_stack()
     modes = [mode for mode in stack if getattr(mode, "_mode_key", None) is None]
@@ -128,7 +128,8 @@ def _pop_dispatch_modes() -> list[TorchDispatchMode]:
     return modes
 
 
-def _push_dispatch_modes(modes: Iterable[TorchDispatchMode]) -> None:
+def push_dispatch_modes(modes: Iterable[TorchDispatchMode]) -> None:
+    """Puts modes on, the innermost last."""
     for mode in modes:
         _push_mode(mode)
 

@@ -587,7 +587,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 group = self.param_groups[number] if number is not None else {}
                 state = {key: place_state(key, value, item.device, group) for key, value in given.items()}
                 self.inner.state[item.parameter] = state
-                self._outdated.note(item, state)
+                self._outdated.remember(item, state)
         if tensor is None:
             self.kernel.let_go()
 

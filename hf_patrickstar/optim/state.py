@@ -199,8 +199,8 @@ class Outdated:
         self._keys = keys
         self._before: dict[int, tuple[tuple[int, ...], list[weakref.ref[torch.Tensor]]]] = {}
 
-    def note(self, tensor: ManagedTensor, state: Mapping[str, Any]) -> None:
-        """Notes the state that a parameter had in a chunk, if somebody has given it another shape since."""
+    def remember(self, tensor: ManagedTensor, state: Mapping[str, Any]) -> None:
+        """Remembers the state that a parameter had in a chunk, if somebody has given it another shape since."""
         if tensor.is_given_up:
             kept = [weakref.ref(value) for value in state.values() if isinstance(value, torch.Tensor)]
             self._before[id(tensor.parameter)] = tensor.spec.shape, kept

@@ -557,7 +557,6 @@ def test_one_step_under_fake_tensors(dtype):
 
 
 @pytest.mark.own_streams  # others have smaller tiles, and modes of operators
-@pytest.mark.usefixtures("no_modes")
 @pytest.mark.parametrize("fused", [True, False])
 def test_updates_on_the_host_use_the_workers_that_were_asked_for_and_nothing_else_does(fused, monkeypatch):
     monkeypatch.setattr(workers, "SMALL_NUMEL", 64)

@@ -10,8 +10,6 @@ from hf_patrickstar import BudgetError, PatrickStarEngine, payloads
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.optim.workers import SMALL_NUMEL
 
-pytestmark = pytest.mark.usefixtures("no_modes")
-
 CONFIG = {"host_threads": 2, "chunk_numel": 2**18}
 
 

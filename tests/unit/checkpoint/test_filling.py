@@ -17,8 +17,6 @@ from hf_patrickstar.checkpoint.safetensors_file import write_safetensors
 from hf_patrickstar.checkpoint.weight_files import open_weights
 from hf_patrickstar.runtime.live_parameter import raw_data
 
-pytestmark = pytest.mark.usefixtures("no_modes")
-
 WIDTH, DEPTH = 256, 6
 THREADS = {"host_threads": 3}
 MIXED = {"dtype": "bf16", "autocast": False, **THREADS}

@@ -11,8 +11,6 @@ from hf_patrickstar.checkpoint import progress
 from hf_patrickstar.memory import pinning
 from hf_patrickstar.units import format_nbytes
 
-pytestmark = pytest.mark.usefixtures("no_modes")
-
 
 @pytest.fixture
 def at_once(monkeypatch):

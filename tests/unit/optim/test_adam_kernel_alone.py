@@ -35,8 +35,6 @@ Adam, AdamW = torch.optim.Adam, torch.optim.AdamW
 NUMELS = ((64, 64, 70, 33), (64, 1, 100))  # some end where others may be joined to them, some do not
 GROUPS = group_of([0, 1, 2, 5], [3, 4, 6])
 
-pytestmark = pytest.mark.usefixtures("no_modes")
-
 
 def make(*chunks, cls=AdamW, prefer_fused=False, options=None, workers=None, has_lanes=False, **settings):
     """Parts and a kernel over their chunks, of an optimizer with two groups; groups are the first half and the rest."""

@@ -39,8 +39,6 @@ def two_threads():
 OTHERS = set()
 """Threads of other tests, whose engines have not been collected yet."""
 
-pytestmark = pytest.mark.usefixtures("no_modes")
-
 
 @pytest.fixture(autouse=True)
 def _others():
