@@ -9,6 +9,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from hf_patrickstar.optim.kernel import Kernel, place_state, settings_of
+from hf_patrickstar.optim.live_states import peek
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.manager import ChunkManager
 
@@ -214,7 +215,8 @@ class Outdated:
 
 def entries_of(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
     """What a user's optimizer keeps under keys that are no parameters: a counter of steps, say."""
-    return {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    keys = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
+    return {key: peek(optimizer, key) for key in keys}  # nobody gets, and waits for, states of parameters
 
 
 def load_entries(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
