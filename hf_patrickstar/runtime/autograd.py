@@ -29,11 +29,14 @@ class Autograd:
     Args:
         phases: The phases.
         copies: Finds the chunk that a storage belongs to.
+
+    Attributes:
+        pack: What autograd calls for every operand that it keeps, where no hooks of the user are in force.
     """
 
     def __init__(self, phases: Phases, copies: Copies) -> None:
         self._phases = phases
-        self._pack = phases.operand_saved
+        self.pack = phases.operand_saved
         self._copies = copies
         self._graph_tasks: set[int] = set()  # backwards that have begun: threads may have one each
         self._beginnings: dict[int, threading.RLock] = {}
@@ -50,22 +53,24 @@ class Autograd:
             yield
             return
         others = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        pack, unpack = (self._pack, self._unpack) if others is None else self._around(*others)
+        pack, unpack = (self.pack, self._unpack) if others is None else self._around(*others)
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
 
-    def kept_inside(self) -> contextlib.AbstractContextManager[Any] | None:
-        """The same for a module that runs inside of saved-tensors hooks which its own caller has put on.
+    def keep_inside(self) -> Any:
+        """Does the same for a module that runs inside of saved-tensors hooks which its own caller has put on.
 
         Returns:
-            A context, or ``None`` where no hooks of the user are innermost. Those of torch's checkpointing stay so.
+            The context, which has been entered, or ``None`` where no hooks of the user are innermost. Those of torch's
+            checkpointing stay so.
         """
         others = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if others is None or others[0] is self._pack:
+        # Hooks that are methods in C have no module.
+        if others is None or getattr(others[0], "__module__", None) in (__name__, checkpoint.__name__):
             return None
-        if getattr(others[0], "__module__", None) in (__name__, checkpoint.__name__):  # methods in C have none
-            return None
-        return torch.autograd.graph.saved_tensors_hooks(*self._around(*others))
+        context = torch.autograd.graph.saved_tensors_hooks(*self._around(*others))
+        context.__enter__()
+        return context
 
     def _around(
         self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]

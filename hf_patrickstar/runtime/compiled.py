@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 
+NAMES_OF_CALLS = ("_compiled_call_impl", "forward")
+"""The attributes of a module that change when it is compiled."""
+
 
 def hide_from_dynamo() -> None:
     """Lets dynamo skip this package, from now on."""
@@ -32,9 +35,9 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_inline")
 
 
-def calls_of(module: torch.nn.Module) -> tuple[Any, Any]:
+def calls_of(module: torch.nn.Module) -> list[Any]:
     """What of a module changes when it is compiled."""
-    return module.__dict__.get("_compiled_call_impl"), module.__dict__.get("forward")
+    return [module.__dict__.get(name) for name in NAMES_OF_CALLS]
 
 
 class CompiledCall:

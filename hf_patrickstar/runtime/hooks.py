@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._functorch import peek_interpreter_stack
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -20,7 +21,7 @@ from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.runtime.autograd import Autograd, refuse_reentrant
 from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.runtime.chunk import ManagedTensor
-from hf_patrickstar.runtime.compiled import CompiledCall, calls_of, hide_from_dynamo, is_compiled
+from hf_patrickstar.runtime.compiled import NAMES_OF_CALLS, CompiledCall, calls_of, hide_from_dynamo, is_compiled
 from hf_patrickstar.runtime.frames import Frame, current_stage
 from hf_patrickstar.runtime.live_model import LiveModel
 from hf_patrickstar.runtime.live_parameter import RAW, requires_grad, take_raw_grad
@@ -65,6 +66,7 @@ class ModelHooks:
         self._of_tensors: dict[int, Any] = {}
         self._of_model: list[Any] = []
         self._places: list[dict[str, Any]] = []  # where modules keep their parameters and modules
+        self._attributes: list[dict[str, Any]] = []  # of modules
         self._structure: tuple[list[int], list[Any]] = [], []  # at the last look: entries per place, all entries
         self._names: dict[torch.nn.Module, str] = {}
         self._compiled: dict[torch.nn.Module, Any] = {}  # with what is called; see [Note: compiled parts]
@@ -117,6 +119,7 @@ class ModelHooks:
                 self._of_modules[module] = here, [] if module in inside else self._attach_module(module, here)
                 self._of_modules[module][1].append(self._attach_filling(module))
         self._places = [place for module in self._names for place in (module._parameters, module._modules)]
+        self._attributes = [module.__dict__ for module in self._names]
         self.note_structure()
 
     def note_structure(self) -> None:
@@ -187,8 +190,9 @@ class ModelHooks:
         return self._manager.has_new_groups
 
     def _found_structure(self) -> tuple[list[int], list[Any]]:
-        contents = [*(place.values() for place in self._places), *map(calls_of, self._names)]
-        return list(map(len, contents)), list(itertools.chain.from_iterable(contents))
+        contents = [place.values() for place in self._places]
+        calls = [own.get(name) for name in NAMES_OF_CALLS for own in self._attributes]
+        return list(map(len, contents)), [*itertools.chain.from_iterable(contents), *calls]
 
     def refresh(self) -> None:
         """Registers hooks anew where modules hold other parameters now."""
@@ -230,10 +234,9 @@ class ModelHooks:
                 self._replace(frame, name)
                 return None
             phases.before_module(frame, own, name)
-            inside = autograd.kept_inside()
-            if inside is not None:
-                inside.__enter__()
-                frame.saved_tensors = inside
+            others = _top_saved_tensors_default_hooks(True)
+            if others is not None and others[0] is not autograd.pack:
+                frame.saved_tensors = autograd.keep_inside()
             if frame.stage is Stage.BACKWARD and _module in self._compiled:
                 self._replace_frozen(frame)
             return None

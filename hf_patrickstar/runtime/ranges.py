@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._autograd import _profiler_enabled
 
 from hf_patrickstar.memory.operators import has_modes_of_users, without_modes_of_users
@@ -43,9 +44,10 @@ def phase(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        is_seen = has_modes_of_users()
-        if not (is_seen or _profiler_enabled()):
+        has_modes = _len_torch_function_stack() or _len_torch_dispatch_stack()
+        if not (has_modes or _profiler_enabled()):
             return function(*args, **kwargs)
+        is_seen = has_modes and has_modes_of_users()
         with without_modes_of_users() if is_seen else _NOTHING, named(what):
             return function(*args, **kwargs)
 
