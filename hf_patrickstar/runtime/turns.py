@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from types import FrameType
 
 import torch
 from torch._C import _current_graph_task_id
@@ -37,7 +38,7 @@ _LIMIT_S = 60.0
 _CALL_LIMIT_S = 2.0
 _CALL_LOOK_S = 0.001
 _NUM_LOOKS = 100
-"""After so many looks a thread that hardly computed does not only wait for a processor: this thread got one as often."""
+"""A thread that hardly computes during so many looks does not wait for a processor: the thread that looks gets one."""
 _COMPUTES_S = 0.002
 """Seconds that a call computes in the time of so many looks; a thread that sleeps and polls computes less."""
 _LOOK_S = 0.1
@@ -147,7 +148,7 @@ class Turns:
         """Begins a backward: waits for the turn, unless the thread that has it is the one that called backward."""
         with self._condition:
             owner = self._owner
-            if owner is not None and (owner is threading.current_thread() or _runs_backward(owner.ident)):
+            if owner is not None and (owner is threading.current_thread() or runs_backward(owner.ident)):
                 return
             self._wait("a backward")
             self._backward = _current_graph_task_id(), threading.get_ident()
@@ -233,7 +234,7 @@ def _has_readers() -> bool:
         # Autograd runs the backward of an accelerator in threads of C++, which Python knows once they have called it.
         is_idle = isinstance(thread, threading._DummyThread) and thread.ident not in sys._current_frames()
         # A thread that waits in a call of backward reads nothing: this thread runs that backward, for an accelerator.
-        is_known = thread is this or is_idle or _OF_OTHERS.match(thread.name) or _runs_backward(thread.ident)
+        is_known = thread is this or is_idle or _OF_OTHERS.match(thread.name) or runs_backward(thread.ident)
         if not is_known:
             return True
     return False
@@ -242,14 +243,19 @@ def _has_readers() -> bool:
 def is_backward_elsewhere() -> bool:
     """Whether a thread other than this one is inside of a call of backward."""
     this = threading.get_ident()
-    return any(_runs_backward(ident) for ident in sys._current_frames() if ident != this)
+    return any(runs_backward(ident) for ident in sys._current_frames() if ident != this)
 
 
-def _runs_backward(ident: int | None) -> bool:
-    code = torch.autograd.graph._engine_run_backward.__code__
+def runs_backward(ident: int | None) -> bool:
+    """Whether a thread is inside of a call of backward."""
     frame = sys._current_frames().get(ident) if ident is not None else None
     while frame is not None:
-        if frame.f_code is code:
+        if is_backward(frame):
             return True
         frame = frame.f_back
     return False
+
+
+def is_backward(frame: FrameType) -> bool:
+    """Whether a frame is the call of a backward."""
+    return frame.f_code is torch.autograd.graph._engine_run_backward.__code__
