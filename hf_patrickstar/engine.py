@@ -490,7 +490,7 @@ class PatrickStarEngine:
         if self.manager.phases.frames.stack:
             self.manager.phases.unwind()  # a forward of this thread that was interrupted has the turn
         if self.manager.phases.turns.is_computing:  # in a block of full_parameters(), others may wait for its end
-            self._refuse_if_open()
+            self.weights.check_closed()
         with Gate(self.model.modules(), FORWARD + STATE_DICT) as gate:
             gate.wait("detach the engine")
             with self.manager.phases.turns.taken("detach()"):
@@ -500,7 +500,7 @@ class PatrickStarEngine:
     def _detach(self) -> None:
         if not self._attached:
             return  # another thread has done so
-        self._refuse_if_open()
+        self.weights.check_closed()
         for chunk in self.manager.chunks:
             chunk.wait_for_update()
         is_half_updated = self.manager.gradients.forget_unused("the engine is detached")
@@ -520,11 +520,6 @@ class PatrickStarEngine:
                 part.__dict__.pop(name, None)
         if is_half_updated:
             logger.error("patrickstar: %s", is_half_updated)
-
-    def _refuse_if_open(self) -> None:
-        opened = [tensor.spec.name for tensor in self.manager.tensors if tensor.is_open]
-        if opened:
-            raise EngineError(f"parameter '{opened[0]}' is open in full_parameters(); detach after the block has ended")
 
     def _give_back_values(self) -> None:
         for tensor in self.manager.tensors:

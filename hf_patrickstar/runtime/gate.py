@@ -5,11 +5,12 @@ Hooks and turns keep threads apart while an engine is attached. They know nothin
 were hooks: it holds the memory of parameters that are about to move, and would go on with NaN. While the gate is
 closed, a forward, a ``state_dict`` or a ``deepcopy`` of another thread that begins waits until the gate is open again,
 before torch looks for hooks. One that had begun before goes on, through the gate where it calls other modules of the
-model, and ``Gate.wait`` waits until it has ended, and until a backward has, of whatever model. The stacks of the threads
-tell which threads are inside. The gate is made of attributes of the modules, which are removed when it opens.
+model, and ``Gate.wait`` waits until it has ended. It also waits for a backward of any model that has begun. The stacks
+of the threads tell which threads are inside. The gate is made of attributes of the modules, which are removed when it
+opens.
 
-Dynamo would trace the gate and fail with ``fullgraph=True``: modules inside of a compiled one have no gate of their own,
-since that of a module around them keeps threads out.
+Dynamo would trace the gate, and fail with ``fullgraph=True``. So modules inside of a compiled one have no gate before
+their forward: that of a module around them keeps threads out.
 """
 
 import copy
@@ -94,8 +95,8 @@ class Gate:
             if method is not None:
                 return method(memo)
             # A copy in a forward that goes on: without the gate, which would lead the copy into this module for ever.
-            make, arguments, state = module.__reduce_ex__(4)[:3]
-            state = dict(state)
+            reduced: Any = module.__reduce_ex__(4)
+            make, arguments, state = reduced[0], reduced[1], dict(reduced[2])
             for attributes, way, before in self._before:
                 if attributes is module.__dict__:
                     _restore(state, way, before)
