@@ -490,6 +490,8 @@ class PatrickStarEngine:
             return
         if self.manager.phases.frames.stack:
             self.manager.phases.unwind()  # a forward of this thread that was interrupted has the turn
+        if self.manager.phases.turns.is_computing:  # in a block of full_parameters(), others may wait for its end
+            self.weights.check_closed()
         with Gate(self.model.modules(), FORWARD + STATE_DICT) as gate:
             gate.wait("detach the engine")
             with self.manager.phases.turns.taken("detach()"):
@@ -499,9 +501,7 @@ class PatrickStarEngine:
     def _detach(self) -> None:
         if not self._attached:
             return  # another thread has done so
-        opened = [tensor.spec.name for tensor in self.manager.tensors if tensor.is_open]
-        if opened:
-            raise EngineError(f"parameter '{opened[0]}' is open in full_parameters(); detach after the block has ended")
+        self.weights.check_closed()
         for chunk in self.manager.chunks:
             chunk.wait_for_update()
         is_half_updated = self.manager.gradients.forget_unused("the engine is detached")

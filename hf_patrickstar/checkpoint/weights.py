@@ -183,6 +183,12 @@ class ChunkWeights:
             return self.read(tensor)
         return self._manager.mirrors.hand_out(tensor, tensor.original_dtype).detach()
 
+    def check_closed(self) -> None:
+        """Raises an ``EngineError`` if a parameter is open in ``full_parameters``, for ``detach``."""
+        opened = [tensor.spec.name for tensor in self._manager.tensors if tensor.is_open]
+        if opened:
+            raise EngineError(f"parameter '{opened[0]}' is open in full_parameters(); detach after the block has ended")
+
     @contextlib.contextmanager
     def opened(self, tensors: Iterable[ManagedTensor], writeback: bool, with_grads: bool) -> Iterator[None]:
         """Inside the block parameters have their full values, as ordinary tensors on the host.

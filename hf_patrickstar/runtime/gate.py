@@ -3,12 +3,17 @@
 [Note: the gate]
 Hooks and turns keep threads apart while an engine is attached. They know nothing of a forward that began before there
 were hooks: it holds the memory of parameters that are about to move, and would go on with NaN. While the gate is
-closed, a forward or a ``state_dict`` of another thread that begins waits until the gate is open again, before torch
-looks for hooks. One that had begun before goes on, through the gate where it calls other modules of the model, and
-``Gate.wait`` waits until it has ended. The stacks of the threads tell which threads are inside. While no gate is closed
-the modules have nothing of it.
+closed, a forward, a ``state_dict`` or a ``deepcopy`` of another thread that begins waits until the gate is open again,
+before torch looks for hooks. One that had begun before goes on, through the gate where it calls other modules of the
+model, and ``Gate.wait`` waits until it has ended. It also waits for a backward of any model that has begun. The stacks
+of the threads tell which threads are inside. The gate is made of attributes of the modules, which are removed when it
+opens.
+
+Dynamo would trace the gate, and fail with ``fullgraph=True``. So modules inside of a compiled one have no gate before
+their forward: that of a module around them keeps threads out.
 """
 
+import copy
 import functools
 import sys
 import threading
@@ -18,8 +23,11 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch._C import _current_graph_task_id
 
 from hf_patrickstar.errors import EngineError
+from hf_patrickstar.runtime.compiled import is_compiled
+from hf_patrickstar.runtime.turns import is_backward
 
 STATE_DICT = ("state_dict",)
 FORWARD = ("_call_impl", "forward")
@@ -42,31 +50,66 @@ class Gate:
         self._ways = ways
         self._owner = threading.get_ident()
         self._opened = threading.Event()
+        self._waits_for_backward = "forward" in ways and _current_graph_task_id() == -1
         self._before: list[tuple[dict[str, Any], str, Any]] = []
 
     def __enter__(self) -> "Gate":
+        deadline = time.monotonic() + _LIMIT_S  # of a dictionary that is being copied, which must not change its size
+        while self._threads_inside(self._is_copying) and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        compiled = [module for module in self._modules.values() if is_compiled(module)]
+        # The call of one that was compiled in place is traced itself; other compiled ones are called around the graph.
+        traced = {part for module in compiled for part in module.modules() if part is not module}
+        traced |= {module for module in compiled if module._compiled_call_impl is not None}
         for module in self._modules.values():
+            self._close(module, "__deepcopy__", self._gated_copy(module))
             for way in self._ways:
-                self._before.append((module.__dict__, way, module.__dict__.get(way)))
-                module.__dict__[way] = self._gated(getattr(module, way))
+                if module not in traced or way not in FORWARD:
+                    self._close(module, way, self._gated(getattr(module, way)))
         return self
+
+    def _close(self, module: torch.nn.Module, way: str, method: Any) -> None:
+        self._before.append((module.__dict__, way, module.__dict__.get(way)))
+        module.__dict__[way] = method
 
     def __exit__(self, *_: object) -> None:
         for attributes, way, before in self._before:
-            if before is None:
-                attributes.pop(way, None)
-            else:
-                attributes[way] = before
+            _restore(attributes, way, before)
         self._opened.set()
 
     def _gated(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def enter(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != self._owner and not self._is_inside(sys._getframe(1)):
-                self._opened.wait()
+            self._wait_to_enter(sys._getframe(1))
             return method(*args, **kwargs)
 
         return enter
+
+    def _gated_copy(self, module: torch.nn.Module) -> Callable[..., Any]:
+        method = getattr(module, "__deepcopy__", None)
+
+        def enter(memo: dict[int, Any]) -> Any:
+            self._wait_to_enter(sys._getframe(1))
+            if self._opened.is_set():
+                return copy.deepcopy(module, memo)
+            if method is not None:
+                return method(memo)
+            # A copy in a forward that goes on: without the gate, which would lead the copy into this module for ever.
+            reduced: Any = module.__reduce_ex__(4)
+            make, arguments, state = reduced[0], reduced[1], dict(reduced[2])
+            for attributes, way, before in self._before:
+                if attributes is module.__dict__:
+                    _restore(state, way, before)
+            copied = memo[id(module)] = make(*arguments)
+            copied.__setstate__(copy.deepcopy(state, memo))
+            return copied
+
+        return enter
+
+    def _wait_to_enter(self, caller: FrameType) -> None:
+        goes_on = _current_graph_task_id() != -1 or self._is_inside(caller)  # autograd's own threads have no caller
+        if threading.get_ident() != self._owner and not goes_on:
+            self._opened.wait()
 
     def wait(self, what: str, limit_s: float = _LIMIT_S) -> None:
         """Waits until no other thread is inside of what had begun before the gate was closed.
@@ -79,24 +122,40 @@ class Gate:
             EngineError: If another thread has been inside for too long.
         """
         deadline = time.monotonic() + limit_s
-        while inside := self._threads_inside():
+        while inside := self._threads_inside(self._is_inside):
             if time.monotonic() > deadline:
                 names = {thread.ident: thread.name for thread in threading.enumerate()}
                 this, other = threading.current_thread().name, names.get(inside[0], inside[0])
                 raise EngineError(
                     f"thread '{this}' cannot {what}: thread '{other}' has been inside of a forward or a state_dict of "
-                    f"the model for {limit_s:g} s; begin it after that has ended, or let that thread use a copy of the "
-                    "model (copy.deepcopy)"
+                    f"the model, or of a backward, for {limit_s:g} s; wait until thread '{other}' has ended that call "
+                    f"before you {what}, or let it use a copy of the model (copy.deepcopy)"
                 )
             time.sleep(_LOOK_S)
 
-    def _threads_inside(self) -> list[int]:
+    def _threads_inside(self, is_inside: Callable[[FrameType], bool]) -> list[int]:
         this = self._owner  # no variable has the frames: they would keep what other threads compute with
-        return [ident for ident, frame in sys._current_frames().items() if ident != this and self._is_inside(frame)]
+        return [ident for ident, frame in sys._current_frames().items() if ident != this and is_inside(frame)]
 
     def _is_inside(self, frame: FrameType | None) -> bool:
         while frame is not None:
             if frame.f_code.co_name in self._ways and id(frame.f_locals.get("self")) in self._modules:
                 return True
+            if self._waits_for_backward and is_backward(frame):
+                return True
             frame = frame.f_back
         return False
+
+    def _is_copying(self, frame: FrameType | None) -> bool:
+        while frame is not None:
+            if frame.f_code is copy.deepcopy.__code__ and id(frame.f_locals.get("x")) in self._modules:
+                return True
+            frame = frame.f_back
+        return False
+
+
+def _restore(attributes: dict[str, Any], way: str, before: Any) -> None:
+    if before is None:
+        attributes.pop(way, None)
+    else:
+        attributes[way] = before

@@ -11,11 +11,14 @@ waits for it raises an error.
 
 import collections
 import contextlib
+import math
+import pathlib
 import re
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
+from types import FrameType
 
 import torch
 from torch._C import _current_graph_task_id
@@ -25,17 +28,25 @@ from hf_patrickstar.errors import EngineError
 _OF_OTHERS = re.compile(r"hf_patrickstar|tqdm|QueueFeederThread|.*\(_pin_memory_loop\)$")
 """Names that begin like this are of threads that do not read parameters."""
 
-_IDLE = (
-    *("threading.py", "thread.py", "queue.py", "selectors.py", "socket.py", "ssl.py", "subprocess.py"),
-    *("live_tensor.py", "live_model.py", "mirrors.py"),
-)
+_STANDARD_LIBRARY = ("threading", "concurrent/futures/thread", "queue", "selectors", "socket", "ssl", "subprocess")
+_IDLE = {str(pathlib.Path(threading.__file__).parent / f"{name}.py") for name in _STANDARD_LIBRARY} | {
+    str(pathlib.Path(__file__).with_name(name)) for name in ("live_tensor.py", "live_model.py", "mirrors.py")
+}
 """Files whose functions wait for something: those of the standard library may do so for ever, ours for a lock."""
 
 _LIMIT_S = 60.0
 _CALL_LIMIT_S = 2.0
 _CALL_LOOK_S = 0.001
+_NUM_LOOKS = 100
+"""A thread that hardly computes during so many looks does not wait for a processor: the thread that looks gets one."""
+_COMPUTES_S = 0.002
+"""Seconds that a call computes in the time of so many looks; a thread that sleeps and polls computes less."""
 _LOOK_S = 0.1
 """Seconds between looks whether the backward of another thread still runs; one that raised does not report it."""
+
+
+_Place = tuple[int, int, float]
+"""A frame, an instruction in it, and how long the thread has computed until then."""
 
 
 class Turns:
@@ -54,7 +65,7 @@ class Turns:
         self._backward: tuple[int, int] | None = None  # its graph task and a thread that runs it: autograd's, on a GPU
         self._waiting: collections.deque[threading.Thread] = collections.deque()  # those that wait, in order
         self._since_s = 0.0  # when the turn was taken
-        self._blocked: dict[int, tuple[int, int]] = {}  # where threads are that ``wait_for_calls`` waited for in vain
+        self._blocked: dict[int, _Place] = {}  # where threads are that ``wait_for_calls`` waited for in vain
         self._num_threads = 0  # as it was found out whether others may read; 0 to find out again
         self._others_read = False
 
@@ -97,19 +108,33 @@ class Turns:
         return self._others_read
 
     def wait_for_calls(self) -> None:
-        """Waits until other threads have ended the calls of torch that they are in; 2 s at most, and once for each.
+        """Waits until other threads have ended the calls of torch that they are in; 2 s at most.
 
         torch looks at the class of a parameter, lets other threads run, and then reads the value. So a parameter that
-        answers from now on may lose its memory when the calls that began before have ended.
+        answers from now on may lose its memory when the calls that began before have ended. A thread that something
+        else blocks (a sleep, a socket) is waited for briefly, and not again before it has run.
         """
         this, deadline = threading.current_thread(), time.monotonic() + _CALL_LIMIT_S
-        others = {t.ident for t in threading.enumerate() if t is not this and not _OF_OTHERS.match(t.name)}
-        before = {ident: place for ident, place in _places(others).items() if self._blocked.get(ident) != place}
-        while before and time.monotonic() < deadline:
+        others = [t for t in threading.enumerate() if t is not this and not _OF_OTHERS.match(t.name)]
+        places = _places(others)
+        blocked = {ident: place for ident, place in places.items() if self._blocked.get(ident) == place}
+        inside = {ident: (place, 0) for ident, place in places.items() if ident not in blocked}
+        while inside and time.monotonic() < deadline:
             time.sleep(_CALL_LOOK_S)
-            found = _places(before.keys())
-            before = {ident: place for ident, place in before.items() if found.get(ident) == place}
-        self._blocked.update(before)
+            found = _places(thread for thread in others if thread.ident in inside)
+            for ident, (place, num_looks) in list(inside.items()):
+                now = found.get(ident)
+                if now is None or now[:2] != place[:2]:
+                    del inside[ident]
+                elif num_looks < _NUM_LOOKS:
+                    inside[ident] = place, num_looks + 1
+                elif now[2] - place[2] < _COMPUTES_S:
+                    blocked[ident] = now
+                    del inside[ident]
+                else:  # it computes, and the call has not ended
+                    inside[ident] = now, 0
+        # A thread that computes is not found again with the same time; without a clock its place alone is known.
+        self._blocked = blocked | {ident: place for ident, (place, _) in inside.items()}
 
     def give_up(self) -> None:
         """Ends what ``take`` began."""
@@ -123,7 +148,7 @@ class Turns:
         """Begins a backward: waits for the turn, unless the thread that has it is the one that called backward."""
         with self._condition:
             owner = self._owner
-            if owner is not None and (owner is threading.current_thread() or _runs_backward(owner.ident)):
+            if owner is not None and (owner is threading.current_thread() or runs_backward(owner.ident)):
                 return
             self._wait("a backward")
             self._backward = _current_graph_task_id(), threading.get_ident()
@@ -160,8 +185,8 @@ class Turns:
         doing = "a backward" if self._owner is None else self._what
         raise EngineError(
             f"thread '{threading.current_thread().name}' cannot begin {what}: {whose} has been inside of "
-            f"{doing} for {self._limit_s:g} s. One thread at a time can use a model in chunks; begin it after "
-            "that has ended, or use a copy of the model (copy.deepcopy)"
+            f"{doing} for {self._limit_s:g} s. One thread at a time can use a model in chunks; wait until "
+            f"{doing} has ended before {what} begins, or use a copy of the model (copy.deepcopy)"
         )
 
     def _is_busy(self) -> bool:
@@ -181,13 +206,25 @@ def pauses_s() -> tuple[float, ...]:
     return (0.001, 0.01, 0.1, 1.0, 0.0) if _has_readers() else (0.0,)
 
 
-def _places(idents: Collection[int | None]) -> dict[int, tuple[int, int]]:
+def _places(threads: Iterable[threading.Thread]) -> dict[int, _Place]:
     """Where in their Python code threads are, but for those that wait for something."""
-    return {
-        ident: (id(frame), frame.f_lasti)
-        for ident, frame in sys._current_frames().items()
-        if ident in idents and not (frame.f_code.co_filename.endswith(_IDLE) and frame.f_code.co_name != "run")
-    }
+    frames, places = sys._current_frames(), {}
+    for thread in threads:
+        frame = frames.get(thread.ident or 0)
+        if frame is not None and (frame.f_code.co_filename not in _IDLE or frame.f_code.co_name == "run"):
+            places[thread.ident or 0] = id(frame), frame.f_lasti, _processor_time_s(thread)
+    return places
+
+
+def _processor_time_s(thread: threading.Thread) -> float:
+    """How long a thread has computed; ``math.nan`` where the system does not tell."""
+    if sys.platform != "linux" or thread.native_id is None:
+        return math.nan
+    try:
+        # What time.pthread_getcpuclockid returns, which reads freed memory if the thread has ended meanwhile.
+        return time.clock_gettime((~thread.native_id << 3) | 6)
+    except OSError:
+        return math.nan
 
 
 def _has_readers() -> bool:
@@ -197,7 +234,7 @@ def _has_readers() -> bool:
         # Autograd runs the backward of an accelerator in threads of C++, which Python knows once they have called it.
         is_idle = isinstance(thread, threading._DummyThread) and thread.ident not in sys._current_frames()
         # A thread that waits in a call of backward reads nothing: this thread runs that backward, for an accelerator.
-        is_known = thread is this or is_idle or _OF_OTHERS.match(thread.name) or _runs_backward(thread.ident)
+        is_known = thread is this or is_idle or _OF_OTHERS.match(thread.name) or runs_backward(thread.ident)
         if not is_known:
             return True
     return False
@@ -206,14 +243,19 @@ def _has_readers() -> bool:
 def is_backward_elsewhere() -> bool:
     """Whether a thread other than this one is inside of a call of backward."""
     this = threading.get_ident()
-    return any(_runs_backward(ident) for ident in sys._current_frames() if ident != this)
+    return any(runs_backward(ident) for ident in sys._current_frames() if ident != this)
 
 
-def _runs_backward(ident: int | None) -> bool:
-    code = torch.autograd.graph._engine_run_backward.__code__
+def runs_backward(ident: int | None) -> bool:
+    """Whether a thread is inside of a call of backward."""
     frame = sys._current_frames().get(ident) if ident is not None else None
     while frame is not None:
-        if frame.f_code is code:
+        if is_backward(frame):
             return True
         frame = frame.f_back
     return False
+
+
+def is_backward(frame: FrameType) -> bool:
+    """Whether a frame is the call of a backward."""
+    return frame.f_code is torch.autograd.graph._engine_run_backward.__code__

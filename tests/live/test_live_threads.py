@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import threading
+import time
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def beside(function, model):
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    begun.wait(30)
+    assert begun.wait(30)
     try:
         yield
     finally:
@@ -219,3 +220,21 @@ def test_a_forward_that_does_not_end_is_named(monkeypatch, is_attached):
     train(model, engine.optimizer)
     engine.detach()
     assert plain.keys() == model.state_dict().keys()
+
+
+def test_detach_inside_of_full_parameters_does_not_wait_for_those_that_wait_for_it(monkeypatch):
+    monkeypatch.setattr(Gate.wait, "__defaults__", (0.1,))
+    model = make()
+    engine = PatrickStarEngine(model, CONFIG, adamw(model))
+    thread = threading.Thread(target=compute, args=(model,), daemon=True)
+    with engine.full_parameters():
+        thread.start()
+        deadline = time.monotonic() + 30
+        while thread not in engine.manager.phases.turns._waiting:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        with pytest.raises(EngineError, match=r"is open in full_parameters\(\); detach after the block has ended"):
+            engine.detach()
+    thread.join(30)
+    assert not thread.is_alive()
+    engine.detach()

@@ -1,8 +1,11 @@
+import copy
 import threading
+import time
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.runtime.gate import FORWARD, STATE_DICT, Gate
@@ -57,6 +60,14 @@ USES = {
 }
 
 
+def wait_until_at(gate):
+    """Waits until another thread waits at the gate."""
+    deadline = time.monotonic() + 30
+    while not gate._opened._cond._waiters:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_what_has_begun_goes_on_and_is_waited_for(model, start, use):
     ends = []
@@ -64,7 +75,7 @@ def test_what_has_begun_goes_on_and_is_waited_for(model, start, use):
     assert model[0].begun.wait(30)
     with Gate(model.modules(), FORWARD + STATE_DICT) as gate:
         with pytest.raises(
-            EngineError, match=r"thread 'MainThread' cannot train: thread 'demo' has been inside .* for 0.05 s; begin"
+            EngineError, match=r"thread 'MainThread' cannot train: thread 'demo' has been inside .* for 0.05 s; wait"
         ):
             gate.wait("train", limit_s=0.05)
         threading.Timer(0.05, model[0].may_end.set).start()
@@ -78,8 +89,9 @@ def test_what_begins_waits_until_the_gate_is_open(model, start, use):
     model[0].may_end.set()
     with Gate(model.modules(), FORWARD + STATE_DICT) as gate:
         start(lambda: use(model))
+        wait_until_at(gate)
         gate.wait("train")
-        assert not model[0].begun.wait(0.05)
+        assert not model[0].begun.is_set()
         use(model)  # this thread has the model
         assert model[0].begun.is_set()
 
@@ -89,6 +101,7 @@ def test_what_waits_finds_the_hooks_that_were_registered_meanwhile(model, start)
     told = []
     with Gate(model.modules(), FORWARD) as gate:
         thread = start(lambda: model(torch.ones(1, 2)))
+        wait_until_at(gate)
         gate.wait("train")
         model.register_forward_pre_hook(lambda *args: told.append("hook"))
     thread.join(30)
@@ -110,3 +123,132 @@ def test_modules_are_as_before(model):
         assert model.state_dict() == {"own": 1}
         assert model.state_dict is not own
     assert [dict(module.__dict__) for module in model.modules()] == before
+
+
+def test_a_copy_that_begins_waits_until_the_gate_is_open(start):
+    model, copies = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), []
+    with Gate(model.modules(), FORWARD + STATE_DICT) as gate:
+        thread = start(lambda: copies.append(copy.deepcopy(model)))
+        wait_until_at(gate)
+    thread.join(30)
+    assert_is_copy(copies[0], model)
+
+
+def assert_is_copy(copied, model):
+    for part, original in zip(copied.modules(), model.modules(), strict=True):
+        assert part is not original
+        assert part.__dict__.keys() == original.__dict__.keys()
+    with torch.no_grad():
+        copied[1].bias += 1
+        assert not torch.equal(copied[1](torch.ones(1, 2)), model[1](torch.ones(1, 2)))
+
+
+def test_a_copy_in_what_has_begun_has_no_gate(model, start):
+    class Copying(Slow):
+        def forward(self, x):
+            super().forward(x)
+            copies.append(copy.deepcopy(model[1:]))
+
+    copies, ends = [], []
+    model[1] = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].own = None
+    copying = Copying()
+    whole = nn.Sequential(copying, model)
+    thread = start(lambda: ends.append(copying(torch.ones(1, 2))))
+    assert copying.begun.wait(30)
+    with Gate(whole.modules(), FORWARD + STATE_DICT) as gate:
+        copying.may_end.set()
+        gate.wait("train")
+        thread.join(30)
+    assert ends
+    assert_is_copy(copies[0][0], model[1])
+
+
+class SlowCopy(dict):
+    """Stops when it is copied."""
+
+    def __init__(self):
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def __deepcopy__(self, memo):
+        self.begun.set()
+        assert self.may_end.wait(30)
+        return self
+
+
+def test_a_copy_that_has_begun_ends_before_the_gate_is_closed(start):
+    model, copies = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), []
+    model[1].slow = SlowCopy()
+    start(lambda: copies.append(copy.deepcopy(model)))
+    assert model[1].slow.begun.wait(30)
+    threading.Timer(0.05, model[1].slow.may_end.set).start()
+    with Gate(model.modules(), STATE_DICT):
+        pass
+    assert copies
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_a_backward_that_has_begun_goes_on_and_is_waited_for(start, is_recomputed):
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            begun.set()
+            assert may_end.wait(30)
+            return gradient
+
+    begun, may_end, ends = threading.Event(), threading.Event(), []
+    model = nn.Linear(2, 2)
+    x = torch.ones(1, 2, requires_grad=True)
+    y = checkpoint(model, x, use_reentrant=False) if is_recomputed else model(x)
+    loss = Stop.apply(y).sum()
+    start(lambda: ends.append(loss.backward()))
+    assert begun.wait(30)
+    with Gate(model.modules(), STATE_DICT) as gate:
+        gate.wait("train", limit_s=0)
+    with Gate(model.modules(), FORWARD) as gate:
+        with pytest.raises(EngineError, match="thread 'demo' has been inside"):
+            gate.wait("train", limit_s=0.05)
+        threading.Timer(0.05, may_end.set).start()
+        gate.wait("train")
+    assert model.weight.grad is not None
+
+
+@pytest.mark.parametrize("how", ["in place", "wrapped", "by forward"])
+def test_a_forward_that_has_begun_calls_compiled_parts(start, how):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+
+        def forward(self, x):
+            return self.inner(x) + 1
+
+    torch._dynamo.reset()
+    block, errors, ends = Block(), [], []
+    options = {"backend": "eager", "fullgraph": True}
+    if how == "in place":
+        block.compile(**options)
+    elif how == "wrapped":
+        block = torch.compile(block, **options)
+    else:
+        block.forward = torch.compile(block.forward, **options)
+    model = nn.Sequential(Slow(), block)
+
+    def run():
+        try:
+            ends.append(model(torch.ones(1, 2)))
+        except Exception as error:
+            errors.append(error)
+
+    start(run)
+    assert model[0].begun.wait(30)
+    with Gate(model.modules(), FORWARD + STATE_DICT) as gate:
+        model[0].may_end.set()
+        gate.wait("train")
+    assert not errors, errors
+    assert ends
+    torch._dynamo.reset()

@@ -1,5 +1,8 @@
+import functools
+import hashlib
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -48,43 +51,48 @@ def test_a_second_thread_waits_for_the_first():
     assert order == ["first", "other"]
 
 
+def wait_until(is_true):
+    deadline = time.monotonic() + 30
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def test_the_thread_that_has_waited_longest_is_next():
-    turns, order, may_end = Turns(limit_s=5), [], threading.Event()
+    turns, order, main = Turns(), [], threading.current_thread()
 
     def compute_all_the_time():
-        while not may_end.is_set():
+        for number in range(100):
             with turns.taken("the forward of A"):
                 order.append("busy")
-                time.sleep(0.02)
+                if number == 0:
+                    wait_until(lambda: main in turns._waiting)
 
     join = in_thread(compute_all_the_time)
-    while not order:
-        time.sleep(0.001)
-    try:
-        for _ in range(3):
-            begin = len(order)
-            with turns.taken("a step"):
-                order.append("patient")
-            assert order[begin:].index("patient") <= 1
-    finally:
-        may_end.set()
-        join()
+    wait_until(lambda: order)
+    with turns.taken("a step"):
+        order.append("patient")
+    join()
+    assert order.index("patient") == 1
 
 
-def test_a_wait_is_for_one_call_at_a_time():
+def test_a_wait_is_for_one_call_at_a_time(monkeypatch):
     """Many short calls of others that came first are no mistake, however long they take together."""
-    turns, order = Turns(limit_s=0.5), []
+    turns, order, now = Turns(limit_s=10), [], [0.0]
+    monkeypatch.setattr("hf_patrickstar.runtime.turns.time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("hf_patrickstar.runtime.turns._LOOK_S", 0.001)
 
     def compute(number):
         with turns.taken("a forward"):
-            time.sleep(0.2)
+            now[0] += 4
+            time.sleep(0.05)  # the others look whether it has taken too long
             order.append(number)
 
     joins = []
     with turns.taken("a forward"):
         for number in range(4):
             joins.append(in_thread(lambda number=number: compute(number)))
-            time.sleep(0.05)
+            wait_until(lambda number=number: len(turns._waiting) == number + 1)
     for join in joins:
         join()
     assert order == [0, 1, 2, 3]
@@ -249,30 +257,66 @@ def test_a_turn_is_of_one_thread():
         assert in_thread(lambda: turns.is_computing)() is False
 
 
-def test_calls_that_have_begun_are_waited_for_and_threads_that_wait_are_not():
-    turns, may_end, has_ended = Turns(), threading.Event(), []
+def call_in_thread(call, number=1, file="user.py"):
+    """Calls a function in a thread, in one line of a file; what is returned ends the thread and says what has ended."""
+    begun, may_end, ended = threading.Event(), threading.Event(), []
+    names = {"call": call, "begun": begun, "may_end": may_end, "ended": ended, "number": number}
+    lines = "begun.set()", "for _ in range(number): call()", "ended.append(True)", "may_end.wait(30)"
+    exec(compile("def function():" + "".join(f"\n    {line}" for line in lines), file, "exec"), names)
+    join = in_thread(names["function"])
+    assert begun.wait(30)
+
+    def end():
+        may_end.set()
+        join()
+
+    return ended, end
+
+
+compute = functools.partial(hashlib.pbkdf2_hmac, "sha256", b"", b"", 1_000_000)
+"""As a call of torch: it takes a quarter of a second, lets other threads run, and Python's code stays where it is."""
+
+
+@pytest.mark.parametrize("file", ["user.py", "reader_thread.py", "my_queue.py", "websocket.py", "own/threading.py"])
+def test_calls_that_have_begun_are_waited_for_and_threads_that_wait_are_not(monkeypatch, file):
+    monkeypatch.setattr("hf_patrickstar.runtime.turns._CALL_LIMIT_S", 30)
+    turns, may_end = Turns(), threading.Event()
     idle = in_thread(lambda: may_end.wait(30))
-
-    def compute():
-        time.sleep(0.2)  # as a call of torch: Python's code stays where it is
-        has_ended.append(True)
-        may_end.wait(30)
-
-    join = in_thread(compute)
-    time.sleep(0.05)
+    ended, end = call_in_thread(compute, file=file)
     turns.wait_for_calls()
-    assert has_ended
+    assert ended
     may_end.set()
-    for each in (idle, join):
+    for each in (idle, end):
         each()
 
 
-def test_a_thread_that_something_else_blocks_is_waited_for_once(monkeypatch):
-    monkeypatch.setattr("hf_patrickstar.runtime.turns._CALL_LIMIT_S", 0.05)
+def test_a_thread_that_calls_the_same_again_is_waited_for_again(monkeypatch):
     turns = Turns()
-    join = in_thread(lambda: time.sleep(0.5))
-    time.sleep(0.05)
+    ended, end = call_in_thread(compute, number=3)
+    monkeypatch.setattr("hf_patrickstar.runtime.turns._CALL_LIMIT_S", 0.05)
     turns.wait_for_calls()
-    monkeypatch.setattr("hf_patrickstar.runtime.turns._CALL_LOOK_S", 30)
+    monkeypatch.setattr("hf_patrickstar.runtime.turns._CALL_LIMIT_S", 30)
     turns.wait_for_calls()
-    join()
+    assert ended
+    end()
+
+
+def test_a_thread_that_something_else_blocks_is_waited_for_once(monkeypatch):
+    monkeypatch.setattr("hf_patrickstar.runtime.turns._CALL_LIMIT_S", 30)
+    turns, lock = Turns(), threading.Lock()
+    with lock:
+        ended, end = call_in_thread(functools.partial(lock.acquire, timeout=20))
+        turns.wait_for_calls()
+        monkeypatch.setattr("hf_patrickstar.runtime.turns._CALL_LOOK_S", 25)
+        turns.wait_for_calls()
+        assert not ended
+    end()
+
+
+def test_a_thread_that_polls_is_not_waited_for_as_long_as_one_that_computes(monkeypatch):
+    monkeypatch.setattr("hf_patrickstar.runtime.turns._CALL_LIMIT_S", 30)
+    turns = Turns()
+    ended, end = call_in_thread(functools.partial(time.sleep, 0.01), number=300)
+    turns.wait_for_calls()
+    assert not ended
+    end()
