@@ -26,7 +26,7 @@ from hf_patrickstar.runtime.together import roots_of
 
 logger = logging.getLogger(__name__)
 
-RANDOM_LOST = "random numbers are others than in an uninterrupted run"
+RANDOM_LOST = "random numbers will differ from those of an uninterrupted run"
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 
@@ -240,7 +240,7 @@ class AcceleratorCheckpoints(Accelerator):
         """Files without which Accelerate goes on in silence, and what is lost then."""
         paths = torch_paths(directory, len(self._dataloaders), "dl_state_dict.bin")
         wanted = {
-            path.name: "its data begin anew"
+            path.name: "its data loader starts from the beginning"
             for path, loader in zip(paths, self._dataloaders, strict=True)
             if getattr(loader, "use_stateful_dataloader", False)
         }

@@ -44,7 +44,7 @@ def check_modules(model: torch.nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
             raise ConfigError(
                 f"module '{name}' is compiled by torch.jit to C++ code, which finds no values in the parameters of "
-                "the model; put the module in its place that it was made from"
+                "the model; replace it with the module that it was scripted from"
             )
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
         if getattr(checkpoint, "keywords", {}).get("use_reentrant"):

@@ -52,6 +52,19 @@ def find_collective(frame: types.FrameType | None) -> str:
     return found
 
 
+def is_idle(frame: types.FrameType | None) -> bool:
+    """Whether a thread has ended, or has nothing to do, as one of a pool between two calls.
+
+    Args:
+        frame: Where the thread is, if it is anywhere.
+    """
+    while frame is not None:
+        if _module_of(frame).partition(".")[0] not in sys.stdlib_module_names:
+            return False
+        frame = frame.f_back
+    return True
+
+
 def _is_work(module: str) -> bool:
     return module.startswith("torch.distributed.")
 

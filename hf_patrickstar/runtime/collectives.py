@@ -19,7 +19,7 @@ from hf_patrickstar.runtime.arrival import Arrival, announce
 from hf_patrickstar.runtime.averages import average, without_repeats
 from hf_patrickstar.runtime.complaints import complain
 from hf_patrickstar.runtime.departure import leave_at_exit
-from hf_patrickstar.runtime.liveness import Liveness, Member, describe_self
+from hf_patrickstar.runtime.liveness import Liveness, Member, describe_self, own_client
 from hf_patrickstar.runtime.tickets import DeviceTicket, GlooTicket, Users
 from hf_patrickstar.runtime.vigil import Patience, Vigil
 from hf_patrickstar.units import ALIGNMENT_NUMEL, KIB, MIB
@@ -164,7 +164,8 @@ class Collectives:
             is_local and bool(cores & others) for is_local, (_, _, others) in zip(are_local, told, strict=True)
         )
         # The number that rank 0 drew keeps the keys apart from those of every other connection over this store.
-        store = dist.PrefixStore(f"hf_patrickstar/liveness/{told[0][1]}", dist.distributed_c10d._get_default_store())
+        store = own_client(dist.distributed_c10d._get_default_store())
+        store = dist.PrefixStore(f"hf_patrickstar/liveness/{told[0][1]}", store)
         self._liveness = Liveness(self.rank, members, store, patience.answer_s)
         self._vigil = Vigil(self.rank, self._liveness, store, patience, self._hang_up, looks=True)
 

@@ -63,7 +63,7 @@ class CompiledCall:
         module.__dict__["_compiled_call_impl"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls it."""
+        """Calls the compiled forward of the module, between what runs before and after it."""
         module = self._module()
         args, kwargs = self._before(module, args, kwargs) or (args, kwargs)
         try:

@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import psutil
 
@@ -28,6 +28,20 @@ class Store(Protocol):
     def get(self, key: str) -> bytes:
         """The value of a key that is set."""
         ...
+
+
+def own_client(store: Any) -> Any:
+    """A client of a store that nothing else uses, if the store can give one.
+
+    While one thread waits for a key, as in ``dist.new_group``, a client of a ``TCPStore`` lets all other threads wait.
+
+    Args:
+        store: A store of torch.
+    """
+    try:
+        return store.clone()
+    except (AttributeError, RuntimeError):  # an older torch, or a store that cannot do it
+        return store
 
 
 class Member(NamedTuple):

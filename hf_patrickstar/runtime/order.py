@@ -8,7 +8,9 @@ A collective in which not every process takes part never ends, and data may lead
   gathers and reductions of the plan, in its order, whether it needs them or not.
 - Without a plan (in a step that is recorded, for example), or after the end of its plan, a process asks for each
   collective with one message. The others answer with the collective that they need themselves, or that they have ended.
-  All processes then do all collectives that were asked for, in one order.
+  All processes then do all collectives that were asked for, in one order. Such a message names only the subject and
+  the group: type and size of the data follow from the layout, which each process makes from the model and settings that
+  all have compared.
 - A forward or a backward ends when all processes say so. Before that, gradients that came after their group was reduced
   are reduced once more, and every process learns which parameters got a gradient on any process.
 

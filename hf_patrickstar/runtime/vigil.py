@@ -18,12 +18,13 @@ which may be those of the default group: collectives under way there would never
 ``Order`` decides which waits may end like this. A short wait does none of it.
 
 A rank that waits for others which may be slow gives up after ``process_wait_s`` only if it knows that waiting is in
-vain: every other rank waits too, and at least one of them in a collective that the user called on this rank not, such
-as ``dist.all_gather`` in a branch that only some ranks take. A rank that is inside of such a call cannot say so itself.
-So each rank has a thread that looks where the rank is (``Vigil.look``). If the rank is inside of the same collective at
-two looks, the thread writes into the store which one it is and for how long, again at each look. A rank that computes
-writes nothing, and is waited for. The thread also reads whether another rank gave up: then it logs the reason, and
-closes the connections of the rank, which ends a collective of the default group.
+vain: every other rank waits too, and at least one of them in a collective that the user's code called there but not on
+this rank, such as ``dist.all_gather`` in a branch that only some ranks take. A rank that is inside of such a call
+cannot say so itself. So each rank has a thread that looks where the rank is (``Vigil.look``). If the rank is inside of
+the same collective at two looks, the thread writes into the store which one it is and for how long, again at each look.
+A rank that computes writes nothing, and is waited for. So is one that waits for a collective with ``async_op`` in
+``work.wait()``, which leaves no trace in Python. The thread also reads whether another rank gave up: then it logs the
+reason, and closes the connections of the rank, which ends a collective of the default group.
 
 The thread gives up too, for waits of the rank that torch cannot interrupt (``Vigil.watched``).
 """
@@ -35,14 +36,13 @@ import math
 import sys
 import threading
 import time
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from hf_patrickstar.errors import CollectiveError
-from hf_patrickstar.runtime.callers import find_caller, find_collective
+from hf_patrickstar.runtime.callers import find_caller, find_collective, is_idle
 from hf_patrickstar.runtime.liveness import ANSWER_S, Liveness, Store
 
 logger = logging.getLogger(__name__)
@@ -193,7 +193,8 @@ class Vigil:
         self._notice = _timeout(self._notice_s)
         self._patient_warn_s = patience.warn_s
         self._num_messages = 0
-        self._is_store_gone = False
+        self._unsaid: dict[str, str] = {}  # what the store does not have yet
+        self._stuck: threading.Thread | None = None  # waits for the store
         self._thread = threading.get_ident()  # the thread that has talked to the others last
         self._pause_s = patience.warn_s / 4
         self._watched: _Watched | None = None
@@ -241,12 +242,10 @@ class Vigil:
 
     def look(self) -> None:
         """Looks where this rank is, tells the others, and may give up for it; for another thread, from time to time."""
-        frames, now = sys._current_frames(), time.monotonic()
-        if self._watched is not None:
-            self._look_at(self._watched, now, frames)
-        threads = dict.fromkeys((self._thread, threading.main_thread().ident))
-        inside = next((frames[thread] for thread in threads if thread and find_collective(frames.get(thread))), None)
-        place = (f"is inside {find_collective(inside)}", find_caller(inside)) if inside is not None else None
+        watched, now = self._watched, time.monotonic()
+        place, caller = self._find_places(watched)
+        if watched is not None:
+            self._look_at(watched, now, caller)
         if place != self._place:
             if self._place is not None:
                 self._put(self._place_key(self._rank), "")
@@ -270,6 +269,24 @@ class Vigil:
 
     # Inside
 
+    def _find_places(self, watched: _Watched | None) -> tuple[tuple[str, str] | None, str]:
+        """The collective of the user's that this rank is in, if any, with its line; and the line of a watched wait.
+
+        Frames keep all local variables of their functions alive, so this keeps none of them.
+        """
+        frames = sys._current_frames()
+        try:
+            # The main thread only if the thread that talked to the others is not at work: what the main thread waits
+            # for then is no concern of the other ranks.
+            main = threading.main_thread().ident or 0
+            frame = frames.get(main if is_idle(frames.get(self._thread)) else self._thread)
+            collective = find_collective(frame)
+            place = (f"is inside {collective}", find_caller(frame)) if collective else None
+            return place, find_caller(frames.get(watched.thread)) if watched is not None else ""
+        finally:
+            frame = None
+            frames.clear()  # the dictionary holds the frame of this call, which holds the dictionary
+
     def _begin_stay(self, wait: _Wait, limit_s: float) -> _Stay:
         self._put(self._key(self._rank), json.dumps(wait))
         return _Stay(wait, limit_s, self._patience.warn_s if limit_s < math.inf else self._patient_warn_s)
@@ -286,11 +303,11 @@ class Vigil:
                 self._hang_up(stay.wait.is_data)
             self._put(self._key(self._rank), "")
 
-    def _look_at(self, watched: _Watched, now: float, frames: dict[int, types.FrameType]) -> None:
+    def _look_at(self, watched: _Watched, now: float, caller: str) -> None:
         """Does the same, in the thread that looks, for a wait that torch cannot interrupt."""
         waited_s = now - watched.begin
         if watched.stay is None and waited_s >= self._notice_s:
-            wait = _Wait(0, watched.what, find_caller(frames.get(watched.thread)))
+            wait = _Wait(0, watched.what, caller)
             watched.stay = self._begin_stay(wait, math.inf)
         elif watched.stay is not None and waited_s >= watched.due_s:
             watched.due_s += self._patience.warn_s
@@ -384,7 +401,12 @@ class Vigil:
         return f"{rank} is inside"
 
     def _put(self, key: str, value: str) -> None:
-        self._try(lambda: self._store.set(key, value), None)
+        self._unsaid[key] = value
+        self._try(self._say, None)
+
+    def _say(self) -> None:
+        while self._unsaid:
+            self._store.set(*self._unsaid.popitem())
 
     def _read(self, key: str) -> str:
         return self._store.get(key).decode() if self._store.check([key]) else ""
@@ -396,21 +418,24 @@ class Vigil:
         return {rank: _Wait(*json.loads(text)) if text else None for rank, text in texts.items()}
 
     def _try(self, action: Callable[[], _T], otherwise: _T) -> _T:
-        """Runs an action on the store with a time limit: a store whose host lost its power does not even fail."""
+        """Runs an action on the store with a time limit: a store whose host lost its power does not even fail.
+
+        As long as an action waits for the store, others are not begun.
+        """
         results: list[_T] = []
 
         def act() -> None:
             with contextlib.suppress(RuntimeError, OSError):
                 results.append(action())
+                self._say()  # what was put while the action had to wait
 
-        if not self._is_store_gone:
+        stuck = self._stuck
+        if stuck is None or not stuck.is_alive():
             thread = threading.Thread(target=act, name="hf_patrickstar-vigil", daemon=True)
             thread.start()
             thread.join(STORE_PATIENCE_S)
-        if not results:
-            self._is_store_gone = True
-            return otherwise
-        return results[0]
+            self._stuck = thread if thread.is_alive() else None
+        return results[0] if results else otherwise
 
 
 def _timeout(seconds: float) -> timedelta:

@@ -62,8 +62,8 @@ PARTS = {
 
 _VERBS = (
     "add assign begin call change choose convert copy derive detach drop end export freeze give hold import initialise "
-    "install keep leave let load look lower make move pass pip plan prepare put raise read remove restart resume run "
-    "save "
+    "install keep leave let load look lower make move pass pip plan prepare put raise read remove replace restart "
+    "resume run save "
     "search set share start tie train try unfreeze use wait write"
 )
 _PHRASES = (

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import re
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -21,10 +22,11 @@ LIMIT_S = 1.5
 
 
 def make_engine(route=None, limit_s=LIMIT_S):
-    dist.barrier()  # a process that is still importing torch has not come, either
     model = make_chain(2, 4, route)
+    optimizer = make_optimizer(model)
+    dist.barrier()  # a process that is still importing, as torch may for an optimizer, has not come, either
     config = {**DROPPED, "process_wait_s": limit_s}
-    return PatrickStarEngine(model, config, make_optimizer(model), device="cpu")
+    return PatrickStarEngine(model, config, optimizer, device="cpu")
 
 
 @contextlib.contextmanager
@@ -61,6 +63,10 @@ def broadcast(x):
 
 def objects(x):
     dist.all_gather_object([None, None], "text")
+
+
+def new_group(x):
+    dist.new_group([0, 1], timeout=timedelta(seconds=8))
 
 
 CALLS = (all_gather, all_reduce, barrier, broadcast, objects)
@@ -103,7 +109,17 @@ def call_in_a_branch(rank, call, place, num_steps):
 )
 def test_both_end_by_name(call, place, num_steps):
     with Workers(2) as workers:
-        (kind, text, _), (_, other, told) = workers.run(call_in_a_branch, call, place, num_steps, timeout=30)
+        check(workers, call, place, num_steps)
+
+
+def test_a_call_that_keeps_the_store_busy():
+    """While it waits for the other rank it keeps a client of the store from other threads."""
+    with Workers(2, "tcp") as workers:
+        check(workers, new_group, "forward", 2)
+
+
+def check(workers, call, place, num_steps):
+    (kind, text, _), (_, other, told) = workers.run(call_in_a_branch, call, place, num_steps, timeout=30)
     assert kind is CollectiveError
     name = NAMES.get(call, call.__name__)
     expected = (

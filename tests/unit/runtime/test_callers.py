@@ -3,11 +3,12 @@
 import runpy
 import sys
 import threading
+import types
 
 import pytest
 import torch
 
-from hf_patrickstar.runtime.callers import find_caller, find_collective
+from hf_patrickstar.runtime.callers import find_caller, find_collective, is_idle
 
 
 def in_library(name, text, **scope):
@@ -112,3 +113,22 @@ LOGGER = ("torch.distributed.c10d_logger", "wrapper")
 )
 def test_a_collective_that_a_thread_is_inside_of(modules, expected):
     assert nested(*modules) == expected
+
+
+@pytest.mark.parametrize(
+    ("modules", "expected"),
+    [
+        (["threading", "concurrent.futures.thread"], True),
+        (["threading", "train", "queue"], False),
+        (["threading", "transformers.trainer"], False),
+    ],
+)
+def test_a_thread_that_has_nothing_to_do(modules, expected):
+    frame = None
+    for name in modules:
+        frame = types.SimpleNamespace(f_globals={"__name__": name}, f_back=frame)
+    assert is_idle(frame) is expected
+
+
+def test_a_thread_that_has_ended_has_nothing_to_do():
+    assert is_idle(None)

@@ -1,14 +1,17 @@
 """Who is found missing, from answers in a store and from the processes of this host."""
 
+import concurrent.futures
 import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import psutil
 import pytest
+import torch.distributed as dist
 
-from hf_patrickstar.runtime.liveness import Liveness, Member, describe_self
+from hf_patrickstar.runtime.liveness import Liveness, Member, describe_self, own_client
 
 SLEEPER = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
 
@@ -128,3 +131,28 @@ def test_a_store_that_hangs(process):
     assert found.startswith(f"Rank 0 has ended (process {process.pid} ")
     assert "The store where the ranks met is gone" in found
     assert seconds < 2
+
+
+# The store
+
+
+def test_a_client_of_its_own_works_while_another_one_waits():
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=5))
+    prefixed = dist.PrefixStore("group", store)
+    own = own_client(prefixed)
+    waiting = concurrent.futures.ThreadPoolExecutor(1).submit(prefixed.get, "key")
+    while not waiting.running():
+        time.sleep(0.01)
+    time.sleep(0.1)
+    own.set("key", "value")
+    assert waiting.result() == b"value", "it was set before the wait timed out"
+
+
+@pytest.mark.parametrize("error", [AttributeError, NotImplementedError])
+def test_a_store_that_has_only_one_client(error):
+    class Store:
+        def clone(self):
+            raise error
+
+    store = Store()
+    assert own_client(store) is store

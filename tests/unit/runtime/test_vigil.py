@@ -1,17 +1,22 @@
 """Who waits long warns, gives up, and tells the others; with threads for processes and a dictionary for the store."""
 
+import concurrent.futures
+import gc
+import json
 import logging
 import math
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from datetime import timedelta
 
 import psutil
 import pytest
 
 from hf_patrickstar.errors import CollectiveError
+from hf_patrickstar.runtime import callers
 from hf_patrickstar.runtime import vigil as module
 from hf_patrickstar.runtime.liveness import Liveness, Member, describe_self
 from hf_patrickstar.runtime.vigil import Patience, Vigil
@@ -61,12 +66,24 @@ class Gone(Store):
     def set(self, key, value):
         raise RuntimeError("Broken pipe")
 
-    check = set
+    def check(self, keys):
+        raise RuntimeError("Broken pipe")
 
 
 class Hanging(Store):
+    """Answers nothing until ``answers`` is set."""
+
+    def __init__(self):
+        super().__init__()
+        self.answers = threading.Event()
+
     def set(self, key, value):
-        threading.Event().wait()
+        self.answers.wait()
+        super().set(key, value)
+
+    def check(self, keys):
+        self.answers.wait()
+        return super().check(keys)
 
 
 class Rank:
@@ -88,7 +105,7 @@ class Rank:
 
 @pytest.fixture(autouse=True)
 def _caller(monkeypatch):
-    monkeypatch.setattr(module, "find_caller", lambda: CALLER)
+    monkeypatch.setattr(module, "find_caller", lambda *_: CALLER)
 
 
 @pytest.fixture
@@ -251,6 +268,21 @@ def test_without_the_store_nothing_is_known(heard, monkeypatch, store):
         assert "the store where the ranks met is gone, so that nothing is known of the others" in message
 
 
+@pytest.mark.parametrize("is_asked_first", [False, True])
+def test_a_store_that_answers_again_gets_what_was_not_said(heard, monkeypatch, is_asked_first):
+    monkeypatch.setattr(module, "STORE_PATIENCE_S", 0.1)
+    rank = Rank(Hanging())
+    if is_asked_first:
+        assert rank.vigil.ask() == ""
+    rank.say(work=until(heard))
+    assert "the store where the ranks met is gone" in heard()[0]
+    rank.store.answers.set()
+    rank.vigil._stuck.join(5)
+    assert rank.store.keys == {"0 waits": ""}, "the rank does not wait any more"
+    rank.store.keys["gave up"] = "rank 1 gave up"
+    assert rank.vigil.ask() == "rank 1 gave up"
+
+
 # Giving up
 
 
@@ -315,3 +347,80 @@ def test_an_interrupt_hangs_up_too():
         rank.say(work=Interrupted())
     assert rank.hung_up == [False]
     assert rank.store.keys == {"0 waits": ""}
+
+
+# Looks at other threads
+
+
+def test_a_look_keeps_no_variables_of_other_threads_alive(monkeypatch):
+    """Neither while it talks to the store, nor afterwards until garbage is collected."""
+
+    class Activations:
+        pass
+
+    class Watching(Store):
+        def set(self, key, value):
+            leave.set()
+            thread.join(5)
+            alive.append(found[0]() is not None)
+            super().set(key, value)
+
+    def compute():
+        activations = Activations()
+        found.append(weakref.ref(activations))
+        with rank.vigil.watched("gathers group 3"):
+            entered.set()
+            leave.wait(5)
+
+    rank, found, alive = Rank(Watching(), patience=Patience(0.001, 60)), [], []
+    entered, leave = threading.Event(), threading.Event()
+    thread = in_thread(compute)
+    assert entered.wait(5)
+    time.sleep(0.01)
+    monkeypatch.setattr(module, "find_caller", callers.find_caller)
+    gc.disable()
+    try:
+        rank.vigil.look()
+    finally:
+        gc.enable()
+    assert alive[0] is False
+    assert found[0]() is None
+
+
+def look_from_a_barrier(vigil):
+    """Looks twice while the main thread is inside of a collective."""
+    scope = {"__name__": "torch.distributed.distributed_c10d", "look": vigil.look}
+    exec("def barrier():\n    look()\n    look()", scope)
+    scope["barrier"]()
+
+
+def places(rank):
+    return [json.loads(text)[1] for key, text in rank.store.keys.items() if key.endswith("is inside") and text]
+
+
+def test_the_main_thread_is_looked_at_where_another_one_has_ended_or_is_idle():
+    rank = Rank(Store())
+    in_thread(rank.say, work=done()).join(5)
+    look_from_a_barrier(rank.vigil)
+    assert places(rank) == ["is inside torch.distributed.barrier"]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(rank.say, work=done()).result(5)
+        while not callers.is_idle(sys._current_frames()[rank.vigil._thread]):
+            time.sleep(0.01)
+        look_from_a_barrier(rank.vigil)
+    assert places(rank) == ["is inside torch.distributed.barrier"]
+
+
+def test_the_main_thread_is_not_looked_at_while_another_one_computes():
+    def train():
+        rank.say(work=done())
+        has_begun.set()
+        is_over.wait(5)
+
+    rank, has_begun, is_over = Rank(Store()), threading.Event(), threading.Event()
+    thread = in_thread(train)
+    assert has_begun.wait(5)
+    look_from_a_barrier(rank.vigil)
+    is_over.set()
+    thread.join(5)
+    assert places(rank) == []
