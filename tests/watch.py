@@ -2,10 +2,10 @@
 
 import weakref
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from hf_patrickstar.memory.operators import EngineMode
 
 
-class Watch(TorchDispatchMode):
+class Watch(EngineMode):
     """Follows every storage that an operator returns.
 
     Args:

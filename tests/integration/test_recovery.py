@@ -117,7 +117,7 @@ def test_it_gives_up_after_three_and_says_what_became_of_gradients(accumulation,
         calls.append(1)
         with Failing(*[5] if fails_in == "forward" else []):
             loss = model(**batches[-1]).loss
-        with Failing(*[60] if fails_in == "backward" else []):
+        with Failing(*[30] if fails_in == "backward" else []):
             loss.backward()
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
 
@@ -255,7 +255,7 @@ def test_the_trainer_repeats_by_itself(tmp_path, accumulation):
     expected = train("gpt2", tmp_path / "plain", **kwargs)
     config = {"chunk_budget": 2 * smallest_budget(make_model("gpt2"))}
     logs = LogRecorder()
-    ours = train("gpt2", tmp_path / "ours", config, callbacks=[FailAt(2, 300), logs], **kwargs)
+    ours = train("gpt2", tmp_path / "ours", config, callbacks=[FailAt(2, 200), logs], **kwargs)
     assert_same_run(expected, ours)
     assert ours[0].patrickstar_stats()["retries"] == 1
     assert [entry["retries"] for entry in logs.figures()] == [0, 0, 1, 1]
