@@ -220,9 +220,7 @@ class AdamKernel(Kernel):
         numel = sum(segment.numel for segment in joined)
         if joined and self._is_on_host(joined[0]) and self._workers.suits(joined[0].payloads["param"], numel):
             num = self._workers.num
-            # Equally many tiles for each: with a tile more than another, the others wait for it after every chunk.
-            num_tiles = num * -(-numel // (num * self._worker_tile_numel))
-            tile_numel = max(align(-(-numel // num_tiles)), SMALL_NUMEL)
+            tile_numel = min(self._worker_tile_numel, max(align(-(-numel // num)), SMALL_NUMEL))
             work = functools.partial(self._update_tile, num=num, coefficient=coefficient, keeps=keeps)
             self._workers.submit(work, self._tiles(joined, tile_numel, num)).wait()
         else:

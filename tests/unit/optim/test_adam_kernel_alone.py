@@ -239,15 +239,6 @@ def test_a_chunk_is_cut_into_as_many_tiles_as_there_are_workers(in_workers, call
     assert sorted(numels(calls)) == [[128], [256], [256]]
 
 
-def test_every_worker_has_equally_many_tiles(in_workers, calls, monkeypatch):
-    """Not three tiles of the largest size for two workers: one would wait for the other."""
-    monkeypatch.setattr(module, "TILE_NUMEL", 256)
-    parts = make((768,), workers=in_workers(2))
-    give(parts, t0=1)
-    update(parts)
-    assert numels(calls) == [[192]] * 4
-
-
 @pytest.mark.parametrize(("num", "has_lanes", "tile"), [(9, True, 128), (9, False, 64), (8, True, 64)])
 def test_many_workers_beside_a_device_have_larger_tiles(num, has_lanes, tile, in_workers, calls, monkeypatch):
     """Each tile holds Python's lock for a while, which the thread that launches kernels needs."""
