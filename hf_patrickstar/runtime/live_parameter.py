@@ -104,6 +104,10 @@ class Live(Protocol):
         """The value on the host, in the type that the model was loaded in; it may alias the chunk."""
         ...
 
+    def copied_value(self) -> torch.Tensor:
+        """A copy of ``host_value``."""
+        ...
+
     def view_whole(self, func: Any) -> torch.Tensor:
         """A view of the whole parameter in the graph of autograd, made by ``func(parameter, parameter)``."""
         ...
@@ -136,7 +140,7 @@ class LiveMixin:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            memo[id(self)] = _maker(type(self))(self._live.host_value().clone(), requires_grad(self))
+            memo[id(self)] = _maker(type(self))(self._live.copied_value(), requires_grad(self))
         return memo[id(self)]
 
     def __copy__(self: Any) -> Any:
@@ -515,6 +519,9 @@ class _Orphan:
 
     def host_value(self) -> torch.Tensor:
         return self._become_ordinary().detach()
+
+    def copied_value(self) -> torch.Tensor:
+        return self.host_value().clone()
 
     def view_whole(self, func: Any) -> torch.Tensor:
         parameter = self._become_ordinary()

@@ -199,6 +199,13 @@ class LiveTensor:
         manager.writes.take_over(tensor)
         return manager.values.host_alias(tensor, tensor.original_dtype)
 
+    def copied_value(self) -> torch.Tensor:
+        """A copy of it, also while another thread takes the parameter out of its chunk."""
+        tensor = self.tensor
+        with self.services.manager.gradients.lock:
+            has_left = tensor.is_open or not tensor.is_bound
+            return (raw_data(tensor.parameter) if has_left else self.host_value()).clone()
+
     def view_whole(self, func: Any) -> torch.Tensor:
         """Lends the parameter a mirror as its storage while the view is made."""
         manager, tensor = self.services.manager, self.tensor

@@ -513,7 +513,7 @@ def test_scratch_space_is_for_one_tile_or_for_a_chunk_if_that_is_smaller():
     parts = make()
     assert parts.kernel.workspace_numel(64) == 64
     assert parts.kernel.workspace_numel(2**30) == 2**19
-    assert parts.kernel.batch_numel == 2**19
+    assert parts.kernel.batch_numel == 2**23
     assert AdamKernel(parts.optimizer, parts.pool, True, HostWorkers(1), has_lanes=True).workspace_numel(2**30) == 2**24
 
 
@@ -523,7 +523,7 @@ def test_scratch_space_is_for_one_tile_or_for_a_chunk_if_that_is_smaller():
 def test_every_worker_has_a_tile_of_its_own_or_its_part_of_a_chunk(num, capacity, numel):
     kernel = AdamKernel(make().optimizer, None, False, HostWorkers(num))
     assert kernel.workspace_numel(capacity) == numel
-    assert kernel.batch_numel == num * 2**19, "small chunks until all have a tile"
+    assert kernel.batch_numel == max(num, 16) * 2**19, "small chunks until all have a tile"
 
 
 def test_sums_of_gradients_are_multiplied_in_scratch_space_of_the_host_alone():

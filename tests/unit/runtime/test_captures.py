@@ -45,6 +45,9 @@ class Live:
     def host_value(self):
         return self.value
 
+    def copied_value(self):
+        return self.value.clone()
+
 
 def make_live(model):
     """Makes the parameters of a model answer, as an engine does; their values are the ones that they had."""

@@ -80,6 +80,7 @@ def make(value=(3.0, 4.0), told=None, name="a", **answers):
         "copy_from": False,
         "value_for": None,
         "host_value": value,
+        "copied_value": value.clone(),
         "detached_for_state_dict": value * 10,
         "view_whole": "a view",
     }
