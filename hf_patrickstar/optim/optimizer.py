@@ -561,8 +561,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def _leave_given_up(self) -> None:
         """Gives the user's optimizer the states of parameters that were given another shape."""
-        for tensor in self._manager.tensors:
-            if tensor.is_given_up and self._updates(tensor):
+        with self._manager.phases.turns.taken("a look at states"):  # the forward of another thread takes them in
+            for tensor in [t for t in self._manager.tensors if t.is_given_up and self._updates(t)]:
                 self.give_back_state(tensor)
 
     @quietly
