@@ -208,11 +208,13 @@ def pauses_s() -> tuple[float, ...]:
 
 def _places(threads: Iterable[threading.Thread]) -> dict[int, _Place]:
     """Where in their Python code threads are, but for those that wait for something."""
-    frames, places = sys._current_frames(), {}
+    frames, places, frame = sys._current_frames(), {}, None
     for thread in threads:
         frame = frames.get(thread.ident or 0)
         if frame is not None and (frame.f_code.co_filename not in _IDLE or frame.f_code.co_name == "run"):
             places[thread.ident or 0] = id(frame), frame.f_lasti, _processor_time_s(thread)
+    # The frame of this call is among them: the cycle would keep what all threads compute with until it is collected.
+    frames.clear()
     return places
 
 
