@@ -61,8 +61,8 @@ def has_modes_of_users() -> bool:
     """Whether a mode is on in this thread that is not the engine's."""
     if torch._C._len_torch_function_stack():
         return True
-    num = torch._C._len_torch_dispatch_stack()
-    return num > 0 and not all(isinstance(torch._C._get_dispatch_stack_at(n), EngineMode) for n in range(num))
+    stack = _get_current_dispatch_mode_stack()
+    return not all(isinstance(mode, EngineMode) or getattr(mode, "_mode_key", None) is not None for mode in stack)
 
 
 @contextlib.contextmanager
