@@ -167,8 +167,7 @@ class AcquiredMixin(LiveMixin):
     def data(self) -> torch.Tensor:
         """The value, detached; what is written to it counts."""
         self._live.note_data_is_out()
-        value: torch.Tensor = _Base.data.__get__(self)
-        return value
+        return raw_data(self)  # type: ignore[arg-type]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -342,10 +341,9 @@ def set_raw_grad(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None
 
 def take_raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """``parameter.grad`` as autograd has it; it has none afterwards."""
-    with RAW():
-        gradient: torch.Tensor | None = _get_grad(parameter)
-        _set_grad(parameter, None)
-        return gradient
+    gradient = raw_grad(parameter)
+    set_raw_grad(parameter, None)
+    return gradient
 
 
 def requires_grad(parameter: Any) -> bool:
@@ -421,23 +419,18 @@ def _needs_copies(result: Any, accesses: Collection[Access]) -> bool:
 
 def _written(name: str, args: Any, kwargs: Any) -> set[int]:
     """The ``id`` of each tensor that a function writes to, by the function's name; some writes leave no other trace."""
-    if name.startswith("__"):
-        is_in_place = name == "__setitem__" or (
-            name.startswith("__i") and name not in ("__invert__", "__int__", "__index__")
-        )
+    if name.startswith("__i"):
+        is_in_place = name not in ("__invert__", "__int__", "__index__")
     else:
-        is_in_place = name.endswith("_")
+        is_in_place = name == "__setitem__" or (name.endswith("_") and not name.startswith("__"))
     first = args[:1] or tuple(kwargs.values())[:1]
     leaves = tree_iter((first if is_in_place else (), kwargs.get("out")))  # None is a leaf, too
     return {id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
 def _substituted(func: Any, args: Any, kwargs: Any, accesses: dict[int, Access]) -> Any:
-    def substitute(tensor: torch.Tensor) -> torch.Tensor:
-        access = accesses.get(id(tensor))
-        return tensor if access is None else access.value
-
-    args, kwargs = tree_map_only(torch.Tensor, substitute, (args, kwargs))
+    values = {key: access.value for key, access in accesses.items()}
+    args, kwargs = tree_map_only(torch.Tensor, lambda tensor: values.get(id(tensor), tensor), (args, kwargs))
     return func(*args, **kwargs)
 
 
@@ -483,10 +476,10 @@ def detach(parameter: Any) -> torch.Tensor:
     """Answers ``parameter.detach()``; what has called torch must be the caller's caller."""
     if _is_called_by(torch.nn.Module._save_to_state_dict):
         return parameter._live.detached_for_state_dict()
+    value: torch.Tensor = call_with_values(torch.Tensor.detach, (parameter,), {})
     if not _is_called_by(torch.nn.Parameter.__new__):
-        return call_with_values(torch.Tensor.detach, (parameter,), {})
+        return value
     # ``nn.Parameter(parameter)`` insists on the type that it was given, and returns this.
-    value = call_with_values(torch.Tensor.detach, (parameter,), {})
     made: Any = torch.Tensor._make_subclass(type(parameter), value)
     made.__dict__["_live"] = _Orphan(made)
     return made
@@ -514,11 +507,10 @@ class _Orphan:
         self._become_ordinary()
         return False
 
-    def detached_for_state_dict(self) -> torch.Tensor:
-        return self._become_ordinary().detach()
-
     def host_value(self) -> torch.Tensor:
         return self._become_ordinary().detach()
+
+    detached_for_state_dict = host_value
 
     def copied_value(self) -> torch.Tensor:
         return self.host_value().clone()
@@ -578,15 +570,15 @@ def _undisturbed(func: Any) -> Callable[..., Any]:
     """
 
     def answer(*args: Any, **kwargs: Any) -> Any:
-        released = {id(leaf): leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, ReleasedMixin)}
-        classes = {key: type(parameter) for key, parameter in released.items()}
-        for key, parameter in released.items():
-            parameter.__class__ = acquired_type(original_type(classes[key]))
+        leaves = {id(leaf): leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, ReleasedMixin)}
+        released = [(leaf, type(leaf)) for leaf in leaves.values()]
+        for parameter, cls in released:
+            parameter.__class__ = acquired_type(original_type(cls))
         try:
             return func(*args, **kwargs)
         finally:
-            for key, parameter in released.items():
-                parameter.__class__ = classes[key]
+            for parameter, cls in released:
+                parameter.__class__ = cls
 
     return answer
 

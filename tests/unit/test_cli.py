@@ -31,7 +31,7 @@ def test_a_command_that_fails(tmp_path, capsys):
     out, err = capsys.readouterr()
     assert out == ""
     missing = f"'{tmp_path}/optimizer.index.json' is missing; copy it there, or use another checkpoint"
-    assert err == f"hf-patrickstar export: {missing}\n"
+    assert err.startswith(f"hf-patrickstar export: {missing}; or delete ")
 
 
 def test_version(capsys):
