@@ -253,8 +253,8 @@ def test_without_room_for_a_chunk_the_error_says_who_needs_what_and_what_is_in_t
         "device_budget is too small for layer 'm': chunk 3 needs 16 bytes, 6 bytes are free beside non-model data of "
         "10 bytes, and none of the chunks there ([0, 2]) can leave, because they are in use (computing with: t3, t5; a "
         "recomputed segment keeps all of its parameters, and saved-tensors hooks that a module puts on itself keep "
-        "those that they return as they are). Raise device_budget to at least 48 bytes, or use smaller or shorter batches, "
-        "or activation checkpointing (--gradient_checkpointing), or lower chunk_numel.\ntier "
+        "those that they return as they are). Raise device_budget to at least 48 bytes, or use smaller or shorter "
+        "batches, or activation checkpointing (--gradient_checkpointing), or lower chunk_numel.\ntier "
     )
     assert parts.forecast.asked == [48]
     assert (parts.moved(), parts.placement.num_asked) == ([("evict", 1)], 1)
