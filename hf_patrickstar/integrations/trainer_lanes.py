@@ -39,8 +39,9 @@ class LaneWatch:
 
     def note(self, event: Event) -> None:
         """Takes an event of the engine."""
-        if self._lanes is not None and self._recorded is not None:
-            self._lanes.note(event)
+        lanes = self._lanes  # a thread that computes between steps may note, too
+        if lanes is not None and self._recorded is not None:
+            lanes.note(event)
 
     def begin_step(self) -> Timeline | None:
         """Notes that a step of the optimizer begins, and so that the one before has ended.

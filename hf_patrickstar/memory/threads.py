@@ -335,12 +335,13 @@ class ThreadStreams:
 
     def _make(self, lane: WorkLane, source: torch.Tensor, target: torch.Tensor) -> None:
         """Makes a copy in the thread of the caller."""
-        if self._timed is None:
+        timed = self._timed  # another thread may end the measuring meanwhile
+        if timed is None:
             target.copy_(source)
             return
         begin = time.perf_counter_ns()
         target.copy_(source)
-        self._timed.append(TimedCopy(lane, begin, time.perf_counter_ns(), source.nbytes, False))
+        timed.append(TimedCopy(lane, begin, time.perf_counter_ns(), source.nbytes, False))
 
     def begin_timing(self) -> None:
         """Measures every copy that is started from now on."""

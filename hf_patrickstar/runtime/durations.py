@@ -104,7 +104,8 @@ class Durations:
         self.last, self._pieces = tuple(self._pieces), []
 
     def _now(self) -> _Now:
-        return _Now(time.perf_counter_ns(), None if self.mark is None else self.mark())
+        mark = self.mark  # another thread may end the measuring meanwhile
+        return _Now(time.perf_counter_ns(), None if mark is None else mark())
 
     def _add(self, part: Part, begin: _Now, end: _Now) -> None:
         if len(self._pieces) < _MOST_PIECES:

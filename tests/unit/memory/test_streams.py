@@ -244,6 +244,16 @@ def test_small_copies_are_made_at_once_and_need_no_thread(slow):
     streams.close()
 
 
+def test_another_thread_may_end_the_measuring_during_a_copy():
+    streams = ThreadStreams(torch.device("cpu"))
+    found = []
+    target = types.SimpleNamespace(copy_=lambda source: found.append(streams.end_timing()))
+    for _ in range(2):
+        streams.begin_timing()
+        streams.fetch(torch.ones(2), target)
+    assert found == [[], []], "the copy had not ended"
+
+
 def test_a_tensor_without_bytes_is_copied_at_once(streams):
     """Fake tensors, and whatever else is no plain tensor, have no memory that a thread could copy."""
     source = torch.nn.Parameter(torch.ones(4), requires_grad=False)
