@@ -269,7 +269,7 @@ class Steps:
     def followed(self) -> list[tuple[Trace, Plan, Room]]:
         """The latest plan of each kind of micro-batch, with its trace and the memory that it was made for."""
         latest = {}
-        for trace, (room, *_), plan in self._plans.values():
+        for trace, (room, *_), plan in list(self._plans.values()):  # another thread may add plans
             if plan is not None and trace.kind.is_training:
                 latest[trace.kind] = (trace, plan, room)
         order = list(StepKind)
