@@ -130,10 +130,11 @@ def _norm_of(manager: ChunkManager, tensor: ManagedTensor, norm_type: float) -> 
     if norm_type == 2.0 and tensor.gradient_norm is not None and tensor.deferred_gradient is None:
         tensor.chunk.wait_for_host_work()
         return tensor.gradient_norm
-    gradient = manager.gradients.of(tensor)
-    if gradient is None:
-        return None
-    norm = gradient_norm(gradient, tensor.chunk.state_dtype, norm_type)
+    with manager.gradients.lock:  # another thread may read the gradient, which can move it
+        gradient = manager.gradients.of(tensor)
+        if gradient is None:
+            return None
+        norm = gradient_norm(gradient, tensor.chunk.state_dtype, norm_type)
     if norm_type == 2.0:
         tensor.gradient_norm = norm
     return norm

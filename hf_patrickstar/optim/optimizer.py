@@ -10,7 +10,7 @@ import torch
 
 from hf_patrickstar.events import Listener, StepFinished
 from hf_patrickstar.interrupts import held_back
-from hf_patrickstar.memory.operators import quietly, with_modes_of_users
+from hf_patrickstar.memory.operators import with_modes_of_users
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.clipping import clip_by_norm, clip_by_value, total_norm
 from hf_patrickstar.optim.kernel import Kernel, in_batches, place_state
@@ -34,6 +34,7 @@ from hf_patrickstar.optim.state import (
 from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedTensor
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.ranges import named
+from hf_patrickstar.runtime.turns import in_turn
 
 logger = logging.getLogger(__name__)
 
@@ -144,8 +145,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets the attribute of the user's optimizer, unless this class has an attribute of that name."""
-        is_ours = "group_numbers" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name)
-        if is_ours:
+        if "group_numbers" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name):
             super().__setattr__(name, value)
         else:
             setattr(self.inner, name, value)
@@ -163,7 +163,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             self._manager.writes.sync()
             for tensor in self._tensors:  # it may write to masters and states
                 tensor.chunk.wait_for_reader()
-            with self.kernel.lent(self._tensors) as changed:
+            with self._manager.phases.turns.taken(f"optimizer.{name}()"), self.kernel.lent(self._tensors) as changed:
                 result = found(*args, **kwargs)
             for tensor in changed:
                 self._manager.writes.follow_master(tensor)
@@ -206,10 +206,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         Raises:
             EngineError: If a gradient is incomplete, because torch would have added it to one that a step has consumed.
         """
-        with self._manager.phases.turns.taken("optimizer.step()"):
-            return self._step(None if closure is None else with_modes_of_users(closure))
+        return self._step(None if closure is None else with_modes_of_users(closure))
 
-    @quietly
+    @in_turn
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None and not self.kernel.updates_at_once:
@@ -307,7 +306,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             tensor.chunk.wait_for_reader()
         return gradients.take_factor()
 
-    @quietly
+    @in_turn
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of the parameters in its groups, and restores values that gradients had overwritten.
 
@@ -317,6 +316,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         self._manager.zero_gradients(parameters, set_to_none=set_to_none)
 
+    @in_turn
     def skip_step(self) -> None:
         """Drops a step: gradients that overflowed are discarded, parameters keep their values."""
         self._manager.gradients.check_unused("the step is skipped")
@@ -328,7 +328,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     # Norm, clipping and unscaling
 
-    @quietly
+    @in_turn
     def grad_norm(self, parameters: Iterable[torch.Tensor] | None = None, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all gradients together, computed as ``torch.nn.utils.get_total_norm`` does.
 
@@ -349,7 +349,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         found = {id(parameter): self._manager.find(parameter) or parameter for parameter in parameters}
         return list(found.values())
 
-    @quietly
+    @in_turn
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | None, max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
@@ -368,7 +368,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """
         return clip_by_norm(self._manager, self._find(parameters), max_norm, norm_type)
 
-    @quietly
+    @in_turn
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[torch.Tensor] | None = None) -> None:
         """Clips every element of gradients to ``[-clip_value, clip_value]``.
 
@@ -378,7 +378,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """
         clip_by_value(self._manager, self._find(parameters), float(clip_value))
 
-    @quietly
+    @in_turn
     def unscale(self, inverse_scale: torch.Tensor) -> torch.Tensor:
         """Removes a loss scale from the gradients: if possible only when the next step reads them, else at once.
 
@@ -444,7 +444,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """Replaces ``other_states``; a parameter without a given state begins anew."""
         load_states_outside(self.inner, self._others, states)
 
-    @quietly
+    @in_turn
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """The state in torch's own format, with tensors in the parameters' shapes.
 
@@ -505,7 +505,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 is_own = tensor.is_owned and self._updates(tensor)
                 check_keys(tensor, state, self.kernel.state_places(tensor) if is_own else ())
 
-    @quietly
+    @in_turn
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
         """Takes over a state in torch's format, from this class or from a stock optimizer of the same kind.
 
@@ -534,7 +534,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         load_entries(self.inner, state_dict)
         call_hooks(self._optimizer_load_state_dict_post_hooks, self)
 
-    @quietly
+    @in_turn
     def take_inner_state(self, tensor: ManagedTensor | None = None) -> None:
         """Moves the states that the user's optimizer has from earlier use into chunks.
 
@@ -565,7 +565,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             for tensor in [t for t in self._manager.tensors if t.is_given_up and self._updates(t)]:
                 self.give_back_state(tensor)
 
-    @quietly
+    @in_turn
     def give_back_state(self, tensor: ManagedTensor | None = None) -> None:
         """Moves states from chunks to the user's optimizer, as ordinary tensors on the devices of the parameters.
 

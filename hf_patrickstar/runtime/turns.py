@@ -11,19 +11,25 @@ waits for it raises an error.
 
 import collections
 import contextlib
+import functools
 import math
 import pathlib
 import re
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch._C import _current_graph_task_id
 
 from hf_patrickstar.errors import EngineError
+from hf_patrickstar.memory.operators import quietly
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 _OF_OTHERS = re.compile(r"hf_patrickstar|tqdm|QueueFeederThread|.*\(_pin_memory_loop\)$")
 """Names that begin like this are of threads that do not read parameters."""
@@ -196,6 +202,18 @@ class Turns:
         if self._backward is not None and not is_backward_elsewhere():
             self._backward = None
         return self._owner is not None or self._backward is not None
+
+
+def in_turn(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenate[Any, _P], _T]:
+    """Decorates a method of an optimizer that must not meet a forward of another thread; it works ``quietly``."""
+    what, work = f"optimizer.{method.__name__.lstrip('_')}()", quietly(method)
+
+    @functools.wraps(method)
+    def call(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with self._manager.phases.turns.taken(what):
+            return work(self, *args, **kwargs)
+
+    return call
 
 
 def pauses_s() -> tuple[float, ...]:

@@ -222,6 +222,43 @@ def test_a_forward_that_does_not_end_is_named(monkeypatch, is_attached):
     assert plain.keys() == model.state_dict().keys()
 
 
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda optimizer: optimizer.grad_norm(),
+        lambda optimizer: optimizer.clip_grad_norm_(None, 0.1),
+        lambda optimizer: optimizer.clip_grad_value_(1e-3),
+        lambda optimizer: optimizer.unscale(torch.tensor(0.5)),
+    ],
+    ids=["grad_norm", "clip_grad_norm_", "clip_grad_value_", "unscale"],
+)
+def test_a_forward_of_another_thread_cannot_move_gradients_that_are_looked_at(look, monkeypatch):
+    found = []
+    for is_interrupted in (False, True):
+        model = make()
+        engine = PatrickStarEngine(model, CONFIG, adamw(model))
+        loss_of(model, 0, 4).backward()
+        thread = threading.Thread(target=compute, args=(model,), daemon=True)
+        gradients = engine.manager.gradients
+
+        def interrupted(tensor, of=gradients.of, thread=thread):
+            gradient = of(tensor)
+            if thread.ident is None:
+                thread.start()
+                thread.join(0.3)  # it ends if nothing keeps it out
+            return gradient
+
+        if is_interrupted:
+            monkeypatch.setattr(gradients, "of", interrupted)
+        norm = look(engine.optimizer)
+        engine.optimizer.step()
+        engine.detach()
+        assert thread.ident is not None or not is_interrupted
+        found.append([norm, *model.parameters()])
+    for value, other in zip(*found, strict=True):
+        assert value is other is None or torch.equal(value, other)
+
+
 def test_detach_inside_of_full_parameters_does_not_wait_for_those_that_wait_for_it(monkeypatch):
     monkeypatch.setattr(Gate.wait, "__defaults__", (0.1,))
     model = make()
