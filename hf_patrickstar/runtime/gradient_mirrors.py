@@ -95,10 +95,12 @@ class GradientMirrors:
 
     def sync_one(self, tensor: ManagedTensor) -> None:
         """Takes over what was written to a gradient that was handed out; drops it if nobody uses it."""
-        mirror = self._mirrors.get(tensor.spec.index)
-        if mirror is None:
+        if tensor.spec.index not in self._mirrors:
             return
         with self._lock, as_it_is(), torch.no_grad():
+            mirror = self._mirrors.get(tensor.spec.index)  # not before: another thread may drop it
+            if mirror is None:
+                return
             if mirror.value.untyped_storage()._cdata != mirror.storage._cdata:  # gradient.data = value
                 self._users.leave(mirror)
                 mirror.storage = mirror.value.untyped_storage()
@@ -116,35 +118,43 @@ class GradientMirrors:
 
     def refresh(self, tensor: ManagedTensor) -> None:
         """Lets a gradient that was handed out follow a change: what another backward added, or clipping."""
-        mirror = self._mirrors.get(tensor.spec.index)
-        if mirror is None:
+        if tensor.spec.index not in self._mirrors:
             return
         with self._lock, as_it_is(), torch.no_grad():
-            home = self._gradients.of(tensor)
-            if self._follows and home is not None and 0 not in mirror.value.stride():
+            home, mirror = self._gradients.of(tensor), self._mirrors.get(tensor.spec.index)
+            if mirror is not None and self._follows and home is not None and 0 not in mirror.value.stride():
                 mirror.value.copy_(home)
             else:
                 self.drop(tensor)
 
     def zero(self, tensor: ManagedTensor) -> bool:
         """Writes zeros to a gradient that somebody has, and goes on following it; whether there is one."""
-        mirror = self._mirrors.get(tensor.spec.index)
-        if mirror is None or not (self._follows and self._users.has(mirror)):
+        if tensor.spec.index not in self._mirrors:
             return False
-        mirror.is_held = False
-        mirror.value.detach_().requires_grad_(False).zero_()
-        return True
+        with self._lock:
+            mirror = self._mirrors.get(tensor.spec.index)
+            if mirror is None or not (self._follows and self._users.has(mirror)):
+                return False
+            mirror.is_held = False
+            mirror.value.detach_().requires_grad_(False).zero_()
+            return True
 
     def drop(self, tensor: ManagedTensor) -> None:
         """Forgets a gradient that was handed out; code that has it keeps it."""
-        mirror = self._mirrors.pop(tensor.spec.index, None)
-        if mirror is not None:
-            self._users.leave(mirror)
+        if tensor.spec.index not in self._mirrors:
+            return
+        with self._lock:
+            mirror = self._mirrors.pop(tensor.spec.index, None)
+            if mirror is not None:
+                self._users.leave(mirror)
 
     def kept(self, tensor: ManagedTensor) -> torch.Tensor | None:
         """The gradient of a parameter, if it follows and somebody still refers to what was handed out."""
-        mirror = self._mirrors.get(tensor.spec.index) if self._follows else None
-        return None if mirror is None or not self._users.has(mirror) else mirror.value
+        if not self._follows or tensor.spec.index not in self._mirrors:
+            return None
+        with self._lock:
+            mirror = self._mirrors.get(tensor.spec.index)
+            return None if mirror is None or not self._users.has(mirror) else mirror.value
 
     def __len__(self) -> int:
         """How many gradients are handed out."""

@@ -151,10 +151,10 @@ class ValueMirrors:
             tensor: The parameter.
             keeps_unused: Do not drop them: the next call may ask for the same memory again.
         """
-        mirrors = self._mirrors.get(tensor.spec.index)
-        if not mirrors:
+        if tensor.spec.index not in self._mirrors:
             return
         with self._lock, as_it_is(), torch.no_grad():
+            mirrors = self._mirrors.get(tensor.spec.index, [])  # not before: another thread may drop them
             for mirror in list(mirrors):
                 if mirror not in mirrors:
                     continue  # what was written to another one has ended it
@@ -185,11 +185,10 @@ class ValueMirrors:
             tensor: The parameter.
             but: The mirror that the change came from.
         """
-        mirrors = self._mirrors.get(tensor.spec.index, ())
-        if not mirrors:
+        if tensor.spec.index not in self._mirrors:
             return
         with self._lock, as_it_is(), torch.no_grad():
-            for mirror in [mirror for mirror in mirrors if mirror is not but]:
+            for mirror in [mirror for mirror in self._mirrors.get(tensor.spec.index, ()) if mirror is not but]:
                 if self._follows:
                     mirror.value.copy_(self._values.own_part(tensor, mirror.value.dtype))
                     self._fingerprints[mirror].renew(mirror.value)
@@ -215,9 +214,12 @@ class ValueMirrors:
 
     def drop(self, tensor: ManagedTensor) -> None:
         """Takes over what was written to a parameter's mirrors; from now on they are tensors of their own."""
-        self.sync_one(tensor)
-        for mirror in self._mirrors.pop(tensor.spec.index, ()):
-            self._leave(mirror)
+        if tensor.spec.index not in self._mirrors:
+            return
+        with self._lock:
+            self.sync_one(tensor)
+            for mirror in self._mirrors.pop(tensor.spec.index, ()):
+                self._leave(mirror)
 
     def sync(self) -> None:
         """Takes over what was written to anything that was handed out; the engine is about to use values."""
