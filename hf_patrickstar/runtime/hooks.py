@@ -235,7 +235,7 @@ class ModelHooks:
                 return None
             phases.before_module(frame, own, name)
             others = _top_saved_tensors_default_hooks(True)
-            if others is not None and others[0] is not autograd.pack:
+            if others is not None and others[0] is not autograd.pack and frame.saved_tensors is None:
                 frame.saved_tensors = autograd.keep_inside()
             if frame.stage is Stage.BACKWARD and _module in self._compiled:
                 self._replace_frozen(frame)

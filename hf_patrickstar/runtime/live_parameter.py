@@ -167,7 +167,7 @@ class AcquiredMixin(LiveMixin):
     def data(self) -> torch.Tensor:
         """The value, detached; what is written to it counts."""
         self._live.note_data_is_out()
-        return raw_data(self)  # type: ignore[arg-type]
+        return _Base.data.__get__(self)  # type: ignore[no-any-return]  # for another thread this is a call
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
