@@ -5,9 +5,10 @@ Hooks and turns keep threads apart while an engine is attached. They know nothin
 were hooks: it holds the memory of parameters that are about to move, and would go on with NaN. While the gate is
 closed, a forward, a ``state_dict`` or a ``deepcopy`` of another thread that begins waits until the gate is open again,
 before torch looks for hooks. One that had begun before goes on, through the gate where it calls other modules of the
-model, and ``Gate.wait`` waits until it has ended. It also waits for a backward of any model that has begun. The stacks
-of the threads tell which threads are inside. The gate is made of attributes of the modules, which are removed when it
-opens.
+model, and ``Gate.wait`` waits until it has ended. It also waits for a backward of any model that has begun. From then
+on nothing goes on: a ``forward`` that was called as a function, past the gate, waits where it calls the next module.
+The stacks of the threads tell which threads are inside. The gate is made of attributes of the modules, which are
+removed when it opens. A thread that has waited then looks the method up again: another gate may be closed by then.
 
 Dynamo would trace the gate, and fail with ``fullgraph=True``. So modules inside of a compiled one have no gate before
 their forward: that of a module around them keeps threads out.
@@ -33,6 +34,9 @@ STATE_DICT = ("state_dict",)
 FORWARD = ("_call_impl", "forward")
 """What goes through a gate, by the methods of modules: some programs call ``forward`` itself."""
 
+_CALL = "_wrapped_call_impl"
+"""What looks up the first of ``FORWARD``: a thread in there may have found the one without a gate."""
+
 _LIMIT_S = 60.0
 _LOOK_S = 0.002
 
@@ -50,6 +54,8 @@ class Gate:
         self._ways = ways
         self._owner = threading.get_ident()
         self._opened = threading.Event()
+        self._is_clear = False  # nobody is inside, and nobody goes on any more
+        self._waiting: set[int] = set()  # threads that wait at this gate
         self._waits_for_backward = "forward" in ways and _current_graph_task_id() == -1
         self._before: list[tuple[dict[str, Any], str, Any]] = []
 
@@ -65,7 +71,7 @@ class Gate:
             self._close(module, "__deepcopy__", self._gated_copy(module))
             for way in self._ways:
                 if module not in traced or way not in FORWARD:
-                    self._close(module, way, self._gated(getattr(module, way)))
+                    self._close(module, way, self._gated(module, way))
         return self
 
     def _close(self, module: torch.nn.Module, way: str, method: Any) -> None:
@@ -77,11 +83,12 @@ class Gate:
             _restore(attributes, way, before)
         self._opened.set()
 
-    def _gated(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _gated(self, module: torch.nn.Module, way: str) -> Callable[..., Any]:
+        method = getattr(module, way)
+
         @functools.wraps(method)
         def enter(*args: Any, **kwargs: Any) -> Any:
-            self._wait_to_enter(sys._getframe(1))
-            return method(*args, **kwargs)
+            return (getattr(module, way) if self._has_waited(sys._getframe(1)) else method)(*args, **kwargs)
 
         return enter
 
@@ -89,8 +96,7 @@ class Gate:
         method = getattr(module, "__deepcopy__", None)
 
         def enter(memo: dict[int, Any]) -> Any:
-            self._wait_to_enter(sys._getframe(1))
-            if self._opened.is_set():
+            if self._has_waited(sys._getframe(1)):
                 return copy.deepcopy(module, memo)
             if method is not None:
                 return method(memo)
@@ -106,10 +112,19 @@ class Gate:
 
         return enter
 
-    def _wait_to_enter(self, caller: FrameType) -> None:
-        goes_on = _current_graph_task_id() != -1 or self._is_inside(caller)  # autograd's own threads have no caller
-        if threading.get_ident() != self._owner and not goes_on:
-            self._opened.wait()
+    def _has_waited(self, caller: FrameType) -> bool:
+        """Waits until the gate is open, unless it is, or what calls may go on; returns whether it has waited."""
+        this = threading.get_ident()
+        if this == self._owner or self._opened.is_set() or self._goes_on(caller):
+            return False
+        self._waiting.add(this)
+        self._opened.wait()
+        return True
+
+    def _goes_on(self, caller: FrameType) -> bool:
+        if self._is_clear:
+            return False
+        return _current_graph_task_id() != -1 or self._is_inside(caller)  # autograd's own threads have no caller
 
     def wait(self, what: str, limit_s: float = _LIMIT_S) -> None:
         """Waits until no other thread is inside of what had begun before the gate was closed.
@@ -122,8 +137,10 @@ class Gate:
             EngineError: If another thread has been inside for too long.
         """
         deadline = time.monotonic() + limit_s
-        while inside := self._threads_inside(self._is_inside):
-            if time.monotonic() > deadline:
+        while (inside := self._threads_inside(self._may_be_inside)) or not self._is_clear:
+            if not inside:
+                self._is_clear = True  # and look again: some may just have been allowed to go on
+            elif time.monotonic() > deadline:
                 names = {thread.ident: thread.name for thread in threading.enumerate()}
                 this, other = threading.current_thread().name, names.get(inside[0], inside[0])
                 raise EngineError(
@@ -134,14 +151,30 @@ class Gate:
             time.sleep(_LOOK_S)
 
     def _threads_inside(self, is_inside: Callable[[FrameType], bool]) -> list[int]:
-        this = self._owner  # no variable has the frames: they would keep what other threads compute with
-        return [ident for ident, frame in sys._current_frames().items() if ident != this and is_inside(frame)]
+        ours = {self._owner, *self._waiting}  # no variable has the frames: they would keep what threads compute with
+        return [ident for ident, frame in sys._current_frames().items() if ident not in ours and is_inside(frame)]
 
     def _is_inside(self, frame: FrameType | None) -> bool:
         while frame is not None:
             if frame.f_code.co_name in self._ways and id(frame.f_locals.get("self")) in self._modules:
                 return True
             if self._waits_for_backward and is_backward(frame):
+                return True
+            frame = frame.f_back
+        return False
+
+    def _may_be_inside(self, frame: FrameType | None) -> bool:
+        return self._is_inside(frame) or self._is_about_to_enter(frame)
+
+    def _is_about_to_enter(self, frame: FrameType | None) -> bool:
+        """Whether a thread has looked up what it calls, which may be what was there before the gate."""
+        while frame is not None:
+            name, module = frame.f_code.co_name, None
+            if name == _CALL and "forward" in self._ways:
+                module = frame.f_locals.get("self")
+            elif name == "enter" and frame.f_locals.get("way") in self._ways:  # it has waited at another gate
+                module = frame.f_locals.get("module")
+            if id(module) in self._modules:
                 return True
             frame = frame.f_back
         return False

@@ -122,25 +122,13 @@ class LiveMixin:
 
     __torch_function__: Any
 
-    @property
-    def _live(self) -> Live:
-        """What answers for it; ``torch.utils.swap_tensors`` may have brought that of another parameter here."""
-        live: Live = self.__dict__["_live"]
-        value = live.value_for(self)  # type: ignore[arg-type]
-        if value is None:
-            return live
-        orphan = _Orphan(self)  # type: ignore[arg-type]
-        orphan.host_value()
-        set_raw_data(self, value)  # type: ignore[arg-type]
-        return orphan
-
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
         """Makes an ordinary parameter: ``type(parameter)(data)`` must not make another live one."""
         return _maker(cls)(data, requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            memo[id(self)] = _maker(type(self))(self._live.copied_value(), requires_grad(self))
+            memo[id(self)] = _maker(type(self))(_live_of(self).copied_value(), requires_grad(self))
         return memo[id(self)]
 
     def __copy__(self: Any) -> Any:
@@ -150,12 +138,25 @@ class LiveMixin:
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        parameter = _maker(type(self))(self._live.host_value(), requires_grad(self))
+        parameter = _maker(type(self))(_live_of(self).host_value(), requires_grad(self))
         state = {name: value for name, value in self.__dict__.items() if name != "_live"}
         if state:
             arguments: tuple[Any, ...] = (parameter.data, parameter.requires_grad, OrderedDict(), state)
             return torch._utils._rebuild_parameter_with_state, arguments
         return torch._utils._rebuild_parameter, (parameter.data, parameter.requires_grad, OrderedDict())
+
+
+def _live_of(parameter: Any) -> Live:
+    """What answers for it: not what ``swap_tensors`` brought here, nor an engine that a thread has just detached."""
+    live: Live | None = parameter.__dict__.get("_live")
+    value = None if live is None else live.value_for(parameter)
+    if live is not None and value is None:
+        return live
+    orphan = _Orphan(parameter)
+    orphan.host_value()
+    if value is not None:
+        set_raw_data(parameter, value)
+    return orphan
 
 
 class AcquiredMixin(LiveMixin):
@@ -166,7 +167,7 @@ class AcquiredMixin(LiveMixin):
     @property
     def data(self) -> torch.Tensor:
         """The value, detached; what is written to it counts."""
-        self._live.note_data_is_out()
+        _live_of(self).note_data_is_out()
         return _Base.data.__get__(self)  # type: ignore[no-any-return]  # for another thread this is a call
 
     @data.setter
@@ -179,12 +180,12 @@ class AcquiredMixin(LiveMixin):
         """The gradient of this step so far."""
         if is_dynamo_tracing():
             return raw_grad(self)  # type: ignore[arg-type]
-        return self._live.get_grad()
+        return _live_of(self).get_grad()
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
         """Replaces the gradient."""
-        self._live.set_grad(gradient)
+        _live_of(self).set_grad(gradient)
 
 
 class ReleasedMixin(LiveMixin):
@@ -201,7 +202,7 @@ class ReleasedMixin(LiveMixin):
         return call_with_values(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        access = self._live.access(torch.Tensor.__repr__, is_graph=False)
+        access = _live_of(self).access(torch.Tensor.__repr__, is_graph=False)
         try:
             return repr(_maker(type(self))(access.value, requires_grad(self)))
         finally:
@@ -382,11 +383,11 @@ def call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
     try:
         for key, parameter in released.items():
             try:
-                accesses[key] = parameter._live.access(func, is_graph=is_graph, writes=key in written)
+                accesses[key] = _live_of(parameter).access(func, is_graph=is_graph, writes=key in written)
             except MemoryError:  # the device has no room for the chunks of all of them
                 for access in accesses.values():
                     access.make_room()
-                accesses[key] = parameter._live.access(func, is_graph=is_graph, writes=key in written)
+                accesses[key] = _live_of(parameter).access(func, is_graph=is_graph, writes=key in written)
         result = _substituted(func, args, kwargs, accesses)
         if _needs_copies(result, accesses.values()):
             result = _substituted(func, args, kwargs, accesses)
@@ -475,7 +476,7 @@ def _is_called_by(function: Any) -> bool:
 def detach(parameter: Any) -> torch.Tensor:
     """Answers ``parameter.detach()``; what has called torch must be the caller's caller."""
     if _is_called_by(torch.nn.Module._save_to_state_dict):
-        return parameter._live.detached_for_state_dict()
+        return _live_of(parameter).detached_for_state_dict()
     value: torch.Tensor = call_with_values(torch.Tensor.detach, (parameter,), {})
     if not _is_called_by(torch.nn.Parameter.__new__):
         return value
@@ -534,7 +535,7 @@ class _Orphan:
 
 def _copy_(parameter: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
     is_ours = isinstance(parameter, ReleasedMixin) and isinstance(source, torch.Tensor)
-    if is_ours and parameter._live.copy_from(source, torch.is_grad_enabled() and requires_grad(parameter)):
+    if is_ours and _live_of(parameter).copy_from(source, torch.is_grad_enabled() and requires_grad(parameter)):
         return parameter
     return call_with_values(torch.Tensor.copy_, (parameter, source, *args), kwargs)
 
@@ -544,7 +545,7 @@ def _view_whole(func: Any) -> Callable[..., Any]:
 
     def answer(parameter: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
         if parameter is other and torch.is_grad_enabled() and requires_grad(parameter):
-            return parameter._live.view_whole(func)
+            return _live_of(parameter).view_whole(func)
         return call_with_values(func, (parameter, other, *args), kwargs)
 
     return answer
@@ -584,10 +585,10 @@ def _undisturbed(func: Any) -> Callable[..., Any]:
 
 
 _OWN_ANSWERS: dict[Any, Callable[..., Any]] = {
-    _Tensor.grad.__get__: lambda parameter: parameter._live.get_grad(),
-    _Tensor.grad.__set__: lambda parameter, gradient: parameter._live.set_grad(gradient),
-    _Tensor.grad.__delete__: lambda parameter: parameter._live.set_grad(None),
-    _Tensor.data.__set__: lambda parameter, value: parameter._live.assign(value),
+    _Tensor.grad.__get__: lambda parameter: _live_of(parameter).get_grad(),
+    _Tensor.grad.__set__: lambda parameter, gradient: _live_of(parameter).set_grad(gradient),
+    _Tensor.grad.__delete__: lambda parameter: _live_of(parameter).set_grad(None),
+    _Tensor.data.__set__: lambda parameter, value: _live_of(parameter).assign(value),
     torch.Tensor.detach: detach,
     torch.Tensor.copy_: _copy_,
     torch.Tensor.stride: _strides(torch.Tensor.stride),

@@ -108,6 +108,44 @@ def test_what_waits_finds_the_hooks_that_were_registered_meanwhile(model, start)
     assert told == ["hook"]
 
 
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_what_has_waited_at_one_gate_waits_at_the_next(model, start, use, monkeypatch):
+    """The thread is scheduled late: it goes on when the second gate is closed."""
+    may_go, wait = threading.Event(), Gate._has_waited
+
+    def wait_and_dawdle(gate, caller):
+        has_waited = wait(gate, caller)
+        assert not has_waited or gate is not first or may_go.wait(30)
+        return has_waited
+
+    monkeypatch.setattr(Gate, "_has_waited", wait_and_dawdle)
+    with Gate(model.modules(), FORWARD + STATE_DICT) as first:
+        first.wait("train")
+        thread = start(lambda: use(model))
+        wait_until_at(first)
+    with Gate(model.modules(), FORWARD + STATE_DICT) as second:
+        with pytest.raises(EngineError, match="thread 'demo' has been inside"):
+            second.wait("train", limit_s=0.05)
+        may_go.set()
+        wait_until_at(second)
+        second.wait("train")
+        assert not model[0].begun.is_set()
+    model[0].may_end.set()
+    thread.join(30)
+    assert model[0].begun.is_set()
+
+
+def test_a_forward_that_is_called_past_the_gate_waits_at_the_next_module(model, start):
+    with Gate(model.modules(), FORWARD) as gate:
+        gate.wait("train")
+        thread = start(lambda: nn.Sequential.forward(model, torch.ones(1, 2)))
+        wait_until_at(gate)
+        assert not model[0].begun.is_set()
+    model[0].may_end.set()
+    thread.join(30)
+    assert model[0].begun.is_set()
+
+
 def test_a_gate_for_one_way_does_not_wait_for_the_other(model, start):
     start(lambda: model(torch.ones(1, 2)))
     assert model[0].begun.wait(30)
