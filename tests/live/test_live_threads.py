@@ -11,6 +11,7 @@ from both import Tower, make_ids, train
 from torch import nn
 
 from hf_patrickstar import EngineError, PatrickStarEngine
+from hf_patrickstar.runtime import live_parameter
 from hf_patrickstar.runtime.gate import Gate
 
 CONFIG = {"chunk_budget": 16384, "chunk_numel": 400}
@@ -257,6 +258,47 @@ def test_a_forward_of_another_thread_cannot_move_gradients_that_are_looked_at(lo
         found.append([norm, *model.parameters()])
     for value, other in zip(*found, strict=True):
         assert value is other is None or torch.equal(value, other)
+
+
+def test_an_engine_is_detached_when_a_call_has_begun(monkeypatch):
+    """As by another thread, just after torch has looked at the class of the parameter."""
+    model = make()
+    engine = PatrickStarEngine(model, CONFIG, adamw(model))
+    weight = model.blocks[1].linear.weight
+    before, written = weight.detach().clone(), live_parameter._written
+
+    def detach_first(*args):
+        engine.detach()
+        return written(*args)
+
+    monkeypatch.setattr(live_parameter, "_written", detach_first)
+    assert torch.equal(weight * 1, before)
+    assert type(weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("call", ["sync_one", "refresh", "zero", "drop", "kept"])
+def test_a_gradient_that_was_handed_out_is_dropped_by_another_thread_first(call):
+    model = make()
+    engine = PatrickStarEngine(model, CONFIG, adamw(model))
+    loss_of(model, 0, 4).backward()
+    weight = model.blocks[1].linear.weight
+    tensor, mirrors = engine.manager.find(weight), engine.manager.gradient_mirrors
+    gradient = weight.grad
+    lock = mirrors._lock
+
+    class DropsFirst:
+        def __enter__(self):
+            lock.acquire()
+            mirrors._lock = lock
+            mirrors.drop(tensor)
+
+        def __exit__(self, *_):
+            lock.release()
+
+    mirrors._lock = DropsFirst()
+    getattr(mirrors, call)(tensor)
+    assert len(mirrors) == 0
+    assert torch.equal(weight.grad, gradient)
 
 
 def test_detach_inside_of_full_parameters_does_not_wait_for_those_that_wait_for_it(monkeypatch):
