@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from hf_patrickstar.checkpoint.deferred import DeferredTensor, Reader
+from hf_patrickstar.checkpoint.other_states import decoded
 from hf_patrickstar.checkpoint.storage import replace_file
 from hf_patrickstar.checkpoint.torch_file import write_torch
 from hf_patrickstar.checkpoint.torch_state import torch_paths
@@ -49,27 +50,31 @@ def deferred_state_dicts(directory: str | os.PathLike[str]) -> list[dict[str, An
     groups = iter(saved.groups)
     state_dicts = []
     for number, members in enumerate(saved.optimizers):
-        state: dict[int, dict[str, Any]] = {}
+        state: dict[Any, Any] = {}
         packed = []
         place = 0
         for names, group in zip(members, groups, strict=False):
-            plain = {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
-            packed.append({**plain, "params": list(range(place, place + len(names)))})
+            packed.append({**group, "params": list(range(place, place + len(names)))})
             for name in names:
                 found = saved.others.get(f"{number}.{place}", {}) if name is None else _state_of(saved, name)
                 if found:
                     state[place] = found
                 place += 1
+        state.update(saved.others.get(f"{number}.-1", {}))
         state_dicts.append({"state": state, "param_groups": packed})
     return state_dicts
 
 
-def _state_of(saved: SavedState, name: str) -> dict[str, Any]:
+def _state_of(saved: SavedState, name: str) -> dict[Any, Any]:
     """The state of a parameter that was in a chunk; raises ``CheckpointError`` if a part of it is missing."""
     if name in saved.shapes:
         saved.check_complete(name, 0, torch.Size(saved.shapes[name]).numel())
-    keys = sorted(saved.keys(name) - {MASTER})
-    return {**saved.values.get(name, {}), **{k: DeferredTensor.make(_SavedSource(saved, k, name)) for k in keys}}
+    state = dict(saved.values.get(name, {}))
+    for key in sorted(saved.keys(name) - {MASTER}):
+        is_object = saved.is_object(key, name)
+        tensor = None if is_object else DeferredTensor.make(_SavedSource(saved, key, name))
+        state[decoded(key)] = saved.read_whole(key, name) if is_object else tensor
+    return state
 
 
 def torch_state_dict(directory: str | os.PathLike[str]) -> dict[str, Any]:

@@ -18,7 +18,8 @@ This checkpoint was saved by hf_patrickstar. The model is in the files that tran
   has fewer bits. These are ordinary safetensors files, in which tensors have the names of the model's parameters.
 - `optimizer.index.json`: the names of these files, the parameters with their shapes, and the learning rates and other
   settings of the optimizer.
-- `optimizer-others.safetensors`, only if it is needed: the state of parameters that do not belong to the model.
+- `optimizer-others.safetensors`, only if it is needed: the state of parameters that do not belong to the model, and
+  settings of the optimizer that are no numbers or texts.
 
 A Trainer with `--patrickstar` resumes from these files, with any number of processes. **The stock Trainer does not read
 them**: without `optimizer.pt` it begins with a new optimizer and a new learning rate schedule, and does not say so.

@@ -4,13 +4,15 @@
 Each of p ranks writes one file ``optimizer-0000r-of-0000p.safetensors``, r from 1 to p, with its own tensors:
 ``exp_avg/<parameter>`` and so on. A tensor is whole, in the parameter's shape, or the flat part of a parameter that is
 spread over ranks. The file's metadata has the range of each part, and the states that are no tensors; those that JSON
-cannot hold are bytes of ``torch.save``, whose names are in the metadata.
+cannot give back as they were are bytes of ``torch.save``, whose names are in the metadata. ``master/<parameter>`` is
+the engine's own; an optimizer's key of that name, one with ``/``, or one that is no text is written as Python does:
+``='master'/<parameter>``.
 
 Rank 0 adds ``optimizer.index.json`` with the files, the shapes of the parameters, and the param groups. Its entry
 ``optimizers`` has the groups again, by optimizer and in torch's order of parameters, with ``null`` for a parameter
-whose state is in ``optimizer-others.safetensors``; ``has_others`` says whether that file was written. The files do not
-depend on chunks, budgets or devices, so any number of processes can read them with any settings: each process finds the
-files of its elements, and reads only those.
+whose state is in ``optimizer-others.safetensors``; ``has_others`` says whether that file was written. It also has what
+JSON cannot give back of the groups. The files do not depend on chunks, budgets or devices, so any number of processes
+can read them with any settings: each process finds the files of its elements, and reads only those.
 
 The format of ``torch.distributed.checkpoint`` is not used: its safetensors writer builds a whole file in memory before
 it writes any, and its own format has a pickled index that only torch reads. Both load into tensors beside the chunks.
@@ -24,19 +26,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy
 import torch
 
 from hf_patrickstar.checkpoint.background import BackgroundWrite
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL
 from hf_patrickstar.checkpoint.other_states import (
+    GROUP,
     OTHERS_NAME,
-    SCALARS,
     OtherStates,
+    coded,
+    decoded,
+    is_plain,
+    json_settings,
+    other_settings,
     pickled,
     read_others,
     save_others,
     unpickled,
+    update_group,
 )
 from hf_patrickstar.checkpoint.pieces import piece_numel_of
 from hf_patrickstar.checkpoint.progress import shown
@@ -171,9 +178,11 @@ class TrainingState:
             "version": _VERSION,
             "optimizer": self.optimizer.class_name,
             "files": [shard_name(rank, self._world_size) for rank in range(self._world_size)],
-            "has_others": save_others(directory, self.optimizer.other_states()),
+            "has_others": save_others(
+                directory, self.optimizer.other_states() | other_settings(self.optimizer.param_groups)
+            ),
             "param_groups": [
-                {**_plain(group), "params": names}
+                {**json_settings(group), "params": names}
                 for group, names in zip(self.optimizer.param_groups, self.optimizer.named_groups(), strict=True)
             ],
             "optimizers": self.optimizer.placed_groups(),
@@ -203,8 +212,8 @@ class TrainingState:
         objects: list[str] = []
         for tensor in self.owned():
             name = tensor.spec.name
-            state = dict(self.optimizer.own_state(tensor))
-            chunk = tensor.chunk
+            owner, chunk = f"parameter '{name}'", tensor.chunk
+            state = {coded(key, owner): value for key, value in self.optimizer.own_state(tensor).items()}
             if tensor.original_dtype is not chunk.state_dtype or not self._is_in_model_file(tensor):
                 state[MASTER] = tensor.view(chunk.lists.get(MASTER, chunk.param))
             for key, value in state.items():
@@ -213,10 +222,10 @@ class TrainingState:
                     chunks[f"{key}/{name}"] = tensor.chunk
                     if tensor.is_split and value.dim():
                         parts[f"{key}/{name}"] = list(tensor.part)
-                elif _is_plain(value):
+                elif is_plain(value):
                     values.setdefault(name, {})[key] = value
                 else:
-                    tensors[f"{key}/{name}"] = pickled(value, key, f"parameter '{name}'")
+                    tensors[f"{key}/{name}"] = pickled(value, decoded(key), owner)
                     chunks[f"{key}/{name}"] = tensor.chunk
                     objects.append(f"{key}/{name}")
         metadata = {"format": "pt", "rank": str(self.rank), "world_size": str(self._world_size)}
@@ -310,29 +319,6 @@ def _missing(path: Path) -> str:
     )
 
 
-def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a param group that JSON can hold: numbers, texts, and tuples of them."""
-    plain = {key: _simplified(value) for key, value in group.items() if key != "params"}
-    for key in [key for key, value in plain.items() if not _is_plain(value)]:
-        kind = type(plain.pop(key)).__name__
-        logger.warning("patrickstar: '%s' of a param group is a %s and is not saved; it stays when loading", key, kind)
-    return plain
-
-
-def _simplified(value: Any) -> Any:
-    """Converts scalars of torch and numpy to Python's numbers."""
-    if isinstance(value, (tuple, list)):
-        return [_simplified(item) for item in value]
-    numel = value.numel() if isinstance(value, torch.Tensor) else getattr(value, "size", None)
-    return value.item() if isinstance(value, (torch.Tensor, numpy.generic, numpy.ndarray)) and numel == 1 else value
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return all(map(_is_plain, value))
-    return isinstance(value, SCALARS)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Piece:
     """A range of elements of a flattened tensor, the file that has it, and whether the tensor has other ranges."""
@@ -374,7 +360,13 @@ class SavedState:
                     f"version {_VERSION} of {_FORMAT}; use the version of hf_patrickstar that saved it, or a later one"
                 )
             self.optimizer = str(index["optimizer"])
-            self.groups: list[dict[str, Any]] = index["param_groups"]
+            self.groups: list[dict[Any, Any]] = [
+                {
+                    key: tuple(value) if type(value) is list and key != "params" else value
+                    for key, value in group.items()
+                }
+                for group in index["param_groups"]
+            ]
             self.shapes = {name: tuple(found["shape"]) for name, found in index["parameters"].items()}
             own_groups = [group["params"] for group in self.groups]  # older files lack it
             self.optimizers: list[list[list[str | None]]] = index.get("optimizers", [own_groups])
@@ -387,7 +379,9 @@ class SavedState:
         if has_others and not (self.path.parent / OTHERS_NAME).is_file():
             raise CheckpointError(_missing(self.path.parent / OTHERS_NAME))
         self.others = read_others(directory)
-        self.values: dict[str, dict[str, Any]] = {}
+        for number, group in enumerate(self.groups):
+            group.update(self.others.pop(f"{GROUP}{number}", {}))
+        self.values: dict[str, dict[Any, Any]] = {}
         self._objects: set[str] = set()
         self._pieces: dict[str, dict[str, list[_Piece]]] = {}
         # Files of other machines may be on other disks: a missing file is an error only if its content is needed.
@@ -402,7 +396,7 @@ class SavedState:
                 name: (int(start), int(stop)) for name, (start, stop) in json.loads(file.metadata["parts"]).items()
             }
             for name, values in json.loads(file.metadata["values"]).items():
-                self.values.setdefault(name, {}).update(values)
+                self.values.setdefault(name, {}).update({decoded(key): value for key, value in values.items()})
             self._objects.update(json.loads(file.metadata.get("objects", "[]")))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(damaged(f"'{file.path}' is not a part of a training state: {error}")) from error
@@ -421,7 +415,7 @@ class SavedState:
                 pieces.append(_Piece(start, stop, file, entry_name, entry_name in parts))
 
     def keys(self, name: str) -> set[str]:
-        """The names of the tensors in a parameter's state."""
+        """The names of the tensors in a parameter's state, as in the files; see ``decoded``."""
         return set(self._pieces.get(name, {}))
 
     def shape(self, key: str, name: str) -> tuple[int, ...]:
@@ -472,8 +466,12 @@ class SavedState:
             CheckpointError: If the program has not said that the type of one is safe.
         """
         for key in self.keys(name):
-            if f"{key}/{name}" in self._objects:
+            if self.is_object(key, name):
                 self.read_whole(key, name)
+
+    def is_object(self, key: str, name: str) -> bool:
+        """Whether a part of a parameter's state is no tensor, but bytes of ``torch.save``."""
+        return f"{key}/{name}" in self._objects
 
     def read(self, key: str, name: str, start: int, stop: int) -> torch.Tensor:
         """Reads elements of a tensor of a parameter's state into a new flat tensor."""
@@ -487,9 +485,10 @@ class SavedState:
 
     def read_whole(self, key: str, name: str) -> Any:
         """Reads a part of a parameter's state that no chunk has a place for: a tensor, or an object."""
-        shape = self.shape(key, name)
-        value = self.read(key, name, 0, torch.Size(shape).numel()).view(shape)
-        return unpickled(value, key, self.path) if f"{key}/{name}" in self._objects else value
+        shape, first = self.shape(key, name), self._pieces[name][key][0]
+        if self.is_object(key, name):  # other ranks may have written other bytes
+            return unpickled(first.file.read(first.key, 0, first.stop), decoded(key), first.file.path)
+        return self.read(key, name, 0, torch.Size(shape).numel()).view(shape)
 
     def read_into(self, key: str, name: str, start: int, values: torch.Tensor) -> None:
         """Fills ``values`` with elements of a tensor of a parameter's state.
@@ -544,30 +543,18 @@ class Loading:
         for tensor in shown(tensors, "Reading training state", "tensors", is_first=is_first):
             name, (start, stop) = tensor.spec.name, tensor.part
             places = optimizer.state_places(tensor)
-            state: dict[str, Any] = dict(saved.values.get(name, {}))
+            state: dict[Any, Any] = dict(saved.values.get(name, {}))
             for key in sorted(saved.keys(name)):
                 if key == MASTER:
                     self._manager.load(tensor, lambda home: saved.read_into(MASTER, name, start, home))  # noqa: B023
                 elif key in places:
                     saved.read_into(key, name, start, places[key].view(-1))
-                elif tensor.is_split and saved.shape(key, name) == tensor.spec.shape:
-                    state[key] = saved.read(key, name, start, stop)
+                elif tensor.is_split and not saved.is_object(key, name) and saved.shape(key, name) == tensor.spec.shape:
+                    state[decoded(key)] = saved.read(key, name, start, stop)
                 else:
-                    state[key] = saved.read_whole(key, name)
+                    state[decoded(key)] = saved.read_whole(key, name)
             optimizer.load_own_state(tensor, state)
         for group, found in zip(optimizer.param_groups, saved.groups, strict=True):
-            _update_group(group, found)
+            update_group(group, found)
         optimizer.load_other_states(saved.others)
         self._manager.end_loading()
-
-
-def _update_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Loads the saved entries of a param group; tensors stay tensors, and lists stay lists."""
-    for key, value in saved.items():
-        if key == "params":
-            continue
-        present = group.get(key)
-        if isinstance(present, torch.Tensor):
-            present.fill_(value)
-        else:
-            group[key] = tuple(value) if isinstance(value, list) and not isinstance(present, list) else value

@@ -14,7 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, Trai
 from hf_patrickstar.checkpoint.checkpoints import has_torch_state, has_training_state
 from hf_patrickstar.checkpoint.export import torch_state_dict
 from hf_patrickstar.checkpoint.found_weights import FoundWeights, find_weights
-from hf_patrickstar.checkpoint.storage import remove_checkpoint, remove_leftovers
+from hf_patrickstar.checkpoint.storage import damaged, remove_checkpoint, remove_leftovers
 from hf_patrickstar.checkpoint.training_state import INDEX_NAME
 from hf_patrickstar.checkpoint.transaction import Checkpoint
 from hf_patrickstar.checkpoint.weight_files import has_weights, load_torch_file
@@ -258,16 +258,30 @@ class TrainerCheckpoints(_AnyTrainer):
 
     def _missing_files(self, checkpoint: str) -> dict[str, str]:
         """Files that a checkpoint lacks and that the Trainer goes on without, each with what is lost then."""
-        is_alone = self.args.world_size == 1
-        wanted = {
-            SCHEDULER_NAME: _STATE_LOST,
-            "rng_state.pth" if is_alone else f"rng_state_{self.args.process_index}.pth": RANDOM_LOST,
-        }
+        wanted = {SCHEDULER_NAME: _STATE_LOST, self._rng_name: RANDOM_LOST}
         if self.accelerator.scaler is not None:
             wanted[SCALER_NAME] = "the loss scale begins anew"
         has_state = has_training_state(checkpoint) or has_torch_state(checkpoint)
         missing = {} if has_state else {f"{INDEX_NAME} (or {OPTIMIZER_NAME})": _STATE_LOST}
         return missing | {name: what for name, what in wanted.items() if not (Path(checkpoint) / name).is_file()}
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Restores random numbers as the Trainer does; an error names the file, and all processes raise it."""
+
+        def restore() -> None:
+            try:
+                super(TrainerCheckpoints, self)._load_rng_state(checkpoint)
+            except Exception as error:
+                file = Path(str(checkpoint)) / self._rng_name
+                raise CheckpointError(damaged(f"'{file}' has no random numbers: {error!r}")) from error
+
+        engine = self.patrickstar_engine
+        restore() if engine is None else engine.checkpoints.together(restore)
+
+    @property
+    def _rng_name(self) -> str:
+        """The file of this process's random numbers."""
+        return "rng_state.pth" if self.args.world_size == 1 else f"rng_state_{self.args.process_index}.pth"
 
     def _load_without_engine(self, checkpoint: str | None) -> None:
         """Loads as the Trainer does, and also from a checkpoint that was saved with ``patrickstar``."""

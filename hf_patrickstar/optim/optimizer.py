@@ -17,6 +17,7 @@ from hf_patrickstar.optim.kernel import Kernel, in_batches, place_state
 from hf_patrickstar.optim.live_states import peek, without_states
 from hf_patrickstar.optim.state import (
     HOOK_NAMES,
+    SAVED_MASTER,
     GroupsBefore,
     Outdated,
     StateView,
@@ -187,7 +188,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """The user's optimizer with copies of its states, over the model's own parameters."""
         ordinary, states = without_states(self.inner), self._all_states()
         for parameter, state in self._by_parameter(states):
-            ordinary.state[parameter] = {key: value for key, value in state.items() if key != MASTER}
+            ordinary.state[parameter] = {key: value for key, value in state.items() if key != SAVED_MASTER}
         return ordinary
 
     # A step
@@ -448,9 +449,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """The state in torch's own format, with tensors in the parameters' shapes.
 
-        If a parameter is saved in fewer bits than its master has, its state also has ``master``, so that a resumed run
-        has every bit. Tensors are copies on the host. With several processes all of them must call it, and each gets
-        the states of all; see ``collected``.
+        If a parameter is saved in fewer bits than its master has, its state also has ``patrickstar_master``, so that a
+        resumed run has every bit. Tensors are copies on the host. With several processes all of them must call it, and
+        each gets the states of all; see ``collected``.
         """
         call_hooks(self._optimizer_state_dict_pre_hooks, self)
         self._leave_given_up()
@@ -475,7 +476,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 continue
             state = self.kernel.tensor_state(tensor)
             if state and tensor.original_dtype is not tensor.chunk.state_dtype:
-                state[MASTER] = tensor.view(tensor.chunk.lists[MASTER]).to("cpu", copy=True)
+                state[SAVED_MASTER] = tensor.view(tensor.chunk.lists[MASTER]).to("cpu", copy=True)
             if state:
                 own[tensor.spec.index] = state
         return self._manager.sharing.states(own, self._manager.by_index, keep=keep)
@@ -524,8 +525,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             tensor = self._manager.find(parameter)
             if tensor is not None and self._updates(tensor):
                 state = dict(state)
-                master = state.pop(MASTER, None)
-                if master is not None:
+                if (master := state.pop(SAVED_MASTER, None)) is not None:
                     self._manager.writes.apply(tensor, master)  # also in copies on other ranks
                 if tensor.is_owned:
                     self.kernel.load_tensor_state(tensor, state)

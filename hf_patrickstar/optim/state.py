@@ -10,7 +10,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from hf_patrickstar.optim.kernel import Kernel, place_state, settings_of
 from hf_patrickstar.optim.live_states import peek
-from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.chunk import MASTER, ManagedTensor
 from hf_patrickstar.runtime.manager import ChunkManager
 
 HOOK_NAMES = (
@@ -19,6 +19,8 @@ HOOK_NAMES = (
     "_optimizer_load_state_dict_post_hooks",
 )
 """The hooks of torch's optimizers."""
+SAVED_MASTER = "patrickstar_master"
+"""The name of the fp32 master in a ``state_dict``: an optimizer may keep something of its own under ``master``."""
 _NO_PARAMETER = -1
 """The position in the groups of what an optimizer keeps under keys that are no parameters."""
 
@@ -177,7 +179,7 @@ def check_shapes(tensor: ManagedTensor, state: Mapping[str, Any], keys: Iterable
     Raises:
         ValueError: If one has another shape.
     """
-    for key in keys:
+    for key in (SAVED_MASTER if key == MASTER else key for key in keys):
         value = state.get(key)
         if isinstance(value, torch.Tensor) and tuple(value.shape) != tensor.spec.shape:
             raise ValueError(

@@ -191,6 +191,14 @@ def test_the_trainer_goes_on_as_the_stock_one_and_says_what_is_lost(gone, lost, 
     assert logged(resumed, "loss") == logged(expected, "loss")
 
 
+@pytest.mark.parametrize("kept", [0, 0.5])
+def test_random_numbers_that_are_damaged(kept, checkpoint):
+    path = checkpoint / "rng_state.pth"
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * kept)])
+    with pytest.raises(CheckpointError, match=r"rng_state.pth' has no random numbers: .* The file is damaged"):
+        run(ours(checkpoint.parent), resume_from_checkpoint=str(checkpoint))
+
+
 def test_a_whole_checkpoint_is_resumed_without_a_warning(checkpoint, caplog):
     run(ours(checkpoint.parent), resume_from_checkpoint=str(checkpoint))
     assert [text for text in warnings_in(caplog) if "patrickstar" in text] == []

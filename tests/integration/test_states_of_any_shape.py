@@ -1,14 +1,18 @@
 """Optimizers that keep what they like: states of any shape under Adam's names, objects, and a counter under a name."""
 
+import enum
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from models import make_model
+from checkpoint_files import STATE_INDEX, same_bits
+from models import make_batch, make_model
 from trainers import assert_same_weights, logged, make_trainer, run, tight
 from transformers import Trainer, TrainingArguments
 
-from hf_patrickstar import CheckpointError, PatrickStarTrainer, PatrickStarTrainingArguments
+from hf_patrickstar import CheckpointError, PatrickStarEngine, PatrickStarTrainer, PatrickStarTrainingArguments
+from hf_patrickstar.checkpoint.export import torch_state_dict
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 
@@ -89,9 +93,239 @@ def test_resuming_with_objects(tmp_path):
     run(first)
     folder = str(Path(first.args.output_dir) / "checkpoint-2")
     second = trainer_of(True, tmp_path, seed=3, projects=True, **SAVING)
-    with pytest.raises(CheckpointError, match=r"'rotation' is an object of .*Rotation.*add_safe_globals"):
+    with pytest.raises(CheckpointError, match=r"-of-00001.*'rotation' is an object of .*Rotation.*add_safe_globals"):
         run(second, resume_from_checkpoint=folder)
     third = trainer_of(True, tmp_path, seed=3, projects=True, **SAVING)
     with torch.serialization.safe_globals([Rotation]):
         run(third, resume_from_checkpoint=folder)
+        exported = torch_state_dict(folder)["state"]
     assert_same_weights(first.model, third.model)
+    assert exported["total"] == 2
+    assert isinstance(exported[0]["rotation"], Rotation)
+
+
+# Keys, and values that JSON does not give back
+
+
+class Odd(torch.optim.Optimizer):
+    """Calls ``begin`` once in a step, then ``update`` of each parameter that has a gradient."""
+
+    def __init__(self, params, lr=1e-2, **settings):
+        super().__init__(params, {"lr": lr, **settings})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.begin()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update(parameter, parameter.grad, self.state[parameter], group)
+
+    def begin(self):
+        pass
+
+    def update(self, parameter, gradient, state, group):
+        parameter.sub_(gradient, alpha=group["lr"])
+
+
+class WithMaster(Odd):
+    """Its average has the name that the engine's own fp32 values have in files."""
+
+    def update(self, parameter, gradient, state, group):
+        state.setdefault("master", torch.zeros_like(parameter)).lerp_(gradient, 0.3)
+        parameter.sub_(state["master"], alpha=group["lr"])
+
+
+class WithSmallMaster(Odd):
+    """The same with one number per row."""
+
+    def update(self, parameter, gradient, state, group):
+        state.setdefault("master", torch.zeros(parameter.shape[:1])).lerp_(
+            gradient.flatten(1).mean(1) if gradient.dim() > 1 else gradient, 0.3
+        )
+        parameter.sub_(state["master"].view(-1, *[1] * (parameter.dim() - 1)), alpha=group["lr"])
+
+
+class WithOddKeys(Odd):
+    """Its keys have a slash, are numbers, or tuples, or look like a key that is written as Python does."""
+
+    keys = ("a/b", 0, ("a/b", 1), "=0", "\\/'", "")
+
+    def update(self, parameter, gradient, state, group):
+        state["t/n"] = state.get("t/n", 0) + 1
+        state[3] = state.get(3, 0) + 1
+        for number, key in enumerate(self.keys, 1):
+            state.setdefault(key, torch.zeros_like(parameter)).lerp_(gradient, 0.1 * number)
+            parameter.sub_(state[key], alpha=group["lr"] / (state["t/n"] + state[3]))
+
+
+class WithTuples(Odd):
+    """Its states are tuples, which JSON gives back as lists."""
+
+    def update(self, parameter, gradient, state, group):
+        number, half = state.get("pair", (0, 0.0))
+        state["pair"] = (number + 1, half + 0.5)
+        state.setdefault("nested", [(1, 2)]).append((number,))
+        assert all(type(item) is tuple for item in [state["pair"], *state["nested"]])
+        parameter.sub_(gradient, alpha=group["lr"] / (state["pair"][0] + len(state["nested"])))
+
+
+class WithStateInGroups(Odd):
+    """What it keeps is in the param groups."""
+
+    def begin(self):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group.setdefault("running", torch.zeros(2)).add_(1.5)
+            group.setdefault("scale", torch.zeros(())).add_(1)
+            group.setdefault("seen", []).append(group["k"])
+            group.setdefault("inner", {"n": 0, "pair": (1, [2])})["n"] += 1
+            group[0] = (group.get(0, (0, (1, 2)))[0] + 1, (1, 2))
+            assert type(group["inner"]["pair"]) is tuple
+            assert type(group[0][1]) is tuple
+
+    def update(self, parameter, gradient, state, group):
+        counts = group["k"] + len(group["seen"]) + group["inner"]["n"] + group[0][0]
+        parameter.sub_(gradient, alpha=group["lr"] / (counts + group["running"].sum().item() + group["scale"].item()))
+
+
+class WithEntries(Odd):
+    """What it keeps is under keys that are no parameters, with odd keys themselves."""
+
+    def begin(self):
+        self.state["all/norms"]["t/1"] = self.state["all/norms"].get("t/1", 0) + 1
+        self.state["all/norms"].setdefault(2, torch.zeros(3)).add_(0.5)
+        self.state[("odd", 1)] = (self.state[("odd", 1)] or (0,))[0] + 1, 0
+
+    def update(self, parameter, gradient, state, group):
+        kept = self.state["all/norms"]
+        counts = kept["t/1"] + kept[2].sum().item() + self.state[("odd", 1)][0]
+        parameter.sub_(gradient, alpha=group["lr"] / counts)
+
+
+ODD = [WithMaster, WithSmallMaster, WithOddKeys, WithTuples, WithStateInGroups, WithEntries]
+
+
+def train(model, optimizer, backward, steps):
+    for step in steps:
+        torch.manual_seed(step)
+        backward(model(**make_batch("gpt2", 2, step + 1, 8)).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def plain(cls, steps):
+    model = make_model("gpt2")
+    optimizer = cls(model.parameters())
+    train(model, optimizer, torch.Tensor.backward, range(steps))
+    return model, optimizer
+
+
+def engine_of(cls, steps=range(0), seed=0, format_name="sharded", dtype=torch.float32, **settings):
+    model = make_model("gpt2", seed).to(dtype)
+    precision = "fp32" if dtype is torch.float32 else "bf16"
+    config = {"chunk_numel": 2048, "optimizer_format": format_name, "dtype": precision}
+    engine = PatrickStarEngine(model, config, cls(model.parameters(), **settings), device="cpu")
+    train(model, engine.optimizer, engine.backward, steps)
+    return engine
+
+
+def assert_same_states(expected, actual):
+    """Plain torch has an empty state of a parameter for which nothing is kept."""
+    left, right = ({key: value for key, value in found["state"].items() if value} for found in (expected, actual))
+    assert same_bits(left, right)
+    assert same_bits(expected["param_groups"], actual["param_groups"])
+
+
+@pytest.mark.parametrize("cls", ODD)
+@pytest.mark.parametrize("way", ["state_dict", "sharded", "torch"])
+def test_what_comes_back_is_what_was_kept(way, cls, tmp_path):
+    whole, optimizer = plain(cls, 4)
+    engine = engine_of(cls, range(2), format_name="torch" if way == "torch" else "sharded")
+    if way == "state_dict":
+        engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+    else:
+        engine.save_checkpoint(tmp_path / "c")
+        engine = engine_of(cls, seed=3)
+        engine.load_checkpoint(tmp_path / "c")
+    train(engine.model, engine.optimizer, engine.backward, range(2, 4))
+    assert_same_weights(whole, engine.model)
+    assert_same_states(optimizer.state_dict(), engine.optimizer.state_dict())
+
+
+@pytest.mark.parametrize("cls", ODD)
+def test_what_is_exported_is_what_was_kept(cls, tmp_path):
+    engine_of(cls, range(2)).save_checkpoint(tmp_path / "c")
+    assert_same_states(plain(cls, 2)[1].state_dict(), torch_state_dict(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("way", ["state_dict", "sharded", "both"])
+def test_a_master_of_the_optimizer_beside_the_one_of_the_engine(way, tmp_path):
+    """A model that was loaded in bf16 and has fp32 masters."""
+    settings = {"dtype": torch.bfloat16}
+    whole, engine = engine_of(WithMaster, range(4), **settings), engine_of(WithMaster, range(2), **settings)
+    other = engine_of(WithMaster, seed=3, **settings)
+    if way == "state_dict":
+        other.model.load_state_dict(engine.model.state_dict())
+        other.optimizer.load_state_dict(engine.optimizer.state_dict())
+    else:
+        engine = engine_of(WithMaster, range(2), format_name=way, **settings)
+        engine.save_checkpoint(tmp_path / "c")
+        other.load_checkpoint(tmp_path / "c")
+    train(other.model, other.optimizer, other.backward, range(2, 4))
+    assert same_bits(other.optimizer.state_dict(), whole.optimizer.state_dict())
+    assert_same_weights(whole.model, other.model)
+
+
+def test_a_master_of_the_optimizer_in_torchs_format_and_16_bit(tmp_path):
+    """The file has no fp32 values of the engine: ``master`` is the optimizer's own, and no weight is taken from it."""
+    engine = engine_of(WithMaster, range(2), format_name="torch", dtype=torch.bfloat16)
+    engine.save_checkpoint(tmp_path / "c")
+    other = engine_of(WithMaster, seed=3, dtype=torch.bfloat16)
+    other.load_checkpoint(tmp_path / "c")
+    assert_same_weights(engine.model, other.model)
+    ours, theirs = (e.optimizer.state[e.model.lm_head.weight]["master"] for e in (other, engine))
+    assert torch.equal(ours, theirs)
+
+
+class Kind(enum.Enum):
+    FIRST = 1
+
+
+@pytest.mark.parametrize("place", ["state", "entry", "group"])
+def test_a_key_that_no_file_can_have(place, tmp_path):
+    engine = engine_of(Odd, range(1))
+    owner = {"state": "parameter '.*'", "entry": "the optimizer", "group": "a param group"}[place]
+    if place == "state":
+        engine.optimizer.state[engine.model.lm_head.weight] = {Kind.FIRST: torch.ones(2)}
+    elif place == "entry":
+        engine.optimizer.state[Kind.FIRST] = 1
+    else:
+        engine.optimizer.param_groups[0][Kind.FIRST] = 1
+    with pytest.raises(CheckpointError, match=f"the state of {owner} has the key <Kind.FIRST: 1>, .*'torch'"):
+        engine.save_checkpoint(tmp_path / "c")
+
+
+def test_a_tensor_in_a_group_is_filled_and_not_replaced(tmp_path):
+    engine = engine_of(Odd, lr=torch.tensor(0.5), weights=torch.tensor([1.0, 2.0]))
+    engine.save_checkpoint(tmp_path / "c")
+    other = engine_of(Odd, lr=torch.tensor(0.25), weights=torch.zeros(2))
+    before = dict(other.optimizer.param_groups[0])
+    other.load_checkpoint(tmp_path / "c")
+    after = other.optimizer.param_groups[0]
+    assert all(after[key] is before[key] for key in ("lr", "weights"))
+    assert (after["lr"].item(), after["weights"].tolist()) == (0.5, [1.0, 2.0])
+
+
+def test_settings_of_an_older_file(tmp_path):
+    """JSON had every list and tuple alike: a list that is there stays one."""
+    engine = engine_of(Odd, betas=(0.5, 0.6), steps_of=[1, 2])
+    engine.save_checkpoint(tmp_path / "c")
+    index = json.loads((tmp_path / "c" / STATE_INDEX).read_text())
+    assert index["param_groups"][0]["steps_of"] == [1, 2]
+    (tmp_path / "c" / STATE_INDEX).write_text(json.dumps({**index, "has_others": False}))
+    (tmp_path / "c" / "optimizer-others.safetensors").unlink()
+    other = engine_of(Odd, betas=(0.1, 0.1), steps_of=[3])
+    other.load_checkpoint(tmp_path / "c")
+    group = other.optimizer.param_groups[0]
+    assert (group["betas"], group["steps_of"]) == ((0.5, 0.6), [1, 2])

@@ -639,8 +639,8 @@ def test_the_master_of_a_parameter_that_is_saved_in_fewer_bits_is_in_it():
     parts = stepped()
     parts.tensors[0].original_dtype = torch.bfloat16
     found = parts.optimizer.state_dict()["state"][0]
-    assert read(found) == {"count": 1, "last": [3.0, 3.0], "master": [-3.0, -2.0]}
-    found["master"].fill_(100)
+    assert read(found) == {"count": 1, "last": [3.0, 3.0], "patrickstar_master": [-3.0, -2.0]}
+    found["patrickstar_master"].fill_(100)
     assert masters(parts)[0].tolist() == [-3.0, -2.0]
 
 
