@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from hf_patrickstar.errors import EngineError
+from hf_patrickstar.runtime.compiled import is_dynamo_tracing
 
 RAW = torch._C.DisableTorchFunctionSubclass
 """A context in which a released parameter shows its placeholder."""
@@ -125,7 +126,9 @@ class LiveMixin:
     @property
     def _live(self) -> Live:
         """What answers for it; ``torch.utils.swap_tensors`` may have brought that of another parameter here."""
-        live: Live = self.__dict__["_live"]
+        live: Live | None = self.__dict__.get("_live")
+        if live is None:
+            return _Orphan(self)  # type: ignore[arg-type]
         value = live.value_for(self)  # type: ignore[arg-type]
         if value is None:
             return live
@@ -321,11 +324,6 @@ def _refuse_gradient(_: Any) -> None:
     )
 
 
-def is_dynamo_tracing() -> bool:
-    """Whether dynamo is at work on this thread and asks what the tensor is like; see [Note: compiled parts]."""
-    return torch._guards.TracingContext.try_get() is not None
-
-
 def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """``parameter.grad`` as autograd has it."""
     with RAW():
@@ -480,13 +478,11 @@ def detach(parameter: Any) -> torch.Tensor:
     if not _is_called_by(torch.nn.Parameter.__new__):
         return value
     # ``nn.Parameter(parameter)`` insists on the type that it was given, and returns this.
-    made: Any = torch.Tensor._make_subclass(type(parameter), value)
-    made.__dict__["_live"] = _Orphan(made)
-    return made
+    return torch.Tensor._make_subclass(type(parameter), value)
 
 
 class _Orphan:
-    """Answers for a parameter that was made from a released one: it has its own value, and becomes an ordinary one."""
+    """Answers for a parameter that was made from a live one: it has its own value, and becomes an ordinary one."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self._parameter = parameter
