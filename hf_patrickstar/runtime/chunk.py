@@ -16,7 +16,7 @@ import bisect
 import dataclasses
 import itertools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from hf_patrickstar.memory.lanes import Copy, Ticket, WorkLane
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.gradient_place import OVER_VALUE, GradientPlace
-from hf_patrickstar.runtime.guard import Guard
 from hf_patrickstar.runtime.live_parameter import (
     LiveMixin,
     acquired_type,
@@ -205,16 +204,15 @@ class ManagedTensor:
         """Writes the value at home from its master; see ``round_masters``."""
         round_masters([self.view(self.chunk.lists[MASTER])], [self.view(self.chunk.param)])
 
-    def materialize(self, payload: torch.Tensor, guard: Guard | None = None) -> None:
+    def materialize(self, payload: torch.Tensor, type_of: Callable[[type], type] = acquired_type) -> None:
         """Gives the parameter its value, in what its chunk is computed with, so that torch computes with it.
 
         Args:
             payload: What its chunk is computed with.
-            guard: Keeps the value from other threads, if there are any that may read it.
+            type_of: The class of a parameter that has its value, by the class that it had.
         """
         set_raw_data(self.parameter, self.view_copy(payload))
         if self.is_bound:  # after it has a value, and until it has none: another thread may use it at any moment
-            type_of = acquired_type if guard is None else guard.type_of
             self.parameter.__class__ = type_of(self.original_type)
         self.is_materialized = True
         self.version = self.parameter._version

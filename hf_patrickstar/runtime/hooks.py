@@ -21,7 +21,16 @@ from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.runtime.autograd import Autograd, refuse_reentrant
 from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.runtime.chunk import ManagedTensor
-from hf_patrickstar.runtime.compiled import NAMES_OF_CALLS, CompiledCall, calls_of, hide_from_dynamo, is_compiled
+from hf_patrickstar.runtime.compiled import (
+    NAMES_OF_CALLS,
+    CompiledCall,
+    calls_of,
+    ends_graphs,
+    hide_from_dynamo,
+    is_compiled,
+    may_be_traced,
+    stand_in,
+)
 from hf_patrickstar.runtime.frames import Frame, current_stage
 from hf_patrickstar.runtime.live_model import LiveModel
 from hf_patrickstar.runtime.live_parameter import RAW, requires_grad, take_raw_grad
@@ -218,6 +227,7 @@ class ModelHooks:
         is_embedding = isinstance(module, torch.nn.Embedding) and not any(True for _ in module.buffers())
         is_model, is_root = module is self._model, module in self._roots
 
+        @ends_graphs
         def before(_module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             stack = frames.stack
             if stack and (is_model or (is_root and stack[0].module is _module)):
@@ -237,7 +247,7 @@ class ModelHooks:
             others = _top_saved_tensors_default_hooks(True)
             if others is not None and others[0] is not autograd.pack and frame.saved_tensors is None:
                 frame.saved_tensors = autograd.keep_inside()
-            if frame.stage is Stage.BACKWARD and _module in self._compiled:
+            if frame.stage is Stage.BACKWARD and may_be_traced(_module):
                 self._replace_frozen(frame)
             return None
 
@@ -297,14 +307,18 @@ class ModelHooks:
             frame.replaced.append((places, key, tensor.parameter))
 
     def _replace_frozen(self, frame: Frame) -> None:
-        """Puts frozen parameters that are aliases in the place of those of a compiled part that is recomputed.
+        """Puts frozen parameters that are aliases in the place of those of a module that is recomputed.
 
-        Checkpointing would keep the objects of frozen ones, so these have no value; dynamo sees their values then.
+        Checkpointing would keep the objects of frozen ones, so these have no value. To dynamo the aliases are what the
+        parameters were in the forward, down to which of them are one: the same graph is run.
         """
+        aliases: dict[ManagedTensor, torch.Tensor] = {}
         for places, key, tensor in self._places_of(frame.module):
             if not tensor.is_materialized and tensor.chunk.compute is not None:
-                value = tensor.view_copy(tensor.chunk.compute)
-                places[key] = torch.nn.Parameter(value, requires_grad=False)
+                if tensor not in aliases:
+                    value, cls = tensor.view_copy(tensor.chunk.compute), self._parameters.type_of(tensor.original_type)
+                    aliases[tensor] = stand_in(tensor.parameter, value, cls)
+                places[key] = aliases[tensor]
                 frame.replaced.append((places, key, tensor.parameter))
 
     def _places_of(self, module: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, ManagedTensor]]:

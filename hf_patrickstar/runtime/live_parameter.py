@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from hf_patrickstar.errors import EngineError
+from hf_patrickstar.runtime.compiled import is_dynamo_tracing
 
 RAW = torch._C.DisableTorchFunctionSubclass
 """A context in which a released parameter shows its placeholder."""
@@ -149,13 +150,14 @@ class LiveMixin:
 def _live_of(parameter: Any) -> Live:
     """What answers for it: not what ``swap_tensors`` brought here, nor an engine that a thread has just detached."""
     live: Live | None = parameter.__dict__.get("_live")
-    value = None if live is None else live.value_for(parameter)
-    if live is not None and value is None:
+    if live is None:
+        return _Orphan(parameter)
+    value = live.value_for(parameter)
+    if value is None:
         return live
     orphan = _Orphan(parameter)
     orphan.host_value()
-    if value is not None:
-        set_raw_data(parameter, value)
+    set_raw_data(parameter, value)
     return orphan
 
 
@@ -322,11 +324,6 @@ def _refuse_gradient(_: Any) -> None:
     )
 
 
-def is_dynamo_tracing() -> bool:
-    """Whether dynamo is at work on this thread and asks what the tensor is like; see [Note: compiled parts]."""
-    return torch._guards.TracingContext.try_get() is not None
-
-
 def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """``parameter.grad`` as autograd has it."""
     with RAW():
@@ -481,13 +478,11 @@ def detach(parameter: Any) -> torch.Tensor:
     if not _is_called_by(torch.nn.Parameter.__new__):
         return value
     # ``nn.Parameter(parameter)`` insists on the type that it was given, and returns this.
-    made: Any = torch.Tensor._make_subclass(type(parameter), value)
-    made.__dict__["_live"] = _Orphan(made)
-    return made
+    return torch.Tensor._make_subclass(type(parameter), value)
 
 
 class _Orphan:
-    """Answers for a parameter that was made from a released one: it has its own value, and becomes an ordinary one."""
+    """Answers for a parameter that was made from a live one: it has its own value, and becomes an ordinary one."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self._parameter = parameter

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
@@ -79,6 +79,11 @@ class Parameters:
 
     # Their values
 
+    @property
+    def type_of(self) -> Callable[[type], type]:
+        """Finds the class that a parameter has while it has its value, by the class that it had before the engine."""
+        return self._guard.type_of if self._turns.others_may_read() else acquired_type
+
     def acquire(self, tensor: ManagedTensor, module_name: str, *, is_alias: bool = False) -> None:
         """Gives a parameter its value, on the compute device, until it is released as often as it was acquired.
 
@@ -124,7 +129,7 @@ class Parameters:
         payload = self._ensure_on_device(tensor, module_name)
         tensor.read_at = tensor.num_writes
         if not is_alias and not tensor.is_materialized:
-            tensor.materialize(payload, self._guard if self._turns.others_may_read() else None)
+            tensor.materialize(payload, self.type_of)
         if tensor.users == 0:
             tensor.chunk.num_computing += 1
         tensor.users += 1
@@ -149,9 +154,8 @@ class Parameters:
         if peek_interpreter_stack() is None and not torch.is_inference_mode_enabled():
             with self._lock:
                 if self._executor.is_at_rest:
-                    type_of = self._guard.type_of if self._turns.others_may_read() else acquired_type
                     handed_out = self._writes.handed_out()
-                    acquire_idle(tensors, acquired, type_of, handed_out, is_recomputed=is_recomputed)
+                    acquire_idle(tensors, acquired, self.type_of, handed_out, is_recomputed=is_recomputed)
             if len(acquired) - begin == len(tensors):
                 return
         for tensor in tensors[len(acquired) - begin :]:

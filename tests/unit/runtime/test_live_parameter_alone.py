@@ -1,8 +1,10 @@
 """Parameters that answer, with what answers for them stood in for: which call reaches what, and the class they have."""
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -393,6 +395,18 @@ def test_whatever_its_first_use_is(use, expected):
     assert use(made) == expected
     assert type(made) is torch.nn.Parameter
     assert told == [], "the parameter that it was made of has nothing to do with it"
+
+
+def test_its_memory_is_free_when_the_last_reference_is_gone():
+    parameter, _, _ = make()
+    made = torch.nn.Parameter(parameter)
+    there = weakref.ref(made)
+    gc.disable()
+    try:
+        del made
+        assert there() is None
+    finally:
+        gc.enable()
 
 
 def test_what_was_exchanged_with_a_parameter_is_ordinary_and_has_the_value_that_was_kept():
