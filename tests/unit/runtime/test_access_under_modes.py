@@ -44,7 +44,7 @@ def test_it_works_without_modes_and_they_are_back_afterwards(mode):
     with mode():
         access = unseen_by_modes(live).access(torch.Tensor.norm, is_graph=False)
         assert has_modes_of_users()
-        assert torch.Size([2]) == access.value.shape
+        assert type(access.value) is torch.Tensor
         access.end()
     assert live.told == [("access", False), ("end", False)]
 
