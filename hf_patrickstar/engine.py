@@ -25,6 +25,7 @@ from hf_patrickstar.errors import EngineError
 from hf_patrickstar.events import Listener, ModelDecided, both
 from hf_patrickstar.membership import Membership, Parts, check_optimizers, holders
 from hf_patrickstar.memory.lanes import Streams
+from hf_patrickstar.memory.operators import quietly
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.ahead import update_in_backward
 from hf_patrickstar.optim.kernel import Kernel
@@ -497,7 +498,7 @@ class PatrickStarEngine:
             with self.manager.phases.turns.taken("detach()"):
                 self._detach()
 
-    @torch.no_grad()
+    @quietly
     def _detach(self) -> None:
         if not self._attached:
             return  # another thread has done so

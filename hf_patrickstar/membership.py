@@ -23,6 +23,7 @@ from hf_patrickstar.decisions import Decisions, collect
 from hf_patrickstar.errors import BudgetError, EngineError
 from hf_patrickstar.layout.packing import ChunkSpec, Layout, Placement, pack
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec
+from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.payloads import Payloads
@@ -138,6 +139,11 @@ class Membership:
         """
         if not self._parts.hooks.may_have_changed(is_training) or _is_functional_call():
             return False
+        self._follow(is_training)
+        return True
+
+    @unseen()
+    def _follow(self, is_training: bool) -> None:
         change = self._compare(is_training)
         if change.new or change.gone:
             with Gate(self._parts.model.modules(), STATE_DICT) as gate:
@@ -147,7 +153,6 @@ class Membership:
         elif any(self._parts.manager.by_index[spec.index].spec != spec for spec in change.specs):
             self._rename(change)
         self._parts.hooks.refresh()
-        return True
 
     def _compare(self, is_training: bool) -> _Change:
         manager = self._parts.manager

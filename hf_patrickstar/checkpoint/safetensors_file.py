@@ -23,6 +23,7 @@ from hf_patrickstar.checkpoint.pieces import PieceWriter, bytes_of, new_file
 from hf_patrickstar.checkpoint.progress import shown
 from hf_patrickstar.checkpoint.storage import damaged, missing_file, replace_file
 from hf_patrickstar.errors import CheckpointError
+from hf_patrickstar.memory.operators import unseen
 
 # In the library's order of types; in a file, tensors of a later type come first.
 DTYPES = {
@@ -263,6 +264,7 @@ class FileSource:
         return f"'{self._file.path}'"
 
 
+@unseen()
 def write_safetensors(
     path: str | os.PathLike[str],
     tensors: Mapping[str, torch.Tensor],

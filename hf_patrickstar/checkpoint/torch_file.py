@@ -24,6 +24,7 @@ import torch
 
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL
 from hf_patrickstar.checkpoint.pieces import PieceWriter, new_file
+from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.runtime.chunk import contiguous_strides
 
 _PROTOCOL = 2
@@ -77,6 +78,7 @@ class _Pickler(pickle.Pickler):
         return torch._utils._rebuild_tensor_v3, (*arguments, value.dtype)  # for types without a storage class
 
 
+@unseen()
 def write_torch(path: str | os.PathLike[str], value: Any, *, piece_numel: int = PIECE_NUMEL) -> int:
     """Writes a file as ``torch.save`` does; when it returns, all of the file is on the disk.
 

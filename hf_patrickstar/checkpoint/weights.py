@@ -10,6 +10,7 @@ from hf_patrickstar.checkpoint.deferred import DeferredTensor, StreamedSource
 from hf_patrickstar.checkpoint.pieces import piece_numel_of
 from hf_patrickstar.checkpoint.safetensors_file import streamed_writing
 from hf_patrickstar.errors import EngineError
+from hf_patrickstar.memory.operators import quietly, unseen
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.live_parameter import raw_data, take_raw_grad
 from hf_patrickstar.runtime.manager import ChunkManager
@@ -209,15 +210,16 @@ class ChunkWeights:
     def _opened(self, tensors: Iterable[ManagedTensor], writeback: bool, with_grads: bool) -> Iterator[None]:
         opened = [tensor for tensor in tensors if not tensor.is_open]
         gradients: dict[int, tuple[torch.Tensor, int]] = {}
-        for tensor in opened:
-            value = self.read(tensor)
-            with self._manager.gradients.lock:
-                tensor.open(value)
-                tensor.is_open = True
-            if with_grads and self._manager.gradients.has(tensor):
-                handed = self._manager.read_gradient(tensor, tensor.original_dtype)
-                tensor.parameter.grad = handed
-                gradients[tensor.spec.index] = (handed, handed._version)
+        with unseen():
+            for tensor in opened:
+                value = self.read(tensor)
+                with self._manager.gradients.lock:
+                    tensor.open(value)
+                    tensor.is_open = True
+                if with_grads and self._manager.gradients.has(tensor):
+                    handed = self._manager.read_gradient(tensor, tensor.original_dtype)
+                    tensor.parameter.grad = handed
+                    gradients[tensor.spec.index] = (handed, handed._version)
         try:
             yield
         finally:
@@ -236,7 +238,7 @@ class ChunkWeights:
                     "follow; call detach() before changing the model"
                 )
 
-    @torch.no_grad()
+    @quietly
     def _close(
         self, tensor: ManagedTensor, writeback: bool, with_grads: bool, handed: tuple[torch.Tensor, int] | None
     ) -> None:

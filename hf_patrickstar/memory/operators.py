@@ -3,9 +3,9 @@
 [Note: modes of users]
 Under a mode of the user (``TorchDispatchMode``, ``TorchFunctionMode``, ``with torch.device(...)``) the model computes
 as in plain torch. What the engine does meanwhile is no operator of the model: a mode that counts, caches or changes
-operators must neither see it nor change it. So each phase of a step takes the modes of users off this thread until it
-ends. A mode of the engine that is put on meanwhile goes below them: they come off when the user's block ends, which may
-be earlier.
+operators must neither see it nor change it. So each phase of a step, and whatever answers for a parameter outside of
+its module, takes the modes of users off this thread until it ends. A mode of the engine that is put on meanwhile goes
+below them: they come off when the user's block ends, which may be earlier.
 """
 
 import contextlib

@@ -10,7 +10,7 @@ import torch
 
 from hf_patrickstar.events import Listener, StepFinished
 from hf_patrickstar.interrupts import held_back
-from hf_patrickstar.memory.operators import with_modes_of_users
+from hf_patrickstar.memory.operators import unseen, with_modes_of_users
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.clipping import clip_by_norm, clip_by_value, total_norm
 from hf_patrickstar.optim.kernel import Kernel, in_batches, place_state
@@ -180,10 +180,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         return self._as_ordinary().__reduce_ex__(1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if id(self) not in memo:
-            memo[id(self)] = copy.deepcopy(self._as_ordinary(), memo)
-        return memo[id(self)]
+        return copy.deepcopy(self._as_ordinary(), memo)
 
+    @unseen()
     def _as_ordinary(self) -> torch.optim.Optimizer:
         """The user's optimizer with copies of its states, over the model's own parameters."""
         ordinary, states = without_states(self.inner), self._all_states()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.optim.kernel import Kernel, place_state, settings_of
 from hf_patrickstar.optim.live_states import peek
 from hf_patrickstar.runtime.chunk import MASTER, ManagedTensor
@@ -51,6 +52,7 @@ class StateView(MutableMapping[Any, Any]):
         self._others = others
         self._is_ours = is_ours
 
+    @unseen()
     def _find(self, key: Any) -> ManagedTensor | None:
         """The ``ManagedTensor`` of a key, if it is a parameter whose state is in chunk lists; else ``None``."""
         tensor = self._manager.find(key) if isinstance(key, torch.Tensor) else None
@@ -66,6 +68,7 @@ class StateView(MutableMapping[Any, Any]):
         """The state of a parameter, or the default; asking does not make one."""
         return self[key] if key in self else default  # noqa: SIM401
 
+    @unseen()
     def __setitem__(self, key: Any, state: Any) -> None:
         tensor = self._find(key)
         if tensor is None:
@@ -73,6 +76,7 @@ class StateView(MutableMapping[Any, Any]):
         else:
             self._kernel.load_tensor_state(tensor, dict(state))
 
+    @unseen()
     def __delitem__(self, key: Any) -> None:
         tensor = self._find(key)
         if tensor is None:
@@ -82,6 +86,7 @@ class StateView(MutableMapping[Any, Any]):
         else:
             self._kernel.load_tensor_state(tensor, {})
 
+    @unseen()
     def pop(self, key: Any, *default: Any) -> Any:
         """Removes a state and returns a copy of it."""
         tensor = self._find(key)
@@ -94,6 +99,7 @@ class StateView(MutableMapping[Any, Any]):
             raise KeyError(key)
         return state or default[0]
 
+    @unseen()
     def __contains__(self, key: Any) -> bool:
         tensor = self._find(key)
         return key in self._others if tensor is None else bool(self._kernel.own_state(tensor))
@@ -101,7 +107,7 @@ class StateView(MutableMapping[Any, Any]):
     def __iter__(self) -> Iterator[Any]:
         yield from self._others
         for tensor in self._manager.tensors:
-            if self._find(tensor.parameter) is tensor and self._kernel.own_state(tensor):
+            if self._find(tensor.parameter) is tensor and tensor.parameter in self:
                 yield tensor.parameter
 
     def __len__(self) -> int:
@@ -123,6 +129,7 @@ class ParameterState(MutableMapping[str, Any]):
         self._kernel = kernel
         self._tensor = tensor
 
+    @unseen()
     def _read(self) -> dict[str, Any]:
         self._tensor.chunk.wait_for_reader()
         return self._kernel.own_state(self._tensor)
@@ -130,6 +137,7 @@ class ParameterState(MutableMapping[str, Any]):
     def __getitem__(self, key: str) -> Any:
         return self._read()[key]
 
+    @unseen()
     def __setitem__(self, key: str, value: Any) -> None:
         self._kernel.load_tensor_state(self._tensor, {**self._complete(), key: value})
 
@@ -138,6 +146,7 @@ class ParameterState(MutableMapping[str, Any]):
             f"'{key}' is a part of what the optimizer keeps of '{self._tensor.spec.name}' and cannot go alone"
         )
 
+    @unseen()
     def clear(self) -> None:
         """Forgets the state: the optimizer begins again with this parameter."""
         self._kernel.load_tensor_state(self._tensor, {})

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel, place_state, raw_step, settings_of
@@ -285,6 +286,7 @@ class TorchKernel(Kernel):
         if self._states is not None and self._optimizer.state is self._states():
             make_ordinary(self._optimizer)
 
+    @unseen()
     def _before_use(self, parameter: Any) -> None:
         """Somebody gets the state of a parameter, and may keep it: it is never changed beside the program again."""
         tensor = self.find(parameter) if isinstance(parameter, torch.Tensor) else None

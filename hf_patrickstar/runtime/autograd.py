@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._C import _current_graph_task_id
+from torch._C._autograd import _saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+from torch._C._functorch import peek_interpreter_stack
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -48,8 +50,11 @@ class Autograd:
         If the user's saved-tensors hooks are in force (offloading of activations, checkpointing of the whole model),
         they get every operand, as in torch; tensors in chunks that they return are kept as addresses. Under
         ``torch.func`` such hooks are not possible.
+
+        Raises:
+            EngineError: If the user has disabled hooks, and autograd would keep operands.
         """
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if not may_keep("what computes with parameters"):
             yield
             return
         others = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -65,6 +70,8 @@ class Autograd:
             checkpointing stay so.
         """
         others = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if others is None:
+            may_keep("a module that computes under torch.enable_grad()")
         # Hooks that are methods in C have no module.
         if others is None or getattr(others[0], "__module__", None) in (__name__, checkpoint.__name__):
             return None
@@ -117,6 +124,29 @@ class Autograd:
 
             torch.autograd.Variable._execution_engine.queue_callback(end)
             self._graph_tasks.add(task)
+
+
+def may_keep(what: str) -> bool:
+    """Whether hooks on what autograd keeps are possible here.
+
+    Args:
+        what: What computes, for the error.
+
+    Raises:
+        EngineError: If they are needed, and the user has disabled them.
+    """
+    if peek_interpreter_stack() is not None:
+        return False
+    if _saved_tensors_hooks_is_enabled():
+        return True
+    if torch.is_grad_enabled():
+        message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+        raise EngineError(
+            f"{what} is inside of torch.autograd.graph.disable_saved_tensors_hooks({message!r}), but the engine needs "
+            "these hooks where autograd records, since parameters leave the memory that autograd would keep; leave "
+            "that block before, or compute inside of torch.no_grad() if no backward follows"
+        )
+    return False
 
 
 def refuse_reentrant(what: str) -> None:

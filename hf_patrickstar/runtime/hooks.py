@@ -18,7 +18,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from hf_patrickstar.memory.operators import unseen
-from hf_patrickstar.runtime.autograd import Autograd, refuse_reentrant
+from hf_patrickstar.runtime.autograd import Autograd, may_keep, refuse_reentrant
 from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.compiled import (
@@ -245,7 +245,7 @@ class ModelHooks:
                 return None
             phases.before_module(frame, own, name)
             others = _top_saved_tensors_default_hooks(True)
-            if others is not None and others[0] is not autograd.pack and frame.saved_tensors is None:
+            if frame.saved_tensors is None and (others is None or others[0] is not autograd.pack):
                 frame.saved_tensors = autograd.keep_inside()
             if frame.stage is Stage.BACKWARD and may_be_traced(_module):
                 self._replace_frozen(frame)
@@ -294,6 +294,7 @@ class ModelHooks:
         found = [self._parameters.find(parameter) for parameter in parameters if parameter is not None]
         return list({id(tensor): tensor for tensor in found if tensor is not None}.values())
 
+    @unseen()
     def _replace(self, frame: Frame, name: str) -> None:
         """Puts copies in the place of a module's parameters, for a forward under ``torch.func``.
 
@@ -306,6 +307,7 @@ class ModelHooks:
             self._parameters.release(tensor)
             frame.replaced.append((places, key, tensor.parameter))
 
+    @unseen()
     def _replace_frozen(self, frame: Frame) -> None:
         """Puts frozen parameters that are aliases in the place of those of a module that is recomputed.
 
@@ -372,6 +374,7 @@ class ModelHooks:
             self._begin_autocast(frame)
             return
         frame.handled = sys.exc_info()[1]
+        may_keep(f"the forward of {name}")
         self._phases.turns.take(f"the forward of {name}")
         try:
             self._follow_model(frame.stage is Stage.FORWARD)
@@ -416,8 +419,10 @@ class ModelHooks:
             return
         if gradient.requires_grad and not tensor.chunk.is_group:  # backward(create_graph=True)
             before = parameter.grad
-            self._phases.gradient_ready(tensor, gradient.detach())
-            self._manager.gradient_mirrors.follow_recorded(tensor, gradient if before is None else before + gradient)
+            total = gradient if before is None else before + gradient
+            with unseen():
+                self._phases.gradient_ready(tensor, gradient.detach())
+                self._manager.gradient_mirrors.follow_recorded(tensor, total)
         else:
             self.store(tensor, gradient)
 

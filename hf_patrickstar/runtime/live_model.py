@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hf_patrickstar.errors import EngineError
+from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.runtime import captures
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.live_tensor import LiveServices, cannot_share
@@ -133,6 +134,7 @@ class LiveModel:
 
     # State dictionaries
 
+    @unseen()
     def fill_state_dict(self, module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         """Puts values into the state dictionary of one module."""
         for name, parameter in module._parameters.items():
@@ -234,6 +236,7 @@ def _children_first(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     yield module
 
 
+@unseen()
 def _changes(function: Callable[[torch.Tensor], torch.Tensor], tensor: ManagedTensor) -> bool:
     """Whether a function does anything to a parameter: ``model.to`` calls it for what is there already.
 

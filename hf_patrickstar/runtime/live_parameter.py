@@ -15,13 +15,16 @@ import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from hf_patrickstar.errors import EngineError
+from hf_patrickstar.memory.operators import unseen, with_modes_of_users
+from hf_patrickstar.runtime.access import Access, Live, unseen_by_modes
 from hf_patrickstar.runtime.compiled import is_dynamo_tracing
 
 RAW = torch._C.DisableTorchFunctionSubclass
@@ -35,87 +38,6 @@ _Tensor: Any = torch.Tensor
 _get_data, _set_data = _Base.data.__get__, _Base.data.__set__
 _get_grad, _set_grad = _Base.grad.__get__, _Base.grad.__set__
 _get_requires_grad = _Base.requires_grad.__get__
-
-
-class Access:
-    """One call's access to one released parameter; this base class gives access to a value that stands in for it.
-
-    Args:
-        value: What the called function gets in place of the parameter.
-    """
-
-    def __init__(self, value: torch.Tensor) -> None:
-        self.value = value
-
-    def needs_copy(self, results: list[torch.Tensor]) -> bool:
-        """Whether results of the call alias memory that they must not alias; if so, ``value`` has become a copy."""
-        return False
-
-    def make_room(self) -> None:
-        """Makes ``value`` a copy that needs no chunk on the device, if it can."""
-
-    def finish(self) -> None:
-        """Takes over what the call has written; called once, after it returned."""
-
-    def note_returned(self) -> None:
-        """Called if a call that does not write returned the value itself: later code may use it without torch."""
-
-    def end(self) -> None:
-        """Lets go of the value; called once, whatever happened."""
-
-
-class Live(Protocol):
-    """What answers for one parameter."""
-
-    def access(self, func: Any, *, is_graph: bool, writes: bool = False) -> Access:
-        """Begins the access of one call.
-
-        Args:
-            func: What is called.
-            is_graph: Whether autograd will record the call.
-            writes: Whether it may write to the value.
-        """
-        ...
-
-    def get_grad(self) -> torch.Tensor | None:
-        """The gradient."""
-        ...
-
-    def set_grad(self, gradient: torch.Tensor | None) -> None:
-        """Replaces the gradient, or drops it."""
-        ...
-
-    def assign(self, value: torch.Tensor) -> None:
-        """What ``parameter.data = value`` means."""
-        ...
-
-    def note_data_is_out(self) -> None:
-        """Called when ``.data`` is read while the parameter is computed with."""
-        ...
-
-    def copy_from(self, source: torch.Tensor, is_graph: bool) -> bool:
-        """Does ``parameter.copy_(source)`` if that must do more than write the parameter; returns whether it did."""
-        ...
-
-    def detached_for_state_dict(self) -> torch.Tensor:
-        """What ``_save_to_state_dict`` gets; it is replaced later."""
-        ...
-
-    def host_value(self) -> torch.Tensor:
-        """The value on the host, in the type that the model was loaded in; it may alias the chunk."""
-        ...
-
-    def copied_value(self) -> torch.Tensor:
-        """A copy of ``host_value``."""
-        ...
-
-    def view_whole(self, func: Any) -> torch.Tensor:
-        """A view of the whole parameter in the graph of autograd, made by ``func(parameter, parameter)``."""
-        ...
-
-    def value_for(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The value for a tensor that was exchanged with the parameter; ``None`` for the parameter itself."""
-        ...
 
 
 class LiveMixin:
@@ -152,12 +74,15 @@ def _live_of(parameter: Any) -> Live:
     live: Live | None = parameter.__dict__.get("_live")
     if live is None:
         return _Orphan(parameter)
+    if _len_torch_dispatch_stack() or _len_torch_function_stack():
+        live = unseen_by_modes(live)
     value = live.value_for(parameter)
     if value is None:
         return live
     orphan = _Orphan(parameter)
-    orphan.host_value()
-    set_raw_data(parameter, value)
+    with unseen():
+        orphan.host_value()
+        set_raw_data(parameter, value)
     return orphan
 
 
@@ -466,8 +391,11 @@ WITHOUT_VALUE = frozenset(
 
 
 def _is_called_by(function: Any) -> bool:
-    """Whether the Python code that has called into torch is that of a function."""
-    return sys._getframe(3).f_code is function.__code__
+    """Whether the Python code that has called into torch is that of a function; modes of users may be in between."""
+    frame: Any = sys._getframe(3)
+    while frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    return frame.f_code is function.__code__
 
 
 def detach(parameter: Any) -> torch.Tensor:
@@ -540,7 +468,7 @@ def _view_whole(func: Any) -> Callable[..., Any]:
 
     def answer(parameter: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
         if parameter is other and torch.is_grad_enabled() and requires_grad(parameter):
-            return _live_of(parameter).view_whole(func)
+            return _live_of(parameter).view_whole(with_modes_of_users(func))
         return call_with_values(func, (parameter, other, *args), kwargs)
 
     return answer

@@ -8,7 +8,9 @@ from typing import Any, Protocol
 import torch
 
 from hf_patrickstar.errors import EngineError
-from hf_patrickstar.runtime.autograd import Autograd, refuse_reentrant
+from hf_patrickstar.memory.operators import unseen
+from hf_patrickstar.runtime.access import Access
+from hf_patrickstar.runtime.autograd import Autograd, may_keep, refuse_reentrant
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.frames import Frames
 from hf_patrickstar.runtime.gradient_place import GradientPlace
@@ -16,7 +18,6 @@ from hf_patrickstar.runtime.gradients import Gradients, consumed
 from hf_patrickstar.runtime.live_parameter import (
     RAW,
     WITHOUT_VALUE,
-    Access,
     raw_data,
     raw_grad,
     requires_grad,
@@ -109,7 +110,7 @@ class LiveServices:
 
 
 class LiveTensor:
-    """Answers for one parameter; see ``live_parameter.Live``.
+    """Answers for one parameter; see ``access.Live``.
 
     Args:
         tensor: The parameter.
@@ -302,7 +303,8 @@ class ConsumedGradient(torch.Tensor):
         what, chunk = f"'{getattr(func, '__name__', func)}' was called on", found._tensor.chunk.spec.index
         found._gradients.check_unused(f"{what} the gradient of '{found._tensor.spec.name}'", chunk)
         if own is not None and func is torch.Tensor.zero_:
-            Gradients.make_zero(own._tensor)
+            with unseen():
+                Gradients.make_zero(own._tensor)
             return own
         raise EngineError(consumed(found._tensor, f"{what} it"))
 
@@ -379,6 +381,7 @@ class _GraphAccess(Access):
     def __init__(self, tensor: ManagedTensor, services: LiveServices) -> None:
         self._tensor = tensor
         self._manager = services.manager
+        may_keep(f"code that computes with parameter '{tensor.spec.name}'")
         self._manager.phases.turns.take("code that computes with a parameter")
         try:
             _HasLeftError.check(tensor)

@@ -20,6 +20,7 @@ from hf_patrickstar.memory.accelerator import (
     random_state,
     set_random_state,
 )
+from hf_patrickstar.memory.operators import quietly, unseen
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.units import format_nbytes
@@ -130,12 +131,14 @@ class Recovery:
             state.restore()
         raise AssertionError("unreachable")
 
+    @unseen()
     def _reset(self) -> None:
         self._manager.phases.unwind()
         gc.collect()
         self._manager.undo_attempt()
         self._manager.steps.abandon_step()
 
+    @unseen()
     def _make_careful(self, in_pieces: bool) -> bool:
         """Frees what can be freed; returns whether that is all, because the memory was there in pieces."""
         manager = self._manager
@@ -184,6 +187,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 class _State:
     """What a forward may change beside gradients: random number generators and buffers."""
 
+    @unseen()
     def __init__(self, device: torch.device, buffers: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._device = device
         self._python = random.getstate()
@@ -192,7 +196,7 @@ class _State:
         self._of_device = random_state(device)
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers()]
 
-    @torch.no_grad()
+    @quietly
     def restore(self) -> None:
         random.setstate(self._python)
         numpy.random.set_state(self._numpy)

@@ -2,17 +2,19 @@
 
 import collections
 import contextlib
+import copy
 import functools
 
 import pytest
 import torch
 from models import make_batch, make_model
+from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar import EngineError, PatrickStarEngine
 
 CONFIG = {"chunk_numel": 2048, "chunk_budget": 90_000}
 
@@ -37,6 +39,14 @@ class Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class Doubled(TorchDispatchMode):
+    """Changes what copies write: where the engine's own copies are seen, values become others."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result.mul_(2) if func is torch.ops.aten.copy_.default else result
+
+
 def made(is_chunked, change=None, around=contextlib.nullcontext):
     model = make_model("gpt2").train()
     if change is not None:
@@ -49,7 +59,7 @@ def made(is_chunked, change=None, around=contextlib.nullcontext):
     return model, engine.optimizer, engine
 
 
-def train(is_chunked, *, change=None, make=None, forward=None, backward=None, update=None, step=None):
+def train(is_chunked, *, change=None, make=None, forward=None, penalty=None, backward=None, update=None, step=None):
     """Three steps, with contexts around their parts; returns losses, norms and weights, and what the contexts were."""
     model, optimizer, engine = made(is_chunked, change, make or contextlib.nullcontext)
     found, modes = [], []
@@ -64,6 +74,9 @@ def train(is_chunked, *, change=None, make=None, forward=None, backward=None, up
         with enter(step):
             with enter(forward):
                 loss = model(**batch, use_cache=False).loss
+            if penalty is not None:
+                with enter(penalty):
+                    loss = loss + 1e-3 * sum(parameter.square().sum() for parameter in model.parameters())
             with enter(backward):
                 loss.backward()
             with enter(update):
@@ -265,3 +278,208 @@ def test_hooks_that_are_methods_of_torch():
         return call
 
     assert_same(change=put_on)
+
+
+def read_weights_of_others(model, name="attn.c_attn.weight"):
+    """Each block reads a weight of the one before it, which may have left the device."""
+    blocks = model.transformer.h
+    for number, block in enumerate(blocks):
+
+        def after(module, args, output, other=blocks[number - 1]):
+            return output + other.get_parameter(name).abs().mean()
+
+        block.mlp.register_forward_hook(after)
+
+
+@pytest.mark.parametrize("part", ["forward", "backward"])
+@pytest.mark.parametrize("mode", [Operators, Functions, Doubled])
+def test_a_forward_that_reads_parameters_of_other_modules(mode, part):
+    plain, chunked = assert_same(change=read_weights_of_others, **{part: mode})
+    assert seen_in(chunked) == seen_in(plain)
+
+
+def test_selective_activation_checkpointing_of_blocks_that_read_parameters_of_others():
+    def change(model):
+        read_weights_of_others(model, "mlp.c_proj.weight")
+        checkpoint_selectively(model)
+
+    assert_same(change=change)
+
+
+@pytest.mark.parametrize("mode", [Operators, Functions, Doubled])
+def test_a_penalty_on_parameters(mode):
+    plain, chunked = assert_same(penalty=mode)
+    assert seen_in(chunked) == seen_in(plain)
+
+
+def states_of(optimizer):
+    return [state["exp_avg"].norm() for state in optimizer.state.values()]
+
+
+@torch.no_grad()
+def scale(model):
+    for parameter in model.parameters():
+        parameter.mul_(0.9)
+        parameter.copy_(parameter * 2)
+        parameter[0] = 1.0
+        parameter.data = parameter.data + 1
+
+
+CALLS = {
+    "norms": lambda model, optimizer: [parameter.norm() for parameter in model.parameters()],
+    "norms without a graph": lambda model, optimizer: [parameter.detach().norm() for parameter in model.parameters()],
+    "an item": lambda model, optimizer: model.transformer.ln_f.weight[0].item(),
+    "a row": lambda model, optimizer: model.lm_head.weight.data[0].clone(),
+    "a vector": lambda model, optimizer: torch.nn.utils.parameters_to_vector(model.parameters()),
+    "numpy": lambda model, optimizer: [torch.tensor(p.detach().numpy()) for p in model.parameters()],
+    "writes": lambda model, optimizer: scale(model),
+    "a view": lambda model, optimizer: [p.view_as(p).grad_fn.next_functions[0][0] and None for p in model.parameters()],
+    "gradients": lambda model, optimizer: [parameter.grad.norm() for parameter in model.parameters()],
+    "writes to gradients": lambda model, optimizer: [parameter.grad.mul_(0.5) for parameter in model.parameters()],
+    "new gradients": lambda model, optimizer: [setattr(p, "grad", p.grad * 2) for p in model.parameters()],
+    "state dictionary": lambda model, optimizer: list(model.state_dict().values()),
+    "loading": lambda model, optimizer: (
+        model.load_state_dict({k: v * 2 for k, v in model.state_dict().items()}) and None
+    ),
+    "copy": lambda model, optimizer: list(copy.deepcopy(model).parameters()),
+    "move": lambda model, optimizer: model.to(torch.float32) and None,
+    "clipping": lambda model, optimizer: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+    "states": lambda model, optimizer: states_of(optimizer),
+    "states of optimizer": lambda model, optimizer: optimizer.state_dict()["state"][0]["exp_avg"].clone(),
+    "copy of the optimizer": lambda model, optimizer: states_of(copy.deepcopy(optimizer)),
+}
+
+
+def call_between(is_chunked, call, around):
+    model, optimizer, engine = made(is_chunked)
+    for number in range(3):
+        model(**make_batch("gpt2", 2, seed=number), use_cache=False).loss.backward()
+        if number < 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    with around() as mode:
+        found = call(model, optimizer)
+    found = [found] if isinstance(found, torch.Tensor) or not isinstance(found, list) else found
+    found = [value.detach().clone() if isinstance(value, torch.Tensor) else value for value in found]
+    optimizer.step()
+    if engine is not None:
+        assert engine.stats()["chunk_loads"] > 10, "chunks move"
+        engine.detach()
+    return found + list(model.state_dict().values()), [mode]
+
+
+@pytest.mark.parametrize("mode", [Operators, Functions, Doubled])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_between_backward_and_step(name, mode):
+    (expected, plain), (found, chunked) = [call_between(is_chunked, CALLS[name], mode) for is_chunked in (False, True)]
+    for own, value in zip(found, expected, strict=True):
+        assert torch.equal(own, value) if isinstance(value, torch.Tensor) else own == value
+    seen, expected = (collections.Counter(seen_in(modes)) for modes in (chunked, plain))
+    assert not seen - expected
+    if name not in ("copy", "copy of the optimizer", "move"):  # the engine makes the copy, and nothing is moved
+        assert seen == expected
+
+
+def test_full_parameters_and_detaching_under_a_mode():
+    found = []
+    for is_chunked in (False, True):
+        model, optimizer, engine = made(is_chunked)
+        for _ in range(2):
+            model(**make_batch("gpt2", 2), use_cache=False).loss.backward()
+            with Doubled(), torch.no_grad(), Operators() as mode:
+                with contextlib.nullcontext() if engine is None else engine.full_parameters(with_grads=True):
+                    for parameter in model.parameters():
+                        parameter.mul_(0.5)
+                        parameter.grad.mul_(0.5)
+                optimizer.step()
+        if engine is not None:
+            with Doubled(), Operators() as later:
+                engine.detach()
+            assert {name for name in mode.seen if "profiler" not in name} == {"aten.mul_.Tensor"}
+            assert not later.seen
+        found.append(model.state_dict())
+    for name, value in found[0].items():
+        assert torch.equal(found[1][name], value), name
+
+
+@pytest.mark.parametrize("mode", [Operators, Functions, lambda: torch.device("cpu")])
+def test_a_parameter_that_is_made_of_another_one_under_a_mode(mode):
+    model, _, engine = made(True)
+    with mode():
+        found = [torch.nn.Parameter(parameter) for parameter in model.parameters()]
+    engine.detach()
+    assert all(map(torch.equal, found, model.parameters()))
+
+
+def test_a_new_module_under_a_mode():
+    found = []
+    for is_chunked in (False, True):
+        model, optimizer, engine = made(is_chunked)
+        torch.manual_seed(0)
+        model.more = torch.nn.Linear(64, 64)
+        optimizer.add_param_group({"params": list(model.more.parameters())})
+        if engine is not None:
+            with Doubled(), Functions() as functions, Operators() as operators:
+                assert engine.follow_model()
+            assert not operators.seen
+            assert not set(functions.seen) - {"_set_grad_enabled", "__get__"}
+            assert len(engine.manager.tensors) == len(list(model.parameters()))
+        loss = model(**make_batch("gpt2", 2), use_cache=False).loss + model.more(torch.ones(64)).sum()
+        loss.backward()
+        optimizer.step()
+        if engine is not None:
+            engine.detach()
+        found.append(model.state_dict())
+    for name, value in found[0].items():
+        assert torch.equal(found[1][name], value), name
+
+
+def test_saving_under_a_mode(tmp_path):
+    model, _, engine = made(True)
+    with Operators() as mode:
+        model.save_pretrained(tmp_path)
+    assert not any("copy" in name or "view.dtype" in name or "strided" in name for name in mode.seen)
+    engine.detach()
+    state = model.state_dict()
+    for name, value in load_file(tmp_path / "model.safetensors").items():
+        assert torch.equal(state[name], value), name
+
+
+def without_hooks():
+    return torch.autograd.graph.disable_saved_tensors_hooks("not here")
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_forward_where_hooks_are_disabled_says_so(is_training):
+    model, _, engine = made(True)
+    model.train(is_training)
+    batch = make_batch("gpt2", 2)
+    with without_hooks(), pytest.raises(EngineError, match=r"disable_saved_tensors_hooks.*'not here'.*no_grad"):
+        model(**batch, use_cache=False)
+    with without_hooks(), pytest.raises(EngineError, match=r"disable_saved_tensors_hooks.*'not here'"):
+        model.lm_head.weight.square()
+    model(**batch, use_cache=False).loss.backward()
+    engine.detach()
+
+
+def test_a_forward_without_a_graph_where_hooks_are_disabled():
+    found = []
+    for is_chunked in (False, True):
+        model, _, engine = made(is_chunked)
+        with torch.no_grad(), without_hooks():
+            found.append((model(**make_batch("gpt2", 2), use_cache=False).logits, model.lm_head.weight.norm()))
+        if engine is not None:
+            engine.detach()
+    for own, value in zip(*found, strict=True):
+        assert torch.equal(own, value)
+
+
+def test_a_graph_inside_of_a_forward_without_one_where_hooks_are_disabled():
+    def change(model):
+        block = model.transformer.h[1]
+        block.forward = torch.enable_grad()(block.forward)
+
+    model, _, engine = made(True, change)
+    with torch.no_grad(), without_hooks(), pytest.raises(EngineError, match=r"disable_saved_tensors_hooks"):
+        model(**make_batch("gpt2", 2), use_cache=False)
+    engine.detach()

@@ -12,9 +12,9 @@ from unit.runtime.parts import Fake
 
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.layout.specs import TensorSpec
+from hf_patrickstar.runtime.access import Access
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.live_parameter import (
-    Access,
     AcquiredMixin,
     LiveMixin,
     ReleasedMixin,

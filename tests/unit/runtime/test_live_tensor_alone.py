@@ -9,9 +9,10 @@ from unit.runtime.data_parts import InBackward
 from unit.runtime.parts import Fake, Parts, narrow
 
 from hf_patrickstar.errors import EngineError
+from hf_patrickstar.runtime.access import Access
 from hf_patrickstar.runtime.frames import Frame, Frames, Lookup
 from hf_patrickstar.runtime.gradient_place import GradientPlace
-from hf_patrickstar.runtime.live_parameter import Access, raw_data, raw_grad, set_raw_grad, storage_key
+from hf_patrickstar.runtime.live_parameter import raw_data, raw_grad, set_raw_grad, storage_key
 from hf_patrickstar.runtime.live_tensor import ConsumedGradient, LiveServices, LiveTensor
 from hf_patrickstar.states import Stage
 
