@@ -33,7 +33,7 @@ from hf_patrickstar.runtime.compiled import (
 )
 from hf_patrickstar.runtime.frames import Frame, current_stage
 from hf_patrickstar.runtime.live_model import LiveModel
-from hf_patrickstar.runtime.live_parameter import RAW, requires_grad, take_raw_grad
+from hf_patrickstar.runtime.live_parameter import RAW, LiveMixin, raw_data, requires_grad, take_raw_grad
 from hf_patrickstar.runtime.live_tensor import LiveServices, LiveTensor, LiveWeights
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.together import roots_of
@@ -258,6 +258,8 @@ class ModelHooks:
             frame = stack.pop()
             if stack and frame.saved_tensors is not None:
                 frame.leave_contexts()
+            if frame.replaced and frame.stage is Stage.BACKWARD:
+                self._take_over_written(frame)
             phases.after_module(frame)
             for lookup in frame.lookups.values():
                 counts = frame.stage is Stage.FORWARD and isinstance(output, torch.Tensor)
@@ -322,6 +324,13 @@ class ModelHooks:
                     aliases[tensor] = stand_in(tensor.parameter, value, cls)
                 places[key] = aliases[tensor]
                 frame.replaced.append((places, key, tensor.parameter))
+
+    def _take_over_written(self, frame: Frame) -> None:
+        """Takes over what a module has written to aliases of its parameters."""
+        for places, key, parameter in frame.replaced:
+            alias, tensor = places.get(key), self._parameters.find(parameter)
+            if isinstance(alias, LiveMixin) and tensor is not None and alias._version:  # type: ignore[attr-defined]
+                self._manager.writes.apply(tensor, raw_data(alias), voids_graphs=False)  # type: ignore[arg-type]
 
     def _places_of(self, module: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, ManagedTensor]]:
         """Where what a module computes with is held: a dictionary, the name in it, and the parameter."""

@@ -255,6 +255,33 @@ def test_compiled_functions_in_a_recomputation_find_frozen_parameters(is_method)
     assert_same(*pair)
 
 
+def test_what_a_recomputation_writes_to_frozen_parameters_counts():
+    class Writing(Block):
+        def __init__(self):
+            super().__init__()
+            self.own = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+        def forward(self, x):
+            if self.training:
+                with torch.no_grad():
+                    self.own.mul_(0.9)
+            return super().forward(x * self.own.clone())
+
+    loss = torch.compile(lambda model, words: model(words) * 1.0, backend="eager")
+
+    def make():
+        model = Model(Writing)
+        checkpointed(model)
+        return model
+
+    loss(make(), torch.arange(8).view(2, 4))  # dynamo has compiled something
+    pair = [Training(False, make), Training(True, make)]
+    for training in pair:
+        training.step()
+        training.step()
+    assert_same(*pair)
+
+
 @pytest.mark.parametrize("calls", [True, False])
 def test_fullgraph_names_what_to_compile(calls):
     """A function that calls a module, or reads the parameter of one, is no graph; a compiled module is one."""
