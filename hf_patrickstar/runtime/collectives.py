@@ -1,7 +1,6 @@
 """Data and messages between the processes that train one model together; only this module uses torch.distributed."""
 
 import contextlib
-import pickle
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from hf_patrickstar.runtime.averages import average, without_repeats
 from hf_patrickstar.runtime.complaints import complain
 from hf_patrickstar.runtime.departure import leave_at_exit
 from hf_patrickstar.runtime.liveness import Liveness, Member, describe_self, own_client
+from hf_patrickstar.runtime.messages import swap_messages
 from hf_patrickstar.runtime.tickets import DeviceTicket, GlooTicket, Users
 from hf_patrickstar.runtime.vigil import Patience, Vigil
 from hf_patrickstar.units import ALIGNMENT_NUMEL, KIB, MIB
@@ -155,7 +155,7 @@ class Collectives:
     def _introduce(self, patience: Patience) -> None:
         """Tells the other ranks which process this is, and makes what finds missing ranks later."""
         cores = usable_cores()
-        told = self._exchange_objects((tuple(describe_self()), uuid.uuid4().hex, cores), "connects")
+        told = self._swap((tuple(describe_self()), uuid.uuid4().hex, cores), "connects", "connects")
         members = [Member(*member) for member, _, _ in told]
         are_local = [member.host == members[self.rank].host for member in members]
         self.local_world_size = sum(are_local)
@@ -336,60 +336,59 @@ class Collectives:
         for work in sends:
             work.wait()
 
-    def exchange(self, message: Sequence[int], what: str, *, is_patient: bool = True) -> list[list[int]]:
+    def exchange(
+        self, message: Sequence[int], what: str, *, subject: str | None = None, is_patient: bool = True
+    ) -> list[list[int]]:
         """Sends integers to all ranks, and waits for theirs.
 
         Args:
-            message: The integers; every rank sends equally many.
+            message: The integers.
             what: What this rank is about to do, as a verb phrase, for warnings and errors.
+            subject: What the message is about, the same on all ranks; by default ``what``.
             is_patient: Whether to wait until the timeout of the process group; else this rank gives up earlier.
 
         Returns:
             The messages by rank.
+
+        Raises:
+            CollectiveError: If the messages of other ranks are about something else.
         """
         if self.world_size == 1:
             return [list(message)]
-        own = list(message)
-        rows = torch.tensor([own] * self.world_size, dtype=torch.int64, device="cpu")
-        with self._naming(what):
-            self._emit(MessageExchanged())
-            if own:
-                self._swap(rows, what, is_patient)
-        return rows.tolist()
+        self._emit(MessageExchanged())
+        return self._swap(list(message), subject or what, what, is_patient)
 
     def exchange_objects(self, value: Any, what: str) -> list[Any]:
         """Sends an object to all ranks, and waits for theirs until the timeout of the process group.
 
         Args:
             value: The object; pickle must accept it.
-            what: What this rank is about to do, as a verb phrase, for warnings and errors.
+            what: What this rank is about to do, as a verb phrase; the same on all ranks.
 
         Returns:
             The values by rank.
+
+        Raises:
+            CollectiveError: If the messages of other ranks are about something else.
         """
         if self.world_size == 1:
             return [value]
         self._emit(MessageExchanged())
-        return self._exchange_objects(value, what)
+        return self._swap(value, what, what)
 
-    def _exchange_objects(self, value: Any, what: str) -> list[Any]:
-        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = torch.tensor([[own.numel()]] * self.world_size, device="cpu")
+    def _swap(self, value: Any, subject: str, what: str, is_patient: bool = True) -> list[Any]:
+        """Sends a value to all ranks, and waits for theirs."""
+
+        def gather(rows: list[torch.Tensor], own: torch.Tensor) -> None:
+            # Direct sends to each rank would be twice as fast on idle cores, and many times slower on busy ones.
+            work = dist.all_gather(rows, own, group=self.control, async_op=True)
+            if self._vigil is None:
+                work.wait()
+            else:
+                self._vigil.wait(work, what, is_message=True, is_patient=is_patient)
+
         with self._naming(what):
-            self._swap(sizes, what, is_patient=True)
-            rows = torch.zeros((self.world_size, int(sizes.max())), dtype=torch.uint8, device="cpu")
-            rows[self.rank, : own.numel()] = own
-            self._swap(rows, what, is_patient=True)
-        return [pickle.loads(row[:size].numpy()) for row, size in zip(rows, sizes, strict=True)]
-
-    def _swap(self, rows: torch.Tensor, what: str, is_patient: bool) -> None:
-        """Fills the rows of the other ranks, and waits until they have arrived."""
-        # Direct sends to each rank would be twice as fast on idle cores, and many times slower on busy ones.
-        work = dist.all_gather(list(rows.unbind()), rows[self.rank].clone(), group=self.control, async_op=True)
-        if self._vigil is None:
-            work.wait()
-        else:
-            self._vigil.wait(work, what, is_message=True, is_patient=is_patient)
+            return swap_messages(value, subject, what, self.world_size, gather)
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
         """Overwrites a tensor with that of one rank, and waits until it has arrived.

@@ -16,8 +16,8 @@ A collective in which not every process takes part never ends, and data may lead
 
 An order only says what comes next; the caller executes it.
 
-All messages have the same length. So processes that do different things find out, and raise an error that says what
-each one does, instead of waiting.
+Messages on different subjects may meet, also with those of other parts of the package (see ``runtime/messages.py``). So
+processes that do different things find out, and raise an error that says what each one does, instead of waiting.
 
 A process that waits for a message gives up (see [Note: who gives up]) only where it does not know yet whether the
 others come at all:
@@ -29,7 +29,7 @@ others come at all:
 | `GATHER`, `REDUCE`, `CHECK`, `END` of a step: all have begun it | no |
 | `READ`, `LEAVE`, `FOLLOW` while the model is saved, `MEET`: all have entered, and a disk may be slow | no |
 
-Where it says no, a process still gives up if all others wait as well, one of them in a collective of the user's.
+Where it says no, a process still gives up if all others wait as well, and not all of them for the same.
 """
 
 import dataclasses
@@ -40,13 +40,17 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from hf_patrickstar.errors import CollectiveError
 from hf_patrickstar.runtime.collectives import Collectives
+from hf_patrickstar.runtime.messages import DOES, disagreement
 from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace, common_trace
 
 _MOST_SHAPE_NUMBERS = 96
+_LEAST_NUMBERS = 6
+"""The numbers of a message on reading: the subject and the payload."""
 _BITS = 62
 _NO_LIMIT = 1 << _BITS
+_ABOUT = "what comes next"
+"""The subject of all messages of an order for ``Collectives``; these are about a ``Subject`` each."""
 DTYPES = tuple(sorted({found for found in vars(torch).values() if isinstance(found, torch.dtype)}, key=str))
 """The types of torch; messages name a type by its place here."""
 
@@ -223,9 +227,9 @@ class _EndMessage:
         return cls(ending.phase, checksum, int(ending.is_diverged), int(ending.is_recorded), tuple(words))
 
     @classmethod
-    def from_words(cls, words: Sequence[int], num_words: int) -> "_EndMessage":
+    def from_words(cls, words: Sequence[int]) -> "_EndMessage":
         phase, checksum, is_diverged, is_recorded, *bits = words
-        return cls(phase, checksum, is_diverged, is_recorded, tuple(bits[:num_words]))
+        return cls(phase, checksum, is_diverged, is_recorded, tuple(bits))
 
     def to_words(self) -> list[int]:
         return [self.phase, self.checksum, self.is_diverged, self.is_recorded, *self.bits]
@@ -415,9 +419,8 @@ class AgreedOrder:
         self.note_tensors(num_tensors)
 
     def note_tensors(self, num_tensors: int) -> None:
-        """Notes the number of parameters: messages have room for a bit of each."""
+        """Notes the number of parameters: messages have a bit of each."""
         self._num_words = -(-num_tensors // _BITS)
-        self._length = 12 + max(_MOST_SHAPE_NUMBERS + 1, self._num_words)
 
     def begin(self, kind: str, shapes: Shapes, traces: int, room: Room, version: int) -> Beginning:
         """See ``Order``."""
@@ -469,7 +472,7 @@ class AgreedOrder:
         messages = self._exchange(Subject.END, own.to_words(), what, _ASKING)
         if any(subject != Subject.END for subject, *_ in messages):
             return Ended(self._wanted(messages))
-        found = [_EndMessage.from_words(words, self._num_words) for _, *words in messages]
+        found = [_EndMessage.from_words(words) for _, *words in messages]
         if not _are_same((message.phase, message.checksum) for message in found):
             self._mismatch(f"{what}, with collectives of checksum {self._checksum:08x} so far")
         is_diverged = any(message.is_diverged for message in found)
@@ -496,9 +499,9 @@ class AgreedOrder:
     def _readers(self, messages: list[list[int]], what: str) -> tuple[list[int], list[int]]:
         """The message of the ranks that do not follow, which must be the same on all of them, and these ranks."""
         readers = [rank for rank, row in enumerate(messages) if row[0] != Subject.FOLLOW]
-        if len({tuple(messages[rank][:6]) for rank in readers}) != 1:
+        if len({tuple(messages[rank]) for rank in readers}) != 1:
             self._mismatch(what)
-        return messages[readers[0]][:6], readers
+        return messages[readers[0]], readers
 
     def _payloads(
         self, subject: Subject, payload: Sequence[int], what: str, *, is_patient: bool = True
@@ -518,10 +521,10 @@ class AgreedOrder:
     ) -> list[list[int]]:
         """Sends a message and gets those of all ranks: the subject, then the payload."""
         message = [int(subject), *map(int, payload)]
-        message += [0] * (self._length - len(message))
+        message += [0] * (_LEAST_NUMBERS - len(message))
         if is_patient is None:
             is_patient = subject not in _ALONE
-        messages = self._collectives.exchange(message, what, is_patient=is_patient)
+        messages = self._collectives.exchange(message, what, subject=_ABOUT, is_patient=is_patient)
         if not {found[0] for found in messages} <= allowed:
             self._mismatch(what)
         return messages
@@ -538,12 +541,7 @@ class AgreedOrder:
         self._checksum = zlib.crc32(b"%d %d" % collective, self._checksum)
 
     def _mismatch(self, what: str) -> None:
-        doings = self._collectives.exchange_objects(what, "says what it does")
-        listing = "; ".join(f"rank {rank} {doing}" for rank, doing in enumerate(doings))
-        raise CollectiveError(
-            f"the processes do not do the same: {listing}. Forward, backward, the optimizer's step, evaluation, saving "
-            "and reading of parameters must be called by all of them, in the same order and equally often"
-        )
+        raise disagreement(self._collectives.exchange_objects(what, DOES))
 
 
 def _are_same(values: Iterable[object]) -> bool:

@@ -18,13 +18,16 @@ which may be those of the default group: collectives under way there would never
 ``Order`` decides which waits may end like this. A short wait does none of it.
 
 A rank that waits for others which may be slow gives up after ``process_wait_s`` only if it knows that waiting is in
-vain: every other rank waits too, and at least one of them in a collective that the user's code called there but not on
-this rank, such as ``dist.all_gather`` in a branch that only some ranks take. A rank that is inside of such a call
-cannot say so itself. So each rank has a thread that looks where the rank is (``Vigil.look``). If the rank is inside of
-the same collective at two looks, the thread writes into the store which one it is and for how long, again at each look.
+vain: every other rank waits too, for as long, and not all of them for the same message or the same data. All write
+again and again for how long they have waited, so that a wait which has ended does not count.
+
+One may also wait in a collective that the user's code called there but not on this rank, such as ``dist.all_gather`` in
+a branch that only some ranks take. A rank that is inside of such a call cannot say so itself. So each rank has a thread
+that looks where the rank is (``Vigil.look``). If the rank is inside of the same collective at two looks, the thread
+writes into the store which one it is and for how long, again at each look.
 A rank that computes writes nothing, and is waited for. So is one that waits for a collective with ``async_op`` in
-``work.wait()``, which leaves no trace in Python. The thread also reads whether another rank gave up: then it logs the
-reason, and closes the connections of the rank, which ends a collective of the default group.
+``work.wait()``, or for a store: that leaves no trace in Python. The thread also reads whether another rank gave up:
+then it logs the reason, and closes the connections of the rank, which ends a collective of the default group.
 
 The thread gives up too, for waits of the rank that torch cannot interrupt (``Vigil.watched``).
 """
@@ -86,15 +89,16 @@ class _Wait(NamedTuple):
     """What a rank waits for.
 
     Attributes:
-        number: The number of the message, the same on all ranks; 0 for data. In a collective that the user called, the
-            milliseconds that the rank has been inside of it, as a negative number.
+        number: The number of the message, the same on all ranks; 0 for data, -1 in a collective that the user called.
         what: What the rank is about to do, as a verb phrase.
         caller: The line of the user's code.
+        waited_ms: For how long the rank has waited.
     """
 
     number: int
     what: str
     caller: str
+    waited_ms: int = 0
 
     @property
     def is_data(self) -> bool:
@@ -103,6 +107,11 @@ class _Wait(NamedTuple):
     @property
     def is_of_user(self) -> bool:
         return self.number < 0
+
+    @property
+    def subject(self) -> int | str:
+        """What is the same on ranks that wait for the same."""
+        return self.number if self.number > 0 else self.what
 
     def __str__(self) -> str:
         return f"{self.what} (called at {self.caller})" if self.caller else self.what
@@ -121,30 +130,36 @@ class _Stay:
         warn_s: Seconds until it warns.
 
     Attributes:
-        is_in_vain: Whether all other ranks wait, and some of them inside of a collective that the user called.
+        is_in_vain: Whether all other ranks wait too, and not all for the same.
+        is_of_user: Whether one of them is inside of a collective that the user called.
     """
 
     def __init__(self, wait: _Wait, limit_s: float, warn_s: float) -> None:
         self.wait = wait
         self.limit_s = limit_s
         self.warn_s = warn_s
-        self.is_in_vain = False
-        self._before: dict[int, int] = {}
+        self.is_in_vain = self.is_of_user = False
+        self._before: _Waits = {}
 
     def note(self, waits: _Waits | None, least_s: float) -> None:
         """Notes what the others wait for, and finds out whether this rank waits in vain.
 
         Args:
             waits: What the others wait for, if that is known.
-            least_s: Seconds that each must have been inside of its collective. It must also have said so again since
-                the last call: what it wrote before may be old.
+            least_s: Seconds that each must have waited. It must also have said so again since the last call: what it
+                wrote before may be old.
         """
-        known = list((waits or {}).values())
-        inside = {rank: wait.number for rank, wait in (waits or {}).items() if wait is not None and wait.is_of_user}
-        before, self._before = self._before, inside
-        self.is_in_vain = bool(inside) and None not in known
-        for rank, number in inside.items():
-            self.is_in_vain &= number <= -1000 * least_s and rank in before and number < before[rank]
+        before, self._before = self._before, waits or {}
+        known = [wait for wait in self._before.values() if wait is not None]
+        self.is_of_user = any(wait.is_of_user for wait in known)
+        self.is_in_vain = len({wait.subject for wait in (self.wait, *known)}) > 1
+        for rank, wait in self._before.items():
+            self.is_in_vain &= wait is not None and _goes_on(before.get(rank), wait, 1000 * least_s)
+
+
+def _goes_on(before: _Wait | None, wait: _Wait, least_ms: float) -> bool:
+    """Whether a wait is the one that was known before, and has gone on since."""
+    return before is not None and before[:3] == wait[:3] and before.waited_ms < wait.waited_ms >= least_ms
 
 
 class _Watched:
@@ -252,7 +267,7 @@ class Vigil:
             self._place, self._place_begin = place, now
         elif place is not None:
             inside_ms = math.ceil(1000 * (now - self._place_begin))
-            self._put(self._place_key(self._rank), json.dumps(_Wait(-inside_ms, *place)))
+            self._put(self._place_key(self._rank), json.dumps(_Wait(-1, *place, inside_ms)))
             if not self._is_told and self.ask():
                 self._is_told = True
                 logger.error("patrickstar: rank %d %s meanwhile: %s", self._rank, _Wait(-1, *place), self.verdict)
@@ -322,6 +337,7 @@ class Vigil:
         """Raises an error if a rank gave up, or this one gives up now; warns if it is time to."""
         if self.ask():
             raise CollectiveError(f"{stay.wait.what}: {self.verdict}")
+        self._put(self._key(self._rank), json.dumps(stay.wait._replace(waited_ms=math.ceil(1000 * waited_s))))
         waits = self._try(self._read_waits, None)
         if stay.limit_s == math.inf:
             stay.note(waits, self._patience.limit_s / 2)
@@ -354,11 +370,14 @@ class Vigil:
     def _give_up(self, stay: _Stay, waits: _Waits | None, waited_s: float) -> str:
         """Writes the reason into the store, before other ranks see that the connections are closed."""
         if stay.is_in_vain:
-            remedy = (
-                "Each waits for the other. A collective in a step, such as dist.all_gather, must be called by all "
-                "processes: move it out of the branch that only some of them take; where the others were only busy, "
-                "raise process_wait_s. "
+            reason = (
+                "A collective in a step, such as dist.all_gather, must be called by all processes: move it out of the "
+                "branch that only some of them take"
+                if stay.is_of_user
+                else "Forward, backward and the optimizer's step must be called by all processes, in the same order "
+                "and equally often; debug_collectives=true finds the first call that is not"
             )
+            remedy = f"Each waits for the other. {reason}; where the others were only busy, raise process_wait_s. "
         else:
             remedy = (
                 "This must be called by all processes together (Trainer.save_model and engine.full_parameters too); "

@@ -75,7 +75,9 @@ class VirtualCollectives(Collectives):
         self._driver = driver
         self._is_gloo = not driver.machine.has_accelerator
 
-    def exchange(self, message: Sequence[int], what: str, *, is_patient: bool = True) -> list[list[int]]:
+    def exchange(
+        self, message: Sequence[int], what: str, *, subject: str | None = None, is_patient: bool = True
+    ) -> list[list[int]]:
         """See ``Collectives``."""
         self._exchange()
         return [list(message) for _ in range(self.world_size)]

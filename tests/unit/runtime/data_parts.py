@@ -68,7 +68,7 @@ class ThreadCollectives:
         self.rank, self.world_size = rank, self.place.world_size
         self.whats, self.sent_numels = [], []
 
-    def exchange(self, message, what, *, is_patient=True):
+    def exchange(self, message, what, *, subject=None, is_patient=True):
         self.whats.append(what)
         return [list(row) for row in self.place.swap(self.rank, list(message))]
 

@@ -349,6 +349,77 @@ def test_an_interrupt_hangs_up_too():
     assert rank.store.keys == {"0 waits": ""}
 
 
+# Waiting in vain
+
+
+class Repeating(Store):
+    """Others say again and again that they wait; each goes on by so many milliseconds from look to look."""
+
+    def __init__(self, waits, steps):
+        super().__init__()
+        self.steps = {f"{rank} waits": step for rank, step in enumerate(steps, 1)}
+        for rank, wait in enumerate(waits, 1):
+            self.keys[f"{rank} waits"] = "" if wait is None else json.dumps([*wait, CALLER, 0])
+        self.num_looks = 0
+
+    def get(self, key):
+        if self.steps.get(key) and self.keys[key]:
+            *wait, waited_ms = json.loads(self.keys[key])
+            self.keys[key] = json.dumps([*wait, waited_ms + self.steps[key]])
+        self.num_looks += key == "2 waits"
+        return super().get(key)
+
+
+SAME, NEXT, DATA, OTHER_DATA = (1, "reads"), (2, "ends"), (0, "gathers group 3"), (0, "gathers group 4")
+
+
+@pytest.mark.parametrize(
+    ("own", "others"),
+    [
+        (SAME, (SAME, DATA)),
+        (SAME, (DATA, DATA)),
+        (SAME, (NEXT, NEXT)),
+        (DATA, (DATA, SAME)),
+        (DATA, (DATA, OTHER_DATA)),
+    ],
+)
+def test_all_wait_for_different_things(own, others):
+    rank = Rank(Repeating(others, (60, 70)), patience=BRIEF)
+    work = until(lambda: rank.store.num_looks > 40, RuntimeError("it did not give up"))
+    with pytest.raises(CollectiveError) as caught:
+        rank.vigil.wait(work, own[1], is_message=own is SAME)
+    text = str(caught.value)
+    assert text.startswith(f"rank 0 gave up after 0.25 s: it {own[1]} (called at {CALLER}), and ")
+    assert f"rank 2 {others[1][1]} (called at {CALLER}) meanwhile. Each waits for the other. Forward, backward" in text
+    assert rank.store.keys["gave up"] == text
+    assert rank.hung_up[0] is True, "what is under way on the connections for data never ends"
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "steps"),
+    [
+        (SAME, (SAME, SAME), (60, 60)),
+        (DATA, (DATA, DATA), (60, 60)),
+        (SAME, (DATA, None), (60, 60)),
+        (SAME, (DATA, DATA), (60, 0)),
+        (SAME, (DATA, DATA), (60, 1)),
+    ],
+    ids=["one message", "the same data", "one computes", "one has not said it again", "one began just now"],
+)
+def test_what_may_only_be_slow_is_waited_for(own, others, steps):
+    rank = Rank(Repeating(others, steps), patience=BRIEF)
+    rank.vigil.wait(until(lambda: rank.store.num_looks > 9), own[1], is_message=own is SAME)
+    assert (rank.vigil.verdict, rank.hung_up) == ("", [])
+
+
+def test_a_rank_says_again_that_it_waits():
+    rank, said = Rank(Repeating((SAME, SAME), (60, 60))), []
+    rank.store.set = lambda key, value: value and said.append(json.loads(value))
+    rank.say("reads", work=until(lambda: rank.store.num_looks > 4))
+    assert [wait[:3] for wait in said[:4]] == [[1, "reads", CALLER]] * 4
+    assert said[0][3] < said[1][3] < said[2][3] < said[3][3]
+
+
 # Looks at other threads
 
 

@@ -1,0 +1,107 @@
+"""One process does something more than the others, in the middle of training; all end with an error by name."""
+
+import collections
+
+import pytest
+import torch.distributed as dist
+from models import make_batch, make_model
+from processes import Workers
+from together import hf_loss, make_optimizer
+
+from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar.errors import CollectiveError
+
+pytestmark = pytest.mark.xdist_group("distributed")
+
+LIMIT_S = 1.5
+
+
+def read_gradients(engine, folder):
+    return [parameter.grad for parameter in engine.model.parameters()]
+
+
+def read_values(engine, folder):
+    return engine.model.state_dict()
+
+
+def find_the_norm(engine, folder):
+    return engine.optimizer.clip_grad_norm_(engine.model.parameters(), 1.0)
+
+
+def save(engine, folder):
+    engine.save_checkpoint(folder)
+
+
+def go_forward(engine, folder):
+    return engine.model(**make_batch("gpt2", 2, 1, 8))
+
+
+def freeze_and_go_forward(engine, folder):
+    next(engine.model.parameters()).requires_grad_(False)
+    return go_forward(engine, folder)
+
+
+DOINGS = {
+    read_gradients: "reads the gradient of parameter 'transformer.wte.weight'",
+    read_values: "reads the value of parameter 'transformer.wte.weight'",
+    find_the_norm: "computes the norm of ",
+    save: "saves a checkpoint",
+    go_forward: "begins 'training'",
+}
+
+
+def train(rank, call, moment, at, folder, checks_all):
+    """Some steps; at one moment of one of them rank 1 alone calls something."""
+    model = make_model("gpt2")
+    optimizer = make_optimizer(model)
+    dist.barrier()
+    config = {"chunk_numel": 2048, "process_wait_s": LIMIT_S, "debug_collectives": checks_all}
+    engine = PatrickStarEngine(model, config, optimizer, device="cpu", precision="bf16")
+    assert engine.collectives.world_size == dist.get_world_size() > 1
+    loss_of = hf_loss("gpt2")
+
+    def learn(step):
+        model.train()
+        engine.backward(loss_of(model, step, 0, rank))
+        if (rank, moment, step) == (1, "backward", at):
+            call(engine, folder)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        if (rank, moment, step) == (1, "end", at):
+            call(engine, folder)
+
+    with pytest.raises(CollectiveError) as caught:
+        collections.deque(map(learn, range(at + 3)), 0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("call", DOINGS)
+@pytest.mark.parametrize(
+    ("world_size", "at", "checks_all"), [(2, 0, False), (2, 0, True), (3, 0, False), (2, 2, False)]
+)
+def test_between_backward_and_step(tmp_path, call, world_size, at, checks_all):
+    """In step 0 the others agree on what was recorded, which is a long message."""
+    with Workers(world_size) as workers:
+        texts = set(workers.run(train, call, "backward", at, tmp_path, checks_all, timeout=60))
+    (text,) = texts
+    assert text.startswith("the processes do not do the same: rank 0 ")
+    assert f"rank 1 {DOINGS[call]}" in text
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("call", [go_forward, freeze_and_go_forward])
+def test_one_waits_for_data_and_the_other_for_a_message(tmp_path, call, world_size):
+    """A forward is the same for both, so that only their plans part."""
+    with Workers(world_size) as workers:
+        texts = workers.run(train, call, "end", 1, tmp_path, False, timeout=60)
+    for text in texts:
+        assert " gave up after " in text
+        assert "Each waits for the other. Forward, backward and the optimizer's step must be called by all" in text
+        assert "rank 1 has ended its forward (called at" in text or "it has ended its forward (called at" in text, text
+
+
+def test_the_debug_setting_names_the_call_at_once(tmp_path):
+    with Workers(2) as workers:
+        texts = set(workers.run(train, go_forward, "end", 1, tmp_path, True, timeout=60))
+    (text,) = texts
+    assert text.startswith("the processes do not do the same: rank 0 ")
