@@ -264,9 +264,10 @@ def set_raw_grad(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None
 
 def take_raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """``parameter.grad`` as autograd has it; it has none afterwards."""
-    gradient = raw_grad(parameter)
-    set_raw_grad(parameter, None)
-    return gradient
+    with RAW():
+        gradient: torch.Tensor | None = _get_grad(parameter)
+        _set_grad(parameter, None)
+        return gradient
 
 
 def requires_grad(parameter: Any) -> bool:
