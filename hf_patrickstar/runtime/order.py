@@ -446,7 +446,7 @@ class AgreedOrder:
 
     def agree_on_trace(self, trace: Trace) -> Trace:
         """See ``Order``."""
-        found = self._collectives.exchange_objects(trace.to_json(), f"agrees on the trace '{trace.key}'")
+        found = self._collectives.exchange_objects(trace.to_json(), f"compares what it has recorded ('{trace.key}')")
         return common_trace([Trace.from_json(text) for text in found])
 
     def check(self, collective: Collective, dtype: torch.dtype, numel: int) -> None:
