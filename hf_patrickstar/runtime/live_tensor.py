@@ -453,6 +453,7 @@ class _ValueAccess(Access):
         self._lock.acquire()
         try:
             _HasLeftError.check(tensor)
+            manager.parameters.check_usable(tensor)  # also tells plans that it is read at home
             manager.mirrors.sync_unused(but=tensor)
             manager.gradient_mirrors.sync_unused(but=tensor)
             manager.writes.take_over(tensor, keeps_unused=True)

@@ -108,6 +108,20 @@ def _caller(monkeypatch):
     monkeypatch.setattr(module, "find_caller", lambda *_: CALLER)
 
 
+_threads, _has_ended = [], threading.Event()
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    """Other tests would wait for it, and engines would keep values from it."""
+    yield
+    _has_ended.set()
+    for thread in _threads:
+        thread.join(30)
+    _threads.clear()
+    _has_ended.clear()
+
+
 @pytest.fixture
 def heard(caplog):
     """The warnings so far."""
@@ -126,7 +140,7 @@ def until(condition, error=None):
     work = Work(error)
 
     def watch():
-        while not condition():
+        while not (condition() or _has_ended.is_set()):
             time.sleep(0.01)
         time.sleep(0.1)
         work.event.set()
@@ -138,6 +152,7 @@ def until(condition, error=None):
 def in_thread(function, *args, **kwargs):
     thread = threading.Thread(target=function, args=args, kwargs=kwargs, daemon=True)
     thread.start()
+    _threads.append(thread)
     return thread
 
 
