@@ -1,6 +1,7 @@
 """Full parameters of a live model: read from and written to chunks, in the type that the model was loaded in."""
 
 import contextlib
+import threading
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
@@ -40,6 +41,7 @@ class ChunkWeights:
         self._collected: dict[int, torch.Tensor] | None = None
         self._deferred: dict[int, DeferredTensor] | None = None
         self._is_reader = True
+        self._saver = 0  # the thread inside of ``streamed``
 
     @property
     def needs_all(self) -> bool:
@@ -63,7 +65,7 @@ class ChunkWeights:
 
     @contextlib.contextmanager
     def streamed(self, *, is_reader: bool) -> Iterator[None]:
-        """Saves the model piece by piece: inside the block ``state_dict`` gives deferred tensors.
+        """Saves the model piece by piece: inside the block ``state_dict`` gives deferred tensors to this thread.
 
         Writers of safetensors files (transformers', PEFT's, Accelerate's) read them as they write. All processes must
         enter the block together. A process that does not read sends the readers what it has at home, until every
@@ -81,7 +83,7 @@ class ChunkWeights:
         sharing = self._manager.sharing
         sharing.enter("saves the model")
         with sharing.led(lambda index: self._held(self._manager.by_index[index]), is_reader=is_reader):
-            self._deferred, self._is_reader = {}, is_reader
+            self._deferred, self._is_reader, self._saver = {}, is_reader, threading.get_ident()
             try:
                 with streamed_writing(self.piece_numel):
                     yield
@@ -89,8 +91,8 @@ class ChunkWeights:
                 self._deferred = None
 
     def deferred(self, tensor: ManagedTensor) -> DeferredTensor | None:
-        """The deferred tensor of a parameter inside ``streamed``, the same for tied names; ``None`` outside."""
-        if self._deferred is None:
+        """The deferred tensor of a parameter inside ``streamed``, the same for tied names; ``None`` elsewhere."""
+        if self._deferred is None or threading.get_ident() != self._saver:
             return None
         index = tensor.spec.index
         if index not in self._deferred:

@@ -260,6 +260,21 @@ def test_a_forward_of_another_thread_cannot_move_gradients_that_are_looked_at(lo
         assert value is other is None or torch.equal(value, other)
 
 
+def test_a_state_dict_of_another_thread_has_values_while_the_model_is_saved():
+    """The thread that saves gets tensors that are read piece by piece, while they are written."""
+    model = make()
+    engine = PatrickStarEngine(model, CONFIG, adamw(model))
+    before, found = copy.deepcopy(model.state_dict()), []
+    with engine.weights.streamed(is_reader=True):
+        thread = threading.Thread(target=lambda: found.append(model.state_dict()), daemon=True)
+        thread.start()
+        thread.join(30)
+        assert {type(value) for value in found[0].values()} == {torch.Tensor}
+        assert {type(value) for value in model.state_dict().values()} != {torch.Tensor}
+    for name, value in before.items():
+        assert torch.equal(found[0][name], value)
+
+
 def test_an_engine_is_detached_when_a_call_has_begun(monkeypatch):
     """As by another thread, just after torch has looked at the class of the parameter."""
     model = make()
