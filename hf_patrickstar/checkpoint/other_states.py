@@ -187,11 +187,12 @@ def other_settings(groups: Sequence[Mapping[Any, Any]]) -> OtherStates:
 
     def is_given_back(key: Any, value: Any) -> bool:
         items = value if type(value) is tuple else (value,)
-        is_simple = all(isinstance(_simplified(i), _SCALARS) and not isinstance(i, torch.Tensor) for i in items)
-        return key == "params" or (isinstance(key, str) and is_simple)
+        return isinstance(key, str) and all(
+            isinstance(_simplified(item), _SCALARS) and not isinstance(item, torch.Tensor) for item in items
+        )
 
     return {
-        f"{GROUP}{number}": {key: value for key, value in group.items() if not is_given_back(key, value)}
+        f"{GROUP}{number}": {k: v for k, v in group.items() if k != "params" and not is_given_back(k, v)}
         for number, group in enumerate(groups)
     }
 
