@@ -1,7 +1,9 @@
-"""Which line of the user's code a thread has come from, and whether it waits in a collective of the user's."""
+"""Where threads are: the line of the user's code, and whether they wait in a collective of the user's."""
 
+import gc
 import linecache
 import sys
+import threading
 import types
 
 _LIBRARIES = frozenset(
@@ -10,6 +12,22 @@ _LIBRARIES = frozenset(
 )
 _WAITING = ("torch.distributed.distributed_c10d", "torch.distributed._functional_collectives")
 """Modules of torch in which a thread waits for other processes; in others, such as checkpoints, it may also work."""
+
+_looks = threading.Lock()
+
+
+def frames_of_threads() -> dict[int, types.FrameType]:
+    """The frames in which all threads are, by their numbers; see ``sys._current_frames``."""
+    # Python 3.11 holds a lock meanwhile, and the garbage collector waits for it where it frees a threading.local: for
+    # ever (issue 106883 of CPython).
+    with _looks:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()
 
 
 def find_caller(frame: types.FrameType | None = None) -> str:

@@ -27,6 +27,7 @@ import torch
 from torch._C import _current_graph_task_id
 
 from hf_patrickstar.errors import EngineError
+from hf_patrickstar.runtime.callers import frames_of_threads
 from hf_patrickstar.runtime.compiled import is_compiled
 from hf_patrickstar.runtime.turns import is_backward
 
@@ -152,7 +153,7 @@ class Gate:
 
     def _threads_inside(self, is_inside: Callable[[FrameType], bool]) -> list[int]:
         ours = {self._owner, *self._waiting}  # no variable has the frames: they would keep what threads compute with
-        return [ident for ident, frame in sys._current_frames().items() if ident not in ours and is_inside(frame)]
+        return [ident for ident, frame in frames_of_threads().items() if ident not in ours and is_inside(frame)]
 
     def _is_inside(self, frame: FrameType | None) -> bool:
         while frame is not None:

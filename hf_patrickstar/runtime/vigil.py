@@ -36,7 +36,6 @@ import contextlib
 import json
 import logging
 import math
-import sys
 import threading
 import time
 import weakref
@@ -45,7 +44,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from hf_patrickstar.errors import CollectiveError
-from hf_patrickstar.runtime.callers import find_caller, find_collective, is_idle
+from hf_patrickstar.runtime.callers import find_caller, find_collective, frames_of_threads, is_idle
 from hf_patrickstar.runtime.liveness import ANSWER_S, Liveness, Store
 
 logger = logging.getLogger(__name__)
@@ -289,7 +288,7 @@ class Vigil:
 
         Frames keep all local variables of their functions alive, so this keeps none of them.
         """
-        frames = sys._current_frames()
+        frames = frames_of_threads()
         try:
             # The main thread only if the thread that talked to the others is not at work: what the main thread waits
             # for then is no concern of the other ranks.

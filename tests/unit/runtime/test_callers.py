@@ -1,5 +1,6 @@
 """Which line of the user's a call comes from."""
 
+import gc
 import runpy
 import sys
 import threading
@@ -8,7 +9,7 @@ import types
 import pytest
 import torch
 
-from hf_patrickstar.runtime.callers import find_caller, find_collective, is_idle
+from hf_patrickstar.runtime.callers import find_caller, find_collective, frames_of_threads, is_idle
 
 
 def in_library(name, text, **scope):
@@ -132,3 +133,17 @@ def test_a_thread_that_has_nothing_to_do(modules, expected):
 
 def test_a_thread_that_has_ended_has_nothing_to_do():
     assert is_idle(None)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_no_garbage_is_collected_while_python_looks_at_all_threads(monkeypatch, collects):
+    """It holds a lock that what is collected may wait for."""
+    was_enabled, during = gc.isenabled(), []
+    look = sys._current_frames
+    monkeypatch.setattr(sys, "_current_frames", lambda: during.append(gc.isenabled()) or look())
+    (gc.enable if collects else gc.disable)()
+    try:
+        assert threading.get_ident() in frames_of_threads()
+        assert (during, gc.isenabled()) == ([False], collects)
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
