@@ -59,7 +59,7 @@ class Alive:
             return Fake(told, **{**names, **{name: answers[name] for name in names if name in answers}})
 
         self.lock, self.frames = Lock(), Frames()
-        self.parameters = fake("acquire", "release")
+        self.parameters = fake("acquire", "release", "check_usable")
         self.parameters.held_outside_forward = []
         self.mirror = narrow(50, 51)
         gradients = fake("note_read", "drop", has=True)
@@ -207,6 +207,7 @@ def test_a_value_is_looked_at_where_it_is_after_all_writes_are_taken_over():
     one.tensor.num_writes = 3
     access = one.live.access(torch.mul, is_graph=False)
     assert one.take() == [
+        ("check_usable", "t0"),
         *[("sync_unused", "t0")] * 2,
         ("take_over", "t0", True),
         ("look", "t0"),
