@@ -13,7 +13,7 @@ _LIBRARIES = frozenset(
 _WAITING = ("torch.distributed.distributed_c10d", "torch.distributed._functional_collectives")
 """Modules of torch in which a thread waits for other processes; in others, such as checkpoints, it may also work."""
 
-_looks = threading.Lock()
+_looks = threading.RLock()  # a handler of a signal may look, too
 
 
 def frames_of_threads() -> dict[int, types.FrameType]:

@@ -147,3 +147,16 @@ def test_no_garbage_is_collected_while_python_looks_at_all_threads(monkeypatch, 
         assert (during, gc.isenabled()) == ([False], collects)
     finally:
         (gc.enable if was_enabled else gc.disable)()
+
+
+def test_a_handler_of_a_signal_may_look_during_a_look(monkeypatch):
+    look, found, this = sys._current_frames, [], threading.get_ident()
+
+    def interrupted():
+        monkeypatch.setattr(sys, "_current_frames", look)
+        found.append((this in frames_of_threads(), gc.isenabled()))
+        return look()
+
+    monkeypatch.setattr(sys, "_current_frames", interrupted)
+    assert this in frames_of_threads()
+    assert (found, gc.isenabled()) == ([(True, False)], True)
