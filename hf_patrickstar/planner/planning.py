@@ -31,10 +31,10 @@ from hf_patrickstar.runtime import gradient_ring
 from hf_patrickstar.schedule.bounds import ADAM, bounds_of
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.schedule.known import KnownTraces
+from hf_patrickstar.schedule.op_trace import OpTrace
 from hf_patrickstar.units import KIB, MIB, format_nbytes, format_need, parse_nbytes
 from hf_patrickstar.virtual.driver import VirtualDriver
 from hf_patrickstar.virtual.listening import listen
-from hf_patrickstar.virtual.micro_batch import MicroBatch
 from hf_patrickstar.virtual.recording import Notes, Recording, record_step
 from hf_patrickstar.virtual.timing import OperatorTimes
 from hf_patrickstar.virtual.training import Training, make_adamw
@@ -552,7 +552,7 @@ def _notes(subject: Subject, given: Circumstances) -> Notes | None:
     )
 
     @functools.cache
-    def find(looked_up: frozenset[str]) -> MicroBatch | None:
+    def find(looked_up: frozenset[str]) -> OpTrace | None:
         make = functools.partial(listen, training, given.machine, given.times, looked_up)
         with subject.undisturbed():  # an engine has its model already, which may have to run
             return kept("micro_batches", subject, (*same, sorted(looked_up)), is_measured, make)

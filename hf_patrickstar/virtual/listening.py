@@ -19,24 +19,24 @@ from hf_patrickstar.runtime.frames import Frame, Lookup
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.parameters import Parameters
 from hf_patrickstar.runtime.phases import Phases
-from hf_patrickstar.schedule.script import Begin, Part
-from hf_patrickstar.schedule.trace import Shapes
-from hf_patrickstar.states import Stage
-from hf_patrickstar.units import ALIGNMENT_NUMEL
-from hf_patrickstar.virtual.driver import VirtualDriver
-from hf_patrickstar.virtual.extension import FEW_BLOCKS, IrregularError, Names, Stack, extend
-from hf_patrickstar.virtual.micro_batch import (
+from hf_patrickstar.schedule.op_trace import (
     Acquire,
     EnterBackward,
     LeaveForward,
     LookedUp,
     LookUp,
-    MicroBatch,
     Need,
     Note,
+    OpTrace,
     Release,
     Watched,
 )
+from hf_patrickstar.schedule.repeats import FEW_BLOCKS, IrregularError, Names, Stack, extend
+from hf_patrickstar.schedule.script import Begin, Part
+from hf_patrickstar.schedule.trace import Shapes
+from hf_patrickstar.states import Stage
+from hf_patrickstar.units import ALIGNMENT_NUMEL
+from hf_patrickstar.virtual.driver import VirtualDriver
 from hf_patrickstar.virtual.note_taker import NoteTaker
 from hf_patrickstar.virtual.playing import Playback
 from hf_patrickstar.virtual.stacks import cut, find_stacks
@@ -179,7 +179,7 @@ def listen(
     machine: Machine,
     times: OperatorTimes | None = None,
     looked_up: Collection[str] = (),
-) -> MicroBatch | None:
+) -> OpTrace | None:
     """Runs a micro-batch, and notes what torch tells the engine; see [Note: blocks that repeat], too.
 
     Args:
@@ -205,7 +205,7 @@ def listen(
 
 def _listen_to_few(
     training: Training, stacks: Sequence[Stack], listening: "Callable[[Training], AbstractContextManager[_Listener]]"
-) -> MicroBatch:
+) -> OpTrace:
     """The notes, made of those of a few blocks.
 
     Raises:
@@ -225,7 +225,7 @@ def _listen_to_few(
     with listening(training) as listener:
         if listener.names != names or listener.note_forward() != notes[: notes.index(Begin(Part.BACKWARD))]:
             raise IrregularError("the forward of all blocks does something else than those of a few, extended")
-    return MicroBatch(notes)
+    return OpTrace(notes)
 
 
 def _with_blocks(training: Training, stacks: Sequence[Stack], num_blocks: int) -> Training:
@@ -283,7 +283,7 @@ class _Listener:
         self._leaves: list[torch.Tensor] = []
         self.names: Names = {index: tensor.spec.name for index, tensor in engine.manager.by_index.items()}
 
-    def note(self) -> MicroBatch | None:
+    def note(self) -> OpTrace | None:
         """Notes a micro-batch."""
         inputs = self._begin()
         self._training.run_micro_batch(self._engine, self._driver, inputs)
@@ -298,7 +298,7 @@ class _Listener:
         del loss  # which lives until then, and so does what backward needs
         return None if found is None else found.notes
 
-    def note_twice(self) -> MicroBatch | None:
+    def note_twice(self) -> OpTrace | None:
         """Notes a micro-batch; ``None`` if one is not like the other, or if notes are not all that it does."""
         first, found = self.note(), self.note()  # what a model does the first time alone cannot be told again
         if found is None or found != first:

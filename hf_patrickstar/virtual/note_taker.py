@@ -10,10 +10,7 @@ import torch
 from hf_patrickstar.memory.meters import storages_of
 from hf_patrickstar.memory.operators import storage_key
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
-from hf_patrickstar.schedule.script import Begin, BlockingCopy, HostWork, Kernel
-from hf_patrickstar.schedule.trace import Shapes
-from hf_patrickstar.states import Stage
-from hf_patrickstar.virtual.micro_batch import (
+from hf_patrickstar.schedule.op_trace import (
     Allocate,
     EnterForward,
     Free,
@@ -21,10 +18,13 @@ from hf_patrickstar.virtual.micro_batch import (
     Keep,
     LeaveBackward,
     LetGo,
-    MicroBatch,
     Note,
+    OpTrace,
     Show,
 )
+from hf_patrickstar.schedule.script import Begin, BlockingCopy, HostWork, Kernel
+from hf_patrickstar.schedule.trace import Shapes
+from hf_patrickstar.states import Stage
 
 
 class NoteTaker:
@@ -76,7 +76,7 @@ class NoteTaker:
         self._kept.clear()
         self._notes = []
 
-    def end(self) -> MicroBatch | None:
+    def end(self) -> OpTrace | None:
         """Ends it.
 
         Returns:
@@ -86,7 +86,7 @@ class NoteTaker:
         notes, self._notes = self._notes, None
         self._live.clear()
         assert notes is not None
-        return None if self._is_odd else MicroBatch(tuple(notes))
+        return None if self._is_odd else OpTrace(tuple(notes))
 
     def let_go(self) -> None:
         """Drops references to the engine.

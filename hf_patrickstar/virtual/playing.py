@@ -13,10 +13,7 @@ from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.frames import Frame, Lookup
 from hf_patrickstar.runtime.operands import SavedView
 from hf_patrickstar.runtime.tracer import Step
-from hf_patrickstar.schedule.script import Begin, Kernel, Part
-from hf_patrickstar.states import Stage
-from hf_patrickstar.virtual.driver import VirtualDriver
-from hf_patrickstar.virtual.micro_batch import (
+from hf_patrickstar.schedule.op_trace import (
     Acquire,
     Allocate,
     EnterBackward,
@@ -29,13 +26,16 @@ from hf_patrickstar.virtual.micro_batch import (
     LetGo,
     LookedUp,
     LookUp,
-    MicroBatch,
     Need,
     Note,
+    OpTrace,
     Release,
     Show,
     Watched,
 )
+from hf_patrickstar.schedule.script import Begin, Kernel, Part
+from hf_patrickstar.states import Stage
+from hf_patrickstar.virtual.driver import VirtualDriver
 
 
 class Playback:
@@ -50,7 +50,7 @@ class Playback:
 
     def __init__(
         self,
-        micro_batch: MicroBatch,
+        micro_batch: OpTrace,
         engine: PatrickStarEngine,
         driver: VirtualDriver,
         inputs: Sequence[torch.Tensor],

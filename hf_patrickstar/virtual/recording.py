@@ -18,6 +18,7 @@ from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.tracer import Step
 from hf_patrickstar.schedule.clock import Timeline
 from hf_patrickstar.schedule.known import KnownTraces
+from hf_patrickstar.schedule.op_trace import OpTrace
 from hf_patrickstar.schedule.plan import Ahead, Plan, chunkable_nbytes
 from hf_patrickstar.schedule.replay import replay
 from hf_patrickstar.schedule.script import Entry, Kernel, Load, Part
@@ -26,12 +27,11 @@ from hf_patrickstar.schedule.trace import Trace
 from hf_patrickstar.units import format_need
 from hf_patrickstar.virtual.driver import VirtualDriver
 from hf_patrickstar.virtual.garbage import rare_collections
-from hf_patrickstar.virtual.micro_batch import MicroBatch
 from hf_patrickstar.virtual.playing import Playback
 from hf_patrickstar.virtual.timing import OperatorTimes
 from hf_patrickstar.virtual.training import ComputeLoss, Training, make_adamw, tensors_in
 
-Notes = Callable[[frozenset[str]], MicroBatch | None]
+Notes = Callable[[frozenset[str]], OpTrace | None]
 """Finds what was noted of a micro-batch in which these embeddings are looked up at home, by the name of the weight."""
 _MOST_STEPS = 8
 _TO_DEVICE, _TO_HOST, _SENT = "host_to_device_nbytes", "device_to_host_nbytes", "sent_nbytes"

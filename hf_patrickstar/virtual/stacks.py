@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from hf_patrickstar.virtual.extension import Stack
+from hf_patrickstar.schedule.repeats import Stack
 
 LEAST_BLOCKS = 12
 """With fewer blocks a model runs in full as fast as it is cut and extended."""

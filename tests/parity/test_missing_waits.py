@@ -739,7 +739,7 @@ ELSEWHERE = {
     "virtual/collectives.py": "virtual time",
     "virtual/companions.py": "waits for processes",
     "virtual/driver.py": "virtual time",
-    "virtual/extension.py": "joins words",
+    "schedule/repeats.py": "joins words",
     "virtual/listening.py": "notes what a model does, no copy",
 }
 """Modules that wait for something else."""

@@ -233,7 +233,7 @@ Note = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class MicroBatch:
+class OpTrace:
     """All that torch tells an engine in one micro-batch; see [Note: micro-batches that are told again].
 
     Attributes:
@@ -250,7 +250,7 @@ class MicroBatch:
         return _read_back, (values, order)
 
 
-def _read_back(values: Iterable[tuple[Any, ...]], order: Iterable[int]) -> MicroBatch:
+def _read_back(values: Iterable[tuple[Any, ...]], order: Iterable[int]) -> OpTrace:
     """A micro-batch as it was pickled; notes that are equal are one object."""
     notes = [kind(*fields) for kind, *fields in values]
-    return MicroBatch(tuple(map(notes.__getitem__, order)))
+    return OpTrace(tuple(map(notes.__getitem__, order)))

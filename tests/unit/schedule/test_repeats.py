@@ -28,11 +28,7 @@ from transformers import (
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.planner.adapters import with_adapters
 from hf_patrickstar.planner.fake import as_fake
-from hf_patrickstar.schedule.script import Begin, Part
-from hf_patrickstar.virtual import listening, stacks
-from hf_patrickstar.virtual.extension import IrregularError, Stack, extend
-from hf_patrickstar.virtual.listening import listen
-from hf_patrickstar.virtual.micro_batch import (
+from hf_patrickstar.schedule.op_trace import (
     Acquire,
     Allocate,
     EnterBackward,
@@ -45,6 +41,10 @@ from hf_patrickstar.virtual.micro_batch import (
     Need,
     Release,
 )
+from hf_patrickstar.schedule.repeats import IrregularError, Stack, extend
+from hf_patrickstar.schedule.script import Begin, Part
+from hf_patrickstar.virtual import listening, stacks
+from hf_patrickstar.virtual.listening import listen
 from hf_patrickstar.virtual.stacks import cut, find_stacks
 from hf_patrickstar.virtual.training import Training, make_adamw
 

@@ -3,9 +3,9 @@
 import pickle
 import typing
 
+from hf_patrickstar.schedule.op_trace import OpTrace
 from hf_patrickstar.schedule.script import Begin, BlockingCopy, HostWork, Kernel, Part
 from hf_patrickstar.virtual import micro_batch as module
-from hf_patrickstar.virtual.micro_batch import MicroBatch
 
 NOTES = (
     *(Begin(Part.FORWARD), module.EnterForward("", ((2, 8),), (0,), (5,)), module.Allocate(((7, 64), (8, 1)))),
@@ -19,16 +19,16 @@ NOTES = (
 
 def test_every_kind_of_note_is_read_back_as_it_was_written():
     assert {type(note) for note in NOTES} == set(typing.get_args(module.Note))
-    found = pickle.loads(pickle.dumps(MicroBatch(NOTES)))
+    found = pickle.loads(pickle.dumps(OpTrace(NOTES)))
     assert found.notes == NOTES
     assert [type(note) for note in found.notes] == [type(note) for note in NOTES], "equal fields are not equal notes"
     assert type(found.notes[0].part) is Part
-    assert pickle.loads(pickle.dumps(MicroBatch(()))) == MicroBatch(())
+    assert pickle.loads(pickle.dumps(OpTrace(()))) == OpTrace(())
 
 
 def test_notes_that_are_equal_are_written_once():
-    once, often = (pickle.dumps(MicroBatch(NOTES * num)) for num in (1, 100))
+    once, often = (pickle.dumps(OpTrace(NOTES * num)) for num in (1, 100))
     found = pickle.loads(often)
-    assert found == MicroBatch(NOTES * 100)
+    assert found == OpTrace(NOTES * 100)
     assert found.notes[4] is found.notes[4 + len(NOTES)]
     assert len(often) < len(once) + 8 * 100 * len(NOTES) + 100

@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hf_patrickstar.virtual.micro_batch import Acquire, Allocate, EnterForward, Free, Gradient, Need, Note
+from hf_patrickstar.schedule.op_trace import Acquire, Allocate, EnterForward, Free, Gradient, Need, Note
 
 FEW_BLOCKS = 4
 """Blocks of a stack that notes are extended from."""
