@@ -3,9 +3,9 @@
 import pickle
 import typing
 
+from hf_patrickstar.schedule import op_trace as module
 from hf_patrickstar.schedule.op_trace import OpTrace
 from hf_patrickstar.schedule.script import Begin, BlockingCopy, HostWork, Kernel, Part
-from hf_patrickstar.virtual import micro_batch as module
 
 NOTES = (
     *(Begin(Part.FORWARD), module.EnterForward("", ((2, 8),), (0,), (5,)), module.Allocate(((7, 64), (8, 1)))),
