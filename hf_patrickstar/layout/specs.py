@@ -14,7 +14,7 @@ class ModuleLike(Protocol):
         ...
 
 
-_ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,12 +32,12 @@ class Types:
     @property
     def itemsize(self) -> int:
         """Bytes of one element of the value."""
-        return _ITEMSIZES[self.param]
+        return ITEMSIZES[self.param]
 
     @property
     def state_itemsize(self) -> int:
         """Bytes of one element of the master, or of one state."""
-        return _ITEMSIZES[self.state]
+        return ITEMSIZES[self.state]
 
     @property
     def is_mixed(self) -> bool:

@@ -31,12 +31,16 @@ class EnterForward:
         shapes: Shapes of its inputs.
         inputs: Which of the tensors of the batch are there already, by their number.
         others: Storages that are there already beside those and the model's buffers.
+        nbytes: Bytes of the batch.
+        buffers_nbytes: Bytes of the model's buffers.
     """
 
     name: str
     shapes: Shapes
     inputs: tuple[int, ...]
     others: tuple[int, ...]
+    nbytes: int = 0
+    buffers_nbytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

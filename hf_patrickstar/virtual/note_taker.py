@@ -166,15 +166,21 @@ class NoteTaker:
         if stage is not Stage.FORWARD:
             self._is_odd = True
         inputs, others = [], []
+        batch: dict[int, int] = {}
+        buffers: dict[int, int] = {}
         for tensor in present:
             for _, key, nbytes in storages_of(tensor):
+                if key in self._buffers:
+                    buffers[key] = nbytes
+                elif key in self._inputs:
+                    batch[key] = nbytes
                 if key in self._inputs:
                     inputs.append(self._inputs.index(key))
                 elif key in self._live:
                     others.append(self._live[key][0])
                 elif key not in self._buffers and nbytes:
                     self._is_odd = True
-        self._add(EnterForward(name, shapes, tuple(inputs), tuple(others)))
+        self._add(EnterForward(name, shapes, tuple(inputs), tuple(others), sum(batch.values()), sum(buffers.values())))
 
     def note_use(self, tensor: ManagedTensor) -> None:
         """Tensors may look into the place of a parameter from now on."""

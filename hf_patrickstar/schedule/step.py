@@ -1,0 +1,423 @@
+"""What a micro-batch does with chunks: operators of a model and a layout -> a trace, and the script of its work.
+
+[Note: from operators to chunks]
+An ``OpTrace`` says what a model does with its parameters, whatever chunks they are in. Here the same micro-batch is
+told chunk by chunk, as the engine would see it on a device (``runtime/phases.py``): each acquisition of a parameter,
+and each operand that backward needs, is a visit to its chunk; a chunk is in use while a module computes with one of
+its parameters or a tensor looks into it; memory that operators make is non-model data until it is free. A finished
+gradient goes home at once, and its memory is held until the compute stream waits for its copy. With several processes
+it waits in the buffer of its group until all gradients of the group are there.
+"""
+
+import collections
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from hf_patrickstar.layout.packing import Layout
+from hf_patrickstar.layout.specs import ITEMSIZES, TensorSpec
+from hf_patrickstar.schedule.op_trace import (
+    Acquire,
+    Allocate,
+    EnterForward,
+    Free,
+    Gradient,
+    Keep,
+    LeaveBackward,
+    LeaveForward,
+    LetGo,
+    Need,
+    Note,
+    OpTrace,
+    Release,
+)
+from hf_patrickstar.schedule.script import (
+    Begin,
+    BlockingCopy,
+    Entry,
+    HostWork,
+    Join,
+    Kernel,
+    Reach,
+    Reduce,
+    Send,
+    ThreadWork,
+)
+from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace, Visit, trace_key
+
+_LEAST_IN_FLIGHT = 2
+"""Gradients whose copies the compute stream need not wait for, however large; as in ``memory/streams.py``."""
+_SUM_ITEMSIZE = 4
+"""Bytes of an element of an accumulation list."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepRules:
+    """What a step does with gradients.
+
+    Attributes:
+        num_micro_batches: Micro-batches of a step; more than one add their gradients to a list.
+        in_flight_nbytes: Bytes of gradients whose copies to the host the compute stream does not wait for; with 0 it
+            waits for each copy.
+        overlaps_reduction: Whether averages of a group go home when the next group is reduced, beside computation.
+        has_norms: Whether the norm of every gradient is computed, because gradients are clipped.
+        device_homed: Chunks that are at home on the device.
+    """
+
+    num_micro_batches: int = 1
+    in_flight_nbytes: int = 0
+    overlaps_reduction: bool = False
+    has_norms: bool = True
+    device_homed: frozenset[int] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """A micro-batch, chunk by chunk.
+
+    Attributes:
+        trace: What it visits, and what else takes memory.
+        script: What it does beside what its plan moves.
+    """
+
+    trace: Trace
+    script: tuple[Entry, ...]
+
+
+def micro_batch(
+    ops: OpTrace, layout: Layout, rules: StepRules, kind: StepKind, numbers: Iterator[int] | None = None, name: str = ""
+) -> MicroBatch:
+    """Tells a micro-batch chunk by chunk; see [Note: from operators to chunks].
+
+    Args:
+        ops: What the model does.
+        layout: Where its parameters are.
+        rules: What becomes of gradients.
+        kind: Which micro-batch of a step it is, or an evaluation.
+        numbers: Counts copies, reductions and works of the thread in the whole script; by default from 0.
+        name: The outermost module, if that is not the model.
+    """
+    return _Telling(layout, rules, kind, itertools.count() if numbers is None else numbers, name).tell(ops.notes)
+
+
+class _Telling:
+    """A micro-batch while it is told."""
+
+    def __init__(
+        self, layout: Layout, rules: StepRules, kind: StepKind, numbers: Iterator[int], name: str = ""
+    ) -> None:
+        self._layout = layout
+        self._rules = rules
+        self._kind = kind
+        self._name = name
+        self._numbers = numbers
+        self._sizes = tuple(chunk.nbytes for chunk in layout.chunks)
+        self._chunk_of = [placement.chunk_index for placement in layout.placements]
+        self._accumulates = rules.num_micro_batches > 1
+        self._is_metered = False
+        self._shapes: Shapes = ()
+        self._script: list[Entry] = []
+        self._visits: list[Visit] = []
+        self._forward_ends: list[int] = []
+        # What is in use
+        self._users: collections.Counter[int] = collections.Counter()  # acquisitions of each parameter
+        self._seen: set[int] = set()  # parameters that tensors look into
+        self._in_use: collections.Counter[int] = collections.Counter()  # chunks, by how many parameters
+        self._num_kept: dict[int, int] = {}  # operands of each parameter that autograd keeps
+        # Memory
+        self._live: dict[int, int] = {}  # storages that are there -> their bytes
+        self._held: collections.Counter[int] = collections.Counter()  # storages that the engine holds
+        self._let_go: set[int] = set()  # those of them that the model has let go of
+        self._total = self._peak = 0
+        self._in_flight: collections.deque[tuple[int, int, int]] = collections.deque()  # storage, bytes, number
+        self._in_flight_nbytes = 0
+        self._deferred: dict[int, list[tuple[int, int]]] = {}
+        # Groups of several processes
+        self._stored: dict[int, set[int]] = {}
+        self._buffers = _Buffers()
+        self._under_way: tuple[int, int] | None = None  # the group that is reduced, and the number of the reduction
+        self._reduced: list[int] = []
+
+    def tell(self, notes: Iterable[Note]) -> MicroBatch:
+        for note in notes:
+            match note:  # the most frequent first
+                case Kernel():
+                    self._script.append(note)
+                case Allocate(storages):
+                    self._allocate(storages)
+                case Free(storage):
+                    self._free(storage)
+                case Acquire(index):
+                    self._visit(index)
+                    self._users[index] += 1
+                    self._use(index, self._users[index] == 1)
+                case Release(index, is_seen):
+                    if is_seen:
+                        self._see(index)
+                    self._users[index] -= 1
+                    self._in_use[self._chunk_of[index]] -= self._users[index] == 0
+                case Need(index):
+                    self._visit(index)
+                    self._see(index)
+                case LetGo(index):
+                    if index in self._seen:
+                        self._seen.discard(index)
+                        self._in_use[self._chunk_of[index]] -= 1
+                case Keep(index, num):
+                    self._num_kept[index] = num
+                case Gradient():
+                    self._take(note)
+                case EnterForward():
+                    self._begin(note)
+                case LeaveForward():
+                    self._forward_ends.append(len(self._visits))
+                case LeaveBackward():
+                    self._end()
+                case HostWork() | BlockingCopy() | Begin():
+                    self._script.append(note)
+        self._close_moment()
+        title = f"{self._kind}:{self._name}" if self._name else self._kind
+        key = trace_key(title, self._shapes)
+        trace = Trace(key, self._sizes, tuple(self._visits), (self._shapes,), tuple(self._forward_ends))
+        return MicroBatch(trace, tuple(self._script))
+
+    def _begin(self, note: EnterForward) -> None:
+        if self._is_metered:
+            return  # another forward of the same step
+        self._is_metered = True
+        self._shapes = note.shapes
+        self._live = {storage: self._live[storage] for storage in note.others if storage in self._live}
+        # A loop reads the batches of all micro-batches first, or keeps those that it has computed with.
+        num_batches = {StepKind.MIDDLE: self._rules.num_micro_batches - 1, StepKind.LAST: self._rules.num_micro_batches}
+        self._total = num_batches.get(self._kind, 1) * note.nbytes + note.buffers_nbytes + sum(self._live.values())
+        self._peak = self._total
+
+    # Chunks
+
+    def _visit(self, index: int) -> None:
+        chunk = self._chunk_of[index]
+        self._close_moment()
+        pinned = tuple(sorted(other for other, num in self._in_use.items() if num and other != chunk))
+        self._visits.append(Visit(chunk, pinned))
+        self._script.append(Reach(chunk))
+
+    def _close_moment(self) -> None:
+        """Notes the peaks since the last visit."""
+        gradients = self._buffers.take_peak()
+        if self._visits:
+            last = self._visits[-1]
+            self._visits[-1] = Visit(last.chunk_index, last.pinned, self._peak, gradients, tuple(self._reduced))
+        self._reduced.clear()
+        self._peak = self._total
+
+    def _use(self, index: int, is_new: bool) -> None:
+        self._in_use[self._chunk_of[index]] += is_new
+
+    def _see(self, index: int) -> None:
+        self._use(index, index not in self._seen)
+        self._seen.add(index)
+
+    # Memory
+
+    def _allocate(self, storages: Iterable[tuple[int, int]]) -> None:
+        for storage, nbytes in storages:
+            self._live[storage] = nbytes
+            self._total += nbytes
+        self._peak = max(self._peak, self._total)
+
+    def _free(self, storage: int) -> None:
+        if self._held[storage]:
+            self._let_go.add(storage)
+        else:
+            self._total -= self._live.pop(storage, 0)
+
+    def _hold(self, storage: int) -> None:
+        self._held[storage] += 1
+
+    def _release(self, storage: int) -> None:
+        self._held[storage] -= 1
+        if not self._held[storage] and storage in self._let_go:
+            self._let_go.discard(storage)
+            self._total -= self._live.pop(storage, 0)
+
+    # Gradients
+
+    def _take(self, note: Gradient) -> None:
+        """A gradient is finished: it goes home, or to the buffer of its group."""
+        spec = self._layout.tensors[note.index]
+        nbytes = math.prod(note.size) * ITEMSIZES[note.dtype]
+        if self._is_group(note.index):
+            self._store(spec, nbytes)
+        elif note.is_at_home:
+            pass
+        elif self._is_needed(note.index):
+            self._hold(note.storage)
+            self._deferred.setdefault(note.index, []).append((note.storage, nbytes))
+        else:
+            self._send_home(spec, note.storage, nbytes)
+
+    def _is_group(self, index: int) -> bool:
+        return self._layout.chunks[self._chunk_of[index]].world_size > 1
+
+    def _is_needed(self, index: int) -> bool:
+        """Whether the value is still needed where the gradient would go over it."""
+        if self._accumulates or self._kind is not StepKind.TRAINING:
+            return False
+        return self._users[index] > 0 or self._num_kept.get(index, 0) > 0
+
+    def _send_home(self, spec: TensorSpec, storage: int | None, nbytes: int) -> None:
+        """Takes a gradient, or this process's average, to its home; ``storage`` has it if it is non-model data."""
+        chunk, dtype = self._chunk_of[spec.index], spec.types.param
+        is_over_value = not self._accumulates or (self._kind is StepKind.LAST and self._adds_last(spec))
+        if self._rules.has_norms and not self._accumulates:
+            self._script.append(Kernel("norm", 0, nbytes, dtype))
+        numel = nbytes // spec.types.itemsize
+        if chunk in self._rules.device_homed:
+            reads = 0 if self._kind in (StepKind.TRAINING, StepKind.FIRST) else numel * _SUM_ITEMSIZE
+            width = spec.types.itemsize if is_over_value else _SUM_ITEMSIZE
+            self._script.append(Kernel("store a gradient", 0, nbytes + reads + numel * width, dtype))
+            return
+        number = next(self._numbers)
+        self._script.append(Send(chunk, nbytes, False))
+        if storage is not None:
+            self._hold(storage)
+            self._in_flight.append((storage, nbytes, number))
+            self._in_flight_nbytes += nbytes
+            self._wait_for_copies()
+        if not is_over_value:
+            self._add(chunk, numel, nbytes, number)
+
+    def _adds_last(self, spec: TensorSpec) -> bool:
+        """Whether the update adds the last gradient; see [Note: the last gradient]."""
+        return spec.types.is_mixed and not self._rules.has_norms
+
+    def _add(self, chunk: int, numel: int, nbytes: int, number: int) -> None:
+        """The host's thread adds a gradient to its list."""
+        is_first = self._kind is StepKind.FIRST
+        work = HostWork("add a gradient", 0, nbytes + numel * _SUM_ITEMSIZE * (1 if is_first else 2))
+        works = [work]
+        if self._kind is StepKind.LAST and self._rules.has_norms:
+            works.append(HostWork("norm", 0, numel * _SUM_ITEMSIZE))
+        next(self._numbers)
+        self._script.append(ThreadWork(tuple(works), frozenset(), (number,), ()))
+
+    def _wait_for_copies(self) -> None:
+        most, least = self._rules.in_flight_nbytes, _LEAST_IN_FLIGHT if self._rules.in_flight_nbytes else 0
+        while self._in_flight_nbytes > most and len(self._in_flight) > least:
+            storage, nbytes, number = self._in_flight.popleft()
+            self._in_flight_nbytes -= nbytes
+            self._script.append(Join(number))
+            self._release(storage)
+
+    def _release_in_flight(self) -> None:
+        if self._in_flight:
+            self._script.append(Join(self._in_flight[-1][2]))
+        while self._in_flight:
+            self._release(self._in_flight.popleft()[0])
+        self._in_flight_nbytes = 0
+
+    # Gradients of groups
+
+    def _store(self, spec: TensorSpec, nbytes: int) -> None:
+        chunk = self._chunk_of[spec.index]
+        self._buffers.open(chunk, self._sizes[chunk])
+        stored = self._stored.setdefault(chunk, set())
+        stored.add(spec.index)
+        self._script.append(Kernel("store a gradient", 0, 2 * nbytes, spec.types.param))
+        if len(stored) == self._num_trained(chunk):
+            self._reduce(chunk)
+
+    def _num_trained(self, chunk: int) -> int:
+        return sum(self._layout.tensors[index].trainable for index in self._layout.chunks[chunk].tensor_indices)
+
+    def _reduce(self, chunk: int) -> None:
+        spec = self._layout.chunks[chunk]
+        del self._stored[chunk]
+        number = next(self._numbers)
+        self._script.append(Reduce(self._sizes[chunk] - spec.chunk_numel * spec.types.itemsize))
+        self._reduced.append(chunk)
+        self._receive()
+        self._under_way = chunk, number
+        if not self._rules.overlaps_reduction:
+            self._receive()
+            self._buffers.let_go()
+
+    def _receive(self) -> None:
+        """The averages of the reduction that is under way go home."""
+        if self._under_way is None:
+            return
+        (chunk, number), self._under_way = self._under_way, None
+        self._buffers.let_go()
+        self._script.append(Join(number))
+        spec = self._layout.chunks[chunk]
+        for index in spec.tensor_indices:
+            tensor, offset = self._layout.tensors[index], self._layout.placements[index].offset_numel
+            begin, end = spec.parts_of(tensor.numel, offset)[0]
+            if end > begin and tensor.trainable:
+                self._send_home(tensor, None, (end - begin) * tensor.types.itemsize)
+        self._buffers.leave(chunk)
+
+    def _end(self) -> None:
+        """A backward has ended: what waited goes home."""
+        for chunk in sorted(self._stored):
+            self._reduce(chunk)
+        self._receive()
+        self._buffers.let_go()
+        deferred, self._deferred = self._deferred, {}
+        for index in sorted(deferred):
+            for storage, nbytes in deferred[index]:
+                self._send_home(self._layout.tensors[index], storage, nbytes)
+                self._release(storage)
+        self._release_in_flight()
+
+
+class _Buffers:
+    """The buffers of gradients of groups, as the ledger counts them."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, int] = {}
+        self._leaving: int | None = None
+        self._total = self._peak = 0
+
+    def open(self, chunk: int, nbytes: int) -> None:
+        """A buffer is taken, if the group has none."""
+        if chunk not in self._sizes:
+            self._sizes[chunk] = nbytes
+            self._total += nbytes
+            self._peak = max(self._peak, self._total)
+
+    def leave(self, chunk: int) -> None:
+        """The averages in a buffer are on their way home."""
+        self._leaving = self._sizes.pop(chunk)
+
+    def let_go(self) -> None:
+        """The buffer of averages on their way is given back."""
+        if self._leaving is not None:
+            self._total -= self._leaving
+            self._leaving = None
+
+    def take_peak(self) -> int:
+        """The most bytes since the last call."""
+        peak, self._peak = self._peak, self._total
+        return peak
+
+
+def traces_of(ops: OpTrace, layout: Layout, rules: StepRules, name: str = "") -> list[Trace]:
+    """The traces of all micro-batches of a step that do the same.
+
+    Args:
+        ops: What each of them does.
+        layout: Where parameters are.
+        rules: What becomes of gradients.
+        name: The outermost module, if that is not the model.
+    """
+    return [micro_batch(ops, layout, rules, kind, name=name).trace for kind in kinds_of(rules.num_micro_batches)]
+
+
+def kinds_of(num_micro_batches: int) -> Sequence[StepKind]:
+    """The kinds of micro-batches that a step of so many has, each once."""
+    if num_micro_batches == 1:
+        return (StepKind.TRAINING,)
+    middle = (StepKind.MIDDLE,) if num_micro_batches > 2 else ()
+    return (StepKind.FIRST, *middle, StepKind.LAST)
