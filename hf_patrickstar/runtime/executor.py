@@ -206,10 +206,10 @@ class Executor:
                 self._bring(chunk, actions, who)
         waited_s = self._copies.wait(chunk) if chunk.arrival is not None else None
         self._emit(ChunkVisited(index, was_there and waited_s is None and not chunk.is_static, waited_s))
-        if step is not None and step.plan is not None:  # it is not measured: what the trace says is noted
-            self._ledger.note_total(self._ledger.reserved_nbytes)
-        elif step is not None and step.is_recorded:
+        if step is not None and step.has_moments:
             self._meter.restart()
+        elif step is not None and step.plan is not None:  # it is not measured: what the trace says is noted
+            self._ledger.note_total(self._ledger.reserved_nbytes)
         assert chunk.compute is not None
         return chunk.compute
 

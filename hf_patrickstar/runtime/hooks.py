@@ -36,6 +36,7 @@ from hf_patrickstar.runtime.live_model import LiveModel
 from hf_patrickstar.runtime.live_parameter import RAW, LiveMixin, raw_data, requires_grad, take_raw_grad
 from hf_patrickstar.runtime.live_tensor import LiveServices, LiveTensor, LiveWeights
 from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.runtime.steps import Call
 from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.trace import input_shapes
 from hf_patrickstar.states import Stage
@@ -392,7 +393,9 @@ class ModelHooks:
             if self._manager.tracer.asks_padding and frame.stage is Stage.FORWARD:
                 self._manager.tracer.note_padding(_has_padding(kwargs.get("attention_mask")))
             present = itertools.chain(inputs, self._model.buffers())
-            self._phases.before_forward(frame.stage, "" if frame.module is self._model else name, shapes, present)
+            call = Call(frame.module, name, args, kwargs, frame.stage is Stage.FORWARD)
+            with self._manager.steps.announced(call):
+                self._phases.before_forward(frame.stage, "" if frame.module is self._model else name, shapes, present)
         except BaseException:
             self._phases.turns.give_up()
             raise

@@ -32,8 +32,11 @@ from hf_patrickstar.runtime.ranges import named, phase
 from hf_patrickstar.runtime.steps import Steps
 from hf_patrickstar.runtime.turns import Turns, is_backward_elsewhere
 from hf_patrickstar.runtime.update import Update
-from hf_patrickstar.schedule.trace import Shapes
+from hf_patrickstar.schedule.trace import Shapes, StepKind
 from hf_patrickstar.states import Stage
+
+_MOST_FORESEEN = 3
+"""How often a step is foreseen, at most: where embeddings are looked up may change what it does."""
 
 
 class Phases:
@@ -104,15 +107,38 @@ class Phases:
         self._writes.sync()
         if is_evaluation:
             self._steps.stop_idle_meter()
-            with self._lock:
-                self._placement.prepare(shapes, is_training=False)
-            self._steps.begin_nested_evaluation(name, shapes, present, self._values.version)
+            self._steps.begin_nested_evaluation(name, shapes, present, self._values.version, self._make_ready)
         elif self._tracer.step is None:
             self._steps.stop_idle_meter()
-            with self._lock:
-                self._placement.prepare(shapes, is_training=True)
             self._gradients.completes_step = self._steps.is_last_micro_batch
-            self._steps.begin_step(name, shapes, present, self._values.version)
+            self._steps.begin_step(name, shapes, present, self._values.version, self._make_ready)
+
+    def _make_ready(self, title: str, shapes: Shapes) -> bool:
+        """No trace is known for a step that begins: finds out what it will do, or makes room for what it may need."""
+        if self._foresee(title, shapes):
+            return True
+        with self._lock:
+            return self._placement.prepare(shapes, is_training=StepKind.of(title).is_training)
+
+    def _foresee(self, title: str, shapes: Shapes) -> bool:
+        """Takes traces that are made before the step begins; chunks move to the homes that are best for it."""
+        tracer = self._tracer
+        for _ in range(_MOST_FORESEEN):
+            foreseen = self._steps.foresee(title, shapes)
+            if foreseen is None:
+                return False
+            tracer.learn(foreseen.traces)
+            if tracer.step is not None:
+                return True  # inside of a step no chunk moves home
+            for index, nbytes in foreseen.lookup_nbytes.items():
+                self._parameters.by_index[index].lookup_nbytes = nbytes * self._steps.num_micro_batches
+            with self._lock:
+                self._placement.update(self._reclaim, self._steps.num_micro_batches)
+            for tensor in self._parameters.tensors:
+                tensor.lookup_nbytes = 0
+            if tracer.covers(title, shapes):
+                return True
+        return False
 
     @phase
     def after_forward(self, frame: Frame, *, has_failed: bool) -> None:

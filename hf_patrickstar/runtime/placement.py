@@ -119,19 +119,23 @@ class Placement:
         self.in_margin = {index for index in self.in_margin if not self._chunks[index].is_retired}
         self._seen_version = -1
 
-    def prepare(self, shapes: Shapes, *, is_training: bool) -> None:
+    def prepare(self, shapes: Shapes, *, is_training: bool) -> bool:
         """Leaves the margin before a step is recorded that may need more memory than any before it.
 
         Args:
             shapes: Shapes of its inputs.
             is_training: Whether a backward belongs to it: then no evaluation tells what it needs.
+
+        Returns:
+            Whether any chunk has moved.
         """
         if not self.in_margin:
-            return
+            return False
         known = (trace for trace in self._tracer.traces.values() if trace.kind.is_training or not is_training)
-        if not any(trace.covers(shapes) for trace in known):
-            logger.info("patrickstar: larger inputs than any before, %s: the device margin is given up", list(shapes))
-            self.leave_margin()
+        if any(trace.covers(shapes) for trace in known):
+            return False
+        logger.info("patrickstar: larger inputs than any before, %s: the device margin is given up", list(shapes))
+        return self.leave_margin()
 
     def leave_margin(self) -> bool:
         """Moves every chunk out of the margin that is not in use; whether any moved. It may be called in a step.

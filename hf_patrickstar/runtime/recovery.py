@@ -142,7 +142,7 @@ class Recovery:
     def _make_careful(self, in_pieces: bool) -> bool:
         """Frees what can be freed; returns whether that is all, because the memory was there in pieces."""
         manager = self._manager
-        manager.tracer.discard()
+        manager.tracer.distrust()
         manager.placement.leave_margin()
         manager.reclaim.evict_unused()
         ledger = manager.ledger

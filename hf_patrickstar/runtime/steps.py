@@ -1,7 +1,10 @@
 """Steps of a run: what begins and ends, what is recorded of it, and the plan that it follows."""
 
+import contextlib
+import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -13,7 +16,7 @@ from hf_patrickstar.runtime.chunk import GRADIENTS, Chunk
 from hf_patrickstar.runtime.durations import Durations
 from hf_patrickstar.runtime.executor import Executor, Services
 from hf_patrickstar.runtime.forecast import Forecast
-from hf_patrickstar.runtime.order import Ending, Phase, Room, Subject
+from hf_patrickstar.runtime.order import Beginning, Ending, Phase, Room, Subject
 from hf_patrickstar.runtime.placement import Placement
 from hf_patrickstar.runtime.ranges import named
 from hf_patrickstar.runtime.tracer import Step
@@ -22,8 +25,45 @@ from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace
 
 logger = logging.getLogger(__name__)
 
+MakeReady = Callable[[str, Shapes], bool]
+"""Gets ready for a step, by its title and the shapes of its inputs, that may need more memory than any before it.
+
+Returns whether traces or homes of chunks have changed.
+"""
 _Situation = tuple[Room, frozenset[int], frozenset[int]]
 """What a plan depends on beside its trace: room, chunks that do not move, chunks whose copies are void after it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """A call of an outermost module.
+
+    Attributes:
+        module: The module.
+        name: Its name in the model.
+        args: Positional arguments.
+        kwargs: Named arguments.
+        is_training: Whether a backward follows.
+    """
+
+    module: torch.nn.Module
+    name: str
+    args: Any
+    kwargs: Any
+    is_training: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Foreseen:
+    """What steps will do.
+
+    Attributes:
+        traces: Their traces: of one that begins, and of those that make a step of the optimizer with it.
+        lookup_nbytes: Bytes of the rows that embeddings read at home in a micro-batch, by the index of the weight.
+    """
+
+    traces: Sequence[Trace]
+    lookup_nbytes: Mapping[int, int]
 
 
 class DeviceGauges:
@@ -47,6 +87,19 @@ class DeviceGauges:
     def take_gradient_peak(self) -> int:
         """See ``Gauges``."""
         return self._ledger.take_owner_peak(Tier.DEVICE, GRADIENTS)
+
+
+class Foresight(Protocol):
+    """Tells what a step will do before its first forward."""
+
+    def foresee(self, call: Call, shapes: Shapes) -> Foreseen | None:
+        """What a step will do that a call begins, or ``None`` if that cannot be told.
+
+        Args:
+            call: The call.
+            shapes: Shapes of its inputs, the largest of all processes.
+        """
+        ...
 
 
 class Steps:
@@ -89,8 +142,12 @@ class Steps:
         self._placement = placement
         self._prefetch_depth = 0 if self.policy.evict_all else self.policy.prefetch_depth
         self._plans: dict[str, tuple[Trace, _Situation, Plan | None]] = {}
+        self.foresight: Foresight | None = None
+        self._call: Call | None = None
 
-    def begin_step(self, name: str, shapes: Shapes, present: Iterable[torch.Tensor], version: int) -> None:
+    def begin_step(
+        self, name: str, shapes: Shapes, present: Iterable[torch.Tensor], version: int, make_ready: MakeReady
+    ) -> None:
         """Begins a training step.
 
         Args:
@@ -98,15 +155,31 @@ class Steps:
             shapes: Shapes of its inputs.
             present: Tensors on the device that are there already and are not chunks.
             version: Counts changes of parameters.
+            make_ready: Called first if no trace is known for such a step.
         """
         self.durations.begin_computing()
         kind = self._kind_of_micro_batch()
         is_last = self.is_last_micro_batch
         dropped_after = frozenset(chunk.spec.index for chunk in self._chunks if chunk.spec.is_updated and is_last)
         title = _title(kind, name)
-        shapes, room = self._begin(title, shapes, version)
+        shapes, room = self._begin(title, shapes, version, make_ready)
         is_unknown = not shapes  # what its inputs are cannot be seen, so a trace may not be relied on
         self._enter(self.tracer.begin(title, shapes, dropped_after, always_metered=is_unknown), present, room)
+
+    @contextlib.contextmanager
+    def announced(self, call: Call) -> Iterator[None]:
+        """Inside, the step begins that a call begins."""
+        self._call = call
+        try:
+            yield
+        finally:
+            self._call = None
+
+    def foresee(self, title: str, shapes: Shapes) -> Foreseen | None:
+        """What the step will do that begins, or ``None`` if that cannot be told; see ``begin_step``."""
+        if self.foresight is None or self._call is None or not self.tracer.may_learn(title, shapes):
+            return None
+        return self.foresight.foresee(self._call, shapes)
 
     @property
     def is_last_micro_batch(self) -> bool:
@@ -121,14 +194,24 @@ class Steps:
             return StepKind.LAST
         return StepKind.MIDDLE if self.micro_batch else StepKind.FIRST
 
-    def begin_nested_evaluation(self, name: str, shapes: Shapes, present: Iterable[torch.Tensor], version: int) -> None:
+    def begin_nested_evaluation(
+        self, name: str, shapes: Shapes, present: Iterable[torch.Tensor], version: int, make_ready: MakeReady
+    ) -> None:
         """Begins an evaluation, between steps or inside of one; see ``begin_step``."""
         title = _title(StepKind.EVALUATION, name)
-        shapes, room = self._begin(title, shapes, version)
+        shapes, room = self._begin(title, shapes, version, make_ready)
         self._enter(self.tracer.begin_nested_evaluation(title, shapes, always_metered=True), present, room)
 
-    def _begin(self, title: str, shapes: Shapes, version: int) -> tuple[Shapes, Room]:
+    def _begin(self, title: str, shapes: Shapes, version: int, make_ready: MakeReady) -> tuple[Shapes, Room]:
         """What a step has to work with, agreed with the other processes: shapes and room."""
+        agreed = self._agree(title, shapes, version)
+        if not self.tracer.covers(title, agreed.shapes):
+            has_changed = make_ready(title, agreed.shapes)
+            if has_changed or (self.foresight is not None and not self.order.is_alone):  # others may have changed
+                agreed = self._agree(title, agreed.shapes, version)
+        return agreed.shapes, agreed.room
+
+    def _agree(self, title: str, shapes: Shapes, version: int) -> Beginning:
         self._copies.drop_stale()
         room = self._room()
         agreed = self.order.begin(title, shapes, self.tracer.fingerprint, room, version)
@@ -136,7 +219,7 @@ class Steps:
             self.tracer.discard()
         if agreed.room.resident != room.resident:
             self._reclaim.evict_unused()
-        return agreed.shapes, agreed.room
+        return agreed
 
     def end_nested_evaluation(self, *, is_whole: bool) -> None:
         """Ends it; the step that it interrupted goes on.
@@ -183,6 +266,8 @@ class Steps:
         self.durations.begin_update()
         self.tracer.abandon()
         title = _title(StepKind.UPDATE, str(optimizer_index or ""))
+        if self.foresight is not None:
+            self.tracer.learn_update(title, chunk_indices)
         step = self.tracer.begin(title, chunk_indices=chunk_indices)
         if step.is_metered:
             self._meter.start(())
@@ -191,7 +276,7 @@ class Steps:
     def visit_for_update(self, chunk: Chunk) -> None:
         """Notes that the optimizer comes to a chunk, wherever that is at home."""
         self.tracer.visit(chunk.spec.index, tuple)
-        if self.tracer.step is not None and self.tracer.step.is_recorded:
+        if self.tracer.step is not None and self.tracer.step.has_moments:
             self._meter.restart()
 
     def end_update(self) -> int:

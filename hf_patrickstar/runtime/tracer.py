@@ -31,6 +31,7 @@ class Step:
         diverged_anywhere: Whether any process had left its trace when a phase of the step ended.
         plan: What to move at each moment, if there is a plan. A diverged step keeps it: other processes execute it too.
         is_metered: Whether non-model data is measured while it runs.
+        is_measured: Whether it is the first that follows a trace made beforehand: what it takes corrects the trace.
         is_void: Whether what was measured of it is more than a later step will need; then no trace is made of it.
         num_followed: How many moments of the plan have been executed; processes execute all of them together.
         due: Reductions of the last executed moment that are still to be done.
@@ -44,6 +45,7 @@ class Step:
     diverged_anywhere: bool = False
     plan: Plan | None = None
     is_metered: bool = True
+    is_measured: bool = False
     is_void: bool = False
     num_followed: int = 0
     due: list[int] = dataclasses.field(default_factory=list)
@@ -57,6 +59,11 @@ class Step:
     def is_recorded(self) -> bool:
         """Whether this step makes a trace."""
         return self.cursor is None and not self.is_diverged
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether what others take is measured from each moment to the next."""
+        return self.is_measured if self.cursor is not None else not self.is_diverged
 
 
 class Gauges(Protocol):
@@ -87,6 +94,9 @@ class Tracer:
     whose visits differ from its trace has diverged: it is counted, and goes on without knowing later visits. After two
     diverged steps in a row the trace is recorded anew: the first step may have failed half way, or the model may have
     changed.
+
+    A trace may also be made before its first step (``learn``). Then that step is measured, and the bytes that it takes
+    correct the trace; if it diverges, the next one is recorded.
 
     Args:
         chunk_nbytes: Bytes of every chunk's ``param`` payload, by chunk index.
@@ -123,6 +133,8 @@ class Tracer:
         self._order = order
         self._emit = emit
         self._diverged_in_a_row: dict[str, int] = {}
+        self._learnt: set[str] = set()  # traces made beforehand that no step has followed yet
+        self._wrong: set[str] = set()  # steps whose traces, made beforehand, were not what they did
         self._interrupted: list[Step | None] = []
         self._num_begun = 0
         self._chunk_order: Mapping[int, int] = {}
@@ -148,6 +160,34 @@ class Tracer:
             self._chunk_order = {index: place for place, index in enumerate(visited)}
             self._order_version = self.version
         return self._chunk_order
+
+    def covers(self, kind: str, shapes: Shapes) -> bool:
+        """Whether a step would follow a trace; see ``begin``."""
+        trace = self.traces.get(trace_key(kind, shapes))
+        return trace is not None and trace.covers(shapes)
+
+    def may_learn(self, kind: str, shapes: Shapes) -> bool:
+        """Whether a trace that is made beforehand is worth it: none has been wrong for such a step; see ``begin``."""
+        return bool(shapes) and trace_key(kind, shapes) not in self._wrong
+
+    def learn(self, traces: Iterable[Trace]) -> None:
+        """Takes traces that were made before the steps that follow them."""
+        for trace in traces:
+            known = self.traces.get(trace.key)
+            self.traces[trace.key] = trace if known is None else trace.merged(known)
+            self._learnt.add(trace.key)
+        self.version += 1
+
+    def learn_update(self, kind: str, chunk_indices: Sequence[int]) -> None:
+        """Makes the trace of an optimizer's step, if none is known; see ``begin``.
+
+        What it takes beside the chunks is measured when it runs first.
+        """
+        trace = self.traces.get(trace_key(kind, ()))
+        if trace is None or not trace.visits_in_order(chunk_indices):
+            visits = tuple(Visit(index) for index in chunk_indices)
+            self.traces.pop(trace_key(kind, ()), None)
+            self.learn([Trace(trace_key(kind, ()), self._chunk_nbytes, visits)])
 
     def begin(
         self,
@@ -176,7 +216,8 @@ class Tracer:
             del self.traces[key]
         if trace is not None and trace.covers(shapes):
             step.cursor = Cursor(trace, dropped_after)
-            step.is_metered = always_metered or key in self.diverging
+            step.is_measured = key in self._learnt
+            step.is_metered = always_metered or step.is_measured or key in self.diverging
         self.step = step
         return step
 
@@ -203,6 +244,9 @@ class Tracer:
             step.reduced.append([])
             return None
         if step.cursor.advance(chunk_index):
+            if step.is_measured:
+                self._close_moment(step)
+                step.visits.append((chunk_index, ()))
             return step.cursor.moment
         step.cursor = None
         step.is_diverged = True
@@ -222,7 +266,7 @@ class Tracer:
 
     def begin_nested_evaluation(self, kind: str, shapes: Shapes = (), always_metered: bool = False) -> Step:
         """Begins a step of another kind inside a step, or between steps: an evaluation, say; see ``begin``."""
-        if self.step is not None and self.step.is_recorded:
+        if self.step is not None and self.step.has_moments:
             self._close_moment(self.step)  # the inner step has peaks of its own
         self._interrupted.append(self.step)
         return self.begin(kind, shapes, always_metered=always_metered)
@@ -258,11 +302,30 @@ class Tracer:
             self._emit(StepRecorded(step.key))
             self._diverged_in_a_row[step.key] = 0
             return
+        if step.is_measured:
+            self._correct(step)
         in_a_row = self._diverged_in_a_row.get(step.key, 0) + 1 if step.is_diverged else 0
         if in_a_row == _MOST_DIVERGED_IN_A_ROW:
             self.traces.pop(step.key, None)
             in_a_row = 0
         self._diverged_in_a_row[step.key] = in_a_row
+
+    def _correct(self, step: Step) -> None:
+        """Corrects a trace that was made beforehand by what the first step took that followed it."""
+        self._learnt.discard(step.key)
+        trace = self.traces.get(step.key)
+        if step.is_diverged:
+            self._wrong.add(step.key)
+            self.traces.pop(step.key, None)
+        elif trace is not None:
+            corrected = trace
+            if len(step.visits) == len(trace.visits) and not step.is_void:
+                self._close_moment(step)
+                corrected = trace.with_non_model_nbytes(step.non_model_nbytes)
+            corrected = self._order.agree_on_trace(corrected)
+            if corrected != trace:
+                self.traces[step.key] = corrected
+                self.version += 1
 
     def note_padding(self, has_padding: bool) -> None:
         """Drops the traces of a plan without padding, if the first batch has some: it may need more memory.
@@ -281,7 +344,13 @@ class Tracer:
     def discard(self) -> None:
         """Drops every trace: what was recorded is no longer true, and the next steps are recorded anew."""
         self.traces.clear()
+        self._learnt.clear()
         self._diverged_in_a_row.clear()
+
+    def distrust(self) -> None:
+        """Drops every trace, since a step has run out of memory that followed one; no trace is made beforehand."""
+        self._wrong.update(self.traces)
+        self.discard()
 
     def note_chunks(self, chunk_nbytes: Iterable[int]) -> None:
         """Drops every trace, because there are other chunks now.

@@ -13,9 +13,9 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from hf_patrickstar.layout.packing import Layout
+from hf_patrickstar.layout.packing import ChunkSpec, Layout
 from hf_patrickstar.layout.specs import ITEMSIZES, TensorSpec
 from hf_patrickstar.schedule.op_trace import (
     Acquire,
@@ -53,6 +53,38 @@ _SUM_ITEMSIZE = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Places:
+    """Where each parameter is.
+
+    Attributes:
+        chunks: All chunks, by index.
+        tensors: The parameters, by index.
+        chunk_of: The chunk of each, by its index.
+        own_numel: Elements that this process has at home of each, by its index.
+    """
+
+    chunks: Sequence[ChunkSpec]
+    tensors: Mapping[int, TensorSpec]
+    chunk_of: Mapping[int, int]
+    own_numel: Mapping[int, int]
+
+    @classmethod
+    def of(cls, layout: Layout, rank: int = 0) -> "Places":
+        """The places of a layout.
+
+        Args:
+            layout: The layout.
+            rank: The process.
+        """
+        own = {}
+        for spec, place in zip(layout.tensors, layout.placements, strict=True):
+            begin, end = layout.chunks[place.chunk_index].parts_of(spec.numel, place.offset_numel)[rank]
+            own[spec.index] = end - begin
+        chunk_of = {place.tensor_index: place.chunk_index for place in layout.placements}
+        return cls(layout.chunks, {spec.index: spec for spec in layout.tensors}, chunk_of, own)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class StepRules:
     """What a step does with gradients.
 
@@ -86,34 +118,34 @@ class MicroBatch:
 
 
 def micro_batch(
-    ops: OpTrace, layout: Layout, rules: StepRules, kind: StepKind, numbers: Iterator[int] | None = None, name: str = ""
+    ops: OpTrace, places: Places, rules: StepRules, kind: StepKind, numbers: Iterator[int] | None = None, name: str = ""
 ) -> MicroBatch:
     """Tells a micro-batch chunk by chunk; see [Note: from operators to chunks].
 
     Args:
         ops: What the model does.
-        layout: Where its parameters are.
+        places: Where its parameters are.
         rules: What becomes of gradients.
         kind: Which micro-batch of a step it is, or an evaluation.
         numbers: Counts copies, reductions and works of the thread in the whole script; by default from 0.
         name: The outermost module, if that is not the model.
     """
-    return _Telling(layout, rules, kind, itertools.count() if numbers is None else numbers, name).tell(ops.notes)
+    return _Telling(places, rules, kind, itertools.count() if numbers is None else numbers, name).tell(ops.notes)
 
 
 class _Telling:
     """A micro-batch while it is told."""
 
     def __init__(
-        self, layout: Layout, rules: StepRules, kind: StepKind, numbers: Iterator[int], name: str = ""
+        self, places: Places, rules: StepRules, kind: StepKind, numbers: Iterator[int], name: str = ""
     ) -> None:
-        self._layout = layout
+        self._chunks, self._tensors, self._chunk_of = places.chunks, places.tensors, places.chunk_of
+        self._own_numel = places.own_numel
         self._rules = rules
         self._kind = kind
         self._name = name
         self._numbers = numbers
-        self._sizes = tuple(chunk.nbytes for chunk in layout.chunks)
-        self._chunk_of = [placement.chunk_index for placement in layout.placements]
+        self._sizes = tuple(chunk.nbytes for chunk in places.chunks)
         self._accumulates = rules.num_micro_batches > 1
         self._is_metered = False
         self._shapes: Shapes = ()
@@ -245,7 +277,7 @@ class _Telling:
 
     def _take(self, note: Gradient) -> None:
         """A gradient is finished: it goes home, or to the buffer of its group."""
-        spec = self._layout.tensors[note.index]
+        spec = self._tensors[note.index]
         nbytes = math.prod(note.size) * ITEMSIZES[note.dtype]
         if self._is_group(note.index):
             self._store(spec, nbytes)
@@ -258,7 +290,7 @@ class _Telling:
             self._send_home(spec, note.storage, nbytes)
 
     def _is_group(self, index: int) -> bool:
-        return self._layout.chunks[self._chunk_of[index]].world_size > 1
+        return self._chunks[self._chunk_of[index]].world_size > 1
 
     def _is_needed(self, index: int) -> bool:
         """Whether the value is still needed where the gradient would go over it."""
@@ -329,10 +361,10 @@ class _Telling:
             self._reduce(chunk)
 
     def _num_trained(self, chunk: int) -> int:
-        return sum(self._layout.tensors[index].trainable for index in self._layout.chunks[chunk].tensor_indices)
+        return sum(self._tensors[index].trainable for index in self._chunks[chunk].tensor_indices)
 
     def _reduce(self, chunk: int) -> None:
-        spec = self._layout.chunks[chunk]
+        spec = self._chunks[chunk]
         del self._stored[chunk]
         number = next(self._numbers)
         self._script.append(Reduce(self._sizes[chunk] - spec.chunk_numel * spec.types.itemsize))
@@ -350,12 +382,11 @@ class _Telling:
         (chunk, number), self._under_way = self._under_way, None
         self._buffers.let_go()
         self._script.append(Join(number))
-        spec = self._layout.chunks[chunk]
+        spec = self._chunks[chunk]
         for index in spec.tensor_indices:
-            tensor, offset = self._layout.tensors[index], self._layout.placements[index].offset_numel
-            begin, end = spec.parts_of(tensor.numel, offset)[0]
-            if end > begin and tensor.trainable:
-                self._send_home(tensor, None, (end - begin) * tensor.types.itemsize)
+            tensor, own_numel = self._tensors[index], self._own_numel[index]
+            if own_numel and tensor.trainable:
+                self._send_home(tensor, None, own_numel * tensor.types.itemsize)
         self._buffers.leave(chunk)
 
     def _end(self) -> None:
@@ -367,7 +398,7 @@ class _Telling:
         deferred, self._deferred = self._deferred, {}
         for index in sorted(deferred):
             for storage, nbytes in deferred[index]:
-                self._send_home(self._layout.tensors[index], storage, nbytes)
+                self._send_home(self._tensors[index], storage, nbytes)
                 self._release(storage)
         self._release_in_flight()
 
@@ -403,16 +434,16 @@ class _Buffers:
         return peak
 
 
-def traces_of(ops: OpTrace, layout: Layout, rules: StepRules, name: str = "") -> list[Trace]:
+def traces_of(ops: OpTrace, places: Places, rules: StepRules, name: str = "") -> list[Trace]:
     """The traces of all micro-batches of a step that do the same.
 
     Args:
         ops: What each of them does.
-        layout: Where parameters are.
+        places: Where parameters are.
         rules: What becomes of gradients.
         name: The outermost module, if that is not the model.
     """
-    return [micro_batch(ops, layout, rules, kind, name=name).trace for kind in kinds_of(rules.num_micro_batches)]
+    return [micro_batch(ops, places, rules, kind, name=name).trace for kind in kinds_of(rules.num_micro_batches)]
 
 
 def kinds_of(num_micro_batches: int) -> Sequence[StepKind]:

@@ -128,6 +128,14 @@ class Trace:
         fewer = tuple(shapes[:place] + shapes[place + 1 :] for shapes in map(_with_sizes, self.shapes))
         return dataclasses.replace(self, shapes=tuple(dict.fromkeys(self.shapes + fewer)))
 
+    def with_non_model_nbytes(self, nbytes: Sequence[int]) -> "Trace":
+        """This trace with other non-model bytes, one number for each moment."""
+        visits = (
+            dataclasses.replace(visit, non_model_nbytes=measured)
+            for visit, measured in zip(self.visits, nbytes, strict=True)
+        )
+        return dataclasses.replace(self, visits=tuple(visits))
+
     def merged(self, earlier: "Trace") -> "Trace":
         """This trace, with the larger byte counts of it and an earlier one, if both visit the same chunks."""
         if [visit.chunk_index for visit in self.visits] != [visit.chunk_index for visit in earlier.visits]:

@@ -40,7 +40,7 @@ class Manager:
         self.gradients = types.SimpleNamespace(used_ahead=frozenset(), attempts=Attempts(log))
         self.phases = types.SimpleNamespace(unwind=note("unwind"), turns=Turns())
         self.steps = types.SimpleNamespace(abandon_step=note("forget step"))
-        self.tracer = types.SimpleNamespace(discard=note("discard trace"))
+        self.tracer = types.SimpleNamespace(distrust=note("discard trace"))
         self.placement = types.SimpleNamespace(leave_margin=note("leave margin"))
         self.reclaim = types.SimpleNamespace(evict_unused=note("evict unused"))
         self.undo_attempt = note("undo attempt")

@@ -55,7 +55,7 @@ def metered(parts):
 
 
 def begin(parts, name="", shapes=SHAPES, present=(), version=0):
-    parts.steps.begin_step(name, shapes, present, version)
+    parts.steps.begin_step(name, shapes, present, version, lambda title, shapes: False)
     return parts.tracer.step
 
 
@@ -119,7 +119,7 @@ def test_what_a_micro_batch_is_among_those_of_its_step(num_micro_batches, kinds)
 def test_a_step_is_called_by_its_kind_its_module_and_its_shapes(name, shapes, key):
     parts = make()
     assert begin(parts, name, shapes).key == key
-    parts.steps.begin_nested_evaluation(name, shapes, (), 0)
+    parts.steps.begin_nested_evaluation(name, shapes, (), 0, lambda title, shapes: False)
     assert parts.tracer.step.key == key.replace("training", "evaluation")
 
 
@@ -283,7 +283,7 @@ def test_where_no_plan_fits_there_is_none_and_no_other_is_looked_for(caplog):
 
 def test_an_evaluation_between_steps_makes_a_trace_and_ends_the_measuring():
     parts = make()
-    parts.steps.begin_nested_evaluation("", SHAPES, (), 0)
+    parts.steps.begin_nested_evaluation("", SHAPES, (), 0, lambda title, shapes: False)
     parts.tracer.visit(1, tuple)
     assert (metered(parts), told(parts)) == ([("start", 0), "restart"], [("expect", RECORDED)])
     parts.steps.end_nested_evaluation(is_whole=True)
@@ -293,7 +293,7 @@ def test_an_evaluation_between_steps_makes_a_trace_and_ends_the_measuring():
 
 def test_an_evaluation_that_did_not_come_to_its_end_makes_none():
     parts = make()
-    parts.steps.begin_nested_evaluation("", SHAPES, (), 0)
+    parts.steps.begin_nested_evaluation("", SHAPES, (), 0, lambda title, shapes: False)
     parts.tracer.visit(1, tuple)
     parts.steps.end_nested_evaluation(is_whole=False)
     assert parts.tracer.traces == {}
@@ -308,7 +308,7 @@ def test_the_step_that_an_evaluation_interrupted_goes_on(is_known, state, told_m
     if is_known:
         record(parts, 0)
     step = begin(parts)
-    parts.steps.begin_nested_evaluation("", SHAPES, (), 0)
+    parts.steps.begin_nested_evaluation("", SHAPES, (), 0, lambda title, shapes: False)
     told(parts), metered(parts)
     parts.steps.end_nested_evaluation(is_whole=True)
     assert parts.tracer.step is step
@@ -528,7 +528,7 @@ def test_a_step_that_left_its_trace_anywhere_has_left_it_everywhere(phase, is_di
 def test_an_evaluation_ends_for_all_unless_it_was_interrupted():
     parts = make_group()
     for is_whole in (True, False):
-        parts.steps.begin_nested_evaluation("", SHAPES, (), 0)
+        parts.steps.begin_nested_evaluation("", SHAPES, (), 0, lambda title, shapes: False)
         parts.said.clear()
         parts.steps.end_nested_evaluation(is_whole=is_whole)
         ends = [ending.phase for name, ending, *_ in parts.said if name == "end"]

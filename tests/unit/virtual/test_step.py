@@ -10,7 +10,7 @@ from trainers import smallest_budget
 
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.machine import MACHINES
-from hf_patrickstar.schedule.step import StepRules, traces_of
+from hf_patrickstar.schedule.step import Places, StepRules, traces_of
 from hf_patrickstar.virtual.driver import VirtualDriver
 from hf_patrickstar.virtual.listening import listen
 from hf_patrickstar.virtual.recording import _train
@@ -65,7 +65,7 @@ def record(name="gpt2", checkpointing=False, num_micro_batches=1, world_size=1, 
         engine.manager.phases.unwind()
     streams, overlaps = engine.resources.streams, engine.collectives.is_asynchronous
     rules = StepRules(num_micro_batches, streams._most_nbytes, overlaps)
-    return recorded, {trace.key: trace for trace in traces_of(ops, engine._membership.layout, rules)}
+    return recorded, {trace.key: trace for trace in traces_of(ops, Places.of(engine._membership.layout), rules)}
 
 
 @pytest.mark.parametrize("how", CASES.values(), ids=CASES)
