@@ -52,3 +52,11 @@ class CheckpointError(PatrickStarError, RuntimeError):
     The message names the file and the tensor, with the shapes where they differ. A checkpoint that could not be written
     does not exist; what could not be read has changed nothing.
     """
+
+
+class TraceError(PatrickStarError, RuntimeError):
+    """What a micro-batch does cannot be recorded with tensors that have no bytes.
+
+    The message names the operator of the model that prevents it, or the time that it took. A step that really runs can
+    do it all the same.
+    """

@@ -27,6 +27,7 @@ LEVELS = dict.fromkeys(_BASE, 0) | {
     "decisions": 5,
     "plan_cache": 6,
     "payloads": 6,
+    "tracing": 6,
     "membership": 7,
     "engine": 8,
     "prepared": 9,
@@ -241,19 +242,19 @@ def leaves_collectives_to_one_module(source):
 
 
 _HOOK_OWNERS = {
-    "runtime.hooks": re.compile(r"register_(\w+_)?hook"),
-    "runtime.autograd": re.compile(r"saved_tensors_hooks"),
+    ("runtime.hooks", "tracing.recorder"): re.compile(r"register_(\w+_)?hook"),
+    ("runtime.autograd",): re.compile(r"saved_tensors_hooks"),
 }
-"""The one module that may use a kind of hook."""
+"""The modules that may use a kind of hook: an engine's, and those that listen to a model without an engine."""
 
 
 def leaves_each_kind_of_hook_to_one_module(source):
-    """Only ``runtime/hooks.py`` registers hooks, and only ``runtime/autograd.py`` has those of saved tensors."""
+    """Only ``runtime/hooks.py`` and the recorder register hooks, and ``runtime/autograd.py`` those of saved tensors."""
     return [
         report(source, line, f"uses {name}")
         for name, line in names_used(source)
-        for owner, kind in _HOOK_OWNERS.items()
-        if source.name != f"{PACKAGE}.{owner}" and kind.fullmatch(name.rpartition(".")[2])
+        for owners, kind in _HOOK_OWNERS.items()
+        if source.name.removeprefix(f"{PACKAGE}.") not in owners and kind.fullmatch(name.rpartition(".")[2])
     ]
 
 

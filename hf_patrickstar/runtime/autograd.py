@@ -3,7 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch._C import _current_graph_task_id
@@ -13,10 +13,13 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from hf_patrickstar.errors import EngineError
-from hf_patrickstar.runtime.copies import Copies
 from hf_patrickstar.runtime.live_parameter import RAW, LiveMixin, storage_key
-from hf_patrickstar.runtime.operands import SavedView
-from hf_patrickstar.runtime.phases import Phases
+
+
+class KeptOperand:
+    """What autograd keeps in place of an operand that is, or looks into, the value of a parameter."""
+
+    __slots__ = ()
 
 
 class _Kept(NamedTuple):
@@ -25,21 +28,41 @@ class _Kept(NamedTuple):
     value: Any
 
 
+class Phases(Protocol):
+    """What happens on events of autograd."""
+
+    def operand_saved(self, operand: torch.Tensor) -> Any:
+        """Autograd keeps an operand for backward; returns what it keeps instead."""
+        ...
+
+    def operand_needed(self, saved: Any) -> torch.Tensor:
+        """Backward needs what ``operand_saved`` has returned."""
+        ...
+
+    def backward_begin(self) -> None:
+        """A backward begins."""
+        ...
+
+    def backward_end(self) -> None:
+        """A backward has ended."""
+        ...
+
+
 class Autograd:
     """Calls the phases of a step on events of autograd.
 
     Args:
         phases: The phases.
-        copies: Finds the chunk that a storage belongs to.
+        is_parameter: Tells from the address of a storage whether the value of a parameter is in it.
 
     Attributes:
         pack: What autograd calls for every operand that it keeps, where no hooks of the user are in force.
     """
 
-    def __init__(self, phases: Phases, copies: Copies) -> None:
+    def __init__(self, phases: Phases, is_parameter: Callable[[int], bool]) -> None:
         self._phases = phases
         self.pack = phases.operand_saved
-        self._copies = copies
+        self._is_parameter = is_parameter
         self._graph_tasks: set[int] = set()  # backwards that have begun: threads may have one each
         self._beginnings: dict[int, threading.RLock] = {}
 
@@ -91,17 +114,17 @@ class Autograd:
             if theirs is shown:
                 return _Kept(self._phases.operand_saved(view))
             tensors = [leaf for leaf in tree_iter(theirs) if isinstance(leaf, torch.Tensor)]
-            if all(self._copies.find(storage_key(tensor)) is None for tensor in tensors):
+            if not any(self._is_parameter(storage_key(tensor)) for tensor in tensors):
                 return theirs
             return _Kept(tree_map_only(torch.Tensor, self._phases.operand_saved, theirs))
 
         def unpack_both(kept: Any) -> torch.Tensor:
             self.notice_backward()
-            return unpack(tree_map_only(SavedView, self._unpack, kept.value) if isinstance(kept, _Kept) else kept)
+            return unpack(tree_map_only(KeptOperand, self._unpack, kept.value) if isinstance(kept, _Kept) else kept)
 
         return pack_both, unpack_both
 
-    def _unpack(self, saved: torch.Tensor | SavedView) -> torch.Tensor:
+    def _unpack(self, saved: Any) -> torch.Tensor:
         self.notice_backward()
         return saved if isinstance(saved, torch.Tensor) else self._phases.operand_needed(saved)
 

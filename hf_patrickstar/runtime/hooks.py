@@ -82,7 +82,8 @@ class ModelHooks:
         self._compiled: dict[torch.nn.Module, Any] = {}  # with what is called; see [Note: compiled parts]
         self._parameters, self._phases = manager.parameters, manager.phases
         self._frames = manager.phases.frames
-        self._autograd = Autograd(manager.phases, manager.copies)
+        copies = manager.copies
+        self._autograd = Autograd(manager.phases, lambda key: copies.find(key) is not None)
         self._services = LiveServices(manager, weights, self._frames, self._autograd)
         self._live_model = LiveModel(model, self._services)
         self._is_attached = False
@@ -224,8 +225,7 @@ class ModelHooks:
 
     def _attach_module(self, module: torch.nn.Module, own: list[ManagedTensor]) -> list[Any]:
         phases, frames, autograd, name = self._phases, self._frames, self._autograd, self._names[module]
-        # An embedding with a buffer (a scale, for example) computes with it on the device.
-        is_embedding = isinstance(module, torch.nn.Embedding) and not any(True for _ in module.buffers())
+        reads_rows = is_embedding(module)
         is_model, is_root = module is self._model, module in self._roots
 
         @ends_graphs
@@ -239,7 +239,7 @@ class ModelHooks:
             stack.append(frame)
             if not own:
                 return None
-            if is_embedding and len(own) == 1 and self._looks_up(own[0]):
+            if reads_rows and len(own) == 1 and self._looks_up(own[0]):
                 return self._begin_lookup(frame, own[0], args, kwargs)
             if peek_interpreter_stack() is not None:
                 self._replace(frame, name)
@@ -285,15 +285,10 @@ class ModelHooks:
         fill = self._live_model.fill_state_dict
         return module.register_state_dict_post_hook(lambda *args: fill(*args))
 
-    def _computed_by(self, module: torch.nn.Module) -> list[torch.nn.Module]:
-        """The modules with whose parameters a module computes itself, instead of calling them."""
-        if module in self._compiled:
-            return list(module.modules())
-        return [module, module.out_proj] if isinstance(module, torch.nn.MultiheadAttention) else [module]
-
     def _held_by(self, module: torch.nn.Module) -> list[ManagedTensor]:
         """What a module computes with itself, each parameter once."""
-        parameters = [parameter for part in self._computed_by(module) for parameter in part._parameters.values()]
+        parts = computed_by(module)
+        parameters = [parameter for part in parts for parameter in part._parameters.values()]
         found = [self._parameters.find(parameter) for parameter in parameters if parameter is not None]
         return list({id(tensor): tensor for tensor in found if tensor is not None}.values())
 
@@ -335,7 +330,7 @@ class ModelHooks:
 
     def _places_of(self, module: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, ManagedTensor]]:
         """Where what a module computes with is held: a dictionary, the name in it, and the parameter."""
-        for part in self._computed_by(module):
+        for part in computed_by(module):
             for key, parameter in list(part._parameters.items()):
                 tensor = None if parameter is None else self._parameters.find(parameter)
                 if tensor is not None:
@@ -388,7 +383,7 @@ class ModelHooks:
         self._phases.turns.take(f"the forward of {name}")
         try:
             self._follow_model(frame.stage is Stage.FORWARD)
-            inputs = list(_tensors_in((args, kwargs)))
+            inputs = list(tensors_in((args, kwargs)))
             shapes = input_shapes([tensor.shape for tensor in inputs])
             if self._manager.tracer.asks_padding and frame.stage is Stage.FORWARD:
                 self._manager.tracer.note_padding(_has_padding(kwargs.get("attention_mask")))
@@ -453,15 +448,27 @@ def _do_nothing() -> None:
     """Nobody updates chunks in backward."""
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def computed_by(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules with whose parameters a module computes itself, instead of calling them."""
+    if is_compiled(module):
+        return list(module.modules())
+    return [module, module.out_proj] if isinstance(module, torch.nn.MultiheadAttention) else [module]
+
+
+def is_embedding(module: torch.nn.Module) -> bool:
+    """Whether a module reads rows and does nothing else; one with a buffer, a scale say, computes on the device."""
+    return isinstance(module, torch.nn.Embedding) and not any(True for _ in module.buffers())
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """The tensors among a module's inputs, in order; mappings and dataclasses that pytree does not know count too."""
     for leaf in tree_iter(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf
         elif isinstance(leaf, Mapping):
-            yield from _tensors_in(list(leaf.values()))
+            yield from tensors_in(list(leaf.values()))
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+            yield from tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
 
 
 def _to(value: Any, device: torch.device) -> Any:

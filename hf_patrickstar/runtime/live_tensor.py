@@ -32,13 +32,13 @@ from hf_patrickstar.states import Stage
 _Tensor: Any = torch.Tensor
 _DATA = _Tensor.data.__get__
 _ADDRESSES = frozenset({torch.Tensor.data_ptr, torch.Tensor.__cuda_array_interface__.__get__})
-_EXPORTS = _ADDRESSES | {
+EXPORTS = _ADDRESSES | {
     *(torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.untyped_storage, torch.Tensor.storage),
     *(torch.Tensor._typed_storage, torch.Tensor.__dlpack__, torch.Tensor.is_set_to),
 }
 """Functions that give away memory itself."""
 
-_WITHOUT_GRAPH = _EXPORTS | {
+WITHOUT_GRAPH = EXPORTS | {
     *(
         _DATA,
         torch.Tensor.detach,
@@ -143,14 +143,14 @@ class LiveTensor:
             return Access(deferred)
         if func in _SHARING:
             raise EngineError(cannot_share(tensor))
-        is_graph = is_graph and func not in _WITHOUT_GRAPH
+        is_graph = is_graph and func not in WITHOUT_GRAPH
         is_inside = services.frames.is_inside
         leaf = services.frames.find_lookup(tensor.parameter) if is_inside else None
         if leaf is not None:
             return Access(leaf)
         if is_inside and not services.manager.sharing.is_alone:  # there others may do something else meanwhile
             return _InsideAccess(tensor, services, func)
-        if is_inside and (is_graph or (services.frames.stack and not writes and func not in _WITHOUT_GRAPH)):
+        if is_inside and (is_graph or (services.frames.stack and not writes and func not in WITHOUT_GRAPH)):
             return _InsideAccess(tensor, services, func)
         is_graph = is_graph and not is_inside
         try:
@@ -321,7 +321,7 @@ class _InsideAccess(Access):
         self._manager = services.manager
         self._stack = services.frames.stack
         self._stage = services.frames.stage
-        self._is_held, self._is_kept = True, func in _EXPORTS
+        self._is_held, self._is_kept = True, func in EXPORTS
         if self._stage is Stage.BACKWARD:
             refuse_reentrant(f"code that reads parameter '{tensor.spec.name}'")
         is_alias = self._stage is Stage.BACKWARD and not requires_grad(tensor.parameter)
@@ -458,7 +458,7 @@ class _ValueAccess(Access):
             manager.gradient_mirrors.sync_unused(but=tensor)
             manager.writes.take_over(tensor, keeps_unused=True)
             tensor.read_at = tensor.num_writes
-            self._is_private = func in _EXPORTS
+            self._is_private = func in EXPORTS
             self._changes_shape = func in _CHANGES_OF_SHAPE
             if self._is_private:
                 self._use(manager.mirrors.hand_out(tensor, is_held=func in _ADDRESSES))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from hf_patrickstar.errors import EngineError
+from hf_patrickstar.runtime.autograd import KeptOperand
 from hf_patrickstar.runtime.chunk import Epoch, ManagedTensor
 from hf_patrickstar.runtime.copies import Copies
 from hf_patrickstar.runtime.live_parameter import RAW, LiveMixin, storage_key
@@ -12,7 +13,7 @@ from hf_patrickstar.runtime.parameters import Parameters
 from hf_patrickstar.runtime.steps import Steps
 
 
-class SavedView:
+class SavedView(KeptOperand):
     """The address of a view of a parameter.
 
     After ``parameter.data = x`` an earlier graph that kept a view uses the old value, and one that kept the parameter

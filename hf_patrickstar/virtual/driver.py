@@ -14,18 +14,14 @@ it writes to the host, those of the device.
 
 import contextlib
 import dataclasses
-import sys
-import types
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_patrickstar.events import ChunkLoaded, ChunkVisited, Event
 from hf_patrickstar.machine import Machine
-from hf_patrickstar.memory.operators import OperatorMode, read_operands, storage_key, tensors_among, written_operands
+from hf_patrickstar.memory.operators import storage_key
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.update import Likeness, Update
@@ -47,26 +43,15 @@ from hf_patrickstar.schedule.script import (
     Send,
     ThreadWork,
 )
-from hf_patrickstar.virtual.answers import answer
-from hf_patrickstar.virtual.costs import HostCache, cost_of, touches_of
+from hf_patrickstar.tracing.answers import AnsweringMode
+from hf_patrickstar.tracing.charges import Charges, caller
+from hf_patrickstar.tracing.costs import HostCache, cost_of, touches_of
 from hf_patrickstar.virtual.note_taker import NoteTaker
 from hf_patrickstar.virtual.tapes import Charge, Operator, Tapes
 from hf_patrickstar.virtual.timing import OperatorTimes
 
-_aten = torch.ops.aten
-_COPIES = frozenset({_aten.copy_, _aten._to_copy, _aten.clone, _aten._foreach_copy_})
-_ASKS_DEVICE = torch.ops.prim.device.default
-_ASKS = frozenset({_aten._local_scalar_dense, _aten.item, _aten.nonzero, _aten.is_nonzero})
-"""Operators that give the host a value."""
 _BY_PLAN = frozenset({LOADS, LOADS_TOGETHER, WAITS_FOR_ARRIVAL})
 """Where the host waits as a plan says, which is no part of a script."""
-_HERE = frozenset(
-    {
-        *(__name__, "hf_patrickstar.memory.streams", "hf_patrickstar.memory.threads", "hf_patrickstar.memory.meters"),
-        "hf_patrickstar.runtime.chunk",
-    }
-)
-"""Modules through which others ask."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -178,20 +163,18 @@ class VirtualDriver:
     def __init__(self, machine: Machine, times: OperatorTimes | None = None, taker: NoteTaker | None = None) -> None:
         self._taker = taker
         self._player = Player(machine)
-        self._times = times
+        self._charges = Charges(has_accelerator=machine.has_accelerator, times=times)
         self.measured_on = None if times is None else machine
         self.clock = self._player.clock
         self.script: list[Entry] = []
         self._to_device, to_host = VirtualStream(self, Lane.TO_DEVICE), VirtualStream(self, Lane.TO_HOST)
         self._streams = iter((self._to_device, to_host))
         self._compute = VirtualStream(self, Lane.COMPUTE)
-        self._tiers: dict[int, Tier] = {}
         self._begin = (0, 0)
         self._chunks: dict[int, int] = {}  # the storage of a chunk's home -> its number
         self._num_sent = 0
         self._at_work: list[Operator] | None = None  # of the thread
         self._tapes = Tapes(HostCache())
-        self._looked_up: set[tuple[int, int]] = set()  # storages of indices, and the number of rows at home
         self._is_copying = False  # then the operator that copies is not charged
 
     @property
@@ -223,7 +206,7 @@ class VirtualDriver:
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """See ``Driver``: all memory of the host that the pool gave is, where copies go beside computation at all."""
-        return self.machine.has_accelerator and self._tiers.get(storage_key(tensor)) is Tier.HOST
+        return self._charges.is_pinned(tensor)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, stream: Any) -> None:
         """See ``Driver``."""
@@ -278,7 +261,7 @@ class VirtualDriver:
             finally:
                 self._at_work = None
         if alike is not None:
-            self._tapes.keep(alike, operators, self._tiers.__contains__)
+            self._tapes.keep(alike, operators, self._charges.known.__contains__)
         return operators
 
     def begin_after(self, work: Any, stream: Any, begin: Callable[[Any], Any]) -> VirtualBegun:
@@ -363,15 +346,15 @@ class VirtualDriver:
         """
         if self.is_on_device(tensor):
             self.play(BlockingCopy(tensor.nbytes, False, False, caller()))
-            self._note(tensor, Tier.HOST)
+            self._charges.put(tensor, Tier.HOST)
 
     def take(self, buffer: torch.Tensor, tier: Tier, owner: str) -> None:
         """See ``Driver``."""
-        self._note(buffer, tier)
+        self._charges.put(buffer, tier)
 
     def free(self, buffer: torch.Tensor) -> None:
         """See ``Driver``."""
-        self._tiers.pop(storage_key(buffer), None)
+        self._charges.forget(buffer)
 
     # What operators do
 
@@ -386,7 +369,7 @@ class VirtualDriver:
 
     def tier_of(self, tensor: torch.Tensor) -> Tier:
         """Where a tensor is; what is not known is on the device."""
-        return self._tiers.get(storage_key(tensor), Tier.DEVICE)
+        return self._charges.tier_of(tensor)
 
     def note_operator(self, operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """An operator has run.
@@ -400,72 +383,17 @@ class VirtualDriver:
         cost = None if self._is_copying else cost_of(operator, args, kwargs, result)
         if cost is None:
             return
-        packet, name = operator._overloadpacket, str(operator._overloadpacket)
         if self._at_work is not None:
+            name = str(operator._overloadpacket)
             self._at_work.append(Operator(name, cost, tuple(touches_of(operator, args, kwargs))))
             return
-        written = written_operands(operator, args, kwargs)
-        tensors = [*written, *read_operands(written, args, kwargs)]
-        tiers = {self.tier_of(tensor) for tensor in tensors if tensor.numel()}
-        if len(tiers) > 1:  # single numbers are arguments of a kernel, wherever they are
-            tiers = {self.tier_of(tensor) for tensor in tensors if tensor.dim()} or {Tier.HOST}
-        if self._is_lookup(packet, args):
-            self._look_up(HostWork(name, cost.flops, cost.nbytes), packet, args, result)
-        elif len(tiers) > 1 and packet in _COPIES:
-            self._copy_now(tensors, written or tensors_among(result))
-        elif len(tiers) > 1:  # on a device somebody would have copied these first
-            target = self.tier_of(written[0]) if written else Tier.DEVICE
-            self._copy_over([tensor for tensor in tensors if self.tier_of(tensor) is not target])
-            self._work(HostWork(name, cost.flops, cost.nbytes) if target is Tier.HOST else Kernel(name, *cost))
-        elif tiers == {Tier.HOST}:
-            self._work(HostWork(name, cost.flops, cost.nbytes))
-            for tensor in tensors_among(result):
-                self._note(tensor, Tier.HOST)
-        else:
-            place = caller() if packet in _ASKS else ""
-            measured = None if self._times is None else self._times.find_ns(operator, args, kwargs)
-            self._work(Kernel(name, *cost, place, measured))
+        for work in self._charges.charge(operator, args, kwargs, result, cost):
+            self._work(work)
 
     def note_results(self, results: Any) -> None:
         """An operator has returned something, which may be new memory."""
         if self._taker is not None:
             self._taker.note_results(results)
-
-    def _is_lookup(self, packet: Any, args: Any) -> bool:
-        """Whether an embedding reads rows, or adds to them, where its weight is at home; see ``hooks``."""
-        if packet is _aten.embedding:
-            return self.tier_of(args[0]) is Tier.HOST
-        return packet is _aten.embedding_dense_backward and (storage_key(args[1]), args[2]) in self._looked_up
-
-    def _look_up(self, work: HostWork, packet: Any, args: Any, result: torch.Tensor) -> None:
-        """Only indices and rows cross, to an accelerator if there is one, and the gradient stays at home."""
-        crosses = self.machine.has_accelerator
-        there = [tensor for tensor in args[:2] if crosses and self.is_on_device(tensor)]
-        if there:
-            self._copy_over(there)
-        self._work(work)
-        if packet is _aten.embedding_dense_backward:
-            self._note(result, Tier.HOST)
-            return
-        key = storage_key(args[1]), len(args[0])
-        if key not in self._looked_up:
-            self._looked_up.add(key)
-            weakref.finalize(args[1].untyped_storage(), self._looked_up.discard, key)
-        if crosses:
-            self._work(BlockingCopy(result.nbytes, True, False, caller()))
-
-    def _copy_now(self, operands: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        is_pinned = all(self.is_on_device(tensor) or self.is_pinned(tensor) for tensor in operands)
-        to_device = self.is_on_device(targets[0])
-        nbytes = sum(tensor.nbytes for tensor in targets)
-        self._work(BlockingCopy(nbytes, to_device, is_pinned, caller()))
-
-    def _copy_over(self, operands: Sequence[torch.Tensor]) -> None:
-        """Copies operands of one tier to the other; what is made on the host for this is not pinned."""
-        to_device = not self.is_on_device(operands[0])
-        is_pinned = all(self.is_pinned(tensor) for tensor in operands)
-        nbytes = sum(tensor.nbytes for tensor in operands)
-        self._work(BlockingCopy(nbytes, to_device, is_pinned, caller()))
 
     def _work(self, work: Kernel | HostWork | BlockingCopy) -> None:
         """Charges what an operator costs."""
@@ -481,12 +409,6 @@ class VirtualDriver:
         """
         self.script.append(entry)
         self._player.play(entry)
-
-    def _note(self, tensor: torch.Tensor, tier: Tier) -> None:
-        key = storage_key(tensor)
-        if key not in self._tiers:
-            weakref.finalize(tensor.untyped_storage(), self._tiers.pop, key, None)
-        self._tiers[key] = tier
 
     # Steps
 
@@ -516,39 +438,14 @@ class VirtualDriver:
         return timeline
 
 
-class _Operators(OperatorMode):
-    """Tells a driver of every operator, and answers for fake tensors; see [Note: answers for fake tensors]."""
+class _Operators(AnsweringMode):
+    """Tells a driver of every operator."""
 
     def __init__(self, driver: VirtualDriver) -> None:
         super().__init__()
         self._driver = driver
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Torch would wrap ``__torch_dispatch__`` to keep dynamo out of it, at the cost of one more answer per call.
-
-        Nothing is compiled inside of the mode, see ``VirtualDriver.watching``. The name is private to torch: where it
-        has no such method, nothing calls this one.
-        """
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _ASKS_DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].device  # torch asks twice per operator; through the modes below it would take long
-        kwargs = kwargs or {}
-        result = answer(func, args, kwargs)
+    def note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         if getattr(func, "_schema", None) is not None:
             self._driver.note_operator(func, args, kwargs, result)
         self._driver.note_results(result)
-        return result
-
-
-def caller() -> str:
-    """Where in the program the host stops: the function of the package, or of the user, that asked."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if name not in _HERE and not name.startswith(("torch.", "contextlib")):
-            return f"{name}.{frame.f_code.co_name}"
-        frame = frame.f_back
-    return "?"

@@ -35,11 +35,11 @@ from hf_patrickstar.schedule.repeats import FEW_BLOCKS, IrregularError, Names, S
 from hf_patrickstar.schedule.script import Begin, Part
 from hf_patrickstar.schedule.trace import Shapes
 from hf_patrickstar.states import Stage
+from hf_patrickstar.tracing.stacks import cut, find_stacks
 from hf_patrickstar.units import ALIGNMENT_NUMEL
 from hf_patrickstar.virtual.driver import VirtualDriver
 from hf_patrickstar.virtual.note_taker import NoteTaker
 from hf_patrickstar.virtual.playing import Playback
-from hf_patrickstar.virtual.stacks import cut, find_stacks
 from hf_patrickstar.virtual.timing import OperatorTimes
 from hf_patrickstar.virtual.training import Training, drop_gradients, tensors_in
 

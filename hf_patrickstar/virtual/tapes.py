@@ -20,7 +20,7 @@ from typing import NamedTuple
 from hf_patrickstar.memory.operators import storage_key
 from hf_patrickstar.runtime.update import Likeness
 from hf_patrickstar.schedule.script import HostWork
-from hf_patrickstar.virtual.costs import Cost, HostCache, Line, Touch
+from hf_patrickstar.tracing.costs import Cost, HostCache, Line, Touch
 
 
 class Operator(NamedTuple):

@@ -23,7 +23,7 @@ class Address(SavedView):
         self.value = value
 
 
-def make(*, is_in_chunk=lambda key: None, backward_begin=None):
+def make(*, is_in_chunk=lambda key: False, backward_begin=None):
     """What listens to autograd, and what phases are told; backward gets ten times what was kept."""
     told = []
     phases = Fake(
@@ -32,7 +32,7 @@ def make(*, is_in_chunk=lambda key: None, backward_begin=None):
         operand_saved=lambda operand: Address(operand.detach()),
         operand_needed=lambda saved: saved.value * 10 if isinstance(saved, Address) else saved,
     )
-    return Autograd(phases, Fake([], find=is_in_chunk)), told
+    return Autograd(phases, is_in_chunk), told
 
 
 def words(told):
@@ -272,7 +272,7 @@ def test_an_operand_that_they_keep_as_it_is_becomes_an_address():
 def test_tensors_in_chunks_among_what_they_keep_become_addresses():
     in_chunk = torch.tensor(5.0)
     key = in_chunk.untyped_storage()._cdata
-    autograd, told = make(is_in_chunk=lambda found: "chunk" if found == key else None)
+    autograd, told = make(is_in_chunk=lambda found: found == key)
     theirs = Theirs(lambda operand: ("note", in_chunk), lambda kept: kept[1])
     x = leaf()
     with theirs.hooks(), autograd.kept_as_numbers():

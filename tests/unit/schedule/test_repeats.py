@@ -43,9 +43,10 @@ from hf_patrickstar.schedule.op_trace import (
 )
 from hf_patrickstar.schedule.repeats import IrregularError, Stack, extend
 from hf_patrickstar.schedule.script import Begin, Part
-from hf_patrickstar.virtual import listening, stacks
+from hf_patrickstar.tracing import stacks
+from hf_patrickstar.tracing.stacks import cut, find_stacks
+from hf_patrickstar.virtual import listening
 from hf_patrickstar.virtual.listening import listen
-from hf_patrickstar.virtual.stacks import cut, find_stacks
 from hf_patrickstar.virtual.training import Training, make_adamw
 
 H100 = MACHINES["h100"]

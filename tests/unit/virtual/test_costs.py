@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hf_patrickstar.virtual.costs import Cost, HostCache, cost_of, touches_of
-from hf_patrickstar.virtual.grouped import grouped_result
+from hf_patrickstar.tracing.costs import Cost, HostCache, cost_of, touches_of
+from hf_patrickstar.tracing.grouped import grouped_result
 
 aten = torch.ops.aten
 

@@ -82,9 +82,9 @@ def test_what_is_computed_on_the_host_stays_there(driver):
 def test_a_view_of_what_was_computed_on_the_host_stays_there_when_the_rest_is_gone(driver):
     view = (make_buffer(driver, Tier.HOST) + 1).detach()
     assert driver.tier_of(view) is Tier.HOST
-    known = len(driver._tiers)
+    known = len(driver._charges.known)
     del view
-    assert len(driver._tiers) == known - 1, "memory that is used again may be the device's"
+    assert len(driver._charges.known) == known - 1, "memory that is used again may be the device's"
 
 
 def test_a_value_that_is_asked_for_stops_the_host(driver):

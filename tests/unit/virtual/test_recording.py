@@ -17,8 +17,8 @@ from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.schedule.replay import device_ns, replay
 from hf_patrickstar.schedule.script import Kernel, Message, Part, Reach, Reduce, Send, ThreadWork
+from hf_patrickstar.tracing.costs import HostCache
 from hf_patrickstar.virtual import driver
-from hf_patrickstar.virtual.costs import HostCache
 from hf_patrickstar.virtual.recording import record_step
 
 H100 = MACHINES["h100"]

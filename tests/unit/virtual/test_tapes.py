@@ -13,7 +13,7 @@ from hf_patrickstar.optim import adam_kernel
 from hf_patrickstar.optim.adam_kernel import AdamKernel
 from hf_patrickstar.runtime.update import Likeness
 from hf_patrickstar.schedule.script import HostWork, ThreadWork
-from hf_patrickstar.virtual.costs import Cost, HostCache, Touch
+from hf_patrickstar.tracing.costs import Cost, HostCache, Touch
 from hf_patrickstar.virtual.recording import record_step
 from hf_patrickstar.virtual.tapes import Charge, Operator, Tapes
 

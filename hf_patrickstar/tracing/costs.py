@@ -10,8 +10,8 @@ import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from hf_patrickstar.memory.operators import read_operands, storage_key, tensors_among, touches_nothing, written_operands
+from hf_patrickstar.tracing.grouped import GROUPED, grouped_flops
 from hf_patrickstar.units import MIB
-from hf_patrickstar.virtual.grouped import GROUPED, grouped_flops
 
 _aten = torch.ops.aten
 _READS_ROWS = frozenset({_aten.embedding, _aten.index_select, _aten.gather, _aten.index})

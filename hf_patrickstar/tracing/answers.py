@@ -14,13 +14,49 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
-from hf_patrickstar.memory.operators import tensors_among
-from hf_patrickstar.virtual.grouped import GROUPED, grouped_result
+from hf_patrickstar.memory.operators import OperatorMode, tensors_among
+from hf_patrickstar.tracing.grouped import GROUPED, grouped_result
 
 _aten = torch.ops.aten
+_ASKS_DEVICE = torch.ops.prim.device.default
 _META = torch.device("meta")
 _Arguments = Sequence[Any]
 _Named = dict[str, Any]
+
+
+class AnsweringMode(OperatorMode):
+    """Answers for fake tensors; see [Note: answers for fake tensors]."""
+
+    def note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """An operator has run.
+
+        Args:
+            func: The overload that was called, or an operator of higher order.
+            args: Its positional arguments.
+            kwargs: Its named arguments.
+            result: What it returned.
+        """
+
+    def answer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What an operator returns; see ``note``."""
+        return answer(func, args, kwargs)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch would wrap ``__torch_dispatch__`` to keep dynamo out of it, at the cost of one more answer per call.
+
+        Nothing is compiled inside of the mode. The name is private to torch: where it has no such method, nothing calls
+        this one.
+        """
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _ASKS_DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].device  # torch asks twice per operator; through the modes below it would take long
+        kwargs = kwargs or {}
+        result = self.answer(func, args, kwargs)
+        self.note(func, args, kwargs, result)
+        return result
 
 
 def answer(func: Any, args: _Arguments, kwargs: _Named) -> Any:

@@ -1,0 +1,201 @@
+"""Traces a micro-batch of a model: each one twice, and models whose blocks repeat with a few of them.
+
+See [Note: micro-batches that are told again] and [Note: blocks that repeat].
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.decisions import collect
+from hf_patrickstar.errors import TraceError
+from hf_patrickstar.layout.specs import TensorSpec
+from hf_patrickstar.precision import choose_precision
+from hf_patrickstar.runtime.chunk import torch_dtype
+from hf_patrickstar.schedule.op_trace import LeaveForward, Note, OpTrace
+from hf_patrickstar.schedule.repeats import FEW_BLOCKS, IrregularError, Names, Stack, extend
+from hf_patrickstar.schedule.script import Begin, Part
+from hf_patrickstar.tracing.answers import AnsweringMode
+from hf_patrickstar.tracing.charges import Times
+from hf_patrickstar.tracing.recorder import Deadline, Setting, record
+from hf_patrickstar.tracing.stacks import cut, find_stacks
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What is traced.
+
+    Attributes:
+        make_model: Makes the model, a new one with each call; called under fake tensors.
+        make_inputs: Makes the batch, likewise.
+        compute_loss: Computes the loss, or whatever an evaluation computes.
+        config: Settings of the engine, which decide in which types forwards compute.
+        precision: What the engine is told by the Trainer or Accelerate; see ``choose_precision``.
+        num_micro_batches: Micro-batches of a step.
+        is_training: Whether a backward follows.
+    """
+
+    make_model: Callable[[], torch.nn.Module]
+    make_inputs: Callable[[], Mapping[str, Any]]
+    compute_loss: Callable[[Any, Mapping[str, Any]], Any]
+    config: Mapping[str, Any]
+    precision: str = "no"
+    num_micro_batches: int = 1
+    is_training: bool = True
+
+
+def trace(
+    micro_batch: MicroBatch,
+    *,
+    looked_up: Collection[str] = (),
+    has_accelerator: bool = True,
+    times: Times | None = None,
+    max_seconds: float | None = None,
+) -> OpTrace | None:
+    """Runs a micro-batch, and notes what it does; called under fake tensors.
+
+    Args:
+        micro_batch: What is traced.
+        looked_up: Names of the weights whose embeddings read their rows at home.
+        has_accelerator: Whether the device has memory of its own.
+        times: What operators take, if the machine is the one at hand; else its rates say it.
+        max_seconds: How long it may take.
+
+    Returns:
+        The notes; ``None`` if one micro-batch is not like the other, or does what the notes have no word for.
+
+    Raises:
+        TraceError: If the model communicates, asks for a value that only bytes have, or takes too long.
+    """
+    tracer = _Tracer(
+        micro_batch, looked_up, has_accelerator, times, None if max_seconds is None else Deadline(max_seconds)
+    )
+    with AnsweringMode():  # answers what an initialisation asks of values
+        stacks = find_stacks(micro_batch.make_model())
+    if stacks:
+        try:
+            return _trace_few(tracer, stacks)
+        except TraceError:
+            raise
+        except Exception as error:  # code that counts on all blocks may raise anything
+            logger.info("patrickstar: blocks repeat, but the model is run with all of them: %r", error)
+    return tracer.ready().note_twice()
+
+
+def _trace_few(tracer: "_Tracer", stacks: Sequence[Stack]) -> OpTrace:
+    """The notes, made of those of a few blocks.
+
+    Raises:
+        IrregularError: If they are not those of all blocks.
+    """
+    model = tracer.ready(stacks, FEW_BLOCKS)
+    found, names = model.note_twice(), model.names
+    if found is None:
+        raise IrregularError("a model with few blocks cannot be told again")
+    few = [dataclasses.replace(stack, num_blocks=FEW_BLOCKS) for stack in stacks]
+    more, more_names = extend(found.notes, names, few, [FEW_BLOCKS + 1] * len(few))
+    model = tracer.ready(stacks, FEW_BLOCKS + 1)
+    noted = model.note()
+    if noted is None or noted.notes != more or model.names != more_names:
+        raise IrregularError(f"{FEW_BLOCKS + 1} blocks do something else than {FEW_BLOCKS}, extended by one")
+    notes, names = extend(found.notes, names, few, [stack.num_blocks for stack in stacks])
+    model = tracer.ready()
+    if model.names != names or model.note_forward() != _forward_of(notes):
+        raise IrregularError("the forward of all blocks does something else than those of a few, extended")
+    return OpTrace(notes)
+
+
+def _forward_of(notes: tuple[Note, ...]) -> tuple[Note, ...]:
+    """What comes before backward."""
+    begin = Begin(Part.BACKWARD)
+    return notes[: notes.index(begin)] if begin in notes else notes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Tracer:
+    """What is traced, and how."""
+
+    micro_batch: MicroBatch
+    looked_up: Collection[str]
+    has_accelerator: bool
+    times: Times | None
+    deadline: Deadline | None
+
+    def ready(self, stacks: Sequence[Stack] = (), num_blocks: int = 0) -> "_Ready":
+        """A model that is ready to run, with so many blocks in each of the stacks."""
+        what = self.micro_batch
+        with AnsweringMode(), torch.no_grad():
+            with torch.enable_grad():
+                model = what.make_model()
+            cut(model, stacks, num_blocks)
+            specs, _, parameters = collect(model, {})
+            config = PatrickStarConfig.from_any(dict(what.config))
+            chosen = choose_precision(model, config, what.precision, parameters)
+            specs = chosen.assign(model, specs, parameters)
+            for spec, parameter in zip(specs, parameters, strict=True):  # each has memory of its own, as in a chunk
+                parameter.data = parameter.new_empty(spec.shape, dtype=torch_dtype(spec.types.param))
+        setting = Setting(
+            chosen.casting(torch.device("cpu")), self.looked_up, self.has_accelerator, self.times, self.deadline
+        )
+        return _Ready(what, model, specs, setting)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Ready:
+    """A model that is ready to run."""
+
+    what: MicroBatch
+    model: torch.nn.Module
+    specs: Sequence[TensorSpec]
+    setting: Setting
+
+    @property
+    def names(self) -> Names:
+        """The names of the parameters."""
+        return {spec.index: spec.name for spec in self.specs}
+
+    def note(self, *, with_backward: bool = True) -> OpTrace | None:
+        """Notes a micro-batch."""
+        what = self.what
+        with AnsweringMode():
+            inputs = what.make_inputs()
+
+        def backward(loss: torch.Tensor) -> None:
+            (loss / what.num_micro_batches if what.num_micro_batches > 1 else loss).backward()
+
+        with torch.set_grad_enabled(what.is_training):
+            found = record(
+                self.model,
+                lambda: what.compute_loss(self.model, inputs),
+                backward if what.is_training and with_backward else None,
+                specs=self.specs,
+                inputs=[leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)],
+                setting=self.setting,
+            )
+        return found if found is None or what.is_training else OpTrace(_up_to_forward(found.notes))
+
+    def note_forward(self) -> Sequence[Note] | None:
+        """Notes a micro-batch up to its backward."""
+        found = self.note(with_backward=False)
+        return None if found is None else found.notes
+
+    def note_twice(self) -> OpTrace | None:
+        """Notes a micro-batch; ``None`` if one is not like the other: what is done once cannot be told again."""
+        first, found = self.note(), self.note()
+        if found is not None and found == first:
+            return found
+        logger.info("patrickstar: the model does what cannot be told again, and is run each time")
+        return None
+
+
+def _up_to_forward(notes: tuple[Note, ...]) -> tuple[Note, ...]:
+    """An evaluation ends with its last forward."""
+    end = max((place for place, note in enumerate(notes) if isinstance(note, LeaveForward)), default=-1)
+    return notes[: end + 1]

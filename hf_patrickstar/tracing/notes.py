@@ -1,0 +1,192 @@
+"""Writes down what a micro-batch of a model does; see [Note: micro-batches that are told again]."""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from hf_patrickstar.layout.specs import TensorSpec
+from hf_patrickstar.memory.meters import storages_of
+from hf_patrickstar.memory.operators import storage_key
+from hf_patrickstar.runtime.autograd import KeptOperand
+from hf_patrickstar.runtime.live_parameter import raw_data
+from hf_patrickstar.schedule.op_trace import (
+    Allocate,
+    EnterForward,
+    Free,
+    Gradient,
+    Keep,
+    LeaveBackward,
+    LetGo,
+    Note,
+    OpTrace,
+)
+from hf_patrickstar.schedule.trace import Shapes
+
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+
+
+class Watched:
+    """A parameter whose uses are noted.
+
+    Args:
+        spec: The parameter as numbers.
+        parameter: The parameter.
+
+    Attributes:
+        key: The address of its storage object.
+        users: How many modules, or calls, compute with it now.
+        num_saved: How many operands of it autograd keeps.
+    """
+
+    def __init__(self, spec: TensorSpec, parameter: torch.nn.Parameter) -> None:
+        self.spec = spec
+        self.parameter: Any = parameter
+        self.original_type = type(parameter)
+        self.users = 0
+        self.num_saved = 0
+        self._storage = parameter.untyped_storage()
+        self.key: int = self._storage._cdata
+        self._base_use_count = _use_count(self.key)
+
+    @property
+    def is_aliased(self) -> bool:
+        """Whether any tensor beside the parameter looks into its memory; see ``Chunk.is_aliased``."""
+        return _use_count(self.key) > self._base_use_count
+
+
+class Operand(KeptOperand):
+    """What autograd keeps in place of a view of a parameter: where it is.
+
+    Args:
+        watched: The parameter.
+        view: The view.
+    """
+
+    __slots__ = ("_offset", "_size", "_stride", "watched")
+
+    def __init__(self, watched: Watched, view: torch.Tensor) -> None:
+        self.watched = watched
+        self._size, self._stride, self._offset = view.size(), view.stride(), view.storage_offset()
+        watched.num_saved += 1
+
+    def __del__(self) -> None:
+        self.watched.num_saved -= 1
+
+    def view(self) -> torch.Tensor:
+        """The same view once more."""
+        return raw_data(self.watched.parameter).as_strided(self._size, self._stride, self._offset)
+
+
+class Notes:
+    """What a micro-batch has done so far.
+
+    Args:
+        inputs: The tensors of the batch.
+        buffers: Those of the model.
+        owned: Storages of parameters.
+
+    Attributes:
+        is_odd: Whether something was done that the notes have no word for.
+    """
+
+    def __init__(self, inputs: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor], owned: set[int]) -> None:
+        self.is_odd = False
+        self._notes: list[Note] = []
+        self._inputs, self._buffers = list(map(storage_key, inputs)), set(map(storage_key, buffers))
+        self._owned = owned
+        self._live: dict[int, tuple[int, Any]] = {}  # storages -> their number, and who tells that they are free
+        self._num_storages = 0
+        self._seen: list[Watched] = []  # tensors may look into their memory
+        self._kept: dict[Watched, int] = {}
+
+    def end(self) -> OpTrace | None:
+        """Ends it.
+
+        Returns:
+            All notes; ``None`` if something was done that the notes have no word for.
+        """
+        self._look()
+        self._live.clear()
+        return None if self.is_odd else OpTrace(tuple(self._notes))
+
+    def add(self, note: Note) -> None:
+        """Notes what was done just now."""
+        self._look()
+        self._notes.append(note)
+
+    def add_results(self, results: Any) -> None:
+        """An operator of the model has returned something, which may be new memory."""
+        made = []
+        for value in results if isinstance(results, (tuple, list)) else (results,):
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                for found in storages_of(item) if isinstance(item, torch.Tensor) else ():
+                    made += self._take(*found)
+        if made:
+            self._notes.append(Allocate(tuple(made)))
+
+    def _take(self, owner: Any, key: int, nbytes: int) -> list[tuple[int, int]]:
+        """The number and the bytes of a storage, if it is a new one of the model."""
+        if key in self._live or key in self._owned or key in self._inputs or key in self._buffers or not nbytes:
+            return []
+        number = self._num_storages
+        self._num_storages += 1
+        live, notes = self._live, weakref.ref(self)
+
+        def forget(_: Any) -> None:
+            this = notes()
+            if live.pop(key, None) is not None and this is not None:
+                this._notes.append(Free(number))
+
+        live[key] = number, weakref.ref(owner, forget)
+        return [(number, nbytes)]
+
+    def enter_forward(self, name: str, shapes: Shapes, present: Iterable[torch.Tensor]) -> None:
+        """An outermost forward begins; ``present`` is there already."""
+        inputs, others = [], []
+        for tensor in present:
+            for _, key, nbytes in storages_of(tensor):
+                if key in self._inputs:
+                    inputs.append(self._inputs.index(key))
+                elif key in self._live:
+                    others.append(self._live[key][0])
+                elif key not in self._buffers and nbytes:
+                    self.is_odd = True
+        self.add(EnterForward(name, shapes, tuple(inputs), tuple(others)))
+
+    def note_use(self, watched: Watched) -> None:
+        """Tensors may look into the memory of a parameter from now on."""
+        if watched not in self._seen:
+            self._seen.append(watched)
+
+    def add_gradient(self, watched: Watched, gradient: torch.Tensor, *, is_at_home: bool) -> None:
+        """The gradient of a parameter is finished."""
+        self._look()
+        self._kept.setdefault(watched, 0)
+        self._count_kept()
+        found = self._live.get(storage_key(gradient)) if gradient.layout is torch.strided else None
+        if found is None:
+            self.is_odd = True
+            return
+        dtype = str(gradient.dtype).removeprefix("torch.")
+        size, stride, offset = tuple(gradient.shape), gradient.stride(), int(gradient.storage_offset())
+        self._notes.append(Gradient(watched.spec.index, found[0], dtype, size, stride, offset, is_at_home))
+
+    def leave_backward(self) -> None:
+        """A backward ends."""
+        self._look()
+        self._count_kept()
+        self._notes.append(LeaveBackward())
+
+    def _count_kept(self) -> None:
+        for watched, num in self._kept.items():
+            if watched.num_saved != num:
+                self._kept[watched] = watched.num_saved
+                self._notes.append(Keep(watched.spec.index, watched.num_saved))
+
+    def _look(self) -> None:
+        """Looks which parameters nobody sees any more."""
+        for watched in [watched for watched in self._seen if not watched.is_aliased]:
+            self._seen.remove(watched)
+            self._notes.append(LetGo(watched.spec.index))

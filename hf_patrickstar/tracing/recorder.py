@@ -1,0 +1,503 @@
+"""Records what a micro-batch of a plain model does; see [Note: micro-batches that are told again].
+
+The recorder does what ``runtime/hooks.py`` does for an engine, without one: its hooks are at the same places of the
+model, parameters answer as they do there (``reads.py``), and autograd keeps operands in the same way. So the notes are
+what torch would tell an engine. The model has its parameters all the time, in fake tensors without bytes.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._C import _current_graph_task_id
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._C._functorch import peek_interpreter_stack
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+from hf_patrickstar.errors import TraceError
+from hf_patrickstar.layout.specs import TensorSpec
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.runtime.autograd import Autograd, may_keep, refuse_reentrant
+from hf_patrickstar.runtime.casting import Casting
+from hf_patrickstar.runtime.compiled import is_compiled
+from hf_patrickstar.runtime.frames import current_stage
+from hf_patrickstar.runtime.hooks import computed_by, is_embedding, tensors_in
+from hf_patrickstar.runtime.live_parameter import LiveMixin, raw_data, released_type, storage_key, take_raw_grad
+from hf_patrickstar.runtime.together import roots_of
+from hf_patrickstar.schedule.op_trace import (
+    Acquire,
+    EnterBackward,
+    LeaveForward,
+    LookedUp,
+    LookUp,
+    Need,
+    OpTrace,
+    Release,
+)
+from hf_patrickstar.schedule.script import Begin, Part
+from hf_patrickstar.schedule.trace import input_shapes
+from hf_patrickstar.states import Stage
+from hf_patrickstar.tracing.answers import AnsweringMode
+from hf_patrickstar.tracing.charges import Charges, Times
+from hf_patrickstar.tracing.costs import cost_of
+from hf_patrickstar.tracing.notes import Notes, Operand, Watched
+from hf_patrickstar.tracing.reads import Reads
+
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor"})
+"""Where operators that communicate are registered."""
+_UNANSWERED = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
+
+
+class Deadline:
+    """Ends recordings that take too long.
+
+    Args:
+        seconds: How long they may take together, from now on.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    def check(self) -> None:
+        """Raises a ``TraceError`` if the time is over."""
+        if time.monotonic() > self._end:
+            raise TraceError(f"recording a micro-batch with tensors without bytes took longer than {self._seconds:g} s")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setting:
+    """How the operators of a micro-batch run.
+
+    Attributes:
+        casting: The types that forwards compute in.
+        looked_up: Names of the weights whose embeddings read their rows at home.
+        has_accelerator: Whether the device has memory of its own.
+        times: What operators take, if the machine is the one at hand; else its rates say it.
+        deadline: Ends a recording that takes too long.
+    """
+
+    casting: Casting
+    looked_up: Collection[str] = ()
+    has_accelerator: bool = True
+    times: Times | None = None
+    deadline: Deadline | None = None
+
+
+def record(
+    model: torch.nn.Module,
+    forward: Callable[[], Any],
+    backward: Callable[[Any], None] | None,
+    *,
+    specs: Sequence[TensorSpec],
+    inputs: Iterable[torch.Tensor],
+    setting: Setting,
+) -> OpTrace | None:
+    """Runs a micro-batch, and notes what it does; called under fake tensors.
+
+    A forward under ``torch.no_grad()`` is an evaluation.
+
+    Args:
+        model: The model; its parameters are fake, in the types of their chunks, and have no gradients. It is as it was
+            when this returns, or raises.
+        forward: Computes the loss with the model.
+        backward: Runs the backward of what ``forward`` has returned; ``None`` for a forward alone.
+        specs: The parameters of the model as numbers.
+        inputs: The tensors of the batch.
+        setting: How operators run.
+
+    Returns:
+        The notes, or ``None`` if the model does something that the notes have no word for.
+
+    Raises:
+        TraceError: If the model communicates, asks for a value that only bytes have, or takes too long.
+    """
+    return _Recorder(model, specs, setting, inputs).run(forward, backward)
+
+
+@dataclasses.dataclass(slots=True)
+class _Frame:
+    """A module whose forward is running; see ``runtime/frames.py``."""
+
+    module: torch.nn.Module
+    stage: Stage
+    acquired: list[Watched] = dataclasses.field(default_factory=list)
+    replaced: list[tuple[dict[str, Any], str, torch.Tensor]] = dataclasses.field(default_factory=list)
+    lookup: tuple[Watched, torch.Tensor, int] | None = None  # with the leaf, and its version before
+    contexts: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    keeps_operands: bool = False
+    is_autocast: bool = False
+
+
+class _Recorder:
+    """Hooks of one model, for one micro-batch."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        specs: Sequence[TensorSpec],
+        setting: Setting,
+        inputs: Iterable[torch.Tensor],
+    ) -> None:
+        self._model = model
+        self._roots = roots_of(model)
+        self._setting = setting
+        parameters = dict(model.named_parameters())
+        self._watched = {id(parameters[spec.name]): Watched(spec, parameters[spec.name]) for spec in specs}
+        self._by_storage = {watched.key: watched for watched in self._watched.values()}
+        self._owned = set(self._by_storage)
+        self._notes = Notes(inputs, model.buffers(), self._owned)
+        self._charges = Charges(has_accelerator=setting.has_accelerator, times=setting.times)
+        self._stack: list[_Frame] = []
+        self._held: list[Watched] = []  # by code in backward with no forward around it
+        self._is_quiet = False
+        self._is_evaluation = not torch.is_grad_enabled()
+        self.autograd = Autograd(self, self._by_storage.__contains__)
+
+    def run(self, forward: Callable[[], Any], backward: Callable[[Any], None] | None) -> OpTrace | None:
+        """See ``record``."""
+
+        def run() -> Any:
+            self._notes.add(Begin(Part.FORWARD))
+            result = forward()
+            if backward is None:
+                return result
+            self._notes.add(Begin(Part.BACKWARD))
+            return backward(result)
+
+        with self._attached():
+            result = run()
+            found = self._notes.end()
+        del result  # which lives until then, and so does what a backward would need
+        return found
+
+    # Attach and detach
+
+    @contextlib.contextmanager
+    def _attached(self) -> Iterator[None]:
+        """Inside of it the model is listened to; what is compiled runs as it is written."""
+        with contextlib.ExitStack() as stack:
+            for watched in self._watched.values():
+                self._attach_parameter(watched, stack)
+            inside = {
+                part
+                for module in self._model.modules()
+                if is_compiled(module)
+                for part in module.modules()
+                if part is not module
+            }
+            for name, module in self._model.named_modules():
+                if module not in inside and any(True for _ in module.parameters()):
+                    self._attach_module(module, name or type(self._model).__name__, stack)
+            if self._setting.casting.inputs is not None:
+                for root in self._roots:
+                    stack.callback(root.register_forward_pre_hook(self._cast_inputs, with_kwargs=True).remove)
+            stack.callback(self._unwind)
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(_Operators(self))
+            yield
+
+    def _attach_parameter(self, watched: Watched, stack: contextlib.ExitStack) -> None:
+        parameter = watched.parameter
+        if watched.spec.trainable:
+            before = parameter._post_accumulate_grad_hooks
+            stack.callback(setattr, parameter, "_post_accumulate_grad_hooks", before)
+            stack.callback(parameter.register_post_accumulate_grad_hook(self._store_gradient).remove)
+        parameter._live = Reads(watched, self)
+        stack.callback(parameter.__dict__.pop, "_live")
+        parameter.__class__ = released_type(watched.original_type)
+        stack.callback(setattr, parameter, "__class__", watched.original_type)
+
+    def _attach_module(self, module: torch.nn.Module, name: str, stack: contextlib.ExitStack) -> None:
+        own = self._held_by(module)
+        looks_up = is_embedding(module) and len(own) == 1 and self._looks_up(own[0])
+
+        def before(_module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            frame = _Frame(_module, current_stage())
+            if not self._stack:
+                self._enter_outermost(frame, name, args, kwargs)
+            self._stack.append(frame)
+            if own and looks_up and peek_interpreter_stack() is None:
+                self._begin_lookup(frame, own[0])
+            elif own:
+                self._enter_module(frame, own, name)
+
+        def after(_module: torch.nn.Module, args: Any, output: Any) -> Any:
+            if not self._stack or self._stack[-1].module is not _module:
+                return None
+            result = self._leave_module(self._stack.pop(), output)
+            return None if result is output else result
+
+        stack.callback(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
+        stack.callback(module.register_forward_hook(after, always_call=True).remove)
+
+    def _held_by(self, module: torch.nn.Module) -> list[Watched]:
+        """What a module computes with itself, each parameter once."""
+        found = (self._watched.get(id(parameter)) for _, _, parameter in _places_of(module))
+        return list(dict.fromkeys(watched for watched in found if watched is not None))
+
+    def _looks_up(self, watched: Watched) -> bool:
+        """Whether an embedding reads its rows at home; not if the user has hooks on the gradient of the weight."""
+        parameter = watched.parameter
+        num_hooks = len(parameter._post_accumulate_grad_hooks or ())
+        is_free = not parameter._backward_hooks and num_hooks <= int(watched.spec.trainable)
+        return watched.spec.name in self._setting.looked_up and is_free
+
+    def _unwind(self) -> None:
+        """Ends forwards that were interrupted."""
+        while self._stack:
+            frame = self._stack.pop()
+            frame.contexts.close()
+            _put_back(frame)
+
+    # Forward
+
+    def _cast_inputs(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return self._setting.casting.narrow(args, kwargs)
+
+    def _enter_outermost(self, frame: _Frame, name: str, args: Any, kwargs: dict[str, Any]) -> None:
+        is_recomputed = frame.stage is Stage.BACKWARD
+        if is_recomputed:
+            refuse_reentrant(f"module '{name}'")
+        else:
+            may_keep(f"the forward of {name}")
+            inputs = list(tensors_in((args, kwargs)))
+            shapes = input_shapes([tensor.shape for tensor in inputs])
+            present = itertools.chain(inputs, self._model.buffers())
+            if (frame.stage is Stage.EVALUATION) is not self._is_evaluation:
+                self.note_odd()
+            self._notes.enter_forward("" if frame.module is self._model else name, shapes, present)
+            frame.contexts.enter_context(self.autograd.kept_as_numbers())
+            frame.keeps_operands = True
+        autocast = self._setting.casting.autocast(is_recomputed=is_recomputed)
+        if autocast is not None:
+            frame.contexts.enter_context(autocast)
+            frame.is_autocast = True
+
+    def _enter_module(self, frame: _Frame, own: Sequence[Watched], name: str) -> None:
+        if peek_interpreter_stack() is not None:
+            self._replace(frame, name)
+            return
+        for watched in own:
+            is_alias = frame.stage is Stage.BACKWARD and not watched.parameter.requires_grad
+            self.acquire(watched, name, is_alias=is_alias)
+            frame.acquired.append(watched)
+        others = _top_saved_tensors_default_hooks(True)
+        if not frame.keeps_operands and (others is None or others[0] is not self.autograd.pack):
+            inside = self.autograd.keep_inside()
+            if inside is not None:
+                frame.contexts.push(inside)
+
+    def _leave_module(self, frame: _Frame, output: Any) -> Any:
+        """Ends the forward of a module; returns what takes the place of its output."""
+        if self._stack:
+            frame.contexts.close()
+        _put_back(frame)
+        for watched in frame.acquired:
+            self.release(watched)
+        if frame.lookup is not None:
+            self._end_lookup(frame, output)
+        result = self._setting.casting.widen(output) if frame.is_autocast else output
+        if not self._stack:
+            frame.contexts.close()
+            if frame.stage is not Stage.BACKWARD:
+                self._notes.add(LeaveForward())
+        return result
+
+    def _replace(self, frame: _Frame, name: str) -> None:
+        """Puts copies in the place of a module's parameters, for a forward under ``torch.func``; see ``hooks``."""
+        for places, key, parameter in list(_places_of(frame.module)):
+            watched = self._watched.get(id(parameter))
+            if watched is not None:
+                self.acquire(watched, name)
+                places[key] = parameter.clone()
+                self.release(watched)
+                frame.replaced.append((places, key, parameter))
+
+    # Embeddings that are looked up at home
+
+    def _begin_lookup(self, frame: _Frame, watched: Watched) -> None:
+        self._notes.add(LookUp(watched.spec.index))
+        with self._quiet():
+            leaf = raw_data(watched.parameter).new_empty(watched.spec.shape)
+        self._charges.put(leaf, Tier.HOST)
+        self._owned.add(storage_key(leaf))
+        leaf.requires_grad_(watched.spec.trainable and torch.is_grad_enabled())
+        if leaf.requires_grad:
+
+            def store(found: torch.Tensor) -> None:
+                gradient, found.grad = found.grad, None
+                if gradient is not None:
+                    self.autograd.notice_backward()
+                    self._notes.add_gradient(watched, gradient, is_at_home=True)
+
+            leaf.register_post_accumulate_grad_hook(store)
+        frame.lookup = watched, leaf, leaf._version
+
+    def _end_lookup(self, frame: _Frame, output: Any) -> None:
+        assert frame.lookup is not None
+        watched, leaf, version = frame.lookup
+        counts = frame.stage is Stage.FORWARD and isinstance(output, torch.Tensor)
+        self._notes.add(LookedUp(watched.spec.index, output.nbytes if counts else 0))
+        if leaf._version != version:  # an embedding with ``max_norm`` has changed its rows
+            self.note_odd()
+
+    # Parameters; see ``reads.Uses``
+
+    @property
+    def stage(self) -> Stage | None:
+        """See ``Uses``."""
+        if self._stack:
+            return self._stack[-1].stage
+        return Stage.BACKWARD if _current_graph_task_id() != -1 else None
+
+    @property
+    def is_in_forward(self) -> bool:
+        """See ``Uses``."""
+        return bool(self._stack)
+
+    def find_lookup(self, watched: Watched) -> torch.Tensor | None:
+        """See ``Uses``."""
+        for frame in reversed(self._stack):
+            if frame.lookup is not None and frame.lookup[0] is watched:
+                return frame.lookup[1]
+        return None
+
+    def acquire(self, watched: Watched, who: str, *, is_alias: bool = False) -> None:
+        """See ``Uses``: unless it is an alias, torch treats the parameter as an ordinary one until it is released."""
+        self._notes.add(Acquire(watched.spec.index, who))
+        if not is_alias:
+            watched.parameter.__class__ = watched.original_type
+        watched.users += 1
+
+    def release(self, watched: Watched) -> None:
+        """See ``Uses``."""
+        watched.users -= 1
+        if not watched.users:
+            watched.parameter.__class__ = released_type(watched.original_type)
+        is_seen = not watched.users and watched.is_aliased
+        self._notes.add(Release(watched.spec.index, is_seen))
+        if is_seen:
+            self._notes.note_use(watched)
+
+    def hold(self, watched: Watched) -> None:
+        """See ``Uses``."""
+        (self._stack[-1].acquired if self._stack else self._held).append(watched)
+
+    def note_odd(self) -> None:
+        """See ``Uses``."""
+        self._notes.is_odd = True
+
+    # Backward; see ``autograd.Phases``
+
+    def operand_saved(self, operand: torch.Tensor) -> Any:
+        """See ``Phases``."""
+        watched = self._watched.get(id(operand)) or self._by_storage.get(storage_key(operand))
+        if watched is None or operand.dtype is not watched.parameter.dtype:
+            return operand.detach() if operand.requires_grad else operand
+        return Operand(watched, raw_data(operand) if isinstance(operand, LiveMixin) else operand)
+
+    def operand_needed(self, saved: Any) -> torch.Tensor:
+        """See ``Phases``."""
+        if not isinstance(saved, Operand):
+            return saved  # type: ignore[no-any-return]
+        spec = saved.watched.spec
+        self._notes.add(Need(spec.index, f"the backward of a use of '{spec.name}'"))
+        self._notes.note_use(saved.watched)
+        view = saved.view()
+        return view.clone() if torch.is_grad_enabled() else view
+
+    def backward_begin(self) -> None:
+        """See ``Phases``."""
+        self._notes.add(EnterBackward())
+
+    def backward_end(self) -> None:
+        """See ``Phases``."""
+        if self._held:
+            self.note_odd()
+        self._notes.leave_backward()
+
+    def _store_gradient(self, parameter: torch.Tensor) -> None:
+        self.autograd.notice_backward()
+        gradient = take_raw_grad(parameter)
+        if gradient is not None:
+            self._notes.add_gradient(self._watched[id(parameter)], gradient, is_at_home=False)
+
+    # Operators
+
+    @contextlib.contextmanager
+    def _quiet(self) -> Iterator[None]:
+        self._is_quiet = True
+        try:
+            yield
+        finally:
+            self._is_quiet = False
+
+    def before_operator(self, func: Any) -> None:
+        """An operator of the model is about to run.
+
+        Raises:
+            TraceError: If it communicates, or the time is over.
+        """
+        if self._setting.deadline is not None:
+            self._setting.deadline.check()
+        name = str(func)
+        if name.partition(".")[0] in _COLLECTIVES:
+            raise TraceError(
+                f"the model calls the collective '{name}', which nobody answers while its operators are recorded with "
+                "tensors without bytes"
+            )
+
+    def note_operator(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """An operator of the model has run."""
+        if self._is_quiet:
+            return
+        cost = None if getattr(func, "_schema", None) is None else cost_of(func, args, kwargs, result)
+        if cost is not None:
+            for work in self._charges.charge(func, args, kwargs, result, cost):
+                self._notes.add(work)
+        self._notes.add_results(result)
+
+
+class _Operators(AnsweringMode):
+    """Tells a recorder of every operator."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def answer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        self._recorder.before_operator(func)
+        try:
+            return super().answer(func, args, kwargs)
+        except _UNANSWERED as error:
+            raise TraceError(
+                f"the model calls operator '{func}', whose result depends on values that tensors without bytes do not "
+                f"have ({type(error).__name__}: {error})"
+            ) from error
+
+    def note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        self._recorder.note_operator(func, args, kwargs, result)
+
+
+def _places_of(module: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Where what a module computes with is held: a dictionary, the name in it, and the parameter."""
+    for part in computed_by(module):
+        for key, parameter in part._parameters.items():
+            if parameter is not None:
+                yield part._parameters, key, parameter
+
+
+def _put_back(frame: _Frame) -> None:
+    """Puts parameters back that copies stood in for."""
+    for places, key, parameter in frame.replaced:
+        places[key] = parameter
+    frame.replaced.clear()
