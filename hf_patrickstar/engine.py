@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch._guards import detect_fake_mode
 
 from hf_patrickstar.checkpoint.checkpoints import Checkpoints
 from hf_patrickstar.checkpoint.first_values import FirstValues
@@ -42,6 +43,7 @@ from hf_patrickstar.report.statistics import Statistics
 from hf_patrickstar.report.survey import Survey, take_survey
 from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.assembly import Foundation, assemble
+from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.executor import MovePolicy
 from hf_patrickstar.runtime.gate import FORWARD, STATE_DICT, Gate
@@ -52,6 +54,8 @@ from hf_patrickstar.runtime.recovery import MAX_RETRIES, Recovery
 from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.prospect import PlacementRules
+from hf_patrickstar.schedule.trace import Trace
+from hf_patrickstar.tracing.foresight import Foresight
 
 logger = logging.getLogger(__name__)
 
@@ -249,6 +253,16 @@ class PatrickStarEngine:
             )
         )
 
+    def _make_foresight(self, casting: Casting) -> Foresight | None:
+        """What tells of steps before they begin; an engine of tensors without bytes has nobody to tell."""
+        if detect_fake_mode() is not None or not self.manager.steps.policy.has_plans:
+            return None
+        others = self.resources.streams, self.collectives, self._num_micro_batches
+        return Foresight(self.model, self.manager, casting, *others, self._keep_traces)
+
+    def _keep_traces(self, traces: Sequence[Trace]) -> None:
+        """Keeps traces for runs of the same training."""
+
     @property
     def prefetch_depth(self) -> int:
         """How many chunks are loaded ahead, by the settings or as was decided."""
@@ -291,6 +305,7 @@ class PatrickStarEngine:
             if self.config.overlap_optimizer == "backward":
                 self.hooks.on_gradient = update_in_backward(self.manager, self.optimizers)
             self.hooks.attach()
+            self.manager.steps.foresight = self._make_foresight(casting)
             self._move_in()
             for optimizer in self.optimizers:
                 optimizer.take_inner_state()

@@ -228,6 +228,11 @@ class DeviceStreams:
         self._most_nbytes = _IN_FLIGHT_NBYTES
         self._times: LaneTimes | None = None
 
+    @property
+    def most_in_flight_nbytes(self) -> int:
+        """The most bytes of gradients that are held; see ``hold_at_most``."""
+        return self._most_nbytes
+
     def begin_timing(self) -> LaneTimes:
         """Measures the lanes from now on; see [Note: measured lanes]."""
         self._times = LaneTimes(self._driver)

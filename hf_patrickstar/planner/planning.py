@@ -23,7 +23,6 @@ from hf_patrickstar.memory.tiers import DEVICE_SHARE, HOST_SHARE, Tier
 from hf_patrickstar.plan_cache import keep_traces
 from hf_patrickstar.planner.arguments import check_types
 from hf_patrickstar.planner.kept import can_keep, kept
-from hf_patrickstar.planner.masks import masks_of_batches
 from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse
 from hf_patrickstar.planner.subject import Subject, find_optimizer, find_subject, optimizer_name
 from hf_patrickstar.report.measure import measure_machine
@@ -32,6 +31,7 @@ from hf_patrickstar.schedule.bounds import ADAM, bounds_of
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.op_trace import OpTrace
+from hf_patrickstar.tracing.masks import masks_of_batches
 from hf_patrickstar.units import KIB, MIB, format_nbytes, format_need, parse_nbytes
 from hf_patrickstar.virtual.driver import VirtualDriver
 from hf_patrickstar.virtual.listening import listen

@@ -61,12 +61,14 @@ class Places:
         tensors: The parameters, by index.
         chunk_of: The chunk of each, by its index.
         own_numel: Elements that this process has at home of each, by its index.
+        index_of: What the engine calls each parameter, by its index; empty if that is the same.
     """
 
     chunks: Sequence[ChunkSpec]
     tensors: Mapping[int, TensorSpec]
     chunk_of: Mapping[int, int]
     own_numel: Mapping[int, int]
+    index_of: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, layout: Layout, rank: int = 0) -> "Places":

@@ -16,6 +16,7 @@ from hf_patrickstar.decisions import collect
 from hf_patrickstar.errors import TraceError
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.precision import choose_precision
+from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.runtime.chunk import torch_dtype
 from hf_patrickstar.schedule.op_trace import LeaveForward, Note, OpTrace
 from hf_patrickstar.schedule.repeats import FEW_BLOCKS, IrregularError, Names, Stack, extend
@@ -40,15 +41,26 @@ class MicroBatch:
         precision: What the engine is told by the Trainer or Accelerate; see ``choose_precision``.
         num_micro_batches: Micro-batches of a step.
         is_training: Whether a backward follows.
+        prepare: Returns the parameters of a model as numbers, and the types that its forwards compute in; by default as
+            ``config`` and ``precision`` say.
     """
 
     make_model: Callable[[], torch.nn.Module]
     make_inputs: Callable[[], Mapping[str, Any]]
     compute_loss: Callable[[Any, Mapping[str, Any]], Any]
-    config: Mapping[str, Any]
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     precision: str = "no"
     num_micro_batches: int = 1
     is_training: bool = True
+    prepare: Callable[[torch.nn.Module], tuple[Sequence[TensorSpec], Casting]] | None = None
+
+    def prepared(self, model: torch.nn.Module) -> tuple[Sequence[TensorSpec], Casting]:
+        """The parameters of a model as numbers, and the types that its forwards compute in."""
+        if self.prepare is not None:
+            return self.prepare(model)
+        specs, _, parameters = collect(model, {})
+        chosen = choose_precision(model, PatrickStarConfig.from_any(dict(self.config)), self.precision, parameters)
+        return chosen.assign(model, specs, parameters), chosen.casting(torch.device("cpu"))
 
 
 def trace(
@@ -57,7 +69,7 @@ def trace(
     looked_up: Collection[str] = (),
     has_accelerator: bool = True,
     times: Times | None = None,
-    max_seconds: float | None = None,
+    deadline: Deadline | None = None,
 ) -> OpTrace | None:
     """Runs a micro-batch, and notes what it does; called under fake tensors.
 
@@ -66,7 +78,7 @@ def trace(
         looked_up: Names of the weights whose embeddings read their rows at home.
         has_accelerator: Whether the device has memory of its own.
         times: What operators take, if the machine is the one at hand; else its rates say it.
-        max_seconds: How long it may take.
+        deadline: Ends it where it takes too long.
 
     Returns:
         The notes; ``None`` if one micro-batch is not like the other, or does what the notes have no word for.
@@ -74,9 +86,7 @@ def trace(
     Raises:
         TraceError: If the model communicates, asks for a value that only bytes have, or takes too long.
     """
-    tracer = _Tracer(
-        micro_batch, looked_up, has_accelerator, times, None if max_seconds is None else Deadline(max_seconds)
-    )
+    tracer = _Tracer(micro_batch, looked_up, has_accelerator, times, deadline)
     with AnsweringMode():  # answers what an initialisation asks of values
         stacks = find_stacks(micro_batch.make_model())
     if stacks:
@@ -135,15 +145,12 @@ class _Tracer:
             with torch.enable_grad():
                 model = what.make_model()
             cut(model, stacks, num_blocks)
-            specs, _, parameters = collect(model, {})
-            config = PatrickStarConfig.from_any(dict(what.config))
-            chosen = choose_precision(model, config, what.precision, parameters)
-            specs = chosen.assign(model, specs, parameters)
-            for spec, parameter in zip(specs, parameters, strict=True):  # each has memory of its own, as in a chunk
+            specs, casting = what.prepared(model)
+            parameters = dict(model.named_parameters())
+            for spec in specs:  # each has memory of its own, as in a chunk
+                parameter = parameters[spec.name]
                 parameter.data = parameter.new_empty(spec.shape, dtype=torch_dtype(spec.types.param))
-        setting = Setting(
-            chosen.casting(torch.device("cpu")), self.looked_up, self.has_accelerator, self.times, self.deadline
-        )
+        setting = Setting(casting, self.looked_up, self.has_accelerator, self.times, self.deadline)
         return _Ready(what, model, specs, setting)
 
 

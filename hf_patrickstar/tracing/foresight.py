@@ -1,0 +1,250 @@
+"""Tells an engine what a step will do before its first forward.
+
+[Note: steps that are foreseen]
+Before the first step of each kind, and of each bucket of input shapes, the engine has to know which chunks are needed
+when, and what else takes memory. A copy of the model without bytes does what the step will do (``micro_batch.py``), on
+inputs of the same shapes, and nobody sees it (``unobserved.py``). Its operators are told chunk by chunk
+(``schedule/step.py``). So homes are decided, and the first step follows a plan.
+
+What the loop computes of the model's outputs is not known yet. If there is no loss among them, a logarithm of softmax
+stands in for it, which takes as much memory as a cross entropy. The first step is measured, and its bytes correct what
+was foreseen. Where a model cannot be copied, or its control flow needs values, its first step is recorded instead.
+"""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from hf_patrickstar.checkpoint.progress import shown
+from hf_patrickstar.errors import TraceError
+from hf_patrickstar.layout.specs import TensorSpec, collect_specs
+from hf_patrickstar.memory.streams import DeviceStreams
+from hf_patrickstar.runtime.casting import Casting
+from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.collectives import Collectives
+from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.runtime.steps import Call, Foreseen
+from hf_patrickstar.schedule.op_trace import LookedUp, OpTrace
+from hf_patrickstar.schedule.step import Places, StepRules, kinds_of, micro_batch
+from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace
+from hf_patrickstar.tracing.masks import masks_of_batches
+from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
+from hf_patrickstar.tracing.recorder import Deadline
+from hf_patrickstar.tracing.unobserved import copy_without_bytes, unobserved
+from hf_patrickstar.units import MIB
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 60.0
+"""Seconds after which the first step is recorded instead."""
+_ROUNDING = 0.05
+_WORKSPACES_NBYTES = 64 * MIB
+"""What is added on an accelerator until the first step is measured: its allocator rounds up, libraries take space."""
+
+
+class Foresight:
+    """Foresees the steps of one engine; see [Note: steps that are foreseen].
+
+    Args:
+        model: The model.
+        manager: Knows its parameters and their chunks.
+        casting: The types that forwards compute in.
+        streams: How gradients leave the device.
+        collectives: The processes.
+        num_micro_batches: Micro-batches of a step.
+        keep: Is given the traces of training that were made, for later runs.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        manager: ChunkManager,
+        casting: Casting,
+        streams: Any,
+        collectives: Collectives,
+        num_micro_batches: int,
+        keep: Callable[[Sequence[Trace]], None],
+    ) -> None:
+        self._model = model
+        self._manager = manager
+        self._casting = casting
+        self._device = streams.device
+        self._num_micro_batches = num_micro_batches
+        self._rank = collectives.rank
+        in_flight = streams.most_in_flight_nbytes if isinstance(streams, DeviceStreams) else 0
+        self._rules = StepRules(num_micro_batches, in_flight, collectives.is_asynchronous)
+        self._keep = keep
+        self._said: set[str] = set()
+
+    def foresee(self, call: Call, shapes: Shapes) -> Foreseen | None:
+        """What a step will do that a call begins; see ``steps.Foresight``."""
+        begin = time.monotonic()
+        try:
+            ops, specs = self._trace(call, shapes)
+        except TraceError as error:
+            self._say(f"the first step is recorded: {error}")
+            return None
+        if ops is None:
+            self._say("the first step is recorded: the model does something else each time that it runs")
+            return None
+        found = self._told(call, ops, self._places(specs))
+        seconds = time.monotonic() - begin
+        logger.info(
+            "patrickstar: a step was planned before it began: %d visits to chunks, at most %.1f MiB beside chunks; it "
+            "took %.1f s",
+            len(found.traces[0].visits),
+            max(made.non_model_peak_nbytes for made in found.traces) / MIB,
+            seconds,
+        )
+        if call.is_training:
+            self._keep(found.traces)
+        return found
+
+    def _say(self, what: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            logger.info("patrickstar: %s", what)
+
+    # A copy of the model
+
+    def _trace(self, call: Call, shapes: Shapes) -> tuple[OpTrace | None, list[TensorSpec]]:
+        """What a micro-batch does, and the parameters that it names, by their place in the copy."""
+        specs: list[TensorSpec] = []
+        by_name = {tensor.spec.name: tensor for tensor in self._manager.tensors}
+
+        def make_model() -> torch.nn.Module:
+            return copy_without_bytes(self._model, dtype_of=self._dtype_of, device=torch.device("cpu")).model
+
+        def make_inputs() -> Mapping[str, Any]:
+            nothing, places = torch.nn.Module(), dict(enumerate(shapes))
+            _, args, kwargs = copy_without_bytes(
+                nothing, call.args, call.kwargs, shapes=places, device=torch.device("cpu")
+            )
+            return {"args": args, "kwargs": kwargs}
+
+        def prepare(model: torch.nn.Module) -> tuple[list[TensorSpec], Casting]:
+            found, _, _ = collect_specs(model)
+            specs[:] = [self._spec(spec, by_name) for spec in found]
+            return specs, self._casting
+
+        def compute_loss(model: torch.nn.Module, inputs: Mapping[str, Any]) -> Any:
+            module = model if call.module is self._model else model.get_submodule(call.name)
+            output = module(*inputs["args"], **inputs["kwargs"])
+            return loss_in(output) if call.is_training else output
+
+        what = MicroBatch(
+            make_model,
+            make_inputs,
+            compute_loss,
+            num_micro_batches=self._num_micro_batches,
+            is_training=call.is_training,
+            prepare=prepare,
+        )
+        looked_up = [tensor.spec.name for tensor in self._manager.tensors if tensor.is_cpu_embedding]
+        has_padding, is_packed = _has_padding(call.kwargs), "position_ids" in call.kwargs
+        with _Bar(is_first=self._rank == 0) as bar, unobserved(self._model), FakeTensorMode():
+            with masks_of_batches(has_padding=has_padding, is_packed=is_packed):
+                ops = trace(what, looked_up=looked_up, has_accelerator=self._device.type != "cpu", deadline=bar)
+        return ops, specs
+
+    def _dtype_of(self, parameter: torch.nn.Parameter) -> torch.dtype:
+        tensor = self._manager.find(parameter)
+        return parameter.dtype if tensor is None else tensor.chunk.dtype
+
+    @staticmethod
+    def _spec(spec: TensorSpec, by_name: Mapping[str, ManagedTensor]) -> TensorSpec:
+        tensor = by_name.get(spec.name)
+        if tensor is None:
+            raise TraceError(f"parameter '{spec.name}' is not managed")
+        own = tensor.spec
+        return dataclasses.replace(spec, trainable=own.trainable, types=own.types, optimizer_index=own.optimizer_index)
+
+    # Chunk by chunk
+
+    def _places(self, specs: Iterable[TensorSpec]) -> Places:
+        by_name = {tensor.spec.name: tensor for tensor in self._manager.tensors}
+        found = {spec.index: by_name[spec.name] for spec in specs}
+        return Places(
+            [chunk.spec for chunk in self._manager.chunks],
+            {spec.index: spec for spec in specs},
+            {index: tensor.chunk.spec.index for index, tensor in found.items()},
+            {index: tensor.own_numel for index, tensor in found.items()},
+            {index: tensor.spec.index for index, tensor in found.items()},
+        )
+
+    def _told(self, call: Call, ops: OpTrace, places: Places) -> Foreseen:
+        name = "" if call.module is self._model else call.name
+        kinds = kinds_of(self._num_micro_batches) if call.is_training else (StepKind.EVALUATION,)
+        traces = [micro_batch(ops, places, self._rules, kind, name=name).trace for kind in kinds]
+        if self._device.type != "cpu":
+            traces = [_with_rounding(made) for made in traces]
+        lookups: dict[int, int] = {}
+        for note in ops.notes:
+            if isinstance(note, LookedUp):
+                index = places.index_of[note.index]
+                lookups[index] = lookups.get(index, 0) + note.nbytes
+        return Foreseen(traces, lookups)
+
+
+def _with_rounding(made: Trace) -> Trace:
+    """A trace with what an accelerator takes beside the bytes of tensors."""
+    nbytes = (int((1 + _ROUNDING) * visit.non_model_nbytes) + _WORKSPACES_NBYTES for visit in made.visits)
+    return made.with_non_model_nbytes(list(nbytes))
+
+
+def _has_padding(kwargs: Mapping[str, Any]) -> bool:
+    """Whether some tokens of a batch are masked; it waits for the device."""
+    mask = kwargs.get("attention_mask")
+    return isinstance(mask, torch.Tensor) and mask.dim() == 2 and not bool(mask.all())
+
+
+def loss_in(output: Any) -> torch.Tensor:
+    """The loss among the outputs of a model, or what stands in for it; see [Note: steps that are foreseen].
+
+    Args:
+        output: The outputs.
+
+    Raises:
+        TraceError: If nothing among them has a gradient.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor) and loss.requires_grad:
+        return loss.mean()
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if not leaves:
+        raise TraceError("no output of the model has a gradient")
+    if not leaves[0].dim():
+        return leaves[0]  # a tuple that begins with the loss
+    return torch.stack([_stand_in(leaf) for leaf in leaves]).sum()
+
+
+def _stand_in(output: torch.Tensor) -> torch.Tensor:
+    wide = output.float() if output.is_floating_point() else output.abs()
+    return torch.log_softmax(wide, -1).mean() if wide.dim() else wide
+
+
+class _Bar(Deadline):
+    """Ends a recording that takes too long, and shows that one is made where it takes more than two seconds."""
+
+    def __init__(self, *, is_first: bool) -> None:
+        super().__init__(_PATIENCE_S)
+        self._bar = shown((), "planning the first step", "operators", is_first=is_first)
+
+    def check(self) -> None:
+        """See ``Deadline``."""
+        super().check()
+        self._bar.update()
+
+    def __enter__(self) -> "_Bar":
+        """Returns itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Takes the bar away."""
+        self._bar.close()
