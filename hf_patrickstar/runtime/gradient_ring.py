@@ -43,6 +43,18 @@ def most_nbytes(lists_nbytes: int) -> int:
     return min(MOST_NBYTES, max(lists_nbytes, LEAST_NBYTES))
 
 
+def planned_nbytes(lists_nbytes: int, free_nbytes: int) -> int:
+    """Bytes that a ring will take; 0 if there is too little for one.
+
+    Args:
+        lists_nbytes: Bytes of all lists that it leads to.
+        free_nbytes: Bytes that are free on the host.
+    """
+    most = most_nbytes(lists_nbytes)
+    nbytes = min(most, max(free_nbytes, 0) // _SHARE) // _ALIGNMENT_NBYTES * _ALIGNMENT_NBYTES
+    return nbytes if nbytes >= min(LEAST_NBYTES, most) else 0
+
+
 class GradientRing:
     """A ring of pinned memory; see [Note: accumulation beside the device].
 

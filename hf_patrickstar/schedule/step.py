@@ -39,6 +39,8 @@ from hf_patrickstar.schedule.script import (
     HostWork,
     Join,
     Kernel,
+    Message,
+    Part,
     Reach,
     Reduce,
     Send,
@@ -97,6 +99,9 @@ class StepRules:
         overlaps_reduction: Whether averages of a group go home when the next group is reduced, beside computation.
         has_norms: Whether the norm of every gradient is computed, because gradients are clipped.
         device_homed: Chunks that are at home on the device.
+        updates: What it takes to update each chunk on the host, by index; nothing else is updated.
+        overlaps_update: Whether the host's thread updates chunks, beside what comes next.
+        ahead: Chunks that are updated in backward, as soon as their gradients have arrived.
     """
 
     num_micro_batches: int = 1
@@ -104,6 +109,9 @@ class StepRules:
     overlaps_reduction: bool = False
     has_norms: bool = True
     device_homed: frozenset[int] = frozenset()
+    updates: Mapping[int, HostWork] = dataclasses.field(default_factory=dict)
+    overlaps_update: bool = True
+    ahead: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,6 +156,7 @@ class _Telling:
         self._name = name
         self._numbers = numbers
         self._sizes = tuple(chunk.nbytes for chunk in places.chunks)
+        self._has_others = any(chunk.world_size > 1 for chunk in places.chunks)
         self._accumulates = rules.num_micro_batches > 1
         self._is_metered = False
         self._shapes: Shapes = ()
@@ -172,6 +181,10 @@ class _Telling:
         self._buffers = _Buffers()
         self._under_way: tuple[int, int] | None = None  # the group that is reduced, and the number of the reduction
         self._reduced: list[int] = []
+        # Updates in backward
+        self._is_last = kind.is_last
+        self._last_sent: dict[int, int] = {}  # the last gradient of each chunk on its way home
+        self._missing: dict[int, set[int]] = {}  # of each chunk that is updated here, gradients that have not arrived
 
     def tell(self, notes: Iterable[Note]) -> MicroBatch:
         for note in notes:
@@ -206,6 +219,8 @@ class _Telling:
                     self._begin(note)
                 case LeaveForward():
                     self._forward_ends.append(len(self._visits))
+                    if self._has_others:
+                        self._script.append(Message())
                 case LeaveBackward():
                     self._end()
                 case HostWork() | BlockingCopy() | Begin():
@@ -221,6 +236,8 @@ class _Telling:
             return  # another forward of the same step
         self._is_metered = True
         self._shapes = note.shapes
+        if self._has_others:
+            self._script.append(Message())  # on what the step begins with
         self._live = {storage: self._live[storage] for storage in note.others if storage in self._live}
         # A loop reads the batches of all micro-batches first, or keeps those that it has computed with.
         num_batches = {StepKind.MIDDLE: self._rules.num_micro_batches - 1, StepKind.LAST: self._rules.num_micro_batches}
@@ -302,6 +319,28 @@ class _Telling:
 
     def _send_home(self, spec: TensorSpec, storage: int | None, nbytes: int) -> None:
         """Takes a gradient, or this process's average, to its home; ``storage`` has it if it is non-model data."""
+        self._store_at_home(spec, storage, nbytes)
+        chunk = self._chunk_of[spec.index]
+        if self._is_last and chunk in self._rules.ahead:
+            missing = self._missing.setdefault(chunk, self._trained_in(chunk))
+            missing.discard(spec.index)
+            if not missing:
+                self._update(chunk)
+
+    def _update(self, chunk: int) -> None:
+        """The host's thread updates a chunk whose gradients have all arrived."""
+        self._missing[chunk] = set()
+        last = self._last_sent.get(chunk)
+        next(self._numbers)
+        work = ThreadWork((self._rules.updates[chunk],), frozenset({chunk}), () if last is None else (last,), ())
+        self._script.append(work)
+
+    def _trained_in(self, chunk: int) -> set[int]:
+        """Parameters of a chunk that this process gets gradients of."""
+        found = self._chunks[chunk].tensor_indices
+        return {index for index in found if self._own_numel[index] and self._tensors[index].trainable}
+
+    def _store_at_home(self, spec: TensorSpec, storage: int | None, nbytes: int) -> None:
         chunk, dtype = self._chunk_of[spec.index], spec.types.param
         is_over_value = not self._accumulates or (self._kind is StepKind.LAST and self._adds_last(spec))
         if self._rules.has_norms and not self._accumulates:
@@ -314,6 +353,7 @@ class _Telling:
             return
         number = next(self._numbers)
         self._script.append(Send(chunk, nbytes, False))
+        self._last_sent[chunk] = number
         if storage is not None:
             self._hold(storage)
             self._in_flight.append((storage, nbytes, number))
@@ -333,7 +373,7 @@ class _Telling:
         works = [work]
         if self._kind is StepKind.LAST and self._rules.has_norms:
             works.append(HostWork("norm", 0, numel * _SUM_ITEMSIZE))
-        next(self._numbers)
+        self._last_sent[chunk] = next(self._numbers)
         self._script.append(ThreadWork(tuple(works), frozenset(), (number,), ()))
 
     def _wait_for_copies(self) -> None:
@@ -393,6 +433,8 @@ class _Telling:
 
     def _end(self) -> None:
         """A backward has ended: what waited goes home."""
+        if self._has_others:
+            self._script.append(Message())
         for chunk in sorted(self._stored):
             self._reduce(chunk)
         self._receive()
@@ -403,6 +445,10 @@ class _Telling:
                 self._send_home(self._tensors[index], storage, nbytes)
                 self._release(storage)
         self._release_in_flight()
+        if self._is_last:
+            for chunk in sorted(self._rules.ahead):
+                if chunk not in self._missing or self._missing[chunk]:  # a parameter has got no gradient
+                    self._update(chunk)
 
 
 class _Buffers:
@@ -454,3 +500,57 @@ def kinds_of(num_micro_batches: int) -> Sequence[StepKind]:
         return (StepKind.TRAINING,)
     middle = (StepKind.MIDDLE,) if num_micro_batches > 2 else ()
     return (StepKind.FIRST, *middle, StepKind.LAST)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ToldStep:
+    """A step of the optimizer, chunk by chunk: the update of the last one, then forward and backward.
+
+    Attributes:
+        traces: What each micro-batch visits.
+        script: What the step does beside what its plans move.
+    """
+
+    traces: tuple[Trace, ...]
+    script: tuple[Entry, ...]
+
+
+def whole_step(ops: OpTrace, places: Places, rules: StepRules) -> ToldStep:
+    """Tells a whole step; each of its micro-batches does the same.
+
+    Args:
+        ops: What one of them does.
+        places: Where parameters are.
+        rules: What becomes of gradients.
+    """
+    kinds = list(kinds_of(rules.num_micro_batches))
+    kinds[1:1] = kinds[1:-1] * max(rules.num_micro_batches - 3, 0)
+    script = list(_update(ops, places, rules))
+    numbers = itertools.count(sum(isinstance(entry, ThreadWork) for entry in script))
+    found = [micro_batch(ops, places, rules, kind, numbers) for kind in kinds]
+    homed, chunks = rules.device_homed, places.chunks
+    is_at_rest = len(homed) == len(chunks) and all(chunk.world_size == 1 for chunk in chunks)
+    for told in found:  # where all chunks are at home on the device, the engine has nothing to do at a visit
+        script += (entry for entry in told.script if not (is_at_rest and isinstance(entry, Reach)))
+    return ToldStep(tuple(told.trace for told in found), tuple(script))
+
+
+def _update(ops: OpTrace, places: Places, rules: StepRules) -> Iterator[Entry]:
+    """What ``optimizer.step()`` does, in the order in which forward comes to the chunks."""
+    yield Begin(Part.UPDATE)
+    if rules.has_norms:
+        yield BlockingCopy(_SUM_ITEMSIZE, False, True, "the norm of all gradients")
+        if any(chunk.world_size > 1 for chunk in places.chunks):
+            yield Message()
+    visited = (places.chunk_of[note.index] for note in ops.notes if isinstance(note, (Acquire, Need)))
+    order = dict.fromkeys(itertools.chain(visited, rules.updates))
+    for index in order:
+        work = rules.updates.get(index)
+        if work is None or index in rules.ahead:
+            continue
+        if index in rules.device_homed:
+            yield Kernel(work.name, work.flops, work.nbytes, places.chunks[index].types.state)
+        elif rules.overlaps_update:
+            yield ThreadWork((work,), frozenset({index}), (), ())
+        else:
+            yield work

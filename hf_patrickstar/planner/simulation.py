@@ -1,0 +1,578 @@
+"""Simulates a training on a machine that need not be here: decisions, plans, bytes and seconds, from numbers alone.
+
+[Note: one model of a step]
+What the user's model does is traced once (``tracing/``). All else follows from numbers, by the functions with which
+an engine decides: chunks and homes (``decisions.py``), what each micro-batch visits (``schedule/step.py``), what
+moves when (``schedule/plan.py``), and how long it takes by the rates of the machine (``schedule/replay.py``). No
+engine runs. That an engine does the same, in bytes, loads and order, is a test.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.decisions import Circumstances, Decisions, decide, lists_of
+from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.events import Listener, tell_nobody
+from hf_patrickstar.machine import CPU_TIER, Machine
+from hf_patrickstar.membership import holders
+from hf_patrickstar.memory.streams import DeviceStreams
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.optim.adam_kernel import AdamKernel
+from hf_patrickstar.optim.kernel import WORKSPACE, Kernel
+from hf_patrickstar.optim.kernels import make_kernel
+from hf_patrickstar.optim.torch_kernel import OWN_STATE
+from hf_patrickstar.report.survey import NON_MODEL, Survey, SurveyedChunk, Tide
+from hf_patrickstar.resources import Resources
+from hf_patrickstar.runtime import gradient_ring
+from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING, torch_dtype
+from hf_patrickstar.runtime.collectives import Collectives
+from hf_patrickstar.runtime.order import Room
+from hf_patrickstar.schedule.ahead import plan_ahead
+from hf_patrickstar.schedule.bounds import ADAM_NBYTES
+from hf_patrickstar.schedule.clock import Timeline
+from hf_patrickstar.schedule.known import KnownTraces
+from hf_patrickstar.schedule.margin import needed_nbytes
+from hf_patrickstar.schedule.op_trace import LookedUp, OpTrace
+from hf_patrickstar.schedule.placement import Lookups, plan_lookups
+from hf_patrickstar.schedule.plan import NOTHING_AHEAD, Ahead, Plan, chunkable_nbytes
+from hf_patrickstar.schedule.prospect import PlacementRules, Prospect
+from hf_patrickstar.schedule.replay import replay
+from hf_patrickstar.schedule.script import Entry, HostWork, Load, Reduce, Send
+from hf_patrickstar.schedule.simulator import repeated_plans
+from hf_patrickstar.schedule.step import Places, StepRules, kinds_of, traces_of, whole_step
+from hf_patrickstar.schedule.trace import StepKind, Trace, Visit, trace_key
+from hf_patrickstar.tracing.answers import AnsweringMode
+from hf_patrickstar.tracing.updates import UpdateCost, cost_of_update
+
+OpsOf = Callable[[frozenset[str]], OpTrace]
+"""Finds what a micro-batch does in which these embeddings are looked up at home, by the name of the weight."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trained:
+    """What is trained.
+
+    Attributes:
+        make_model: Makes the model; called under fake tensors.
+        make_optimizer: Makes an optimizer over parameters, likewise.
+        config: Settings of the engine.
+        num_micro_batches: Micro-batches of a step.
+        max_norm: For clipping; ``None`` for none.
+        world_size: How many processes train together, each on a device of the machine.
+    """
+
+    make_model: Callable[[], torch.nn.Module]
+    make_optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+    config: Mapping[str, Any]
+    num_micro_batches: int = 1
+    max_norm: float | None = 1.0
+    world_size: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Simulation:
+    """A step of training by plans, one for each micro-batch: the update of the last one, then forward and backward.
+
+    Attributes:
+        script: What the step does beside what its plans move.
+        traces: What each micro-batch visits.
+        plans: The plan of each.
+        loads: What it takes to load each chunk.
+        timeline: How it goes on the machine.
+        world_size: The number of processes.
+        num_parameters: Trainable parameters, of all processes.
+        num_all_parameters: Trainable and frozen ones.
+        num_on_host: Parameters that this process updates on the host.
+        static: Chunks that are computed with where they are at home, on the device.
+        fixed_nbytes: Bytes of the device that are no copies of chunks: chunks at home there, and scratch space.
+        device_nbytes: The most bytes on the device, activations included.
+        host_nbytes: The bytes on the host, scratch space included.
+        owners: The most bytes of each kind, by tier.
+        moved_nbytes: Bytes that cross in a step, to the device and to the host.
+        sent_nbytes: Bytes of parameters and gradients that this process sends to others in a step.
+        reasons: What was decided, a sentence each.
+        layout: ``num_chunks``, ``chunk_numel``, ``chunk_utilisation`` as of ``PatrickStarEngine.stats``.
+        survey: Which parameter lives where, and what is on the device at each moment.
+        known: The traces, of updates too, for a run of the same training.
+        precision: The type of most parameters on the device, without ``torch.``.
+        rules: How plans are made.
+    """
+
+    script: tuple[Entry, ...]
+    traces: tuple[Trace, ...]
+    plans: tuple[Plan, ...]
+    loads: tuple[Load, ...]
+    timeline: Timeline
+    world_size: int
+    num_parameters: int
+    num_all_parameters: int
+    num_on_host: int
+    static: frozenset[int]
+    fixed_nbytes: int
+    device_nbytes: int
+    host_nbytes: int
+    owners: Mapping[Tier, Mapping[str, int]]
+    moved_nbytes: tuple[int, int]
+    sent_nbytes: int
+    reasons: tuple[str, ...]
+    layout: Mapping[str, Any]
+    survey: Survey
+    known: KnownTraces
+    precision: str
+    rules: "PlanRules"
+
+    def least_nbytes(self) -> int:
+        """The least bytes of the device for which there is a plan, with the same chunks and homes."""
+        step = step_nbytes(self.device_nbytes)
+        low, high = 0, self.device_nbytes + step
+        while high - low > step:
+            middle = (low + high) // 2
+            try:
+                self.rules.plans(self.traces, middle)
+                high = middle
+            except BudgetError:
+                low = middle
+        return high
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlanRules:
+    """How plans of a step are made.
+
+    Attributes:
+        fixed_nbytes: Bytes of the device that are no copies of chunks.
+        chunk_nbytes: Bytes that chunks may take on the device at most, or ``None``.
+        policy: Which chunk leaves.
+        updated: Chunks that the optimizer changes.
+        static: Chunks that are computed with where they are at home.
+        prefetch_depth: How many loads may be under way ahead.
+        reshard_after_forward: Whether chunks leave when forward has done with them.
+        ahead: What the last micro-batch does in backward for the next step.
+    """
+
+    fixed_nbytes: int
+    chunk_nbytes: int | None
+    policy: str
+    updated: frozenset[int]
+    static: frozenset[int]
+    prefetch_depth: int
+    reshard_after_forward: bool
+    ahead: Ahead = NOTHING_AHEAD
+
+    def capacities(self, made: Trace, device_nbytes: int) -> tuple[int, ...]:
+        """Bytes that moving chunks may take at each moment.
+
+        Args:
+            made: The trace of a micro-batch.
+            device_nbytes: Bytes for chunks and non-model data.
+        """
+        most = None if self.chunk_nbytes is None else self.chunk_nbytes - self.fixed_nbytes
+        return chunkable_nbytes(made, device_nbytes - self.fixed_nbytes, most)
+
+    def plans(self, traces: Sequence[Trace], device_nbytes: int) -> list[Plan]:
+        """The plans of a step's micro-batches.
+
+        Args:
+            traces: Those of all micro-batches.
+            device_nbytes: Bytes for chunks and non-model data.
+
+        Raises:
+            BudgetError: If the chunks in use at one moment do not fit.
+        """
+        return repeated_plans(
+            traces,
+            [self.capacities(made, device_nbytes) for made in traces],
+            self.policy,
+            dropped_after=self.updated,
+            static=self.static,
+            prefetch_depth=self.prefetch_depth,
+            reshard_after_forward=self.reshard_after_forward,
+            ahead=self.ahead,
+        )
+
+
+def simulate(trained: Trained, machine: Machine, ops_of: OpsOf) -> Simulation:
+    """Simulates a step of training; see [Note: one model of a step].
+
+    Args:
+        trained: What is trained.
+        machine: Where; its memory is the budget unless the settings say otherwise.
+        ops_of: Finds what a micro-batch does.
+
+    Raises:
+        ConfigError: If a setting cannot work, or the machine has fewer devices than there are processes.
+        BudgetError: If a budget is too small.
+    """
+    machine.check_processes(trained.world_size)
+    with FakeTensorMode(), AnsweringMode():
+        return _Simulator(trained, machine, ops_of).run()
+
+
+class _Simulator:
+    """Decides and plans one training, and tells what it comes to."""
+
+    def __init__(self, trained: Trained, machine: Machine, ops_of: OpsOf) -> None:
+        self._trained = trained
+        self._machine = machine
+        self._ops_of = ops_of
+        model = trained.make_model()
+        optimizer = trained.make_optimizer(model.parameters())
+        config = PatrickStarConfig.from_any({**_settings_for(machine), **trained.config, "reuse_plan": False})
+        no_driver: Any = _NoDriver()
+        streams = DeviceStreams(torch.device("cpu"), no_driver)
+        if not machine.has_accelerator:
+            streams.hold_at_most(0)  # there a gradient is at home when its copy is started
+        resources = Resources.find(config, streams, _Imagined(trained.world_size, machine), _do_nothing, tell_nobody)
+        alone = trained.world_size == 1
+        overlaps = bool(config.overlap_optimizer) and resources.has_streams
+        kernel = make_kernel(optimizer, resources.pool, False, None, None, resources.has_lanes, overlaps, alone)
+        self._kernel: Kernel = kernel
+        self._config, self._resources = config, resources
+        self._in_flight_nbytes = streams.most_in_flight_nbytes
+        self._situation = Circumstances(
+            config, resources, [kernel], holders([optimizer]), max(trained.num_micro_batches, 1)
+        )
+        self._decisions: Decisions = decide(model, "no", self._situation)
+        self._cost = _cost_of(kernel, optimizer, self._decisions)
+        self._layout = self._decisions.choice.layout
+        self._places = Places.of(self._layout)
+
+    def run(self) -> Simulation:
+        decisions, situation = self._decisions, self._situation
+        homed = decisions.homes.device_homed
+        ops, lookups, reasons = self._looked_up(homed)
+        rules = self._rules(frozenset())
+        traces = traces_of(ops, self._places, rules)
+        known = KnownTraces("", {made.key: made for made in (*traces, self._update_trace())}, lookups)
+        placement = self._placement_rules()
+        if self._moves_homes():
+            margin = decisions.prospect(situation, known, placement).margin(homed)
+            if margin is not None:
+                homed = homed.union(margin.chunk_indices)
+                reasons.append(margin.reason)
+        prospect = decisions.prospect(situation, known, placement)
+        return self._planned(ops, known, prospect, homed, [*decisions.reasons, *reasons])
+
+    # Decisions
+
+    def _looked_up(self, homed: frozenset[int]) -> tuple[OpTrace, dict[int, str], list[str]]:
+        """What a micro-batch does, and where embeddings are looked up for which that was to be decided."""
+        decisions, chunk_of = self._decisions, self._places.chunk_of
+        asked = [index for index in decisions.embeddings.tensor_indices if chunk_of[index] not in homed]
+        names = {index: decisions.tensors[index].name for index in asked}
+        ops = self._ops_of(frozenset(names.values()))
+        if decisions.embeddings.is_final or not asked:
+            return ops, {}, []
+        rows: dict[int, int] = {}
+        for note in ops.notes:
+            if isinstance(note, LookedUp):
+                rows[note.index] = rows.get(note.index, 0) + note.nbytes
+        traces = traces_of(ops, self._places, self._rules(frozenset()))
+        fixed = sum(decisions.chunk_nbytes[index].device_nbytes for index in homed)
+        needs = needed_nbytes(traces, homed, 0)
+        room = self._resources.ledger.limit(Tier.DEVICE, cautious=False) - fixed
+        room -= max((nbytes for nbytes, _ in needs), default=0)
+        sizes = {index: decisions.chunk_nbytes[chunk_of[index]].param_nbytes for index in rows}
+        choice = plan_lookups(
+            {index: Lookups(sizes[index], rows[index], decisions.tensors[index].trainable) for index in rows},
+            self._machine_of_decisions,
+            frozenset(index for index in rows if sizes[index] > room),
+        )
+        lookups = {index: "home" if index in choice.at_home else "device" for index in rows}
+        if any(place == "device" for place in lookups.values()):
+            ops = self._ops_of(frozenset(names[index] for index in asked if lookups.get(index) != "device"))
+        return ops, lookups, [choice.reason]
+
+    @property
+    def _machine_of_decisions(self) -> Machine:
+        return self._resources.machine
+
+    def _rules(self, homed: frozenset[int], ahead: Ahead = NOTHING_AHEAD) -> StepRules:
+        kernel, overlaps = self._kernel, bool(self._config.overlap_optimizer)
+        chunks = self._layout.chunks
+        return StepRules(
+            max(self._trained.num_micro_batches, 1),
+            self._in_flight_nbytes,
+            self._resources.collectives.is_asynchronous,
+            self._trained.max_norm is not None,
+            homed,
+            {
+                spec.index: HostWork("update", 0, round(self._cost.nbytes * self._own_numel(spec.index)))
+                for spec in chunks
+                if spec.is_updated
+            },
+            overlaps and self._resources.has_lanes and kernel.runs_beside,
+            frozenset(ahead.updated),
+        )
+
+    def _own_numel(self, chunk_index: int) -> int:
+        """Elements of the parameters of a chunk that this process has at home."""
+        own = self._places.own_numel
+        return sum(own[index] for index in self._layout.chunks[chunk_index].tensor_indices)
+
+    def _placement_rules(self) -> PlacementRules:
+        decisions, config, resources = self._decisions, self._config, self._resources
+        beside = bool(config.overlap_optimizer) and self._kernel.runs_beside
+        rates = (resources.machine, resources.has_lanes, resources.has_lanes and beside)
+        return PlacementRules(decisions.device_workspace_nbytes, decisions.prefetch_depth, config.eviction, *rates)
+
+    def _moves_homes(self) -> bool:
+        config = self._config
+        return config.placement != "host" and not config.debug_evict_all and self._kernel.follows_homes
+
+    def _update_trace(self) -> Trace:
+        """What an update takes on the device beside chunks: temporaries of optimizers that torch computes."""
+        updated = [spec for spec in self._layout.chunks if spec.is_updated]
+        sizes = tuple(spec.nbytes for spec in self._layout.chunks)
+        visits = tuple(
+            Visit(spec.index, non_model_nbytes=round(self._cost.temporary_nbytes * spec.chunk_numel))
+            for spec in updated
+        )
+        return Trace(trace_key(StepKind.UPDATE, ()), sizes, visits)
+
+    # Plans
+
+    def _planned(
+        self, ops: OpTrace, known: KnownTraces, prospect: Prospect, homed: frozenset[int], reasons: list[str]
+    ) -> Simulation:
+        trained, alone = self._trained, self._trained.world_size == 1
+        num = max(trained.num_micro_batches, 1)
+        by_kind = {made.kind: made for made in known.traces.values()}
+        kinds = list(kinds_of(num))
+        kinds[1:1] = kinds[1:-1] * max(num - 3, 0)
+        traces = [by_kind[kind] for kind in kinds]
+        rules = PlanRules(
+            self._fixed_nbytes(homed),
+            self._resources.ledger.chunk_budget,
+            self._config.eviction,
+            prospect.updated,
+            homed if alone else frozenset(),
+            self._depth,
+            self._config.reshard_after_forward and not alone,
+        )
+        if self._config.overlap_optimizer == "backward" and self._resources.has_streams and trained.max_norm is None:
+            works = [dataclasses.replace(w, is_static=i in homed) for i, w in enumerate(prospect.works)]
+            capacities = rules.capacities(traces[-1], prospect.device_nbytes)
+            depth = self._depth if alone else 0
+            ahead = plan_ahead(traces[-1], capacities, works, self._machine_of_decisions, depth)
+            rules = dataclasses.replace(rules, ahead=ahead)
+        plans = rules.plans(traces, prospect.device_nbytes)
+        told = whole_step(ops, self._places, self._rules(homed, plans[-1].ahead))
+        loads = tuple(
+            Load(size.param_nbytes, (trained.world_size - 1) * size.param_nbytes, size.chunk_index in homed)
+            for size in self._decisions.chunk_nbytes
+        )
+        timeline = replay(told.script, plans, loads, self._machine)
+        owners = self._owners(homed, traces, plans)
+        device_nbytes = max(
+            rules.fixed_nbytes + copies + visit.gradient_nbytes + visit.non_model_nbytes
+            for made, plan in zip(traces, plans, strict=True)
+            for visit, copies in zip(made.visits, plan.chunk_nbytes, strict=True)
+        )
+        loaded = [loads[i] for plan in plans for actions in plan.moments for i in (*actions.load, *actions.carry)]
+        sent = sum(load.sent_nbytes for load in loaded)
+        sent += sum(entry.nbytes for entry in told.script if isinstance(entry, Reduce))
+        tensors = self._decisions.tensors
+        chunks = self._layout.chunks
+        free = prospect.device_nbytes - rules.fixed_nbytes
+        return Simulation(
+            script=told.script,
+            traces=tuple(traces),
+            plans=tuple(plans),
+            loads=loads,
+            timeline=timeline,
+            world_size=trained.world_size,
+            num_parameters=sum(spec.numel for spec in tensors if spec.trainable),
+            num_all_parameters=sum(spec.numel for spec in tensors),
+            num_on_host=sum(
+                self._own_numel(spec.index) for spec in chunks if spec.is_updated and spec.index not in homed
+            ),
+            static=rules.static,
+            fixed_nbytes=rules.fixed_nbytes,
+            device_nbytes=device_nbytes,
+            host_nbytes=sum(owners[Tier.HOST].values()),
+            owners=owners,
+            moved_nbytes=(
+                sum(load.nbytes for load in loaded if not load.is_here),
+                sum(entry.nbytes for entry in told.script if isinstance(entry, Send) and not entry.to_device),
+            ),
+            sent_nbytes=sent,
+            reasons=tuple(reasons),
+            layout={
+                "num_chunks": len(chunks) * trained.world_size,
+                "chunk_numel": self._layout.chunk_numel,
+                "chunk_utilisation": self._layout.utilisation,
+            },
+            survey=self._survey(traces, plans, homed, free, owners, reasons),
+            known=known,
+            precision=str(self._decisions.precision.dtype).removeprefix("torch."),
+            rules=rules,
+        )
+
+    @property
+    def _depth(self) -> int:
+        return 0 if self._config.debug_evict_all else self._decisions.prefetch_depth
+
+    # Bytes
+
+    def _fixed_nbytes(self, homed: frozenset[int]) -> int:
+        on_device = self._fixed(homed, Tier.DEVICE)
+        return sum(on_device.values())
+
+    def _fixed(self, homed: frozenset[int], tier: Tier) -> dict[str, int]:
+        """Bytes on a tier that do not change in a step, by owner."""
+        decisions = self._decisions
+        nbytes: dict[str, int] = {}
+        at_home = [spec for spec in self._layout.chunks if (spec.index in homed) is (tier is Tier.DEVICE)]
+        for spec in at_home:
+            size = decisions.chunk_nbytes[spec.index]
+            param = size.param_nbytes if tier is Tier.DEVICE else size.host_param_nbytes
+            nbytes["param"] = nbytes.get("param", 0) + param
+            for name in lists_of(spec, decisions.lists):
+                nbytes[name] = nbytes.get(name, 0) + spec.chunk_numel * spec.types.state_itemsize
+        updates = any(spec.is_updated for spec in at_home)
+        workspace = decisions.workspace_nbytes if tier is Tier.HOST else decisions.device_workspace_nbytes
+        if updates and workspace:
+            nbytes[WORKSPACE] = workspace
+        own = self._cost.state_nbytes * sum(self._own_numel(spec.index) for spec in at_home if spec.is_updated)
+        if own:
+            nbytes[OWN_STATE] = round(own)
+        if tier is Tier.DEVICE:
+            staging = self._staging_nbytes()
+            nbytes.update({STAGING: staging} if staging else {})
+        elif updates and self._trained.num_micro_batches > 1 and self._machine.has_accelerator:
+            nbytes[gradient_ring.OWNER] = self._ring_nbytes(at_home, sum(nbytes.values()))
+        return nbytes
+
+    def _ring_nbytes(self, at_home: Sequence[Any], taken: int) -> int:
+        """What gradients leave through on their way to lists; see ``gradient_ring.py``."""
+        lists = sum(spec.chunk_numel * spec.types.state_itemsize for spec in self._layout.chunks if spec.trainable)
+        free = self._resources.ledger.limit(Tier.HOST) - taken
+        return gradient_ring.planned_nbytes(lists, free)
+
+    def _staging_nbytes(self) -> int:
+        """Scratch space in which slices of other processes arrive, for each type of gradients."""
+        largest: dict[str, int] = {}
+        for spec in self._layout.chunks:
+            if spec.trainable and spec.world_size > 1:
+                largest[spec.types.param] = max(spec.chunk_numel, largest.get(spec.types.param, 0))
+        total = 0
+        for name, numel in largest.items():
+            narrow, wide = self._resources.collectives.staging_numel(numel, torch_dtype(name))
+            total += narrow * torch_dtype(name).itemsize + wide * torch.float32.itemsize
+        return total
+
+    def _owners(
+        self, homed: frozenset[int], traces: Sequence[Trace], plans: Sequence[Plan]
+    ) -> dict[Tier, dict[str, int]]:
+        """The most bytes of each kind by tier."""
+        on_device = self._fixed(homed, Tier.DEVICE)
+        on_device["param"] = on_device.get("param", 0) + max(max(plan.chunk_nbytes, default=0) for plan in plans)
+        gradients = max(visit.gradient_nbytes for made in traces for visit in made.visits)
+        if gradients:
+            on_device[GRADIENTS] = gradients
+        return {Tier.DEVICE: on_device, Tier.HOST: self._fixed(homed, Tier.HOST)}
+
+    def _survey(
+        self,
+        traces: Sequence[Trace],
+        plans: Sequence[Plan],
+        homed: frozenset[int],
+        free: int,
+        owners: Mapping[Tier, Mapping[str, int]],
+        reasons: Sequence[str],
+    ) -> Survey:
+        limit = self._resources.ledger.limit(Tier.DEVICE, cautious=False)
+        room = Room(free, None, 0, ())
+        by_kind = {made.kind: (made, plan) for made, plan in zip(traces, plans, strict=True)}
+        tides = tuple(Tide.of(made, plan, room, limit) for made, plan in by_kind.values())
+        found = {tier.value: dict(kinds) for tier, kinds in owners.items()}
+        found[Tier.DEVICE.value][NON_MODEL] = max(made.non_model_peak_nbytes for made in traces)
+        chunks = tuple(
+            SurveyedChunk(
+                index=spec.index,
+                home=(Tier.DEVICE if spec.index in homed else Tier.HOST).value,
+                dtype=spec.types.param,
+                numel=spec.capacity_numel,
+                used_numel=spec.used_numel,
+                param_nbytes=spec.chunk_numel * spec.types.itemsize,
+                state_nbytes=self._decisions.chunk_nbytes[spec.index].state_nbytes,
+                trainable=spec.trainable,
+                parameters=tuple(
+                    (self._decisions.tensors[i].name, self._decisions.tensors[i].numel) for i in spec.tensor_indices
+                ),
+            )
+            for spec in self._layout.chunks
+        )
+        budgets = {tier.value: self._resources.ledger.budget(tier) for tier in Tier}
+        return Survey(budgets, found, chunks, tides, tuple(reasons))
+
+
+_LEAST_STEP_NBYTES, _STEP_NBYTES, _STEPS = 64 * 1024, 1024**2, 64
+
+
+def step_nbytes(nbytes: int) -> int:
+    """How exactly the least memory is known, where it is about ``nbytes``: to a part of 64, and to a MiB.
+
+    Args:
+        nbytes: The memory.
+    """
+    return min(max(nbytes // _STEPS, _LEAST_STEP_NBYTES), _STEP_NBYTES)
+
+
+def _settings_for(machine: Machine) -> dict[str, Any]:
+    return {
+        "device_budget": machine.device_nbytes,
+        "host_budget": machine.host_nbytes,
+        "pin_memory": False,  # what page-locking rounds up is not known of another machine
+        # Without an accelerator it is as on the CPU tier, whose updates end before ``step()`` returns.
+        "machine": machine if machine.has_accelerator else CPU_TIER,
+        "overlap_optimizer": machine.has_accelerator,
+    }
+
+
+def _cost_of(kernel: Kernel, optimizer: torch.optim.Optimizer, decisions: Decisions) -> UpdateCost:
+    """What an update costs per element: Adam works tile by tile, others as torch computes them."""
+    if isinstance(kernel, AdamKernel):
+        return UpdateCost(ADAM_NBYTES, 0.0, 0.0)
+    return cost_of_update(optimizer)
+
+
+def _do_nothing() -> None:
+    """There is no device to make room on."""
+
+
+class _NoDriver:
+    """Below streams that carry nothing; see ``Driver``."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+class _Imagined:
+    """Processes that are not here: each says what this one says; see ``Peers``."""
+
+    def __init__(self, world_size: int, machine: Machine) -> None:
+        self._world_size = world_size
+        self._machine = machine
+
+    def connect(self, device: torch.device, emit: Listener, reduce_dtype: str) -> Collectives:
+        """See ``Peers``."""
+        return _ImaginedCollectives(self._world_size, self._machine, device, reduce_dtype)
+
+
+class _ImaginedCollectives(Collectives):
+    def __init__(self, world_size: int, machine: Machine, device: torch.device, reduce_dtype: str) -> None:
+        super().__init__(0, world_size, device, reduce_dtype=reduce_dtype)
+        self._is_gloo = not machine.has_accelerator
+
+    def exchange(
+        self, message: Sequence[int], what: str, *, subject: str | None = None, is_patient: bool = True
+    ) -> list[list[int]]:
+        """See ``Collectives``."""
+        return [list(message) for _ in range(self.world_size)]
