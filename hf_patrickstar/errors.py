@@ -52,3 +52,11 @@ class CheckpointError(PatrickStarError, RuntimeError):
     The message names the file and the tensor, with the shapes where they differ. A checkpoint that could not be written
     does not exist; what could not be read has changed nothing.
     """
+
+
+class TraceError(PatrickStarError, RuntimeError):
+    """A model cannot be traced: copied without bytes, or run on tensors without bytes.
+
+    Nothing of the model has changed then, and it can be trained as it is. The message names the module and the
+    attribute, or the operator, that prevents it.
+    """

@@ -387,7 +387,7 @@ class ModelHooks:
         self._phases.turns.take(f"the forward of {name}")
         try:
             self._follow_model(frame.stage is Stage.FORWARD)
-            inputs = list(_tensors_in((args, kwargs)))
+            inputs = list(tensors_in((args, kwargs)))
             shapes = input_shapes([tensor.shape for tensor in inputs])
             if self._manager.tracer.asks_padding and frame.stage is Stage.FORWARD:
                 self._manager.tracer.note_padding(_has_padding(kwargs.get("attention_mask")))
@@ -450,15 +450,15 @@ def _do_nothing() -> None:
     """Nobody updates chunks in backward."""
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """The tensors among a module's inputs, in order; mappings and dataclasses that pytree does not know count too."""
     for leaf in tree_iter(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf
         elif isinstance(leaf, Mapping):
-            yield from _tensors_in(list(leaf.values()))
+            yield from tensors_in(list(leaf.values()))
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+            yield from tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
 
 
 def _to(value: Any, device: torch.device) -> Any:

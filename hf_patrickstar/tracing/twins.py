@@ -1,0 +1,466 @@
+"""Copies of models and of their inputs whose tensors have no bytes, and which share nothing that a forward changes.
+
+[Note: what a copy refers to]
+``copy.deepcopy`` does not copy functions. A function in a module's ``__dict__`` (``model.forward = wrapper``) may refer
+to the module itself, in its closure, in its attributes or through a bound method, and the copy would run the user's
+module. So functions are copied here, too, with what they refer to:
+
+- A function of the user's: all that it refers to is copied, since it may change any of it.
+- A function of a library (``LIBRARIES``) changes nothing that it refers to but the model; only what leads to the model
+  is copied.
+
+Hooks of the user's look at values, and a copy has none: it does not have these hooks. Hooks of libraries take part in
+what a model computes (NEFTune adds noise to embeddings), and the copy has them. What the engine has put on a model, the
+copy has not.
+"""
+
+import contextlib
+import copyreg
+import functools
+import sys
+import types
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from hf_patrickstar.errors import TraceError
+from hf_patrickstar.runtime.hooks import tensors_in
+
+LIBRARIES = ("torch", "transformers", "peft", "trl", "accelerate")
+"""Packages whose hooks take part in what a model computes. Hooks of any other code are the user's."""
+
+OTHERS_CODE = frozenset({*LIBRARIES, *sys.stdlib_module_names} - {"__main__"})
+"""Packages whose code is not the user's: its functions change nothing that they refer to."""
+_PACKAGE = __name__.partition(".")[0]
+_ATOMIC = frozenset(
+    {
+        *(type(None), type(...), type(NotImplemented), bool, int, float, complex, str, bytes, range, slice),
+        *(types.CodeType, types.ModuleType, property, torch.Size, torch.dtype, torch.device, torch.layout),
+        torch.memory_format,
+    }
+)
+_CALLED = (types.FunctionType, types.MethodType, functools.partial)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OTHER_HOOKS = (
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+"""Hooks that no forward or backward calls."""
+_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+class Twin(NamedTuple):
+    """A copy without bytes.
+
+    Attributes:
+        model: The copy of the model.
+        args: The copies of its positional inputs.
+        kwargs: The copies of its named inputs.
+    """
+
+    model: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def copy_without_bytes(
+    model: torch.nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dtype_of: Callable[[torch.nn.Parameter], torch.dtype] | None = None,
+    shapes: Mapping[int, Sequence[int]] | None = None,
+    device: torch.device | None = None,
+) -> Twin:
+    """Copies a model and its inputs, with tensors that have no bytes; called under ``FakeTensorMode``.
+
+    The model may have an engine: no parameter is read, and the copy is an ordinary model. See [Note: what a copy refers
+    to].
+
+    Args:
+        model: The model; its tensors may be those of an engine, on the meta device, or of ``deferred_weights``.
+        args: Positional inputs.
+        kwargs: Named inputs.
+        dtype_of: Returns the type that the copy of a parameter has; by default its own.
+        shapes: The shapes that some tensors among the inputs get, by their place among ``tensors_in((args, kwargs))``.
+        device: The device of all tensors; by default each has its own.
+
+    Raises:
+        TraceError: If something cannot be copied, such as an open file.
+    """
+    mode: Any = detect_fake_mode()
+    assert mode is not None
+    copier = _Copier(mode, dtype_of, device)
+    inputs = (tuple(args), dict(kwargs or {}))
+    copier.names = {id(module): name or "the model" for name, module in model.named_modules()}
+    copied = copier.copy(model)
+    for place, tensor in enumerate(tensors_in(inputs)):
+        if place in (shapes or {}):
+            copier.make_tensor(tensor, (shapes or {})[place])
+    with _reported("an input of the model"):
+        return Twin(copied, *copier.copy(inputs))
+
+
+def origin_of(value: Any) -> str:
+    """The top-level package of the code of a function or method, or of the class of an object."""
+    function = _function_of(value)
+    # The name of the globals, since ``functools.wraps`` gives a wrapper the ``__module__`` of what it wraps.
+    is_function = isinstance(function, types.FunctionType)
+    name = function.__globals__.get("__name__", "") if is_function else type(function).__module__
+    return str(name).partition(".")[0]
+
+
+def _function_of(value: Any) -> Any:
+    """The function of a method; anything else as it is."""
+    return value.__func__ if isinstance(value, types.MethodType) else value
+
+
+def is_of_library(hook: Any) -> bool:
+    """Whether a hook, and all that it wraps, is code of ``LIBRARIES``.
+
+    Args:
+        hook: A function, method, partial or callable object.
+    """
+    return _is_of_library(hook, set())
+
+
+def _is_of_library(hook: Any, seen: set[int]) -> bool:
+    if id(hook) in seen:
+        return True
+    seen.add(id(hook))
+    if isinstance(hook, functools.partial):
+        parts = [hook.func, *hook.args, *hook.keywords.values()]
+    elif origin_of(hook) not in LIBRARIES:
+        return False
+    else:
+        function = getattr(hook, "__func__", hook) if isinstance(hook, types.MethodType) else hook
+        parts = [
+            *getattr(function, "__dict__", {}).values(),
+            *map(_content, getattr(function, "__closure__", ()) or ()),
+        ]
+    return all(_is_of_library(part, seen) for part in parts if isinstance(part, _CALLED))
+
+
+def _content(cell: Any) -> Any:
+    """What a variable of a closure refers to; ``None`` if it has no value yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _is_ours(name: str, value: Any) -> bool:
+    """Whether an attribute of a module was put there by this package."""
+    is_code = isinstance(value, (types.FunctionType, types.MethodType))
+    return name in ("patrickstar_engine", "_compiled_call_impl") or (is_code and origin_of(value) == _PACKAGE)
+
+
+@contextlib.contextmanager
+def _reported(what: str) -> Iterator[None]:
+    """Says what could not be copied."""
+    try:
+        yield
+    except TraceError:
+        raise
+    except Exception as error:  # what others' ``__reduce__`` and ``__deepcopy__`` raise may be anything
+        raise TraceError(
+            f"{what} cannot be copied ({type(error).__name__}: {error}); keep it outside of the model, or give its "
+            "class a __deepcopy__"
+        ) from error
+
+
+class _Copier:
+    """Copies objects, each once.
+
+    Args:
+        mode: Makes tensors without bytes.
+        dtype_of: The type of a parameter's copy.
+        device: The device of all tensors; ``None`` for that of each.
+
+    Attributes:
+        names: The name of each module of the model, by its ``id``.
+    """
+
+    def __init__(
+        self,
+        mode: Any,
+        dtype_of: Callable[[torch.nn.Parameter], torch.dtype] | None,
+        device: torch.device | None,
+    ) -> None:
+        self._mode, self._dtype_of, self._device = mode, dtype_of, device
+        self._memo: dict[int, Any] = {}
+        self._looked_at: set[int] = set()
+        self._alive: list[Any] = []  # or another object could get the ``id`` of one that was copied
+        self.names: dict[int, str] = {}
+
+    def copy(self, value: Any) -> Any:
+        """The copy of an object; the object itself if nothing of it can change."""
+        if id(value) in self._memo:
+            return self._memo[id(value)]
+        cls = type(value)
+        if cls in _ATOMIC or isinstance(value, type):
+            return value
+        if isinstance(value, torch.Tensor):
+            return self.make_tensor(value, value.shape)
+        make = _MAKERS.get(cls)
+        if make is not None:
+            return self._remember(value, make(self, value))
+        if isinstance(value, torch.nn.Module):
+            return self._module(value)
+        return self._object(value)
+
+    def _remember(self, value: Any, made: Any) -> Any:
+        self._memo[id(value)] = made
+        self._alive.append(value)
+        return made
+
+    # Tensors
+
+    def make_tensor(self, tensor: Any, shape: Sequence[int]) -> torch.Tensor:
+        """Copies a tensor.
+
+        Args:
+            tensor: The tensor; its values are not read.
+            shape: The shape of the copy.
+        """
+        is_parameter, needs_grad = isinstance(tensor, torch.nn.Parameter), bool(tensor.requires_grad)
+        made: Any
+        if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+            made = self._mode.from_tensor(tensor, static_shapes=True)
+            return self._remember(tensor, made)  # type: ignore[no-any-return]
+        dtype = self._dtype_of(tensor) if is_parameter and self._dtype_of is not None else tensor.dtype
+        made = torch.zeros((), dtype=dtype, device=self._device or tensor.device)
+        # A parameter in a chunk is contiguous, and its placeholder is not.
+        is_dense = is_parameter or tuple(shape) != tuple(tensor.shape)
+        made = made.new_zeros(shape) if is_dense else made.new_empty_strided(tuple(shape), tensor.stride())
+        made = torch.nn.Parameter(made, needs_grad) if is_parameter else made.requires_grad_(needs_grad)
+        self._remember(tensor, made)
+        if not isinstance(tensor, FakeTensor):  # whose attributes are those of fake tensors
+            made.__dict__.update(
+                (name, self.copy(found)) for name, found in vars(tensor).items() if name not in ("_live", "recipe")
+            )
+        if needs_grad:
+            for name in _HOOKS_OF_TENSORS:
+                hooks = self._hooks(getattr(tensor, name) or {})
+                if hooks:
+                    setattr(made, name, hooks)
+        return made  # type: ignore[no-any-return]
+
+    def _hooks(self, hooks: Mapping[int, Any]) -> "OrderedDict[int, Any]":
+        """Those hooks that the copy has, too."""
+        return OrderedDict((key, self.copy(hook)) for key, hook in hooks.items() if is_of_library(hook))
+
+    # Modules
+
+    def _module(self, module: torch.nn.Module) -> Any:
+        cls: Any = type(module)
+        own = getattr(cls, "__deepcopy__", None)
+        if own is not None and own.__module__ != "torch.nn.utils.parametrize":  # which copies ``__dict__``
+            return self._by_own_method(module)
+        reduced: Any = cls.__reduce_ex__(module, 4) if own is None else ()
+        if len(reduced) < 3:  # what ``torch.compile`` returns is pickled as a call that compiles again
+            made = self._remember(module, cls.__new__(cls))
+            made.__dict__.update(self._module_state(module, vars(module)))
+            return made
+        made = self._remember(module, reduced[0](*map(self.copy, reduced[1])))
+        made.__setstate__(self._module_state(module, reduced[2]))
+        return made
+
+    def _module_state(self, module: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        name = self.names.get(id(module), "a module")
+        for attribute, value in state.items():
+            if _is_ours(attribute, value):
+                continue
+            with _reported(f"attribute '{attribute}' of {name} ({type(module).__name__})"):
+                if attribute in _HOOKS:
+                    found[attribute] = self._hooks(value)
+                elif attribute in _OTHER_HOOKS:
+                    found[attribute] = OrderedDict()
+                else:
+                    found[attribute] = self.copy(value)
+        return found
+
+    def _by_own_method(self, module: torch.nn.Module) -> Any:
+        """A module whose class has a ``__deepcopy__``."""
+        for name, value in vars(module).items():
+            if _is_ours(name, value):
+                self._remember(value, None)
+            elif name in _HOOKS:
+                self._remember(value, self._hooks(value))
+            elif name in _OTHER_HOOKS:
+                self._remember(value, OrderedDict())
+        for tensor in (*module.parameters(), *module.buffers()):
+            self.copy(tensor)
+        with FakeCopyMode(self._mode):
+            return self._remember(module, type(module).__deepcopy__(module, self._memo))  # type: ignore[attr-defined]
+
+    # Anything else
+
+    def _object(self, value: Any) -> Any:
+        cls: Any = type(value)
+        if origin_of(value) == _PACKAGE:
+            raise TraceError(
+                f"the model refers to a {cls.__name__} of {_PACKAGE}, which has no copy; keep it outside of the model"
+            )
+        if cls.__module__.startswith("torch._dynamo"):  # what compiles
+            return self._led_to_model(value)
+        own = getattr(cls, "__deepcopy__", None)
+        if own is not None:
+            with FakeCopyMode(self._mode):
+                return self._remember(value, own(value, self._memo))
+        reductor = copyreg.dispatch_table.get(cls)
+        reduced: Any = reductor(value) if reductor is not None else cls.__reduce_ex__(value, 4)
+        if isinstance(reduced, str):  # the name of something global
+            return value
+        make, args, state, items, pairs = (*reduced, None, None, None)[:5]
+        made = self._remember(value, make(*map(self.copy, args)))
+        if state is not None:
+            self._set_state(made, self.copy(state))
+        for item in items or ():
+            made.append(self.copy(item))
+        for key, item in pairs or ():
+            made[self.copy(key)] = self.copy(item)
+        return made
+
+    @staticmethod
+    def _set_state(made: Any, state: Any) -> None:
+        if hasattr(made, "__setstate__"):
+            made.__setstate__(state)
+            return
+        state, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+        made.__dict__.update(state or {})
+        for name, value in (slots or {}).items():
+            setattr(made, name, value)
+
+    def _list(self, value: list[Any]) -> list[Any]:
+        made: list[Any] = self._remember(value, [])
+        made.extend(map(self.copy, value))
+        return made
+
+    def _dict(self, value: dict[Any, Any]) -> dict[Any, Any]:
+        made = self._remember(value, value.copy())  # with what makes new items of a ``defaultdict``
+        made.clear()
+        for key, item in value.items():
+            made[self.copy(key)] = self.copy(item)
+        return made  # type: ignore[no-any-return]
+
+    def _tuple(self, value: tuple[Any, ...]) -> tuple[Any, ...]:
+        items = [self.copy(item) for item in value]
+        return value if all(map(_is, items, value)) else self._memo.get(id(value), tuple(items))
+
+    def _set(self, value: Any) -> Any:
+        return type(value)(map(self.copy, value))
+
+    def _reference(self, value: Any) -> Any:
+        target = value()
+        return value if target is None else type(value)(self.copy(target))
+
+    def _proxy(self, value: Any) -> Any:
+        raise TraceError("the model has a weakref.proxy, which cannot refer to a copy; use weakref.ref in its place")
+
+    def _generator(self, value: torch.Generator) -> torch.Generator:
+        return value.clone_state()
+
+    def _builtin(self, value: Any) -> Any:
+        """A method of a list (``seen.append``), or a function of a module."""
+        owner = value.__self__
+        copied = self.copy(owner)
+        return value if copied is owner else getattr(copied, value.__name__)
+
+    def _method(self, value: types.MethodType) -> types.MethodType:
+        return types.MethodType(self.copy(value.__func__), self.copy(value.__self__))
+
+    def _partial(self, value: "functools.partial[Any]") -> Any:
+        made = functools.partial(
+            self.copy(value.func),
+            *map(self.copy, value.args),
+            **{name: self.copy(item) for name, item in value.keywords.items()},
+        )
+        made.__dict__.update((name, self.copy(item)) for name, item in vars(value).items())
+        return made
+
+    # Functions
+
+    def _function(self, function: types.FunctionType) -> Any:
+        """A function with copies of what it refers to; see [Note: what a copy refers to]."""
+        cells = function.__closure__ or ()
+        if not cells and not vars(function) and not function.__defaults__ and not function.__kwdefaults__:
+            return function
+        copied = self._led_to_model if origin_of(function) in OTHERS_CODE else self.copy
+        own = tuple(types.CellType() for _ in cells)
+        made: Any = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, own)
+        self._remember(function, made)
+        has_changed = False
+        for cell, new in zip(cells, own, strict=True):
+            with contextlib.suppress(ValueError):  # a variable that has no value yet
+                content = cell.cell_contents
+                new.cell_contents = copied(content)
+                has_changed |= new.cell_contents is not content
+        made.__defaults__, made.__kwdefaults__ = copied(function.__defaults__), copied(function.__kwdefaults__)
+        attributes = {name: self._led_to_model(value) for name, value in vars(function).items()}
+        has_changed |= made.__defaults__ is not function.__defaults__
+        has_changed |= not all(map(_is, attributes.values(), vars(function).values()))
+        named: Any = function.__kwdefaults__ or {}
+        has_changed |= not all(map(_is, (made.__kwdefaults__ or {}).values(), named.values()))
+        if not has_changed:
+            return function
+        made.__dict__.update(attributes)
+        for name in ("__qualname__", "__module__", "__doc__", "__annotations__"):
+            setattr(made, name, getattr(function, name))
+        return made
+
+    def _led_to_model(self, value: Any) -> Any:
+        """What a library's function refers to; a copy if it leads to the model or to the user's code."""
+        if id(value) in self._memo:
+            return self._memo[id(value)]
+        if isinstance(value, (torch.nn.Module, *_CALLED)):
+            return self.copy(value)
+        if id(value) in self._looked_at:  # it may refer to itself
+            return value
+        self._looked_at.add(id(value))
+        self._alive.append(value)
+        if type(value) in (list, tuple):
+            items = [self._led_to_model(item) for item in value]
+            return value if all(map(_is, items, value)) else self._remember(value, type(value)(items))
+        is_object = origin_of(value) in LIBRARIES and not isinstance(value, (type, torch.Tensor))
+        state = value if type(value) is dict else getattr(value, "__dict__", None) if is_object else None
+        if not isinstance(state, dict):
+            return value
+        found = {name: self._led_to_model(item) for name, item in state.items()}
+        if all(map(_is, found.values(), state.values())):
+            return value
+        if state is value:
+            return self._remember(value, found)
+        cls: Any = type(value)
+        made = self._remember(value, cls.__new__(cls))
+        made.__dict__.update(found)
+        return made
+
+
+def _is(first: Any, second: Any) -> bool:
+    return first is second
+
+
+_MAKERS: dict[type, Callable[[_Copier, Any], Any]] = {
+    list: _Copier._list,
+    dict: _Copier._dict,
+    OrderedDict: _Copier._dict,
+    defaultdict: _Copier._dict,
+    tuple: _Copier._tuple,
+    set: _Copier._set,
+    frozenset: _Copier._set,
+    weakref.ReferenceType: _Copier._reference,
+    weakref.ProxyType: _Copier._proxy,
+    weakref.CallableProxyType: _Copier._proxy,
+    torch.Generator: _Copier._generator,
+    types.BuiltinFunctionType: _Copier._builtin,
+    types.MethodType: _Copier._method,
+    types.FunctionType: _Copier._function,
+    functools.partial: _Copier._partial,
+}
