@@ -55,8 +55,8 @@ class CheckpointError(PatrickStarError, RuntimeError):
 
 
 class TraceError(PatrickStarError, RuntimeError):
-    """What a micro-batch does cannot be recorded with tensors that have no bytes.
+    """A model cannot be traced: copied without bytes, or run on tensors without bytes.
 
-    The message names the operator of the model that prevents it, or the time that it took. A step that really runs can
-    do it all the same.
+    Nothing of the model has changed then, and it can be trained as it is. The message names the module and the
+    attribute, or the operator, that prevents it.
     """

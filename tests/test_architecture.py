@@ -19,6 +19,7 @@ LEVELS = dict.fromkeys(_BASE, 0) | {
     "memory": 1,
     "schedule": 2,
     "runtime": 3,
+    "tracing": 4,
     "optim": 4,
     "checkpoint": 4,
     "resources": 4,

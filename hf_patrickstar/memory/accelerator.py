@@ -3,7 +3,7 @@
 import contextlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -307,3 +307,22 @@ def set_random_state(device: torch.device, state: Any) -> None:
     """Sets it back."""
     if state is not None:
         torch.get_device_module(device).set_rng_state(state, device)
+
+
+@contextlib.contextmanager
+def same_state() -> Iterator[None]:
+    """Keeps the current device, and the random numbers of all devices, if this process has begun to use them."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    # To ask a device that nothing has used yet would make its context, which takes time and memory.
+    if found is None or not getattr(torch.get_device_module(found), "is_initialized", lambda: True)():
+        yield
+        return
+    current = torch.accelerator.current_device_index()
+    devices = [torch.device(found.type, index) for index in range(torch.accelerator.device_count())]
+    states = [random_state(device) for device in devices]
+    try:
+        yield
+    finally:
+        torch.accelerator.set_device_index(current)
+        for device, state in zip(devices, states, strict=True):
+            set_random_state(device, state)

@@ -1,11 +1,10 @@
 """Copies of modules whose tensors have no bytes."""
 
-import copy
-from typing import Any
-
 import torch
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeCopyMode
+
+from hf_patrickstar.tracing.twins import copy_without_bytes
 
 
 def as_fake(module: torch.nn.Module) -> torch.nn.Module:
@@ -14,13 +13,7 @@ def as_fake(module: torch.nn.Module) -> torch.nn.Module:
     Args:
         module: The module; its parameters may be those of ``deferred_weights``, or on the meta device.
     """
-    memo: dict[int, Any] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        value = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
-        is_parameter = isinstance(tensor, torch.nn.Parameter)
-        memo[id(tensor)] = torch.nn.Parameter(value, tensor.requires_grad) if is_parameter else value
-    with copying():
-        copied = copy.deepcopy(module, memo)
+    copied = copy_without_bytes(module, device=torch.device("cpu")).model
     for part in copied.modules():
         if "name_or_path" in vars(part):
             vars(part)["name_or_path"] = ""  # or the engine would compare frozen weights with files

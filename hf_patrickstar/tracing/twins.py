@@ -108,11 +108,16 @@ def copy_without_bytes(
 
 def origin_of(value: Any) -> str:
     """The top-level package of the code of a function or method, or of the class of an object."""
-    function = getattr(value, "__func__", value) if isinstance(value, types.MethodType) else value
+    function = _function_of(value)
     # The name of the globals, since ``functools.wraps`` gives a wrapper the ``__module__`` of what it wraps.
     is_function = isinstance(function, types.FunctionType)
     name = function.__globals__.get("__name__", "") if is_function else type(function).__module__
     return str(name).partition(".")[0]
+
+
+def _function_of(value: Any) -> Any:
+    """The function of a method; anything else as it is."""
+    return value.__func__ if isinstance(value, types.MethodType) else value
 
 
 def is_of_library(hook: Any) -> bool:
@@ -164,8 +169,8 @@ def _reported(what: str) -> Iterator[None]:
         raise
     except Exception as error:  # what others' ``__reduce__`` and ``__deepcopy__`` raise may be anything
         raise TraceError(
-            f"{what} cannot be copied ({type(error).__name__}: {error}); keep it outside of the model, or let its class "
-            "have a __deepcopy__ that copies it"
+            f"{what} cannot be copied ({type(error).__name__}: {error}); keep it outside of the model, or give its "
+            "class a __deepcopy__"
         ) from error
 
 
@@ -401,9 +406,8 @@ class _Copier:
         attributes = {name: self._led_to_model(value) for name, value in vars(function).items()}
         has_changed |= made.__defaults__ is not function.__defaults__
         has_changed |= not all(map(_is, attributes.values(), vars(function).values()))
-        has_changed |= bool(function.__kwdefaults__) and not all(
-            map(_is, made.__kwdefaults__.values(), function.__kwdefaults__.values())
-        )
+        named: Any = function.__kwdefaults__ or {}
+        has_changed |= not all(map(_is, (made.__kwdefaults__ or {}).values(), named.values()))
         if not has_changed:
             return function
         made.__dict__.update(attributes)
@@ -412,7 +416,7 @@ class _Copier:
         return made
 
     def _led_to_model(self, value: Any) -> Any:
-        """What a library's function refers to: a copy if it leads to the model or to code of the user's, else itself."""
+        """What a library's function refers to; a copy if it leads to the model or to the user's code."""
         if id(value) in self._memo:
             return self._memo[id(value)]
         if isinstance(value, (torch.nn.Module, *_CALLED)):
@@ -433,7 +437,8 @@ class _Copier:
             return value
         if state is value:
             return self._remember(value, found)
-        made = self._remember(value, type(value).__new__(type(value)))
+        cls: Any = type(value)
+        made = self._remember(value, cls.__new__(cls))
         made.__dict__.update(found)
         return made
 

@@ -34,7 +34,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._device import DeviceContext
 
 from hf_patrickstar.errors import TraceError
-from hf_patrickstar.memory.accelerator import random_state, set_random_state
+from hf_patrickstar.memory.accelerator import same_state
 from hf_patrickstar.memory.operators import without_modes
 from hf_patrickstar.tracing.twins import copy_without_bytes as copy_without_bytes
 from hf_patrickstar.tracing.twins import is_of_library
@@ -63,7 +63,7 @@ def unobserved(model: torch.nn.Module | None = None) -> Iterator[None]:
             stack.callback(state.restore)
         for context in (
             *(_quiet_warnings, _quiet_logs, _quiet_streams, _without_modes, _without_saved_tensors_hooks),
-            *(_without_global_hooks, _same_random_numbers, _same_settings, _eager, _without_profile),
+            *(_without_global_hooks, same_state, _same_random_numbers, _same_settings, _eager, _without_profile),
         ):
             stack.enter_context(context())
         yield
@@ -231,31 +231,19 @@ def _without_profile() -> Iterator[None]:
 @contextlib.contextmanager
 def _same_random_numbers() -> Iterator[None]:
     before = random.getstate(), numpy.random.get_state()
-    generator, devices = torch.default_generator.clone_state(), _devices()
-    states = [random_state(device) for device in devices]
+    generator = torch.default_generator.clone_state()
     try:
         yield
     finally:
         random.setstate(before[0])
         numpy.random.set_state(before[1])
         torch.default_generator.set_state(generator.get_state())
-        for device, state in zip(devices, states, strict=True):
-            set_random_state(device, state)
-
-
-def _devices() -> list[torch.device]:
-    """The devices of the accelerator, if a process has begun to use it."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if found is None or not getattr(torch.get_device_module(found), "is_initialized", lambda: True)():
-        return []
-    return [torch.device(found.type, index) for index in range(torch.accelerator.device_count())]
 
 
 @contextlib.contextmanager
 def _same_settings() -> Iterator[None]:
     """What a forward may set for the whole process, or for its thread, is as it was."""
     before = [(put, get()) for get, put in _SETTINGS]
-    device = torch.accelerator.current_device_index() if _devices() else None
     is_cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # the user's autocast would keep copies without bytes
     try:
@@ -266,8 +254,6 @@ def _same_settings() -> Iterator[None]:
         for (get, _), (put, values) in zip(_SETTINGS, before, strict=True):
             if get() != values:
                 put(*values)
-        if device is not None:
-            torch.accelerator.set_device_index(device)
 
 
 def _set_cudnn(enabled: bool, benchmark: bool, deterministic: bool) -> None:

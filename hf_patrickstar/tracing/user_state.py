@@ -5,8 +5,8 @@ A copy of a model runs the code of the user's classes, which may count calls in 
 an enclosing function, or keep a tensor in a dictionary of its module, where the next forward would find one without
 bytes. So all that this code names is looked at before the copy runs, and is as it was when the copy has run: variables,
 and the items of lists, dictionaries, sets and objects of the user's classes. Functions, classes and modules of the
-user's that are named are looked at in the same way. A cache of ``functools`` that has got new items is cleared: they may
-be tensors without bytes.
+user's that are named are looked at in the same way. A cache of ``functools`` that has got new items is cleared: they
+may be tensors without bytes.
 
 What other objects do (a logger of metrics that is called by name) cannot be undone.
 """
