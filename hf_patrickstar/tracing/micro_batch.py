@@ -50,6 +50,10 @@ class MicroBatch:
     num_micro_batches: int = 1
     is_training: bool = True
 
+    def run_backward(self, loss: torch.Tensor) -> None:
+        """The backward of a loss, as the Trainer runs it."""
+        (loss / self.num_micro_batches if self.num_micro_batches > 1 else loss).backward()
+
 
 def trace(
     micro_batch: MicroBatch,
@@ -167,14 +171,11 @@ class _Ready:
         with AnsweringMode():
             inputs = what.make_inputs()
 
-        def backward(loss: torch.Tensor) -> None:
-            (loss / what.num_micro_batches if what.num_micro_batches > 1 else loss).backward()
-
         with torch.set_grad_enabled(what.is_training):
             found = record(
                 self.model,
                 lambda: what.compute_loss(self.model, inputs),
-                backward if what.is_training and with_backward else None,
+                what.run_backward if what.is_training and with_backward else None,
                 specs=self.specs,
                 inputs=[leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)],
                 setting=self.setting,
