@@ -27,8 +27,9 @@ from hf_patrickstar.machine import MACHINES, find_machine
 from hf_patrickstar.report.timeline import write_picture, write_trace
 from hf_patrickstar.schedule.bounds import bounds_of
 from hf_patrickstar.schedule.clock import Lane
+from hf_patrickstar.tracing.fake import FakeTensors
+from hf_patrickstar.tracing.micro_batch import trace
 from hf_patrickstar.units import GIB, format_nbytes
-from hf_patrickstar.virtual.listening import listen
 from hf_patrickstar.virtual.recording import record_step
 from hf_patrickstar.virtual.training import Training, make_adamw
 
@@ -77,14 +78,15 @@ def record(name, num_tokens, num_micro_batches, num_processes, machine=None, opt
         num_micro_batches=num_micro_batches,
         make_optimizer=OPTIMIZERS[optimizer],
         world_size=num_processes,
-        notes=functools.partial(listened, name, num_tokens, num_micro_batches),
+        notes=functools.partial(traced, name, num_tokens, num_micro_batches),
     )
 
 
 @functools.cache
-def listened(name, num_tokens, num_micro_batches, looked_up):
+def traced(name, num_tokens, num_micro_batches, looked_up):
     """What torch tells an engine in a micro-batch, which is the same on every machine."""
-    return listen(training_of(name, num_tokens, num_micro_batches), MACHINES["h100"], looked_up=looked_up)
+    with FakeTensors():
+        return trace(training_of(name, num_tokens, num_micro_batches).micro_batch, looked_up=looked_up)
 
 
 def training_of(name, num_tokens, num_micro_batches):

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 
 from hf_patrickstar.checkpoint.progress import no_bars
@@ -31,13 +30,13 @@ from hf_patrickstar.schedule.bounds import ADAM, bounds_of
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.op_trace import OpTrace
+from hf_patrickstar.tracing.answers import AnsweringMode
+from hf_patrickstar.tracing.fake import FakeTensors
 from hf_patrickstar.tracing.masks import masks_of_batches
+from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
 from hf_patrickstar.units import KIB, MIB, format_nbytes, format_need, parse_nbytes
-from hf_patrickstar.virtual.driver import VirtualDriver
-from hf_patrickstar.virtual.listening import listen
 from hf_patrickstar.virtual.recording import Notes, Recording, record_step
 from hf_patrickstar.virtual.timing import OperatorTimes
-from hf_patrickstar.virtual.training import Training, make_adamw
 from hf_patrickstar.virtual.visits import seconds_of_a_visit
 
 BESIDE = "other modules"
@@ -372,7 +371,7 @@ def _refusal(subject: Subject, given: Circumstances) -> Plan:
 
 def _refusal_by_memory(subject: Subject, given: Circumstances, *, is_short: bool) -> Plan:
     """The least memory that would do, with all chunks at home on the host; ``is_short``: what there is was refused."""
-    with FakeTensorMode(), VirtualDriver(given.machine).watching():  # which answers what an initialisation asks
+    with FakeTensors(), AnsweringMode():  # answers what an initialisation asks
         numel = sum(parameter.numel() for parameter in subject.make_model().parameters())
     # Room for copies of all parameters, and less than chunks with optimizer states would need to live on the device.
     asked = PatrickStarConfig.from_any(dict(given.settings)).chunk_budget
@@ -542,18 +541,25 @@ def _notes(subject: Subject, given: Circumstances) -> Notes | None:
         return None
     settings = {name: value for name, value in given.settings.items() if name not in _OF_CHUNKS}
     same = (settings, given.optimizer, given.num_micro_batches > 1, given.machine.has_accelerator)
-    training = Training(
+    micro_batch = MicroBatch(
         subject.make_model,
         subject.make_inputs,
-        subject.find_optimizer(given.optimizer) or make_adamw,
         subject.compute_loss,
         settings,
-        given.num_micro_batches,
+        num_micro_batches=given.num_micro_batches,
     )
 
     @functools.cache
     def find(looked_up: frozenset[str]) -> OpTrace | None:
-        make = functools.partial(listen, training, given.machine, given.times, looked_up)
+        def make() -> OpTrace | None:
+            with FakeTensors():
+                return trace(
+                    micro_batch,
+                    looked_up=looked_up,
+                    has_accelerator=given.machine.has_accelerator,
+                    times=given.times,
+                )
+
         with subject.undisturbed():  # an engine has its model already, which may have to run
             return kept("micro_batches", subject, (*same, sorted(looked_up)), is_measured, make)
 

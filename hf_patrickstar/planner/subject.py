@@ -22,8 +22,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.plan_cache import ATTENTION_DROPOUTS
 from hf_patrickstar.planner.adapters import check_adapters, with_adapters
-from hf_patrickstar.planner.fake import as_fake
 from hf_patrickstar.schedule.bounds import ADAM
+from hf_patrickstar.tracing.fake import as_fake
 
 TASKS: Mapping[str, Any] = {
     "seq2seq-lm": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,

@@ -16,6 +16,13 @@ from hf_patrickstar.units import MIB
 _aten = torch.ops.aten
 _READS_ROWS = frozenset({_aten.embedding, _aten.index_select, _aten.gather, _aten.index})
 """Operators that read as many bytes of their first operand as they write."""
+_READS_NOTHING = frozenset(
+    {
+        *(_aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like, _aten.randint_like),
+        *(_aten.new_zeros, _aten.new_ones, _aten.new_full),
+    }
+)
+"""Operators that ask their operand for its shape alone."""
 _WRITES_OVER = frozenset({_aten.copy_, _aten.fill_, _aten.zero_, _aten._foreach_copy_})
 """Operators that do not read what they write to, beside those that write to their argument ``out``."""
 _ADAMS = frozenset({_aten._fused_adam_, _aten._fused_adamw_})
@@ -81,7 +88,7 @@ def cost_of(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Co
         return None
     packet = operator._overloadpacket
     written = written_operands(operator, args, kwargs)
-    read = read_operands(written, args, kwargs)
+    read = [] if packet in _READS_NOTHING else read_operands(written, args, kwargs)
     given = {id(tensor) for tensor in (*written, *read)}
     made = [tensor for tensor in tensors_among(result) if id(tensor) not in given]
     made_nbytes = _nbytes(made)

@@ -62,6 +62,10 @@ class MicroBatch:
         chosen = choose_precision(model, PatrickStarConfig.from_any(dict(self.config)), self.precision, parameters)
         return chosen.assign(model, specs, parameters), chosen.casting(torch.device("cpu"))
 
+    def run_backward(self, loss: torch.Tensor) -> None:
+        """The backward of a loss, as the Trainer runs it."""
+        (loss / self.num_micro_batches if self.num_micro_batches > 1 else loss).backward()
+
 
 def trace(
     micro_batch: MicroBatch,
@@ -174,14 +178,11 @@ class _Ready:
         with AnsweringMode():
             inputs = what.make_inputs()
 
-        def backward(loss: torch.Tensor) -> None:
-            (loss / what.num_micro_batches if what.num_micro_batches > 1 else loss).backward()
-
         with torch.set_grad_enabled(what.is_training):
             found = record(
                 self.model,
                 lambda: what.compute_loss(self.model, inputs),
-                backward if what.is_training and with_backward else None,
+                what.run_backward if what.is_training and with_backward else None,
                 specs=self.specs,
                 inputs=[leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)],
                 setting=self.setting,

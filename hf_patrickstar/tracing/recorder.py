@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import itertools
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -329,7 +330,9 @@ class _Recorder:
         with self._quiet():
             leaf = raw_data(watched.parameter).new_empty(watched.spec.shape)
         self._charges.put(leaf, Tier.HOST)
-        self._owned.add(storage_key(leaf))
+        key = storage_key(leaf)
+        self._owned.add(key)
+        weakref.finalize(leaf.untyped_storage(), self._owned.discard, key)  # other memory may be at the same address
         leaf.requires_grad_(watched.spec.trainable and torch.is_grad_enabled())
         if leaf.requires_grad:
 

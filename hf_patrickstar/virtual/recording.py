@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import BudgetError, EngineError
@@ -24,6 +23,7 @@ from hf_patrickstar.schedule.replay import replay
 from hf_patrickstar.schedule.script import Entry, Kernel, Load, Part
 from hf_patrickstar.schedule.simulator import repeated_plans
 from hf_patrickstar.schedule.trace import Trace
+from hf_patrickstar.tracing.fake import FakeTensors
 from hf_patrickstar.units import format_need
 from hf_patrickstar.virtual.driver import VirtualDriver
 from hf_patrickstar.virtual.garbage import rare_collections
@@ -191,7 +191,7 @@ def record_step(
     machine.check_processes(world_size)
     training = Training(make_model, make_inputs, make_optimizer or make_adamw, compute_loss, config, num_micro_batches)
     driver = VirtualDriver(machine, times)
-    with FakeTensorMode(), driver.watching():
+    with FakeTensors(), driver.watching():
         with rare_collections():
             engine = training.make_engine(PatrickStarEngine, driver, world_size)
         try:

@@ -12,6 +12,7 @@ from hf_patrickstar.machine import CPU_TIER, Machine
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.runtime.tracer import Step
 from hf_patrickstar.schedule.script import Part
+from hf_patrickstar.tracing.micro_batch import MicroBatch
 from hf_patrickstar.virtual.collectives import VirtualPeers
 from hf_patrickstar.virtual.driver import VirtualDriver
 
@@ -38,6 +39,12 @@ class Training:
     compute_loss: ComputeLoss
     config: Mapping[str, Any]
     num_micro_batches: int
+
+    @property
+    def micro_batch(self) -> MicroBatch:
+        """What of it no engine changes."""
+        made = self.make_model, self.make_inputs, self.compute_loss, self.config
+        return MicroBatch(*made, num_micro_batches=self.num_micro_batches)
 
     def make_engine(
         self,
@@ -84,7 +91,7 @@ class Training:
         loss = self.compute_loss(engine.model, inputs)
         step = engine.manager.tracer.step
         driver.begin_part(Part.BACKWARD)
-        (loss / self.num_micro_batches if self.num_micro_batches > 1 else loss).backward()
+        self.micro_batch.run_backward(loss)
         return step
 
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 from models import IDS, VOCAB
-from test_playing import compute_loss, make_training
+from test_playing import compute_loss, make_training, traced
 from test_recording import SMALL
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -27,7 +27,6 @@ from transformers import (
 
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.planner.adapters import with_adapters
-from hf_patrickstar.planner.fake import as_fake
 from hf_patrickstar.schedule.op_trace import (
     Acquire,
     Allocate,
@@ -43,10 +42,9 @@ from hf_patrickstar.schedule.op_trace import (
 )
 from hf_patrickstar.schedule.repeats import IrregularError, Stack, extend
 from hf_patrickstar.schedule.script import Begin, Part
-from hf_patrickstar.tracing import stacks
+from hf_patrickstar.tracing import micro_batch, stacks
+from hf_patrickstar.tracing.fake import as_fake
 from hf_patrickstar.tracing.stacks import cut, find_stacks
-from hf_patrickstar.virtual import listening
-from hf_patrickstar.virtual.listening import listen
 from hf_patrickstar.virtual.training import Training, make_adamw
 
 H100 = MACHINES["h100"]
@@ -122,22 +120,22 @@ def training_of(make, checkpointing=False, adapters=None, loss=compute_loss, num
 def runs():
     """Lists how many blocks the models had that micro-batches ran, forwards alone included."""
     made = []
-    begin = listening._Listener._begin
+    note = micro_batch._Ready.note
 
-    def count(listener):
-        paths = {name.rpartition(".")[0] for name in listener.names.values()}
+    def count(ready, **how):
+        paths = {name.rpartition(".")[0] for name in ready.names.values()}
         made.append(len(paths))
-        return begin(listener)
+        return note(ready, **how)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(listening._Listener, "_begin", count)
+        patch.setattr(micro_batch._Ready, "note", count)
         yield made
 
 
-def listen_in_full(training, machine=H100):
+def trace_in_full(training, machine=H100):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(listening, "find_stacks", lambda model: ())
-        return listen(training, machine)
+        patch.setattr(micro_batch, "find_stacks", lambda model: ())
+        return traced(training, machine)
 
 
 def differing(found, expected):
@@ -148,19 +146,19 @@ def differing(found, expected):
 
 def check_extended(training):
     """What is extended is what a run of all blocks gives."""
-    expected = listen_in_full(training)
+    expected = trace_in_full(training)
     assert expected is not None
     with runs() as made:
-        found = listen(training, H100)
+        found = traced(training, H100)
     assert [made.count(num) for num in sorted(set(made))] == [2, 1, 1], "few blocks, one more, and all in forward"
     assert found == expected, differing(found, expected)
 
 
 def check_fallback(training, caplog):
     """The model runs in full, and the notes are the same."""
-    expected = listen_in_full(training)
+    expected = trace_in_full(training)
     with runs() as made, caplog.at_level(logging.INFO, "hf_patrickstar"):
-        found = listen(training, H100)
+        found = traced(training, H100)
     assert not _get_current_dispatch_mode_stack()
     assert made[-1] == made[-2], "all blocks, twice"
     assert found == expected
@@ -309,7 +307,7 @@ def test_a_script_whose_trainer_keeps_its_model_sees_all_blocks_last():
         made.append(llama(DEPTH))
         return made[-1]
 
-    listen(training_of(make), H100)
+    traced(training_of(make), H100)
     assert [len(model.model.layers) for model in made] == [DEPTH, 4, 5, DEPTH]
 
 

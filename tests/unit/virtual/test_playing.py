@@ -17,7 +17,8 @@ from trainers import smallest_budget
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.schedule.script import ThreadWork
-from hf_patrickstar.virtual.listening import listen
+from hf_patrickstar.tracing.fake import FakeTensors
+from hf_patrickstar.tracing.micro_batch import trace
 from hf_patrickstar.virtual.recording import record_step
 from hf_patrickstar.virtual.training import Training, make_adamw
 
@@ -61,12 +62,18 @@ def record(training, machine, notes, max_norm=1.0, world_size=1):
     )
 
 
+def traced(training, machine=H100, looked_up=()):
+    """What a micro-batch of a training does, or ``None``."""
+    with FakeTensors():
+        return trace(training.micro_batch, looked_up=looked_up, has_accelerator=machine.has_accelerator)
+
+
 def noted(training, machine=H100):
     """Finds notes, which there must be."""
 
     @functools.cache
     def find(looked_up):
-        micro_batch = listen(training, machine, looked_up=looked_up)
+        micro_batch = traced(training, machine, looked_up)
         assert micro_batch is not None
         return micro_batch
 
@@ -172,7 +179,7 @@ def test_an_embedding_that_writes_to_its_rows_is_not_told_again():
     def limit(model):
         model.transformer.wpe.max_norm = 1.0
 
-    assert listen(make_training(change=limit, placement="host"), H100, looked_up=["transformer.wpe.weight"]) is None
+    assert traced(make_training(change=limit, placement="host"), H100, ["transformer.wpe.weight"]) is None
 
 
 def test_experts_do_the_same():
@@ -234,7 +241,7 @@ def test_a_model_that_is_evaluated_in_its_loss_is_not_told_again():
         return (model(**inputs).logits - expected).square().mean()
 
     training = dataclasses.replace(make_training(), compute_loss=compute)
-    assert listen(training, H100) is None
+    assert traced(training, H100) is None
 
 
 @pytest.mark.parametrize("loss", [compute_loss, None], ids=["told", "run"])
@@ -244,7 +251,7 @@ def test_no_mode_of_operators_stays(loss):
             model(**inputs)
         return compute_loss(model, inputs)
 
-    listen(dataclasses.replace(make_training(), compute_loss=loss or compute), H100)
+    traced(dataclasses.replace(make_training(), compute_loss=loss or compute), H100)
     assert not _get_current_dispatch_mode_stack()
 
 
@@ -256,7 +263,7 @@ def test_what_a_model_does_the_first_time_alone_is_not_told_again():
             made.append(torch.ones(8, 8, device="cpu") @ torch.ones(8, 8, device="cpu"))
         return compute_loss(model, inputs)
 
-    assert listen(dataclasses.replace(make_training(), compute_loss=compute), H100) is None
+    assert traced(dataclasses.replace(make_training(), compute_loss=compute), H100) is None
 
 
 def test_a_model_that_runs_other_layers_each_time_is_not_told_again():
@@ -269,7 +276,7 @@ def test_a_model_that_runs_other_layers_each_time_is_not_told_again():
         found = block(hidden)
         return (found[0] if isinstance(found, tuple) else found).square().mean()
 
-    assert listen(dataclasses.replace(make_training(), compute_loss=compute), H100) is None
+    assert traced(dataclasses.replace(make_training(), compute_loss=compute), H100) is None
 
 
 def test_the_model_runs_twice_and_no_more():
@@ -279,5 +286,5 @@ def test_the_model_runs_twice_and_no_more():
         calls.append(None)
         return compute_loss(model, inputs)
 
-    assert listen(dataclasses.replace(make_training(), compute_loss=compute), H100) is not None
+    assert traced(dataclasses.replace(make_training(), compute_loss=compute), H100) is not None
     assert len(calls) == 2, "the third time nothing of the model runs"

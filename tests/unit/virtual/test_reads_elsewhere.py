@@ -6,12 +6,11 @@ import itertools
 
 import pytest
 import torch
-from test_playing import without_addresses
+from test_playing import traced, without_addresses
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.machine import CPU_TIER, MACHINES
-from hf_patrickstar.virtual.listening import listen
 from hf_patrickstar.virtual.recording import record_step
 from hf_patrickstar.virtual.training import Training, make_adamw
 
@@ -170,7 +169,7 @@ AHEAD = {"overlap_optimizer": "backward"}
 @pytest.mark.parametrize("name", ["add", "getitem", "slice", "view", "float", "neg", "no_grad", "linear"])
 def test_an_engine_that_is_told_does_the_same(name, settings):
     training = make_training(name, chunk_budget=2 * ROOM, device_budget="1GiB", **settings)
-    micro_batch = listen(training, SLOW_BUS)
+    micro_batch = traced(training, SLOW_BUS)
     assert micro_batch is not None
     max_norm = None if settings else 1.0
     told, expected = (record(training, SLOW_BUS, given, max_norm) for given in (lambda looked_up: micro_batch, None))
@@ -181,7 +180,7 @@ def test_an_engine_that_is_told_does_the_same(name, settings):
 @pytest.mark.parametrize("name", ["data", "detach"])
 def test_what_is_read_at_home_cannot_be_told(name):
     """What such a read waits for depends on where the value is at home."""
-    assert listen(make_training(name), SLOW_BUS) is None
+    assert traced(make_training(name), SLOW_BUS) is None
 
 
 def test_copies_of_a_planned_parameter_are_ordinary():

@@ -1,8 +1,19 @@
-"""Copies of modules whose tensors have no bytes."""
+"""Tensors that have no bytes, and copies of modules that have such tensors."""
 
 import torch
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeCopyMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+
+
+class FakeTensors(FakeTensorMode):
+    """Inside of it new tensors have no bytes.
+
+    ``deepcopy`` copies the attributes of a fake tensor, and its mode is one of them: the copies, of layers that a model
+    makes of its first one for example, would be those of another mode, with which torch does not compute.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FakeTensors":
+        return self
 
 from hf_patrickstar.tracing.twins import copy_without_bytes
 
