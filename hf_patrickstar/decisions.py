@@ -6,7 +6,7 @@ import functools
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -30,7 +30,7 @@ from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.margin import StepCost
 from hf_patrickstar.schedule.pace import choose_depth, exposed_ns
-from hf_patrickstar.schedule.placement import ChunkBytes, HomePlan, plan_homes
+from hf_patrickstar.schedule.placement import ChunkBytes, HomePlan, Limits, Tiers, plan_homes
 from hf_patrickstar.schedule.prospect import PlacementRules, Prospect
 from hf_patrickstar.schedule.sketch import ChunkWork
 from hf_patrickstar.shortage import Limit
@@ -39,7 +39,15 @@ from hf_patrickstar.units import align, format_nbytes, format_seconds
 logger = logging.getLogger(__name__)
 
 UNMEASURED_SHARE = 0.5
-"""Part of a device budget that model data may fill while non-model data has not been measured."""
+"""Part of a device budget that all model data may fill while non-model data has not been measured."""
+UNMEASURED_RESERVE = 0.02
+"""Part of a device budget that is kept for non-model data of unknown size where the host cannot hold all chunks.
+
+It is small, since a training that has more must not be refused for it: where activations need more, the error of the
+first step says how much.
+"""
+_COPIES_SHARE = 4
+"""Where the host cannot hold all chunks, copies take at most this part of what the others leave of the device."""
 
 _WHOLE_SHARE = 0.25
 """Largest part of a device budget that the groups in use may need; if they need more, tensors are spread over ranks."""
@@ -130,9 +138,32 @@ class Decisions:
         """
         if not rules.has_lanes or not any(trace.kind.is_training for trace in known.traces.values()):
             return None
-        prospect, kept = self.prospect(situation, known, rules), self.homes.device_homed
-        margin = prospect.margin(kept) if fills_margin else None
-        return prospect.cost(kept if margin is None else kept.union(margin.chunk_indices))
+        prospect, homed = self.prospect(situation, known, rules), self.homes.device_homed
+        if fills_margin:
+            kept = homed - self.homes.spilled
+            with contextlib.suppress(BudgetError):  # the inputs may be smaller than those that were planned
+                margin = prospect.margin(kept)
+                homed = kept if margin is None else kept.union(margin.chunk_indices)
+        return prospect.cost(homed)
+
+    def with_tide(self, situation: Circumstances, known: KnownTraces, rules: PlacementRules) -> "Decisions":
+        """These decisions, with the homes that fit what a step needs at each moment, if the host has no room for all.
+
+        Args:
+            situation: What the decisions depended on.
+            known: Traces of a plan; without those of a training nothing changes.
+            rules: What a placement takes into account.
+        """
+        if not self.homes.spilled or not any(trace.kind.is_training for trace in known.traces.values()):
+            return self
+        kept = self.homes.device_homed - self.homes.spilled
+        try:
+            spilled = self.prospect(situation, known, rules).spilled(kept)
+        except BudgetError as error:  # no refusal: nobody knows whether inputs will be as large
+            logger.info("patrickstar: a step with inputs as large as those that were planned has no room: %s", error)
+            return self
+        situation.resources.ledger.spilled_nbytes = sum(self.chunk_nbytes[index].host_nbytes for index in spilled)
+        return dataclasses.replace(self, homes=HomePlan(kept | spilled, self.homes.reason, spilled))
 
     def prospect(self, situation: Circumstances, known: KnownTraces, rules: PlacementRules) -> Prospect:
         """What is known of a step before chunks are allocated; see ``foresee``."""
@@ -144,6 +175,7 @@ class Decisions:
             [ChunkWork.of(spec, self._own(spec, resources.collectives.rank), looked_up) for spec in chunks],
             frozenset(spec.index for spec in chunks if spec.is_updated),
             resources.collectives.world_size > 1,
+            resources.ledger.limit(Tier.HOST),
             resources.ledger.limit(Tier.DEVICE, cautious=False),
             resources.ledger.chunk_budget,
             rules,
@@ -263,44 +295,94 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
     others = _taken_by_others(situation, parameters)
     total = sum(align(spec.numel) * (spec.types.itemsize + _state_itemsize(spec, lists)) for spec in tensors)
     total = -(-total // collectives.world_size)
-    share, limit = _shares(situation, ledger.limit(Tier.DEVICE), others, ledger.chunk_budget)
-    limit = _agree(model, situation, tensors, limit)
+    room = _room(situation, ledger.limit(Tier.DEVICE), others, ledger.chunk_budget)
+    excess = max(total - ledger.limit(Tier.HOST), 0) if total > room.share else 0
+    limit, left, least = _agree(model, situation, tensors, [room.limit, max(room.for_homes - excess, 0), -excess])
     # If everything lived on the device, nothing would be evicted: debug_evict_all needs chunks that move.
-    fits = total <= share and not config.debug_evict_all
-    embeddings = _choose_embeddings(model, tensors, situation, everything_fits=fits)
-    choose = functools.partial(_choose_layout, situation, tensors, modules, embeddings.apart)
-    choice = choose(limit, fits, others)
+    fits = total <= room.share and not config.debug_evict_all
+    embeddings = _choose_embeddings(model, tensors, situation, config.cpu_embedding, everything_fits=fits)
+    choose = functools.partial(_choose_layout, situation, tensors, modules)
     widens = situation.num_micro_batches == 1
-    workspace = _workspace_nbytes(situation, choice, widens)
+    sizes = [left // _COPIES_SHARE, limit] if least < 0 else [limit, left // _COPIES_SHARE]
+    options = [(embeddings, size) for size in sizes]
+    if embeddings.tensor_indices and not embeddings.is_final:  # if their weights have no room on the host
+        moving = _choose_embeddings(model, tensors, situation, False, everything_fits=fits)
+        options += [(moving, size) for size in sizes]
+    refused: dict[int, BudgetError] = {}  # by what copies may take; -1 if there is a layout, but no homes
+    for embeddings, most in options:
+        try:
+            choice = choose(embeddings.apart, most, fits, others)
+        except BudgetError as error:
+            refused.setdefault(most, error)
+            continue
+        nbytes = chunk_bytes(choice.layout.chunks, lists, situation.resources.pool, embeddings)
+        workspace = _workspace_nbytes(situation, choice, widens)
+        workspaces = workspace, workspace if widens else 0
+        try:
+            homes = _place(situation, choice, modules, nbytes, room, others, workspaces)
+            break
+        except BudgetError as error:
+            refused.setdefault(-1, error)
+            if collectives.world_size > 1:  # each places its own part, and all need the same layout
+                raise
+    else:
+        raise refused.get(-1) or refused[limit]
     device_workspace, usable = workspace if widens else 0, ledger.usable(Tier.DEVICE)
 
     def need_at(device_nbytes: int, chunk_nbytes: int | None) -> int:
-        share, limit = _shares(situation, int(device_nbytes * usable), others, chunk_nbytes)
-        fits = total <= share and not config.debug_evict_all
+        room = _room(situation, int(device_nbytes * usable), others, chunk_nbytes)
+        fits = total <= room.share and not config.debug_evict_all
         if fits and not _can_move_homes(situation):
             return total + device_workspace
-        choice = choose(limit, fits, others)
+        choice = choose(embeddings.apart, room.limit, fits, others)
         return choice.working_set_nbytes + branches_nbytes(choice.layout.chunks)
 
-    nbytes = chunk_bytes(choice.layout.chunks, lists, situation.resources.pool, embeddings)
-    homes = plan_homes(
-        nbytes,
-        share,
-        ledger.limit(Tier.HOST),
-        choice.working_set_nbytes,
-        workspace,
-        device_workspace_nbytes=device_workspace,
-        is_copied=collectives.world_size > 1,
-        keeps_off=config.debug_evict_all,
-        is_metered=situation.resources.is_metered,
-        host_limit=ledger.limits(Tier.HOST)[0],
-    )
     ledger.spilled_nbytes = sum(nbytes[index].host_nbytes for index in homes.spilled)
-    if not situation.resources.is_metered and not homes.device_homed:
+    if not situation.resources.is_metered:
         # Both tiers are the same memory: the compute tier cannot have the bytes that are at home on the host.
-        ledger.lower_limit(Tier.DEVICE, max(ledger.limit(Tier.DEVICE) - total, choice.working_set_nbytes))
+        on_host = sum(chunk.host_nbytes for chunk in nbytes if chunk.chunk_index not in homes.device_homed)
+        ledger.lower_limit(Tier.DEVICE, max(ledger.limit(Tier.DEVICE) - on_host, choice.working_set_nbytes))
     found = (tensors, parameters, chosen, choice, embeddings, nbytes, homes, workspace, device_workspace)
     return Decisions(*found, need_at, lists, widens, *_choose_depth(situation, choice.layout))
+
+
+def _place(
+    situation: Circumstances,
+    choice: ChunkSizeChoice,
+    modules: list[ModuleSpec],
+    nbytes: list[ChunkBytes],
+    room: "_Room",
+    others: int,
+    workspaces: tuple[int, int],
+) -> HomePlan:
+    """The homes of the chunks of a layout; ``workspaces`` are the optimizer's, on the host and on the device."""
+    ledger, is_alone = situation.resources.ledger, situation.resources.collectives.world_size == 1
+    host, for_homes = ledger.limit(Tier.HOST), room.for_homes
+    if not situation.resources.is_metered:
+        for_homes = min(for_homes, max(room.whole - host, 0))  # both tiers are the same memory
+    device, *chunks = ledger.limits(Tier.DEVICE)
+    usable = 1 - (UNMEASURED_RESERVE if room.reserve else 0)
+    device = dataclasses.replace(device, nbytes=room.whole - room.reserve, usable=usable, taken_nbytes=others)
+    return plan_homes(
+        nbytes,
+        Tiers(host, for_homes, _needs(choice, modules, nbytes, is_alone), *workspaces),
+        share_nbytes=room.share,
+        gathered_nbytes=0 if is_alone else choice.working_set_nbytes,
+        keeps_off=situation.config.debug_evict_all,
+        limits=Limits(ledger.limits(Tier.HOST)[0], [device, *chunks], room.reserve),
+    )
+
+
+def _needs(
+    choice: ChunkSizeChoice, modules: list[ModuleSpec], nbytes: list[ChunkBytes], is_alone: bool
+) -> list[tuple[int, frozenset[int]]]:
+    """What modules need on the device at once; a chunk at home there is needed once, unless it is gathered."""
+    if not is_alone:
+        return [(choice.working_set_nbytes, frozenset())]
+    placements, chunks = choice.layout.placements, choice.layout.chunks
+    used = ({placements[index].chunk_index for index in module.tensor_indices} for module in modules)
+    together = {frozenset(index for index in indices if not chunks[index].on_host) for indices in used}
+    return [(sum(nbytes[index].param_nbytes for index in indices), indices) for indices in sorted(together, key=sorted)]
 
 
 def _choose_depth(situation: Circumstances, layout: Layout) -> tuple[int, str]:
@@ -411,8 +493,10 @@ def _state_itemsize(spec: TensorSpec | ChunkSpec, lists: Mapping[int, tuple[str,
     return spec.types.state_itemsize * len(lists_of(spec, lists))
 
 
-def _agree(model: torch.nn.Module, situation: Circumstances, tensors: list[TensorSpec], limit: int) -> int:
-    """The smallest ``limit`` of all processes; raises if their models or settings differ."""
+def _agree(
+    model: torch.nn.Module, situation: Circumstances, tensors: list[TensorSpec], limits: list[int]
+) -> list[int]:
+    """The smallest of each limit of all processes; raises if their models or settings differ."""
     collectives = situation.resources.collectives
     settings = {key: value for key, value in situation.config.to_dict().items() if not key.endswith("_budget")}
     settings["micro_batches"] = situation.num_micro_batches
@@ -425,15 +509,15 @@ def _agree(model: torch.nn.Module, situation: Circumstances, tensors: list[Tenso
         "optimizers": [type(kernel).__name__ for kernel in situation.kernels],
     }
     checksums = [zlib.crc32(repr(part).encode()) for part in parts.values()]
-    rows = collectives.exchange([limit, *checksums], "compares models and settings")
-    for place, name in enumerate(parts, 1):
+    rows = collectives.exchange([*limits, *checksums], "compares models and settings")
+    for place, name in enumerate(parts, len(limits)):
         if len({row[place] for row in rows}) > 1:
             ranks = [rank for rank, row in enumerate(rows) if row[place] != rows[0][place]]
             raise ConfigError(
                 f"the processes have different {name}: rank {', '.join(map(str, ranks))} and rank 0; every process "
                 "must make the same model, with the same parameters frozen, and be given the same settings"
             )
-    return min(row[0] for row in rows)
+    return [min(row[place] for row in rows) for place in range(len(limits))]
 
 
 def _outline(buffer: torch.Tensor) -> tuple[Any, ...]:
@@ -455,19 +539,49 @@ def _can_move_homes(situation: Circumstances) -> bool:
     return config.placement != "host" and all(kernel.follows_homes for kernel in situation.kernels)
 
 
-def _shares(
-    situation: Circumstances, device_nbytes: int, others_nbytes: int, chunk_nbytes: int | None
-) -> tuple[int, int]:
-    """Bytes that model data may fill until non-model data is measured, and bytes that chunks may take at most."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Room:
+    """Bytes of the device before non-model data is measured.
+
+    Attributes:
+        share: For all model data, if all of it is to live there.
+        limit: For copies of chunks, at most.
+        whole: What others do not hold.
+        reserve: What is kept of that for non-model data.
+        for_homes: For copies, and chunks at home there because the host has no room for them.
+    """
+
+    share: int
+    limit: int
+    whole: int
+    reserve: int
+    for_homes: int
+
+
+def _room(situation: Circumstances, device_nbytes: int, others_nbytes: int, chunk_nbytes: int | None) -> _Room:
+    """What the device has room for.
+
+    Args:
+        situation: What decisions depend on.
+        device_nbytes: Bytes that may be used until non-model data is measured.
+        others_nbytes: Bytes that others hold.
+        chunk_nbytes: Bytes that chunks may take, or ``None`` for all.
+    """
     limit = max(device_nbytes - others_nbytes, 0)
-    share = int(limit * UNMEASURED_SHARE) if situation.resources.is_metered else limit
-    return (share, limit) if chunk_nbytes is None else (min(share, chunk_nbytes), min(limit, chunk_nbytes))
+    whole = max(situation.resources.ledger.limit(Tier.DEVICE, cautious=False) - others_nbytes, 0)
+    is_metered = situation.resources.is_metered
+    share, reserve = (int(limit * UNMEASURED_SHARE), int(whole * UNMEASURED_RESERVE)) if is_metered else (limit, 0)
+    chunks = whole if chunk_nbytes is None else chunk_nbytes
+    return _Room(min(share, chunks), min(limit, chunks), whole, reserve, min(whole - reserve, chunks))
 
 
 def _choose_embeddings(
-    model: torch.nn.Module, tensors: list[TensorSpec], situation: Circumstances, everything_fits: bool
+    model: torch.nn.Module,
+    tensors: list[TensorSpec],
+    situation: Circumstances,
+    setting: bool | Literal["auto"],
+    everything_fits: bool,
 ) -> EmbeddingChoice:
-    setting = situation.config.cpu_embedding
     world_size = situation.resources.collectives.world_size
     if world_size > 1:
         if setting is True:

@@ -121,6 +121,7 @@ class PatrickStarEngine:
         self._decisions = decide(model, precision, situation)
         known = find_traces(model, self._decisions, situation)
         self._rules = self._make_rules()
+        self._decisions = self._decisions.with_tide(situation, known, self._rules)
         self.foreseen = self._decisions.foresee(situation, known, self._rules, fills_margin=self._fills_margin())
         expected = self._decisions.expected(situation, known, self.foreseen)
         logger.info("patrickstar: %s", expected)
@@ -223,7 +224,8 @@ class PatrickStarEngine:
         decisions, config, resources = self._decisions, self.config, self.resources
         runs_beside = bool(config.overlap_optimizer) and all(kernel.runs_beside for kernel in self._kernels)
         rates = (resources.machine, resources.has_lanes, resources.has_lanes and runs_beside)
-        return PlacementRules(decisions.device_workspace_nbytes, decisions.prefetch_depth, config.eviction, *rates)
+        workspaces = decisions.device_workspace_nbytes, decisions.workspace_nbytes
+        return PlacementRules(*workspaces, decisions.prefetch_depth, config.eviction, *rates)
 
     def _make_manager(self, chunks: list[Chunk], known: KnownTraces) -> ChunkManager:
         decisions, config, resources, collectives = self._decisions, self.config, self.resources, self.collectives
@@ -240,6 +242,7 @@ class PatrickStarEngine:
                 policy=MovePolicy.of(config, collectives.world_size, decisions.prefetch_depth, resources.has_streams),
                 placement=self._rules,
                 fills_margin=self._fills_margin(),
+                spilled=decisions.homes.spilled,
                 reserve=self._payloads.reserve,
                 need_at=decisions.need_at,
                 num_micro_batches=self._num_micro_batches,
