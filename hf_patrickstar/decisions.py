@@ -5,75 +5,34 @@ import dataclasses
 import functools
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import BudgetError, ConfigError, EngineError
-from hf_patrickstar.layout.embedding import EmbeddingChoice, choose_embeddings
-from hf_patrickstar.layout.packing import ChunkSpec, Layout, branches_nbytes
-from hf_patrickstar.layout.search import ChunkSizeChoice, fixed_layout, search_layout
+from hf_patrickstar.homes import FROZEN, Arranger, Circumstances, taken_by_others
+from hf_patrickstar.layout.embedding import EmbeddingChoice
+from hf_patrickstar.layout.packing import ChunkSpec, Layout
+from hf_patrickstar.layout.search import ChunkSizeChoice
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec, collect_specs
-from hf_patrickstar.memory.accelerator import is_accelerator
-from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.precision import Precision, choose_precision
-from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.admission import check_model, check_values, is_left_out, is_recomputed
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, torch_dtype
 from hf_patrickstar.runtime.live_parameter import LiveMixin
 from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.margin import StepCost
-from hf_patrickstar.schedule.pace import choose_depth, exposed_ns
-from hf_patrickstar.schedule.placement import ChunkBytes, HomePlan, Limits, Tiers, plan_homes
+from hf_patrickstar.schedule.pace import choose_depth
+from hf_patrickstar.schedule.placement import ChunkBytes, HomePlan
 from hf_patrickstar.schedule.prospect import PlacementRules, Prospect
 from hf_patrickstar.schedule.sketch import ChunkWork
-from hf_patrickstar.shortage import Limit
-from hf_patrickstar.units import align, format_nbytes, format_seconds
+from hf_patrickstar.units import format_nbytes, format_seconds
 
 logger = logging.getLogger(__name__)
-
-UNMEASURED_SHARE = 0.5
-"""Part of a device budget that all model data may fill while non-model data has not been measured."""
-UNMEASURED_RESERVE = 0.02
-"""Part of a device budget that is kept for non-model data of unknown size where the host cannot hold all chunks.
-
-It is small, since a training that has more must not be refused for it: where activations need more, the error of the
-first step says how much.
-"""
-_COPIES_SHARE = 4
-"""Where the host cannot hold all chunks, copies take at most this part of what the others leave of the device."""
-
-_WHOLE_SHARE = 0.25
-"""Largest part of a device budget that the groups in use may need; if they need more, tensors are spread over ranks."""
-_WELL_USED = 0.9
-
-_FROZEN = -2
-"""Index that stands for the optimizer of frozen parameters."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Circumstances:
-    """What decisions depend on beside the model.
-
-    Attributes:
-        config: The settings.
-        resources: What the engine runs on; nothing is allocated yet.
-        kernels: The kernels that update chunks, one for each optimizer.
-        optimizer_of: Which optimizer holds a parameter, by the parameter's identity.
-        num_micro_batches: Micro-batches per step.
-    """
-
-    config: PatrickStarConfig
-    resources: Resources
-    kernels: Sequence[Kernel]
-    optimizer_of: Mapping[int, int]
-    num_micro_batches: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,6 +80,20 @@ class Decisions:
             self.homes.reason,
             self.embeddings.reason,
             self.depth_reason,
+        )
+
+    def rules(self, situation: Circumstances) -> PlacementRules:
+        """What a placement takes into account.
+
+        Args:
+            situation: What the decisions depended on.
+        """
+        config, resources, kernels = situation.config, situation.resources, situation.kernels
+        runs_beside = bool(config.overlap_optimizer) and all(kernel.runs_beside for kernel in kernels)
+        has_lanes = resources.has_lanes
+        rates = resources.machine, has_lanes, has_lanes and runs_beside
+        return PlacementRules(
+            self.device_workspace_nbytes, self.workspace_nbytes, self.prefetch_depth, config.eviction, *rates
         )
 
     def foresee(
@@ -286,103 +259,36 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
         BudgetError: If a budget is too small.
         EngineError: If the model cannot be managed.
     """
-    config, ledger, collectives = situation.config, situation.resources.ledger, situation.resources.collectives
+    config, ledger = situation.config, situation.resources.ledger
     tensors, modules, parameters = collect(model, situation.optimizer_of)
     _check(model, tensors, parameters, is_training=bool(situation.kernels))
     chosen = choose_precision(model, config, precision, parameters)
     tensors = chosen.assign(model, tensors, parameters)
     lists = _choose_lists(situation, tensors, parameters)
-    others = _taken_by_others(situation, parameters)
-    total = sum(align(spec.numel) * (spec.types.itemsize + _state_itemsize(spec, lists)) for spec in tensors)
-    total = -(-total // collectives.world_size)
-    room = _room(situation, ledger.limit(Tier.DEVICE), others, ledger.chunk_budget)
-    excess = max(total - ledger.limit(Tier.HOST), 0) if total > room.share else 0
-    limit, left, least = _agree(model, situation, tensors, [room.limit, max(room.for_homes - excess, 0), -excess])
-    # If everything lived on the device, nothing would be evicted: debug_evict_all needs chunks that move.
-    fits = total <= room.share and not config.debug_evict_all
-    embeddings = _choose_embeddings(model, tensors, situation, config.cpu_embedding, everything_fits=fits)
-    choose = functools.partial(_choose_layout, situation, tensors, modules)
-    widens = situation.num_micro_batches == 1
-    sizes = [left // _COPIES_SHARE, limit] if least < 0 else [limit, left // _COPIES_SHARE]
-    options = [(embeddings, size) for size in sizes]
-    if embeddings.tensor_indices and not embeddings.is_final:  # if their weights have no room on the host
-        moving = _choose_embeddings(model, tensors, situation, False, everything_fits=fits)
-        options += [(moving, size) for size in sizes]
-    refused: dict[int, BudgetError] = {}  # by what copies may take; -1 if there is a layout, but no homes
-    for embeddings, most in options:
-        try:
-            choice = choose(embeddings.apart, most, fits, others)
-        except BudgetError as error:
-            refused.setdefault(most, error)
-            continue
-        nbytes = chunk_bytes(choice.layout.chunks, lists, situation.resources.pool, embeddings)
-        workspace = _workspace_nbytes(situation, choice, widens)
-        workspaces = workspace, workspace if widens else 0
-        try:
-            homes = _place(situation, choice, modules, nbytes, room, others, workspaces)
-            break
-        except BudgetError as error:
-            refused.setdefault(-1, error)
-            if collectives.world_size > 1:  # each places its own part, and all need the same layout
-                raise
-    else:
-        raise refused.get(-1) or refused[limit]
-    device_workspace, usable = workspace if widens else 0, ledger.usable(Tier.DEVICE)
-
-    def need_at(device_nbytes: int, chunk_nbytes: int | None) -> int:
-        room = _room(situation, int(device_nbytes * usable), others, chunk_nbytes)
-        fits = total <= room.share and not config.debug_evict_all
-        if fits and not _can_move_homes(situation):
-            return total + device_workspace
-        choice = choose(embeddings.apart, room.limit, fits, others)
-        return choice.working_set_nbytes + branches_nbytes(choice.layout.chunks)
-
+    others, widens = taken_by_others(situation, parameters), situation.num_micro_batches == 1
+    arranger = Arranger(model, tensors, modules, lists, situation, others)
+    found = arranger.arrange(functools.partial(_agree, model, situation, tensors))
+    nbytes, homes = found.chunk_nbytes, found.homes
     ledger.spilled_nbytes = sum(nbytes[index].host_nbytes for index in homes.spilled)
     if not situation.resources.is_metered:
         # Both tiers are the same memory: the compute tier cannot have the bytes that are at home on the host.
         on_host = sum(chunk.host_nbytes for chunk in nbytes if chunk.chunk_index not in homes.device_homed)
-        ledger.lower_limit(Tier.DEVICE, max(ledger.limit(Tier.DEVICE) - on_host, choice.working_set_nbytes))
-    found = (tensors, parameters, chosen, choice, embeddings, nbytes, homes, workspace, device_workspace)
-    return Decisions(*found, need_at, lists, widens, *_choose_depth(situation, choice.layout))
-
-
-def _place(
-    situation: Circumstances,
-    choice: ChunkSizeChoice,
-    modules: list[ModuleSpec],
-    nbytes: list[ChunkBytes],
-    room: "_Room",
-    others: int,
-    workspaces: tuple[int, int],
-) -> HomePlan:
-    """The homes of the chunks of a layout; ``workspaces`` are the optimizer's, on the host and on the device."""
-    ledger, is_alone = situation.resources.ledger, situation.resources.collectives.world_size == 1
-    host, for_homes = ledger.limit(Tier.HOST), room.for_homes
-    if not situation.resources.is_metered:
-        for_homes = min(for_homes, max(room.whole - host, 0))  # both tiers are the same memory
-    device, *chunks = ledger.limits(Tier.DEVICE)
-    usable = 1 - (UNMEASURED_RESERVE if room.reserve else 0)
-    device = dataclasses.replace(device, nbytes=room.whole - room.reserve, usable=usable, taken_nbytes=others)
-    return plan_homes(
-        nbytes,
-        Tiers(host, for_homes, _needs(choice, modules, nbytes, is_alone), *workspaces),
-        share_nbytes=room.share,
-        gathered_nbytes=0 if is_alone else choice.working_set_nbytes,
-        keeps_off=situation.config.debug_evict_all,
-        limits=Limits(ledger.limits(Tier.HOST)[0], [device, *chunks], room.reserve),
+        ledger.lower_limit(Tier.DEVICE, max(ledger.limit(Tier.DEVICE) - on_host, found.choice.working_set_nbytes))
+    return Decisions(
+        tensors,
+        parameters,
+        chosen,
+        found.choice,
+        found.embeddings,
+        found.chunk_nbytes,
+        found.homes,
+        found.workspace_nbytes,
+        found.device_workspace_nbytes,
+        found.need_at,
+        lists,
+        widens,
+        *_choose_depth(situation, found.choice.layout),
     )
-
-
-def _needs(
-    choice: ChunkSizeChoice, modules: list[ModuleSpec], nbytes: list[ChunkBytes], is_alone: bool
-) -> list[tuple[int, frozenset[int]]]:
-    """What modules need on the device at once; a chunk at home there is needed once, unless it is gathered."""
-    if not is_alone:
-        return [(choice.working_set_nbytes, frozenset())]
-    placements, chunks = choice.layout.placements, choice.layout.chunks
-    used = ({placements[index].chunk_index for index in module.tensor_indices} for module in modules)
-    together = {frozenset(index for index in indices if not chunks[index].on_host) for indices in used}
-    return [(sum(nbytes[index].param_nbytes for index in indices), indices) for indices in sorted(together, key=sorted)]
 
 
 def _choose_depth(situation: Circumstances, layout: Layout) -> tuple[int, str]:
@@ -403,19 +309,10 @@ def _choose_lists(
         parameter.dtype is torch_dtype(spec.types.param) for spec, parameter in zip(tensors, parameters, strict=True)
     )
     lists: dict[int, tuple[str, ...]] = {-1: () if is_restorable else (MASTER,)}
-    lists[_FROZEN] = (MASTER,) if situation.config.frozen_master else ()
+    lists[FROZEN] = (MASTER,) if situation.config.frozen_master else ()
     for number, kernel in enumerate(situation.kernels):
         lists[number] = list_names(kernel, situation.num_micro_batches)
     return lists
-
-
-def _workspace_nbytes(situation: Circumstances, choice: ChunkSizeChoice, widens: bool) -> int:
-    """Bytes of scratch space in which optimizers widen and scale gradients, on each tier where they update chunks."""
-    workspace = 0
-    for number, kernel in enumerate(situation.kernels):
-        own = [spec.chunk_numel for spec in choice.layout.chunks if widened_by(spec, number)]
-        workspace += kernel.workspace_numel(max(own, default=0), widens=widens) * torch.float32.itemsize
-    return workspace
 
 
 def collect(
@@ -470,32 +367,7 @@ def list_names(kernel: Kernel, num_micro_batches: int) -> tuple[str, ...]:
     return (*kernel.list_names, GRADIENT) if num_micro_batches > 1 else kernel.list_names
 
 
-def widened_by(spec: ChunkSpec, optimizer_index: int) -> bool:
-    """Whether an optimizer updates a chunk and has to widen its gradients."""
-    return spec.is_updated and spec.optimizer_index == optimizer_index and spec.types.is_mixed
-
-
-def lists_of(spec: TensorSpec | ChunkSpec, lists: Mapping[int, tuple[str, ...]]) -> tuple[str, ...]:
-    """The lists beside ``param`` that a parameter or chunk has.
-
-    Args:
-        spec: The parameter or chunk.
-        lists: The lists of chunks by the index of their optimizer; -1 means no optimizer, -2 frozen parameters.
-    """
-    is_updated = spec.trainable and spec.optimizer_index >= 0
-    if not is_updated and not spec.types.is_mixed:
-        return ()  # a value is its own master
-    return lists[spec.optimizer_index if spec.trainable else _FROZEN]
-
-
-def _state_itemsize(spec: TensorSpec | ChunkSpec, lists: Mapping[int, tuple[str, ...]]) -> int:
-    """Bytes per element of all lists beside ``param``."""
-    return spec.types.state_itemsize * len(lists_of(spec, lists))
-
-
-def _agree(
-    model: torch.nn.Module, situation: Circumstances, tensors: list[TensorSpec], limits: list[int]
-) -> list[int]:
+def _agree(model: torch.nn.Module, situation: Circumstances, tensors: list[TensorSpec], limits: list[int]) -> list[int]:
     """The smallest of each limit of all processes; raises if their models or settings differ."""
     collectives = situation.resources.collectives
     settings = {key: value for key, value in situation.config.to_dict().items() if not key.endswith("_budget")}
@@ -522,153 +394,3 @@ def _agree(
 
 def _outline(buffer: torch.Tensor) -> tuple[Any, ...]:
     return (buffer.dtype,) if is_lazy(buffer) else (buffer.dtype, buffer.shape)
-
-
-def _taken_by_others(situation: Circumstances, parameters: list[torch.nn.Parameter]) -> int:
-    """Bytes of the device that are in use by others (another model, for example)."""
-    if not is_accelerator(situation.resources.device):
-        return 0
-    taken = situation.resources.ledger.limit(Tier.DEVICE) - situation.resources.ledger.available(Tier.DEVICE)
-    own = sum(p.numel() * p.dtype.itemsize for p in parameters if p.device == situation.resources.device)
-    return max(taken - own, 0)
-
-
-def _can_move_homes(situation: Circumstances) -> bool:
-    """Whether chunks that live on the device can leave it later."""
-    config = situation.config
-    return config.placement != "host" and all(kernel.follows_homes for kernel in situation.kernels)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Room:
-    """Bytes of the device before non-model data is measured.
-
-    Attributes:
-        share: For all model data, if all of it is to live there.
-        limit: For copies of chunks, at most.
-        whole: What others do not hold.
-        reserve: What is kept of that for non-model data.
-        for_homes: For copies, and chunks at home there because the host has no room for them.
-    """
-
-    share: int
-    limit: int
-    whole: int
-    reserve: int
-    for_homes: int
-
-
-def _room(situation: Circumstances, device_nbytes: int, others_nbytes: int, chunk_nbytes: int | None) -> _Room:
-    """What the device has room for.
-
-    Args:
-        situation: What decisions depend on.
-        device_nbytes: Bytes that may be used until non-model data is measured.
-        others_nbytes: Bytes that others hold.
-        chunk_nbytes: Bytes that chunks may take, or ``None`` for all.
-    """
-    limit = max(device_nbytes - others_nbytes, 0)
-    whole = max(situation.resources.ledger.limit(Tier.DEVICE, cautious=False) - others_nbytes, 0)
-    is_metered = situation.resources.is_metered
-    share, reserve = (int(limit * UNMEASURED_SHARE), int(whole * UNMEASURED_RESERVE)) if is_metered else (limit, 0)
-    chunks = whole if chunk_nbytes is None else chunk_nbytes
-    return _Room(min(share, chunks), min(limit, chunks), whole, reserve, min(whole - reserve, chunks))
-
-
-def _choose_embeddings(
-    model: torch.nn.Module,
-    tensors: list[TensorSpec],
-    situation: Circumstances,
-    setting: bool | Literal["auto"],
-    everything_fits: bool,
-) -> EmbeddingChoice:
-    world_size = situation.resources.collectives.world_size
-    if world_size > 1:
-        if setting is True:
-            raise ConfigError(
-                f"cpu_embedding=true: with {world_size} processes each has a part of the parameters at home, not all "
-                "rows of an embedding; use 'auto' or false"
-            )
-        reason = f"cpu_embedding={setting}: off, embeddings are gathered with the other parameters"
-        return EmbeddingChoice(frozenset(), frozenset(), True, reason)
-    owners = frozenset(
-        index
-        for index, module in enumerate(model.modules())
-        if isinstance(module, torch.nn.Embedding) and not any(True for _ in module.buffers())
-    )
-    return choose_embeddings(tensors, owners, setting, everything_fits)
-
-
-def _choose_layout(
-    situation: Circumstances,
-    tensors: list[TensorSpec],
-    modules: list[ModuleSpec],
-    apart: frozenset[int],
-    limit: int,
-    everything_fits: bool,
-    others: int,
-) -> ChunkSizeChoice:
-    """The layout for the chunk size of the settings; with ``auto``, the best layout within the limits."""
-    config, collectives = situation.config, situation.resources.collectives
-    limits, world_size = _limits(situation, others), collectives.world_size
-
-    def staging(chunk_numel: int, name: str) -> int:
-        dtype = torch_dtype(name)
-        narrow, wide = collectives.staging_numel(chunk_numel, dtype)
-        return narrow * dtype.itemsize + wide * torch.float32.itemsize
-
-    itemsize = max((spec.types.itemsize for spec in tensors), default=0)
-
-    def exposed_of(num_chunks: int, chunk_numel: int) -> int:
-        return exposed_ns(num_chunks, chunk_numel, itemsize, situation.resources.machine)
-
-    exposed = exposed_of if situation.resources.has_lanes and not everything_fits else None
-    splits = world_size > 1 and all(kernel.splits_tensors for kernel in situation.kernels)
-    if config.chunk_numel != "auto":
-        numel = int(config.chunk_numel)
-        return fixed_layout(tensors, modules, numel, limit, apart, limits, world_size, staging, splits)
-    if world_size > 1:
-        # Whole tensors make the fewest groups. If they waste much, or leave little room, large ones are spread.
-        with contextlib.suppress(BudgetError):
-            room = int(limit * _WHOLE_SHARE)
-            choice = search_layout(tensors, modules, room, apart, limits, world_size, staging, exposed_ns=exposed)
-            if not splits or choice.layout.utilisation >= _WELL_USED:
-                return choice
-    most = None if everything_fits and world_size == 1 else limit
-    return search_layout(tensors, modules, most, apart, limits, world_size, staging, splits, exposed)
-
-
-def _limits(situation: Circumstances, others_nbytes: int) -> list[Limit]:
-    """The settings that limit what chunks may take on the device, for errors."""
-    ledger, resources = situation.resources.ledger, situation.resources
-    device, *chunks = ledger.limits(Tier.DEVICE, cautious=ledger.is_cautious)
-    device = dataclasses.replace(
-        device,
-        nbytes=max(device.nbytes - others_nbytes, 0),
-        taken_nbytes=others_nbytes,
-        has_others=resources.is_metered,
-    )
-    return [device, *chunks]
-
-
-def chunk_bytes(
-    specs: Iterable[ChunkSpec],
-    lists: Mapping[int, tuple[str, ...]],
-    pool: PayloadPool,
-    embeddings: EmbeddingChoice,
-) -> list[ChunkBytes]:
-    """The bytes of chunks over all their lists.
-
-    Args:
-        specs: The chunks.
-        lists: The lists beside ``param`` of trainable ones, by the index of the optimizer.
-        pool: Knows how many bytes a host chunk that moves takes, which may be page-locked.
-        embeddings: Which embeddings are looked up on the CPU.
-    """
-    chunks = []
-    for spec in specs:
-        nbytes = spec.chunk_numel * spec.types.itemsize
-        host = pool.host_nbytes(nbytes, pinned=not spec.on_host)
-        stays = bool(embeddings.tensor_indices & set(spec.tensor_indices))
-        chunks.append(ChunkBytes(spec.index, nbytes, host, spec.chunk_numel * _state_itemsize(spec, lists), stays))
-    return chunks

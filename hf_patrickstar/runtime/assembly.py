@@ -109,8 +109,10 @@ def assemble(
     copies = Copies(chunks, pool, streams, emit, watch)
     tracer = Tracer((chunk.copy_nbytes for chunk in chunks), DeviceGauges(meter, ledger), order, emit, given.known)
     forecast = Forecast(chunks, pool, meter, tracer, streams.device, given.need_at)
-    rules = given.placement, given.fills_margin, given.spilled
-    placement = Placement(chunks, given.chunk_nbytes, copies, ledger, tracer, given.reserve, *rules)
+    placement = Placement(
+        chunks, given.chunk_nbytes, copies, ledger, tracer, given.reserve, given.placement, given.fills_margin
+    )
+    placement.in_margin |= given.spilled
     placement.settle_lookups(given.known.lookups)
     reclaim = Reclaim(copies, placement, pool, streams, tracer, given.policy.chooser, forecast)
     # Where gradients are.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from hf_patrickstar.errors import BudgetError
@@ -42,7 +42,6 @@ class Placement:
         reserve: Makes the optimizer allocate its workspace on a tier where it will update chunks.
         rules: What is taken into account.
         fills_margin: Whether chunks may move to the margin; else the first placement stays for ever.
-        spilled: Chunks that are at home on the device because the host has no room for them.
 
     Attributes:
         in_margin: Indices of the chunks that live in the margin: of those that the host has no room for, too.
@@ -61,9 +60,8 @@ class Placement:
         reserve: Callable[[Sequence[Chunk], Tier], None],
         rules: PlacementRules,
         fills_margin: bool,
-        spilled: Collection[int] = (),
     ) -> None:
-        self.in_margin = set(spilled)
+        self.in_margin: set[int] = set()
         self.reasons: dict[str, str] = {}
         self.foreseen: StepCost | None = None
         self._chunks = chunks

@@ -12,7 +12,7 @@ from hf_patrickstar.units import format_nbytes, format_need
 Needs = Sequence[tuple[int, frozenset[int]]]
 """What the device must have room for at each moment: bytes, and the chunks whose copies are among them."""
 
-_MOST_SUMS = 1024
+_MOST_SUMS = 1000
 _PRECISION = 16
 """Bits to which the host that would be enough is computed for an error."""
 
@@ -255,9 +255,7 @@ def _least(chunks: Sequence[ChunkBytes], excess: int) -> set[int] | None:
     return {index for indices, count in chosen for index in indices[:count]}
 
 
-def _thinned(
-    sums: dict[int, tuple[int, tuple[int, ...]]], excess: int
-) -> dict[int, tuple[int, tuple[int, ...]]]:
+def _thinned(sums: dict[int, tuple[int, tuple[int, ...]]], excess: int) -> dict[int, tuple[int, tuple[int, ...]]]:
     """At most so many sums, evenly spread: of those that are close to each other the one that wastes least."""
     if len(sums) <= _MOST_SUMS:
         return sums

@@ -132,8 +132,8 @@ class Prospect:
         plan = plan_margin(chunks, candidates, lambda inside: self.cost(inside | kept), self.rules.machine.name)
         if not spilled:
             return plan
-        reason = f"{len(spilled)} of {len(movable)} chunks are at home on the device, because the host is full; of the rest "
-        return MarginPlan((*in_order(spilled, self.traces), *plan.chunk_indices), reason + plan.reason)
+        reason = f"the host has no room for {len(spilled)} chunks, which live on the device; beside them {plan.reason}"
+        return MarginPlan((*in_order(spilled, self.traces), *plan.chunk_indices), reason)
 
     def cost(self, at_home: frozenset[int]) -> StepCost | None:
         """What one step of each bucket of inputs costs.

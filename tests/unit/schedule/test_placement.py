@@ -97,7 +97,9 @@ def test_while_activations_are_unknown_the_advice_is_a_host_for_all_chunks():
         plan_homes(chunks, tiers, limits=limits)
     message = str(caught.value)
     assert f"Raise host_budget to at least {4 * 728} bytes, or" in message
-    said = "If activations need at most 20 B (20 bytes) of the device, host_budget=2184 or device_budget=1633 is enough."
+    said = (
+        "If activations need at most 20 B (20 bytes) of the device, host_budget=2184 or device_budget=1633 is enough."
+    )
     assert said in message
 
 
