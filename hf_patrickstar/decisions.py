@@ -5,67 +5,34 @@ import dataclasses
 import functools
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import BudgetError, ConfigError, EngineError
-from hf_patrickstar.layout.embedding import EmbeddingChoice, choose_embeddings
-from hf_patrickstar.layout.packing import ChunkSpec, Layout, branches_nbytes
-from hf_patrickstar.layout.search import ChunkSizeChoice, fixed_layout, search_layout
+from hf_patrickstar.homes import FROZEN, Arranger, Circumstances, taken_by_others
+from hf_patrickstar.layout.embedding import EmbeddingChoice
+from hf_patrickstar.layout.packing import ChunkSpec, Layout
+from hf_patrickstar.layout.search import ChunkSizeChoice
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec, collect_specs
-from hf_patrickstar.memory.accelerator import is_accelerator
-from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.precision import Precision, choose_precision
-from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.admission import check_model, check_values, is_left_out, is_recomputed
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, torch_dtype
 from hf_patrickstar.runtime.live_parameter import LiveMixin
 from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.margin import StepCost
-from hf_patrickstar.schedule.pace import choose_depth, exposed_ns
-from hf_patrickstar.schedule.placement import ChunkBytes, HomePlan, plan_homes
+from hf_patrickstar.schedule.pace import choose_depth
+from hf_patrickstar.schedule.placement import ChunkBytes, HomePlan
 from hf_patrickstar.schedule.prospect import PlacementRules, Prospect
 from hf_patrickstar.schedule.sketch import ChunkWork
-from hf_patrickstar.shortage import Limit
-from hf_patrickstar.units import align, format_nbytes, format_seconds
+from hf_patrickstar.units import format_nbytes, format_seconds
 
 logger = logging.getLogger(__name__)
-
-UNMEASURED_SHARE = 0.5
-"""Part of a device budget that model data may fill while non-model data has not been measured."""
-
-_WHOLE_SHARE = 0.25
-"""Largest part of a device budget that the groups in use may need; if they need more, tensors are spread over ranks."""
-_WELL_USED = 0.9
-
-_FROZEN = -2
-"""Index that stands for the optimizer of frozen parameters."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Circumstances:
-    """What decisions depend on beside the model.
-
-    Attributes:
-        config: The settings.
-        resources: What the engine runs on; nothing is allocated yet.
-        kernels: The kernels that update chunks, one for each optimizer.
-        optimizer_of: Which optimizer holds a parameter, by the parameter's identity.
-        num_micro_batches: Micro-batches per step.
-    """
-
-    config: PatrickStarConfig
-    resources: Resources
-    kernels: Sequence[Kernel]
-    optimizer_of: Mapping[int, int]
-    num_micro_batches: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,6 +82,20 @@ class Decisions:
             self.depth_reason,
         )
 
+    def rules(self, situation: Circumstances) -> PlacementRules:
+        """What a placement takes into account.
+
+        Args:
+            situation: What the decisions depended on.
+        """
+        config, resources, kernels = situation.config, situation.resources, situation.kernels
+        runs_beside = bool(config.overlap_optimizer) and all(kernel.runs_beside for kernel in kernels)
+        has_lanes = resources.has_lanes
+        rates = resources.machine, has_lanes, has_lanes and runs_beside
+        return PlacementRules(
+            self.device_workspace_nbytes, self.workspace_nbytes, self.prefetch_depth, config.eviction, *rates
+        )
+
     def foresee(
         self, situation: Circumstances, known: KnownTraces, rules: PlacementRules, *, fills_margin: bool
     ) -> StepCost | None:
@@ -130,9 +111,32 @@ class Decisions:
         """
         if not rules.has_lanes or not any(trace.kind.is_training for trace in known.traces.values()):
             return None
-        prospect, kept = self.prospect(situation, known, rules), self.homes.device_homed
-        margin = prospect.margin(kept) if fills_margin else None
-        return prospect.cost(kept if margin is None else kept.union(margin.chunk_indices))
+        prospect, homed = self.prospect(situation, known, rules), self.homes.device_homed
+        if fills_margin:
+            kept = homed - self.homes.spilled
+            with contextlib.suppress(BudgetError):  # the inputs may be smaller than those that were planned
+                margin = prospect.margin(kept)
+                homed = kept if margin is None else kept.union(margin.chunk_indices)
+        return prospect.cost(homed)
+
+    def with_tide(self, situation: Circumstances, known: KnownTraces, rules: PlacementRules) -> "Decisions":
+        """These decisions, with the homes that fit what a step needs at each moment, if the host has no room for all.
+
+        Args:
+            situation: What the decisions depended on.
+            known: Traces of a plan; without those of a training nothing changes.
+            rules: What a placement takes into account.
+        """
+        if not self.homes.spilled or not any(trace.kind.is_training for trace in known.traces.values()):
+            return self
+        kept = self.homes.device_homed - self.homes.spilled
+        try:
+            spilled = self.prospect(situation, known, rules).spilled(kept)
+        except BudgetError as error:  # no refusal: nobody knows whether inputs will be as large
+            logger.info("patrickstar: a step with inputs as large as those that were planned has no room: %s", error)
+            return self
+        situation.resources.ledger.spilled_nbytes = sum(self.chunk_nbytes[index].host_nbytes for index in spilled)
+        return dataclasses.replace(self, homes=HomePlan(kept | spilled, self.homes.reason, spilled))
 
     def prospect(self, situation: Circumstances, known: KnownTraces, rules: PlacementRules) -> Prospect:
         """What is known of a step before chunks are allocated; see ``foresee``."""
@@ -144,6 +148,7 @@ class Decisions:
             [ChunkWork.of(spec, self._own(spec, resources.collectives.rank), looked_up) for spec in chunks],
             frozenset(spec.index for spec in chunks if spec.is_updated),
             resources.collectives.world_size > 1,
+            resources.ledger.limit(Tier.HOST),
             resources.ledger.limit(Tier.DEVICE, cautious=False),
             resources.ledger.chunk_budget,
             rules,
@@ -254,53 +259,36 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
         BudgetError: If a budget is too small.
         EngineError: If the model cannot be managed.
     """
-    config, ledger, collectives = situation.config, situation.resources.ledger, situation.resources.collectives
+    config, ledger = situation.config, situation.resources.ledger
     tensors, modules, parameters = collect(model, situation.optimizer_of)
     _check(model, tensors, parameters, is_training=bool(situation.kernels))
     chosen = choose_precision(model, config, precision, parameters)
     tensors = chosen.assign(model, tensors, parameters)
     lists = _choose_lists(situation, tensors, parameters)
-    others = _taken_by_others(situation, parameters)
-    total = sum(align(spec.numel) * (spec.types.itemsize + _state_itemsize(spec, lists)) for spec in tensors)
-    total = -(-total // collectives.world_size)
-    share, limit = _shares(situation, ledger.limit(Tier.DEVICE), others, ledger.chunk_budget)
-    limit = _agree(model, situation, tensors, limit)
-    # If everything lived on the device, nothing would be evicted: debug_evict_all needs chunks that move.
-    fits = total <= share and not config.debug_evict_all
-    embeddings = _choose_embeddings(model, tensors, situation, everything_fits=fits)
-    choose = functools.partial(_choose_layout, situation, tensors, modules, embeddings.apart)
-    choice = choose(limit, fits, others)
-    widens = situation.num_micro_batches == 1
-    workspace = _workspace_nbytes(situation, choice, widens)
-    device_workspace, usable = workspace if widens else 0, ledger.usable(Tier.DEVICE)
-
-    def need_at(device_nbytes: int, chunk_nbytes: int | None) -> int:
-        share, limit = _shares(situation, int(device_nbytes * usable), others, chunk_nbytes)
-        fits = total <= share and not config.debug_evict_all
-        if fits and not _can_move_homes(situation):
-            return total + device_workspace
-        choice = choose(limit, fits, others)
-        return choice.working_set_nbytes + branches_nbytes(choice.layout.chunks)
-
-    nbytes = chunk_bytes(choice.layout.chunks, lists, situation.resources.pool, embeddings)
-    homes = plan_homes(
-        nbytes,
-        share,
-        ledger.limit(Tier.HOST),
-        choice.working_set_nbytes,
-        workspace,
-        device_workspace_nbytes=device_workspace,
-        is_copied=collectives.world_size > 1,
-        keeps_off=config.debug_evict_all,
-        is_metered=situation.resources.is_metered,
-        host_limit=ledger.limits(Tier.HOST)[0],
-    )
+    others, widens = taken_by_others(situation, parameters), situation.num_micro_batches == 1
+    arranger = Arranger(model, tensors, modules, lists, situation, others)
+    found = arranger.arrange(functools.partial(_agree, model, situation, tensors))
+    nbytes, homes = found.chunk_nbytes, found.homes
     ledger.spilled_nbytes = sum(nbytes[index].host_nbytes for index in homes.spilled)
-    if not situation.resources.is_metered and not homes.device_homed:
+    if not situation.resources.is_metered:
         # Both tiers are the same memory: the compute tier cannot have the bytes that are at home on the host.
-        ledger.lower_limit(Tier.DEVICE, max(ledger.limit(Tier.DEVICE) - total, choice.working_set_nbytes))
-    found = (tensors, parameters, chosen, choice, embeddings, nbytes, homes, workspace, device_workspace)
-    return Decisions(*found, need_at, lists, widens, *_choose_depth(situation, choice.layout))
+        on_host = sum(chunk.host_nbytes for chunk in nbytes if chunk.chunk_index not in homes.device_homed)
+        ledger.lower_limit(Tier.DEVICE, max(ledger.limit(Tier.DEVICE) - on_host, found.choice.working_set_nbytes))
+    return Decisions(
+        tensors,
+        parameters,
+        chosen,
+        found.choice,
+        found.embeddings,
+        found.chunk_nbytes,
+        found.homes,
+        found.workspace_nbytes,
+        found.device_workspace_nbytes,
+        found.need_at,
+        lists,
+        widens,
+        *_choose_depth(situation, found.choice.layout),
+    )
 
 
 def _choose_depth(situation: Circumstances, layout: Layout) -> tuple[int, str]:
@@ -321,19 +309,10 @@ def _choose_lists(
         parameter.dtype is torch_dtype(spec.types.param) for spec, parameter in zip(tensors, parameters, strict=True)
     )
     lists: dict[int, tuple[str, ...]] = {-1: () if is_restorable else (MASTER,)}
-    lists[_FROZEN] = (MASTER,) if situation.config.frozen_master else ()
+    lists[FROZEN] = (MASTER,) if situation.config.frozen_master else ()
     for number, kernel in enumerate(situation.kernels):
         lists[number] = list_names(kernel, situation.num_micro_batches)
     return lists
-
-
-def _workspace_nbytes(situation: Circumstances, choice: ChunkSizeChoice, widens: bool) -> int:
-    """Bytes of scratch space in which optimizers widen and scale gradients, on each tier where they update chunks."""
-    workspace = 0
-    for number, kernel in enumerate(situation.kernels):
-        own = [spec.chunk_numel for spec in choice.layout.chunks if widened_by(spec, number)]
-        workspace += kernel.workspace_numel(max(own, default=0), widens=widens) * torch.float32.itemsize
-    return workspace
 
 
 def collect(
@@ -388,31 +367,8 @@ def list_names(kernel: Kernel, num_micro_batches: int) -> tuple[str, ...]:
     return (*kernel.list_names, GRADIENT) if num_micro_batches > 1 else kernel.list_names
 
 
-def widened_by(spec: ChunkSpec, optimizer_index: int) -> bool:
-    """Whether an optimizer updates a chunk and has to widen its gradients."""
-    return spec.is_updated and spec.optimizer_index == optimizer_index and spec.types.is_mixed
-
-
-def lists_of(spec: TensorSpec | ChunkSpec, lists: Mapping[int, tuple[str, ...]]) -> tuple[str, ...]:
-    """The lists beside ``param`` that a parameter or chunk has.
-
-    Args:
-        spec: The parameter or chunk.
-        lists: The lists of chunks by the index of their optimizer; -1 means no optimizer, -2 frozen parameters.
-    """
-    is_updated = spec.trainable and spec.optimizer_index >= 0
-    if not is_updated and not spec.types.is_mixed:
-        return ()  # a value is its own master
-    return lists[spec.optimizer_index if spec.trainable else _FROZEN]
-
-
-def _state_itemsize(spec: TensorSpec | ChunkSpec, lists: Mapping[int, tuple[str, ...]]) -> int:
-    """Bytes per element of all lists beside ``param``."""
-    return spec.types.state_itemsize * len(lists_of(spec, lists))
-
-
-def _agree(model: torch.nn.Module, situation: Circumstances, tensors: list[TensorSpec], limit: int) -> int:
-    """The smallest ``limit`` of all processes; raises if their models or settings differ."""
+def _agree(model: torch.nn.Module, situation: Circumstances, tensors: list[TensorSpec], limits: list[int]) -> list[int]:
+    """The smallest of each limit of all processes; raises if their models or settings differ."""
     collectives = situation.resources.collectives
     settings = {key: value for key, value in situation.config.to_dict().items() if not key.endswith("_budget")}
     settings["micro_batches"] = situation.num_micro_batches
@@ -425,136 +381,16 @@ def _agree(model: torch.nn.Module, situation: Circumstances, tensors: list[Tenso
         "optimizers": [type(kernel).__name__ for kernel in situation.kernels],
     }
     checksums = [zlib.crc32(repr(part).encode()) for part in parts.values()]
-    rows = collectives.exchange([limit, *checksums], "compares models and settings")
-    for place, name in enumerate(parts, 1):
+    rows = collectives.exchange([*limits, *checksums], "compares models and settings")
+    for place, name in enumerate(parts, len(limits)):
         if len({row[place] for row in rows}) > 1:
             ranks = [rank for rank, row in enumerate(rows) if row[place] != rows[0][place]]
             raise ConfigError(
                 f"the processes have different {name}: rank {', '.join(map(str, ranks))} and rank 0; every process "
                 "must make the same model, with the same parameters frozen, and be given the same settings"
             )
-    return min(row[0] for row in rows)
+    return [min(row[place] for row in rows) for place in range(len(limits))]
 
 
 def _outline(buffer: torch.Tensor) -> tuple[Any, ...]:
     return (buffer.dtype,) if is_lazy(buffer) else (buffer.dtype, buffer.shape)
-
-
-def _taken_by_others(situation: Circumstances, parameters: list[torch.nn.Parameter]) -> int:
-    """Bytes of the device that are in use by others (another model, for example)."""
-    if not is_accelerator(situation.resources.device):
-        return 0
-    taken = situation.resources.ledger.limit(Tier.DEVICE) - situation.resources.ledger.available(Tier.DEVICE)
-    own = sum(p.numel() * p.dtype.itemsize for p in parameters if p.device == situation.resources.device)
-    return max(taken - own, 0)
-
-
-def _can_move_homes(situation: Circumstances) -> bool:
-    """Whether chunks that live on the device can leave it later."""
-    config = situation.config
-    return config.placement != "host" and all(kernel.follows_homes for kernel in situation.kernels)
-
-
-def _shares(
-    situation: Circumstances, device_nbytes: int, others_nbytes: int, chunk_nbytes: int | None
-) -> tuple[int, int]:
-    """Bytes that model data may fill until non-model data is measured, and bytes that chunks may take at most."""
-    limit = max(device_nbytes - others_nbytes, 0)
-    share = int(limit * UNMEASURED_SHARE) if situation.resources.is_metered else limit
-    return (share, limit) if chunk_nbytes is None else (min(share, chunk_nbytes), min(limit, chunk_nbytes))
-
-
-def _choose_embeddings(
-    model: torch.nn.Module, tensors: list[TensorSpec], situation: Circumstances, everything_fits: bool
-) -> EmbeddingChoice:
-    setting = situation.config.cpu_embedding
-    world_size = situation.resources.collectives.world_size
-    if world_size > 1:
-        if setting is True:
-            raise ConfigError(
-                f"cpu_embedding=true: with {world_size} processes each has a part of the parameters at home, not all "
-                "rows of an embedding; use 'auto' or false"
-            )
-        reason = f"cpu_embedding={setting}: off, embeddings are gathered with the other parameters"
-        return EmbeddingChoice(frozenset(), frozenset(), True, reason)
-    owners = frozenset(
-        index
-        for index, module in enumerate(model.modules())
-        if isinstance(module, torch.nn.Embedding) and not any(True for _ in module.buffers())
-    )
-    return choose_embeddings(tensors, owners, setting, everything_fits)
-
-
-def _choose_layout(
-    situation: Circumstances,
-    tensors: list[TensorSpec],
-    modules: list[ModuleSpec],
-    apart: frozenset[int],
-    limit: int,
-    everything_fits: bool,
-    others: int,
-) -> ChunkSizeChoice:
-    """The layout for the chunk size of the settings; with ``auto``, the best layout within the limits."""
-    config, collectives = situation.config, situation.resources.collectives
-    limits, world_size = _limits(situation, others), collectives.world_size
-
-    def staging(chunk_numel: int, name: str) -> int:
-        dtype = torch_dtype(name)
-        narrow, wide = collectives.staging_numel(chunk_numel, dtype)
-        return narrow * dtype.itemsize + wide * torch.float32.itemsize
-
-    itemsize = max((spec.types.itemsize for spec in tensors), default=0)
-
-    def exposed_of(num_chunks: int, chunk_numel: int) -> int:
-        return exposed_ns(num_chunks, chunk_numel, itemsize, situation.resources.machine)
-
-    exposed = exposed_of if situation.resources.has_lanes and not everything_fits else None
-    splits = world_size > 1 and all(kernel.splits_tensors for kernel in situation.kernels)
-    if config.chunk_numel != "auto":
-        numel = int(config.chunk_numel)
-        return fixed_layout(tensors, modules, numel, limit, apart, limits, world_size, staging, splits)
-    if world_size > 1:
-        # Whole tensors make the fewest groups. If they waste much, or leave little room, large ones are spread.
-        with contextlib.suppress(BudgetError):
-            room = int(limit * _WHOLE_SHARE)
-            choice = search_layout(tensors, modules, room, apart, limits, world_size, staging, exposed_ns=exposed)
-            if not splits or choice.layout.utilisation >= _WELL_USED:
-                return choice
-    most = None if everything_fits and world_size == 1 else limit
-    return search_layout(tensors, modules, most, apart, limits, world_size, staging, splits, exposed)
-
-
-def _limits(situation: Circumstances, others_nbytes: int) -> list[Limit]:
-    """The settings that limit what chunks may take on the device, for errors."""
-    ledger, resources = situation.resources.ledger, situation.resources
-    device, *chunks = ledger.limits(Tier.DEVICE, cautious=ledger.is_cautious)
-    device = dataclasses.replace(
-        device,
-        nbytes=max(device.nbytes - others_nbytes, 0),
-        taken_nbytes=others_nbytes,
-        has_others=resources.is_metered,
-    )
-    return [device, *chunks]
-
-
-def chunk_bytes(
-    specs: Iterable[ChunkSpec],
-    lists: Mapping[int, tuple[str, ...]],
-    pool: PayloadPool,
-    embeddings: EmbeddingChoice,
-) -> list[ChunkBytes]:
-    """The bytes of chunks over all their lists.
-
-    Args:
-        specs: The chunks.
-        lists: The lists beside ``param`` of trainable ones, by the index of the optimizer.
-        pool: Knows how many bytes a host chunk that moves takes, which may be page-locked.
-        embeddings: Which embeddings are looked up on the CPU.
-    """
-    chunks = []
-    for spec in specs:
-        nbytes = spec.chunk_numel * spec.types.itemsize
-        host = pool.host_nbytes(nbytes, pinned=not spec.on_host)
-        stays = bool(embeddings.tensor_indices & set(spec.tensor_indices))
-        chunks.append(ChunkBytes(spec.index, nbytes, host, spec.chunk_numel * _state_itemsize(spec, lists), stays))
-    return chunks

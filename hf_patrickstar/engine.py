@@ -21,9 +21,10 @@ from hf_patrickstar.checkpoint.found_weights import is_in_model_file
 from hf_patrickstar.checkpoint.training_state import TrainingState
 from hf_patrickstar.checkpoint.weights import ChunkWeights
 from hf_patrickstar.config import ConfigSource, PatrickStarConfig
-from hf_patrickstar.decisions import Circumstances, decide, list_names
+from hf_patrickstar.decisions import decide, list_names
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.events import Listener, ModelDecided, both
+from hf_patrickstar.homes import Circumstances
 from hf_patrickstar.membership import Membership, Parts, check_optimizers, holders
 from hf_patrickstar.memory.lanes import Streams
 from hf_patrickstar.memory.operators import quietly
@@ -53,7 +54,6 @@ from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.recovery import MAX_RETRIES, Recovery
 from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.known import KnownTraces
-from hf_patrickstar.schedule.prospect import PlacementRules
 from hf_patrickstar.schedule.trace import Trace
 from hf_patrickstar.tracing.foresight import Foresight
 
@@ -124,7 +124,8 @@ class PatrickStarEngine:
         weakref.finalize(self, self.collectives.close)  # the process group has threads and sockets
         self._decisions = decide(model, precision, situation)
         known = find_traces(model, self._decisions, situation)
-        self._rules = self._make_rules()
+        self._rules = self._decisions.rules(situation)
+        self._decisions = self._decisions.with_tide(situation, known, self._rules)
         self.foreseen = self._decisions.foresee(situation, known, self._rules, fills_margin=self._fills_margin())
         expected = self._decisions.expected(situation, known, self.foreseen)
         logger.info("patrickstar: %s", expected)
@@ -223,12 +224,6 @@ class PatrickStarEngine:
 
     _assemble: Callable[[Foundation], ChunkManager] = staticmethod(assemble)  # a simulation has other parts
 
-    def _make_rules(self) -> PlacementRules:
-        decisions, config, resources = self._decisions, self.config, self.resources
-        runs_beside = bool(config.overlap_optimizer) and all(kernel.runs_beside for kernel in self._kernels)
-        rates = (resources.machine, resources.has_lanes, resources.has_lanes and runs_beside)
-        return PlacementRules(decisions.device_workspace_nbytes, decisions.prefetch_depth, config.eviction, *rates)
-
     def _make_manager(self, chunks: list[Chunk], known: KnownTraces) -> ChunkManager:
         decisions, config, resources, collectives = self._decisions, self.config, self.resources, self.collectives
         return self._assemble(
@@ -244,6 +239,7 @@ class PatrickStarEngine:
                 policy=MovePolicy.of(config, collectives.world_size, decisions.prefetch_depth, resources.has_streams),
                 placement=self._rules,
                 fills_margin=self._fills_margin(),
+                spilled=decisions.homes.spilled,
                 reserve=self._payloads.reserve,
                 need_at=decisions.need_at,
                 num_micro_batches=self._num_micro_batches,

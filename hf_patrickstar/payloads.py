@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from hf_patrickstar.checkpoint.progress import shown
-from hf_patrickstar.decisions import Decisions, chunk_bytes, lists_of, widened_by
+from hf_patrickstar.decisions import Decisions
 from hf_patrickstar.errors import PatrickStarError
+from hf_patrickstar.homes import chunk_bytes, lists_of, widened_by
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.operators import unseen

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from hf_patrickstar.decisions import Circumstances, Decisions
+from hf_patrickstar.decisions import Decisions
 from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.homes import Circumstances
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.units import MIB
 from hf_patrickstar.version import __version__

@@ -17,7 +17,7 @@ import traceback
 import torch
 from models import make_batch, make_model
 
-import hf_patrickstar.decisions
+import hf_patrickstar.homes
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.memory.accelerator import (
     device_name,
@@ -63,7 +63,7 @@ def run(function, device, numel):
 @check(needs_device=False)
 def engine_first(device, numel):
     """A few steps whose chunks move; nothing has taken memory of the device before."""
-    hf_patrickstar.decisions.UNMEASURED_SHARE = 0.0  # the model is tiny, and what libraries take is not
+    hf_patrickstar.homes.UNMEASURED_SHARE = 0.0  # the model is tiny, and what libraries take is not
     model = make_model("gpt2").train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     settings = {"chunk_numel": 2048, "placement": "host", "cpu_embedding": False, "chunk_budget": 120_000}

@@ -40,7 +40,7 @@ from hf_patrickstar.schedule.margin import needed_nbytes
 from hf_patrickstar.schedule.op_trace import LookedUp, OpTrace
 from hf_patrickstar.schedule.placement import Lookups, plan_lookups
 from hf_patrickstar.schedule.plan import NOTHING_AHEAD, Ahead, Plan, chunkable_nbytes
-from hf_patrickstar.schedule.prospect import PlacementRules, Prospect
+from hf_patrickstar.schedule.prospect import Prospect
 from hf_patrickstar.schedule.replay import replay
 from hf_patrickstar.schedule.script import Entry, HostWork, Load, Reduce, Send
 from hf_patrickstar.schedule.simulator import repeated_plans
@@ -249,7 +249,9 @@ class _Simulator:
         rules = self._rules(frozenset())
         traces = traces_of(ops, self._places, rules)
         known = KnownTraces("", {made.key: made for made in (*traces, self._update_trace())}, lookups)
-        placement = self._placement_rules()
+        placement = decisions.rules(situation)
+        decisions = decisions.with_tide(situation, known, placement)
+        homed = decisions.homes.device_homed
         if self._moves_homes():
             margin = decisions.prospect(situation, known, placement).margin(homed)
             if margin is not None:
@@ -314,12 +316,6 @@ class _Simulator:
         """Elements of the parameters of a chunk that this process has at home."""
         own = self._places.own_numel
         return sum(own[index] for index in self._layout.chunks[chunk_index].tensor_indices)
-
-    def _placement_rules(self) -> PlacementRules:
-        decisions, config, resources = self._decisions, self._config, self._resources
-        beside = bool(config.overlap_optimizer) and self._kernel.runs_beside
-        rates = (resources.machine, resources.has_lanes, resources.has_lanes and beside)
-        return PlacementRules(decisions.device_workspace_nbytes, decisions.prefetch_depth, config.eviction, *rates)
 
     def _moves_homes(self) -> bool:
         config = self._config

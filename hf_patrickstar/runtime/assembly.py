@@ -55,6 +55,7 @@ class Foundation:
         policy: How copies come and go.
         placement: What the placement takes into account.
         fills_margin: Whether chunks may move to the device margin; else the first placement stays for ever.
+        spilled: Chunks at home on the device because the host has no room for them.
         reserve: Makes the optimizer allocate its workspace on a tier where it will update chunks.
         need_at: Tells the bytes that chunks need at once in the layout for other budgets: of the device, and of chunks.
         num_micro_batches: How many make a step of the optimizer.
@@ -74,6 +75,7 @@ class Foundation:
     policy: MovePolicy
     placement: PlacementRules
     fills_margin: bool
+    spilled: frozenset[int]
     reserve: Callable[[Sequence[Chunk], Tier], None]
     need_at: Callable[[int, int | None], int]
     num_micro_batches: int
@@ -110,6 +112,7 @@ def assemble(
     placement = Placement(
         chunks, given.chunk_nbytes, copies, ledger, tracer, given.reserve, given.placement, given.fills_margin
     )
+    placement.in_margin |= given.spilled
     placement.settle_lookups(given.known.lookups)
     reclaim = Reclaim(copies, placement, pool, streams, tracer, given.policy.chooser, forecast)
     # Where gradients are.

@@ -13,7 +13,7 @@ from hf_patrickstar.runtime.copies import Copies
 from hf_patrickstar.runtime.tracer import Tracer
 from hf_patrickstar.schedule.ahead import plan_ahead
 from hf_patrickstar.schedule.margin import StepCost, needed_nbytes
-from hf_patrickstar.schedule.placement import ChunkBytes, Lookups, plan_lookups
+from hf_patrickstar.schedule.placement import ChunkBytes, Limits, Lookups, plan_lookups
 from hf_patrickstar.schedule.plan import Ahead
 from hf_patrickstar.schedule.prospect import PlacementRules, Prospect
 from hf_patrickstar.schedule.sketch import ChunkWork
@@ -44,7 +44,7 @@ class Placement:
         fills_margin: Whether chunks may move to the margin; else the first placement stays for ever.
 
     Attributes:
-        in_margin: Indices of the chunks that live in the margin.
+        in_margin: Indices of the chunks that live in the margin: of those that the host has no room for, too.
         nbytes: The bytes of each chunk, over all lists.
         reasons: What was decided last, a sentence each: about lookups, and about the margin.
         foreseen: What a step costs as chunks live now, by the rates of the machine; ``None`` if it is not known.
@@ -77,12 +77,17 @@ class Placement:
         self._lookups: dict[int, str] = {}
         self._num_micro_batches = 1
 
-    def update(self, reclaim: Room, num_micro_batches: int) -> None:
+    def update(self, reclaim: Room, num_micro_batches: int, *, is_certain: bool = False) -> None:
         """Decides anew if a step was recorded since the last time; called between steps.
 
         Args:
             reclaim: Makes room for chunks that move in.
             num_micro_batches: Micro-batches of the step that has ended.
+            is_certain: Whether the traces are those of the step that begins, which has not run yet: what has no room
+                is then an error, before anything is computed.
+
+        Raises:
+            BudgetError: If that step has no room, however chunks are placed.
         """
         tracer = self._tracer
         if tracer.version == self._seen_version:
@@ -93,7 +98,7 @@ class Placement:
             tracer.discard()  # the next step visits other chunks
         elif any(trace.kind.is_training for trace in tracer.traces.values()):
             if self._fills_margin:
-                self._fill_margin(reclaim)
+                self._fill_margin(reclaim, is_certain=is_certain)
             self._foresee()
 
     def _foresee(self) -> None:
@@ -150,6 +155,7 @@ class Placement:
 
     def _leave_device(self) -> bool:
         leaving = [chunk for chunk in self._chunks if chunk.home is Tier.DEVICE and chunk.can_rehome]
+        leaving = [chunk for chunk in leaving if chunk.spec.index not in self.in_margin]
         if not (self._fills_margin and leaving):
             return False
         num_moved = 0
@@ -210,12 +216,18 @@ class Placement:
     def _at_home_on_device(self) -> frozenset[int]:
         return frozenset(chunk.spec.index for chunk in self._chunks if chunk.home is Tier.DEVICE)
 
-    def _fill_margin(self, reclaim: Room) -> None:
+    def _fill_margin(self, reclaim: Room, *, is_certain: bool) -> None:
         self.nbytes = [  # an accumulation list may have come since
             dataclasses.replace(nbytes, state_nbytes=chunk.state_nbytes)
             for nbytes, chunk in zip(self.nbytes, self._chunks, strict=True)
         ]
-        plan = self._prospect().margin(self._at_home_on_device() - self.in_margin)
+        try:
+            plan = self._prospect().margin(self._at_home_on_device() - self.in_margin, self._limits())
+        except BudgetError as error:
+            if is_certain:
+                raise
+            logger.info("patrickstar: chunks stay at home where they are: %s", error)
+            return
         if plan is None:
             return
         wanted = set(plan.chunk_indices)
@@ -224,11 +236,22 @@ class Placement:
         self.reasons["margin"] = plan.reason
         if wanted == self.in_margin:
             return
+        entering = [index for index in plan.chunk_indices if index not in self.in_margin]
         self._move_out(self.in_margin - wanted)
-        self._move_in(reclaim, [index for index in plan.chunk_indices if index not in self.in_margin])
+        self._move_in(reclaim, entering)
+        self._move_out(self.in_margin - wanted)  # what the host has room for only now
+
+    def _limits(self) -> Limits:
+        """The settings that limit both tiers, for errors."""
+        return Limits(self._ledger.limits(Tier.HOST)[0], self._ledger.limits(Tier.DEVICE))
 
     def _prospect(self) -> Prospect:
         """What is known of a step as chunks are now."""
+        on_host = [chunk for chunk in self._chunks if chunk.home is Tier.HOST and not chunk.is_retired]
+        rules = self._rules
+        if any(chunk.spec.is_updated for chunk in on_host):
+            rules = dataclasses.replace(rules, host_workspace_nbytes=0)  # it is there already
+        homes_nbytes = sum(self.nbytes[chunk.spec.index].host_nbytes for chunk in on_host)
         return Prospect(
             list(self._tracer.traces.values()),
             self._num_micro_batches,
@@ -236,9 +259,10 @@ class Placement:
             self._works(frozenset()),
             frozenset(chunk.spec.index for chunk in self._chunks if chunk.spec.is_updated),
             self._has_groups,
+            self._ledger.available(Tier.HOST) + homes_nbytes,
             self._ledger.limit(Tier.DEVICE, cautious=False),
             self._ledger.chunk_budget,
-            self._rules,
+            rules,
         )
 
     def ahead(self, trace: Trace, capacities: Sequence[int], prefetch_depth: int) -> Ahead:
@@ -269,10 +293,18 @@ class Placement:
         ]
 
     def _move_out(self, indices: set[int]) -> None:
+        """Moves chunks to the host, as far as that has room: not those that it never had room for."""
         for index in sorted(indices):
-            if self._chunks[index].can_rehome:
-                self._copies.rehome(self._chunks[index], Tier.HOST)
-                self.in_margin.discard(index)
+            chunk = self._chunks[index]
+            if not chunk.can_rehome or self._ledger.available(Tier.HOST) < self.nbytes[index].host_nbytes:
+                continue
+            try:
+                self._reserve([chunk], Tier.HOST)
+                self._copies.rehome(chunk, Tier.HOST)
+            except BudgetError as error:
+                logger.info("patrickstar: the host has no room for a chunk of the device margin: %s", error)
+                return
+            self.in_margin.discard(index)
 
     def _move_in(self, reclaim: Room, indices: Sequence[int]) -> None:
         try:

@@ -66,6 +66,21 @@ def needed_nbytes(
     return needs
 
 
+def in_order(chunk_indices: Iterable[int], traces: Sequence[Trace]) -> list[int]:
+    """Chunks in the order in which steps need them first; those that none needs come last.
+
+    Args:
+        chunk_indices: The chunks.
+        traces: The recorded traces.
+    """
+    first: dict[int, int] = {}
+    for trace in traces:
+        for moment, visit in enumerate(trace.visits):
+            first[visit.chunk_index] = min(moment, first.get(visit.chunk_index, moment))
+    last = max(first.values(), default=0) + 1
+    return sorted(chunk_indices, key=lambda index: (first.get(index, last), index))
+
+
 def fill_margin(
     chunks: Sequence[ChunkBytes],
     traces: Sequence[Trace],
@@ -95,10 +110,7 @@ def fill_margin(
     Returns:
         Chunk indices, the first to move in first.
     """
-    first: dict[int, int] = {}
-    for trace in traces:
-        for moment, visit in enumerate(trace.visits):
-            first[visit.chunk_index] = min(moment, first.get(visit.chunk_index, moment))
+    by_index = {chunk.chunk_index: chunk for chunk in chunks}
     needs = needed_nbytes(traces, frozenset() if copies_stay else kept, unusable_nbytes)
     highest = _Highest([nbytes for nbytes, _ in needs])
     moments: dict[int, list[int]] = {}  # at which each chunk is in use
@@ -107,8 +119,8 @@ def fill_margin(
             moments.setdefault(index, []).append(moment)
     homed: list[int] = []
     taken = 0
-    for chunk in sorted(chunks, key=lambda chunk: (first.get(chunk.chunk_index, len(needs)), chunk.chunk_index)):
-        index = chunk.chunk_index
+    for index in in_order(by_index, traces):
+        chunk = by_index[index]
         if chunk.on_host or index in kept:
             continue
         if not copies_stay:

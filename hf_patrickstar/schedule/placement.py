@@ -1,12 +1,20 @@
 """Where each chunk is at home, decided from byte counts alone (PatrickStar section 8.2)."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.shortage import Limit, Shortage
 from hf_patrickstar.units import format_nbytes, format_need
+
+Needs = Sequence[tuple[int, frozenset[int]]]
+"""What the device must have room for at each moment: bytes, and the chunks whose copies are among them."""
+
+_MOST_SUMS = 1000
+_PRECISION = 16
+"""Bits to which the host that would be enough is computed for an error."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,120 +55,303 @@ class HomePlan:
     spilled: frozenset[int] = frozenset()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tiers:
+    """What both tiers have for chunks, and what they need beside chunks at home.
+
+    Attributes:
+        host_nbytes: Bytes for chunks on the host.
+        device_nbytes: Bytes for chunks on the device, and for whatever else ``needs`` has.
+        needs: What the device must have room for at each moment if no chunk is at home there, and the chunks whose
+            copies are among it.
+        host_workspace_nbytes: Bytes of scratch space that the optimizer needs on the host if it updates chunks there.
+        device_workspace_nbytes: Bytes of it that it needs on the device.
+    """
+
+    host_nbytes: int
+    device_nbytes: int
+    needs: Needs
+    host_workspace_nbytes: int = 0
+    device_workspace_nbytes: int = 0
+
+    def on_host(self, chunks: Iterable[ChunkBytes]) -> int:
+        """Bytes that the host needs if these chunks are at home there."""
+        chunks = list(chunks)
+        workspace = self.host_workspace_nbytes if any(chunk.state_nbytes for chunk in chunks) else 0
+        return sum(chunk.host_nbytes for chunk in chunks) + workspace
+
+    def on_device(self, chunks: Sequence[ChunkBytes], homed: Collection[int]) -> int:
+        """Bytes that the device needs if these chunks, of all, are at home there."""
+        own = [chunk for chunk in chunks if chunk.chunk_index in homed]
+        workspace = self.device_workspace_nbytes if any(chunk.state_nbytes for chunk in own) else 0
+        return sum(chunk.device_nbytes for chunk in own) + workspace + self.highest(chunks, homed)[0]
+
+    def highest(self, chunks: Sequence[ChunkBytes], homed: Collection[int]) -> tuple[int, frozenset[int]]:
+        """The bytes of the moment that needs most beside the chunks at home, and the chunks that have copies then."""
+        here = {chunk.chunk_index: chunk.param_nbytes for chunk in chunks if chunk.chunk_index in homed}
+        found = [(nbytes - sum(here.get(index, 0) for index in indices), indices) for nbytes, indices in self.needs]
+        nbytes, indices = max(found, key=operator.itemgetter(0), default=(0, frozenset()))
+        return nbytes, indices - here.keys()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """The settings that limit both tiers, for errors.
+
+    Attributes:
+        host: That of the host.
+        device: Those of the device.
+        reserve_nbytes: Bytes of the device that are kept for activations of unknown size, 0 where they take none of it;
+            ``None`` if what is needed has all of them.
+    """
+
+    host: Limit
+    device: Sequence[Limit]
+    reserve_nbytes: int | None = None
+
+    @classmethod
+    def of(cls, tiers: Tiers) -> "Limits":
+        """Limits that are all of what there is."""
+        return cls(Limit("host_budget", tiers.host_nbytes), [Limit("device_budget", tiers.device_nbytes)])
+
+
 def plan_homes(
     chunks: Sequence[ChunkBytes],
-    device_nbytes: int,
-    host_nbytes: int,
-    working_set_nbytes: int,
-    workspace_nbytes: int,
+    tiers: Tiers,
     *,
-    device_workspace_nbytes: int | None = None,
-    is_copied: bool = False,
+    share_nbytes: int | None = None,
+    gathered_nbytes: int = 0,
     keeps_off: bool = False,
-    is_metered: bool = False,
-    host_limit: Limit | None = None,
+    limits: Limits | None = None,
 ) -> HomePlan:
     """Decides the home of every chunk.
 
-    If all model data fits on the device, all of it lives there and nothing ever moves. Otherwise chunks are at home
-    on the host, where the optimizer updates them; if the host is too small, as many as needed move their home to the
-    device, last chunks first, as far as the largest working set leaves room.
+    If all model data fits its share of the device, all of it lives there and nothing ever moves. Otherwise chunks are
+    at home on the host, where the optimizer updates them; if the host is too small, the chunks of ``spill`` are at home
+    on the device.
 
     Args:
         chunks: The bytes of every chunk.
-        device_nbytes: Bytes for chunks on the device.
-        host_nbytes: Bytes for chunks on the host.
-        working_set_nbytes: Bytes that the most demanding module needs on the device at once.
-        workspace_nbytes: Bytes of scratch space that the optimizer needs on the host if it updates chunks there.
-        device_workspace_nbytes: Bytes of it that it needs on the device; by default, as many.
-        is_copied: Whether the working set needs room beside chunks at home on the device, because it is gathered.
+        tiers: What both tiers have.
+        share_nbytes: Bytes for all model data on the device; by default all that the device has for chunks.
+        gathered_nbytes: Bytes of copies beside them, if chunks at home on the device are gathered to be computed with.
         keeps_off: Whether chunks are at home on the device only if the host has no room for them (debugging).
-        is_metered: Whether the device's bytes are for non-model data too: then the error advises a host for all chunks.
-        host_limit: The setting that ``host_nbytes`` comes from, for the error.
+        limits: The settings that the bytes of both tiers come from, for the error.
 
     Raises:
         BudgetError: If both tiers together cannot hold the model data.
     """
-    movable = [chunk for chunk in chunks if not chunk.on_host]
-    total = sum(chunk.device_nbytes for chunk in movable)
-    fixed = sum(chunk.host_nbytes for chunk in chunks if chunk.on_host)
-    scratch_there = workspace_nbytes if device_workspace_nbytes is None else device_workspace_nbytes
-    on_device = total + scratch_there + (working_set_nbytes if is_copied else 0)
-    on_host = fixed + (workspace_nbytes if fixed else 0)
-    if on_device <= device_nbytes and on_host <= host_nbytes and not keeps_off:
+    movable = frozenset(chunk.chunk_index for chunk in chunks if not chunk.on_host)
+    total = sum(chunk.device_nbytes for chunk in chunks if not chunk.on_host)
+    on_device = total + tiers.device_workspace_nbytes + gathered_nbytes
+    on_host = tiers.on_host(chunk for chunk in chunks if chunk.on_host)
+    share = tiers.device_nbytes if share_nbytes is None else share_nbytes
+    if on_device <= share and on_host <= tiers.host_nbytes and not keeps_off:
         return HomePlan(
-            frozenset(chunk.chunk_index for chunk in movable),
-            f"all model data ({format_nbytes(total)}) is at home on the device: it fits the device budget",
+            movable, f"all model data ({format_nbytes(total)}) is at home on the device: it fits the device budget"
         )
-    need = whole = fixed + sum(chunk.host_nbytes for chunk in movable) + workspace_nbytes
-    homed, need = _homed(movable, device_nbytes - working_set_nbytes - scratch_there, need, host_nbytes)
-    if need > host_nbytes:
-        limit = host_limit or Limit("host_budget", host_nbytes), whole if is_metered else need
-        sizes = host_nbytes, device_nbytes, working_set_nbytes, workspace_nbytes, scratch_there
-        raise BudgetError(_host_too_small(chunks, homed, need, limit, sizes))
+    # That the device has room for the copies of a module was made sure of when the layout was chosen.
+    homed = frozenset() if tiers.on_host(chunks) <= tiers.host_nbytes else spill(chunks, tiers)
+    if homed is None:
+        raise BudgetError(too_small(chunks, tiers, limits or Limits.of(tiers)))
+    need = tiers.on_host(chunk for chunk in chunks if chunk.chunk_index not in homed)
     reason = f"model data ({format_nbytes(need)}) is at home on the host, chunks move to the device"
     if homed:
         reason = f"{len(homed)} of {len(movable)} chunks are at home on the device: the host is full"
-    return HomePlan(frozenset(homed), reason, frozenset(homed))
+    return HomePlan(homed, reason, homed)
 
 
-def _homed(movable: Sequence[ChunkBytes], room: int, need: int, host_nbytes: int) -> tuple[list[int], int]:
-    """Which chunks move their home to the room on the device because the host is full, and what it then needs."""
-    homed: list[int] = []
-    for chunk in reversed(movable):
-        if need <= host_nbytes:
-            break
-        if chunk.device_nbytes <= room:
-            room -= chunk.device_nbytes
-            need -= chunk.host_nbytes
-            homed.append(chunk.chunk_index)
-    return homed, need
+def spill(chunks: Sequence[ChunkBytes], tiers: Tiers, order: Sequence[int] | None = None) -> frozenset[int] | None:
+    """Chooses the chunks that are at home on the device because the host has no room for them.
+
+    They take the fewest bytes of the device that let the host hold the rest; so less than one of them is left free on
+    the host. The fewest are found exactly while there are at most ``_MOST_SUMS`` sums of chunk sizes, which are few
+    because most chunks are of one size. What is needed beside them is as if all chunks moved; where that is too much,
+    those that are needed at the highest moment get a home on the device first.
+
+    Args:
+        chunks: The bytes of every chunk.
+        tiers: What both tiers have.
+        order: Which chunks to prefer of those that are equally large; by default the last ones.
+
+    Returns:
+        Chunk indices, or ``None`` if none were found with which both tiers have room.
+    """
+    by_index = {chunk.chunk_index: chunk for chunk in chunks if not chunk.on_host}
+    places = order if order is not None else [*reversed(by_index)]
+    movable = [by_index[index] for index in places if index in by_index]
+    updated = frozenset(chunk.chunk_index for chunk in movable if chunk.state_nbytes)
+    found = [_spill(chunks, tiers, movable)]
+    # A tier on which the optimizer updates no chunk needs no scratch space.
+    if tiers.device_workspace_nbytes:
+        found.append(_spill(chunks, tiers, [chunk for chunk in movable if chunk.chunk_index not in updated]))
+    if tiers.host_workspace_nbytes:
+        found.append(_spill(chunks, tiers, movable, updated))
+    fitting = [homed for homed in found if homed is not None]
+    return min(fitting, key=lambda homed: tiers.on_device(chunks, homed), default=None)
 
 
-def _host_too_small(
+def _spill(
     chunks: Sequence[ChunkBytes],
-    homed: Sequence[int],
-    need: int,
-    limit: tuple[Limit, int],
-    sizes: tuple[int, int, int, int, int],
-) -> str:
-    short, (host_nbytes, device_nbytes, *_) = Shortage.of([limit]), sizes
-    num_movable = sum(not chunk.on_host for chunk in chunks)
+    tiers: Tiers,
+    movable: Sequence[ChunkBytes],
+    least: frozenset[int] = frozenset(),
+) -> frozenset[int] | None:
+    """As ``spill``, of the ``movable`` chunks only, and with some of them in any case."""
+    forced = set(least)
+    tiers = dataclasses.replace(tiers, needs=_highest_of_each(tiers.needs))
+    while True:
+        rest = [chunk for chunk in movable if chunk.chunk_index not in forced]
+        need = tiers.on_host(chunk for chunk in chunks if chunk.chunk_index not in forced)
+        found = _least(rest, need - tiers.host_nbytes)
+        if found is None:
+            return None
+        homed = frozenset(forced | found)
+        if tiers.on_device(chunks, homed) <= tiers.device_nbytes:
+            return homed
+        _, in_use = tiers.highest(chunks, homed)
+        candidates = [chunk for chunk in rest if chunk.chunk_index in in_use]
+        if not candidates:
+            return None
+        forced.add(max(candidates, key=lambda chunk: chunk.param_nbytes / chunk.device_nbytes).chunk_index)
+
+
+def _highest_of_each(needs: Needs) -> Needs:
+    """Of moments at which the same chunks are in use the highest."""
+    highest: dict[frozenset[int], int] = {}
+    for nbytes, indices in needs:
+        highest[indices] = max(nbytes, highest.get(indices, 0))
+    return [(nbytes, indices) for indices, nbytes in highest.items()]
+
+
+def _least(chunks: Sequence[ChunkBytes], excess: int) -> set[int] | None:
+    """The chunks that take the fewest bytes of the device and so many, or more, of the host; ``None`` if all are less.
+
+    Args:
+        chunks: What there is to choose from, those first that are preferred of equally large ones.
+        excess: Bytes that have to leave the host.
+    """
+    if excess <= 0:
+        return set()
+    by_size: dict[tuple[int, int], list[int]] = {}
+    for chunk in chunks:
+        by_size.setdefault((chunk.device_nbytes, chunk.host_nbytes), []).append(chunk.chunk_index)
+    # For each sum of bytes that leave the host: the fewest bytes on the device, and how many chunks of each size.
+    sums: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+    for (device_nbytes, host_nbytes), indices in by_size.items():
+        found: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for left, (taken, counts) in sums.items():
+            for count in range(len(indices) + 1):
+                leaving = min(left + count * host_nbytes, excess)
+                option = (taken + count * device_nbytes, (*counts, count))
+                if leaving not in found or option[0] < found[leaving][0]:
+                    found[leaving] = option
+                if leaving == excess:
+                    break
+        sums = _thinned(found, excess)
+    if excess not in sums:
+        return None
+    chosen = zip(by_size.values(), sums[excess][1], strict=True)
+    return {index for indices, count in chosen for index in indices[:count]}
+
+
+def _thinned(sums: dict[int, tuple[int, tuple[int, ...]]], excess: int) -> dict[int, tuple[int, tuple[int, ...]]]:
+    """At most so many sums, evenly spread: of those that are close to each other the one that wastes least."""
+    if len(sums) <= _MOST_SUMS:
+        return sums
+    kept: dict[int, int] = {}
+    for left in sorted(sums):
+        place = left * (_MOST_SUMS - 1) // excess
+        if place not in kept or sums[left][0] - left <= sums[kept[place]][0] - kept[place]:
+            kept[place] = left
+    return {left: sums[left] for left in kept.values()}
+
+
+def too_small(chunks: Sequence[ChunkBytes], tiers: Tiers, limits: Limits) -> str:
+    """The message of an error: sums over both tiers, what would be enough, and a table of each tier.
+
+    Args:
+        chunks: The bytes of every chunk.
+        tiers: What both tiers have.
+        limits: The settings that it comes from.
+    """
+    movable = [chunk for chunk in chunks if not chunk.on_host]
+    whole = tiers.on_host(chunks)
+    # With the chunks that leave a host of any size, the device has room; more of them would have none.
+    host = _least_host(chunks, tiers, whole)
+    roomy = dataclasses.replace(tiers, host_nbytes=host)
+    homed = spill(chunks, roomy) or frozenset()
+    need = tiers.on_host(chunk for chunk in chunks if chunk.chunk_index not in homed)
+    on_device = tiers.on_device(chunks, homed)
+    is_known = limits.reserve_nbytes is None
+    short = Shortage.of([(limits.host, host if is_known else whole)])
+    enough = [] if limits.host.is_auto else [f"host_budget={limits.host.value_for(host)}"]
+    enough += _enough_device(chunks, tiers, limits)
+    said = ""
+    if enough and limits.reserve_nbytes:
+        said = (
+            f" If activations need at most {format_need(limits.reserve_nbytes)} of the device, "
+            f"{' or '.join(enough)} is enough."
+        )
+    elif is_known and len(enough) > 1:
+        said = f" {enough[-1]} is enough, too."
     return (
-        f"{short.subject} for the model data: {format_need(need)} needed on the host, {format_need(host_nbytes)} "
-        f"available, after {len(homed)} of {num_movable} chunks were given a home on the device, where chunks may "
-        f"take {format_need(device_nbytes)}. "
+        f"{short.subject} for the model data: {format_need(need + on_device)} needed on both tiers together, "
+        f"{format_need(tiers.host_nbytes + tiers.device_nbytes)} available; {format_need(need)} needed on the host, "
+        f"{format_need(tiers.host_nbytes)} available, after {len(homed)} of {len(movable)} chunks were given a home "
+        f"on the device, where chunks may take {format_need(tiers.device_nbytes)}. "
         + short.advise("raise device_budget and chunk_budget, train fewer parameters, or use more processes")
+        + said
         + "\n"
-        + _table(chunks, homed, *sizes)
+        + _table(chunks, homed, tiers)
     )
 
 
-def _table(
-    chunks: Sequence[ChunkBytes],
-    homed: Sequence[int],
-    host_nbytes: int,
-    device_nbytes: int,
-    working_set_nbytes: int,
-    workspace_nbytes: int,
-    device_workspace_nbytes: int,
-) -> str:
+def _least_host(chunks: Sequence[ChunkBytes], tiers: Tiers, whole: int) -> int:
+    """The fewest bytes of the host with which both tiers have room, as far as it is found by halving."""
+    least, most = tiers.host_nbytes, max(whole, tiers.host_nbytes + 1)
+    while most - least > max(most >> _PRECISION, 1):
+        middle = (least + most) // 2
+        homed = spill(chunks, dataclasses.replace(tiers, host_nbytes=middle))
+        if homed is None:
+            least = middle
+        else:
+            most = max(tiers.on_host(chunk for chunk in chunks if chunk.chunk_index not in homed), least + 1)
+    return most
+
+
+def _enough_device(chunks: Sequence[ChunkBytes], tiers: Tiers, limits: Limits) -> list[str]:
+    """The values of the device's settings with which both tiers have room, if larger ones help and there are any."""
+    everything = sum(chunk.device_nbytes for chunk in chunks) + tiers.device_workspace_nbytes
+    most = everything + tiers.highest(chunks, frozenset())[0]
+    homed = spill(chunks, dataclasses.replace(tiers, device_nbytes=most))
+    if homed is None:
+        return []
+    need = tiers.on_device(chunks, homed)
+    short = [limit for limit in limits.device if limit.nbytes < need]
+    if not short or any(limit.is_auto for limit in short):
+        return []
+    return [" and ".join(f"{limit.setting}={limit.value_for(need)}" for limit in short)]
+
+
+def _table(chunks: Sequence[ChunkBytes], homed: Collection[int], tiers: Tiers) -> str:
     """What would be on each tier, in the form in which the ledger shows what is there."""
     on_host = [chunk for chunk in chunks if chunk.chunk_index not in homed]
     params = sum(chunk.host_param_nbytes for chunk in on_host)
     states = sum(chunk.state_nbytes for chunk in on_host)
     on_device = sum(chunk.device_nbytes for chunk in chunks if chunk.chunk_index in homed)
+    beside, device_total = tiers.highest(chunks, homed)[0], tiers.on_device(chunks, homed)
     rows = (
         ("host", "param", params),
         ("host", "masters and states", states),
-        ("host", "workspace", workspace_nbytes),
-        ("host", "total", params + states + workspace_nbytes),
-        ("host", "usable now", host_nbytes),
+        ("host", "workspace", tiers.on_host(on_host) - params - states),
+        ("host", "total", tiers.on_host(on_host)),
+        ("host", "usable now", tiers.host_nbytes),
         ("device", "chunks at home", on_device),
-        ("device", "working set", working_set_nbytes),
-        ("device", "workspace", device_workspace_nbytes),
-        ("device", "total", on_device + working_set_nbytes + device_workspace_nbytes),
-        ("device", "usable now", device_nbytes),
+        ("device", "working set", beside),
+        ("device", "workspace", device_total - on_device - beside),
+        ("device", "total", device_total),
+        ("device", "usable now", tiers.device_nbytes),
     )
     lines = [f"{tier:8}{owner:24}{format_nbytes(nbytes):>14}" for tier, owner, nbytes in rows]
     return "\n".join([f"{'tier':8}{'owner':24}{'need':>14}", *lines])

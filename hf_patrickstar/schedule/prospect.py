@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.schedule.clock import Lane
-from hf_patrickstar.schedule.margin import MarginPlan, StepCost, fill_margin, plan_margin
-from hf_patrickstar.schedule.placement import ChunkBytes
+from hf_patrickstar.schedule.margin import MarginPlan, StepCost, fill_margin, in_order, needed_nbytes, plan_margin
+from hf_patrickstar.schedule.placement import ChunkBytes, Limits, Tiers, spill, too_small
 from hf_patrickstar.schedule.plan import chunkable_nbytes
 from hf_patrickstar.schedule.replay import replay
 from hf_patrickstar.schedule.script import Load, Send
@@ -24,6 +24,7 @@ class PlacementRules:
 
     Attributes:
         workspace_nbytes: Bytes of scratch space that the optimizer needs on the device if it updates chunks there.
+        host_workspace_nbytes: Bytes of it that it needs on the host.
         prefetch_depth: Chunks that are brought in ahead.
         policy: The name of the policy by which copies leave.
         machine: Its rates decide what takes the least time.
@@ -32,6 +33,7 @@ class PlacementRules:
     """
 
     workspace_nbytes: int
+    host_workspace_nbytes: int
     prefetch_depth: int
     policy: str
     machine: Machine
@@ -50,6 +52,7 @@ class Prospect:
         works: What a step does with each chunk, as if all were at home on the host.
         updated: Chunks that the optimizer changes.
         has_groups: Whether several processes share the chunks.
+        host_nbytes: Bytes of the host for chunks that are at home there, and the optimizer's scratch space for them.
         device_nbytes: Bytes of the device for chunks and non-model data.
         chunk_nbytes: Bytes of it that chunks may take, or ``None`` for all.
         rules: What else is taken into account.
@@ -61,6 +64,7 @@ class Prospect:
     works: Sequence[ChunkWork]
     updated: frozenset[int]
     has_groups: bool
+    host_nbytes: int
     device_nbytes: int
     chunk_nbytes: int | None
     rules: PlacementRules
@@ -70,19 +74,51 @@ class Prospect:
         """Bytes of the device that chunks may not take even where others leave them."""
         return 0 if self.chunk_nbytes is None else max(self.device_nbytes - self.chunk_nbytes, 0)
 
-    def margin(self, kept: frozenset[int]) -> MarginPlan | None:
-        """Decides which chunks are to live in the margin.
+    def spilled(self, kept: frozenset[int], limits: Limits | None = None) -> frozenset[int]:
+        """Decides which chunks are at home on the device because the host has no room for them.
 
         Args:
             kept: Chunks that are at home on the device whatever happens.
+            limits: The settings that the bytes of both tiers come from, for the error.
+
+        Raises:
+            BudgetError: If none were found with which the device has room for every moment of the traces.
+        """
+        chunks = [chunk for chunk in self.nbytes if chunk.chunk_index not in kept]
+        needs = needed_nbytes(self.traces, frozenset() if self.has_groups else kept, self.unusable_nbytes)
+        tiers = Tiers(
+            self.host_nbytes,
+            self.device_nbytes - sum(self.nbytes[index].device_nbytes for index in kept),
+            [(nbytes, frozenset()) for nbytes, _ in needs] if self.has_groups else needs,
+            self.rules.host_workspace_nbytes,
+            self.rules.workspace_nbytes,
+        )
+        if tiers.on_host(chunks) <= tiers.host_nbytes:
+            return frozenset()
+        found = spill(chunks, tiers, in_order(range(len(self.nbytes)), self.traces))
+        if found is None:
+            raise BudgetError(too_small(chunks, tiers, limits or Limits.of(tiers)))
+        return found
+
+    def margin(self, kept: frozenset[int], limits: Limits | None = None) -> MarginPlan | None:
+        """Decides which chunks are to live in the margin: those that the host cannot hold, and others worth it.
+
+        Args:
+            kept: Chunks that are at home on the device whatever happens.
+            limits: The settings that the bytes of both tiers come from, for the error.
 
         Returns:
             The decision, or ``None`` if no chunk may move.
+
+        Raises:
+            BudgetError: As for ``spilled``.
         """
         movable = [index for index, work in enumerate(self.works) if work.may_move and index not in kept]
         if not movable:
             return None
-        chunks = [self.nbytes[index] for index in movable]
+        spilled = self.spilled(kept, limits)
+        kept = kept | spilled
+        chunks = [self.nbytes[index] for index in movable if index not in spilled]
         largest = max((work.gradient_nbytes + work.sent_nbytes for work in self.works), default=0)
         candidates = fill_margin(
             chunks,
@@ -93,7 +129,11 @@ class Prospect:
             self.unusable_nbytes,
             copies_stay=self.has_groups,
         )
-        return plan_margin(chunks, candidates, lambda inside: self.cost(inside | kept), self.rules.machine.name)
+        plan = plan_margin(chunks, candidates, lambda inside: self.cost(inside | kept), self.rules.machine.name)
+        if not spilled:
+            return plan
+        reason = f"the host has no room for {len(spilled)} chunks, which live on the device; beside them {plan.reason}"
+        return MarginPlan((*in_order(spilled, self.traces), *plan.chunk_indices), reason)
 
     def cost(self, at_home: frozenset[int]) -> StepCost | None:
         """What one step of each bucket of inputs costs.

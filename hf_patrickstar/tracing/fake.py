@@ -1,8 +1,12 @@
 """Tensors that have no bytes, and copies of modules that have such tensors."""
 
+from typing import Any
+
 import torch
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+
+from hf_patrickstar.tracing.twins import copy_without_bytes
 
 
 class FakeTensors(FakeTensorMode):
@@ -14,8 +18,6 @@ class FakeTensors(FakeTensorMode):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FakeTensors":
         return self
-
-from hf_patrickstar.tracing.twins import copy_without_bytes
 
 
 def as_fake(module: torch.nn.Module) -> torch.nn.Module:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from hf_patrickstar.checkpoint.progress import shown
@@ -33,6 +32,7 @@ from hf_patrickstar.runtime.steps import Call, Foreseen
 from hf_patrickstar.schedule.op_trace import LookedUp, OpTrace
 from hf_patrickstar.schedule.step import Places, StepRules, kinds_of, micro_batch
 from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace
+from hf_patrickstar.tracing.fake import FakeTensors
 from hf_patrickstar.tracing.masks import masks_of_batches
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
 from hf_patrickstar.tracing.recorder import Deadline
@@ -148,9 +148,9 @@ class Foresight:
         )
         looked_up = [tensor.spec.name for tensor in self._manager.tensors if tensor.is_cpu_embedding]
         has_padding, is_packed = _has_padding(call.kwargs), "position_ids" in call.kwargs
-        with _Bar(is_first=self._rank == 0) as bar, unobserved(self._model), FakeTensorMode():
-            with masks_of_batches(has_padding=has_padding, is_packed=is_packed):
-                ops = trace(what, looked_up=looked_up, has_accelerator=self._device.type != "cpu", deadline=bar)
+        masks = masks_of_batches(has_padding=has_padding, is_packed=is_packed)
+        with _Bar(is_first=self._rank == 0) as bar, unobserved(self._model), FakeTensors(), masks:
+            ops = trace(what, looked_up=looked_up, has_accelerator=self._device.type != "cpu", deadline=bar)
         return ops, specs
 
     def _dtype_of(self, parameter: torch.nn.Parameter) -> torch.dtype:

@@ -1,12 +1,20 @@
+import dataclasses
+import itertools
+import re
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.schedule.margin import fill_margin
-from hf_patrickstar.schedule.placement import ChunkBytes, plan_homes
+from hf_patrickstar.schedule.placement import ChunkBytes, Tiers, plan_homes, spill
 from hf_patrickstar.schedule.trace import Trace, Visit
 
 fast = settings(deadline=None, max_examples=200, database=None, derandomize=True)
+
+
+def place(chunks, device, host, working_set, workspace):
+    return plan_homes(chunks, Tiers(host, device, [(working_set, frozenset())], workspace, workspace))
 
 
 @st.composite
@@ -54,7 +62,7 @@ def needs(chunks, homed, working_set, workspace):
 def test_both_budgets_hold_or_it_is_refused(case):
     chunks, device, host, working_set, workspace = case
     try:
-        plan = plan_homes(*case)
+        plan = place(*case)
     except BudgetError:
         return
     device_need, host_need = needs(chunks, plan.device_homed, working_set, workspace)
@@ -66,7 +74,7 @@ def test_both_budgets_hold_or_it_is_refused(case):
 @given(plans())
 def test_only_chunks_that_move_are_given_a_home_on_the_device(case):
     try:
-        plan = plan_homes(*case)
+        plan = place(*case)
     except BudgetError:
         return
     assert plan.device_homed <= {chunk.chunk_index for chunk in case[0] if not chunk.on_host}
@@ -82,32 +90,86 @@ def test_nothing_is_refused_that_the_host_alone_or_the_device_alone_can_hold(cas
         device_need, host_need = needs(chunks, homed, working_set, workspace)
         # The plan reserves the workspace wherever chunks might be; a refusal within that much is no fault.
         if device_need + workspace <= device and host_need + workspace <= host:
-            plan_homes(*case)
+            place(*case)
 
 
 @fast
 @given(plans(), st.integers(0, 500))
-def test_more_host_memory_never_moves_more_chunks_home(case, more):
+def test_more_host_memory_never_takes_more_of_the_device(case, more):
     chunks, device, host, working_set, workspace = case
     try:
-        homed = plan_homes(*case).device_homed
+        homed = place(*case).device_homed
     except BudgetError:
         return
-    richer = plan_homes(chunks, device, host + more, working_set, workspace).device_homed
+    richer = place(chunks, device, host + more, working_set, workspace).device_homed
     movable = {chunk.chunk_index for chunk in chunks if not chunk.on_host}
-    assert richer == movable or len(richer) <= len(homed)
+    assert richer == movable or needs(chunks, richer, 0, workspace)[0] <= needs(chunks, homed, 0, workspace)[0]
+
+
+def all_homes(chunks):
+    """Every set of chunks that could be at home on the device."""
+    movable = [chunk.chunk_index for chunk in chunks if not chunk.on_host]
+    return (frozenset(some) for count in range(len(movable) + 1) for some in itertools.combinations(movable, count))
+
+
+def fits(chunks, homed, tiers):
+    on_host = [chunk for chunk in chunks if chunk.chunk_index not in homed]
+    return tiers.on_device(chunks, homed) <= tiers.device_nbytes and tiers.on_host(on_host) <= tiers.host_nbytes
+
+
+@settings(fast, max_examples=400)
+@given(plans(), st.integers(0, 100))
+def test_if_any_homes_fit_both_tiers_those_are_found_that_take_least_of_the_device(case, device_workspace):
+    chunks, device, host, working_set, workspace = case
+    tiers = Tiers(host, device, [(working_set, frozenset())], workspace, device_workspace)
+    found = spill(chunks, tiers)
+    fitting = [homed for homed in all_homes(chunks) if fits(chunks, homed, tiers)]
+    assert (found is None) == (not fitting)
+    if found is not None:
+        assert found in fitting
+        assert tiers.on_device(chunks, found) == min(tiers.on_device(chunks, homed) for homed in fitting)
+
+
+@st.composite
+def tides(draw):
+    """Chunks, and two tiers of which the device needs copies of some chunks, and more, at each moment."""
+    chunks, device, host, _, workspace = draw(plans())
+    movable = [chunk.chunk_index for chunk in chunks if not chunk.on_host]
+    moments = []
+    for _ in range(draw(st.integers(1, 4))):
+        in_use = draw(st.frozensets(st.sampled_from(movable), max_size=3)) if movable else frozenset()
+        copies = sum(chunk.param_nbytes for chunk in chunks if chunk.chunk_index in in_use)
+        moments.append((draw(st.integers(0, 100)) + copies, in_use))
+    return chunks, Tiers(host, device, moments, workspace, workspace)
+
+
+@settings(fast, max_examples=400)
+@given(tides())
+def test_homes_fit_every_moment_and_are_found_if_any_fit_beside_copies_of_all_chunks_in_use(case):
+    chunks, tiers = case
+    found = spill(chunks, tiers)
+    assert found is None or fits(chunks, found, tiers)
+    highest = max(nbytes for nbytes, _ in tiers.needs)
+    roomy = dataclasses.replace(tiers, needs=[(highest, frozenset())])
+    if any(fits(chunks, homed, roomy) for homed in all_homes(chunks)):
+        assert found is not None
 
 
 @fast
 @given(plans())
-def test_what_the_refusal_advises_is_enough(case):
+def test_every_value_that_the_refusal_names_is_enough(case):
     chunks, device, host, working_set, workspace = case
     try:
-        plan_homes(*case)
+        place(*case)
     except BudgetError as error:
-        advised = int(str(error).split("Raise host_budget to at least ")[1].split(" bytes")[0])
+        text = str(error).splitlines()[0]
+        assert f"({host + device} bytes) available" in text
+        advised = int(text.split("Raise host_budget to at least ")[1].split(" bytes")[0])
         assert advised > host
-        plan_homes(chunks, device, advised, working_set, workspace)
+        place(chunks, device, advised, working_set, workspace)
+        for value in re.findall(r"device_budget=(\d+)", text):
+            assert int(value) > device
+            place(chunks, int(value), host, working_set, workspace)
 
 
 @st.composite

@@ -280,7 +280,7 @@ class Parts(Process):
             self.ledger,
             self.tracer,
             self.reserve,
-            PlacementRules(0, self.policy.prefetch_depth, self.policy.chooser.name, self.machine, True, True),
+            PlacementRules(0, 0, self.policy.prefetch_depth, self.policy.chooser.name, self.machine, True, True),
             self.fills_margin,
         )
 

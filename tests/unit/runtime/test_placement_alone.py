@@ -124,7 +124,7 @@ def test_the_margin_leaves_room_for_the_workspace(workspace, num):
     parts = make()
     parts.placement = Placement(
         *(parts.chunks, parts.chunk_nbytes, parts.copies, parts.ledger, parts.tracer, lambda chunks, tier: None),
-        *(PlacementRules(workspace, 0, "belady", ACCELERATOR, True, True), True),
+        *(PlacementRules(workspace, 0, 0, "belady", ACCELERATOR, True, True), True),
     )
     record(parts)
     assert len(update(parts)[1]) == num

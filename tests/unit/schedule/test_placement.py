@@ -4,8 +4,14 @@ import pytest
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.machine import CPU_TIER, MACHINES
-from hf_patrickstar.schedule.placement import ChunkBytes, Lookups, plan_homes, plan_lookups
+from hf_patrickstar.schedule.placement import ChunkBytes, Limits, Lookups, Tiers, plan_homes, plan_lookups, spill
+from hf_patrickstar.shortage import Limit
 from hf_patrickstar.units import MIB
+
+
+def place(chunks, device_nbytes, host_nbytes, working_set_nbytes, workspace_nbytes, **settings):
+    needs = [(working_set_nbytes, frozenset())]
+    return plan_homes(chunks, Tiers(host_nbytes, device_nbytes, needs, workspace_nbytes, workspace_nbytes), **settings)
 
 
 def make_chunks(count, param=100, host_param=128, state=600, on_host=()):
@@ -18,47 +24,51 @@ def test_bytes_on_either_tier():
 
 
 def test_all_at_home_on_the_device_if_it_fits():
-    plan = plan_homes(make_chunks(3), device_nbytes=2150, host_nbytes=0, working_set_nbytes=200, workspace_nbytes=50)
+    plan = place(make_chunks(3), device_nbytes=2150, host_nbytes=0, working_set_nbytes=200, workspace_nbytes=50)
     assert plan.device_homed == {0, 1, 2}
     assert plan.reason == "all model data (2.05 KiB) is at home on the device: it fits the device budget"
 
 
 def test_the_workspace_must_fit_too():
-    plan = plan_homes(make_chunks(3), device_nbytes=2149, host_nbytes=9999, working_set_nbytes=200, workspace_nbytes=50)
+    plan = place(make_chunks(3), device_nbytes=2149, host_nbytes=9999, working_set_nbytes=200, workspace_nbytes=50)
     assert plan.device_homed == frozenset()
 
 
 def test_at_home_on_the_host_otherwise():
-    plan = plan_homes(make_chunks(3), device_nbytes=1000, host_nbytes=2234, working_set_nbytes=200, workspace_nbytes=50)
+    plan = place(make_chunks(3), device_nbytes=1000, host_nbytes=2234, working_set_nbytes=200, workspace_nbytes=50)
     assert plan.device_homed == frozenset()
     assert plan.reason == "model data (2.18 KiB) is at home on the host, chunks move to the device"
 
 
 def test_the_last_chunks_move_home_when_the_host_is_full():
-    plan = plan_homes(make_chunks(4), device_nbytes=1000, host_nbytes=2300, working_set_nbytes=200, workspace_nbytes=0)
+    plan = place(make_chunks(4), device_nbytes=1000, host_nbytes=2300, working_set_nbytes=200, workspace_nbytes=0)
     assert plan.device_homed == {3}
     assert plan.reason == "1 of 4 chunks are at home on the device: the host is full"
 
 
 def test_as_many_as_needed_move_and_no_more():
     chunks = make_chunks(5)
-    homed = [len(plan_homes(chunks, 3000, 728 * num_on_host, 200, 0).device_homed) for num_on_host in (5, 4, 3, 2)]
+    homed = [len(place(chunks, 3000, 728 * num_on_host, 200, 0).device_homed) for num_on_host in (5, 4, 3, 2)]
     assert homed == [0, 1, 2, 3]
 
 
 def test_a_chunk_that_does_not_fit_beside_the_working_set_is_passed_over():
     chunks = [ChunkBytes(0, 100, 100, 200), ChunkBytes(1, 100, 100, 900)]
-    plan = plan_homes(chunks, device_nbytes=600, host_nbytes=1000, working_set_nbytes=200, workspace_nbytes=0)
+    plan = place(chunks, device_nbytes=600, host_nbytes=1000, working_set_nbytes=200, workspace_nbytes=0)
     assert plan.device_homed == {0}
 
 
 def test_too_small_together():
     with pytest.raises(BudgetError) as caught:
-        plan_homes(make_chunks(4), device_nbytes=1000, host_nbytes=2000, working_set_nbytes=200, workspace_nbytes=0)
+        place(make_chunks(4), device_nbytes=1000, host_nbytes=2000, working_set_nbytes=200, workspace_nbytes=0)
     message = str(caught.value)
-    assert message.startswith("host_budget is too small for the model data: 2.13 KiB (2184 bytes) needed on the host")
-    assert "1.95 KiB (2000 bytes) available, after 1 of 4 chunks were given a home on the device" in message
+    assert message.startswith(
+        "host_budget is too small for the model data: 3.01 KiB (3084 bytes) needed on both tiers together, 2.93 KiB "
+        "(3000 bytes) available; 2.13 KiB (2184 bytes) needed on the host, 1.95 KiB (2000 bytes) available, after 1 of "
+        "4 chunks were given a home on the device"
+    )
     assert "Raise host_budget to at least 2184 bytes, or raise device_budget" in message
+    assert "device_budget=1600 is enough, too" in message
     assert message.splitlines()[1:] == [
         "tier    owner                             need",
         "host    param                            384 B",
@@ -74,41 +84,106 @@ def test_too_small_together():
     ]
 
 
-def test_the_advice_of_the_error_is_enough():
-    plan = plan_homes(make_chunks(4), device_nbytes=1000, host_nbytes=2184, working_set_nbytes=200, workspace_nbytes=0)
-    assert plan.device_homed == {3}
+@pytest.mark.parametrize(("device_nbytes", "host_nbytes", "num"), [(1000, 2184, 1), (1600, 2000, 2)])
+def test_the_advice_of_the_error_is_enough(device_nbytes, host_nbytes, num):
+    assert len(place(make_chunks(4), device_nbytes, host_nbytes, 200, 0).device_homed) == num
+
+
+def test_while_activations_are_unknown_the_advice_is_a_host_for_all_chunks():
+    """What is enough beside the reserve is said apart."""
+    chunks, tiers = make_chunks(4), Tiers(2000, 980, [(200, frozenset())])
+    limits = Limits(Limit("host_budget", 2000), [Limit("device_budget", 980, usable=0.98)], 20)
+    with pytest.raises(BudgetError) as caught:
+        plan_homes(chunks, tiers, limits=limits)
+    message = str(caught.value)
+    assert f"Raise host_budget to at least {4 * 728} bytes, or" in message
+    said = (
+        "If activations need at most 20 B (20 bytes) of the device, host_budget=2184 or device_budget=1633 is enough."
+    )
+    assert said in message
+
+
+def test_nothing_is_advised_that_the_machine_does_not_have():
+    limits = Limits(Limit("host_budget", 2000, is_auto=True), [Limit("device_budget", 980, is_auto=True)], 20)
+    with pytest.raises(BudgetError, match="the host has too little memory for the model data") as caught:
+        plan_homes(make_chunks(4), Tiers(2000, 980, [(200, frozenset())]), limits=limits)
+    assert "is enough" not in str(caught.value)
+
+
+# Chunks that the host has no room for
+
+
+def test_of_chunks_of_several_sizes_those_leave_the_host_that_fit_best():
+    sizes = [300, 700, 300, 500]
+    chunks = [ChunkBytes(index, 0, 0, size) for index, size in enumerate(sizes)]
+    assert spill(chunks, Tiers(sum(sizes) - 800, 800, [])) == {2, 3}
+    assert spill(chunks, Tiers(sum(sizes) - 650, 800, [])) == {1}
+
+
+def test_a_frozen_chunk_on_the_device_needs_no_scratch_space_there():
+    chunks = [ChunkBytes(0, 100, 100, 600), ChunkBytes(1, 100, 100, 0), ChunkBytes(2, 100, 100, 600)]
+    assert spill(chunks, Tiers(1450, 100, [], 50, 50)) == {1}
+    assert spill(chunks, Tiers(1449, 699, [], 50, 50)) is None
+    assert spill(chunks, Tiers(1449, 750, [], 50, 50)) == {2}
+
+
+def test_a_host_without_chunks_that_are_updated_needs_no_scratch_space():
+    assert spill(make_chunks(2), Tiers(0, 1450, [], 50, 50)) == {0, 1}
+    assert spill(make_chunks(2), Tiers(0, 1449, [], 50, 50)) is None
+
+
+def test_what_is_at_home_on_the_device_needs_no_copy_beside_it():
+    """So a chunk that is in use at the highest moment leaves the host, although the last one is as large."""
+    chunks, needs = make_chunks(3), [(500, frozenset({0, 1})), (300, frozenset({2}))]
+    assert spill(chunks, Tiers(2 * 728, 1200, needs)) == {2}
+    assert spill(chunks, Tiers(2 * 728, 1100, needs)) in ({0}, {1})
+    assert spill(chunks, Tiers(2 * 728, 1099, needs)) is None
+
+
+def test_of_equal_chunks_those_first_in_order_leave():
+    assert spill(make_chunks(4), Tiers(2 * 728, 9999, [])) == {2, 3}
+    assert spill(make_chunks(4), Tiers(2 * 728, 9999, []), [1, 3, 0, 2]) == {1, 3}
+
+
+def test_very_many_sizes_are_compared_roughly():
+    """Far fewer sums than there are; less than the smallest chunk is left free all the same."""
+    sizes = [1000 + 37 * index + index * index % 91 for index in range(60)]
+    chunks = [ChunkBytes(index, 0, 0, size) for index, size in enumerate(sizes)]
+    homed = spill(chunks, Tiers(sum(sizes) // 2, sum(sizes), []))
+    left = sum(sizes) // 2 - sum(size for index, size in enumerate(sizes) if index not in homed)
+    assert 0 <= left < min(sizes)
 
 
 def test_chunks_of_the_host_never_move_home():
     chunks = make_chunks(3, on_host={1})
-    assert plan_homes(chunks, 9999, 9999, 200, 0).device_homed == {0, 2}
-    assert plan_homes(chunks, 1400, 728, 0, 0).device_homed == {0, 2}
+    assert place(chunks, 9999, 9999, 200, 0).device_homed == {0, 2}
+    assert place(chunks, 1400, 728, 0, 0).device_homed == {0, 2}
 
 
 def test_chunks_of_the_host_need_the_host_even_if_the_rest_fits_the_device():
     with pytest.raises(BudgetError, match=r"728 B \(728 bytes\) needed on the host"):
-        plan_homes(make_chunks(3, on_host={1}), 9999, 727, 200, 0)
+        place(make_chunks(3, on_host={1}), 9999, 727, 200, 0)
 
 
 def test_the_workspace_of_host_chunks_is_kept_free_on_the_host():
     """The others are at home on the device, but the optimizer updates this one on the host."""
     chunks = make_chunks(2, on_host={0})
     with pytest.raises(BudgetError):
-        plan_homes(chunks, device_nbytes=800, host_nbytes=777, working_set_nbytes=100, workspace_nbytes=50)
-    plan = plan_homes(chunks, device_nbytes=800, host_nbytes=778, working_set_nbytes=100, workspace_nbytes=50)
+        place(chunks, device_nbytes=800, host_nbytes=777, working_set_nbytes=100, workspace_nbytes=50)
+    plan = place(chunks, device_nbytes=800, host_nbytes=778, working_set_nbytes=100, workspace_nbytes=50)
     assert plan.device_homed == {1}
 
 
 def test_the_workspace_of_device_homed_chunks_is_kept_free_on_the_device():
     """The optimizer works where a chunk is at home, so one that moves home takes scratch space with it."""
     with pytest.raises(BudgetError):
-        plan_homes(make_chunks(2), device_nbytes=900, host_nbytes=800, working_set_nbytes=200, workspace_nbytes=50)
-    plan = plan_homes(make_chunks(2), device_nbytes=950, host_nbytes=800, working_set_nbytes=200, workspace_nbytes=50)
+        place(make_chunks(2), device_nbytes=900, host_nbytes=800, working_set_nbytes=200, workspace_nbytes=50)
+    plan = place(make_chunks(2), device_nbytes=950, host_nbytes=800, working_set_nbytes=200, workspace_nbytes=50)
     assert plan.device_homed == {1}
 
 
 def test_nothing_to_place():
-    assert plan_homes([], 0, 0, 0, 0).device_homed == frozenset()
+    assert place([], 0, 0, 0, 0).device_homed == frozenset()
 
 
 # CpuEmbeddings

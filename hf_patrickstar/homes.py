@@ -1,0 +1,384 @@
+"""Where a model's chunks can be: the layouts and homes that the budgets leave room for. Numbers only."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal
+
+import torch
+
+from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.errors import BudgetError, ConfigError
+from hf_patrickstar.layout.embedding import EmbeddingChoice, choose_embeddings
+from hf_patrickstar.layout.packing import ChunkSpec, branches_nbytes
+from hf_patrickstar.layout.search import ChunkSizeChoice, fixed_layout, search_layout
+from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec
+from hf_patrickstar.memory.accelerator import is_accelerator
+from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.optim.kernel import Kernel
+from hf_patrickstar.resources import Resources
+from hf_patrickstar.runtime.chunk import torch_dtype
+from hf_patrickstar.schedule.pace import exposed_ns
+from hf_patrickstar.schedule.placement import ChunkBytes, HomePlan, Limits, Tiers, plan_homes
+from hf_patrickstar.shortage import Limit
+from hf_patrickstar.units import align
+
+UNMEASURED_SHARE = 0.5
+"""Part of a device budget that all model data may fill while non-model data has not been measured."""
+UNMEASURED_RESERVE = 0.02
+"""Part of a device budget that is kept for non-model data of unknown size where the host cannot hold all chunks.
+
+It is small, since a training that has more must not be refused for it: where activations need more, the error of the
+first step says how much.
+"""
+_COPIES_SHARE = 4
+"""Where the host cannot hold all chunks, copies take at most this part of what the others leave of the device."""
+
+_WHOLE_SHARE = 0.25
+"""Largest part of a device budget that the groups in use may need; if they need more, tensors are spread over ranks."""
+_WELL_USED = 0.9
+
+FROZEN = -2
+"""Index that stands for the optimizer of frozen parameters."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What decisions depend on beside the model.
+
+    Attributes:
+        config: The settings.
+        resources: What the engine runs on; nothing is allocated yet.
+        kernels: The kernels that update chunks, one for each optimizer.
+        optimizer_of: Which optimizer holds a parameter, by the parameter's identity.
+        num_micro_batches: Micro-batches per step.
+    """
+
+    config: PatrickStarConfig
+    resources: Resources
+    kernels: Sequence[Kernel]
+    optimizer_of: Mapping[int, int]
+    num_micro_batches: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arrangement:
+    """A layout, and a home for each of its chunks.
+
+    Attributes:
+        choice: The layout.
+        embeddings: Which embeddings are looked up on the CPU.
+        chunk_nbytes: Bytes of this rank's chunks over all lists.
+        homes: The tier where each chunk has its home.
+        workspace_nbytes: Bytes of scratch space that the optimizer needs on the host, where it updates chunks there.
+        device_workspace_nbytes: Bytes of it that it needs on the device: none for gradients that are wide.
+        need_at: Returns the bytes that chunks would need at once with another device budget and chunk budget.
+    """
+
+    choice: ChunkSizeChoice
+    embeddings: EmbeddingChoice
+    chunk_nbytes: list[ChunkBytes]
+    homes: HomePlan
+    workspace_nbytes: int
+    device_workspace_nbytes: int
+    need_at: Callable[[int, int | None], int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Room:
+    """Bytes of the device before non-model data is measured.
+
+    Attributes:
+        share: For all model data, if all of it is to live there.
+        limit: For copies of chunks, at most.
+        whole: What others do not hold.
+        reserve: What is kept of that for non-model data.
+        for_homes: For copies, and chunks at home there because the host has no room for them.
+    """
+
+    share: int
+    limit: int
+    whole: int
+    reserve: int
+    for_homes: int
+
+
+class Arranger:
+    """Finds a layout and homes with which the budgets have room for a model.
+
+    Args:
+        model: The model.
+        tensors: One spec per parameter.
+        modules: The modules that own parameters.
+        lists: The lists beside ``param``, by the index of the optimizer.
+        situation: What decisions depend on.
+        others_nbytes: Bytes of the device that are in use by others (another model, for example).
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        tensors: list[TensorSpec],
+        modules: list[ModuleSpec],
+        lists: Mapping[int, tuple[str, ...]],
+        situation: Circumstances,
+        others_nbytes: int,
+    ) -> None:
+        self._model = model
+        self._tensors = tensors
+        self._modules = modules
+        self._lists = lists
+        self._situation = situation
+        self._others_nbytes = others_nbytes
+        total = sum(align(spec.numel) * (spec.types.itemsize + _state_itemsize(spec, lists)) for spec in tensors)
+        self._total_nbytes = -(-total // situation.resources.collectives.world_size)
+        ledger = situation.resources.ledger
+        self._room = self._room_of(ledger.limit(Tier.DEVICE), ledger.chunk_budget)
+        self._widens = situation.num_micro_batches == 1
+
+    def arrange(self, agree: Callable[[list[int]], list[int]]) -> Arrangement:
+        """Finds them.
+
+        Args:
+            agree: Returns the smallest of each number of all processes.
+
+        Raises:
+            BudgetError: If a budget is too small.
+        """
+        config, room, resources = self._situation.config, self._room, self._situation.resources
+        host_nbytes, is_alone = resources.ledger.limit(Tier.HOST), resources.collectives.world_size == 1
+        excess = max(self._total_nbytes - host_nbytes, 0) if self._total_nbytes > room.share else 0
+        limit, left, least = agree([room.limit, max(room.for_homes - excess, 0), -excess])
+        # Where the host of some process cannot hold all chunks, small ones leave less of either tier unused.
+        limits = [left // _COPIES_SHARE, limit] if least < 0 else [limit, left // _COPIES_SHARE]
+        fits = self._fits(room)
+        embeddings = self._choose_embeddings(config.cpu_embedding, everything_fits=fits)
+        options = [(embeddings, most) for most in limits]
+        if embeddings.tensor_indices and not embeddings.is_final:  # their weights may have no room on the host
+            moving = self._choose_embeddings(False, everything_fits=fits)
+            options += [(moving, most) for most in limits]
+        refused: dict[int, BudgetError] = {}  # by what copies may take; -1 if there is a layout, but no homes
+        for found, most in options:
+            try:
+                choice = self._choose_layout(found.apart, most, fits)
+            except BudgetError as error:
+                refused.setdefault(most, error)
+                continue
+            try:
+                return self._place(choice, found)
+            except BudgetError as error:
+                refused.setdefault(-1, error)
+                if not is_alone:  # each places its own part, and all need the same layout
+                    break
+        raise refused.get(-1) or refused[limit]
+
+    def _fits(self, room: "_Room") -> bool:
+        """Whether all model data is to live on the device."""
+        # If everything lived on the device, nothing would be evicted: debug_evict_all needs chunks that move.
+        return self._total_nbytes <= room.share and not self._situation.config.debug_evict_all
+
+    def _room_of(self, device_nbytes: int, chunk_nbytes: int | None) -> "_Room":
+        """What the device has room for.
+
+        Args:
+            device_nbytes: Bytes that may be used until non-model data is measured.
+            chunk_nbytes: Bytes that chunks may take, or ``None`` for all.
+        """
+        resources = self._situation.resources
+        limit = max(device_nbytes - self._others_nbytes, 0)
+        whole = max(resources.ledger.limit(Tier.DEVICE, cautious=False) - self._others_nbytes, 0)
+        share, reserve = limit, 0
+        if resources.is_metered:
+            share, reserve = int(limit * UNMEASURED_SHARE), int(whole * UNMEASURED_RESERVE)
+        chunks = whole if chunk_nbytes is None else chunk_nbytes
+        return _Room(min(share, chunks), min(limit, chunks), whole, reserve, min(whole - reserve, chunks))
+
+    def _place(self, choice: ChunkSizeChoice, embeddings: EmbeddingChoice) -> Arrangement:
+        """Gives each chunk of a layout a home."""
+        resources, room, others = self._situation.resources, self._room, self._others_nbytes
+        ledger, is_alone = resources.ledger, resources.collectives.world_size == 1
+        nbytes = chunk_bytes(choice.layout.chunks, self._lists, resources.pool, embeddings)
+        workspace = _workspace_nbytes(self._situation, choice, self._widens)
+        device_workspace = workspace if self._widens else 0
+        host, for_homes = ledger.limit(Tier.HOST), room.for_homes
+        if not resources.is_metered:
+            for_homes = min(for_homes, max(room.whole - host, 0))  # both tiers are the same memory
+        device, *chunks = ledger.limits(Tier.DEVICE)
+        usable = 1 - (UNMEASURED_RESERVE if room.reserve else 0)
+        device = dataclasses.replace(device, nbytes=room.whole - room.reserve, usable=usable, taken_nbytes=others)
+        homes = plan_homes(
+            nbytes,
+            Tiers(host, for_homes, _needs(choice, self._modules, nbytes, is_alone), workspace, device_workspace),
+            share_nbytes=room.share,
+            gathered_nbytes=0 if is_alone else choice.working_set_nbytes,
+            keeps_off=self._situation.config.debug_evict_all,
+            limits=Limits(ledger.limits(Tier.HOST)[0], [device, *chunks], room.reserve),
+        )
+        need_at = functools.partial(self._need_at, embeddings, device_workspace, ledger.usable(Tier.DEVICE))
+        return Arrangement(choice, embeddings, nbytes, homes, workspace, device_workspace, need_at)
+
+    def _need_at(
+        self,
+        embeddings: EmbeddingChoice,
+        workspace_nbytes: int,
+        usable: float,
+        device_nbytes: int,
+        chunk_nbytes: int | None,
+    ) -> int:
+        """See ``Arrangement.need_at``."""
+        room = self._room_of(int(device_nbytes * usable), chunk_nbytes)
+        fits = self._fits(room)
+        if fits and not _can_move_homes(self._situation):
+            return self._total_nbytes + workspace_nbytes
+        choice = self._choose_layout(embeddings.apart, room.limit, fits)
+        return choice.working_set_nbytes + branches_nbytes(choice.layout.chunks)
+
+    def _choose_embeddings(self, setting: bool | Literal["auto"], *, everything_fits: bool) -> EmbeddingChoice:
+        world_size = self._situation.resources.collectives.world_size
+        if world_size > 1:
+            if setting is True:
+                raise ConfigError(
+                    f"cpu_embedding=true: with {world_size} processes each has a part of the parameters at home, not "
+                    "all rows of an embedding; use 'auto' or false"
+                )
+            reason = f"cpu_embedding={setting}: off, embeddings are gathered with the other parameters"
+            return EmbeddingChoice(frozenset(), frozenset(), True, reason)
+        owners = frozenset(
+            index
+            for index, module in enumerate(self._model.modules())
+            if isinstance(module, torch.nn.Embedding) and not any(True for _ in module.buffers())
+        )
+        return choose_embeddings(self._tensors, owners, setting, everything_fits)
+
+    def _choose_layout(self, apart: frozenset[int], limit: int, everything_fits: bool) -> ChunkSizeChoice:
+        """The layout for the chunk size of the settings; with ``auto``, the best layout within the limits."""
+        config, collectives = self._situation.config, self._situation.resources.collectives
+        limits, world_size = self._limits(), collectives.world_size
+
+        def staging(chunk_numel: int, name: str) -> int:
+            dtype = torch_dtype(name)
+            narrow, wide = collectives.staging_numel(chunk_numel, dtype)
+            return narrow * dtype.itemsize + wide * torch.float32.itemsize
+
+        itemsize = max((spec.types.itemsize for spec in self._tensors), default=0)
+
+        def exposed_of(num_chunks: int, chunk_numel: int) -> int:
+            return exposed_ns(num_chunks, chunk_numel, itemsize, self._situation.resources.machine)
+
+        exposed = exposed_of if self._situation.resources.has_lanes and not everything_fits else None
+        splits = world_size > 1 and all(kernel.splits_tensors for kernel in self._situation.kernels)
+        if config.chunk_numel != "auto":
+            numel = int(config.chunk_numel)
+            return fixed_layout(self._tensors, self._modules, numel, limit, apart, limits, world_size, staging, splits)
+        if world_size > 1:
+            # Whole tensors make the fewest groups. If they waste much, or leave little room, large ones are spread.
+            with contextlib.suppress(BudgetError):
+                room = int(limit * _WHOLE_SHARE)
+                choice = search_layout(
+                    self._tensors, self._modules, room, apart, limits, world_size, staging, exposed_ns=exposed
+                )
+                if not splits or choice.layout.utilisation >= _WELL_USED:
+                    return choice
+        most = None if everything_fits and world_size == 1 else limit
+        return search_layout(self._tensors, self._modules, most, apart, limits, world_size, staging, splits, exposed)
+
+    def _limits(self) -> list[Limit]:
+        """The settings that limit what chunks may take on the device, for errors."""
+        ledger, resources = self._situation.resources.ledger, self._situation.resources
+        device, *chunks = ledger.limits(Tier.DEVICE, cautious=ledger.is_cautious)
+        device = dataclasses.replace(
+            device,
+            nbytes=max(device.nbytes - self._others_nbytes, 0),
+            taken_nbytes=self._others_nbytes,
+            has_others=resources.is_metered,
+        )
+        return [device, *chunks]
+
+
+def _needs(
+    choice: ChunkSizeChoice, modules: list[ModuleSpec], nbytes: list[ChunkBytes], is_alone: bool
+) -> list[tuple[int, frozenset[int]]]:
+    """What modules need on the device at once; a chunk at home there is needed once, unless it is gathered."""
+    if not is_alone:
+        return [(choice.working_set_nbytes, frozenset())]
+    placements, chunks = choice.layout.placements, choice.layout.chunks
+    used = ({placements[index].chunk_index for index in module.tensor_indices} for module in modules)
+    together = {frozenset(index for index in indices if not chunks[index].on_host) for indices in used}
+    return [(sum(nbytes[index].param_nbytes for index in indices), indices) for indices in sorted(together, key=sorted)]
+
+
+def _workspace_nbytes(situation: Circumstances, choice: ChunkSizeChoice, widens: bool) -> int:
+    """Bytes of scratch space in which optimizers widen and scale gradients, on each tier where they update chunks."""
+    workspace = 0
+    for number, kernel in enumerate(situation.kernels):
+        own = [spec.chunk_numel for spec in choice.layout.chunks if widened_by(spec, number)]
+        workspace += kernel.workspace_numel(max(own, default=0), widens=widens) * torch.float32.itemsize
+    return workspace
+
+
+def widened_by(spec: ChunkSpec, optimizer_index: int) -> bool:
+    """Whether an optimizer updates a chunk and has to widen its gradients."""
+    return spec.is_updated and spec.optimizer_index == optimizer_index and spec.types.is_mixed
+
+
+def lists_of(spec: TensorSpec | ChunkSpec, lists: Mapping[int, tuple[str, ...]]) -> tuple[str, ...]:
+    """The lists beside ``param`` that a parameter or chunk has.
+
+    Args:
+        spec: The parameter or chunk.
+        lists: The lists of chunks by the index of their optimizer; -1 means no optimizer, -2 frozen parameters.
+    """
+    is_updated = spec.trainable and spec.optimizer_index >= 0
+    if not is_updated and not spec.types.is_mixed:
+        return ()  # a value is its own master
+    return lists[spec.optimizer_index if spec.trainable else FROZEN]
+
+
+def _state_itemsize(spec: TensorSpec | ChunkSpec, lists: Mapping[int, tuple[str, ...]]) -> int:
+    """Bytes per element of all lists beside ``param``."""
+    return spec.types.state_itemsize * len(lists_of(spec, lists))
+
+
+def taken_by_others(situation: Circumstances, parameters: list[torch.nn.Parameter]) -> int:
+    """Bytes of the device that are in use by others (another model, for example).
+
+    Args:
+        situation: What decisions depend on.
+        parameters: The parameters of the model.
+    """
+    if not is_accelerator(situation.resources.device):
+        return 0
+    taken = situation.resources.ledger.limit(Tier.DEVICE) - situation.resources.ledger.available(Tier.DEVICE)
+    own = sum(p.numel() * p.dtype.itemsize for p in parameters if p.device == situation.resources.device)
+    return max(taken - own, 0)
+
+
+def _can_move_homes(situation: Circumstances) -> bool:
+    """Whether chunks that live on the device can leave it later."""
+    config = situation.config
+    return config.placement != "host" and all(kernel.follows_homes for kernel in situation.kernels)
+
+
+def chunk_bytes(
+    specs: Iterable[ChunkSpec],
+    lists: Mapping[int, tuple[str, ...]],
+    pool: PayloadPool,
+    embeddings: EmbeddingChoice,
+) -> list[ChunkBytes]:
+    """The bytes of chunks over all their lists.
+
+    Args:
+        specs: The chunks.
+        lists: The lists beside ``param`` of trainable ones, by the index of the optimizer.
+        pool: Knows how many bytes a host chunk that moves takes, which may be page-locked.
+        embeddings: Which embeddings are looked up on the CPU.
+    """
+    chunks = []
+    for spec in specs:
+        nbytes = spec.chunk_numel * spec.types.itemsize
+        host = pool.host_nbytes(nbytes, pinned=not spec.on_host)
+        stays = bool(embeddings.tensor_indices & set(spec.tensor_indices))
+        chunks.append(ChunkBytes(spec.index, nbytes, host, spec.chunk_numel * _state_itemsize(spec, lists), stays))
+    return chunks
