@@ -34,9 +34,9 @@ def llama(layers, hidden, inner):
 MODELS = {
     "llama-1b": (llama(20, 2048, 5632), (4 * 2048 + 3 * 5632) * 2048),
     "llama-7b": (llama(32, 4096, 11008), (4 * 4096 + 3 * 11008) * 4096),
-    "gpt2-1.5b": (GPT2Config(n_layer=48, n_embd=1600, n_head=25, loss_type="ForCausalLM"), 12 * 1600**2),
+    "gpt2-1.5b": (GPT2Config(n_layer=48, n_embd=1600, n_head=25, loss_type="ForCausalLM"), 12 * 1600**2 + 9 * 1600),
 }
-"""Configuration, and the elements of the matrices of a block."""
+"""Configuration, and the elements of the matrices of a block, for GPT-2 with their biases, which have the same type."""
 MOST_LENGTH = 1024
 """Tokens of a sequence at most: the positions of GPT-2."""
 
