@@ -15,9 +15,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.decisions import Circumstances, Decisions, decide, lists_of
+from hf_patrickstar.decisions import Decisions, decide
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.events import Listener, tell_nobody
+from hf_patrickstar.homes import Circumstances, lists_of
 from hf_patrickstar.machine import CPU_TIER, Machine
 from hf_patrickstar.membership import holders
 from hf_patrickstar.memory.streams import DeviceStreams

@@ -28,6 +28,7 @@ import torch
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.hooks import RemovableHandle
 
 from hf_patrickstar.errors import TraceError
 from hf_patrickstar.runtime.hooks import tensors_in
@@ -304,6 +305,8 @@ class _Copier:
 
     def _object(self, value: Any) -> Any:
         cls: Any = type(value)
+        if isinstance(value, RemovableHandle):  # it would lead to hooks of the model, of this package, too
+            return self._remember(value, RemovableHandle(OrderedDict()))
         if origin_of(value) == _PACKAGE:
             raise TraceError(
                 f"the model refers to a {cls.__name__} of {_PACKAGE}, which has no copy; keep it outside of the model"
