@@ -74,6 +74,7 @@ def trace(
     has_accelerator: bool = True,
     times: Times | None = None,
     deadline: Deadline | None = None,
+    is_checked: bool = True,
 ) -> OpTrace | None:
     """Runs a micro-batch, and notes what it does; called under fake tensors.
 
@@ -83,6 +84,8 @@ def trace(
         has_accelerator: Whether the device has memory of its own.
         times: What operators take, if the machine is the one at hand; else its rates say it.
         deadline: Ends it where it takes too long.
+        is_checked: Whether it is run twice, to see that it does the same each time. A step that follows the trace would
+            notice it, too.
 
     Returns:
         The notes; ``None`` if one micro-batch is not like the other, or does what the notes have no word for.
@@ -90,7 +93,7 @@ def trace(
     Raises:
         TraceError: If the model communicates, asks for a value that only bytes have, or takes too long.
     """
-    tracer = _Tracer(micro_batch, looked_up, has_accelerator, times, deadline)
+    tracer = _Tracer(micro_batch, looked_up, has_accelerator, times, deadline, is_checked)
     with AnsweringMode():  # answers what an initialisation asks of values
         stacks = find_stacks(micro_batch.make_model())
     if stacks:
@@ -100,7 +103,8 @@ def trace(
             raise
         except Exception as error:  # code that counts on all blocks may raise anything
             logger.info("patrickstar: blocks repeat, but the model is run with all of them: %r", error)
-    return tracer.ready().note_twice()
+    model = tracer.ready()
+    return model.note_twice() if is_checked else model.note()
 
 
 def _trace_few(tracer: "_Tracer", stacks: Sequence[Stack]) -> OpTrace:
@@ -110,7 +114,7 @@ def _trace_few(tracer: "_Tracer", stacks: Sequence[Stack]) -> OpTrace:
         IrregularError: If they are not those of all blocks.
     """
     model = tracer.ready(stacks, FEW_BLOCKS)
-    found, names = model.note_twice(), model.names
+    found, names = model.note_twice() if tracer.is_checked else model.note(), model.names
     if found is None:
         raise IrregularError("a model with few blocks cannot be told again")
     few = [dataclasses.replace(stack, num_blocks=FEW_BLOCKS) for stack in stacks]
@@ -141,6 +145,7 @@ class _Tracer:
     has_accelerator: bool
     times: Times | None
     deadline: Deadline | None
+    is_checked: bool
 
     def ready(self, stacks: Sequence[Stack] = (), num_blocks: int = 0) -> "_Ready":
         """A model that is ready to run, with so many blocks in each of the stacks."""
