@@ -14,7 +14,7 @@ from transformers import GPT2Config, LlamaConfig
 
 from hf_patrickstar.machine import find_machine
 from hf_patrickstar.memory.tiers import DEVICE_SHARE
-from hf_patrickstar.planner.planning import arrange, plan_and_record
+from hf_patrickstar.planner.planning import arrange, plan_and_simulate
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.units import GIB, MIB, align
 
@@ -44,7 +44,7 @@ MOST_LENGTH = 1024
 def plan_of(name, num_tokens, machine, device_nbytes, chunk_numel):
     """The plan with so much device memory, and its recording if it fits."""
     length = min(num_tokens, MOST_LENGTH)
-    return plan_and_record(
+    return plan_and_simulate(
         *arrange(
             MODELS[name][0],
             machine,

@@ -50,7 +50,7 @@ from transformers import GPT2Config, LlamaConfig
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.machine import MACHINES, Machine, peak
 from hf_patrickstar.memory.tiers import DEVICE_SHARE, HOST_SHARE, Tier
-from hf_patrickstar.planner.planning import arrange, plan_and_record, plan_if_fits
+from hf_patrickstar.planner.planning import arrange, plan_and_simulate, plan_if_fits
 from hf_patrickstar.schedule.bounds import ADAM_NBYTES
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.units import GIB
@@ -404,7 +404,7 @@ def speed_of(figure, factor):
         factor: How much slower the papers' programs compute than our plan; ``None`` if this figure tells.
     """
     machine = figure.machine
-    plan, recording = plan_and_record(*arranged(figure.model, machine, False, figure.batch_size))
+    plan, recording = plan_and_simulate(*arranged(figure.model, machine, False, figure.batch_size))
     if recording is None:
         raise SystemExit(f"{figure.model} does not fit {machine.name} with a batch of {figure.batch_size}")
     timeline = recording.timeline

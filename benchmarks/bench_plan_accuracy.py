@@ -23,7 +23,7 @@ import torch.multiprocessing
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.planner.planning import arrange, plan_and_record, time_operators
+from hf_patrickstar.planner.planning import arrange, plan_and_simulate, time_operators
 from hf_patrickstar.report.links import measure_together
 from hf_patrickstar.report.measure import measure_machine
 from hf_patrickstar.units import format_nbytes
@@ -96,11 +96,11 @@ def arrange_cell(cell, machine, device_memory):
 
 def plan_cell(cell, machine, times):
     """The budget of a cell, and what is planned; ``None`` if it does not fit."""
-    whole, recording = plan_and_record(*arrange_cell(cell, machine, "8GiB"))
+    whole, recording = plan_and_simulate(*arrange_cell(cell, machine, "8GiB"))
     others_nbytes = max(trace.non_model_peak_nbytes for trace in recording.traces)
     budget = others_nbytes + int(cell["share"] * (whole.tier(Tier.DEVICE).need_nbytes - others_nbytes))
     subject, given = arrange_cell(cell, machine, budget)
-    plan, recording = plan_and_record(subject, dataclasses.replace(given, times=times))
+    plan, recording = plan_and_simulate(subject, dataclasses.replace(given, times=times))
     if not plan.fits:
         return budget, None
     return budget, {

@@ -20,8 +20,8 @@ from hf_patrickstar.virtual.garbage import no_collections, objects_set_aside
 if TYPE_CHECKING:
     from hf_patrickstar.planner.plan import Plan
     from hf_patrickstar.planner.planning import Circumstances
+    from hf_patrickstar.planner.simulation import Simulation
     from hf_patrickstar.planner.subject import Subject
-    from hf_patrickstar.virtual.recording import Recording
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,8 +99,8 @@ def run(options: argparse.Namespace) -> int:
         subject, circumstances = arrange_from(options) if options.script else _arrange(options)
         if options.search is not None:
             return run_search(options, subject, circumstances)
-        plan, recording = plan_for_runs(subject, circumstances)
-        return _tell(options, subject, circumstances, plan, recording)
+        plan, simulation = plan_for_runs(subject, circumstances)
+        return _tell(options, subject, circumstances, plan, simulation)
 
 
 def _tell(
@@ -108,7 +108,7 @@ def _tell(
     subject: "Subject",
     circumstances: "Circumstances",
     plan: "Plan",
-    recording: "Recording | None",
+    simulation: "Simulation | None",
 ) -> int:
     """Prints a plan and what was tried beside it, and writes the files that were asked for."""
     from hf_patrickstar.cli.plan_page import write_plan_page, write_plan_picture
@@ -128,9 +128,9 @@ def _tell(
             ) from error
     if options.html is not None:
         largest = [words(text) for text in largest_of(plan)]
-        write_plan_page(plan, recording, options.html, changes=changes_of(plan), largest=largest)
+        write_plan_page(plan, simulation, options.html, changes=changes_of(plan), largest=largest)
     if options.png is not None:
-        write_plan_picture(plan, recording, options.png)
+        write_plan_picture(plan, simulation, options.png)
     return 0 if plan.fits else 1
 
 

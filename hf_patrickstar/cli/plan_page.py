@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from hf_patrickstar.cli.files import trace_beside, write_trace_beside
 from hf_patrickstar.planner.plan import Plan
 from hf_patrickstar.planner.screen import headline
+from hf_patrickstar.planner.simulation import Simulation
 from hf_patrickstar.report.page import write_page
 from hf_patrickstar.report.picture import write_step_picture
 from hf_patrickstar.report.plan_page import plan_page
-from hf_patrickstar.virtual.recording import Recording
 
 
 def write_plan_page(
     plan: Plan,
-    recording: Recording | None,
+    simulation: Simulation | None,
     html_file: str,
     *,
     changes: Sequence[str] = (),
@@ -25,7 +25,7 @@ def write_plan_page(
 
     Args:
         plan: The plan.
-        recording: The step that it was made from; ``None`` if it does not fit.
+        simulation: The step that it was made from; ``None`` if it does not fit.
         html_file: The page; an older file is replaced.
         changes: What to change, in words.
         largest: The largest batch and the longest sequence that fit, in sentences.
@@ -37,30 +37,30 @@ def write_plan_page(
     page = plan_page(
         json.loads(plan.to_json()),
         headline(plan).splitlines()[0],
-        None if recording is None else recording.survey,
-        None if recording is None else recording.timeline,
+        None if simulation is None else simulation.survey,
+        None if simulation is None else simulation.timeline,
         changes=changes,
         largest=largest,
-        trace_name=None if recording is None else trace_beside(html_file).name,
+        trace_name=None if simulation is None else trace_beside(html_file).name,
         found=found,
     )
     write_page(page, html_file, "--html")
-    if recording is not None:
-        write_trace_beside(recording.timeline, html_file)
+    if simulation is not None:
+        write_trace_beside(simulation.timeline, html_file)
 
 
-def write_plan_picture(plan: Plan, recording: Recording | None, png_file: str) -> None:
+def write_plan_picture(plan: Plan, simulation: Simulation | None, png_file: str) -> None:
     """Writes the tide and the lanes of a step as a PNG; where there is no step to draw, it says so.
 
     Args:
         plan: The plan.
-        recording: The step that it was made from; ``None`` if it does not fit.
+        simulation: The step that it was made from; ``None`` if it does not fit.
         png_file: The picture; an older file is replaced.
 
     Raises:
         ConfigError: If matplotlib is not installed, or the file cannot be written.
     """
-    if recording is None:
+    if simulation is None:
         print("Nothing is written for --png: there is no step to draw, because the plan does not fit.")
         return
-    write_step_picture(png_file, headline(plan).splitlines()[0], recording.survey, recording.timeline)
+    write_step_picture(png_file, headline(plan).splitlines()[0], simulation.survey, simulation.timeline)

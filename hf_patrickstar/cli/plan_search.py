@@ -51,18 +51,18 @@ def run_search(options: argparse.Namespace, subject: "Subject", given: "Circumst
 def _show(options: argparse.Namespace, found: "Found", subject: "Subject", given: "Circumstances") -> None:
     """Writes the page and the picture of what was found, whose step is simulated once more to be recorded."""
     from hf_patrickstar.cli.plan_page import write_plan_page, write_plan_picture
-    from hf_patrickstar.planner.planning import plan_and_record
+    from hf_patrickstar.planner.planning import plan_and_simulate
     from hf_patrickstar.planner.screen import describe_found
     from hf_patrickstar.planner.search import answered
 
     if found.plan is None:
         print("Nothing is written for --html or --png; a plan without --search says what is missing.")
         return
-    plan, recording = plan_and_record(*answered(found, subject, given))
+    plan, simulation = plan_and_simulate(*answered(found, subject, given))
     if options.html is not None:
-        write_plan_page(plan, recording, options.html, found=describe_found(found))
+        write_plan_page(plan, simulation, options.html, found=describe_found(found))
     if options.png is not None:
-        write_plan_picture(plan, recording, options.png)
+        write_plan_picture(plan, simulation, options.png)
 
 
 @contextlib.contextmanager

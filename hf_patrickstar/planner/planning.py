@@ -17,12 +17,13 @@ from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import BudgetError, ConfigError, EngineError, PatrickStarError
 from hf_patrickstar.integrations.launched import measure_launched, threads_of_each
 from hf_patrickstar.machine import Machine, find_machine
-from hf_patrickstar.memory.pool import CACHE_OWNER
+from hf_patrickstar.memory.operators import without_modes
 from hf_patrickstar.memory.tiers import DEVICE_SHARE, HOST_SHARE, Tier
 from hf_patrickstar.plan_cache import keep_traces
 from hf_patrickstar.planner.arguments import check_types
-from hf_patrickstar.planner.kept import can_keep, kept
+from hf_patrickstar.planner.kept import kept
 from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse
+from hf_patrickstar.planner.simulation import OpsOf, Simulation, Trained, simulate, step_nbytes
 from hf_patrickstar.planner.subject import Subject, find_optimizer, find_subject, optimizer_name
 from hf_patrickstar.report.measure import measure_machine
 from hf_patrickstar.runtime import gradient_ring
@@ -34,8 +35,7 @@ from hf_patrickstar.tracing.answers import AnsweringMode
 from hf_patrickstar.tracing.fake import FakeTensors
 from hf_patrickstar.tracing.masks import masks_of_batches
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
-from hf_patrickstar.units import KIB, MIB, format_nbytes, format_need, parse_nbytes
-from hf_patrickstar.virtual.recording import Notes, Recording, record_step
+from hf_patrickstar.units import format_nbytes, format_need, parse_nbytes
 from hf_patrickstar.virtual.timing import OperatorTimes
 from hf_patrickstar.virtual.visits import seconds_of_a_visit
 
@@ -44,10 +44,6 @@ BESIDE = "other modules"
 THIS = "this"
 """The machine at hand, which is measured."""
 _PLENTY_NBYTES = 2**50
-_STEP_NBYTES = MIB
-_LEAST_STEP_NBYTES = 64 * KIB
-_STEPS = 64
-"""The least memory is known to a part of so many, and to a MiB."""
 _MOST_ROUNDS = 4
 """How often chunks are chosen anew for the least memory that was found, at most."""
 _MOST_TRIES = 8
@@ -120,12 +116,12 @@ def computes_in_type(machine: Machine, given: Circumstances) -> bool:
     return given.settings.get("dtype") != "bf16" or "bfloat16" in machine.flops
 
 
-def plan_for_runs(subject: Subject, circumstances: Circumstances) -> tuple[Plan, Recording | None]:
-    """Plans as ``plan_and_record`` does, and keeps the traces: runs of the same training follow them from the start."""
-    plan, recording = plan_and_record(subject, circumstances)
-    if recording is not None:
-        keep_traces(_also_without_mask(recording.known, subject))
-    return plan, recording
+def plan_for_runs(subject: Subject, circumstances: Circumstances) -> tuple[Plan, Simulation | None]:
+    """Plans as ``plan_and_simulate`` does, and keeps the traces, which runs of the same training follow."""
+    plan, simulation = plan_and_simulate(subject, circumstances)
+    if simulation is not None:
+        keep_traces(_also_without_mask(simulation.known, subject))
+    return plan, simulation
 
 
 def _also_without_mask(known: KnownTraces, subject: Subject) -> KnownTraces:
@@ -238,22 +234,22 @@ def _share(given: int | str | None, nbytes: int, share: float, name: str) -> int
 
 def plan_subject(subject: Subject, circumstances: Circumstances) -> Plan:
     """Plans the training of a model that was found already."""
-    return plan_and_record(subject, circumstances)[0]
+    return plan_and_simulate(subject, circumstances)[0]
 
 
-def plan_and_record(subject: Subject, circumstances: Circumstances) -> tuple[Plan, Recording | None]:
+def plan_and_simulate(subject: Subject, circumstances: Circumstances) -> tuple[Plan, Simulation | None]:
     """Plans as ``plan_subject`` does; returns the step that the plan was made from, too, if it fits."""
     is_measured = circumstances.times is not None
-    return kept("recordings", subject, circumstances, is_measured, lambda: _plan_and_record(subject, circumstances))
+    return kept("simulations", subject, circumstances, is_measured, lambda: _plan_and_simulate(subject, circumstances))
 
 
-def _plan_and_record(subject: Subject, circumstances: Circumstances) -> tuple[Plan, Recording | None]:
+def _plan_and_simulate(subject: Subject, circumstances: Circumstances) -> tuple[Plan, Simulation | None]:
     try:
-        recording = _record(subject, circumstances)
+        simulation = _simulate(subject, circumstances)
     except BudgetError:
         return _refusal(subject, circumstances), None
-    plan = _plan_of(subject, circumstances, recording)
-    return plan, recording if plan.fits else None
+    plan = _plan_of(subject, circumstances, simulation)
+    return plan, simulation if plan.fits else None
 
 
 def plan_if_fits(subject: Subject, circumstances: Circumstances) -> Plan | None:
@@ -264,31 +260,31 @@ def plan_if_fits(subject: Subject, circumstances: Circumstances) -> Plan | None:
 
 def _plan_if_fits(subject: Subject, circumstances: Circumstances) -> Plan | None:
     try:
-        plan = _plan_of(subject, circumstances, _record(subject, circumstances))
+        plan = _plan_of(subject, circumstances, _simulate(subject, circumstances))
     except BudgetError:
         return None
     return plan if plan.fits else None
 
 
-def _plan_of(subject: Subject, given: Circumstances, recording: Recording) -> Plan:
-    machine, owners = given.machine, _owners(given, recording)
-    device_nbytes = recording.device_nbytes + given.beside_nbytes
+def _plan_of(subject: Subject, given: Circumstances, simulation: Simulation) -> Plan:
+    machine, owners = given.machine, _owners(given, simulation)
+    device_nbytes = simulation.device_nbytes + given.beside_nbytes
     tiers = {
         Tier.DEVICE.value: TierUse(machine.device_nbytes, device_nbytes, owners[Tier.DEVICE.value]),
-        Tier.HOST.value: TierUse(machine.host_nbytes, recording.host_nbytes, owners[Tier.HOST.value]),
+        Tier.HOST.value: TierUse(machine.host_nbytes, simulation.host_nbytes, owners[Tier.HOST.value]),
     }
-    return _plan(subject, given, recording, tiers)
+    return _plan(subject, given, simulation, tiers)
 
 
-def _plan(subject: Subject, given: Circumstances, recording: Recording, tiers: Mapping[str, TierUse]) -> Plan:
+def _plan(subject: Subject, given: Circumstances, simulation: Simulation, tiers: Mapping[str, TierUse]) -> Plan:
     is_short = any(use.missing_nbytes for use in tiers.values())
     return Plan(
         model=subject.name,
         task=subject.task,
         unit=subject.unit,
         machine=given.machine.name,
-        num_parameters=recording.num_all_parameters,
-        num_trainable=recording.num_parameters,
+        num_parameters=simulation.num_all_parameters,
+        num_trainable=simulation.num_parameters,
         batch_size=subject.batch_size,
         length=subject.length,
         num_micro_batches=given.num_micro_batches,
@@ -296,28 +292,28 @@ def _plan(subject: Subject, given: Circumstances, recording: Recording, tiers: M
         settings=dict(given.settings),
         checkpointing=subject.checkpointing,
         tiers=tiers,
-        chunks=None if is_short else _chunks(recording),
-        speed=None if is_short else _speed(subject, given, recording),
+        chunks=None if is_short else _chunks(simulation),
+        speed=None if is_short else _speed(subject, given, simulation),
         remarks=() if computes_in_type(given.machine, given) else (_NOT_COMPUTED.format(given.machine.name),),
-        precision=recording.precision,
+        precision=simulation.precision,
     )
 
 
-def _chunks(recording: Recording) -> Chunks:
-    layout = recording.layout
+def _chunks(simulation: Simulation) -> Chunks:
+    layout = simulation.layout
     return Chunks(
         layout["num_chunks"],
         layout["chunk_numel"],
         layout["chunk_utilisation"],
-        recording.world_size * sum(load.is_here for load in recording.loads),
-        recording.reasons,
+        simulation.world_size * sum(load.is_here for load in simulation.loads),
+        simulation.reasons,
     )
 
 
-def _speed(subject: Subject, given: Circumstances, recording: Recording) -> Speed:
-    timeline = recording.timeline
+def _speed(subject: Subject, given: Circumstances, simulation: Simulation) -> Speed:
+    timeline = simulation.timeline
     updates_by = optimizer_name(given.optimizer)
-    bounds = bounds_of(recording.script, timeline, given.machine, recording.num_on_host, updates_by)
+    bounds = bounds_of(simulation.script, timeline, given.machine, simulation.num_on_host, updates_by)
     seconds = timeline.duration_ns / 1e9
     words = _WORDS if given.world_size == 1 else _WORDS | _WORDS_OF_SEVERAL
     return Speed(
@@ -327,8 +323,8 @@ def _speed(subject: Subject, given: Circumstances, recording: Recording) -> Spee
         bounds.lower_ns / 1e9,
         None if given.max_norm is None else bounds.clipped_ns / 1e9,
         {words[lane]: busy / timeline.duration_ns for lane, busy in timeline.busy_ns().items() if lane in words},
-        *recording.moved_nbytes,
-        recording.sent_nbytes,
+        *simulation.moved_nbytes,
+        simulation.sent_nbytes,
     )
 
 
@@ -343,14 +339,11 @@ _WORDS_OF_SEVERAL = {Lane.GATHERS: "gathers", Lane.REDUCTIONS: "reductions"}
 """What is called as in ``Bounds.binding``, and works where there are several processes alone."""
 
 
-def _owners(given: Circumstances, recording: Recording) -> Mapping[str, Mapping[str, int]]:
+def _owners(given: Circumstances, simulation: Simulation) -> Mapping[str, Mapping[str, int]]:
     """The most bytes of each kind by the name of the tier; what is not booked on the device is non-model data."""
-    owners = {
-        tier.value: {name: nbytes for name, nbytes in recording.owners[tier].items() if name != CACHE_OWNER}
-        for tier in Tier
-    }
+    owners = {tier.value: dict(simulation.owners[tier]) for tier in Tier}
     on_device = owners[Tier.DEVICE.value]
-    on_device["non-model data"] = max(trace.non_model_peak_nbytes for trace in recording.traces)
+    on_device["non-model data"] = max(trace.non_model_peak_nbytes for trace in simulation.traces)
     if given.beside_nbytes:
         on_device[BESIDE] = given.beside_nbytes
     return owners
@@ -376,27 +369,27 @@ def _refusal_by_memory(subject: Subject, given: Circumstances, *, is_short: bool
     # Room for copies of all parameters, and less than chunks with optimizer states would need to live on the device.
     asked = PatrickStarConfig.from_any(dict(given.settings)).chunk_budget
     most = _COPY_NBYTES * numel if asked == "auto" else min(_COPY_NBYTES * numel, int(asked))
-    recording = _record_with_plenty(subject, given, None if asked == "auto" else int(asked), most)
-    if all(load.is_here for load in recording.loads):  # few parameters are trained, and states take little
-        most = min(most, recording.owners[Tier.DEVICE]["param"])
-        recording = _record_off_device(subject, given, recording, most)
-    recording, least = _smallest(subject, given, recording, most)
+    simulation = _with_plenty(subject, given, None if asked == "auto" else int(asked), most)
+    if all(load.is_here for load in simulation.loads):  # few parameters are trained, and states take little
+        most = min(most, simulation.owners[Tier.DEVICE]["param"])
+        simulation = _off_device(subject, given, simulation, most)
+    simulation, least = _smallest(subject, given, simulation, most)
     # What gradients leave through takes what is free there, and nothing where there is little.
-    host_nbytes = recording.host_nbytes - recording.owners[Tier.HOST].get(gradient_ring.OWNER, 0)
+    host_nbytes = simulation.host_nbytes - simulation.owners[Tier.HOST].get(gradient_ring.OWNER, 0)
     machine = given.machine
     if is_short and host_nbytes <= machine.host_nbytes:  # it is short of something, if only of a little
-        least = max(least, machine.device_nbytes + _step_nbytes(machine.device_nbytes))
+        least = max(least, machine.device_nbytes + step_nbytes(machine.device_nbytes))
     least, enough = _enough(subject, given, least, max(host_nbytes, machine.host_nbytes))
-    owners = _owners(given, recording) if enough is None else {name: use.owners for name, use in enough.tiers.items()}
+    owners = _owners(given, simulation) if enough is None else {name: use.owners for name, use in enough.tiers.items()}
     on_host = {name: nbytes for name, nbytes in owners[Tier.HOST.value].items() if name != gradient_ring.OWNER}
     tiers = {
         Tier.DEVICE.value: TierUse(machine.device_nbytes, least, owners[Tier.DEVICE.value]),
         Tier.HOST.value: TierUse(machine.host_nbytes, host_nbytes, on_host),
     }
-    return _plan(subject, given, recording, tiers)
+    return _plan(subject, given, simulation, tiers)
 
 
-def _record_with_plenty(subject: Subject, given: Circumstances, asked: int | None, most: int) -> Recording:
+def _with_plenty(subject: Subject, given: Circumstances, asked: int | None, most: int) -> Simulation:
     """Records a step with more memory than there is; ``asked``: what chunks may take at most, if somebody said it.
 
     Raises:
@@ -404,12 +397,12 @@ def _record_with_plenty(subject: Subject, given: Circumstances, asked: int | Non
         ConfigError: If there is no such step.
     """
     try:
-        return _record_within(subject, given, _PLENTY_NBYTES, chunk_budget=most)
+        return _within(subject, given, _PLENTY_NBYTES, chunk_budget=most)
     except BudgetError:
         if asked is not None:
             raise
     try:  # buffers of processes may be larger than all parameters
-        return _record_within(subject, given, _PLENTY_NBYTES)
+        return _within(subject, given, _PLENTY_NBYTES)
     except BudgetError as error:
         raise ConfigError(
             f"batch of {subject.batch_size} x {subject.length}: a step takes more than "
@@ -417,32 +410,32 @@ def _record_with_plenty(subject: Subject, given: Circumstances, asked: int | Non
         ) from error
 
 
-def _record_off_device(subject: Subject, given: Circumstances, recording: Recording, most: int) -> Recording:
+def _off_device(subject: Subject, given: Circumstances, simulation: Simulation, most: int) -> Simulation:
     """Records a step whose chunks may take so little of the device that they live on the host, if there is a plan."""
     try:
-        return _record_within(subject, given, _PLENTY_NBYTES, chunk_budget=most)
+        return _within(subject, given, _PLENTY_NBYTES, chunk_budget=most)
     except (BudgetError, EngineError):
-        return recording
+        return simulation
 
 
-def _smallest(subject: Subject, given: Circumstances, recording: Recording, most: int) -> tuple[Recording, int]:
-    """The recording that needs the least device memory, and how much; chunks are chosen by the room that there is."""
-    least = given.beside_nbytes + _least_device_nbytes(recording)
+def _smallest(subject: Subject, given: Circumstances, simulation: Simulation, most: int) -> tuple[Simulation, int]:
+    """The simulation that needs the least device memory, and how much; chunks are chosen by the room that there is."""
+    least = given.beside_nbytes + simulation.least_nbytes()
     for _ in range(_MOST_ROUNDS):
         try:
-            smaller = _record_within(subject, given, least, chunk_budget=most)
+            smaller = _within(subject, given, least, chunk_budget=most)
         except (BudgetError, EngineError):  # no step follows a plan so close to the least
             break
-        found = given.beside_nbytes + _least_device_nbytes(smaller)
+        found = given.beside_nbytes + smaller.least_nbytes()
         if found >= least:
             break
-        recording, least = smaller, found
-    return recording, least
+        simulation, least = smaller, found
+    return simulation, least
 
 
 def _enough(subject: Subject, given: Circumstances, nbytes: int, host_nbytes: int) -> tuple[int, Plan | None]:
     """Device memory from ``nbytes`` on, in steps that double, with which there is a plan, and that plan if one is."""
-    step = _step_nbytes(nbytes)
+    step = step_nbytes(nbytes)
     for _ in range(_MOST_TRIES):
         machine = dataclasses.replace(given.machine, device_nbytes=nbytes, host_nbytes=host_nbytes)
         with contextlib.suppress(EngineError):  # steps do without plans where copies hardly have room
@@ -453,35 +446,16 @@ def _enough(subject: Subject, given: Circumstances, nbytes: int, host_nbytes: in
     return nbytes, None
 
 
-def _step_nbytes(nbytes: int) -> int:
-    """How exactly the least memory is known, where it is about ``nbytes``."""
-    return min(max(nbytes // _STEPS, _LEAST_STEP_NBYTES), _STEP_NBYTES)
-
-
-def _least_device_nbytes(recording: Recording) -> int:
-    """The least device memory for the model for which there is a plan."""
-    step = _step_nbytes(recording.device_nbytes)
-    low, high = 0, recording.device_nbytes + step
-    while high - low > step:
-        middle = (low + high) // 2
-        try:
-            recording.plans_for(middle)
-            high = middle
-        except BudgetError:
-            low = middle
-    return high
-
-
-def _record_within(subject: Subject, given: Circumstances, device_nbytes: int, **settings: Any) -> Recording:
+def _within(subject: Subject, given: Circumstances, device_nbytes: int, **settings: Any) -> Simulation:
     """Records a step with so much device memory, and with all chunks at home on the host, which is large enough."""
     machine = dataclasses.replace(given.machine, device_nbytes=device_nbytes, host_nbytes=_PLENTY_NBYTES)
-    return _record(subject, dataclasses.replace(given, machine=machine), placement="host", **settings)
+    return _simulate(subject, dataclasses.replace(given, machine=machine), placement="host", **settings)
 
 
-def _record(subject: Subject, given: Circumstances, **settings: Any) -> Recording:
+def _simulate(subject: Subject, given: Circumstances, **settings: Any) -> Simulation:
     try:
         with _quiet(), masks_of_batches(has_padding=subject.has_padding, is_packed=subject.is_packed):
-            return _record_with(subject, given, settings)
+            return _simulated(subject, given, settings)
     except PatrickStarError:
         raise
     except Exception as error:  # what a model's code raises may be anything
@@ -513,34 +487,28 @@ def _quiet() -> Iterator[None]:
             logging.getLogger(name).setLevel(usual)
 
 
-def _record_with(subject: Subject, given: Circumstances, settings: Mapping[str, Any]) -> Recording:
-    return record_step(
+def _simulated(subject: Subject, given: Circumstances, settings: Mapping[str, Any]) -> Simulation:
+    trained = Trained(
         subject.make_model,
-        subject.make_inputs,
-        given.machine_of_model(),
-        config={**given.settings, **settings},
-        make_optimizer=subject.find_optimizer(given.optimizer),
-        compute_loss=subject.compute_loss,
-        max_norm=given.max_norm,
-        num_micro_batches=given.num_micro_batches,
-        world_size=given.world_size,
-        times=given.times,
-        notes=_notes(subject, given),
+        subject.find_optimizer(given.optimizer) or make_adamw,
+        {**given.settings, **settings},
+        given.num_micro_batches,
+        given.max_norm,
+        given.world_size,
     )
+    return simulate(trained, given.machine_of_model(), _ops_of(subject, given))
 
 
-def _notes(subject: Subject, given: Circumstances) -> Notes | None:
-    """What torch tells an engine in a micro-batch; kept for plans of other budgets and machines.
+def make_adamw(parameters: Any) -> torch.optim.Optimizer:
+    """Makes the optimizer that is trained with if nothing else is said."""
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
-    It is ``None``, and the model runs in every micro-batch, where listening takes longer than it saves: for a single
-    plan of a few micro-batches.
-    """
+
+def _ops_of(subject: Subject, given: Circumstances) -> OpsOf:
+    """What the model does in a micro-batch; kept for plans of other budgets and machines."""
     is_measured = given.times is not None
-    is_for_one = not can_keep(subject, is_measured=is_measured) and given.num_micro_batches == 1
-    if is_for_one:
-        return None
     settings = {name: value for name, value in given.settings.items() if name not in _OF_CHUNKS}
-    same = (settings, given.optimizer, given.num_micro_batches > 1, given.machine.has_accelerator)
+    same = (settings, given.num_micro_batches > 1, given.machine.has_accelerator)
     micro_batch = MicroBatch(
         subject.make_model,
         subject.make_inputs,
@@ -550,9 +518,9 @@ def _notes(subject: Subject, given: Circumstances) -> Notes | None:
     )
 
     @functools.cache
-    def find(looked_up: frozenset[str]) -> OpTrace | None:
+    def find(looked_up: frozenset[str]) -> OpTrace:
         def make() -> OpTrace | None:
-            with FakeTensors():
+            with without_modes(), FakeTensors():
                 return trace(
                     micro_batch,
                     looked_up=looked_up,
@@ -560,7 +528,13 @@ def _notes(subject: Subject, given: Circumstances) -> Notes | None:
                     times=given.times,
                 )
 
-        with subject.undisturbed():  # an engine has its model already, which may have to run
-            return kept("micro_batches", subject, (*same, sorted(looked_up)), is_measured, make)
+        with subject.undisturbed():  # a simulation has its model already, which may have to run
+            found = kept("micro_batches", subject, (*same, sorted(looked_up)), is_measured, make)
+        if found is None:
+            raise EngineError(
+                "what this model does depends on its data, or is something else each time; train a few steps instead "
+                "and read engine.survey()"
+            )
+        return found
 
     return find

@@ -9,7 +9,7 @@ import torch
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.machine import CPU_TIER
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.planner.planning import arrange, plan_and_record
+from hf_patrickstar.planner.planning import arrange, plan_and_simulate
 
 pytestmark = pytest.mark.xdist_group("distributed")
 
@@ -29,7 +29,7 @@ def plan_within(device_memory, num_micro_batches, settings):
         device_memory=device_memory,
         settings={"cpu_embedding": False, **settings},
     )
-    return subject, given, *plan_and_record(subject, given)
+    return subject, given, *plan_and_simulate(subject, given)
 
 
 def train(model, inputs, num):

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlavaConfig
 from hf_patrickstar import plan_cache
 from hf_patrickstar.planner import planning
 from hf_patrickstar.planner.kept import kept
-from hf_patrickstar.planner.planning import arrange, plan_and_record, plan_if_fits
+from hf_patrickstar.planner.planning import arrange, plan_and_simulate, plan_if_fits
 from hf_patrickstar.planner.subject import Subject
 from hf_patrickstar.virtual.timing import OperatorTimes
 
@@ -42,9 +42,9 @@ def records(monkeypatch):
 
 def test_the_same_question_is_answered_at_once(records):
     asked = arrange(MODEL, "rtx4090", **ARGUMENTS)
-    first = plan_and_record(*asked)
+    first = plan_and_simulate(*asked)
     assert len(records) == 1
-    assert plan_and_record(*arrange(MODEL, "rtx4090", **ARGUMENTS)) == first
+    assert plan_and_simulate(*arrange(MODEL, "rtx4090", **ARGUMENTS)) == first
     assert len(records) == 1
     assert first[1].on(asked[1].machine).duration_ns == first[1].timeline.duration_ns
 
@@ -145,7 +145,7 @@ OTHER_PLANS = {
 def test_a_plan_for_another_budget_runs_no_model(change, runs, place, monkeypatch):
     def plan(changed):
         arguments = {**ARGUMENTS, **changed}
-        return plan_and_record(*arrange(MODEL, arguments.pop("machine", "rtx4090"), **arguments))[0]
+        return plan_and_simulate(*arrange(MODEL, arguments.pop("machine", "rtx4090"), **arguments))[0]
 
     plan({})
     assert len(runs) == 2, "by the engine that was listened to, and to compare"
@@ -171,7 +171,7 @@ def test_the_model_is_listened_to_where_that_saves_time(change, times, saves, mo
     listened, listen = [], planning.listen
     monkeypatch.setattr(planning, "listen", lambda *args: (listened.append(1), listen(*args))[1])
     subject, given = arrange(MODEL, "rtx4090", **{**ARGUMENTS, **change})
-    plan_and_record(subject, dataclasses.replace(given, times=times))
+    plan_and_simulate(subject, dataclasses.replace(given, times=times))
     assert bool(listened) == saves
 
 
@@ -179,6 +179,6 @@ def test_the_model_is_listened_to_where_that_saves_time(change, times, saves, mo
     "change", [{"length": 64}, {"batch_size": 2}, {"dtype": "fp32"}, {"checkpointing": True}, {"num_micro_batches": 2}]
 )
 def test_a_plan_of_another_training_runs_it(change, runs):
-    plan_and_record(*arrange(MODEL, "rtx4090", **ARGUMENTS))
-    plan_and_record(*arrange(MODEL, "rtx4090", **{**ARGUMENTS, **change}))
+    plan_and_simulate(*arrange(MODEL, "rtx4090", **ARGUMENTS))
+    plan_and_simulate(*arrange(MODEL, "rtx4090", **{**ARGUMENTS, **change}))
     assert len(runs) == 4

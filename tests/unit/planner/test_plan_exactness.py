@@ -6,7 +6,7 @@ import torch
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.machine import CPU_TIER, MACHINES
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.planner.planning import arrange, plan_and_record
+from hf_patrickstar.planner.planning import arrange, plan_and_simulate
 from hf_patrickstar.units import MIB
 
 MODELS = {
@@ -32,7 +32,7 @@ def plan_within(name, budget, batch_size=1, num_micro_batches=1):
         **{"checkpointing": False, "dtype": "fp32", "optimizer": "adamw", "max_norm": 1.0},
         **{"device_memory": budget, "host_memory": "1GiB", "settings": {"cpu_embedding": False, "chunk_numel": 9000}},
     )
-    return subject, given, *plan_and_record(subject, given)
+    return subject, given, *plan_and_simulate(subject, given)
 
 
 def run_within(subject, given):
@@ -94,7 +94,7 @@ def test_a_model_whose_modules_read_each_others_parameters_is_planned_for_an_acc
         **{"checkpointing": False, "dtype": "bf16", "optimizer": "adamw", "max_norm": 1.0},
         **{"device_memory": None, "host_memory": None, "settings": None},
     )
-    plan, recording = plan_and_record(subject, given)
+    plan, recording = plan_and_simulate(subject, given)
     assert plan.fits
     visited = {visit.chunk_index for trace in recording.traces for visit in trace.visits}
     assert visited == set(range(recording.layout["num_chunks"]))

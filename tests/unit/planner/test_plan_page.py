@@ -10,7 +10,7 @@ from PIL import Image
 
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.planner.planning import arrange, plan_and_record
+from hf_patrickstar.planner.planning import arrange, plan_and_simulate
 from hf_patrickstar.report.survey import Survey
 from hf_patrickstar.units import MIB, format_nbytes
 
@@ -26,7 +26,7 @@ TIGHT = ["--batch-size", "2", "--device-memory", str(6 * MIB), "--host-memory", 
 def planned(request):
     device_memory, num_micro_batches = request.param
     given = {"device_memory": device_memory, "host_memory": 64 * MIB, "num_micro_batches": num_micro_batches}
-    return plan_and_record(*arrange(MODEL, "rtx4090", **ARGUMENTS, **given))
+    return plan_and_simulate(*arrange(MODEL, "rtx4090", **ARGUMENTS, **given))
 
 
 @pytest.fixture(scope="module")
@@ -137,14 +137,14 @@ def test_a_plan_that_does_not_fit_has_a_page_that_says_by_how_much(tmp_path, cap
 
 @pytest.mark.parametrize("option", ["--html", "--png", "--json"])
 def test_a_file_that_cannot_be_written_is_named_at_once(option, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("hf_patrickstar.planner.planning.plan_and_record", lambda *_: pytest.fail("it has planned"))
+    monkeypatch.setattr("hf_patrickstar.planner.planning.plan_and_simulate", lambda *_: pytest.fail("it has planned"))
     path = tmp_path / "missing" / "file"
     assert main(["plan", MODEL, *TIGHT, option, str(path)]) == 2
     assert re.fullmatch(rf"hf-patrickstar plan: .*'{path}' cannot be written: .*\n", capsys.readouterr().err)
 
 
 def test_a_picture_that_cannot_be_drawn_is_refused_at_once(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("hf_patrickstar.planner.planning.plan_and_record", lambda *_: pytest.fail("it has planned"))
+    monkeypatch.setattr("hf_patrickstar.planner.planning.plan_and_simulate", lambda *_: pytest.fail("it has planned"))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["plan", MODEL, *TIGHT, "--png", str(tmp_path / "p.png")]) == 2
     assert "pip install 'hf_patrickstar[plots]', or leave the picture out\n" in capsys.readouterr().err

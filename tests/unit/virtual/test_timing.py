@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_patrickstar.machine import CPU_TIER, MACHINES
-from hf_patrickstar.planner.planning import arrange, plan_and_record
+from hf_patrickstar.planner.planning import arrange, plan_and_simulate
 from hf_patrickstar.schedule.script import Kernel
 from hf_patrickstar.virtual import timing
 from hf_patrickstar.virtual.calls import OperatorCall
@@ -131,8 +131,8 @@ def test_plans_for_this_machine_are_timed_and_other_machines_go_by_their_rates()
     }
     subject, given = arrange(MODEL, CPU_TIER, **arguments)
     assert given.times is None
-    by_rates = plan_and_record(subject, given)[1]
-    timed = plan_and_record(subject, dataclasses.replace(given, times=OperatorTimes()))[1]
+    by_rates = plan_and_simulate(subject, given)[1]
+    timed = plan_and_simulate(subject, dataclasses.replace(given, times=OperatorTimes()))[1]
     kernels = [entry for entry in timed.script if isinstance(entry, Kernel)]
     assert sum(kernel.measured_ns is not None for kernel in kernels) > 0.9 * len(kernels)
     assert timed.on(given.machine).duration_ns == timed.timeline.duration_ns
