@@ -9,7 +9,7 @@ from typing import NamedTuple
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.layout.groups import Group, Kind, Piece, close_last, fill_groups, room_of
 from hf_patrickstar.layout.specs import FP32, ModuleSpec, TensorSpec, Types
-from hf_patrickstar.units import ALIGNMENT_NUMEL, align
+from hf_patrickstar.units import ALIGNMENT_NUMEL, align, format_count
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,6 +118,23 @@ class Layout:
         the next group before the last gradients of the group before have come.
         """
         return gradients_nbytes(self.chunks)
+
+    def describe(self) -> str:
+        """How many chunks or groups there are, and of how many elements."""
+        largest = [max([self.tensors[i].numel for i in chunk.tensor_indices], default=0) for chunk in self.chunks]
+        larger = [numel for numel in largest if numel > self.chunk_numel]
+        standard = [
+            chunk.chunk_numel for chunk, numel in zip(self.chunks, largest, strict=True) if numel <= self.chunk_numel
+        ]
+        sizes = []
+        if larger:
+            most = format_count(max(larger))
+            sizes.append(f"{len(larger)} with a tensor that is larger, the largest of {most} elements")
+        if standard:
+            sizes.append(f"{len(standard)} of up to {format_count(max(standard))} elements")
+        world_size = self.chunks[0].world_size if self.chunks else 1
+        what = "chunks" if world_size == 1 else f"groups of {world_size} chunks"
+        return f"{len(self.chunks)} {what}" + (f": {', and '.join(sizes)}" if sizes else "")
 
     def working_set_nbytes(self, modules: Iterable[ModuleSpec]) -> tuple[int, ModuleSpec | None]:
         """Bytes of the chunks that the most demanding module needs on the device at once, and that module."""

@@ -41,14 +41,14 @@ class ChunkSizeChoice:
 
     def describe(self) -> str:
         """One line for the log."""
+        reason = ""
+        if self.num_candidates > 1:
+            quality = "largest" if self.exposed_ns is None else "fastest"
+            reason = f"; of {self.num_candidates} sizes the {quality} of those that fit and waste least"
+        if self.exposed_ns is not None:
+            reason += f": {self.exposed_ns / 1e6:.2f} ms not beside computation"
         layout = self.layout
-        world_size = layout.chunks[0].world_size if layout.chunks else 1
-        count = f"{len(layout.chunks)} chunks" if world_size == 1 else f"{len(layout.chunks)} groups of {world_size}"
-        time = "" if self.exposed_ns is None else f", {self.exposed_ns / 1e6:.2f} ms not beside computation"
-        return (
-            f"chunk_numel={layout.chunk_numel} ({count}, {layout.utilisation:.1%} used{time}, "
-            f"best of {self.num_candidates} sizes)"
-        )
+        return f"chunk_numel={layout.chunk_numel} ({layout.describe()}; {layout.utilisation:.1%} used{reason})"
 
 
 _BRANCHES = (

@@ -35,7 +35,7 @@ class Chunks:
 
     Attributes:
         num: How many there are.
-        numel: Elements of one.
+        numel: Elements of a standard chunk; a tensor that is larger has a chunk of its own.
         utilisation: Part of their elements that parameters fill.
         num_on_device: Those that live on the device with their optimizer states.
         reasons: Why, a sentence for each decision of the engine before the first step. Later ones may move chunks.

@@ -26,13 +26,7 @@ def describe(plan: Plan) -> str:
     if plan.chunks is not None:
         chunks = plan.chunks
         where = f"{chunks.num_on_device} live on the device with their optimizer states, the others on the host"
-        lines += _rows(
-            "chunks",
-            [
-                f"{chunks.num} of {format_count(chunks.numel)} elements, {chunks.utilisation:.1%} used by parameters",
-                where,
-            ],
-        )
+        lines += _rows("chunks", [f"{chunks.num}, {chunks.utilisation:.1%} used by parameters", where])
         lines += _rows("decided", chunks.reasons)
     if plan.speed is not None:
         lines += _speed(plan.speed, plan)

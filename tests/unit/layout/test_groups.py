@@ -216,8 +216,16 @@ def test_a_search_keeps_room_for_scratch_space():
 def test_a_fixed_size_is_of_one_chunk():
     choice = fixed_layout(make_tensors(*[64] * 6), make_modules((0,), (1,)), 64, None, world_size=2)
     assert [chunk.capacity_numel for chunk in choice.layout.chunks] == [128, 128, 128]
-    assert choice.describe() == "chunk_numel=64 (3 groups of 2, 100.0% used, best of 1 sizes)"
+    assert choice.describe() == "chunk_numel=64 (3 groups of 2 chunks: 3 of up to 64 elements; 100.0% used)"
     assert choice.working_set_nbytes == (128 + 2 * 128) * ITEMSIZE
+
+
+@pytest.mark.parametrize(("splits", "sizes"), [(False, ""), (True, ", and 1 of up to 64 elements")])
+def test_groups_of_larger_tensors_are_counted_apart(splits, sizes):
+    """A tensor that is spread is larger than the standard size, but its parts need not be."""
+    choice = fixed_layout(make_tensors(64, 64, 96), make_modules(), 64, None, world_size=2, splits=splits)
+    larger = "1 with a tensor that is larger, the largest of 96 elements"
+    assert f" groups of 2 chunks: {larger}{sizes}; " in choice.describe()
 
 
 def test_a_refused_fixed_size_names_the_groups():

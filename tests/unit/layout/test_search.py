@@ -194,7 +194,37 @@ def test_a_model_without_parameters():
 
 def test_describe():
     choice = search_layout(make_tensors(64, 64), make_modules((0, 1)), None)
-    assert choice.describe() == "chunk_numel=128 (1 chunks, 100.0% used, best of 2 sizes)"
+    assert choice.describe() == (
+        "chunk_numel=128 (1 chunks: 1 of up to 128 elements; 100.0% used; "
+        "of 2 sizes the largest of those that fit and waste least)"
+    )
+
+
+def test_describe_counts_chunks_of_larger_tensors_apart():
+    """A number of elements that most chunks do not have says nothing of them."""
+    choice = fixed_layout(make_tensors(64, 6400, 64, 12800, 64, 0), make_modules(), 128, None)
+    assert choice.describe() == (
+        "chunk_numel=128 (4 chunks: 2 with a tensor that is larger, the largest of 12.8 K elements, and 2 of "
+        "up to 128 elements; 100.0% used)"
+    )
+
+
+def test_describe_of_larger_tensors_alone():
+    choice = fixed_layout(make_tensors(640, 1280), make_modules(), 64, None)
+    sizes = "2 chunks: 2 with a tensor that is larger, the largest of 1.3 K elements"
+    assert choice.describe() == f"chunk_numel=64 ({sizes}; 100.0% used)"
+
+
+def test_describe_without_chunks():
+    assert fixed_layout([], [], 64, None).describe() == "chunk_numel=64 (0 chunks; 100.0% used)"
+
+
+def test_describe_says_that_time_has_decided():
+    choice = search_layout(make_tensors(64, 64), make_modules((0, 1)), None, exposed_ns=lambda num, numel: 10**6 * num)
+    assert choice.describe() == (
+        "chunk_numel=128 (1 chunks: 1 of up to 128 elements; 100.0% used; "
+        "of 2 sizes the fastest of those that fit and waste least: 1.00 ms not beside computation)"
+    )
 
 
 @pytest.mark.parametrize("chunk_numel", [1, 63])
