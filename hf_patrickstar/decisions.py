@@ -246,6 +246,27 @@ def _in_words(num: int) -> str:
     return f"{num / 1e9:.2f} B" if num >= 10**9 else f"{num / 1e6:.2f} M"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelNumbers:
+    """What decisions depend on of a model: numbers, and no parameter.
+
+    Attributes:
+        tensors: One spec per parameter, in model order.
+        modules: The modules that own parameters.
+        precision: The types of parameters, and the type that forward computes in.
+        is_restorable: Whether values in chunks have the types that the model was loaded in.
+        embeddings: The places of embeddings in ``model.modules()``.
+        outlines: What all processes must have alike beside these: types before training, and buffers.
+    """
+
+    tensors: list[TensorSpec]
+    modules: list[ModuleSpec]
+    precision: Precision
+    is_restorable: bool
+    embeddings: frozenset[int]
+    outlines: Mapping[str, Any]
+
+
 def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> Decisions:
     """Decides types, layout and homes for a model.
 
@@ -259,15 +280,49 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
         BudgetError: If a budget is too small.
         EngineError: If the model cannot be managed.
     """
-    config, ledger = situation.config, situation.resources.ledger
+    numbers, parameters = inspect(model, precision, situation)
+    decided = decide_for(numbers, situation, taken_by_others(situation, parameters))
+    return dataclasses.replace(decided, parameters=parameters)
+
+
+def inspect(
+    model: torch.nn.Module, precision: str, situation: Circumstances
+) -> tuple[ModelNumbers, list[torch.nn.Parameter]]:
+    """What decisions depend on of a model, and its parameters; see ``decide``.
+
+    Of the situation, only the settings of types, the optimizers, and whether there is one at all matter.
+    """
     tensors, modules, parameters = collect(model, situation.optimizer_of)
     _check(model, tensors, parameters, is_training=bool(situation.kernels))
-    chosen = choose_precision(model, config, precision, parameters)
+    chosen = choose_precision(model, situation.config, precision, parameters)
     tensors = chosen.assign(model, tensors, parameters)
-    lists = _choose_lists(situation, tensors, parameters)
-    others, widens = taken_by_others(situation, parameters), situation.num_micro_batches == 1
-    arranger = Arranger(model, tensors, modules, lists, situation, others)
-    found = arranger.arrange(functools.partial(_agree, model, situation, tensors))
+    embeddings = frozenset(
+        index
+        for index, module in enumerate(model.modules())
+        if isinstance(module, torch.nn.Embedding) and not any(True for _ in module.buffers())
+    )
+    is_restorable = all(
+        parameter.dtype is torch_dtype(spec.types.param) for spec, parameter in zip(tensors, parameters, strict=True)
+    )
+    outlines = {
+        "types before training": [(name, parameter.dtype) for name, parameter in model.named_parameters()],
+        "buffers": [(name, _outline(buffer)) for name, buffer in model.named_buffers()],
+    }
+    return ModelNumbers(tensors, modules, chosen, is_restorable, embeddings, outlines), parameters
+
+
+def decide_for(numbers: ModelNumbers, situation: Circumstances, others_nbytes: int = 0) -> Decisions:
+    """Decides layout and homes, from numbers alone; see ``decide``.
+
+    Args:
+        numbers: The model.
+        situation: What decisions depend on.
+        others_nbytes: Bytes of the device that are in use by others (another model, for example).
+    """
+    ledger, tensors = situation.resources.ledger, numbers.tensors
+    lists = _choose_lists(situation, is_restorable=numbers.is_restorable)
+    arranger = Arranger(tensors, numbers.modules, numbers.embeddings, lists, situation, others_nbytes)
+    found = arranger.arrange(functools.partial(_agree, numbers, situation))
     nbytes, homes = found.chunk_nbytes, found.homes
     ledger.spilled_nbytes = sum(nbytes[index].host_nbytes for index in homes.spilled)
     if not situation.resources.is_metered:
@@ -276,8 +331,8 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
         ledger.lower_limit(Tier.DEVICE, max(ledger.limit(Tier.DEVICE) - on_host, found.choice.working_set_nbytes))
     return Decisions(
         tensors,
-        parameters,
-        chosen,
+        [],
+        numbers.precision,
         found.choice,
         found.embeddings,
         found.chunk_nbytes,
@@ -286,7 +341,7 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
         found.device_workspace_nbytes,
         found.need_at,
         lists,
-        widens,
+        situation.num_micro_batches == 1,
         *_choose_depth(situation, found.choice.layout),
     )
 
@@ -300,14 +355,9 @@ def _choose_depth(situation: Circumstances, layout: Layout) -> tuple[int, str]:
     return choose_depth(sorted(nbytes)[len(nbytes) // 2] if nbytes else 0, situation.resources.machine)
 
 
-def _choose_lists(
-    situation: Circumstances, tensors: list[TensorSpec], parameters: list[torch.nn.Parameter]
-) -> dict[int, tuple[str, ...]]:
+def _choose_lists(situation: Circumstances, *, is_restorable: bool) -> dict[int, tuple[str, ...]]:
     """The lists beside ``param``, by the index of the optimizer."""
     # Without an optimizer masters are kept only where the model could not be restored without them.
-    is_restorable = all(
-        parameter.dtype is torch_dtype(spec.types.param) for spec, parameter in zip(tensors, parameters, strict=True)
-    )
     lists: dict[int, tuple[str, ...]] = {-1: () if is_restorable else (MASTER,)}
     lists[FROZEN] = (MASTER,) if situation.config.frozen_master else ()
     for number, kernel in enumerate(situation.kernels):
@@ -367,16 +417,15 @@ def list_names(kernel: Kernel, num_micro_batches: int) -> tuple[str, ...]:
     return (*kernel.list_names, GRADIENT) if num_micro_batches > 1 else kernel.list_names
 
 
-def _agree(model: torch.nn.Module, situation: Circumstances, tensors: list[TensorSpec], limits: list[int]) -> list[int]:
+def _agree(numbers: ModelNumbers, situation: Circumstances, limits: list[int]) -> list[int]:
     """The smallest of each limit of all processes; raises if their models or settings differ."""
-    collectives = situation.resources.collectives
+    collectives, tensors = situation.resources.collectives, numbers.tensors
     settings = {key: value for key, value in situation.config.to_dict().items() if not key.endswith("_budget")}
     settings["micro_batches"] = situation.num_micro_batches
     parts = {
         "models": [(spec.name, spec.shape, spec.trainable, spec.optimizer_index) for spec in tensors],
         "types of parameters": [(spec.types.param, spec.types.state) for spec in tensors],
-        "types before training": [(name, parameter.dtype) for name, parameter in model.named_parameters()],
-        "buffers": [(name, _outline(buffer)) for name, buffer in model.named_buffers()],
+        **numbers.outlines,
         "settings": sorted(settings.items()),
         "optimizers": [type(kernel).__name__ for kernel in situation.kernels],
     }

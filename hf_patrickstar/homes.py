@@ -109,9 +109,9 @@ class Arranger:
     """Finds a layout and homes with which the budgets have room for a model.
 
     Args:
-        model: The model.
         tensors: One spec per parameter.
         modules: The modules that own parameters.
+        embeddings: The places of embeddings in ``model.modules()``.
         lists: The lists beside ``param``, by the index of the optimizer.
         situation: What decisions depend on.
         others_nbytes: Bytes of the device that are in use by others (another model, for example).
@@ -119,14 +119,14 @@ class Arranger:
 
     def __init__(
         self,
-        model: torch.nn.Module,
         tensors: list[TensorSpec],
         modules: list[ModuleSpec],
+        embeddings: frozenset[int],
         lists: Mapping[int, tuple[str, ...]],
         situation: Circumstances,
         others_nbytes: int,
     ) -> None:
-        self._model = model
+        self._embeddings = embeddings
         self._tensors = tensors
         self._modules = modules
         self._lists = lists
@@ -245,12 +245,7 @@ class Arranger:
                 )
             reason = f"cpu_embedding={setting}: off, embeddings are gathered with the other parameters"
             return EmbeddingChoice(frozenset(), frozenset(), True, reason)
-        owners = frozenset(
-            index
-            for index, module in enumerate(self._model.modules())
-            if isinstance(module, torch.nn.Embedding) and not any(True for _ in module.buffers())
-        )
-        return choose_embeddings(self._tensors, owners, setting, everything_fits)
+        return choose_embeddings(self._tensors, self._embeddings, setting, everything_fits)
 
     def _choose_layout(self, apart: frozenset[int], limit: int, everything_fits: bool) -> ChunkSizeChoice:
         """The layout for the chunk size of the settings; with ``auto``, the best layout within the limits."""
