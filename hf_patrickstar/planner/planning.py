@@ -495,8 +495,18 @@ def _simulated(subject: Subject, given: Circumstances, settings: Mapping[str, An
         given.num_micro_batches,
         given.max_norm,
         given.world_size,
+        functools.partial(kept, "models", subject, _same_model(given, settings), given.times is not None),
     )
     return simulate(trained, given.machine_of_model(), _ops_of(subject, given))
+
+
+def _of_model(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that change what the model does, or its parameters, and not only what becomes of chunks."""
+    return {name: value for name, value in settings.items() if name not in _OF_CHUNKS}
+
+
+def _same_model(given: Circumstances, settings: Mapping[str, Any]) -> object:
+    return _of_model({**given.settings, **settings}), given.optimizer, given.num_micro_batches > 1
 
 
 def make_adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -507,7 +517,7 @@ def make_adamw(parameters: Any) -> torch.optim.Optimizer:
 def _ops_of(subject: Subject, given: Circumstances) -> OpsOf:
     """What the model does in a micro-batch; kept for plans of other budgets and machines."""
     is_measured = given.times is not None
-    settings = {name: value for name, value in given.settings.items() if name not in _OF_CHUNKS}
+    settings = _of_model(given.settings)
     same = (settings, given.num_micro_batches > 1, given.machine.has_accelerator)
     micro_batch = MicroBatch(
         subject.make_model,

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.decisions import Decisions, decide
+from hf_patrickstar.decisions import Decisions, ModelNumbers, decide_for, inspect
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.events import Listener, tell_nobody
 from hf_patrickstar.homes import Circumstances, lists_of
@@ -48,6 +47,7 @@ from hf_patrickstar.schedule.simulator import repeated_plans
 from hf_patrickstar.schedule.step import Places, StepRules, kinds_of, traces_of, whole_step
 from hf_patrickstar.schedule.trace import StepKind, Trace, Visit, trace_key
 from hf_patrickstar.tracing.answers import AnsweringMode
+from hf_patrickstar.tracing.fake import FakeTensors
 from hf_patrickstar.tracing.updates import UpdateCost, cost_of_update
 
 OpsOf = Callable[[frozenset[str]], OpTrace]
@@ -65,6 +65,7 @@ class Trained:
         num_micro_batches: Micro-batches of a step.
         max_norm: For clipping; ``None`` for none.
         world_size: How many processes train together, each on a device of the machine.
+        keep: Returns what is known of the model, made once for plans of other budgets and machines.
     """
 
     make_model: Callable[[], torch.nn.Module]
@@ -73,6 +74,11 @@ class Trained:
     num_micro_batches: int = 1
     max_norm: float | None = 1.0
     world_size: int = 1
+    keep: Callable[[Callable[[], "Known"]], "Known"] = lambda make: make()
+
+
+Known = tuple[ModelNumbers, UpdateCost]
+"""A model as numbers, and what its optimizer costs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -210,8 +216,7 @@ def simulate(trained: Trained, machine: Machine, ops_of: OpsOf) -> Simulation:
         BudgetError: If a budget is too small.
     """
     machine.check_processes(trained.world_size)
-    with FakeTensorMode(), AnsweringMode():
-        return _Simulator(trained, machine, ops_of).run()
+    return _Simulator(trained, machine, ops_of).run()
 
 
 class _Simulator:
@@ -221,27 +226,42 @@ class _Simulator:
         self._trained = trained
         self._machine = machine
         self._ops_of = ops_of
-        model = trained.make_model()
-        optimizer = trained.make_optimizer(model.parameters())
-        config = PatrickStarConfig.from_any({**_settings_for(machine), **trained.config, "reuse_plan": False})
+        self._config = PatrickStarConfig.from_any({**_settings_for(machine), **trained.config, "reuse_plan": False})
         no_driver: Any = _NoDriver()
         streams = DeviceStreams(torch.device("cpu"), no_driver)
         if not machine.has_accelerator:
             streams.hold_at_most(0)  # there a gradient is at home when its copy is started
-        resources = Resources.find(config, streams, _Imagined(trained.world_size, machine), _do_nothing, tell_nobody)
-        alone = trained.world_size == 1
-        overlaps = bool(config.overlap_optimizer) and resources.has_streams
-        kernel = make_kernel(optimizer, resources.pool, False, None, None, resources.has_lanes, overlaps, alone)
-        self._kernel: Kernel = kernel
-        self._config, self._resources = config, resources
+        peers = _Imagined(trained.world_size, machine)
+        self._resources = Resources.find(self._config, streams, peers, _do_nothing, tell_nobody)
         self._in_flight_nbytes = streams.most_in_flight_nbytes
-        self._situation = Circumstances(
-            config, resources, [kernel], holders([optimizer]), max(trained.num_micro_batches, 1)
-        )
-        self._decisions: Decisions = decide(model, "no", self._situation)
-        self._cost = _cost_of(kernel, optimizer, self._decisions)
+        self._num_micro_batches = max(trained.num_micro_batches, 1)
+        numbers, self._cost, self._kernel = self._known()
+        self._situation = Circumstances(self._config, self._resources, [self._kernel], {}, self._num_micro_batches)
+        self._decisions: Decisions = decide_for(numbers, self._situation)
         self._layout = self._decisions.choice.layout
         self._places = Places.of(self._layout)
+
+    def _known(self) -> tuple[ModelNumbers, UpdateCost, Kernel]:
+        """The model as numbers, what its optimizer costs, and what kernel updates chunks."""
+        trained, made = self._trained, list[Kernel]()
+
+        def look() -> Known:
+            with FakeTensors(), AnsweringMode():
+                model = trained.make_model()
+                optimizer = trained.make_optimizer(model.parameters())
+                kernel = self._kernel_of(optimizer)
+                of = holders([optimizer])
+                situation = Circumstances(self._config, self._resources, [kernel], of, self._num_micro_batches)
+                made.append(kernel)
+                return inspect(model, "no", situation)[0], _cost_of(kernel, optimizer)
+
+        numbers, cost = trained.keep(look)
+        return numbers, cost, made[0] if made else self._kernel_of(trained.make_optimizer([_a_parameter()]))
+
+    def _kernel_of(self, optimizer: torch.optim.Optimizer) -> Kernel:
+        resources, is_alone = self._resources, self._trained.world_size == 1
+        overlaps = bool(self._config.overlap_optimizer) and resources.has_streams
+        return make_kernel(optimizer, resources.pool, False, None, None, resources.has_lanes, overlaps, is_alone)
 
     def run(self) -> Simulation:
         decisions, situation = self._decisions, self._situation
@@ -299,7 +319,7 @@ class _Simulator:
         kernel, overlaps = self._kernel, bool(self._config.overlap_optimizer)
         chunks = self._layout.chunks
         return StepRules(
-            max(self._trained.num_micro_batches, 1),
+            self._num_micro_batches,
             self._in_flight_nbytes,
             self._resources.collectives.is_asynchronous,
             self._trained.max_norm is not None,
@@ -338,7 +358,7 @@ class _Simulator:
         self, ops: OpTrace, known: KnownTraces, prospect: Prospect, homed: frozenset[int], reasons: list[str]
     ) -> Simulation:
         trained, alone = self._trained, self._trained.world_size == 1
-        num = max(trained.num_micro_batches, 1)
+        num = self._num_micro_batches
         by_kind = {made.kind: made for made in known.traces.values()}
         kinds = list(kinds_of(num))
         kinds[1:1] = kinds[1:-1] * max(num - 3, 0)
@@ -533,7 +553,11 @@ def _settings_for(machine: Machine) -> dict[str, Any]:
     }
 
 
-def _cost_of(kernel: Kernel, optimizer: torch.optim.Optimizer, decisions: Decisions) -> UpdateCost:
+def _a_parameter() -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.empty(1, device="cpu"))
+
+
+def _cost_of(kernel: Kernel, optimizer: torch.optim.Optimizer) -> UpdateCost:
     """What an update costs per element: Adam works tile by tile, others as torch computes them."""
     if isinstance(kernel, AdamKernel):
         return UpdateCost(ADAM_NBYTES, 0.0, 0.0)

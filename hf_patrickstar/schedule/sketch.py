@@ -153,6 +153,7 @@ def _micro_batch(
     last = {visit.chunk_index: moment for moment, visit in enumerate(trace.visits)}
     for part, begin, stop, products in ((Part.FORWARD, 0, end, 1), (Part.BACKWARD, end, len(trace.visits), 2)):
         yield Begin(part)
+        kernels: dict[int, Kernel] = {}  # by chunk: a player knows how long a kernel takes that it has met before
         visits = trace.visits[begin:stop]
         counts: dict[int, int] = {}
         for visit in visits:
@@ -160,8 +161,10 @@ def _micro_batch(
         for moment, visit in enumerate(visits, begin):
             index, work = visit.chunk_index, works[visit.chunk_index]
             yield Reach(index)
-            share = work.matrix_numel // counts[index]
-            yield Kernel("compute", 2 * products * rows * share, 0, work.dtype)
+            if index not in kernels:
+                share = work.matrix_numel // counts[index]
+                kernels[index] = Kernel("compute", 2 * products * rows * share, 0, work.dtype)
+            yield kernels[index]
             if part is Part.BACKWARD:
                 done = visit.reduced if by_plan else (index,) * (last[index] == moment)
                 for leaving in done:
