@@ -452,15 +452,15 @@ def test_a_warning_that_torch_gives_once_is_still_given(tmp_path):
 
 def test_other_threads_are_heard_meanwhile(capsys, caplog):
     def speak():
-        with warnings.catch_warnings(record=False):
-            pass
+        warnings.warn("warned", stacklevel=1)
         logging.getLogger("other").warning("heard")
         print("printed")
 
-    with unobserved():
+    with warnings.catch_warnings(record=True) as seen, unobserved():
         thread = threading.Thread(target=speak)
         thread.start()
         thread.join()
+    assert [str(warning.message) for warning in seen] == ["warned"]
     assert "heard" in caplog.messages
     assert "printed" in capsys.readouterr().out
 
@@ -510,17 +510,14 @@ def test_saved_tensors_hooks_that_are_refused_are_refused_again():
             pass
 
 
-def test_the_default_device_is_that_of_the_user(monkeypatch):
-    class Making(nn.Linear):
-        def forward(self, x):
-            found.append(torch.zeros(1).device.type)
-            torch.set_default_device("cpu")
-            return super().forward(x)
-
-    found, model = [], Making(4, 4)
+def test_the_default_device_is_that_of_the_user():
     try:
         torch.set_default_device("meta")
-        trace(model, X)
+        mode = torch._GLOBAL_DEVICE_CONTEXT.device_context
+        with unobserved():
+            assert torch.zeros(1).device.type == "meta"
+            torch.set_default_device("cpu")
+        assert torch._GLOBAL_DEVICE_CONTEXT.device_context is mode
         assert torch.zeros(1).device.type == torch.get_default_device().type == "meta"
     finally:
         torch.set_default_device(None)
@@ -550,6 +547,7 @@ def test_settings_of_torch_are_as_they_were():
 
     before = settings()
     with unobserved(), FakeTensorMode():
+        assert not torch.is_autocast_cache_enabled()
         twin = copy_without_bytes(Setting(4, 4), (X,))
         twin.model(*twin.args)
     assert settings() == before
@@ -599,6 +597,9 @@ def test_a_compiled_model_is_not_compiled():
         assert len(calls) == 1
         calls.clear()
         torch._dynamo.reset()
+    with unobserved():
+        torch.compile(lambda x: x + 1, backend=backend)(X)
+    assert calls == []
 
 
 def test_under_torch_func_it_is_refused():
