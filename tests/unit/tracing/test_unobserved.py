@@ -199,9 +199,12 @@ def test_hooks_of_the_user_see_real_tensors_alone():
     model[0].weight.register_hook(look_at)
     model[0].weight.register_post_accumulate_grad_hook(look_at)
     with torch.nn.modules.module.register_module_forward_hook(look):
-        trace(model, X)
+        twin = trace(model, X)
         assert seen == []
         model(X).sum().backward()
+    assert not twin.model[0]._forward_hooks
+    assert not twin.model[0]._backward_hooks
+    assert not twin.model[0].weight._backward_hooks
     assert seen
     assert not {kind for kind in seen if issubclass(kind, FakeTensor)}
     assert len(model[0]._forward_hooks) == len(model[0]._backward_hooks) == 1
@@ -309,6 +312,18 @@ def test_what_a_closure_keeps_is_copied():
     seen, model = [], linear()
     forward, note = model.forward, seen.append
     model.forward = lambda x: (seen.append(x), note(x), forward(x))[-1]
+    trace(model, X)
+    assert seen == []
+
+
+def test_a_method_of_a_list_is_that_of_the_copied_list():
+    class Noting(nn.Linear):
+        def forward(self, x):
+            self.note(x)
+            return super().forward(x)
+
+    seen, model = [], Noting(4, 4)
+    model.note = seen.append
     trace(model, X)
     assert seen == []
 
