@@ -199,9 +199,12 @@ def test_hooks_of_the_user_see_real_tensors_alone():
     model[0].weight.register_hook(look_at)
     model[0].weight.register_post_accumulate_grad_hook(look_at)
     with torch.nn.modules.module.register_module_forward_hook(look):
-        trace(model, X)
+        twin = trace(model, X)
         assert seen == []
         model(X).sum().backward()
+    assert not twin.model[0]._forward_hooks
+    assert not twin.model[0]._backward_hooks
+    assert not twin.model[0].weight._backward_hooks
     assert seen
     assert not {kind for kind in seen if issubclass(kind, FakeTensor)}
     assert len(model[0]._forward_hooks) == len(model[0]._backward_hooks) == 1
@@ -309,6 +312,18 @@ def test_what_a_closure_keeps_is_copied():
     seen, model = [], linear()
     forward, note = model.forward, seen.append
     model.forward = lambda x: (seen.append(x), note(x), forward(x))[-1]
+    trace(model, X)
+    assert seen == []
+
+
+def test_a_method_of_a_list_is_that_of_the_copied_list():
+    class Noting(nn.Linear):
+        def forward(self, x):
+            self.note(x)
+            return super().forward(x)
+
+    seen, model = [], Noting(4, 4)
+    model.note = seen.append
     trace(model, X)
     assert seen == []
 
@@ -452,15 +467,15 @@ def test_a_warning_that_torch_gives_once_is_still_given(tmp_path):
 
 def test_other_threads_are_heard_meanwhile(capsys, caplog):
     def speak():
-        with warnings.catch_warnings(record=False):
-            pass
+        warnings.warn("warned", stacklevel=1)
         logging.getLogger("other").warning("heard")
         print("printed")
 
-    with unobserved():
+    with warnings.catch_warnings(record=True) as seen, unobserved():
         thread = threading.Thread(target=speak)
         thread.start()
         thread.join()
+    assert [str(warning.message) for warning in seen] == ["warned"]
     assert "heard" in caplog.messages
     assert "printed" in capsys.readouterr().out
 
@@ -510,17 +525,14 @@ def test_saved_tensors_hooks_that_are_refused_are_refused_again():
             pass
 
 
-def test_the_default_device_is_that_of_the_user(monkeypatch):
-    class Making(nn.Linear):
-        def forward(self, x):
-            found.append(torch.zeros(1).device.type)
-            torch.set_default_device("cpu")
-            return super().forward(x)
-
-    found, model = [], Making(4, 4)
+def test_the_default_device_is_that_of_the_user():
     try:
         torch.set_default_device("meta")
-        trace(model, X)
+        mode = torch._GLOBAL_DEVICE_CONTEXT.device_context
+        with unobserved():
+            assert torch.zeros(1).device.type == "meta"
+            torch.set_default_device("cpu")
+        assert torch._GLOBAL_DEVICE_CONTEXT.device_context is mode
         assert torch.zeros(1).device.type == torch.get_default_device().type == "meta"
     finally:
         torch.set_default_device(None)
@@ -550,6 +562,7 @@ def test_settings_of_torch_are_as_they_were():
 
     before = settings()
     with unobserved(), FakeTensorMode():
+        assert not torch.is_autocast_cache_enabled()
         twin = copy_without_bytes(Setting(4, 4), (X,))
         twin.model(*twin.args)
     assert settings() == before
@@ -599,6 +612,9 @@ def test_a_compiled_model_is_not_compiled():
         assert len(calls) == 1
         calls.clear()
         torch._dynamo.reset()
+    with unobserved():
+        torch.compile(lambda x: x + 1, backend=backend)(X)
+    assert calls == []
 
 
 def test_under_torch_func_it_is_refused():
