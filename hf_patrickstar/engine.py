@@ -217,8 +217,6 @@ class PatrickStarEngine:
         is_whole = self._attached and hasattr(self, "_membership")
         return is_whole and self._membership.follow(is_training=is_training)
 
-    _assemble: Callable[[Foundation], ChunkManager] = staticmethod(assemble)  # a simulation has other parts
-
     def _make_rules(self) -> PlacementRules:
         decisions, config, resources = self._decisions, self.config, self.resources
         runs_beside = bool(config.overlap_optimizer) and all(kernel.runs_beside for kernel in self._kernels)
@@ -227,7 +225,7 @@ class PatrickStarEngine:
 
     def _make_manager(self, chunks: list[Chunk], known: KnownTraces) -> ChunkManager:
         decisions, config, resources, collectives = self._decisions, self.config, self.resources, self.collectives
-        return self._assemble(
+        return assemble(
             Foundation(
                 chunks=chunks,
                 chunk_nbytes=self._payloads.nbytes_of(chunk.spec for chunk in chunks),
