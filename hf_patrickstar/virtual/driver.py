@@ -427,6 +427,6 @@ class _Operators(AnsweringMode):
         super().__init__()
         self._driver = driver
 
-    def note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+    def has_run(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         if getattr(func, "_schema", None) is not None:
             self._driver.note_operator(func, args, kwargs, result)
