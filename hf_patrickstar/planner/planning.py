@@ -532,7 +532,7 @@ def _record_with(subject: Subject, given: Circumstances, settings: Mapping[str, 
 def _notes(subject: Subject, given: Circumstances) -> Notes | None:
     """What torch tells an engine in a micro-batch; kept for plans of other budgets and machines.
 
-    It is ``None``, and the model runs in every micro-batch, where listening takes longer than it saves: for a single
+    It is ``None``, and the model runs in every micro-batch, where recording takes longer than it saves: for a single
     plan of a few micro-batches.
     """
     is_measured = given.times is not None

@@ -148,10 +148,10 @@ def test_a_plan_for_another_budget_runs_no_model(change, runs, place, monkeypatc
         return plan_and_record(*arrange(MODEL, arguments.pop("machine", "rtx4090"), **arguments))[0]
 
     plan({})
-    assert len(runs) == 2, "by the engine that was listened to, and to compare"
+    assert len(runs) == 2, "recorded, and once more to compare"
     found = plan(change)
     assert len(runs) == 2
-    monkeypatch.setattr(planning, "listen", lambda *args: None)
+    monkeypatch.setattr(planning, "trace", lambda *args, **how: None)
     for path in place.iterdir():
         path.unlink()
     assert plan(change) == found
@@ -167,12 +167,12 @@ def test_a_plan_for_another_budget_runs_no_model(change, runs, place, monkeypatc
     ],
     ids=["embeddings on the CPU", "one measured", "several measured"],
 )
-def test_the_model_is_listened_to_where_that_saves_time(change, times, saves, monkeypatch):
-    listened, listen = [], planning.listen
-    monkeypatch.setattr(planning, "listen", lambda *args: (listened.append(1), listen(*args))[1])
+def test_the_model_is_recorded_where_that_saves_time(change, times, saves, monkeypatch):
+    traced, trace = [], planning.trace
+    monkeypatch.setattr(planning, "trace", lambda *args, **how: (traced.append(1), trace(*args, **how))[1])
     subject, given = arrange(MODEL, "rtx4090", **{**ARGUMENTS, **change})
     plan_and_record(subject, dataclasses.replace(given, times=times))
-    assert bool(listened) == saves
+    assert bool(traced) == saves
 
 
 @pytest.mark.parametrize(
