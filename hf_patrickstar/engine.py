@@ -222,11 +222,9 @@ class PatrickStarEngine:
         is_whole = self._attached and hasattr(self, "_membership")
         return is_whole and self._membership.follow(is_training=is_training)
 
-    _assemble: Callable[[Foundation], ChunkManager] = staticmethod(assemble)  # a simulation has other parts
-
     def _make_manager(self, chunks: list[Chunk], known: KnownTraces) -> ChunkManager:
         decisions, config, resources, collectives = self._decisions, self.config, self.resources, self.collectives
-        return self._assemble(
+        return assemble(
             Foundation(
                 chunks=chunks,
                 chunk_nbytes=self._payloads.nbytes_of(chunk.spec for chunk in chunks),

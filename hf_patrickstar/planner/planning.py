@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from hf_patrickstar.checkpoint.progress import no_bars
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.errors import BudgetError, ConfigError, EngineError, PatrickStarError
+from hf_patrickstar.errors import BudgetError, ConfigError, EngineError, PatrickStarError, TraceError
 from hf_patrickstar.integrations.launched import measure_launched, threads_of_each
 from hf_patrickstar.machine import Machine, find_machine
 from hf_patrickstar.memory.operators import without_modes
@@ -456,9 +456,9 @@ def _simulate(subject: Subject, given: Circumstances, **settings: Any) -> Simula
     try:
         with _quiet(), masks_of_batches(has_padding=subject.has_padding, is_packed=subject.is_packed):
             return _simulated(subject, given, settings)
-    except PatrickStarError:
-        raise
     except Exception as error:  # what a model's code raises may be anything
+        if isinstance(error, PatrickStarError) and not isinstance(error, TraceError):
+            raise
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         is_adam = optimizer_name(given.optimizer) == ADAM
         whose = "its code fails" if is_adam else f"its code, or that of the optimizer '{given.optimizer}', fails"

@@ -84,17 +84,11 @@ class Foundation:
     known: KnownTraces
 
 
-def assemble(
-    given: Foundation,
-    make_parameters: Callable[..., Parameters] = Parameters,
-    make_phases: Callable[..., Phases] = Phases,
-) -> ChunkManager:
+def assemble(given: Foundation) -> ChunkManager:
     """Makes the runtime.
 
     Args:
         given: What it is made of.
-        make_parameters: Makes the parameters; a simulation has others, which note what is asked of them.
-        make_phases: Makes the phases, likewise.
     """
     chunks, pool, ledger, meter = given.chunks, given.pool, given.pool.ledger, given.meter
     streams, emit = given.streams, given.emit
@@ -130,6 +124,6 @@ def assemble(
     steps = Steps(services, executor, forecast, placement, given.num_micro_batches)
     data = Data(originals, values, mirrors, gradient_mirrors, watch, gradients, writes, buckets)
     turns = Turns()
-    parameters = make_parameters(chunks, steps, gradients, writes, turns)
-    phases = make_phases(services, steps, placement, data, parameters, turns, streams)
+    parameters = Parameters(chunks, steps, gradients, writes, turns)
+    phases = Phases(services, steps, placement, data, parameters, turns, streams)
     return ChunkManager(services, steps, placement, data, parameters, phases, streams)

@@ -28,7 +28,7 @@ class _Kept(NamedTuple):
     value: Any
 
 
-class Phases(Protocol):
+class AutogradEvents(Protocol):
     """What happens on events of autograd."""
 
     def operand_saved(self, operand: torch.Tensor) -> Any:
@@ -59,7 +59,7 @@ class Autograd:
         pack: What autograd calls for every operand that it keeps, where no hooks of the user are in force.
     """
 
-    def __init__(self, phases: Phases, is_parameter: Callable[[int], bool]) -> None:
+    def __init__(self, phases: AutogradEvents, is_parameter: Callable[[int], bool]) -> None:
         self._phases = phases
         self.pack = phases.operand_saved
         self._is_parameter = is_parameter

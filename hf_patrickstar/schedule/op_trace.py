@@ -3,14 +3,12 @@
 [Note: micro-batches that are told again]
 Which operators a model calls, which parameters its modules need and when, and what memory its activations take depend
 on the model and its batch, and on which embeddings are looked up at home, but not on chunks or budgets. So one
-micro-batch is run with fake tensors, by an engine with a chunk for every parameter and room for all of them
-(``listening.py``), and all that torch tells that engine is noted. Engines of any chunks and budgets are told it again
-(``playing.py``), which takes a fraction of the time, since no operator of the model runs: what they do is what they
-would have done with the model.
+micro-batch of the plain model is run with fake tensors (``tracing/recorder.py``), and all that torch would tell an
+engine is noted. Engines of any chunks and budgets are told it again (``virtual/playing.py``), which takes a fraction of
+the time, since no operator of the model runs: what they do is what they would have done with the model.
 
 The model runs twice, and the notes of both runs must be equal: what it does the first time alone, or otherwise each
-time, cannot be told again. Then the engine that listened is told its own notes. Only if it does the same to the last
-byte and operator are they used. A model whose blocks repeat does so with a few of them; see [Note: blocks that repeat].
+time, cannot be told again. A model whose blocks repeat does so with a few of them; see [Note: blocks that repeat].
 """
 
 import array
@@ -75,17 +73,6 @@ class Release:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Watched:
-    """Something may have been written to a parameter without a trace: to a view of it, or to its ``.data``.
-
-    Attributes:
-        index: The parameter.
-    """
-
-    index: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Need:
     """Backward needs a parameter as an operand.
 
@@ -144,17 +131,6 @@ class Keep:
 
     index: int
     num: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Show:
-    """An operator has looked at a parameter that has no value: at its placeholder.
-
-    Attributes:
-        index: The parameter.
-    """
-
-    index: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -221,13 +197,11 @@ Note = (
     | LeaveForward
     | Acquire
     | Release
-    | Watched
     | Need
     | LookUp
     | LookedUp
     | LetGo
     | Keep
-    | Show
     | Allocate
     | Free
     | EnterBackward

@@ -8,8 +8,9 @@ block are inserted as often as blocks are missing. What notes say of parameters,
 relative to the block; all else belongs to the beginning or to the end of the stack.
 
 Nothing is taken on trust. The notes of five blocks, made of those of four, must be those of a run of five. A forward of
-the whole model must be what the extended notes begin with, note by note (``listening.py``), since code may ask for the
-number of a block; backward is what autograd has kept of that forward. If anything differs the model is run in full.
+the whole model must be what the extended notes begin with, note by note (``tracing/micro_batch.py``), since code may
+ask for the number of a block; backward is what autograd has kept of that forward. If anything differs the model is run
+in full.
 """
 
 import bisect

@@ -27,7 +27,7 @@ _Named = dict[str, Any]
 class AnsweringMode(OperatorMode):
     """Answers for fake tensors; see [Note: answers for fake tensors]."""
 
-    def note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+    def has_run(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """An operator has run.
 
         Args:
@@ -38,7 +38,7 @@ class AnsweringMode(OperatorMode):
         """
 
     def answer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What an operator returns; see ``note``."""
+        """What an operator returns; see ``has_run``."""
         return answer(func, args, kwargs)
 
     @classmethod
@@ -55,7 +55,7 @@ class AnsweringMode(OperatorMode):
             return args[0].device  # torch asks twice per operator; through the modes below it would take long
         kwargs = kwargs or {}
         result = self.answer(func, args, kwargs)
-        self.note(func, args, kwargs, result)
+        self.has_run(func, args, kwargs, result)
         return result
 
 

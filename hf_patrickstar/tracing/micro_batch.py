@@ -104,7 +104,7 @@ def trace(
         except Exception as error:  # code that counts on all blocks may raise anything
             logger.info("patrickstar: blocks repeat, but the model is run with all of them: %r", error)
     model = tracer.ready()
-    return model.note_twice() if is_checked else model.note()
+    return model.record_twice() if is_checked else model.record()
 
 
 def _trace_few(tracer: "_Tracer", stacks: Sequence[Stack]) -> OpTrace:
@@ -114,18 +114,18 @@ def _trace_few(tracer: "_Tracer", stacks: Sequence[Stack]) -> OpTrace:
         IrregularError: If they are not those of all blocks.
     """
     model = tracer.ready(stacks, FEW_BLOCKS)
-    found, names = model.note_twice() if tracer.is_checked else model.note(), model.names
+    found, names = model.record_twice() if tracer.is_checked else model.record(), model.names
     if found is None:
         raise IrregularError("a model with few blocks cannot be told again")
     few = [dataclasses.replace(stack, num_blocks=FEW_BLOCKS) for stack in stacks]
     more, more_names = extend(found.notes, names, few, [FEW_BLOCKS + 1] * len(few))
     model = tracer.ready(stacks, FEW_BLOCKS + 1)
-    noted = model.note()
+    noted = model.record()
     if noted is None or noted.notes != more or model.names != more_names:
         raise IrregularError(f"{FEW_BLOCKS + 1} blocks do something else than {FEW_BLOCKS}, extended by one")
     notes, names = extend(found.notes, names, few, [stack.num_blocks for stack in stacks])
     model = tracer.ready()
-    if model.names != names or model.note_forward() != _forward_of(notes):
+    if model.names != names or model.record_forward() != _forward_of(notes):
         raise IrregularError("the forward of all blocks does something else than those of a few, extended")
     return OpTrace(notes)
 
@@ -177,7 +177,7 @@ class _Ready:
         """The names of the parameters."""
         return {spec.index: spec.name for spec in self.specs}
 
-    def note(self, *, with_backward: bool = True) -> OpTrace | None:
+    def record(self, *, with_backward: bool = True) -> OpTrace | None:
         """Notes a micro-batch."""
         what = self.what
         with AnsweringMode():
@@ -194,14 +194,14 @@ class _Ready:
             )
         return found if found is None or what.is_training else OpTrace(_up_to_forward(found.notes))
 
-    def note_forward(self) -> Sequence[Note] | None:
+    def record_forward(self) -> Sequence[Note] | None:
         """Notes a micro-batch up to its backward."""
-        found = self.note(with_backward=False)
+        found = self.record(with_backward=False)
         return None if found is None else found.notes
 
-    def note_twice(self) -> OpTrace | None:
+    def record_twice(self) -> OpTrace | None:
         """Notes a micro-batch; ``None`` if one is not like the other: what is done once cannot be told again."""
-        first, found = self.note(), self.note()
+        first, found = self.record(), self.record()
         if found is not None and found == first:
             return found
         logger.info("patrickstar: the model does what cannot be told again, and is run each time")

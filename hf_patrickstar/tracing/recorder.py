@@ -399,17 +399,17 @@ class _Recorder:
         """See ``Uses``."""
         self._notes.is_odd = True
 
-    # Backward; see ``autograd.Phases``
+    # Backward; see ``autograd.AutogradEvents``
 
     def operand_saved(self, operand: torch.Tensor) -> Any:
-        """See ``Phases``."""
+        """See ``AutogradEvents``."""
         watched = self._watched.get(id(operand)) or self._by_storage.get(storage_key(operand))
         if watched is None or operand.dtype is not watched.parameter.dtype:
             return operand.detach() if operand.requires_grad else operand
         return Operand(watched, raw_data(operand) if isinstance(operand, LiveMixin) else operand)
 
     def operand_needed(self, saved: Any) -> torch.Tensor:
-        """See ``Phases``."""
+        """See ``AutogradEvents``."""
         if not isinstance(saved, Operand):
             return saved  # type: ignore[no-any-return]
         spec = saved.watched.spec
@@ -419,11 +419,11 @@ class _Recorder:
         return view.clone() if torch.is_grad_enabled() else view
 
     def backward_begin(self) -> None:
-        """See ``Phases``."""
+        """See ``AutogradEvents``."""
         self._notes.add(EnterBackward())
 
     def backward_end(self) -> None:
-        """See ``Phases``."""
+        """See ``AutogradEvents``."""
         if self._held:
             self.note_odd()
         self._notes.leave_backward()
@@ -487,7 +487,7 @@ class _Operators(AnsweringMode):
                 f"have ({type(error).__name__}: {error})"
             ) from error
 
-    def note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+    def has_run(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         self._recorder.note_operator(func, args, kwargs, result)
 
 

@@ -33,9 +33,7 @@ from hf_patrickstar.schedule.script import (
     Begin,
     BlockingCopy,
     Entry,
-    HostWork,
     Join,
-    Kernel,
     Message,
     Part,
     Reach,
@@ -46,7 +44,6 @@ from hf_patrickstar.schedule.script import (
 from hf_patrickstar.tracing.answers import AnsweringMode
 from hf_patrickstar.tracing.charges import Charges, caller
 from hf_patrickstar.tracing.costs import HostCache, cost_of, touches_of
-from hf_patrickstar.virtual.note_taker import NoteTaker
 from hf_patrickstar.virtual.tapes import Charge, Operator, Tapes
 from hf_patrickstar.virtual.timing import OperatorTimes
 
@@ -152,7 +149,6 @@ class VirtualDriver:
     Args:
         machine: The machine that is not here.
         times: What operators take, if the machine is the one at hand after all; else its rates say it.
-        taker: Notes what the model does, or ``None``.
 
     Attributes:
         clock: The time.
@@ -160,8 +156,7 @@ class VirtualDriver:
         measured_on: The machine, if operators were timed on it.
     """
 
-    def __init__(self, machine: Machine, times: OperatorTimes | None = None, taker: NoteTaker | None = None) -> None:
-        self._taker = taker
+    def __init__(self, machine: Machine, times: OperatorTimes | None = None) -> None:
         self._player = Player(machine)
         self._charges = Charges(has_accelerator=machine.has_accelerator, times=times)
         self.measured_on = None if times is None else machine
@@ -388,18 +383,7 @@ class VirtualDriver:
             self._at_work.append(Operator(name, cost, tuple(touches_of(operator, args, kwargs))))
             return
         for work in self._charges.charge(operator, args, kwargs, result, cost):
-            self._work(work)
-
-    def note_results(self, results: Any) -> None:
-        """An operator has returned something, which may be new memory."""
-        if self._taker is not None:
-            self._taker.note_results(results)
-
-    def _work(self, work: Kernel | HostWork | BlockingCopy) -> None:
-        """Charges what an operator costs."""
-        if self._taker is not None:
-            self._taker.note_work(work)
-        self.play(work)
+            self.play(work)
 
     def play(self, entry: Simple) -> None:
         """Charges work of the host or of the device.
@@ -427,8 +411,6 @@ class VirtualDriver:
 
     def begin_part(self, part: Part) -> None:
         """A part of the step begins."""
-        if self._taker is not None:
-            self._taker.note_work(Begin(part))
         self.script.append(Begin(part))
 
     def end(self) -> Timeline:
@@ -445,7 +427,6 @@ class _Operators(AnsweringMode):
         super().__init__()
         self._driver = driver
 
-    def note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+    def has_run(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         if getattr(func, "_schema", None) is not None:
             self._driver.note_operator(func, args, kwargs, result)
-        self._driver.note_results(result)

@@ -30,8 +30,6 @@ from hf_patrickstar.schedule.op_trace import (
     Note,
     OpTrace,
     Release,
-    Show,
-    Watched,
 )
 from hf_patrickstar.schedule.script import Begin, Kernel, Part
 from hf_patrickstar.states import Stage
@@ -61,7 +59,7 @@ class Playback:
         self._inputs = inputs
         manager = engine.manager
         self._phases, self._parameters, self._tracer = manager.phases, manager.parameters, manager.tracer
-        self._watch, self._meter = manager.watch, engine.resources.meter
+        self._meter = engine.resources.meter
         self._tensors = manager.by_index
         self._as_seen = _as_seen(micro_batch.notes)
         self._some_memory = manager.chunks[0].payloads["param"]
@@ -119,8 +117,6 @@ class Playback:
                 if is_seen:
                     self._look_into(index)
                 self._release(self._tensors[index])
-            case Watched(index):
-                self._watch.add(self._tensors[index])
             case Need(index, who):
                 self._parameters.ensure_on_device(self._tensors[index], who)
                 self._look_into(index)
@@ -134,8 +130,6 @@ class Playback:
                 tensor = self._tensors[index]
                 args = tensor.spec.shape, tensor.strides, tensor.offset_numel, 0
                 self._kept[index] = [SavedView(tensor, *args) for _ in range(num)]
-            case Show(index):
-                self._meter.record(self._tensors[index].placeholder)
             case Gradient():
                 self._store(note)
             case EnterForward() | LeaveForward() | EnterBackward() | LeaveBackward():
@@ -183,8 +177,6 @@ class Playback:
     def _release(self, tensor: ManagedTensor) -> None:
         self._acquired.remove(tensor)
         self._parameters.release(tensor)
-        if not tensor.users:
-            self._watch.compare(tensor)  # as where a value is taken back, which nobody has here
 
     def _look_into(self, index: int) -> None:
         tensor = self._tensors[index]

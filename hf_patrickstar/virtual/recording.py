@@ -331,7 +331,7 @@ def _run(
     looked_up = frozenset(tensor.spec.name for tensor in engine.manager.tensors if tensor.is_cpu_embedding)
     micro_batch = None
     if notes is not None:
-        with without_modes():  # a model that is listened to for them costs this engine nothing
+        with without_modes():  # a model that runs for them costs this engine nothing
             micro_batch = notes(looked_up)
     if micro_batch is None:
         return training.run_micro_batch(engine, driver, inputs)

@@ -740,7 +740,6 @@ ELSEWHERE = {
     "virtual/companions.py": "waits for processes",
     "virtual/driver.py": "virtual time",
     "schedule/repeats.py": "joins words",
-    "virtual/listening.py": "notes what a model does, no copy",
 }
 """Modules that wait for something else."""
 

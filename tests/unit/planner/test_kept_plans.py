@@ -6,6 +6,7 @@ import pytest
 from transformers import LlamaConfig, LlavaConfig
 
 from hf_patrickstar import plan_cache
+from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.planner import planning
 from hf_patrickstar.planner.kept import kept
 from hf_patrickstar.planner.planning import arrange, plan_and_simulate, plan_if_fits
@@ -30,13 +31,13 @@ def place(tmp_path, monkeypatch):
 def records(monkeypatch):
     """What was recorded."""
     made = []
-    original = planning._record
+    original = planning._simulate
 
     def record(*args, **kwargs):
         made.append(args)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(planning, "_record", record)
+    monkeypatch.setattr(planning, "_simulate", record)
     return made
 
 
@@ -148,10 +149,10 @@ def test_a_plan_for_another_budget_runs_no_model(change, runs, place, monkeypatc
         return plan_and_simulate(*arrange(MODEL, arguments.pop("machine", "rtx4090"), **arguments))[0]
 
     plan({})
-    assert len(runs) == 2, "by the engine that was listened to, and to compare"
+    assert len(runs) == 2, "recorded, and once more to compare"
     found = plan(change)
     assert len(runs) == 2
-    monkeypatch.setattr(planning, "listen", lambda *args: None)
+    monkeypatch.setattr(planning, "trace", lambda *args, **how: None)
     for path in place.iterdir():
         path.unlink()
     assert plan(change) == found
@@ -167,12 +168,12 @@ def test_a_plan_for_another_budget_runs_no_model(change, runs, place, monkeypatc
     ],
     ids=["embeddings on the CPU", "one measured", "several measured"],
 )
-def test_the_model_is_listened_to_where_that_saves_time(change, times, saves, monkeypatch):
-    listened, listen = [], planning.listen
-    monkeypatch.setattr(planning, "listen", lambda *args: (listened.append(1), listen(*args))[1])
+def test_the_model_is_recorded_where_that_saves_time(change, times, saves, monkeypatch):
+    traced, trace = [], planning.trace
+    monkeypatch.setattr(planning, "trace", lambda *args, **how: (traced.append(1), trace(*args, **how))[1])
     subject, given = arrange(MODEL, "rtx4090", **{**ARGUMENTS, **change})
     plan_and_simulate(subject, dataclasses.replace(given, times=times))
-    assert bool(listened) == saves
+    assert bool(traced) == saves
 
 
 @pytest.mark.parametrize(
@@ -182,3 +183,13 @@ def test_a_plan_of_another_training_runs_it(change, runs):
     plan_and_simulate(*arrange(MODEL, "rtx4090", **ARGUMENTS))
     plan_and_simulate(*arrange(MODEL, "rtx4090", **{**ARGUMENTS, **change}))
     assert len(runs) == 4
+
+
+def test_a_model_that_asks_for_values_has_no_plan(monkeypatch):
+    def compute_loss(self, model, inputs):
+        return model(**inputs).logits[inputs["input_ids"].nonzero()[:, 0]].sum()
+
+    monkeypatch.setattr(Subject, "compute_loss", compute_loss)
+    message = r"its code fails on tensors without values \(TraceError: the model calls operator 'aten.nonzero.default'"
+    with pytest.raises(ConfigError, match=message):
+        plan_and_simulate(*arrange(MODEL, "rtx4090", **ARGUMENTS))

@@ -120,15 +120,15 @@ def training_of(make, checkpointing=False, adapters=None, loss=compute_loss, num
 def runs():
     """Lists how many blocks the models had that micro-batches ran, forwards alone included."""
     made = []
-    note = micro_batch._Ready.note
+    record = micro_batch._Ready.record
 
     def count(ready, **how):
         paths = {name.rpartition(".")[0] for name in ready.names.values()}
         made.append(len(paths))
-        return note(ready, **how)
+        return record(ready, **how)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(micro_batch._Ready, "note", count)
+        patch.setattr(micro_batch._Ready, "record", count)
         yield made
 
 

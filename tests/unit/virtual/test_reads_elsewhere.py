@@ -166,7 +166,9 @@ AHEAD = {"overlap_optimizer": "backward"}
 
 
 @pytest.mark.parametrize("settings", [{}, AHEAD], ids=["", "ahead"])
-@pytest.mark.parametrize("name", ["add", "getitem", "slice", "view", "float", "neg", "no_grad", "linear"])
+@pytest.mark.parametrize(
+    "name", ["add", "getitem", "slice", "view", "float", "neg", "no_grad", "linear", "shape", "chunk"]
+)
 def test_an_engine_that_is_told_does_the_same(name, settings):
     training = make_training(name, chunk_budget=2 * ROOM, device_budget="1GiB", **settings)
     micro_batch = traced(training, SLOW_BUS)

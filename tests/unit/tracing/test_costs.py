@@ -44,6 +44,14 @@ def test_an_embedding_reads_its_rows_alone():
     assert cost(aten.embedding.default, weight, rows).nbytes == 2 * 3 * 4 * 4 + 3 * 8
 
 
+@pytest.mark.parametrize(
+    ("operator", "args"),
+    [(aten.zeros_like.default, ()), (aten.full_like.default, (1.0,)), (aten.new_zeros.default, ([10],))],
+)
+def test_an_operand_that_is_asked_for_its_shape_is_not_read(operator, args):
+    assert cost(operator, torch.zeros(10), *args).nbytes == 40
+
+
 def test_what_is_expanded_is_read_once():
     assert cost(aten.neg.default, torch.zeros(1, 4).expand(100, 4)).nbytes == 4 * 4 + 100 * 4 * 4
 
