@@ -158,8 +158,8 @@ class Notes:
                     self.is_odd = True
         for key in self._live:
             batch.pop(key, None)
-        nbytes = sum(batch.values()), sum(buffers.values())
-        self.add(EnterForward(name, shapes, tuple(inputs), tuple(others), *nbytes))
+        sizes = sum(batch.values()), sum(buffers.values())
+        self.add(EnterForward(name, shapes, tuple(inputs), tuple(others), *sizes))
 
     def note_use(self, watched: Watched) -> None:
         """Tensors may look into the memory of a parameter from now on."""
