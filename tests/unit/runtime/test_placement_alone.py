@@ -277,7 +277,9 @@ def test_a_step_that_has_no_room_however_chunks_are_placed():
     """One that has run is no error, since traces of several steps are merged; one that is to run is, with both sums."""
     parts = spilled(host_nbytes=2 * 48, homes=(HOST, HOST, DEVICE), device_nbytes=48 + 20)
     record(parts, nbytes=21)
-    with pytest.raises(BudgetError, match=r"181 B \(181 bytes\) needed on both tiers together, 164 B \(164 bytes\)") as found:
+    with pytest.raises(
+        BudgetError, match=r"181 B \(181 bytes\) needed on both tiers together, 164 B \(164 bytes\)"
+    ) as found:
         parts.placement.update(parts.room, 1, is_certain=True)
     assert parts.moved() == []
     assert "Raise host_budget to at least 144 bytes, or" in str(found.value)
