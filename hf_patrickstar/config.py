@@ -88,8 +88,6 @@ class PatrickStarConfig:
             device. Pinned memory copies faster and asynchronously. The engine takes no more of it than chunks need,
             where torch or the driver can do that, and says in the log how; what is taken is booked against
             ``host_budget``.
-        warmup_fraction: Part of ``device_budget`` that is used while a step is recorded, between 0 and 1. The rest is
-            the reserve for activations that grow between two chunk accesses (PatrickStar section 8.1).
         host_threads: How many threads compute the optimizer's update on the host: a number, or ``"auto"``. ``torchrun``
             and ``accelerate launch`` set ``OMP_NUM_THREADS=1``, which leaves one core to it; there ``"auto"`` takes the
             cores of this process, divided by the processes that share them, for Adam and AdamW, whose bits do not
@@ -157,7 +155,6 @@ class PatrickStarConfig:
     keep_fp32: tuple[str, ...] | str = ("auto",)
     frozen_master: bool = False
     pin_memory: bool | Literal["auto"] = "auto"
-    warmup_fraction: float = 0.8
     host_threads: int | str = "auto"
     overlap_optimizer: bool | Literal["backward"] = True
     keep_gradients: bool | Literal["auto"] = "auto"
@@ -200,9 +197,6 @@ class PatrickStarConfig:
         if patterns != "auto" and not is_list:
             raise ConfigError(f"keep_fp32: expected 'auto' or a list of patterns of parameter names, got {patterns!r}")
         object.__setattr__(self, "keep_fp32", ("auto",) if patterns == "auto" else tuple(patterns))
-        fraction = self.warmup_fraction
-        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
-            raise ConfigError(f"warmup_fraction: expected a number above 0 and at most 1, got {fraction!r}")
         depth = self.prefetch_depth
         if depth != "auto" and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 0):
             raise ConfigError(f"prefetch_depth: expected 'auto' or a number of chunks, 0 or more, got {depth!r}")

@@ -183,17 +183,15 @@ class Arranger:
         """What the device has room for.
 
         Args:
-            device_nbytes: Bytes that may be used until non-model data is measured.
+            device_nbytes: The device budget.
             chunk_nbytes: Bytes that chunks may take, or ``None`` for all.
         """
-        resources = self._situation.resources
-        limit = max(device_nbytes - self._others_nbytes, 0)
-        whole = max(resources.ledger.limit(Tier.DEVICE, cautious=False) - self._others_nbytes, 0)
-        share, reserve = limit, 0
-        if resources.is_metered:
-            share, reserve = int(limit * UNMEASURED_SHARE), int(whole * UNMEASURED_RESERVE)
+        whole = max(device_nbytes - self._others_nbytes, 0)
+        share, reserve = whole, 0
+        if self._situation.resources.is_metered:
+            share, reserve = int(whole * UNMEASURED_SHARE), int(whole * UNMEASURED_RESERVE)
         chunks = whole if chunk_nbytes is None else chunk_nbytes
-        return _Room(min(share, chunks), min(limit, chunks), whole, reserve, min(whole - reserve, chunks))
+        return _Room(min(share, chunks), min(whole, chunks), whole, reserve, min(whole - reserve, chunks))
 
     def _place(self, choice: ChunkSizeChoice, embeddings: EmbeddingChoice) -> Arrangement:
         """Gives each chunk of a layout a home."""
@@ -216,19 +214,18 @@ class Arranger:
             keeps_off=self._situation.config.debug_evict_all,
             limits=Limits(ledger.limits(Tier.HOST)[0], [device, *chunks], room.reserve),
         )
-        need_at = functools.partial(self._need_at, embeddings, device_workspace, ledger.usable(Tier.DEVICE))
+        need_at = functools.partial(self._need_at, embeddings, device_workspace)
         return Arrangement(choice, embeddings, nbytes, homes, workspace, device_workspace, need_at)
 
     def _need_at(
         self,
         embeddings: EmbeddingChoice,
         workspace_nbytes: int,
-        usable: float,
         device_nbytes: int,
         chunk_nbytes: int | None,
     ) -> int:
         """See ``Arrangement.need_at``."""
-        room = self._room_of(int(device_nbytes * usable), chunk_nbytes)
+        room = self._room_of(device_nbytes, chunk_nbytes)
         fits = self._fits(room)
         if fits and not _can_move_homes(self._situation):
             return self._total_nbytes + workspace_nbytes
@@ -282,7 +279,7 @@ class Arranger:
     def _limits(self) -> list[Limit]:
         """The settings that limit what chunks may take on the device, for errors."""
         ledger, resources = self._situation.resources.ledger, self._situation.resources
-        device, *chunks = ledger.limits(Tier.DEVICE, cautious=ledger.is_cautious)
+        device, *chunks = ledger.limits(Tier.DEVICE)
         device = dataclasses.replace(
             device,
             nbytes=max(device.nbytes - self._others_nbytes, 0),

@@ -316,7 +316,7 @@ class Membership:
         sizes |= {spec.index: spec.nbytes for spec in layout.chunks}
         places = {tensor.spec.index: tensor.chunk.spec.index for tensor in manager.tensors}
         places |= {placement.tensor_index: placement.chunk_index for placement in layout.placements}
-        limits = ledger.limits(Tier.DEVICE, cautious=ledger.is_cautious)
+        limits = ledger.limits(Tier.DEVICE)
         for module in change.modules:
             chunks = {places[change.specs[place].index] for place in module.tensor_indices}
             need = sum(sizes[index] for index in chunks)

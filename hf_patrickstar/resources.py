@@ -25,6 +25,11 @@ from hf_patrickstar.runtime.vigil import Patience
 
 logger = logging.getLogger(__name__)
 
+WARMUP_FRACTION = 0.8
+"""Part of the device budget that copies of chunks keep to while a step is recorded.
+
+The rest is for activations that grow between two visits (PatrickStar section 8.1). Nothing is refused for its sake.
+"""
 _SHARE_IN_FLIGHT = 64
 """Gradients in flight hold at most this part of the device budget."""
 
@@ -126,12 +131,12 @@ class Resources:
             meter = UnmeteredTier()  # both tiers are the machine's memory, which is not measured
         else:
             meter = StorageMeter(lambda key: pool.owns(key), make_room)
-        fraction = 1.0 if isinstance(meter, UnmeteredTier) else config.warmup_fraction
+        fraction = 1.0 if isinstance(meter, UnmeteredTier) else WARMUP_FRACTION
         chunk_budget = None if config.chunk_budget == "auto" else int(config.chunk_budget)
         asked = {Tier.DEVICE: config.device_budget, Tier.HOST: config.host_budget}
         of_machine = [tier for tier, setting in asked.items() if setting == "auto"]
         ledger = Ledger(budgets, meter.live, fraction, chunk_budget, of_machine)
-        ledger.is_cautious = is_accelerator(found)
+        ledger.is_cautious = False  # no step runs, and nothing is refused for caution
         pinned = config.pin_memory if config.pin_memory != "auto" else is_accelerator(found)
         pinning = None
         if pinned and can_pin_memory():

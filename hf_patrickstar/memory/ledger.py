@@ -79,18 +79,13 @@ class Ledger:
             return int(self._limits[tier] * self._fraction)
         return self._limits[tier]
 
-    def usable(self, tier: Tier) -> float:
-        """Part of a tier's budget that may be used now, between 0 and 1."""
-        return self._fraction if tier is Tier.DEVICE and self.is_cautious else 1.0
-
-    def limits(self, tier: Tier, *, cautious: bool = False) -> tuple[Limit, ...]:
+    def limits(self, tier: Tier) -> tuple[Limit, ...]:
         """The settings that limit a tier, whatever is booked: the limit of all bytes first, that of chunks second.
 
         Args:
             tier: The tier.
-            cautious: As for ``limit``.
         """
-        nbytes = self.limit(tier, cautious=cautious)
+        nbytes = self._limits[tier]
         budget = Limit(
             f"{tier.value}_budget", nbytes, tier in self._of_machine, min(nbytes / max(self._budgets[tier], 1), 1) or 1
         )

@@ -51,7 +51,7 @@ _MOST_TRIES = 8
 _OF_CHUNKS = frozenset(
     {
         *("chunk_numel", "device_budget", "host_budget", "chunk_budget", "placement", "cpu_embedding", "eviction"),
-        *("prefetch_depth", "overlap_optimizer", "reshard_after_forward", "host_threads", "warmup_fraction", "machine"),
+        *("prefetch_depth", "overlap_optimizer", "reshard_after_forward", "host_threads", "machine"),
     }
 )
 """Settings that do not change what torch tells an engine."""

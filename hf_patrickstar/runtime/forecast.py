@@ -91,6 +91,7 @@ class Forecast:
         static = sum(
             payload.nbytes for chunk in self._chunks if chunk.home is Tier.DEVICE for payload in chunk.payloads.values()
         )
+        static = max(static - ledger.spilled_nbytes, 0)  # the host has no room for those, whatever the device has
         # What is held of gradients is a part of the need, unless more groups wait than it has room for.
         owners = ledger.owners(Tier.DEVICE)
         waiting = branches_nbytes(chunk.spec for chunk in self._chunks)

@@ -236,10 +236,13 @@ class Placement:
         self.reasons["margin"] = plan.reason
         if wanted == self.in_margin:
             return
-        entering = [index for index in plan.chunk_indices if index not in self.in_margin]
+        is_moving = True
+        while is_moving:  # where either tier is full, chunks change places as room comes free
+            before = set(self.in_margin)
+            self._move_out(self.in_margin - wanted)
+            self._move_in(reclaim, [index for index in plan.chunk_indices if index not in self.in_margin])
+            is_moving = self.in_margin not in (wanted, before)
         self._move_out(self.in_margin - wanted)
-        self._move_in(reclaim, entering)
-        self._move_out(self.in_margin - wanted)  # what the host has room for only now
 
     def _limits(self) -> Limits:
         """The settings that limit both tiers, for errors."""
@@ -299,7 +302,7 @@ class Placement:
             if not chunk.can_rehome or self._ledger.available(Tier.HOST) < self.nbytes[index].host_nbytes:
                 continue
             try:
-                self._reserve([chunk], Tier.HOST)
+                self._reserve(self._chunks, Tier.HOST)
                 self._copies.rehome(chunk, Tier.HOST)
             except BudgetError as error:
                 logger.info("patrickstar: the host has no room for a chunk of the device margin: %s", error)

@@ -60,7 +60,8 @@ class Reclaim:
             keep_margin: Chunks that live in the margin stay there.
         """
         while not self._evict_until(lambda: self._pool.room(Tier.DEVICE) >= nbytes):
-            if keep_margin or not self._leave_margin():
+            # Caution is a reason for copies to leave, which come back at once, and none for homes.
+            if keep_margin or self._pool.room(Tier.DEVICE, cautious=False) >= nbytes or not self._leave_margin():
                 break
 
     def make_room_for(self, chunk: Chunk, nbytes: int, who: str) -> None:

@@ -17,7 +17,7 @@ SETTINGS = (ROOT / "hf_patrickstar" / "config.py", "PatrickStarConfig")
 ARGUMENTS = (ROOT / "hf_patrickstar" / "integrations" / "training_args.py", "PatrickStarArgumentsMixin")
 
 GROUPS = {
-    "Memory": ("device_budget", "chunk_budget", "host_budget", "chunk_numel", "warmup_fraction", "pin_memory"),
+    "Memory": ("device_budget", "chunk_budget", "host_budget", "chunk_numel", "pin_memory"),
     "What lives where, and what moves": (
         "placement",
         "eviction",
@@ -51,7 +51,6 @@ UNITS = {
     "chunk_budget": 'bytes, also as text: `"8GiB"`',
     "host_budget": 'bytes, also as text: `"8GiB"`',
     "chunk_numel": "elements",
-    "warmup_fraction": "part of `device_budget`, above 0 and at most 1",
     "prefetch_depth": "chunks",
     "host_threads": "threads",
     "process_wait_s": "seconds",

@@ -187,7 +187,6 @@ def capped(name, itemsize):
     numel = sum(p.numel() for p in make_model(name).parameters())
     return {
         "device_budget": int(torch.cuda.memory_allocated() + 2 * MIB + numel * itemsize * 0.5),
-        "warmup_fraction": 1.0,
         "chunk_numel": 2048,
         "cpu_embedding": False,
         "placement": "host",  # the reference updates its masters on the host

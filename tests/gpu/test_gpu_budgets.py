@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_steps_that_follow_their_plan_stay_within_the_device_budget(name, at_home_on_host):
     model = make_model(name).train()
-    config = {**capped(name, 4), "warmup_fraction": 0.8}
+    config = capped(name, 4)
     config["device_budget"] += MIB
     engine = PatrickStarEngine(model, config, adamw(model.parameters()), device=DEVICE)
     for step in range(STEPS + 2):

@@ -8,7 +8,7 @@ from models import IDS
 from reference import Reference
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_patrickstar import BudgetError, PatrickStarEngine
+from hf_patrickstar import BudgetError, DeviceMemoryError, PatrickStarEngine
 from hf_patrickstar.payloads import Payloads
 
 STEPS = 3
@@ -22,8 +22,8 @@ def make_model():
     return model.train()
 
 
-def make_batch(step):
-    ids = torch.randint(3, 96, (1, 4), generator=torch.Generator().manual_seed(step))
+def make_batch(step, size=1):
+    ids = torch.randint(3, 96, (size, 4), generator=torch.Generator().manual_seed(step))
     return {"input_ids": ids, "labels": ids}
 
 
@@ -44,13 +44,13 @@ def budgets(part, **config):
     return {"device_budget": int(both * 0.4), "host_budget": int(both * 0.6), **config}
 
 
-def train(config):
+def train(config, size=1):
     """Losses of our steps, the engine, and the weights after them."""
     model = make_model()
     engine = PatrickStarEngine(model, config, adamw(model.parameters()))
     losses = []
     for step in range(STEPS):
-        loss = model(**make_batch(step)).loss
+        loss = model(**make_batch(step, size)).loss
         loss.backward()
         losses.append(loss.item())
         engine.optimizer.step()
@@ -109,3 +109,15 @@ def test_model_data_of_101_percent_is_refused_before_anything_is_allocated_and_w
     assert [name for name, _ in advised + enough] == ["host_budget", "host_budget", "device_budget"]
     for name, value in advised + enough:
         assert train({**config, name: int(value)})[0] == expected
+
+
+@pytest.mark.parametrize("setting", ["host_budget", "device_budget"])
+def test_activations_that_have_no_room_beside_the_chunks_of_a_full_host(setting):
+    """The advice for the device counts chunks that the host can never take; a host for them helps as well."""
+    config = budgets(0.97)
+    with pytest.raises(DeviceMemoryError, match=r"^device_budget is too small") as caught:
+        train(config, size=8)
+    advised = int(re.findall(r"device_budget to at least (\d+)", str(caught.value))[0])
+    assert config["device_budget"] < advised < 2 * config["device_budget"]
+    changed = {"device_budget": advised} if setting == "device_budget" else {"host_budget": 2 * config["host_budget"]}
+    train({**config, **changed}, size=8)

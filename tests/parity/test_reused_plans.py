@@ -110,6 +110,22 @@ def test_no_step_is_recorded_first(config, num_micro_batches, caplog):
     assert after.stats["device_total_step_peak_nbytes"] <= device_budget(config)
 
 
+def test_chunks_that_the_host_has_no_room_for_are_chosen_by_what_steps_need(monkeypatch):
+    """From the start: the first layers live on the device, where without a plan it would be the last ones."""
+    monkeypatch.setitem(BUDGETS, "host_budget", 3 * MIB)
+    config = copy.deepcopy(GPT2)
+    config.tie_word_embeddings = False  # a second gradient would need a list of its own
+    before = Run(config)
+    plan_it(config)
+    after = Run(config)
+    spilled, placement = after.engine._decisions.homes.spilled, after.engine.manager.placement
+    assert after.recorded == [0, 0, 0, 0]
+    assert_same(after, before)
+    assert spilled == placement.in_margin
+    assert before.engine._decisions.homes.spilled != spilled == before.engine.manager.placement.in_margin
+    assert after.stats["device_total_step_peak_nbytes"] <= device_budget(config)
+
+
 def mask_and_number(tokens):
     """What the Trainer adds to a batch of a usual data collator."""
     return {"attention_mask": torch.ones_like(tokens), "num_items_in_batch": torch.tensor(tokens.numel())}

@@ -25,7 +25,6 @@ def test_defaults():
         "keep_fp32": ("auto",),
         "frozen_master": False,
         "pin_memory": "auto",
-        "warmup_fraction": 0.8,
         "host_threads": "auto",
         "overlap_optimizer": True,
         "keep_gradients": "auto",
@@ -62,7 +61,6 @@ def test_every_field_is_documented():
         ("dtype", "bf16", "bf16"),
         ("reduce_dtype", "fp32", "fp32"),
         ("pin_memory", True, True),
-        ("warmup_fraction", 1, 1),
         ("host_threads", "auto", "auto"),
         ("host_threads", 12, 12),
         ("process_wait_s", 0, 0),
@@ -110,11 +108,6 @@ def test_values_that_are_taken(name, given, kept):
         ("host_threads", "8", "host_threads: expected 'auto' or a number of threads, 1 or more, got '8'"),
         ("pin_memory", "no", "pin_memory: expected true, false or 'auto', got 'no'"),
         ("pin_memory", None, "pin_memory: expected true, false or 'auto', got None"),
-        ("warmup_fraction", 0, "warmup_fraction: expected a number above 0 and at most 1, got 0"),
-        ("warmup_fraction", 1.01, "warmup_fraction: expected a number above 0 and at most 1"),
-        ("warmup_fraction", float("nan"), "warmup_fraction: expected a number above 0"),
-        ("warmup_fraction", "half", "warmup_fraction: expected a number above 0"),
-        ("warmup_fraction", True, "warmup_fraction: expected a number above 0"),
         ("process_wait_s", -1, "process_wait_s: expected a number of seconds, 0 or more, or null, got -1"),
         ("process_wait_s", float("nan"), "process_wait_s: expected a number of seconds"),
         ("process_wait_s", float("inf"), "process_wait_s: expected a number of seconds"),
@@ -177,7 +170,6 @@ def test_round_trip():
         prefetch_depth=3,
         dtype="fp16",
         pin_memory=False,
-        warmup_fraction=0.5,
         debug_evict_all=True,
     )
     assert PatrickStarConfig.from_any(config.to_dict()) == config
@@ -191,7 +183,6 @@ def test_round_trip():
         ("hostbudget", "host_budget"),
         ("chunk_size", "chunk_numel"),
         ("evict", "eviction"),
-        ("warmup", "warmup_fraction"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(key, near):

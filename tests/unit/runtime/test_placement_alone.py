@@ -224,6 +224,83 @@ def test_the_margin_is_explained_when_it_changes(caplog):
     assert [text.split(" chunks")[0] for text in explained] == ["patrickstar: 1 of 3", "patrickstar: 0 of 3"]
 
 
+# Chunks that the host has no room for
+
+
+def spilled(*, host_nbytes, homes, device_nbytes=1000, **settings):
+    """Parts with chunks on the device because the host has no room for them."""
+    parts = make(device_nbytes, homes=homes, host_nbytes=host_nbytes, **settings)
+    parts.copies.note_chunks()
+    parts.placement.in_margin |= {index for index, home in enumerate(homes) if home is DEVICE}
+    return parts
+
+
+def test_what_the_host_has_no_room_for_stays_on_the_device_whatever_steps_need():
+    """Before the steps were known the last chunk had left the host; the first one is worth more there."""
+    parts = spilled(host_nbytes=2 * 48, homes=(HOST, HOST, DEVICE), device_nbytes=48 + ONE)
+    record(parts, nbytes=48)
+    assert update(parts) == ([("to device", 0), ("to host", 2)], {0}), "the host has room only when another one left"
+    parts = spilled(host_nbytes=2 * 48, homes=(DEVICE, HOST, HOST), device_nbytes=ONE)
+    record(parts)
+    assert update(parts) == ([], {0})
+
+
+def test_it_is_no_reason_to_take_more_to_the_device_nor_to_take_less():
+    parts = spilled(host_nbytes=3 * 48, homes=(HOST, HOST, DEVICE), device_nbytes=ONE - 1)
+    record(parts)
+    assert update(parts) == ([("to host", 2)], set()), "the host has room now"
+    parts = spilled(host_nbytes=2 * 48, homes=(DEVICE, HOST, HOST), device_nbytes=ALL)
+    record(parts)
+    assert update(parts) == ([("to device", 1), ("to device", 2)], {0, 1, 2})
+
+
+def test_where_a_chunk_in_use_at_the_highest_moment_has_to_live_on_the_device_it_does():
+    parts = spilled(host_nbytes=2 * 48, homes=(DEVICE, HOST, HOST), device_nbytes=48 + 68)
+    record(parts, Visit(0, (), 48), Visit(1, (), 48), Visit(2, (), 68))
+    assert update(parts) == ([("to device", 2), ("to host", 0)], {2})
+
+
+def test_chunks_change_places_one_by_one_where_neither_tier_has_room_for_all():
+    parts = spilled(host_nbytes=2 * 48, homes=(HOST, HOST, DEVICE, DEVICE), device_nbytes=3 * 48)
+    record(parts, 0, 1, 2, 3, nbytes=3 * 48 - TWO)
+    moves = [("to device", 0), ("to host", 2), ("to device", 1), ("to host", 3)]
+    assert update(parts) == (moves, {0, 1})
+
+
+def test_where_no_chunk_can_go_first_all_stay():
+    parts = spilled(host_nbytes=2 * 48, homes=(HOST, HOST, DEVICE), device_nbytes=ONE)
+    record(parts)
+    assert update(parts) == ([], {2})
+
+
+def test_a_step_that_has_no_room_however_chunks_are_placed():
+    """One that has run is no error, since traces of several steps are merged; one that is to run is, with both sums."""
+    parts = spilled(host_nbytes=2 * 48, homes=(HOST, HOST, DEVICE), device_nbytes=48 + 20)
+    record(parts, nbytes=21)
+    with pytest.raises(
+        BudgetError, match=r"181 B \(181 bytes\) needed on both tiers together, 164 B \(164 bytes\)"
+    ) as found:
+        parts.placement.update(parts.room, 1, is_certain=True)
+    assert parts.moved() == []
+    assert "Raise host_budget to at least 144 bytes, or" in str(found.value)
+    assert "device_budget=85 is enough, too" in str(found.value)
+    record(parts, nbytes=21)
+    assert update(parts) == ([], {2})
+
+
+def test_a_frozen_chunk_that_the_host_has_no_room_for_stays_too():
+    parts = spilled(host_nbytes=2 * 48, homes=(HOST, DEVICE, HOST), frozen=(1,), device_nbytes=16 + 16)
+    record(parts, 0, 2, 1)
+    assert update(parts) == ([], {1})
+
+
+def test_leaving_the_margin_leaves_what_the_host_has_no_room_for():
+    parts = spilled(host_nbytes=2 * 48, homes=(HOST, DEVICE, DEVICE))
+    assert parts.placement.leave_margin()
+    assert (parts.moved(), parts.placement.in_margin) == ([("to host", 1)], {2})
+    assert not parts.placement.leave_margin()
+
+
 # Leaving it
 
 

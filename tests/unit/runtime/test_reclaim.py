@@ -233,6 +233,16 @@ def test_a_cautious_step_keeps_to_its_part_of_the_budget_as_far_as_chunks_can_le
     assert (parts.moved(), parts.placement.num_asked) == ([], 0)
 
 
+def test_no_chunk_leaves_the_margin_for_the_sake_of_caution():
+    parts = make(2, device_nbytes=64, device_fraction=0.5)
+    for chunk in parts.chunks:
+        chunk.num_computing = 1
+    parts.reclaim.make_room(16)
+    assert (parts.moved(), parts.placement.num_asked) == ([], 0)
+    parts.reclaim.make_room(48)
+    assert parts.placement.num_asked == 1
+
+
 @pytest.mark.parametrize("device_fraction", [1.0, 0.5])
 def test_chunks_leave_the_margin_for_a_chunk_that_finds_no_room(device_fraction):
     parts = make(2, margin=[lambda: setattr(parts.others, "nbytes", 0)], device_fraction=device_fraction)
