@@ -38,7 +38,7 @@ from hf_patrickstar.optim.threads import choose_threads
 from hf_patrickstar.optim.torch_kernel import OWN_STATE
 from hf_patrickstar.optim.workers import HostWorkers
 from hf_patrickstar.payloads import Payloads
-from hf_patrickstar.plan_cache import find_traces
+from hf_patrickstar.plan_cache import find_traces, keep_traces
 from hf_patrickstar.report.figures import Figures
 from hf_patrickstar.report.statistics import Statistics
 from hf_patrickstar.report.survey import Survey, take_survey
@@ -254,8 +254,13 @@ class PatrickStarEngine:
         others = self.resources.streams, self.collectives, self._num_micro_batches
         return Foresight(self.model, self.manager, casting, *others, self._keep_traces)
 
-    def _keep_traces(self, traces: Sequence[Trace]) -> None:
-        """Keeps traces for runs of the same training."""
+    def _keep_traces(self, traces: Sequence[Trace], has_padding: bool) -> None:
+        """Keeps traces of training for runs of the same one, which then know them before their chunks are allocated."""
+        tracer = self.manager.tracer
+        if self.config.reuse_plan and self.collectives.rank == 0:
+            known = {**tracer.known.traces, **{trace.key: trace for trace in traces}}
+            lookups = {**tracer.known.lookups, **self.manager.placement.lookups}
+            keep_traces(KnownTraces(tracer.known.key, known, lookups, has_padding))
 
     @property
     def prefetch_depth(self) -> int:

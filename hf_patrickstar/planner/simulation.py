@@ -40,7 +40,7 @@ from hf_patrickstar.schedule.margin import needed_nbytes
 from hf_patrickstar.schedule.op_trace import LookedUp, OpTrace
 from hf_patrickstar.schedule.placement import Lookups, plan_lookups
 from hf_patrickstar.schedule.plan import NOTHING_AHEAD, Ahead, Plan, chunkable_nbytes
-from hf_patrickstar.schedule.prospect import Prospect
+from hf_patrickstar.schedule.prospect import Prospect, left_device
 from hf_patrickstar.schedule.replay import replay
 from hf_patrickstar.schedule.script import Entry, HostWork, Load, Reduce, Send
 from hf_patrickstar.schedule.simulator import repeated_plans
@@ -269,11 +269,14 @@ class _Simulator:
         ops, lookups, reasons = self._looked_up(homed)
         rules = self._rules(frozenset())
         traces = traces_of(ops, self._places, rules)
-        known = KnownTraces("", {made.key: made for made in (*traces, self._update_trace())}, lookups)
+        known = KnownTraces("", {made.key: made for made in (*traces, self._update_trace(traces[0]))}, lookups)
         placement = decisions.rules(situation)
         decisions = decisions.with_tide(situation, known, placement)
         homed = decisions.homes.device_homed
         if self._moves_homes():
+            if not decisions.prospect(situation, known, placement).fits(homed):
+                reasons.append(left_device(len(homed), "beside what else a step takes"))
+                homed = frozenset()
             margin = decisions.prospect(situation, known, placement).margin(homed)
             if margin is not None:
                 homed = homed.union(margin.chunk_indices)
@@ -342,15 +345,14 @@ class _Simulator:
         config = self._config
         return config.placement != "host" and not config.debug_evict_all and self._kernel.follows_homes
 
-    def _update_trace(self) -> Trace:
-        """What an update takes on the device beside chunks: temporaries of optimizers that torch computes."""
-        updated = [spec for spec in self._layout.chunks if spec.is_updated]
-        sizes = tuple(spec.nbytes for spec in self._layout.chunks)
-        visits = tuple(
-            Visit(spec.index, non_model_nbytes=round(self._cost.temporary_nbytes * spec.chunk_numel))
-            for spec in updated
-        )
-        return Trace(trace_key(StepKind.UPDATE, ()), sizes, visits)
+    def _update_trace(self, made: Trace) -> Trace:
+        """What an update takes on the device beside chunks, in the order in which forward comes to them."""
+        chunks = self._layout.chunks
+        order = dict.fromkeys([visit.chunk_index for visit in made.visits] + [spec.index for spec in chunks])
+        updated = [chunks[index] for index in order if chunks[index].is_updated]
+        nbytes = [round(self._cost.temporary_nbytes * spec.chunk_numel) for spec in updated]
+        visits = (Visit(spec.index, non_model_nbytes=taken) for spec, taken in zip(updated, nbytes, strict=True))
+        return Trace(trace_key(StepKind.UPDATE, ()), made.chunk_nbytes, tuple(visits))
 
     # Plans
 

@@ -133,7 +133,8 @@ class Phases:
             for index, nbytes in foreseen.lookup_nbytes.items():
                 self._parameters.by_index[index].lookup_nbytes = nbytes * self._steps.num_micro_batches
             with self._lock:
-                self._placement.update(self._reclaim, self._steps.num_micro_batches)
+                num, is_certain = self._steps.num_micro_batches, foreseen.is_exact
+                self._placement.update(self._reclaim, num, is_foreseen=True, is_certain=is_certain)
             for tensor in self._parameters.tensors:
                 tensor.lookup_nbytes = 0
             if tracer.covers(title, shapes):

@@ -15,7 +15,7 @@ from hf_patrickstar.schedule.ahead import plan_ahead
 from hf_patrickstar.schedule.margin import StepCost, needed_nbytes
 from hf_patrickstar.schedule.placement import ChunkBytes, Limits, Lookups, plan_lookups
 from hf_patrickstar.schedule.plan import Ahead
-from hf_patrickstar.schedule.prospect import PlacementRules, Prospect
+from hf_patrickstar.schedule.prospect import PlacementRules, Prospect, left_device
 from hf_patrickstar.schedule.sketch import ChunkWork
 from hf_patrickstar.schedule.trace import Shapes, Trace
 
@@ -77,14 +77,17 @@ class Placement:
         self._lookups: dict[int, str] = {}
         self._num_micro_batches = 1
 
-    def update(self, reclaim: Room, num_micro_batches: int, *, is_certain: bool = False) -> None:
+    def update(
+        self, reclaim: Room, num_micro_batches: int, *, is_foreseen: bool = False, is_certain: bool = False
+    ) -> None:
         """Decides anew if a step was recorded since the last time; called between steps.
 
         Args:
             reclaim: Makes room for chunks that move in.
             num_micro_batches: Micro-batches of the step that has ended.
-            is_certain: Whether the traces are those of the step that begins, which has not run yet: what has no room
-                is then an error, before anything is computed.
+            is_foreseen: Whether the traces are those of a step that has not run yet.
+            is_certain: Whether it takes what they say, to the byte: what has no room is then an error, before anything
+                is computed.
 
         Raises:
             BudgetError: If that step has no room, however chunks are placed.
@@ -98,6 +101,8 @@ class Placement:
             tracer.discard()  # the next step visits other chunks
         elif any(trace.kind.is_training for trace in tracer.traces.values()):
             if self._fills_margin:
+                if is_foreseen and not self._prospect().fits(self._at_home_on_device()):
+                    self._leave_device("beside what else a step takes")
                 self._fill_margin(reclaim, is_certain=is_certain)
             self._foresee()
 
@@ -151,9 +156,9 @@ class Placement:
         before = len(self.in_margin)
         self._move_out(set(self.in_margin))
         self._seen_version = -1  # decide anew after this step, whether it is recorded or not
-        return len(self.in_margin) < before or self._leave_device()
+        return len(self.in_margin) < before or self._leave_device("a step ran out of memory")
 
-    def _leave_device(self) -> bool:
+    def _leave_device(self, why: str) -> bool:
         leaving = [chunk for chunk in self._chunks if chunk.home is Tier.DEVICE and chunk.can_rehome]
         leaving = [chunk for chunk in leaving if chunk.spec.index not in self.in_margin]
         if not (self._fills_margin and leaving):
@@ -166,7 +171,7 @@ class Placement:
                 num_moved += 1
         except BudgetError as error:
             logger.info("patrickstar: the host has no room for all that the device cannot hold: %s", error)
-        said = f"{num_moved} chunks left the device, where not everything fits after all: a step ran out of memory"
+        said = left_device(num_moved, why)
         logger.info("patrickstar: %s", said)
         self.reasons["homes"] = said
         return num_moved > 0

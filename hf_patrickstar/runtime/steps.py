@@ -60,10 +60,12 @@ class Foreseen:
     Attributes:
         traces: Their traces: of one that begins, and of those that make a step of the optimizer with it.
         lookup_nbytes: Bytes of the rows that embeddings read at home in a micro-batch, by the index of the weight.
+        is_exact: Whether they take what their traces say; an accelerator's allocator takes more or less.
     """
 
     traces: Sequence[Trace]
     lookup_nbytes: Mapping[int, int]
+    is_exact: bool
 
 
 class DeviceGauges:

@@ -135,6 +135,15 @@ class Prospect:
         reason = f"the host has no room for {len(spilled)} chunks, which live on the device; beside them {plan.reason}"
         return MarginPlan((*in_order(spilled, self.traces), *plan.chunk_indices), reason)
 
+    def fits(self, at_home: frozenset[int]) -> bool:
+        """Whether the device has room for every moment, if these chunks are at home there.
+
+        Args:
+            at_home: Chunks that are at home on the device.
+        """
+        needs = needed_nbytes(self.traces, frozenset() if self.has_groups else at_home, self.unusable_nbytes)
+        return self._fixed_nbytes(at_home) + max((nbytes for nbytes, _ in needs), default=0) <= self.device_nbytes
+
     def cost(self, at_home: frozenset[int]) -> StepCost | None:
         """What one step of each bucket of inputs costs.
 
@@ -179,3 +188,13 @@ class Prospect:
     def _fixed_nbytes(self, at_home: frozenset[int]) -> int:
         """Bytes of the device that are no copies of chunks."""
         return self.rules.workspace_nbytes + sum(self.nbytes[index].device_nbytes for index in at_home)
+
+
+def left_device(num_chunks: int, why: str) -> str:
+    """What is said where chunks leave the device that were at home there from the start.
+
+    Args:
+        num_chunks: How many.
+        why: Why there is no room for them, as a clause.
+    """
+    return f"{num_chunks} chunks left the device, where not everything fits after all: {why}"

@@ -58,7 +58,7 @@ class Foresight:
         streams: How gradients leave the device.
         collectives: The processes.
         num_micro_batches: Micro-batches of a step.
-        keep: Is given the traces of training that were made, for later runs.
+        keep: Is given the traces of training that were made, and whether the batch had padding, for later runs.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Foresight:
         streams: Any,
         collectives: Collectives,
         num_micro_batches: int,
-        keep: Callable[[Sequence[Trace]], None],
+        keep: Callable[[Sequence[Trace], bool], None],
     ) -> None:
         self._model = model
         self._manager = manager
@@ -103,7 +103,7 @@ class Foresight:
             seconds,
         )
         if call.is_training:
-            self._keep(found.traces)
+            self._keep(found.traces, has_padding(call.kwargs))
         return found
 
     def _say(self, what: str) -> None:
@@ -147,8 +147,7 @@ class Foresight:
             prepare=prepare,
         )
         looked_up = [tensor.spec.name for tensor in self._manager.tensors if tensor.is_cpu_embedding]
-        has_padding, is_packed = _has_padding(call.kwargs), "position_ids" in call.kwargs
-        masks = masks_of_batches(has_padding=has_padding, is_packed=is_packed)
+        masks = masks_of_batches(has_padding=has_padding(call.kwargs), is_packed="position_ids" in call.kwargs)
         with _Bar(is_first=self._rank == 0) as bar, unobserved(self._model), FakeTensors(), masks:
             is_apart = self._device.type != "cpu"
             ops = trace(what, looked_up=looked_up, has_accelerator=is_apart, deadline=bar, is_checked=False)
@@ -190,7 +189,7 @@ class Foresight:
             if isinstance(note, LookedUp):
                 index = places.index_of[note.index]
                 lookups[index] = lookups.get(index, 0) + note.nbytes
-        return Foreseen(traces, lookups)
+        return Foreseen(traces, lookups, self._device.type == "cpu")
 
 
 def _with_rounding(made: Trace) -> Trace:
@@ -199,8 +198,12 @@ def _with_rounding(made: Trace) -> Trace:
     return made.with_non_model_nbytes(list(nbytes))
 
 
-def _has_padding(kwargs: Mapping[str, Any]) -> bool:
-    """Whether some tokens of a batch are masked; it waits for the device."""
+def has_padding(kwargs: Mapping[str, Any]) -> bool:
+    """Whether some tokens of a batch are masked; it waits for the device.
+
+    Args:
+        kwargs: Named inputs of a model.
+    """
     mask = kwargs.get("attention_mask")
     return isinstance(mask, torch.Tensor) and mask.dim() == 2 and not bool(mask.all())
 

@@ -28,6 +28,8 @@ from hf_patrickstar.tracing.stacks import cut, find_stacks
 
 logger = logging.getLogger(__name__)
 
+_MOST_RUNS = 3
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MicroBatch:
@@ -201,9 +203,12 @@ class _Ready:
 
     def record_twice(self) -> OpTrace | None:
         """Notes a micro-batch; ``None`` if one is not like the other: what is done once cannot be told again."""
-        first, found = self.record(), self.record()
-        if found is not None and found == first:
-            return found
+        before = self.record()
+        for _ in range(_MOST_RUNS - 1):  # torch may remember of the first run what it is asked again
+            found = self.record()
+            if found is not None and found == before:
+                return found
+            before = found
         logger.info("patrickstar: the model does what cannot be told again, and is run each time")
         return None
 

@@ -11,7 +11,6 @@ from hf_patrickstar.planner import planning
 from hf_patrickstar.planner.kept import kept
 from hf_patrickstar.planner.planning import arrange, plan_and_simulate, plan_if_fits
 from hf_patrickstar.planner.subject import Subject
-from hf_patrickstar.virtual.timing import OperatorTimes
 
 MODEL = "gpt2:n_layer=2,n_embd=64,n_head=2,vocab_size=200"
 ARGUMENTS = {
@@ -47,7 +46,7 @@ def test_the_same_question_is_answered_at_once(records):
     assert len(records) == 1
     assert plan_and_simulate(*arrange(MODEL, "rtx4090", **ARGUMENTS)) == first
     assert len(records) == 1
-    assert first[1].on(asked[1].machine).duration_ns == first[1].timeline.duration_ns
+    assert first[1].timeline.duration_ns > 0
 
 
 @pytest.mark.parametrize("change", [{"length": 64}, {"device_memory": "3MiB"}, {"settings": {"eviction": "lru"}}])
@@ -143,7 +142,7 @@ OTHER_PLANS = {
 
 
 @pytest.mark.parametrize("change", OTHER_PLANS.values(), ids=OTHER_PLANS)
-def test_a_plan_for_another_budget_runs_no_model(change, runs, place, monkeypatch):
+def test_a_plan_for_another_budget_runs_no_model(change, runs, place):
     def plan(changed):
         arguments = {**ARGUMENTS, **changed}
         return plan_and_simulate(*arrange(MODEL, arguments.pop("machine", "rtx4090"), **arguments))[0]
@@ -152,28 +151,10 @@ def test_a_plan_for_another_budget_runs_no_model(change, runs, place, monkeypatc
     assert len(runs) == 2, "recorded, and once more to compare"
     found = plan(change)
     assert len(runs) == 2
-    monkeypatch.setattr(planning, "trace", lambda *args, **how: None)
     for path in place.iterdir():
         path.unlink()
-    assert plan(change) == found
-    assert len(runs) > 2
-
-
-@pytest.mark.parametrize(
-    ("change", "times", "saves"),
-    [
-        ({"settings": {"cpu_embedding": True}}, None, True),
-        ({}, OperatorTimes(), False),
-        ({"num_micro_batches": 2}, OperatorTimes(), True),
-    ],
-    ids=["embeddings on the CPU", "one measured", "several measured"],
-)
-def test_the_model_is_recorded_where_that_saves_time(change, times, saves, monkeypatch):
-    traced, trace = [], planning.trace
-    monkeypatch.setattr(planning, "trace", lambda *args, **how: (traced.append(1), trace(*args, **how))[1])
-    subject, given = arrange(MODEL, "rtx4090", **{**ARGUMENTS, **change})
-    plan_and_simulate(subject, dataclasses.replace(given, times=times))
-    assert bool(traced) == saves
+    assert plan(change) == found, "what is kept is what is recorded"
+    assert len(runs) == 4
 
 
 @pytest.mark.parametrize(

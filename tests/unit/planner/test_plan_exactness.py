@@ -80,7 +80,7 @@ def test_a_plan_has_the_bytes_of_a_run_of_several_micro_batches():
     subject, given, plan, recording = plan_within("gpt2", budget, num_micro_batches=3)
     _, stats, moved = run_within(subject, given)
     assert recording.moved_nbytes == moved
-    assert plan.tier(Tier.HOST).need_nbytes == stats["host_peak_nbytes"]
+    assert plan.tier(Tier.HOST).need_nbytes == stats["host_step_peak_nbytes"]
     # A program may keep a batch for longer than the planned one does.
     assert plan.tier(Tier.DEVICE).need_nbytes == pytest.approx(stats["device_total_step_peak_nbytes"], rel=0.01)
 
@@ -116,4 +116,4 @@ def assert_exact(subject, given, plan, recording):
     assert recording.moved_nbytes == moved
     assert sum(moved) > 0
     assert plan.tier(Tier.DEVICE).need_nbytes == stats["device_total_step_peak_nbytes"]
-    assert plan.tier(Tier.HOST).need_nbytes == stats["host_peak_nbytes"]
+    assert plan.tier(Tier.HOST).need_nbytes == stats["host_step_peak_nbytes"]
