@@ -10,7 +10,7 @@ from hf_patrickstar.cli.main import main
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import BY_PRICE, MACHINES
 from hf_patrickstar.planner import search as searching
-from hf_patrickstar.planner.planning import arrange, plan_if_fits, plan_subject
+from hf_patrickstar.planner.planning import arrange, plan_if_fits
 from hf_patrickstar.planner.screen import describe_found
 from hf_patrickstar.planner.search import Found, Goal, answered, search, search_below
 from hf_patrickstar.planner.subject import with_batch
@@ -43,15 +43,6 @@ def fit_up_to(limit, size_of, plan, monkeypatch):
 
     monkeypatch.setattr(searching, "plan_if_fits", fake)
     return tried
-
-
-def test_so_close_to_the_limit_that_no_step_would_follow_a_plan():
-    """A batch of 8 has room for what is used at each moment, and none for chunks to be where a plan wants them."""
-    subject, given = arranged(batch_size=8)
-    assert plan_if_fits(subject, given) is None
-    plan = plan_subject(subject, given)
-    assert not plan.fits
-    assert plan.tiers["device"].need_nbytes > 8 * MIB
 
 
 def test_the_largest_batch_fits_and_one_more_does_not():
