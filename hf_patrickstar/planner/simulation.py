@@ -49,6 +49,7 @@ from hf_patrickstar.schedule.trace import StepKind, Trace, Visit, trace_key
 from hf_patrickstar.tracing.answers import AnsweringMode
 from hf_patrickstar.tracing.fake import FakeTensors
 from hf_patrickstar.tracing.updates import UpdateCost, cost_of_update
+from hf_patrickstar.virtual.garbage import no_collections
 
 OpsOf = Callable[[frozenset[str]], OpTrace]
 """Finds what a micro-batch does in which these embeddings are looked up at home, by the name of the weight."""
@@ -264,9 +265,12 @@ class _Simulator:
         return make_kernel(optimizer, resources.pool, False, None, None, resources.has_lanes, overlaps, is_alone)
 
     def run(self) -> Simulation:
+        ops, lookups, reasons = self._looked_up(self._decisions.homes.device_homed)
+        with no_collections():  # a plan is some hundred thousand small objects, none of which is garbage
+            return self._decided(ops, lookups, reasons)
+
+    def _decided(self, ops: OpTrace, lookups: Mapping[int, str], reasons: list[str]) -> Simulation:
         decisions, situation = self._decisions, self._situation
-        homed = decisions.homes.device_homed
-        ops, lookups, reasons = self._looked_up(homed)
         rules = self._rules(frozenset())
         traces = traces_of(ops, self._places, rules)
         known = KnownTraces("", {made.key: made for made in (*traces, self._update_trace(traces[0]))}, lookups)
