@@ -119,8 +119,7 @@ def test_a_forward_of_training_begins_a_step():
         ("gradients.note_computation", "a forward begins"),
         ("writes.sync",),
         ("steps.stop_idle_meter",),
-        ("placement.prepare", SHAPES, True),
-        ("steps.begin_step", "encoder", SHAPES, "present", 7),
+        ("steps.begin_step", "encoder", SHAPES, "present", 7, phases._make_ready),
     ]
 
 
@@ -139,8 +138,7 @@ def test_an_evaluation_is_a_step_of_its_own_even_inside_of_another(step):
         ("parameters.release_held_outside_forward",),
         ("writes.sync",),
         ("steps.stop_idle_meter",),
-        ("placement.prepare", SHAPES, False),
-        ("steps.begin_nested_evaluation", "", SHAPES, (), 7),
+        ("steps.begin_nested_evaluation", "", SHAPES, (), 7, phases._make_ready),
     ]
 
 
