@@ -90,6 +90,10 @@ class Foresight:
         except TraceError as error:
             self._say(f"the first step is recorded: {error}")
             return None
+        except Exception as error:  # the user's code may raise anything; what is wrong in itself fails in the step, too
+            said = f"the model does not run with tensors without bytes ({type(error).__name__}: {error})"
+            self._say(f"the first step is recorded: {said}")
+            return None
         if ops is None:
             self._say("the first step is recorded: the model does something else each time that it runs")
             return None
