@@ -15,7 +15,8 @@ def read_numbers(hidden):
 
 
 def insist_on_plain_tensors(hidden):
-    assert type(hidden) is torch.Tensor, "no other tensors"
+    if type(hidden) is not torch.Tensor:
+        raise TypeError("no other tensors")
     return hidden
 
 
