@@ -57,6 +57,6 @@ class CheckpointError(PatrickStarError, RuntimeError):
 class TraceError(PatrickStarError, RuntimeError):
     """A model cannot be traced: copied without bytes, or run on tensors without bytes.
 
-    Nothing of the model has changed then, and it can be trained as it is. The message names the module and the
-    attribute, or the operator, that prevents it.
+    Nothing of the model has changed then, and it can be trained as it is: its first step is recorded. The message names
+    the module and the attribute, or the operator, that prevents it.
     """

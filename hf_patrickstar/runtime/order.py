@@ -6,6 +6,8 @@ A collective in which not every process takes part never ends, and data may lead
 - A step begins with one small message of each process: the kind of step, the shapes of its inputs, and the room on the
   device. From the largest shapes and the least room every process makes the same plan. Every process executes all
   gathers and reductions of the plan, in its order, whether it needs them or not.
+- Traces that are made before a step are compared like recorded ones: a process may have padding that others do not
+  have, or take another branch. Where one process has none, all record the step.
 - Without a plan (in a step that is recorded, for example), or after the end of its plan, a process asks for each
   collective with one message. The others answer with the collective that they need themselves, or that they have ended.
   All processes then do all collectives that were asked for, in one order. Such a message names only the subject and
@@ -278,6 +280,17 @@ class Order(Protocol):
         """
         ...
 
+    def agree_on_foreseen(self, traces: Sequence[Trace]) -> Sequence[Trace]:
+        """Makes one trace of each that the processes have made before a step.
+
+        Args:
+            traces: The traces of this process, by kind; none if it has not made any.
+
+        Returns:
+            The traces of all, or none if a process has none.
+        """
+        ...
+
     def check(self, collective: Collective, dtype: torch.dtype, numel: int) -> None:
         """Notes the next collective of the plan, which the caller executes now.
 
@@ -379,6 +392,10 @@ class OwnOrder:
         """Returns what was given."""
         return trace
 
+    def agree_on_foreseen(self, traces: Sequence[Trace]) -> Sequence[Trace]:
+        """Returns what was given."""
+        return traces
+
     def check(self, collective: Collective, dtype: torch.dtype, numel: int) -> None:
         """Nothing to do."""
 
@@ -448,6 +465,14 @@ class AgreedOrder:
         """See ``Order``."""
         found = self._collectives.exchange_objects(trace.to_json(), f"compares what it has recorded ('{trace.key}')")
         return common_trace([Trace.from_json(text) for text in found])
+
+    def agree_on_foreseen(self, traces: Sequence[Trace]) -> Sequence[Trace]:
+        """See ``Order``."""
+        texts = [trace.to_json() for trace in traces]
+        found = self._collectives.exchange_objects(texts, "compares what it foresees of a step")
+        if not all(found):
+            return ()
+        return [common_trace([Trace.from_json(text) for text in same]) for same in zip(*found, strict=True)]
 
     def check(self, collective: Collective, dtype: torch.dtype, numel: int) -> None:
         """See ``Order``."""

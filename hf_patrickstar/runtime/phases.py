@@ -29,10 +29,10 @@ from hf_patrickstar.runtime.order import Phase
 from hf_patrickstar.runtime.parameters import Parameters
 from hf_patrickstar.runtime.placement import Placement
 from hf_patrickstar.runtime.ranges import named, phase
-from hf_patrickstar.runtime.steps import Steps
+from hf_patrickstar.runtime.steps import Foreseen, Steps
 from hf_patrickstar.runtime.turns import Turns, is_backward_elsewhere
 from hf_patrickstar.runtime.update import Update
-from hf_patrickstar.schedule.trace import Shapes, StepKind
+from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace
 from hf_patrickstar.states import Stage
 
 _MOST_FORESEEN = 3
@@ -122,24 +122,32 @@ class Phases:
 
     def _foresee(self, title: str, shapes: Shapes) -> bool:
         """Takes traces that are made before the step begins; chunks move to the homes that are best for it."""
-        tracer = self._tracer
+        own: Sequence[Trace] = ()
         for _ in range(_MOST_FORESEEN):
             foreseen = self._steps.foresee(title, shapes)
             if foreseen is None:
-                return False
-            tracer.learn(foreseen.traces)
-            if tracer.step is not None:
-                return True  # inside of a step no chunk moves home
-            for index, nbytes in foreseen.lookup_nbytes.items():
-                self._parameters.by_index[index].lookup_nbytes = nbytes * self._steps.num_micro_batches
-            with self._lock:
-                num, is_certain = self._steps.num_micro_batches, foreseen.is_exact
-                self._placement.update(self._reclaim, num, is_foreseen=True, is_certain=is_certain)
-            for tensor in self._parameters.tensors:
-                tensor.lookup_nbytes = 0
-            if tracer.covers(title, shapes):
-                return True
-        return False
+                break
+            self._learn(foreseen)
+            if self._tracer.covers(title, shapes):
+                own = foreseen.traces
+                break
+        agreed = self._steps.agree_on_foreseen(own, shapes)
+        if agreed and agreed != own:
+            self._learn(Foreseen(agreed, {}, is_exact=False))
+        return bool(agreed)
+
+    def _learn(self, foreseen: Foreseen) -> None:
+        self._tracer.learn(foreseen.traces)
+        if self._tracer.step is not None:
+            return  # inside of a step no chunk moves home
+        for index, nbytes in foreseen.lookup_nbytes.items():
+            self._parameters.by_index[index].lookup_nbytes = nbytes * self._steps.num_micro_batches
+        with self._lock:
+            num = self._steps.num_micro_batches
+            is_certain = foreseen.is_exact and self._steps.order.is_alone  # a rank that fails alone is waited for
+            self._placement.update(self._reclaim, num, is_foreseen=True, is_certain=is_certain)
+        for tensor in self._parameters.tensors:
+            tensor.lookup_nbytes = 0
 
     @phase
     def after_forward(self, frame: Frame, *, has_failed: bool) -> None:

@@ -183,6 +183,10 @@ class Steps:
             return None
         return self.foresight.foresee(self._call, shapes)
 
+    def agree_on_foreseen(self, traces: Sequence[Trace], shapes: Shapes) -> Sequence[Trace]:
+        """What all processes foresee of a step with such inputs; nothing if one of them cannot tell."""
+        return self.order.agree_on_foreseen(traces) if self.foresight is not None and shapes else traces
+
     @property
     def is_last_micro_batch(self) -> bool:
         """Whether the micro-batch that runs, or begins, is the last one of its step."""

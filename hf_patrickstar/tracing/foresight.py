@@ -24,6 +24,7 @@ from hf_patrickstar.checkpoint.progress import shown
 from hf_patrickstar.errors import TraceError
 from hf_patrickstar.layout.specs import TensorSpec, collect_specs
 from hf_patrickstar.memory.streams import DeviceStreams
+from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.collectives import Collectives
@@ -46,6 +47,8 @@ _PATIENCE_S = 60.0
 _ROUNDING = 0.05
 _WORKSPACES_NBYTES = 64 * MIB
 """What is added on an accelerator until the first step is measured: its allocator rounds up, libraries take space."""
+_MOST_WORKSPACES = 1 / 16
+"""How much of the budget that is at most: a small one would have no room for chunks."""
 
 
 class Foresight:
@@ -89,6 +92,10 @@ class Foresight:
             ops, specs = self._trace(call, shapes)
         except TraceError as error:
             self._say(f"the first step is recorded: {error}")
+            return None
+        except Exception as error:  # the user's code may raise anything; what is wrong in itself fails in the step, too
+            said = f"the model does not run with tensors without bytes ({type(error).__name__}: {error})"
+            self._say(f"the first step is recorded: {said}")
             return None
         if ops is None:
             self._say("the first step is recorded: the model does something else each time that it runs")
@@ -183,7 +190,9 @@ class Foresight:
         kinds = kinds_of(self._num_micro_batches) if call.is_training else (StepKind.EVALUATION,)
         traces = [micro_batch(ops, places, self._rules, kind, name=name).trace for kind in kinds]
         if self._device.type != "cpu":
-            traces = [_with_rounding(made) for made in traces]
+            limit = self._manager.ledger.limit(Tier.DEVICE, cautious=False)
+            workspaces_nbytes = min(_WORKSPACES_NBYTES, int(_MOST_WORKSPACES * limit))
+            traces = [_with_rounding(made, workspaces_nbytes) for made in traces]
         lookups: dict[int, int] = {}
         for note in ops.notes:
             if isinstance(note, LookedUp):
@@ -192,9 +201,9 @@ class Foresight:
         return Foreseen(traces, lookups, self._device.type == "cpu")
 
 
-def _with_rounding(made: Trace) -> Trace:
+def _with_rounding(made: Trace, workspaces_nbytes: int) -> Trace:
     """A trace with what an accelerator takes beside the bytes of tensors."""
-    nbytes = (int((1 + _ROUNDING) * visit.non_model_nbytes) + _WORKSPACES_NBYTES for visit in made.visits)
+    nbytes = (int((1 + _ROUNDING) * visit.non_model_nbytes) + workspaces_nbytes for visit in made.visits)
     return made.with_non_model_nbytes(list(nbytes))
 
 

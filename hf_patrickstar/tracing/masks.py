@@ -4,22 +4,17 @@
 transformers looks into a batch before it makes a mask of all pairs of tokens: if no token is padding and every row is
 one sequence, causal attention needs no mask. Of tensors that have no values it cannot see that, and makes the mask,
 which takes memory that a training does not take, and another kernel of attention. Who plans knows what the batch is.
+Where nobody has imported transformers, no model is one of its models, and there is nothing to leave out.
 """
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import masking_utils
-
-_THAT_LOOK = {
-    "_ignore_causal_mask_sdpa": getattr(masking_utils, "fast_all", torch.all),
-    "_ignore_bidirectional_mask_sdpa": torch.all,
-}
-"""Functions of transformers that look into a batch, and what they compute with: it takes memory for a moment."""
 
 
 @contextlib.contextmanager
@@ -30,11 +25,17 @@ def masks_of_batches(*, has_padding: bool, is_packed: bool) -> Iterator[None]:
         has_padding: Whether some tokens of a batch are padding.
         is_packed: Whether a row of a batch may be several sequences, which begin where ``position_ids`` begin again.
     """
+    masking_utils: Any = getattr(sys.modules.get("transformers"), "masking_utils", None)
+    # Functions that look into a batch, and what they compute with: it takes memory for a moment.
+    that_look = {
+        "_ignore_causal_mask_sdpa": getattr(masking_utils, "fast_all", torch.all),
+        "_ignore_bidirectional_mask_sdpa": torch.all,
+    }
     with contextlib.ExitStack() as stack:
         if not is_packed and hasattr(masking_utils, "find_packed_sequence_indices"):
             find = _finding_none(masking_utils.find_packed_sequence_indices)
             stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", find))
-        for name, are_all in () if has_padding else _THAT_LOOK.items():
+        for name, are_all in () if has_padding else that_look.items():
             look = getattr(masking_utils, name, None)
             if look is not None:
                 stack.enter_context(mock.patch.object(masking_utils, name, _without_padding(look, are_all)))

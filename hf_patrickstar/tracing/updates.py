@@ -8,7 +8,7 @@ import torch
 from hf_patrickstar.tracing.answers import AnsweringMode
 from hf_patrickstar.tracing.costs import cost_of
 
-_SHAPE = 1024, 1024
+_SHAPE = 1000, 1000
 """Of the parameter that is updated: a matrix, since some optimizers keep less of one than of a vector."""
 
 
@@ -33,7 +33,7 @@ def cost_of_update(optimizer: torch.optim.Optimizer) -> UpdateCost:
     Args:
         optimizer: One like it, with the settings of its first group, updates a matrix of fp32.
     """
-    parameter = torch.nn.Parameter(torch.empty(_SHAPE, device="cpu"))
+    parameter = torch.nn.Parameter(torch.zeros(_SHAPE, device="cpu"))
     settings = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     alike: Any = object.__new__(type(optimizer))
     alike.__dict__.update(optimizer.__dict__)
@@ -41,7 +41,7 @@ def cost_of_update(optimizer: torch.optim.Optimizer) -> UpdateCost:
     alike.param_groups = [{**settings, "params": [parameter]}]
     operators = _Operators()
     for _ in range(2):  # the first step makes states
-        parameter.grad = torch.empty(_SHAPE, device="cpu")
+        parameter.grad = torch.zeros(_SHAPE, device="cpu")
         operators.nbytes = 0
         with operators, torch.no_grad():
             type(optimizer).step(alike)

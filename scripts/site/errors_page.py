@@ -37,6 +37,7 @@ ORDER = (
     "CollectiveError",
     "CheckpointError",
     "ScriptError",
+    "TraceError",
     "RaceError",
 )
 PARTS = {
@@ -46,6 +47,7 @@ PARTS = {
     "planner": "Plans",
     "virtual": "Plans",
     "schedule": "Plans of a step",
+    "tracing": "Plans of a step",
     "report": "Pages, records and pictures",
     "machine": "Machines",
     "integrations": "Trainer and Accelerate",
@@ -62,9 +64,9 @@ PARTS = {
 
 _VERBS = (
     "add assign begin call change choose convert copy derive detach drop end export freeze give hold import initialise "
-    "install keep leave let load look lower make move pass pip plan prepare put raise read remove replace restart "
+    "install keep leave let load look lower make move open pass pip plan prepare put raise read remove replace restart "
     "resume run save "
-    "search set share start tie train try unfreeze use wait write"
+    "search set share start tie trace train try unfreeze use wait write"
 )
 _PHRASES = (
     r"name (?!is\b)|did you mean|known\b|known are|near are|the units are|its own error says|"

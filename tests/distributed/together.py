@@ -115,6 +115,15 @@ def train_together(engine, loss_of, steps=STEPS, accumulation=1, max_norm=None, 
 
 
 @contextlib.contextmanager
+def recorded(is_recorded=True):
+    """Inside, engines do not foresee their first steps, which are recorded; as the fixture of this name."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if is_recorded:
+            monkeypatch.setattr(PatrickStarEngine, "_make_foresight", lambda self, casting: None)
+        yield
+
+
+@contextlib.contextmanager
 def engaged(model, config=None, optimizer=None, accumulation=1, **kwargs):
     """An engine on the CPU tier; what fails leaves it as it is, since the others may be anywhere."""
     optimizer = make_optimizer(model) if optimizer is None else optimizer

@@ -53,6 +53,7 @@ class Hooked:
             named = enumerate(self.model.named_parameters())
             tensors = [managed(index, *each, is_group=not is_alone) for index, each in named]
         self.tensors, self.told, self.frames = tensors, [], Frames()
+        self.calls = []
         answers = {name: _raiser(error) for name, error in dict(errors).items()}
 
         def fake(*silent, **found):
@@ -80,7 +81,7 @@ class Hooked:
             tensors=self.tensors,
             find=self.find,
             tracer=types.SimpleNamespace(asks_padding=False),
-            steps=types.SimpleNamespace(forecast=fake("note")),
+            steps=types.SimpleNamespace(forecast=fake("note"), announced=self.announced),
             sharing=types.SimpleNamespace(is_alone=is_alone),
             gradient_mirrors=fake("follow_recorded"),
             has_new_groups=False,
@@ -91,6 +92,13 @@ class Hooked:
         self.hooks = ModelHooks(self.model, self.manager, self.weights, follow, CPU, casting)
         self.before = footprint(self.model)
         self.hooks.attach()
+
+    @contextlib.contextmanager
+    def announced(self, call):
+        """Writes down the calls that begin steps, each with what is told of it meanwhile."""
+        begin = len(self.told)
+        yield
+        self.calls.append((call, [name for name, *_ in self.told[begin:]]))
 
     def find(self, parameter):
         return next((tensor for tensor in self.tensors if tensor.parameter is parameter), None)
@@ -172,6 +180,18 @@ def test_a_forward_of_training_tells_each_phase_in_order():
         ("after_module", "model FORWARD"),
         ("after_forward", "model FORWARD", False),
     ]
+
+
+def test_a_step_begins_while_its_call_is_announced():
+    hooked, inputs = Hooked(), ones(3, 2)
+    hooked.model(inputs)
+    with torch.no_grad():
+        hooked.model[0](input=inputs)
+    (whole, told), (part, _) = hooked.calls
+    assert told == ["before_forward"]
+    assert (whole.module, whole.args, whole.kwargs, whole.is_training) == (hooked.model, (inputs,), {}, True)
+    assert (part.module, part.name, part.args, part.is_training) == (hooked.model[0], "0", (), False)
+    assert part.kwargs == {"input": inputs}
 
 
 def test_the_outermost_forward_is_told_before_any_module():

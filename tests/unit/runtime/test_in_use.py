@@ -10,6 +10,8 @@ from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.runtime.in_use import ChunksInUse
 from hf_patrickstar.runtime.tracer import Tracer
 
+pytestmark = pytest.mark.usefixtures("recorded")
+
 
 class Asked:
     """A chunk that counts how often it is asked."""

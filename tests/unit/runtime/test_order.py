@@ -22,6 +22,7 @@ from hf_patrickstar.runtime.order import (
     Subject,
     make_order,
 )
+from hf_patrickstar.schedule.trace import Trace, Visit
 
 ROOM = Room(1000, None, 10, (3, 1))
 SHAPES = ((4, 128), (4,))
@@ -511,6 +512,19 @@ def test_between_steps_nobody_has_said_that_he_comes():
 
     ranks, _ = run(read, read)
     assert [rank.collectives.patient for rank in ranks] == [[False], [False]]
+
+
+def test_what_processes_foresee_is_one_trace_of_each_kind_or_nothing():
+    first, larger, other = (Trace("training", (8, 8), (Visit(0, (), num), Visit(1))) for num in (3, 5, 4))
+    _, results = agree(lambda rank: foresee(rank, first, other), lambda rank: foresee(rank, larger, first))
+    assert results == [[larger, other]] * 2
+    _, results = agree(lambda rank: foresee(rank, first), lambda rank: foresee(rank))
+    assert results == [[], []], "one cannot tell"
+    assert OwnOrder().agree_on_foreseen([first]) == [first]
+
+
+def foresee(rank, *traces):
+    return list(rank.order.agree_on_foreseen(traces))
 
 
 @pytest.mark.parametrize("subject", [Subject.NORM, Subject.ENTER, Subject.MEET])

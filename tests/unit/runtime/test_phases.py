@@ -14,6 +14,7 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.frames import Frame
 from hf_patrickstar.runtime.order import Phase
 from hf_patrickstar.runtime.phases import Phases
+from hf_patrickstar.runtime.steps import Foreseen
 from hf_patrickstar.runtime.update import Update
 from hf_patrickstar.states import Stage
 
@@ -43,7 +44,7 @@ def make(*, step=None, factor=None, num_micro_batches=2, homes=(Tier.HOST,), ove
             "abandon_step",
             "end_forward",
         ),
-        *("end_micro_batch", "begin_update", "visit_for_update"),
+        *("end_micro_batch", "begin_update", "visit_for_update", "foresee", "agree_on_foreseen"),
         end_update=num_micro_batches,
         end_phase=frozenset(),
     )
@@ -80,6 +81,7 @@ def make(*, step=None, factor=None, num_micro_batches=2, homes=(Tier.HOST,), ove
         policy=types.SimpleNamespace(overlaps_updates=overlaps_updates),
     )
     placement, streams = fake("placement", "prepare", "update"), fake("streams", "release_in_flight", on_host="ticket")
+    parts.steps = steps
     parts.data, parts.executor, parts.gradients, parts.tracer = data, executor, gradients, services.tracer
     turns = fake("turns", "take_backward", "give_up_backward", "give_up")
     phases = Phases(services, steps, placement, data, parameters, turns, streams)
@@ -119,9 +121,75 @@ def test_a_forward_of_training_begins_a_step():
         ("gradients.note_computation", "a forward begins"),
         ("writes.sync",),
         ("steps.stop_idle_meter",),
-        ("placement.prepare", SHAPES, True),
-        ("steps.begin_step", "encoder", SHAPES, "present", 7),
+        ("steps.begin_step", "encoder", SHAPES, "present", 7, phases._make_ready),
     ]
+
+
+def foreseeing(answers, *, covers=True, agreed=None, step=None):
+    """Phases of which steps are foreseen as the answers say, each time that they are asked."""
+    answers = iter(answers)
+    parts, phases = make(
+        step=step,
+        steps={
+            "foresee": lambda title, shapes: next(answers),
+            "agree_on_foreseen": lambda own, shapes: own if agreed is None else agreed,
+        },
+    )
+    parts.tracer.learn = lambda traces: parts.told.append(("tracer.learn", traces))
+    parts.tracer.covers = lambda title, shapes: covers
+    parts.steps.num_micro_batches = 2
+    for tensor in parts.tensors:
+        tensor.lookup_nbytes = 0
+    return parts, phases
+
+
+def without_asking(parts):
+    return [(name, *arguments) for name, *arguments in told(parts) if not name.startswith("steps.")]
+
+
+def test_a_step_that_is_foreseen_has_its_homes_before_it_begins():
+    seen = []
+    parts, phases = foreseeing([Foreseen(["a trace"], {0: 8})])
+    phases._placement._answers["update"] = lambda *_: seen.append([tensor.lookup_nbytes for tensor in parts.tensors])
+    assert phases._make_ready("training/2x4", SHAPES)
+    assert without_asking(parts) == [("tracer.learn", ["a trace"]), ("placement.update", "reclaim", 2)]
+    assert seen == [[16, 0]], "of all micro-batches"
+    assert [tensor.lookup_nbytes for tensor in parts.tensors] == [0, 0], "nothing was looked up yet"
+
+
+def test_no_chunk_moves_home_inside_of_a_step_that_runs():
+    parts, phases = foreseeing([Foreseen(["a trace"], {})], step=Step())
+    assert phases._make_ready("evaluation/2x4", SHAPES)
+    assert without_asking(parts) == [("tracer.learn", ["a trace"])]
+
+
+@pytest.mark.parametrize(("title", "is_training"), [("training/2x4", True), ("evaluation/2x4", False)])
+def test_where_nothing_is_foreseen_there_is_room_for_what_a_step_may_need(title, is_training):
+    parts, phases = foreseeing([None])
+    assert not phases._make_ready(title, SHAPES)
+    assert without_asking(parts) == [("placement.prepare", SHAPES, is_training)]
+
+
+def test_a_step_is_foreseen_again_where_its_lookups_were_decided_and_not_for_ever():
+    parts, phases = foreseeing([Foreseen([number], {}) for number in range(9)], covers=False)
+    assert not phases._make_ready("training/2x4", SHAPES)
+    learnt = [arguments for name, *arguments in without_asking(parts) if name == "tracer.learn"]
+    assert learnt == [[[0]], [[1]], [[2]]]
+
+
+def test_what_all_processes_foresee_is_learnt():
+    parts, phases = foreseeing([Foreseen(["own"], {})], agreed=["of all"])
+    assert phases._make_ready("training/2x4", SHAPES)
+    assert [arguments for name, *arguments in without_asking(parts) if name == "tracer.learn"] == [
+        [["own"]],
+        [["of all"]],
+    ]
+
+
+def test_what_another_process_does_not_foresee_is_not_foreseen():
+    parts, phases = foreseeing([Foreseen(["own"], {})], agreed=())
+    assert not phases._make_ready("training/2x4", SHAPES)
+    assert without_asking(parts)[-1] == ("placement.prepare", SHAPES, True)
 
 
 def test_a_forward_of_training_goes_on_with_a_step_that_runs():
@@ -139,8 +207,7 @@ def test_an_evaluation_is_a_step_of_its_own_even_inside_of_another(step):
         ("parameters.release_held_outside_forward",),
         ("writes.sync",),
         ("steps.stop_idle_meter",),
-        ("placement.prepare", SHAPES, False),
-        ("steps.begin_nested_evaluation", "", SHAPES, (), 7),
+        ("steps.begin_nested_evaluation", "", SHAPES, (), 7, phases._make_ready),
     ]
 
 

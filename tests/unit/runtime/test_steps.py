@@ -459,6 +459,35 @@ def test_what_is_not_the_same_everywhere_is_dropped(is_traced, resident, events,
     assert len(parts.tracer.traces) == num_traces
 
 
+class Told:
+    """Foresight that has nothing to tell."""
+
+    def foresee(self, call, shapes):
+        return None
+
+
+def test_a_step_begins_anew_where_processes_may_have_foreseen_it():
+    parts = make_group(Beginning(SHAPES, True, Room(96, None, 0, ())))
+    asked = []
+
+    def make_ready(title, shapes):
+        asked.append((title, shapes))
+        return False
+
+    def kinds_of_messages():
+        found, parts.said[:] = [name for name, *_ in parts.said], []
+        return found
+
+    parts.steps.begin_step("", SHAPES, (), 0, make_ready)
+    assert (kinds_of_messages(), asked) == (["begin"], [("training", SHAPES)]), "nobody foresees anything"
+    parts.steps.foresight = Told()
+    parts.steps.begin_step("", SHAPES, (), 0, make_ready)
+    assert kinds_of_messages() == ["begin", "begin"]
+    parts.tracer.traces["training/2x4"] = Trace("training/2x4", (32,) * 3, (Visit(0),), (SHAPES,))
+    parts.steps.begin_step("", SHAPES, (), 0, make_ready)
+    assert (kinds_of_messages(), len(asked)) == (["begin"], 2), "it is known"
+
+
 @pytest.mark.parametrize(("evict_all", "has_plan"), [(False, True), (True, False)])
 def test_processes_that_evict_everything_follow_no_plan(evict_all, has_plan):
     parts = make_group(evict_all=evict_all)

@@ -533,3 +533,93 @@ def test_chunks_have_the_order_of_the_first_training_that_was_recorded():
     assert tracer.chunk_order == {2: 0, 0: 1, 3: 2}, "until steps are recorded again"
     run_step(tracer, [3, 0])
     assert tracer.chunk_order == {3: 0, 0: 1}
+
+
+# Traces that are made before the first step
+
+
+def foreseen(*visits, key="training", shapes=((),)):
+    return Trace(key, (8, 8, 8), tuple(Visit(*visit) for visit in visits), shapes)
+
+
+def test_a_step_follows_what_was_foreseen_and_corrects_its_bytes():
+    measured = iter([5, 6, 7])
+    tracer = make_tracer([8, 8, 8], lambda: next(measured))
+    tracer.learn([foreseen((0, (2,), 90), (1, (), 90))])
+    version = tracer.version
+    step = tracer.begin("training")
+    assert (step.is_recorded, step.is_measured, step.is_metered, step.has_moments) == (False, True, True, True)
+    assert visit_all(tracer, [0, 1]) == [0, 1]
+    tracer.finish()
+    assert tracer.traces == {"training": foreseen((0, (2,), 5), (1, (), 6))}
+    assert tracer.version > version, "homes are decided anew"
+    step = tracer.begin("training")
+    assert (step.is_recorded, step.is_measured, step.is_metered) == (False, False, False)
+    assert tracer.events == []
+
+
+def test_what_was_not_foreseen_rightly_is_recorded_next_and_never_foreseen_again():
+    tracer = make_tracer([8, 8, 8])
+    tracer.learn([foreseen((0,), (1,), shapes=(((4,),),), key="training/4")])
+    assert tracer.may_learn("training", ((4,),))
+    step = run_step(tracer, [0, 2], shapes=((4,),))
+    assert step.is_diverged
+    assert not tracer.covers("training", ((4,),))
+    assert not tracer.may_learn("training", ((4,),))
+    assert tracer.may_learn("training", ((9,),)), "another bucket"
+    assert run_step(tracer, [0, 2], shapes=((4,),)).is_recorded
+    assert chunks_of(tracer, "training/4") == [0, 2]
+    assert count(tracer, StepDiverged) == 1
+
+
+def test_a_step_without_shapes_is_not_foreseen():
+    assert not make_tracer([8]).may_learn("training", ())
+
+
+def test_a_step_that_is_void_or_shorter_corrects_nothing():
+    for is_void, chunks in ((True, [0, 1]), (False, [0])):
+        tracer = make_tracer([8, 8, 8], lambda: 5)
+        tracer.learn([foreseen((0, (), 90), (1, (), 90))])
+        step = tracer.begin("training")
+        visit_all(tracer, chunks)
+        step.is_void = is_void
+        tracer.finish()
+        assert tracer.traces == {"training": foreseen((0, (), 90), (1, (), 90))}
+
+
+def test_all_processes_agree_on_the_corrected_trace():
+    larger = foreseen((0, (), 50), (1, (), 50))
+    tracer = make_tracer([8, 8, 8], lambda: 5, agree=lambda trace: trace.merged(larger))
+    tracer.learn([foreseen((0, (), 90), (1, (), 90))])
+    run_step(tracer, [0, 1])
+    assert tracer.traces == {"training": larger}
+
+
+def test_what_is_foreseen_of_larger_inputs_covers_what_is_known():
+    tracer = make_tracer([8, 8, 8], lambda: 7)
+    run_step(tracer, [0, 1], shapes=((3,),))
+    tracer.learn([foreseen((0, (), 9), (1, (), 4), shapes=(((4,),),), key="training/3")])
+    assert [visit.non_model_nbytes for visit in tracer.traces["training/3"].visits] == [9, 7]
+
+
+def test_after_a_step_that_ran_out_of_memory_nothing_is_foreseen():
+    tracer = make_tracer([8, 8, 8])
+    tracer.learn([foreseen((0,), shapes=(((4,),),), key="training/4")])
+    tracer.distrust()
+    assert tracer.traces == {}
+    assert not tracer.may_learn("training", ((4,),))
+    assert tracer.begin("training", ((4,),)).is_recorded
+
+
+def test_of_an_update_the_order_of_chunks_is_known_beforehand():
+    tracer = make_tracer([8, 8, 8], lambda: 6)
+    tracer.learn_update("update", [2, 0])
+    version = tracer.version
+    tracer.learn_update("update", [2, 0])
+    assert tracer.version == version, "it is known"
+    step = run_step(tracer, [2, 0], "update", chunk_indices=[2, 0])
+    assert not step.is_diverged
+    assert tracer.traces["update"].non_model_peak_nbytes == 6
+    tracer.learn_update("update", [0, 1, 2])
+    assert chunks_of(tracer, "update") == [0, 1, 2]
+    assert count(tracer, StepRecorded) == 0

@@ -25,6 +25,14 @@ WITHOUT_REMEDY = {
     # No command reads traces from a user's file.
     "this is not a trace: <type of error>: <error>",
     "trace '<key>', moment <moment>: chunk <index> of <number of chunks>",
+    # The first step is recorded then, and a log says it: there is nothing to do.
+    "parameter '<spec>' is not managed",
+    "no output of the model has a gradient",
+    "recording a micro-batch with tensors without bytes took longer than <seconds> s",
+    "the model calls the collective '<name>', which nobody answers while its operators are recorded with tensors "
+    "without bytes",
+    "the model calls operator '<func>', whose result depends on values that tensors without bytes do not have (<type "
+    "of error>: <error>)",
 }
 
 

@@ -1,0 +1,96 @@
+"""Ranks that foresee different first steps, or of which one cannot: they go on together, and compute the same."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import make_batch, make_model
+from together import copy_state, differences, engaged, on_one_rank, seed_of, tight, train_alone, train_together
+
+pytestmark = pytest.mark.xdist_group("distributed")
+
+WIDTH = 8
+SMALL = {"chunk_numel": WIDTH * WIDTH}
+
+
+class Routed(torch.nn.Module):
+    """Layers of which each rank takes those that ``route`` names.
+
+    Args:
+        route: Says which layers a rank takes.
+        unseen: A rank whose forward asks for numbers, which a tensor without bytes does not have.
+    """
+
+    def __init__(self, route, unseen=None):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.route, self.unseen = route, unseen
+
+    def forward(self, x, rank):
+        for index in self.route[rank]:
+            x = torch.tanh(self.layers[index](x))
+        if rank == self.unseen:
+            x = x * float(x.detach().numpy().sum() != 7)
+        return x
+
+
+def make_routed(*args):
+    torch.manual_seed(0)
+    return Routed(*args)
+
+
+def routed_loss(model, step, micro, rank):
+    generator = torch.Generator().manual_seed(seed_of(step, micro, rank))
+    return model(torch.randn(4, WIDTH, generator=generator), rank).square().mean()
+
+
+def padded_loss(model, step, micro, rank):
+    torch.manual_seed(seed_of(step, micro, rank))  # for dropout
+    batch = make_batch("gpt2", 2, seed_of(step, micro, rank), 8)
+    if rank == 1:
+        batch["attention_mask"][0, 5:] = 0
+    return model(**batch).loss
+
+
+def trained_alone(make, args, loss_of, accumulation):
+    model = make(*args)
+    _, losses, _ = train_alone(model, loss_of, dist.get_world_size(), accumulation=accumulation)
+    return copy_state(model), losses
+
+
+def train(rank, make, args, loss_of, accumulation, is_tight):
+    """Trains as one process does; returns how many steps were recorded, and how many have left their trace."""
+    state, losses = on_one_rank(trained_alone, make, args, loss_of, accumulation)
+    model = make(*args)
+    config = tight(model, SMALL) if is_tight else SMALL
+    with engaged(model, {**config, "debug_collectives": True}, accumulation=accumulation) as engine:
+        own, _ = train_together(engine, loss_of, accumulation=accumulation)
+        stats = engine.stats()
+    assert own == losses[rank :: dist.get_world_size()]
+    assert differences(state, copy_state(model)) == {}
+    return stats["recorded_steps"], stats["diverged_steps"]
+
+
+@pytest.mark.parametrize("is_tight", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+def test_steps_are_foreseen_where_only_one_rank_has_padding(pair, accumulation, is_tight):
+    found = pair.run(train, make_model, ("gpt2",), padded_loss, accumulation, is_tight)
+    assert found == [(0, 0)] * 2
+
+
+@pytest.mark.parametrize("is_tight", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("unseen", [0, 1])
+def test_where_one_rank_cannot_foresee_a_step_all_record_it(pair, unseen, accumulation, is_tight):
+    route = ((0, 1, 2, 3),) * 2
+    first, second = pair.run(train, make_routed, (route, unseen), routed_loss, accumulation, is_tight)
+    assert first == second
+    assert first[0] > 0
+    assert first[1] == 0
+
+
+@pytest.mark.parametrize("is_tight", [False, True])
+@pytest.mark.parametrize(
+    "route", [((0, 1, 2, 3), (3, 2, 1, 0)), ((0, 1), (0, 1, 2, 3)), ((0, 1, 2), (0, 3, 2))], ids=str
+)
+def test_ranks_that_foresee_different_steps_go_on_together(pair, route, is_tight):
+    pair.run(train, make_routed, (route,), routed_loss, 1, is_tight)

@@ -1,0 +1,89 @@
+"""The first step of models whose code cannot run with tensors without bytes: it is recorded, and computes the same."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from hf_patrickstar import PatrickStarEngine
+
+
+def read_numbers(hidden):
+    return hidden * float(hidden.detach().numpy().sum() != 7)
+
+
+def insist_on_plain_tensors(hidden):
+    if type(hidden) is not torch.Tensor:
+        raise TypeError("no other tensors")
+    return hidden
+
+
+def call_a_library(hidden):
+    if hidden.detach().untyped_storage().data_ptr() == 0:
+        raise ValueError("a tensor without bytes")
+    return hidden
+
+
+def raise_an_error_of_its_own(hidden):
+    class OwnError(Exception):
+        pass
+
+    try:
+        hidden.detach().numpy()
+    except RuntimeError:
+        raise OwnError("this needs numbers") from None
+    return hidden
+
+
+class Peculiar(nn.Module):
+    def __init__(self, ask):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.ask = ask
+
+    def forward(self, inputs):
+        return self.second(self.ask(self.first(inputs)))
+
+
+def train(model, optimizer):
+    losses = []
+    for step in range(3):
+        loss = model(torch.full((2, 8), 1.0 + step)).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [read_numbers, insist_on_plain_tensors, call_a_library, raise_an_error_of_its_own],
+    ids=lambda ask: ask.__name__,
+)
+def test_what_code_raises_for_tensors_without_bytes_is_not_raised_for_the_user(ask, caplog):
+    model = Peculiar(ask)
+    plain = copy.deepcopy(model)
+    expected = train(plain, torch.optim.AdamW(plain.parameters()))
+    engine = PatrickStarEngine(model, {"device_budget": 2**20}, torch.optim.AdamW(model.parameters()), device="cpu")
+    with caplog.at_level(logging.INFO, "hf_patrickstar"):
+        assert train(model, engine.optimizer) == expected
+    said = [record.message for record in caplog.records if "the first step is recorded" in record.message]
+    assert len(said) == 1
+    assert engine.stats()["recorded_steps"] > 0
+    for parameter, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(parameter, other)
+
+
+def test_an_error_of_a_forward_is_raised_once_and_as_it_is():
+    def fail(hidden):
+        seen.append(hidden)
+        raise ValueError("of the forward itself")
+
+    seen, model = [], Peculiar(fail)
+    engine = PatrickStarEngine(model, {"device_budget": 2**20}, torch.optim.AdamW(model.parameters()), device="cpu")
+    with pytest.raises(ValueError, match="of the forward itself"):
+        train(model, engine.optimizer)
+    assert [type(hidden) for hidden in seen][-1] is torch.Tensor, "raised by the forward of the model"
