@@ -56,6 +56,12 @@ def _streams(request):
         yield
 
 
+@pytest.fixture
+def recorded(monkeypatch):
+    """No engine foresees its first steps: they are recorded."""
+    monkeypatch.setattr("hf_patrickstar.engine.PatrickStarEngine._make_foresight", lambda self, casting: None)
+
+
 @pytest.fixture(autouse=True)
 def _log_levels():
     """Restores what a Trainer changes for its whole process: the levels of logs, which later tests would see."""

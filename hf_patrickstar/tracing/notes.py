@@ -145,15 +145,22 @@ class Notes:
     def enter_forward(self, name: str, shapes: Shapes, present: Iterable[torch.Tensor]) -> None:
         """An outermost forward begins; ``present`` is there already."""
         inputs, others = [], []
+        batch: dict[int, int] = {}
+        buffers: dict[int, int] = {}
         for tensor in present:
             for _, key, nbytes in storages_of(tensor):
+                if key in self._buffers:
+                    buffers[key] = nbytes
+                elif key in self._inputs:
+                    batch[key] = nbytes
                 if key in self._inputs:
                     inputs.append(self._inputs.index(key))
                 elif key in self._live:
                     others.append(self._live[key][0])
                 elif key not in self._buffers and nbytes:
                     self.is_odd = True
-        self.add(EnterForward(name, shapes, tuple(inputs), tuple(others)))
+        nbytes, buffers_nbytes = sum(batch.values()), sum(buffers.values())
+        self.add(EnterForward(name, shapes, tuple(inputs), tuple(others), nbytes, buffers_nbytes))
 
     def note_use(self, watched: Watched) -> None:
         """Tensors may look into the memory of a parameter from now on."""
