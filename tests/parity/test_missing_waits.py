@@ -741,6 +741,10 @@ ELSEWHERE = {
     "virtual/driver.py": "virtual time",
     "schedule/repeats.py": "joins words",
     "virtual/listening.py": "notes what a model does, no copy",
+    "planner/simulation.py": "simulates: no copy is under way",
+    "schedule/step.py": "tells of copies, and makes none",
+    "tracing/answers.py": "notes operators on tensors without bytes",
+    "tracing/micro_batch.py": "notes a micro-batch of tensors without bytes",
 }
 """Modules that wait for something else."""
 
