@@ -152,8 +152,9 @@ class Executor:
         ledger = self._ledger
         if step is None:
             ledger.is_cautious, ledger.reserved_nbytes = False, 0
-        elif step.cursor is None:
-            trace = self._tracer.traces.get(step.key) if step.is_diverged else None
+        elif step.cursor is None or (step.is_measured and step.plan is None):
+            # A trace that was made beforehand may foresee too much: if no plan fits, what is measured decides.
+            trace = self._tracer.traces.get(step.key) if step.is_diverged and not step.is_measured else None
             ledger.is_cautious = True
             ledger.reserved_nbytes = trace.non_model_peak_nbytes if trace is not None else 0
         else:

@@ -149,17 +149,18 @@ class Notes:
         buffers: dict[int, int] = {}
         for tensor in present:
             for _, key, nbytes in storages_of(tensor):
-                (buffers if key in self._buffers else batch)[key] = nbytes
+                if key in self._buffers:
+                    buffers[key] = nbytes
+                elif key in self._inputs:
+                    batch[key] = nbytes
                 if key in self._inputs:
                     inputs.append(self._inputs.index(key))
                 elif key in self._live:
                     others.append(self._live[key][0])
                 elif key not in self._buffers and nbytes:
                     self.is_odd = True
-        for key in self._live:
-            batch.pop(key, None)
-        sizes = sum(batch.values()), sum(buffers.values())
-        self.add(EnterForward(name, shapes, tuple(inputs), tuple(others), *sizes))
+        nbytes, buffers_nbytes = sum(batch.values()), sum(buffers.values())
+        self.add(EnterForward(name, shapes, tuple(inputs), tuple(others), nbytes, buffers_nbytes))
 
     def note_use(self, watched: Watched) -> None:
         """Tensors may look into the memory of a parameter from now on."""

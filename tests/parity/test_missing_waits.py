@@ -740,6 +740,10 @@ ELSEWHERE = {
     "virtual/companions.py": "waits for processes",
     "virtual/driver.py": "virtual time",
     "schedule/repeats.py": "joins words",
+    "planner/simulation.py": "simulates: no copy is under way",
+    "schedule/step.py": "tells of copies, and makes none",
+    "tracing/answers.py": "notes operators on tensors without bytes",
+    "tracing/micro_batch.py": "notes a micro-batch of tensors without bytes",
 }
 """Modules that wait for something else."""
 
