@@ -65,7 +65,7 @@ class Foreseen:
 
     traces: Sequence[Trace]
     lookup_nbytes: Mapping[int, int]
-    is_exact: bool
+    is_exact: bool = False
 
 
 class DeviceGauges:

@@ -150,7 +150,7 @@ def without_asking(parts):
 def test_a_step_that_is_foreseen_has_its_homes_before_it_begins():
     seen = []
     parts, phases = foreseeing([Foreseen(["a trace"], {0: 8})])
-    phases._placement._answers["update"] = lambda *_: seen.append([tensor.lookup_nbytes for tensor in parts.tensors])
+    phases._placement._answers["update"] = lambda *_, **how: seen.append([tensor.lookup_nbytes for tensor in parts.tensors])
     assert phases._make_ready("training/2x4", SHAPES)
     assert without_asking(parts) == [("tracer.learn", ["a trace"]), ("placement.update", "reclaim", 2)]
     assert seen == [[16, 0]], "of all micro-batches"
