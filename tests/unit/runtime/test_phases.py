@@ -150,9 +150,10 @@ def without_asking(parts):
 def test_a_step_that_is_foreseen_has_its_homes_before_it_begins():
     seen = []
     parts, phases = foreseeing([Foreseen(["a trace"], {0: 8})])
-    phases._placement._answers["update"] = lambda *_, **how: seen.append([tensor.lookup_nbytes for tensor in parts.tensors])
+    lookups = lambda *_, **how: seen.append([tensor.lookup_nbytes for tensor in parts.tensors])  # noqa: E731
+    phases._placement._answers["update"] = lookups
     assert phases._make_ready("training/2x4", SHAPES)
-    assert without_asking(parts) == [("tracer.learn", ["a trace"]), ("placement.update", "reclaim", 2)]
+    assert without_asking(parts) == [("tracer.learn", ["a trace"]), ("placement.update", "reclaim", 2, True, False)]
     assert seen == [[16, 0]], "of all micro-batches"
     assert [tensor.lookup_nbytes for tensor in parts.tensors] == [0, 0], "nothing was looked up yet"
 

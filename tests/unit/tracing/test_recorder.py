@@ -398,4 +398,4 @@ def test_an_evaluation_ends_with_its_forward():
 def test_a_trace_that_takes_too_long_ends():
     micro_batch = MicroBatch(lambda: make_model("gpt2"), make_inputs, loss_of, {})
     with FakeTensors(), pytest.raises(TraceError, match="took longer than 0 s"):
-        trace(micro_batch, max_seconds=0)
+        trace(micro_batch, deadline=Deadline(0))
