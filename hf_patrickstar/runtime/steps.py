@@ -213,7 +213,9 @@ class Steps:
         agreed = self._agree(title, shapes, version)
         if not self.tracer.covers(title, agreed.shapes):
             has_changed = make_ready(title, agreed.shapes)
-            if has_changed or (self.foresight is not None and not self.order.is_alone):  # others may have changed
+            if not self.order.is_alone:  # all ask again, or none; for a step that is recorded there is nothing to ask
+                has_changed = self.foresight is not None and bool(agreed.shapes)
+            if has_changed:
                 agreed = self._agree(title, agreed.shapes, version)
         return agreed.shapes, agreed.room
 

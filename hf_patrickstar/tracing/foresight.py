@@ -177,8 +177,15 @@ class Foresight:
     def _places(self, specs: Iterable[TensorSpec]) -> Places:
         by_name = {tensor.spec.name: tensor for tensor in self._manager.tensors}
         found = {spec.index: by_name[spec.name] for spec in specs}
+        place_of = {tensor.spec.index: index for index, tensor in found.items()}  # others have left the model
         return Places(
-            [chunk.spec for chunk in self._manager.chunks],
+            [
+                dataclasses.replace(
+                    chunk.spec,
+                    tensor_indices=tuple(place_of[i] for i in chunk.spec.tensor_indices if i in place_of),
+                )
+                for chunk in self._manager.chunks
+            ],
             {spec.index: spec for spec in specs},
             {index: tensor.chunk.spec.index for index, tensor in found.items()},
             {index: tensor.own_numel for index, tensor in found.items()},
