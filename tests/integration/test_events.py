@@ -75,6 +75,7 @@ def train_step(model, engine):
 BACKWARD_OF_FOUR = ["gradient 3", "gradient 2", "evict 2", "load 1", "gradient 1", "gradient 0", "drop 1", "drop 3"]
 
 
+@pytest.mark.usefixtures("recorded")
 def test_events_of_a_recorded_step_and_of_planned_ones():
     """Room for two of four chunks: what the plan brings ahead arrives while the layer before computes."""
     model, engine, events = record("belady", 2, num_layers=4, prefetch_depth=1)
@@ -88,20 +89,27 @@ def test_events_of_a_recorded_step_and_of_planned_ones():
         assert words(events) == [*planned, *BACKWARD_OF_FOUR, "step"]
 
 
+def test_events_of_a_first_step_that_is_foreseen():
+    """It follows a plan, as later ones do."""
+    model, engine, events = record("belady", 2, num_layers=4, prefetch_depth=1)
+    for _ in range(2):
+        events.clear()
+        train_step(model, engine)
+        planned = ["load 0", "load 1 ahead", "evict 0", "load 2 ahead", "evict 1", "load 3 ahead"]
+        assert words(events) == [*planned, *BACKWARD_OF_FOUR, "step"]
+
+
 def test_events_when_the_margin_is_filled():
-    """Room for nine payloads: after the first step the first two layers live there with four lists each."""
+    """Room for nine payloads: before the first step the first two layers move there with four lists each."""
     model, engine, events = record("belady", 9, num_layers=4, prefetch_depth=0)
-    train_step(model, engine)
-    gradients = ["gradient 3", "gradient 2", "gradient 1", "gradient 0"]
-    drops = ["drop 0", "drop 1", "drop 2", "drop 3"]
-    loads = ["load 0", "load 1", "load 2", "load 3"]
-    assert words(events) == [*loads, *gradients, *drops, "move home 0", "move home 1", "step"]
-    events.clear()
-    train_step(model, engine)
-    assert words(events) == [
-        *("load 2", "evict 2", "load 3", "gradient 3", "evict 3", "load 2", "gradient 2"),
-        *("gradient 1", "gradient 0", "drop 2", "step"),
-    ]
+    for moves in (["move home 0", "move home 1"], []):
+        events.clear()
+        train_step(model, engine)
+        assert words(events) == [
+            *moves,
+            *("load 2", "evict 2", "load 3", "gradient 3", "evict 3", "load 2", "gradient 2"),
+            *("gradient 1", "gradient 0", "drop 2", "step"),
+        ]
 
 
 @pytest.mark.parametrize(

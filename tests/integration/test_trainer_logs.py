@@ -56,21 +56,20 @@ def test_statistics_are_logged_per_step(tmp_path, factor, has_margin):
         assert 0 < entry["prefetches"] <= entry["chunk_loads"]
         assert 0 <= entry["late_prefetches"] <= entry["prefetches"]
         assert (0 < entry["waiting_seconds"] < 60) == (entry["late_prefetches"] > 0)
-        assert entry["recorded_steps"] == 2, "the training step and the update"
-        assert entry["diverged_steps"] == entry["skipped_steps"] == entry["retries"] == 0
+        assert entry["recorded_steps"] == entry["diverged_steps"] == entry["skipped_steps"] == entry["retries"] == 0
         assert entry["moved_home_to_host_nbytes"] == 0
         assert entry["all_gathers"] == entry["reduce_scatters"] == entry["sent_nbytes"] == entry["messages"] == 0
     first, second = entries
     for key in MOVED:
         assert 2 * (first[key] + second[key]) <= stats[key] * (1 + 1e-9), key
     assert second["chunk_moves"] == second["moved_home_to_device_nbytes"] == 0, (
-        "they have moved in after the first step"
+        "they have moved in before the first step"
     )
     if has_margin:
         num_moved = stats["chunks_in_margin"]
         assert first["chunks_in_margin"] == second["chunks_in_margin"] == 2 * first["chunk_moves"] == num_moved > 0
         assert first["moved_home_to_device_nbytes"] > 0
-        assert second["device_to_host_nbytes"] < first["device_to_host_nbytes"] < 4 * numel
+        assert second["device_to_host_nbytes"] == first["device_to_host_nbytes"] < 4 * numel
     else:
         assert first["chunks_in_margin"] == first["chunk_moves"] == first["moved_home_to_device_nbytes"] == 0
         assert first["device_to_host_nbytes"] == second["device_to_host_nbytes"] == 4 * numel

@@ -16,7 +16,7 @@ from hf_patrickstar.payloads import Payloads
 from hf_patrickstar.schedule.known import KnownTraces
 
 EXPECTED = r"patrickstar: [\d.]+ M parameters \([\d.]+ M trained\): model data takes .* on the host, and .*"
-FIRST = r"patrickstar: step 3, the first one that was not recorded, took [\d.e-]+ s, and at most .* on the host"
+FIRST = r"patrickstar: step 1, the first one that was not recorded, took [\d.e-]+ s, and at most .* on the host"
 _SIZE = r"[\d.]+ \w+"
 MEMORY = (
     rf"patrickstar: at most {_SIZE} of 4.00 MiB \(\d+%\) on the device, chunks {_SIZE} of {_SIZE} \(\d+%\), and "
@@ -43,7 +43,7 @@ def test_lines_at_the_beginning_and_at_the_end(disable_tqdm, tmp_path, capsys):
     assert 97 <= sum(map(int, re.fullmatch(TIME, lines[3]).groups())) <= 103
     stats = trainer.patrickstar_stats()
     assert f"{stats['device_total_peak_nbytes'] / 2**20:.2f} MiB of 4.00" in lines[2] or "KiB" in lines[2]
-    assert "'loss'" in text.split(lines[1])[0], "the evaluation after the second step was recorded, too"
+    assert text.split(lines[1])[0].count("'loss'") == 1, "the first step was foreseen"
     assert text.index(lines[0]) < text.index("'loss'"), "before the first step"
     assert text.index("'train_runtime'") < text.index(lines[2]), "after the last log"
     for name in ("computing_seconds", "settling_seconds", "updating_seconds"):
@@ -76,7 +76,7 @@ def test_every_call_of_train_is_an_account_of_its_own(tmp_path, capsys):
     first = said(capsys.readouterr().out)
     run(trainer)
     second = said(capsys.readouterr().out)
-    assert len(first) == 4, "the second step is not followed by another"
+    assert len(first) == 5, "the first step was foreseen, and is followed by another"
     assert [line.split(" took")[0] for line in second if " took" in line][-1] == "patrickstar: 2 steps"
 
 

@@ -14,7 +14,7 @@ from hf_patrickstar.machine import CPU_TIER
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.units import MIB, parse_nbytes
 
-pytestmark = pytest.mark.own_streams
+pytestmark = [pytest.mark.own_streams, pytest.mark.usefixtures("recorded")]
 
 GPT2 = AutoConfig.for_model(
     "gpt2", n_layer=3, n_embd=64, n_head=2, vocab_size=200, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
