@@ -13,9 +13,7 @@ def test_each_size_has_a_row_for_each_budget(load, tmp_path, monkeypatch):
     bench.main()
     rows = json.loads(path.read_text())["rows"]
     assert [(row["budget"], row["size"]) for row in rows] == [
-        (budget, size)
-        for budget in ("tight", "medium", "all")
-        for size in ("auto", "0.5 block", "1 block", "2 block")
+        (budget, size) for budget in ("tight", "medium", "all") for size in ("auto", "0.5 block", "1 block", "2 block")
     ]
     numels = {row["size"]: row["chunk_numel"] for row in rows if row["seconds"] is not None}
     assert numels["2 block"] == 2 * numels["1 block"] == 2 * 655_360
