@@ -327,7 +327,7 @@ class _Recorder:
 
     def _begin_lookup(self, frame: _Frame, watched: Watched) -> None:
         self._notes.add(LookUp(watched.spec.index))
-        with self._quiet():
+        with self._quiet(), torch.inference_mode(False):  # a tensor of inference mode has no version
             leaf = raw_data(watched.parameter).new_empty(watched.spec.shape)
         self._charges.put(leaf, Tier.HOST)
         key = storage_key(leaf)

@@ -87,6 +87,7 @@ def test_an_evaluation_between_backward_and_step_of_a_recorded_step(mode):
     assert not _get_current_dispatch_mode_stack()
 
 
+@pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_an_evaluation_that_gives_up_the_margin(mode):
     plain, managed = make_model("gpt2").train(), make_model("gpt2").train()
@@ -125,6 +126,7 @@ def test_an_evaluation_with_lookups_at_home_between_two_backwards(accumulation, 
         assert torch.equal(value, managed.state_dict()[key]), key
 
 
+@pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_an_evaluation_that_fails_makes_no_trace(mode):
     """Half of its visits would be taken for the whole, and the next evaluation would be lost."""
@@ -171,6 +173,7 @@ def test_steps_of_somebody_who_handles_an_error_are_recorded():
     assert engine.stats()["diverged_steps"] == 0
 
 
+@pytest.mark.usefixtures("recorded")
 def test_forwards_that_never_meet_a_backward_are_forgotten(monkeypatch):
     """Somebody evaluates with gradients on: what is noted of it must not grow without end."""
     monkeypatch.setattr(tracer_module, "MOST_VISITS", 20)
