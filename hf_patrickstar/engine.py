@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch._guards import detect_fake_mode
 
 from hf_patrickstar.checkpoint.checkpoints import Checkpoints
 from hf_patrickstar.checkpoint.first_values import FirstValues
@@ -38,13 +37,12 @@ from hf_patrickstar.optim.threads import choose_threads
 from hf_patrickstar.optim.torch_kernel import OWN_STATE
 from hf_patrickstar.optim.workers import HostWorkers
 from hf_patrickstar.payloads import Payloads
-from hf_patrickstar.plan_cache import find_traces, keep_traces
+from hf_patrickstar.plan_cache import find_traces
 from hf_patrickstar.report.figures import Figures
 from hf_patrickstar.report.statistics import Statistics
 from hf_patrickstar.report.survey import Survey, take_survey
 from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.assembly import Foundation, assemble
-from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.executor import MovePolicy
 from hf_patrickstar.runtime.gate import FORWARD, STATE_DICT, Gate
@@ -54,8 +52,7 @@ from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.recovery import MAX_RETRIES, Recovery
 from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.known import KnownTraces
-from hf_patrickstar.schedule.trace import Trace
-from hf_patrickstar.tracing.foresight import Foresight
+from hf_patrickstar.tracing.foresight import make_foresight
 
 logger = logging.getLogger(__name__)
 
@@ -247,21 +244,6 @@ class PatrickStarEngine:
             )
         )
 
-    def _make_foresight(self, casting: Casting) -> Foresight | None:
-        """What tells of steps before they begin; an engine of tensors without bytes has nobody to tell."""
-        if detect_fake_mode() is not None or not self.manager.steps.policy.has_plans:
-            return None
-        others = self.resources.streams, self.collectives, self._num_micro_batches
-        return Foresight(self.model, self.manager, casting, *others, self._keep_traces)
-
-    def _keep_traces(self, traces: Sequence[Trace], has_padding: bool) -> None:
-        """Keeps traces of training for runs of the same one, which then know them before their chunks are allocated."""
-        tracer = self.manager.tracer
-        if self.config.reuse_plan and self.collectives.rank == 0:
-            known = {**tracer.known.traces, **{trace.key: trace for trace in traces}}
-            lookups = {**tracer.known.lookups, **self.manager.placement.lookups}
-            keep_traces(KnownTraces(tracer.known.key, known, lookups, has_padding))
-
     @property
     def prefetch_depth(self) -> int:
         """How many chunks are loaded ahead, by the settings or as was decided."""
@@ -304,7 +286,8 @@ class PatrickStarEngine:
             if self.config.overlap_optimizer == "backward":
                 self.hooks.on_gradient = update_in_backward(self.manager, self.optimizers)
             self.hooks.attach()
-            self.manager.steps.foresight = self._make_foresight(casting)
+            reuses = self.config.reuse_plan
+            self.manager.steps.foresight = make_foresight(self.model, self.manager, casting, self.resources, reuses)
             self._move_in()
             for optimizer in self.optimizers:
                 optimizer.take_inner_state()

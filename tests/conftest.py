@@ -59,7 +59,7 @@ def _streams(request):
 @pytest.fixture
 def recorded(monkeypatch):
     """No engine foresees its first steps: they are recorded."""
-    monkeypatch.setattr("hf_patrickstar.engine.PatrickStarEngine._make_foresight", lambda self, casting: None)
+    monkeypatch.setattr("hf_patrickstar.engine.make_foresight", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

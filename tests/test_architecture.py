@@ -28,7 +28,7 @@ LEVELS = dict.fromkeys(_BASE, 0) | {
     "decisions": 6,
     "plan_cache": 7,
     "payloads": 7,
-    "tracing": 7,
+    "tracing": 8,
     "membership": 8,
     "engine": 9,
     "prepared": 10,

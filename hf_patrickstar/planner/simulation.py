@@ -8,7 +8,7 @@ engine runs. That an engine does the same, in bytes, loads and order, is a test.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,21 +16,18 @@ import torch
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.decisions import Decisions, ModelNumbers, decide_for, inspect
 from hf_patrickstar.errors import BudgetError
-from hf_patrickstar.events import Listener, tell_nobody
 from hf_patrickstar.homes import Circumstances, lists_of
-from hf_patrickstar.machine import CPU_TIER, Machine
+from hf_patrickstar.machine import Machine
 from hf_patrickstar.membership import holders
-from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.adam_kernel import AdamKernel
 from hf_patrickstar.optim.kernel import WORKSPACE, Kernel
 from hf_patrickstar.optim.kernels import make_kernel
 from hf_patrickstar.optim.torch_kernel import OWN_STATE
+from hf_patrickstar.planner.imagined import resources_of, settings_for
 from hf_patrickstar.report.survey import NON_MODEL, Survey, SurveyedChunk, Tide
-from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime import gradient_ring
 from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING, torch_dtype
-from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.order import Room
 from hf_patrickstar.schedule.ahead import plan_ahead
 from hf_patrickstar.schedule.bounds import ADAM_NBYTES
@@ -49,6 +46,7 @@ from hf_patrickstar.schedule.trace import StepKind, Trace, Visit, trace_key
 from hf_patrickstar.tracing.answers import AnsweringMode
 from hf_patrickstar.tracing.fake import FakeTensors
 from hf_patrickstar.tracing.updates import UpdateCost, cost_of_update
+from hf_patrickstar.units import KIB, MIB
 from hf_patrickstar.virtual.garbage import no_collections
 
 OpsOf = Callable[[frozenset[str]], OpTrace]
@@ -220,6 +218,40 @@ def simulate(trained: Trained, machine: Machine, ops_of: OpsOf) -> Simulation:
     return _Simulator(trained, machine, ops_of).run()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Planned:
+    """What a step does, and by which plans."""
+
+    script: tuple[Entry, ...]
+    traces: Sequence[Trace]
+    plans: Sequence[Plan]
+    rules: PlanRules
+    known: KnownTraces
+
+    def device_nbytes(self) -> int:
+        """The most bytes on the device."""
+        return max(
+            self.rules.fixed_nbytes + copies + visit.gradient_nbytes + visit.non_model_nbytes
+            for made, plan in zip(self.traces, self.plans, strict=True)
+            for visit, copies in zip(made.visits, plan.chunk_nbytes, strict=True)
+        )
+
+    def _loaded(self, loads: Sequence[Load]) -> Iterator[Load]:
+        """The copies to the device."""
+        moments = (actions for plan in self.plans for actions in plan.moments)
+        return (loads[index] for actions in moments for index in (*actions.load, *actions.carry))
+
+    def moved_nbytes(self, loads: Sequence[Load]) -> tuple[int, int]:
+        """Bytes that cross to the device, and to the host."""
+        to_device = sum(load.nbytes for load in self._loaded(loads) if not load.is_here)
+        return to_device, sum(entry.nbytes for entry in self.script if isinstance(entry, Send) and not entry.to_device)
+
+    def sent_nbytes(self, loads: Sequence[Load]) -> int:
+        """Bytes that this process sends to others."""
+        gathered = sum(load.sent_nbytes for load in self._loaded(loads))
+        return gathered + sum(entry.nbytes for entry in self.script if isinstance(entry, Reduce))
+
+
 class _Simulator:
     """Decides and plans one training, and tells what it comes to."""
 
@@ -227,14 +259,8 @@ class _Simulator:
         self._trained = trained
         self._machine = machine
         self._ops_of = ops_of
-        self._config = PatrickStarConfig.from_any({**_settings_for(machine), **trained.config, "reuse_plan": False})
-        no_driver: Any = _NoDriver()
-        streams = DeviceStreams(torch.device("cpu"), no_driver)
-        if not machine.has_accelerator:
-            streams.hold_at_most(0)  # there a gradient is at home when its copy is started
-        peers = _Imagined(trained.world_size, machine)
-        self._resources = Resources.find(self._config, streams, peers, _do_nothing, tell_nobody)
-        self._in_flight_nbytes = streams.most_in_flight_nbytes
+        self._config = PatrickStarConfig.from_any({**settings_for(machine), **trained.config, "reuse_plan": False})
+        self._resources, self._in_flight_nbytes = resources_of(machine, self._config, trained.world_size)
         self._num_micro_batches = max(trained.num_micro_batches, 1)
         numbers, self._cost, self._kernel = self._known()
         self._situation = Circumstances(self._config, self._resources, [self._kernel], {}, self._num_micro_batches)
@@ -386,29 +412,24 @@ class _Simulator:
             rules = dataclasses.replace(rules, ahead=ahead)
         plans = rules.plans(traces, prospect.device_nbytes)
         told = whole_step(ops, self._places, self._rules(homed, plans[-1].ahead))
+        return self._summed_up(_Planned(told.script, traces, plans, rules, known), prospect, homed, reasons)
+
+    def _summed_up(
+        self, planned: "_Planned", prospect: Prospect, homed: frozenset[int], reasons: list[str]
+    ) -> Simulation:
+        trained, tensors, chunks = self._trained, self._decisions.tensors, self._layout.chunks
+        traces, plans, rules = planned.traces, planned.plans, planned.rules
         loads = tuple(
             Load(size.param_nbytes, (trained.world_size - 1) * size.param_nbytes, size.chunk_index in homed)
             for size in self._decisions.chunk_nbytes
         )
-        timeline = replay(told.script, plans, loads, self._machine)
         owners = self._owners(homed, traces, plans)
-        device_nbytes = max(
-            rules.fixed_nbytes + copies + visit.gradient_nbytes + visit.non_model_nbytes
-            for made, plan in zip(traces, plans, strict=True)
-            for visit, copies in zip(made.visits, plan.chunk_nbytes, strict=True)
-        )
-        loaded = [loads[i] for plan in plans for actions in plan.moments for i in (*actions.load, *actions.carry)]
-        sent = sum(load.sent_nbytes for load in loaded)
-        sent += sum(entry.nbytes for entry in told.script if isinstance(entry, Reduce))
-        tensors = self._decisions.tensors
-        chunks = self._layout.chunks
-        free = prospect.device_nbytes - rules.fixed_nbytes
         return Simulation(
-            script=told.script,
+            script=planned.script,
             traces=tuple(traces),
             plans=tuple(plans),
             loads=loads,
-            timeline=timeline,
+            timeline=replay(planned.script, plans, loads, self._machine),
             world_size=trained.world_size,
             num_parameters=sum(spec.numel for spec in tensors if spec.trainable),
             num_all_parameters=sum(spec.numel for spec in tensors),
@@ -417,22 +438,19 @@ class _Simulator:
             ),
             static=rules.static,
             fixed_nbytes=rules.fixed_nbytes,
-            device_nbytes=device_nbytes,
+            device_nbytes=planned.device_nbytes(),
             host_nbytes=sum(owners[Tier.HOST].values()),
             owners=owners,
-            moved_nbytes=(
-                sum(load.nbytes for load in loaded if not load.is_here),
-                sum(entry.nbytes for entry in told.script if isinstance(entry, Send) and not entry.to_device),
-            ),
-            sent_nbytes=sent,
+            moved_nbytes=planned.moved_nbytes(loads),
+            sent_nbytes=planned.sent_nbytes(loads),
             reasons=tuple(reasons),
             layout={
                 "num_chunks": len(chunks) * trained.world_size,
                 "chunk_numel": self._layout.chunk_numel,
                 "chunk_utilisation": self._layout.utilisation,
             },
-            survey=self._survey(traces, plans, homed, free, owners, reasons),
-            known=known,
+            survey=self._survey(traces, plans, homed, prospect.device_nbytes - rules.fixed_nbytes, owners, reasons),
+            known=planned.known,
             precision=str(self._decisions.precision.dtype).removeprefix("torch."),
             rules=rules,
         )
@@ -536,7 +554,7 @@ class _Simulator:
         return Survey(budgets, found, chunks, tides, tuple(reasons))
 
 
-_LEAST_STEP_NBYTES, _STEP_NBYTES, _STEPS = 64 * 1024, 1024**2, 64
+_LEAST_STEP_NBYTES, _STEP_NBYTES, _STEPS = 64 * KIB, MIB, 64
 
 
 def step_nbytes(nbytes: int) -> int:
@@ -548,19 +566,8 @@ def step_nbytes(nbytes: int) -> int:
     return min(max(nbytes // _STEPS, _LEAST_STEP_NBYTES), _STEP_NBYTES)
 
 
-def _settings_for(machine: Machine) -> dict[str, Any]:
-    return {
-        "device_budget": machine.device_nbytes,
-        "host_budget": machine.host_nbytes,
-        "pin_memory": False,  # what page-locking rounds up is not known of another machine
-        # Without an accelerator it is as on the CPU tier, whose updates end before ``step()`` returns.
-        "machine": machine if machine.has_accelerator else CPU_TIER,
-        "overlap_optimizer": machine.has_accelerator,
-    }
-
-
 def _a_parameter() -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.empty(1, device="cpu"))
+    return torch.nn.Parameter(torch.tensor([0.0], device="cpu"))
 
 
 def _cost_of(kernel: Kernel, optimizer: torch.optim.Optimizer) -> UpdateCost:
@@ -568,38 +575,3 @@ def _cost_of(kernel: Kernel, optimizer: torch.optim.Optimizer) -> UpdateCost:
     if isinstance(kernel, AdamKernel):
         return UpdateCost(ADAM_NBYTES, 0.0, 0.0)
     return cost_of_update(optimizer)
-
-
-def _do_nothing() -> None:
-    """There is no device to make room on."""
-
-
-class _NoDriver:
-    """Below streams that carry nothing; see ``Driver``."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
-
-
-class _Imagined:
-    """Processes that are not here: each says what this one says; see ``Peers``."""
-
-    def __init__(self, world_size: int, machine: Machine) -> None:
-        self._world_size = world_size
-        self._machine = machine
-
-    def connect(self, device: torch.device, emit: Listener, reduce_dtype: str) -> Collectives:
-        """See ``Peers``."""
-        return _ImaginedCollectives(self._world_size, self._machine, device, reduce_dtype)
-
-
-class _ImaginedCollectives(Collectives):
-    def __init__(self, world_size: int, machine: Machine, device: torch.device, reduce_dtype: str) -> None:
-        super().__init__(0, world_size, device, reduce_dtype=reduce_dtype)
-        self._is_gloo = not machine.has_accelerator
-
-    def exchange(
-        self, message: Sequence[int], what: str, *, subject: str | None = None, is_patient: bool = True
-    ) -> list[list[int]]:
-        """See ``Collectives``."""
-        return [list(message) for _ in range(self.world_size)]

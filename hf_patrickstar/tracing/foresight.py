@@ -14,10 +14,11 @@ was foreseen. Where a model cannot be copied, or its control flow needs values, 
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._guards import detect_fake_mode
 from torch.utils._pytree import tree_leaves
 
 from hf_patrickstar.checkpoint.progress import shown
@@ -25,11 +26,13 @@ from hf_patrickstar.errors import TraceError
 from hf_patrickstar.layout.specs import TensorSpec, collect_specs
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.plan_cache import keep_traces
+from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.runtime.chunk import ManagedTensor
-from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.steps import Call, Foreseen
+from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.op_trace import LookedUp, OpTrace
 from hf_patrickstar.schedule.step import Places, StepRules, kinds_of, micro_batch
 from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace
@@ -51,6 +54,23 @@ _MOST_WORKSPACES = 1 / 16
 """How much of the budget that is at most: a small one would have no room for chunks."""
 
 
+def make_foresight(
+    model: torch.nn.Module, manager: ChunkManager, casting: Casting, resources: Resources, keeps: bool
+) -> "Foresight | None":
+    """Makes what foresees the steps of an engine; ``None`` where nobody follows plans, or tensors have no bytes.
+
+    Args:
+        model: The model.
+        manager: Knows its parameters and their chunks.
+        casting: The types that forwards compute in.
+        resources: What the engine runs on.
+        keeps: Whether traces of training are kept for later runs, which know them before chunks are allocated.
+    """
+    if detect_fake_mode() is not None or not manager.steps.policy.has_plans:
+        return None
+    return Foresight(model, manager, casting, resources, keeps=keeps)
+
+
 class Foresight:
     """Foresees the steps of one engine; see [Note: steps that are foreseen].
 
@@ -58,10 +78,8 @@ class Foresight:
         model: The model.
         manager: Knows its parameters and their chunks.
         casting: The types that forwards compute in.
-        streams: How gradients leave the device.
-        collectives: The processes.
-        num_micro_batches: Micro-batches of a step.
-        keep: Is given the traces of training that were made, and whether the batch had padding, for later runs.
+        resources: What the engine runs on.
+        keeps: Whether traces of training are kept for later runs, which know them before chunks are allocated.
     """
 
     def __init__(
@@ -69,20 +87,20 @@ class Foresight:
         model: torch.nn.Module,
         manager: ChunkManager,
         casting: Casting,
-        streams: Any,
-        collectives: Collectives,
-        num_micro_batches: int,
-        keep: Callable[[Sequence[Trace], bool], None],
+        resources: Resources,
+        *,
+        keeps: bool,
     ) -> None:
         self._model = model
         self._manager = manager
         self._casting = casting
-        self._device = streams.device
-        self._num_micro_batches = num_micro_batches
+        streams, collectives = resources.streams, resources.collectives
+        num_micro_batches = self._num_micro_batches = manager.steps.num_micro_batches
+        self._device = resources.device
         self._rank = collectives.rank
         in_flight = streams.most_in_flight_nbytes if isinstance(streams, DeviceStreams) else 0
         self._rules = StepRules(num_micro_batches, in_flight, collectives.is_asynchronous)
-        self._keep = keep
+        self._keeps = keeps and collectives.rank == 0
         self._said: set[str] = set()
 
     def foresee(self, call: Call, shapes: Shapes) -> Foreseen | None:
@@ -109,9 +127,15 @@ class Foresight:
             max(made.non_model_peak_nbytes for made in found.traces) / MIB,
             seconds,
         )
-        if call.is_training:
+        if call.is_training and self._keeps:
             self._keep(found.traces, has_padding(call.kwargs))
         return found
+
+    def _keep(self, traces: Sequence[Trace], is_padded: bool) -> None:
+        known = self._manager.tracer.known
+        of_all = {**known.traces, **{made.key: made for made in traces}}
+        lookups = {**known.lookups, **self._manager.placement.lookups}
+        keep_traces(KnownTraces(known.key, of_all, lookups, is_padded))
 
     def _say(self, what: str) -> None:
         if what not in self._said:

@@ -1,0 +1,84 @@
+"""What an engine would run on: a machine, and processes, that are not here. Nothing is allocated, moved or sent."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.events import Listener, tell_nobody
+from hf_patrickstar.machine import CPU_TIER, Machine
+from hf_patrickstar.memory.streams import DeviceStreams
+from hf_patrickstar.resources import Resources
+from hf_patrickstar.runtime.collectives import Collectives
+
+
+def settings_for(machine: Machine) -> dict[str, Any]:
+    """Settings of an engine on a machine.
+
+    Args:
+        machine: The machine.
+    """
+    return {
+        "device_budget": machine.device_nbytes,
+        "host_budget": machine.host_nbytes,
+        "pin_memory": False,  # what page-locking rounds up is not known of another machine
+        # Without an accelerator it is as on the CPU tier, whose updates end before ``step()`` returns.
+        "machine": machine if machine.has_accelerator else CPU_TIER,
+        "overlap_optimizer": machine.has_accelerator,
+    }
+
+
+def resources_of(machine: Machine, config: PatrickStarConfig, world_size: int) -> tuple[Resources, int]:
+    """What decisions ask of a machine and of processes.
+
+    Args:
+        machine: The machine.
+        config: The settings.
+        world_size: How many processes train together.
+
+    Returns:
+        The resources, and the bytes of gradients that may be on their way to the host.
+    """
+    no_driver: Any = _NoDriver()
+    streams = DeviceStreams(torch.device("cpu"), no_driver)
+    if not machine.has_accelerator:
+        streams.hold_at_most(0)  # there a gradient is at home when its copy is started
+    peers = _Imagined(world_size, machine)
+    resources = Resources.find(config, streams, peers, _do_nothing, tell_nobody)
+    return resources, streams.most_in_flight_nbytes
+
+
+def _do_nothing() -> None:
+    """There is no device to make room on."""
+
+
+class _NoDriver:
+    """Below streams that carry nothing; see ``Driver``."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+class _Imagined:
+    """Processes that are not here: each says what this one says; see ``Peers``."""
+
+    def __init__(self, world_size: int, machine: Machine) -> None:
+        self._world_size = world_size
+        self._machine = machine
+
+    def connect(self, device: torch.device, emit: Listener, reduce_dtype: str) -> Collectives:
+        """See ``Peers``."""
+        return _ImaginedCollectives(self._world_size, self._machine, device, reduce_dtype)
+
+
+class _ImaginedCollectives(Collectives):
+    def __init__(self, world_size: int, machine: Machine, device: torch.device, reduce_dtype: str) -> None:
+        super().__init__(0, world_size, device, reduce_dtype=reduce_dtype)
+        self._is_gloo = not machine.has_accelerator
+
+    def exchange(
+        self, message: Sequence[int], what: str, *, subject: str | None = None, is_patient: bool = True
+    ) -> list[list[int]]:
+        """See ``Collectives``."""
+        return [list(message) for _ in range(self.world_size)]
