@@ -22,7 +22,7 @@ from hf_patrickstar.schedule.trace import Shapes
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EnterForward:
-    """An outermost forward of training begins.
+    """An outermost forward begins: of training, or an evaluation.
 
     Attributes:
         name: The outermost module; empty for the model itself.
@@ -31,6 +31,7 @@ class EnterForward:
         others: Storages that are there already beside those and the model's buffers.
         nbytes: Bytes of the batch.
         buffers_nbytes: Bytes of the model's buffers.
+        is_inner: Whether it is an evaluation inside of a training step, whose visits are not the step's.
     """
 
     name: str
@@ -39,11 +40,18 @@ class EnterForward:
     others: tuple[int, ...]
     nbytes: int = 0
     buffers_nbytes: int = 0
+    is_inner: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeaveForward:
-    """The outermost forward has ended."""
+    """The outermost forward has ended.
+
+    Attributes:
+        is_inner: See ``EnterForward``.
+    """
+
+    is_inner: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -52,6 +52,7 @@ _LEAST_IN_FLIGHT = 2
 """Gradients whose copies the compute stream need not wait for, however large; as in ``memory/streams.py``."""
 _SUM_ITEMSIZE = 4
 """Bytes of an element of an accumulation list."""
+_OF_CHUNKS = Acquire, Release
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ class _Telling:
         self._sizes = tuple(chunk.nbytes for chunk in places.chunks)
         self._has_others = any(chunk.world_size > 1 for chunk in places.chunks)
         self._accumulates = rules.num_micro_batches > 1
-        self._is_metered = False
+        self._is_metered = self._is_inner = False
         self._shapes: Shapes = ()
         self._script: list[Entry] = []
         self._visits: list[Visit] = []
@@ -188,6 +189,8 @@ class _Telling:
 
     def tell(self, notes: Iterable[Note]) -> MicroBatch:
         for note in notes:
+            if self._is_inner and isinstance(note, _OF_CHUNKS):
+                continue  # an evaluation is a step of its own
             match note:  # the most frequent first
                 case Kernel():
                     self._script.append(note)
@@ -215,8 +218,10 @@ class _Telling:
                     self._num_kept[index] = num
                 case Gradient():
                     self._take(note)
-                case EnterForward():
+                case EnterForward(is_inner=False):
                     self._begin(note)
+                case EnterForward(is_inner=True) | LeaveForward(is_inner=True):
+                    self._is_inner = isinstance(note, EnterForward)
                 case LeaveForward():
                     self._forward_ends.append(len(self._visits))
                     if self._has_others:

@@ -142,7 +142,7 @@ class Notes:
         live[key] = number, weakref.ref(owner, forget)
         return [(number, nbytes)]
 
-    def enter_forward(self, name: str, shapes: Shapes, present: Iterable[torch.Tensor]) -> None:
+    def enter_forward(self, name: str, shapes: Shapes, present: Iterable[torch.Tensor], *, is_inner: bool) -> None:
         """An outermost forward begins; ``present`` is there already."""
         inputs, others = [], []
         batch: dict[int, int] = {}
@@ -160,7 +160,7 @@ class Notes:
                 elif key not in self._buffers and nbytes:
                     self.is_odd = True
         nbytes, buffers_nbytes = sum(batch.values()), sum(buffers.values())
-        self.add(EnterForward(name, shapes, tuple(inputs), tuple(others), nbytes, buffers_nbytes))
+        self.add(EnterForward(name, shapes, tuple(inputs), tuple(others), nbytes, buffers_nbytes, is_inner))
 
     def note_use(self, watched: Watched) -> None:
         """Tensors may look into the memory of a parameter from now on."""

@@ -273,15 +273,20 @@ class _Recorder:
             inputs = list(tensors_in((args, kwargs)))
             shapes = input_shapes([tensor.shape for tensor in inputs])
             present = itertools.chain(inputs, self._model.buffers())
-            if (frame.stage is Stage.EVALUATION) is not self._is_evaluation:
+            if self._is_evaluation and frame.stage is not Stage.EVALUATION:
                 self.note_odd()
-            self._notes.enter_forward("" if frame.module is self._model else name, shapes, present)
+            called = "" if frame.module is self._model else name
+            self._notes.enter_forward(called, shapes, present, is_inner=self._is_inner(frame))
             frame.contexts.enter_context(self.autograd.kept_as_numbers())
             frame.keeps_operands = True
         autocast = self._setting.casting.autocast(is_recomputed=is_recomputed)
         if autocast is not None:
             frame.contexts.enter_context(autocast)
             frame.is_autocast = True
+
+    def _is_inner(self, frame: _Frame) -> bool:
+        """Whether a forward is an evaluation inside of a training step."""
+        return frame.stage is Stage.EVALUATION and not self._is_evaluation
 
     def _enter_module(self, frame: _Frame, own: Sequence[Watched], name: str) -> None:
         if peek_interpreter_stack() is not None:
@@ -310,7 +315,7 @@ class _Recorder:
         if not self._stack:
             frame.contexts.close()
             if frame.stage is not Stage.BACKWARD:
-                self._notes.add(LeaveForward())
+                self._notes.add(LeaveForward(self._is_inner(frame)))
         return result
 
     def _replace(self, frame: _Frame, name: str) -> None:

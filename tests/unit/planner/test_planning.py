@@ -112,7 +112,7 @@ def test_torch_does_not_log_what_is_told_in_a_sentence(monkeypatch, caplog):
         logging.getLogger("torch._subclasses.fake_tensor").error("a traceback")
         raise RuntimeError("no shape")
 
-    monkeypatch.setattr("hf_patrickstar.planner.planning._record_with", fail)
+    monkeypatch.setattr("hf_patrickstar.planner.planning._simulated", fail)
     with pytest.raises(ConfigError, match="no shape"):
         plan(MOE, "h100", length=16)
     assert not caplog.records

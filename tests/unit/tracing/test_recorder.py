@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_patrickstar.decisions import collect
 from hf_patrickstar.errors import EngineError, TraceError
+from hf_patrickstar.layout.packing import pack
+from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.schedule.op_trace import (
     Acquire,
@@ -30,6 +32,8 @@ from hf_patrickstar.schedule.op_trace import (
     Release,
 )
 from hf_patrickstar.schedule.script import Begin, BlockingCopy, HostWork, Kernel, Part
+from hf_patrickstar.schedule.step import Places, StepRules, micro_batch
+from hf_patrickstar.schedule.trace import StepKind
 from hf_patrickstar.tracing import recorder
 from hf_patrickstar.tracing.fake import FakeTensors, as_fake
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
@@ -242,13 +246,20 @@ def test_an_evaluation_keeps_nothing_and_has_no_backward(fake):
     ]
 
 
-def test_an_evaluation_inside_of_a_loss_has_no_word(fake):
+def test_an_evaluation_inside_of_a_loss_is_told_apart(fake):
     def loss(model, x):
         with torch.no_grad():
             expected = model(x)
         return (model(x) - expected).square().sum()
 
-    assert record_one(TwoLayers(), loss=loss) is None
+    found = record_one(TwoLayers(), loss=loss)
+    forwards = [note.is_inner for note in found.notes if isinstance(note, (EnterForward, LeaveForward))]
+    assert forwards == [True, True, False, False]
+    places = Places.of(pack([TensorSpec(i, str(i), (8, 8), True) for i in range(4)], 64, frozenset(), 1, False))
+    told, plain = (micro_batch(ops, places, StepRules(), StepKind.TRAINING) for ops in (found, record_one(TwoLayers())))
+    visited = [[visit.chunk_index for visit in each.trace.visits] for each in (told, plain)]
+    assert visited[0] == visited[1], "the evaluation is a step of its own"
+    assert told.trace.forward_ends == plain.trace.forward_ends
 
 
 @pytest.mark.parametrize("read", [lambda weight: weight.data, torch.Tensor.detach], ids=["data", "detach"])
