@@ -11,7 +11,7 @@ from hf_patrickstar.planner import planning
 from hf_patrickstar.planner.kept import kept
 from hf_patrickstar.planner.planning import arrange, plan_and_simulate, plan_if_fits
 from hf_patrickstar.planner.subject import Subject
-from hf_patrickstar.virtual.timing import OperatorTimes
+from hf_patrickstar.tracing.timing import OperatorTimes
 
 MODEL = "gpt2:n_layer=2,n_embd=64,n_head=2,vocab_size=200"
 ARGUMENTS = {
