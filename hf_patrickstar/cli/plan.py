@@ -1,11 +1,9 @@
 """``hf-patrickstar plan``: whether a model fits, and how fast it trains, before it does."""
 
 import argparse
-import contextlib
 import dataclasses
-import gc
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -17,6 +15,7 @@ from hf_patrickstar.cli.settings import settings_of
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.report.timeline import check_plots
+from hf_patrickstar.tracing.garbage import no_collections, objects_set_aside
 
 if TYPE_CHECKING:
     from hf_patrickstar.planner.plan import Plan
@@ -102,35 +101,6 @@ def run(options: argparse.Namespace) -> int:
             return run_search(options, subject, circumstances)
         plan, simulation = plan_for_runs(subject, circumstances)
         return _tell(options, subject, circumstances, plan, simulation)
-
-
-@contextlib.contextmanager
-def no_collections() -> Iterator[None]:
-    """Switches collections of garbage off inside of the block: libraries load a fifth faster, and leave none."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def objects_set_aside() -> Iterator[None]:
-    """Leaves the objects that are there out of collections inside of the block, unless the caller does so already.
-
-    Most of them are those of libraries, and Python takes 0.3 seconds to look at all. What code inside of the block has
-    set aside (``gc.freeze``) is collected again after it, too.
-    """
-    is_first = not gc.get_freeze_count()
-    if is_first:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if is_first:
-            gc.unfreeze()
 
 
 def _tell(

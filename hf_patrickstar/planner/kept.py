@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from hf_patrickstar import plan_cache
 from hf_patrickstar.planner.subject import Subject
+from hf_patrickstar.tracing.garbage import no_collections
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ def kept(kind: str, subject: Subject, circumstances: object, is_measured: bool, 
     found = plan_cache.read(kind, key)
     if found is not None:
         try:
-            return pickle.loads(zlib.decompress(found))  # type: ignore[no-any-return]
+            with no_collections():  # of some ten thousand objects, none of which is garbage
+                return pickle.loads(zlib.decompress(found))  # type: ignore[no-any-return]
         except Exception as error:  # what a damaged file raises may be anything
             logger.info("patrickstar: a plan that was kept cannot be read, and is made again: %s", error)
     made = make()

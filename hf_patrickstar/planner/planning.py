@@ -1,4 +1,4 @@
-"""Plans a training: the engine runs it in virtual time, on tensors that have no bytes."""
+"""Plans a training: simulates a step of it, and says what that takes."""
 
 import contextlib
 import dataclasses

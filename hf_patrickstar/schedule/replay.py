@@ -1,4 +1,4 @@
-"""Plays a step on a machine: puts its work on the clock, by any plan. The virtual driver uses the same player."""
+"""Plays a step on a machine: puts its work on the clock, by any plan."""
 
 from collections.abc import Iterable, Sequence
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from oracle.training import Training, record_step
-from test_simulation import check
+from test_same_as_engine import check
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_patrickstar import PatrickStarEngine

@@ -68,13 +68,14 @@ def test_a_reduction_sends_a_slice_to_every_other_process_and_is_divided_where_i
 
 
 def test_sixteen_bit_sums_in_fp32_send_twice_the_bytes(driver):
-    collectives, _ = connect(driver, reduce_dtype="fp32")
+    collectives, events = connect(driver, reduce_dtype="fp32")
     assert collectives.staging_numel(5, torch.bfloat16) == (0, 20)
     buffer, wide = torch.zeros(20, dtype=torch.bfloat16), torch.zeros(20)
     driver.begin()
     collectives.reduce_scatter(buffer, (None, wide), "a test")
     reduction = [span for span in driver.end().own_spans if span.lane is Lane.REDUCTIONS]
     assert [span.what for span in reduction] == ["reduce, 60 bytes sent"]
+    assert events == [SlicesReduced(60)], "twice the bytes of a slice of bfloat16 for each of the others"
 
 
 def test_a_gather_comes_after_the_copy_of_the_own_slice(driver):

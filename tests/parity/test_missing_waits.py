@@ -719,7 +719,7 @@ ELSEWHERE = {
     "memory/threads.py": "waits for its own threads",
     "optim/adam_kernel.py": "waits for its workers",
     "optim/ahead.py": "waits for a checkpoint that is written (tests/parity/test_updates_in_backward.py for the rest)",
-    "virtual/training.py": "holds no gradients without an accelerator: tests/unit/planner/test_plan_exactness.py",
+    "planner/simulation.py": "holds no gradients without an accelerator: tests/unit/planner/test_plan_exactness.py",
     "optim/workers.py": "waits for its own threads",
     "payloads.py": "waits for workspace that is about to go (tests/parity/test_overlapped_updates.py) and for zeros",
     "resources.py": "limits what may be in flight: tests/unit/memory/test_streams.py",
@@ -736,10 +736,9 @@ ELSEWHERE = {
     "runtime/vigil.py": "waits for processes",
     "schedule/clock.py": "virtual time",
     "schedule/replay.py": "virtual time",
-    "virtual/collectives.py": "virtual time",
-    "virtual/companions.py": "waits for processes",
-    "virtual/driver.py": "virtual time",
+    "tracing/companions.py": "waits for processes",
     "schedule/repeats.py": "joins words",
+    "schedule/step.py": "tells of joins",
 }
 """Modules that wait for something else."""
 

@@ -6,7 +6,7 @@ import pytest
 
 from hf_patrickstar.cli import plan
 from hf_patrickstar.cli.main import main
-from hf_patrickstar.cli.plan import no_collections, objects_set_aside
+from hf_patrickstar.tracing.garbage import no_collections, objects_set_aside
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])
