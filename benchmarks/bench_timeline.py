@@ -8,9 +8,8 @@ what a micro-batch does is traced once. All chunks are at home on the host (plac
 devices of all processes; clipping by norm is on, blocks are recomputed. With ``--placement auto`` a machine has chunks
 at home on its device, too, where it has room. ``--chunk_budget`` says how many bytes chunks take there at most. With
 ``--updates backward`` clipping is off and ``overlap_optimizer="backward"``. A step is what lies between two calls of
-``optimizer.step()``.
-"serial" is a schedule that overlaps nothing: computation, copies, the whole
-optimizer, copies. The figures are simulated: nothing here was measured on these machines.
+``optimizer.step()``. "serial" is a schedule that overlaps nothing: computation, copies, the whole optimizer, copies.
+The figures are simulated: nothing here was measured on these machines.
 """
 
 import functools

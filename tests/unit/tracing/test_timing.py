@@ -132,7 +132,7 @@ def test_plans_for_this_machine_are_timed():
     assert given.times is None
     by_rates = plan_and_simulate(subject, given)[1]
     timed = plan_and_simulate(subject, dataclasses.replace(given, times=OperatorTimes()))[1]
-    kernels = [entry for entry in timed.script if isinstance(entry, Kernel)]
+    kernels = [entry for entry in timed.script if isinstance(entry, Kernel) and entry.name.startswith("aten.")]
     assert sum(kernel.measured_ns is not None for kernel in kernels) > 0.9 * len(kernels)
     assert timed.moved_nbytes == by_rates.moved_nbytes
 
