@@ -53,11 +53,6 @@ class Player:
         self._kernels: dict[int, tuple[Kernel, int, str]] = {}
         self._works: dict[int, tuple[tuple[HostWork, ...], int]] = {}
 
-    def forget(self) -> None:
-        """Lets go of the work that it has played."""
-        self._kernels.clear()
-        self._works.clear()
-
     def kernel(self, work: Kernel) -> None:
         """The host launches an operator on the device."""
         machine, clock = self.machine, self.clock

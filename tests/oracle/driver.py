@@ -290,7 +290,6 @@ class VirtualDriver:
         self._chunks = {storage_key(chunk.payloads["param"]): chunk.spec.index for chunk in known}
         self.clock.wait_for_all("the beginning")
         self._begin = (self.clock.now_ns, len(self.clock.spans))
-        self._player.forget()
 
     def end(self) -> Timeline:
         """The timeline since ``begin``, up to the end of all that was put into lanes."""

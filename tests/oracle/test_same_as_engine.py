@@ -96,7 +96,7 @@ def check(told, done, in_order=lambda found: found):
     assert told.sent_nbytes == done.sent_nbytes
     # Numbers of steps of an optimizer that torch computes are left out.
     assert told.owners[Tier.HOST] == pytest.approx(done.on_host, rel=1e-3)
-    # The engine still has the batch of the step before; with several processes it gives buffers of gradients back earlier.
+    # The engine still has the batch of the step before. With several processes it gives buffers back earlier.
     assert 0.99 <= told.device_nbytes / done.device_nbytes <= (1.01 if told.world_size == 1 else 1.05)
     assert told.timeline.duration_ns == pytest.approx(done.timeline.duration_ns, rel=0.13)
 
